@@ -1,6 +1,6 @@
 """One LMDB environment of the disk tier: records, their order of eviction, and their accounts.
 
-Databases, all written in the transaction that writes the record, so that none can disagree:
+Databases, all written in the record's transaction, so that they always agree:
 
     data    key -> record (header, payload)         each one run of overflow pages
     index   key -> Place, header                    a lookup never touches the payload
@@ -9,15 +9,14 @@ Databases, all written in the transaction that writes the record, so that none c
     days    day since 1970 -> Day                   wear, and what it was good for
     state   "totals" -> Totals
 
-A payload is read by its file offset, not through the map: py-lmdb touches every page of a value
-before returning it, one 4 KiB read each on a cold cache, and through a file descriptor a bad sector
-is an error code rather than a signal. The offset comes from the page header that LMDB keeps in
-front of a value. It holds until the block is deleted, and is never trusted: the record found there
-must have the very header of the index.
+A payload is read by its file offset, not through the map. py-lmdb touches every page of a value
+before returning it, with a 4 KiB read each on a cold cache, and on a file descriptor a bad sector
+is an error code rather than a signal. The offset comes from LMDB's page header before the value. It
+is valid until the block is deleted and is never trusted: the record there must have exactly the
+header in the index.
 
-RAM per block: none. Any thread may call any method; LMDB admits one write transaction at a time,
-over all processes. Errors of LMDB and of the system leave here as they are; `DiskTier` makes misses
-of them.
+No memory is used per block. Thread-safe; LMDB admits one write transaction at a time over all
+processes. Errors of LMDB and the system are raised unchanged; `DiskTier` turns them into misses.
 """
 
 import struct
@@ -51,19 +50,19 @@ from tiers.errors import TierError
 
 SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per block 0.1
 READER_POLL_S = 0.002
-NEWEST_LOOKED_AT = 64  # blocks at the recent end; they are about in the order of their uses
+NEWEST_LOOKED_AT = 64  # blocks at the recent end, which are roughly in order of use
 
 
 class ShardDamaged(TierError):
-    """The file under this shard was cut short or removed; nothing in it can be trusted."""
+    """The shard's file was truncated or removed; nothing in it can be trusted."""
 
 
 class ShardBusy(ShardDamaged):
-    """The shard is being checked or replaced; nothing new is known to be wrong with it."""
+    """The shard is being checked or replaced; no new damage is known."""
 
 
 class Shard:
-    """An open environment in folder `path`. `map_bytes` bounds its file, always."""
+    """An open environment in folder `path`. Its file never exceeds `map_bytes`."""
 
     def __init__(
         self,
@@ -80,7 +79,7 @@ class Shard:
         self.map_bytes = map_bytes
         self._storage = storage
         self._clock = clock
-        self._on_commit = on_commit  # told of every transaction that stands, on its thread
+        self._on_commit = on_commit  # called after every commit, on its thread
         self.guard = guard
         self._env = storage.open_env(path, map_bytes=map_bytes, readonly=readonly)
         self._file: DataFile | None = None
@@ -91,8 +90,8 @@ class Shard:
             self.page_bytes = int(self._env.stat()["psize"])
             self._write_lock = threading.Lock()
             self._unsynced_bytes = 0
-            self._stuck: int | None = None  # the commit that a reader sees who would not end
-            self._slack_pages = 0  # room that a full map taught us to keep, beyond what is computed
+            self._stuck: int | None = None  # the commit seen by a reader that does not end
+            self._slack_pages = 0  # extra reserve learned from a full map
             self.totals = self.read_totals()
             self._found = self._look_around()
         except BaseException:
@@ -111,7 +110,7 @@ class Shard:
         return self._file
 
     def close(self) -> None:
-        """Close without a sync; nobody may be inside another method."""
+        """Closes without a sync. No other method may be running."""
         self._env.close()
         file, self._file = self._file, None
         if file is not None:
@@ -121,7 +120,7 @@ class Shard:
 
     @contextmanager
     def _reading(self) -> Iterator[Transaction]:
-        """A short read transaction: while one is open, no freed page is used again."""
+        """A short read transaction. While it is open, freed pages are not reused."""
         self.check()
         txn = self._storage.begin(self._env, write=False)
         try:
@@ -132,7 +131,8 @@ class Shard:
             txn.abort()
 
     def check(self) -> None:
-        """Raise ShardDamaged where the file shrank or vanished: touching its map would be fatal."""
+        """Raises ShardDamaged if the file shrank or vanished, because touching its map would be
+        fatal."""
         known = self._file_bytes  # taken first: a writer may be growing the file meanwhile
         status = self._storage.stat(self._data_file)
         if status.st_nlink == 0:
@@ -141,7 +141,7 @@ class Shard:
             raise ShardDamaged(f"{self.path / 'data.mdb'} has {status.st_size} bytes, had {known}")
 
     def num_held(self, keys: Sequence[PrefixKey]) -> int:
-        """Length of the leading run of keys that are in the index; what it says is not read."""
+        """Length of the leading run of keys in the index, without reading entries."""
         with self._reading() as txn:
             for number, key in enumerate(keys):
                 if self._storage.get(txn, key, self._dbs.index) is None:
@@ -160,7 +160,7 @@ class Shard:
         return found
 
     def will_need(self, entries: Sequence[IndexEntry]) -> None:
-        """Start reading these records; neighbours on disk become one request."""
+        """Starts reading these records. Neighbours on disk become one request."""
         start = end = 0
         for place in (entry.place for entry in entries):
             if start < end and 0 <= place.offset - end <= self.page_bytes:
@@ -173,9 +173,9 @@ class Shard:
             self._storage.will_need(self._data_file, start, end - start)
 
     def read(self, key: PrefixKey, entry: IndexEntry, into: memoryview) -> memoryview:
-        """The record of `entry`, as far as it is there, in the room `into`.
+        """Reads the record of `entry` into `into`, as far as it exists.
 
-        `into` begins on a page and has `room_for(entry)` bytes or more.
+        `into` is page-aligned and has at least `room_for(entry)` bytes.
         """
         nbytes, offset = entry.place.nbytes, entry.place.offset
         if offset:
@@ -207,7 +207,7 @@ class Shard:
     def by_age(
         self, after: int, limit: int, *, newest_first: bool = False
     ) -> list[tuple[PrefixKey, IndexEntry]]:
-        """Up to `limit` blocks in order of eviction, beyond sequence `after` (0: from the end)."""
+        """Up to `limit` blocks in order of eviction, after sequence `after` (0: from the end)."""
         rows: list[tuple[PrefixKey, IndexEntry]] = []
         with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
             for data in _orders(cursor, after, newest_first=newest_first):
@@ -220,8 +220,8 @@ class Shard:
         return rows
 
     def uses(self, after: int, limit: int) -> list[tuple[int, PrefixKey, int]]:
-        """Up to `limit` blocks in order of eviction, beyond sequence `after`: (sequence, key, when
-        it was last used)."""
+        """Up to `limit` blocks in order of eviction after sequence `after`, as (sequence, key, last
+        use)."""
         with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
             if not cursor.set_range(pack_sequence(after + 1)):
                 return []
@@ -247,12 +247,12 @@ class Shard:
             return {PrefixKey(root): Account.unpack(data) for root, data in cursor}
 
     def days(self) -> dict[int, Day]:
-        """Wear by day since 1970 (UTC)."""
+        """Writes by day since 1970 (UTC)."""
         with self._reading() as txn, txn.cursor(db=self._dbs.days) as cursor:
             return {unpack_day(key): Day.unpack(data) for key, data in cursor}
 
     def walk(self) -> str | None:
-        """Read every branch and leaf page; what is wrong with them, as far as LMDB can say."""
+        """Reads every branch and leaf page. Returns the error that LMDB finds, if any."""
         counts: dict[str, int] = {}
         with self._reading() as txn:
             for name, db in zip(Databases._fields, self._dbs, strict=True):
@@ -264,21 +264,21 @@ class Shard:
         return None
 
     def used_bytes(self) -> int:
-        """Of the map, what is in pages that hold something."""
+        """Bytes of the map in used pages."""
         with self._reading() as txn:
             stats = [txn.stat(db) for db in self._dbs]
         pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
         return int(pages) * self.page_bytes
 
     def file_bytes(self) -> int:
-        """What the file takes on the file system, as `du` counts."""
+        """Bytes the file takes on the file system, like `du`."""
         return self._storage.stat(self._data_file).st_blocks * 512
 
     # Writing
 
     @contextmanager
     def writing(self) -> Iterator[Writer]:
-        """One write transaction, committed at the end of the block; any exception undoes it all."""
+        """One write transaction, committed at the end of the block. An exception rolls it back."""
         with self._write_lock:
             self.check()
             txn = self._storage.begin(self._env, write=True)
@@ -311,9 +311,9 @@ class Shard:
             self.sync()
 
     def mend_run(self, offset: int, nbytes: int) -> None:
-        """Repair the page header before the record at `offset`, if it is damaged.
+        """Repairs the page header before the record at `offset`, if it is damaged.
 
-        LMDB frees as many pages as it says there, and dies where that is more than there are.
+        LMDB frees the number of pages given there, and crashes if there are fewer.
         """
         first = offset // self.page_bytes
         at = first * self.page_bytes
@@ -322,7 +322,7 @@ class Shard:
             self._storage.patch(self.path / "data.mdb", run_head(first, nbytes), at)
 
     def fix(self, fixes: Fixes) -> None:
-        """Make the databases agree again, as a check of the shard found it."""
+        """Applies the fixes of a check, so that the databases agree."""
         for _, first, nbytes in fixes.keys:
             self.mend_run(first * self.page_bytes + PAGE_HEADER if first else 0, nbytes)
         dbs, storage = self._dbs, self._storage
@@ -349,18 +349,20 @@ class Shard:
         self.totals = self.read_totals()
 
     def sync(self) -> None:
-        """Make every commit so far durable."""
+        """Makes all commits so far durable."""
         self._unsynced_bytes = 0
         self._storage.sync(self._env)
 
     def learn_slack(self, nbytes: int) -> None:
-        """The map was full though it should not have been: keep this much more of it free."""
+        """Keeps `nbytes` more of the map free, after it was unexpectedly full."""
         limit = self.map_bytes // self.page_bytes // 4
         self._slack_pages = min(limit, self._slack_pages + -(-nbytes // self.page_bytes))
 
     def wait_for_readers(self, timeout_s: float) -> bool:
-        """Whether a reader kept freed pages from use; if so, wait until it is done, but not long,
-        and only once for one that stays. Not inside a write transaction."""
+        """Whether a reader prevented the reuse of freed pages. Waits for it briefly.
+
+        A reader that stays is waited for only once. Not inside a write transaction.
+        """
         oldest = self._oldest_reader()
         if oldest is None:
             return False
@@ -372,19 +374,19 @@ class Shard:
         return True
 
     def _oldest_reader(self) -> int | None:
-        """Which commit the oldest reader sees; None where all see the last one."""
+        """The commit that the oldest reader sees; None if all see the last one."""
         last = int(self._env.info()["last_txnid"])
         rows = [line.split() for line in self._env.readers().splitlines()[1:]]
         seen = [int(row[-1]) for row in rows if row and row[-1].isdigit()]
         return min((commit for commit in seen if commit < last), default=None)
 
     def forget_dead_readers(self) -> int:
-        """Clear reader slots that dead processes left; they would keep freed pages from reuse."""
+        """Clears reader slots of dead processes, which would prevent the reuse of freed pages."""
         return int(self._env.reader_check())
 
 
 def _orders(cursor: Any, after: int, *, newest_first: bool) -> Iterator[bytes]:
-    """Values of the order database beyond sequence `after`, in the direction asked for."""
+    """Values of the order database after sequence `after`, in the given direction."""
     if newest_first:
         found = cursor.set_range(pack_sequence(after)) and cursor.prev() if after else cursor.last()
         step = cursor.iterprev

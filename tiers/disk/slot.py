@@ -1,11 +1,11 @@
-"""A shard's place in the tier, so that a shard can be checked and replaced under its readers.
+"""A shard's place in the tier, which allows checking and replacing it under its readers.
 
     checking ──sound──► ready ──an error of LMDB, a file cut short or removed──► checking
         └──broken──► replaced by an empty shard, and counted
 
-While it is being checked, blocks are looked up and read past LMDB (`UncheckedShard`), and nothing
-is written. Readers enter and leave; whoever replaces or closes the shard waits until all have left:
-LMDB's map must not be unmapped while anyone is inside.
+During a check, blocks are found and read without LMDB (`UncheckedShard`), and nothing is written.
+Readers enter and leave. Replacing or closing the shard waits until all have left, because LMDB's
+map must not be unmapped under a reader.
 """
 
 import logging
@@ -25,22 +25,22 @@ from tiers.disk.storage import Doubtful, Storage
 logger = logging.getLogger(__name__)
 
 _S = TypeVar("_S", bound=Shard | UncheckedShard)
-MAX_DOUBTS = 3  # errors of a shard that each check finds sound, before it is replaced all the same
+MAX_DOUBTS = 3  # errors of a shard found sound each time, after which it is replaced anyway
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a slot opens what it finds."""
+    """How a slot opens its shard."""
 
     storage: Storage
-    map_bytes: int  # of the file that stands; it may be larger than what `open_shard` allows
+    map_bytes: int  # of the existing file; may be larger than `open_shard` allows
     open_shard: Callable[[], Shard]
-    on_loss: Callable[[int, str], None]  # told how many blocks were given up, and why
+    on_loss: Callable[[int, str], None]  # called with the number of lost blocks and the reason
     check_s: float = CHECK_AT_ONCE_S
 
 
 class ShardSlot:
-    """Holds one shard: open, being checked, or none where none could be opened yet."""
+    """Holds one shard: open, being checked, or none if none could be opened yet."""
 
     def __init__(self, path: Path, opening: Opening, num_expected: int = 0) -> None:
         self.path = path
@@ -60,18 +60,18 @@ class ShardSlot:
 
     @property
     def damaged(self) -> bool:
-        """Whether what lies in the file is not known to be right."""
+        """Whether the file is not known to be sound."""
         return self._doubted or self._shard is None
 
     @contextmanager
     def use(self) -> Iterator[Shard]:
-        """The shard, kept open meanwhile. Raises ShardDamaged where there is none to use."""
+        """The shard, kept open during the block. Raises ShardDamaged if none is usable."""
         with self._inside(self._ready()) as shard:
             yield shard
 
     @contextmanager
     def read(self) -> Iterator[Shard | UncheckedShard]:
-        """What blocks can be read from, also while it is being checked. Raises ShardDamaged."""
+        """The shard to read from, also during a check. Raises ShardDamaged."""
         found = self._unchecked if self._check is not None else self._ready()
         if found is None:
             raise ShardBusy(f"{self.path} is being checked")
@@ -79,9 +79,10 @@ class ShardSlot:
             yield shard
 
     def settle(self) -> bool:
-        """Take in a check that ended, and look into a doubt. Whether the shard can be written.
+        """Takes in a finished check and starts one if in doubt. Returns whether the shard is
+        writable.
 
-        For the thread that writes to it. Raises OSError where the system lets nothing be opened.
+        For the writer thread. Raises OSError if the system cannot open files.
         """
         if self._check is not None:
             report = self._check.poll()
@@ -94,7 +95,7 @@ class ShardSlot:
         return self._shard is not None
 
     def mend(self, error: Exception) -> bool:
-        """Look after a shard in which an error came up; whether it is worth trying again."""
+        """Handles an error of the shard. Returns whether a retry makes sense."""
         if isinstance(error, (ShardDamaged, *Doubtful)) and not isinstance(error, ShardBusy):
             self._doubted = True
             return self.settle()
@@ -127,7 +128,7 @@ class ShardSlot:
                 self._changed.notify_all()
 
     def _doubt(self) -> None:
-        """LMDB said that its pages are wrong: check them, though not for ever."""
+        """LMDB reported damaged pages: starts a check, a limited number of times."""
         self._num_doubts += 1
         if self._num_doubts > MAX_DOUBTS:
             self._replace("LMDB refuses it again and again")
@@ -152,7 +153,7 @@ class ShardSlot:
         self._check = check
 
     def _adopt(self, report: ShardReport) -> None:
-        """Open the shard as the check found it."""
+        """Opens the shard after a check."""
         self._leave()
         if report.problem is not None:
             self._replace(report.problem)
@@ -181,7 +182,7 @@ class ShardSlot:
             self._opening.on_loss(len(report.fixes.keys), what)
 
     def _replace(self, why: str) -> None:
-        """Start again with an empty shard."""
+        """Replaces the shard by an empty one."""
         self._leave()
         logger.error(f"disk cache: {self.path} is replaced by an empty shard: {why}")
         self._opening.on_loss(max(1, self._num_blocks), f"{self.path} is dropped: {why}")

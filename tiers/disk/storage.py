@@ -1,8 +1,8 @@
-"""The operating system and LMDB, as the disk tier calls them: one small seam for faults.
+"""The disk tier's calls to the operating system and LMDB: one small seam for injecting faults.
 
-Everything that can fail for a reason outside the program goes through a `Storage`. Each method
-first says its own name to `before`, which does nothing here; `tiers.testing.faulty_storage`
-overrides it to fail the Nth call or to kill the process at a named point of a write.
+Everything that can fail for an external reason goes through a `Storage`. Each method first calls
+`before` with its own name, which does nothing here. `tiers.testing.faulty_storage` overrides it to
+fail the Nth call or to kill the process at a named point of a write.
 """
 
 import errno
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import lmdb
 
 MAX_READERS = 512
-LOCK_BYTES = MAX_READERS * 64 + mmap.PAGESIZE  # of lock.mdb: 64 a reader, and its head
+LOCK_BYTES = MAX_READERS * 64 + mmap.PAGESIZE  # of lock.mdb: 64 per reader, and its head
 NUM_DATABASES = 8
 
 StorageError = (lmdb.Error, OSError)
 MapFull = lmdb.MapFullError
 Panic = lmdb.PanicError
-# What LMDB says of pages that are not as it wrote them.
+# LMDB's errors for damaged pages.
 Doubtful = (
     Panic,
     lmdb.BadTxnError,
@@ -44,14 +44,14 @@ Database = Any
 
 
 class DataFile(NamedTuple):
-    """Two descriptors of one file: through the page cache, and past it where that is possible."""
+    """Two descriptors of one file: through the page cache and, if possible, bypassing it."""
 
     cached: int
     direct: int | None
 
 
 class Storage:
-    """The real thing. Stateless; one instance serves every thread."""
+    """The real implementation. Stateless; one instance serves every thread."""
 
     def before(self, operation: str) -> None:
         """Called with an operation's name before it runs; a hook for tests."""
@@ -84,7 +84,7 @@ class Storage:
         return None if value is None else bytes(value)
 
     def view(self, txn: Transaction, key: bytes, db: Database) -> memoryview:
-        """A value of a write transaction, in place; gone when it ends or writes again."""
+        """A value of a write transaction, in place; invalid once it ends or writes again."""
         self.before("view")
         value: memoryview = txn.get(key, db=db)
         return value
@@ -107,13 +107,13 @@ class Storage:
         env.sync(True)
 
     def open_file(self, path: Path) -> DataFile:
-        """Open a file for reads that bypass LMDB, and the page cache where that is possible."""
+        """Opens a file for reads that bypass LMDB and, if possible, the page cache."""
         self.before("open_file")
         cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             return DataFile(cached, os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT))
         except OSError:
-            return DataFile(cached, None)  # tmpfs, for one
+            return DataFile(cached, None)  # e.g. tmpfs
 
     def close_file(self, file: DataFile) -> None:
         for fd in file:
@@ -127,21 +127,21 @@ class Storage:
     def read(self, file: DataFile, into: memoryview, offset: int) -> int:
         """Fill `into` from `offset`; returns the bytes read, fewer only at the end of the file.
 
-        `offset`, the length and the memory are multiples of the page. What the page cache has is
-        copied from it; anything else is read past it, which costs a quarter of the CPU and leaves
-        the memory to others: a block that was loaded lies in a hotter tier now.
+        `offset`, length and memory are page-aligned. Data in the page cache is copied from it.
+        Other data is read directly, which takes a quarter of the CPU and leaves the cache to
+        others, because a loaded block is now in a hotter tier.
         """
         self.before("read")
         if file.direct is None:
             return _read_all(file.cached, into, offset)
         try:
             count = os.preadv(file.cached, [into], offset, os.RWF_NOWAIT)
-        except OSError:  # EAGAIN: not in the cache; EOPNOTSUPP: this file system cannot say
+        except OSError:  # EAGAIN: not cached; EOPNOTSUPP: not supported by the file system
             count = 0
         return count if count == len(into) else _read_all(file.direct, into, offset)
 
     def peek(self, file: DataFile, nbytes: int, offset: int) -> bytes:
-        """A few bytes, through the page cache."""
+        """Reads a few bytes through the page cache."""
         self.before("peek")
         return os.pread(file.cached, nbytes, offset)
 
@@ -155,7 +155,7 @@ class Storage:
             os.close(fd)
 
     def will_need(self, file: DataFile, offset: int, nbytes: int) -> None:
-        """Tell the kernel to start reading this extent, where it goes through the page cache."""
+        """Asks the kernel to start reading this extent, if it goes through the page cache."""
         self.before("will_need")
         if file.direct is None:
             os.posix_fadvise(file.cached, offset, nbytes, os.POSIX_FADV_WILLNEED)
@@ -178,16 +178,16 @@ def _reserve_lock(path: Path) -> None:
 
 
 class PageBuffer:
-    """Memory for one record: it begins on a page, as reads past the page cache demand.
+    """Page-aligned memory for one record, as direct reads require.
 
-    Grows to the largest record asked for, and belongs to one thread at a time.
+    Grows to the largest record requested, and belongs to one thread at a time.
     """
 
     def __init__(self) -> None:
         self._view = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
 
     def take(self, nbytes: int) -> memoryview:
-        """At least `nbytes`; the same memory as at the call before."""
+        """At least `nbytes`; the same memory as in the previous call."""
         if len(self._view) < nbytes:
             whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
             self._view = memoryview(mmap.mmap(-1, whole))

@@ -1,12 +1,12 @@
 """The disk tier: blocks in LMDB shards, compressed, bounded, and verified on every read.
 
-Lives in the folder that `tiers.disk.directory` describes. `Mover`'s reader threads call `probe` and
-`load`, its one writer thread `store`, `discard` and `flush`; any thread may ask for `stats`.
+Its folder is described in `tiers.disk.directory`. `Mover`'s reader threads call `probe` and `load`,
+and its one writer thread calls `store`, `discard` and `flush`. Any thread may call `stats`.
 
-What cannot be served is a miss with its reason: no error of LMDB, of the file system or of the
-bytes themselves leaves these methods. A record that proves unreadable is condemned and deleted by
-the next write. A shard in which LMDB finds an error, or whose file was cut or removed, is checked;
-where its structure is broken it is replaced by an empty one.
+A block that cannot be served is a miss with a reason. These methods raise no error of LMDB, the
+file system or the data. An unreadable record is condemned and deleted by the next write. A shard
+with an LMDB error, or with a truncated or removed file, is checked. If its structure is broken, it
+is replaced by an empty one.
 """
 
 import logging
@@ -81,7 +81,8 @@ class DiskTier:
         return self._reader.num_held(ids)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
-        """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served."""
+        """Fills `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be
+        served."""
         self._check_open()
         wanted = ids[: len(into)]
         found, reason = self._reader.find(wanted)
@@ -98,7 +99,7 @@ class DiskTier:
         self._events.served([place.entry for place in served])
         now_s = self._clock()
         for number in range(len(self._slots)):
-            # Tail first, so that a prefix outlives what follows it.
+            # Tail first, so that a prefix outlives its continuations.
             keys = [place.key for place in reversed(served) if place.number == number]
             self._counts.hit(number, keys, self.layout.nbytes)
             uses = [(key, int(now_s)) for key in keys]
@@ -109,25 +110,25 @@ class DiskTier:
     def store(
         self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
     ) -> list[PrefixKey]:
-        """Write blocks not yet held, side by side.
+        """Writes blocks not yet held, shards in parallel.
 
-        Returns the keys dropped since the last call, for room or for age, and those not written.
+        Returns the keys dropped since the last call for room or age, and those not written.
         """
         self._check_open()
         self._writer.store(ids, frames, ages)
         return self._counts.take_dropped()
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these blocks, but those to `keep`; returns how many were held."""
+        """Deletes these blocks, except those to `keep`. Returns the number held."""
         self._check_open()
         return self._writer.discard(keys)
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
-        """From now on drop these neither for room nor for age nor when asked to."""
+        """From now on these are dropped neither for room nor for age nor on request."""
         self._guard.keep(frozenset(keys))
 
     def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
-        """The tiers above gave these up: they leave after what is here, last used or not."""
+        """The tiers above dropped these: they move to the recent end of the order."""
         now_s = self._clock()
         uses = [(key, max(0, int(now_s - idle))) for key, idle in zip(keys, idle_s, strict=True)]
         for number in range(len(self._slots)):
@@ -135,17 +136,17 @@ class DiskTier:
             self._counts.use(number, mine, duplicated=False)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """Which of these are held, each for itself. Raises what storage raises."""
+        """Whether each of these is held. Raises storage errors."""
         return [bool(self._find(key)) for key in keys]
 
     def trace(self, key: PrefixKey) -> BlockId | None:
-        """The identity of the block under a key, as far as its header can be read."""
+        """The identity of the block with this key, if its header is readable."""
         found = self._find(key)
         header = unpack_header(found[0].header) if found else None
         return header.block_id if isinstance(header, Header) else None
 
     def read_record(self, key: PrefixKey) -> tuple[PrefixKey, bytes] | None:
-        """The scope of a block and its record as it lies here, proven; None where there is none."""
+        """The scope of a block and its stored record, verified; None if it is not held."""
         self._check_open()
         try:
             with self._slots[shard_of(key, len(self._slots))].read() as shard:
@@ -169,7 +170,7 @@ class DiskTier:
         return self._guard.usage()
 
     def flush(self) -> None:
-        """Make everything stored durable, and what hits taught the order of eviction."""
+        """Makes everything stored durable, including the order of eviction learned from hits."""
         self._check_open()
         self._writer.flush()
 
@@ -206,14 +207,14 @@ class DiskTier:
         )
 
     def counted(self) -> Counted:
-        """The counters of `stats`, and those that only this tier has."""
+        """The counters of `stats`, and those of this tier alone."""
         return self._counts.snapshot()
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:
-        """The tier as an inspector sees it: blocks, accounts by scope, wear by day.
+        """A view for inspection: blocks, accounts by scope, writes by day.
 
-        Shards that are being checked or replaced are left out. Raises what storage raises.
+        Skips shards that are being checked or replaced. Raises storage errors.
         """
         with ExitStack() as stack:
             shards = []
@@ -224,7 +225,7 @@ class DiskTier:
 
     @contextmanager
     def _whole_view(self) -> Iterator[DiskView]:
-        """The same of every shard. Raises ShardBusy where one is being checked or replaced."""
+        """The same for every shard. Raises ShardBusy if one is being checked or replaced."""
         with ExitStack() as stack:
             yield self._view([stack.enter_context(slot.use()) for slot in self._slots])
 
@@ -234,26 +235,26 @@ class DiskTier:
         return DiskView(self.root, Meta(FORMAT, len(self._slots), map_bytes), shards)
 
     def sample(self, max_keys: int) -> Sample:
-        """Some of the blocks held, by their keys. Writer thread; raises also ShardBusy."""
+        """A sample of the blocks held, by key. Writer thread. Also raises ShardBusy."""
         for slot in self._slots:
             slot.settle()
         with self._whole_view() as view:
             return sample_of(view.shards, max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
-        """Delete every block of these scopes; raises what storage raises, and ShardBusy."""
+        """Deletes every block of these scopes. Raises storage errors and ShardBusy."""
         with self._whole_view() as view:
             removed = purge(view.shards, roots)
         self._writer.recount()
         return removed
 
     def count(self, roots: Collection[PrefixKey]) -> int:
-        """How many blocks of these scopes are held, by looking at each; raises likewise."""
+        """The number of blocks of these scopes, by a full scan. Raises like `purge`."""
         with self._whole_view() as view:
             return count(view.shards, roots)
 
     def close(self) -> None:
-        """Flush, note that the folder is at rest, and give it back."""
+        """Flushes, records a proper close, and releases the folder."""
         if self._closed:
             return
         self._writer.flush()

@@ -1,9 +1,9 @@
 """What happens inside one write transaction of a shard: put, delete, touch, make room, account.
 
-Made by `Shard.writing`, used by the one thread inside it, gone with the transaction.
+Created by `Shard.writing`, and used only by its thread during the transaction.
 
-Room is counted in pages. A page freed by a transaction can be used again only two commits later,
-and LMDB copies what it changes, so the pages in use must stay below the map's by a reserve:
+Room is counted in pages. A page freed by a transaction is reusable only two commits later, and LMDB
+copies changed pages, so a reserve of the map's pages must stay unused:
 
     |<-------------------------- pages of the map -------------------------->|
     | in use: branch, leaf and overflow pages of every database |  reserve    |
@@ -11,9 +11,9 @@ and LMDB copies what it changes, so the pages in use must stay below the map's b
                                                                  the last commits) + 1/32 of the map
                                                                  (no run of that length) + 64
 
-Each block that is put, moved or deleted changes pages of the indexes as well. On a small disk of
-small blocks these would be more than the reserve, so there one transaction changes few blocks
-(`change_limit`), and larger work continues in the next.
+Each block that is put, moved or deleted also changes index pages. On a small disk with small blocks
+these could exceed the reserve, so one transaction changes few blocks there (`change_limit`), and
+larger work continues in the next.
 """
 
 import ctypes
@@ -42,16 +42,14 @@ from tiers.disk.storage import Database, Storage, Transaction
 from tiers.tier import Cause
 
 PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, pages in the run u32
-MIN_RECORD = (
-    4096 - PAGE_HEADER
-)  # a shorter value could share a leaf page and have no run of its own
-LOOKED_AT = 2048  # blocks that one transaction spares before it gives up: some 30 ms
+MIN_RECORD = 4096 - PAGE_HEADER  # a shorter value could share a leaf page and have no run of pages
+LOOKED_AT = 2048  # spared blocks after which a transaction gives up: about 30 ms
 _PAGE = struct.Struct("<QHHI")
 _OVERFLOW = 0x04
 _BATCHES = 3
 _FRAGMENTS = 32
 _FEW_PAGES = 64
-_CHANGED = 3  # pages, for a block that is put, moved or deleted: a leaf of data, index and order
+_CHANGED = 3  # pages per block put, moved or deleted: a leaf of data, index and order
 _FEW_CHANGES = 8
 NO_LIMIT = 1 << 30
 
@@ -78,7 +76,7 @@ class Record(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """A block that this transaction took away."""
+    """A block that this transaction removed."""
 
     key: PrefixKey
     entry: IndexEntry
@@ -86,18 +84,18 @@ class Gone(NamedTuple):
 
 
 def reserve_pages(map_pages: int, batch_pages: int) -> int:
-    """Pages to keep free so that a batch of this size finds room at once."""
+    """The pages to keep free so that a batch of this size has room at once."""
     return _BATCHES * batch_pages + map_pages // _FRAGMENTS + _FEW_PAGES
 
 
 def change_limit(map_pages: int, index_pages: int) -> int:
-    """Blocks that one transaction may change, so that the index pages it changes find room."""
+    """The number of blocks one transaction may change, so that its index pages have room."""
     room = (map_pages // _FRAGMENTS + _FEW_PAGES) // _BATCHES
     return NO_LIMIT if index_pages <= room else max(_FEW_CHANGES, room // _CHANGED)
 
 
 class Writer:
-    """The open write transaction. Totals and accounts are written once, by `finish`."""
+    """An open write transaction. `finish` writes totals and accounts once."""
 
     def __init__(
         self,
@@ -133,7 +131,7 @@ class Writer:
 
     @property
     def spent(self) -> bool:
-        """Whether this transaction has changed as many blocks as it may."""
+        """Whether this transaction has reached its limit of changed blocks."""
         return self._num_changes >= self.limit
 
     @property
@@ -145,18 +143,18 @@ class Writer:
         return None if data is None else IndexEntry.unpack(data)
 
     def take_sequences(self, count: int) -> int:
-        """The first of `count` new places at the recent end of the order."""
+        """The first of `count` new sequences at the recent end of the order."""
         first = self.totals.next_sequence
         self.totals = self.totals._replace(next_sequence=first + count)
         return first
 
     def keep_sequences(self, last: int) -> None:
-        """Blocks are put with sequences they had elsewhere, none of them above `last`."""
+        """Reserves sequences up to `last`, for blocks that keep theirs from another shard."""
         first = max(self.totals.next_sequence, last + 1)
         self.totals = self.totals._replace(next_sequence=first)
 
     def put(self, record: Record, sequence: int, used_s: int) -> None:
-        """Write a block that is not held. The caller has made room, and took the sequence."""
+        """Writes a block that is not held. The caller has made room and taken the sequence."""
         self._num_changes += 1
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
         place = Place(sequence, self._extent(record), len(record.data), used_s)
@@ -173,8 +171,10 @@ class Writer:
         self.fresh.append((record.key, entry))
 
     def touch(self, key: PrefixKey, sequence: int, used_s: int = 0) -> bool:
-        """Move a held block to `sequence` in the order of eviction. It was used at `used_s`; 0: not
-        since it was last said."""
+        """Moves a held block to `sequence` in the order of eviction.
+
+        `used_s` is its time of use; 0 means unchanged.
+        """
         entry = self.find(key)
         if entry is None:
             return False
@@ -185,7 +185,7 @@ class Writer:
         return True
 
     def delete(self, key: PrefixKey, cause: Cause = Cause.REQUEST) -> bool:
-        """Forget a block, if it is held."""
+        """Deletes a block, if it is held."""
         entry = self.find(key)
         if entry is None:
             return False
@@ -200,8 +200,10 @@ class Writer:
         return True
 
     def delete_some(self, keys: list[PrefixKey]) -> int:
-        """Forget as many of these as this transaction may, and take them off the list; how many
-        were held."""
+        """Deletes as many of these as this transaction may, and removes them from the list.
+
+        Returns the number held.
+        """
         num_held = 0
         while keys and not self.spent:
             num_held += self.delete(keys.pop())
@@ -212,18 +214,19 @@ class Writer:
         return self._excess_pages(nbytes) <= 0
 
     def lend(self, uses: Sequence[tuple[PrefixKey, int]]) -> None:
-        """Let held blocks be the first to leave, the last of them before the others.
+        """Makes held blocks the first to leave, the last of them first.
 
-        Where the old end has no places left before it, they stay where they are.
+        If the old end has no sequences left before it, they stay where they are.
         """
         first = next((unpack_sequence(place) for place in self._old_end()), 1)
         for sequence, (key, used_s) in zip(range(first - 1, 0, -1), uses, strict=False):
             self.touch(key, sequence, used_s)
 
     def make_room(self, nbytes: int) -> bool:
-        """Evict from the old end until a batch of `nbytes` fits.
+        """Evicts from the old end until a batch of `nbytes` fits.
 
-        False where too much is spared, or more must go than this transaction may change (`spent`).
+        False if too much is spared, or more must be evicted than this transaction may change
+        (`spent`).
         """
         excess = self._excess_pages(nbytes)
         guard, num_spared, at_once = self._guard, 0, min(64, self.limit)
@@ -247,8 +250,7 @@ class Writer:
         return excess <= 0
 
     def expire(self, idle_s: int, limit: int) -> None:
-        """Evict those of the `limit` at the old end that nobody used for `idle_s`; pinned blocks
-        are passed over."""
+        """Evicts blocks unused for `idle_s` among the `limit` oldest. Skips pinned blocks."""
         guard, gone = self._guard, list[PrefixKey]()
         for sequence, key, used_s in self._in_order(LOOKED_AT):
             if guard is not None and guard.keeps(key):
@@ -261,7 +263,7 @@ class Writer:
         self._evict(gone, Cause.AGE)
 
     def _move_back(self, keys: Sequence[PrefixKey]) -> None:
-        """To the recent end, in the order they have, so that they are not in the way."""
+        """Moves blocks to the recent end, in their order, out of the way of eviction."""
         for sequence, key in enumerate(keys, start=self.take_sequences(len(keys))):
             self.touch(key, sequence)
 
@@ -269,7 +271,7 @@ class Writer:
         self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
 
     def inherit(self, totals: Totals, days: Mapping[int, Day]) -> None:
-        """Carry on the history of the shard that this one replaces; the copying was wear too."""
+        """Continues the history of the replaced shard. Copying counts as writes too."""
         mine = self.totals
         self.totals = mine._replace(
             num_stored=totals.num_stored,
@@ -288,7 +290,7 @@ class Writer:
         return Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).written_bytes
 
     def finish(self) -> None:
-        """Write the accounts that this transaction changed."""
+        """Writes the accounts changed by this transaction."""
         self._storage.put(self._txn, b"totals", self.totals.pack(), self._dbs.state)
         for root, account in self._accounts.items():
             if account.num_blocks:
@@ -348,11 +350,10 @@ class Writer:
         return sum(stat[kind] for stat in stats for kind in kinds)
 
     def _extent(self, record: Record) -> int:
-        """File offset of the record just put, or 0 where it has no run of pages of its own.
+        """File offset of the record just put, or 0 if it has no run of pages of its own.
 
-        LMDB hands out the page that holds the value, and in front of the value lies that page's
-        header with its number. Flags and run length are checked, so that another LMDB's layout
-        would cost the shortcut and nothing else.
+        LMDB returns the value in its page, after the page header with the page's number. Flags and
+        run length are checked, so with another LMDB's layout only the shortcut would be lost.
         """
         import numpy as np  # here, since a command that only counts blocks needs none
 

@@ -1,7 +1,7 @@
-"""Writing blocks: encode, make room, put, and mend a shard after a fault.
+"""Writes blocks: encodes, makes room, puts, and handles faults of a shard.
 
-The mover's writer thread calls; what it brings to several shards is encoded and written side by
-side, on a thread for each, so that one shard's encoding overlaps another's write.
+Called by the mover's writer thread. Blocks for several shards are encoded and written in parallel,
+on a thread per shard, so that one shard's encoding overlaps another's write.
 """
 
 import logging
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 EXPIRE_AT_ONCE = 256
 MAX_TRIES = 3
 NOW = Age()
-RELIEF_COMMITS = 3  # pages freed by the first can be used after the third
-READERS_WAIT_S = 0.5  # readers are done in less than a millisecond, when they get to run
+RELIEF_COMMITS = 3  # pages freed by the first are reusable after the third
+READERS_WAIT_S = 0.5  # readers take less than a millisecond, once they run
 
 
 class _Fresh(NamedTuple):
-    """A block to write, and when it was computed and used."""
+    """A block to write, with the times when it was computed and used."""
 
     block: BlockId
     frame: Frame
@@ -50,17 +50,17 @@ class _Fresh(NamedTuple):
 
 @dataclass(slots=True)
 class _Run:
-    """The blocks that one `store` brings to one shard, and how many of them are done with.
+    """The blocks of one `store` for one shard, and the progress.
 
-    Places in the order of eviction are taken for the whole run with its first transaction, so that
-    the head of the run outlives its tail though it is written first.
+    The first transaction takes the sequences for the whole run, so that the head of the run
+    outlives its tail although it is written first.
     """
 
     rows: Sequence[_Fresh]
     done: int = 0
     first: int | None = None  # sequence of the run's last block; None before the first commit
-    num_rounds: int = 0  # transactions since a block was done that only made room
-    num_tries: int = 0  # faults since a block was done
+    num_rounds: int = 0  # consecutive transactions that only made room
+    num_tries: int = 0  # consecutive faults
 
     def advance(self, count: int) -> None:
         self.done += count
@@ -98,7 +98,7 @@ class BlockWriter:
     def store(
         self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
     ) -> None:
-        """Write blocks not yet held, each shard's on the thread of its own, side by side."""
+        """Writes blocks not yet held, with a thread per shard."""
         shares: list[list[_Fresh]] = [[] for _ in self._slots]
         now_s = self._clock()
         for block, frame, age in zip(ids, frames, ages or [NOW] * len(ids), strict=True):
@@ -115,7 +115,7 @@ class BlockWriter:
             done.result()
 
     def _store(self, number: int, rows: Sequence[_Fresh]) -> None:
-        """Write blocks of one shard, in batches."""
+        """Writes blocks of one shard, in batches."""
         run = _Run(rows)
         while run.done < len(rows):
             if not self._can_write(number):
@@ -129,7 +129,7 @@ class BlockWriter:
             thread.shutdown()
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these blocks, but those to keep; returns how many were held."""
+        """Deletes these blocks, except those to keep. Returns the number held."""
         num_held = 0
         to_delete = [key for key in keys if not self._guard.keeps(key)]
         for number in range(len(self._slots)):
@@ -143,7 +143,7 @@ class BlockWriter:
         return num_held
 
     def flush(self) -> None:
-        """Settle what readers left, clear dead readers, and make every commit durable."""
+        """Applies readers' pending updates, clears dead readers, and makes every commit durable."""
         self.recount()
         for number, slot in enumerate(self._slots):
             if not self._can_write(number):
@@ -156,7 +156,7 @@ class BlockWriter:
                     shard.sync()
 
     def recount(self) -> None:
-        """Tell the guard what each scope has by the shards' own accounts."""
+        """Passes each scope's use, by the shards' accounts, to the guard."""
         total: dict[PrefixKey, Account] = {}
         for slot in self._slots:
             try:
@@ -164,13 +164,16 @@ class BlockWriter:
                     for root, account in shard.accounts().items():
                         total[root] = total.get(root, Account()).plus(*account)
             except (*StorageError, ShardDamaged):
-                return  # it is mended by the next write, and counted again after that
+                return  # the next write handles it, and it is recounted after that
         self._guard.recount(total)
 
     @contextmanager
     def transaction(self, number: int) -> Iterator[Writer]:
-        """A write transaction. What readers left is settled first: in the same one, or, where a
-        transaction may change few blocks, in others before it."""
+        """A write transaction, after readers' pending updates.
+
+        The updates are applied in the same transaction or, if it may change few blocks, in earlier
+        ones.
+        """
         pending = self._counts.take_pending(number)
         part = Pending()
         try:
@@ -190,7 +193,7 @@ class BlockWriter:
             raise
 
     def _settle(self, writer: Writer, part: Pending) -> bool:
-        """Do what readers left; whether that is all that this transaction may do."""
+        """Applies readers' updates. Returns whether the transaction is then at its limit."""
         for key in part.condemned:
             writer.delete(key, Cause.FAULT)
         for key, used_s in part.used.items():
@@ -203,7 +206,7 @@ class BlockWriter:
 
     @contextmanager
     def _guarded(self, number: int, doing: str) -> Iterator[None]:
-        """Turn an error of the shard into a counted fault, and mend the shard."""
+        """Turns an error of the shard into a counted fault, and handles it."""
         try:
             yield
         except (*StorageError, ShardDamaged) as error:
@@ -212,7 +215,7 @@ class BlockWriter:
             self._mend(number, error)
 
     def _write(self, number: int, run: _Run) -> bool:
-        """One transaction of a run; False where no more of it can be written."""
+        """Runs one transaction of a run. Returns False if no more of it can be written."""
         slot = self._slots[number]
         try:
             with self.transaction(number) as writer:
@@ -240,9 +243,9 @@ class BlockWriter:
         return run.rows[run.done : run.done + min(at_once, max(1, writer.limit // 2))]
 
     def _put(self, writer: Writer, batch: Sequence[_Fresh], last: int) -> bool:
-        """Put what is not held, move what is; the head, at `last`, is to be the last to leave.
+        """Puts blocks that are not held and moves those that are. The head, at `last`, leaves last.
 
-        False where the batch has no room yet, and may have it after another transaction.
+        False if the batch has no room yet but may have it after another transaction.
         """
         fresh: list[_Fresh] = []
         places: list[int] = []
@@ -265,13 +268,14 @@ class BlockWriter:
             self._counts.refused(row.block.key for row in fresh)
             return True
         for row, place in zip(fresh, places, strict=True):
-            # After a collision, the block asked for last stays.
+            # After a collision, the block requested last stays.
             writer.delete(row.block.key, Cause.REDUNDANT)
             writer.put(self._encode(row), place, row.used_s)
         return True
 
     def _make_room(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
-        """Room for these, counted before they come: who writes pays where shares are even."""
+        """Makes room for these. They count for their groups before they are stored, so among equals
+        the writer's group gives way."""
         for row in fresh:
             self._guard.moved(row.block.scope, need // len(fresh))
         try:
@@ -281,7 +285,7 @@ class BlockWriter:
                 self._guard.moved(row.block.scope, -(need // len(fresh)))
 
     def _over_budget(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
-        """Whether the day's budget refuses this write; what an operator pinned is written."""
+        """Whether the day's budget refuses this write. Pinned blocks are always written."""
         budget = self._settings.write_budget_bytes
         if budget is None or writer.written_today() + need <= budget:
             return False
@@ -320,14 +324,14 @@ class BlockWriter:
         return Record(block.key, block.scope, header, room[: max(end, MIN_RECORD)], len(buffer))
 
     def _relieve(self, number: int, run: _Run) -> bool:
-        """Make room after a full map; whether it is worth trying again."""
+        """Makes room after a full map. Returns whether a retry makes sense."""
         run.num_tries += 1
         path = self._slots[number].path
         nbytes = self._settings.batch_bytes
         try:
             with self._slots[number].use() as shard:
                 shard.forget_dead_readers()
-                # A reader keeps pages that were freed since it began: no eviction helps then.
+                # A reader holds pages freed since it began, so eviction does not help.
                 if not shard.wait_for_readers(READERS_WAIT_S):
                     shard.learn_slack(nbytes)
             for _ in range(RELIEF_COMMITS):
@@ -345,7 +349,7 @@ class BlockWriter:
         return False
 
     def _mend(self, number: int, error: Exception) -> bool:
-        """Bring back a shard that can no longer be used; whether it is worth trying again."""
+        """Recovers an unusable shard. Returns whether a retry makes sense."""
         try:
             return self._slots[number].mend(error)
         except StorageError as worse:
