@@ -96,6 +96,7 @@ def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path:
     assert "False AdapterError" == refused_without_torch(data, *adapter)
 
 
+@pytest.mark.timeout(300)
 def test_tiers_that_cannot_be_are_refused_before_torch_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
