@@ -20,7 +20,7 @@ class TierError(Exception):
 
 
 class ConfigurationError(TierError):
-    """A setting that cannot work; the message names it, its value and what would."""
+    """A setting that cannot work. The message names it, its value and a valid one."""
 
 
 class DirectoryLocked(TierError):
@@ -74,5 +74,5 @@ FAULTS: Final = (
 
 
 def mib(num_bytes: int) -> str:
-    """A size in a message to who chose it."""
+    """A size for an error message."""
     return f"{num_bytes / (1 << 20):.4g} MiB"

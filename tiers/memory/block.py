@@ -1,6 +1,6 @@
 """A block in memory: its identity, and its state in each tier.
 
-Each tier has one state for a block, and one owner of that state which makes its transitions:
+A block has one state per tier. One module owns each state and makes its transitions:
 
     device   FILLING, then EVICTABLE or PINNED, IN_USE, and so on     `device_tier`
     host     EVICTABLE, IN_USE, DUPLICATED or PINNED                  `host_tier`
@@ -26,7 +26,7 @@ NO_TOKENS = pack(b"")
 
 
 class BlockState(IntEnum):
-    """Whether the KV of a block stands."""
+    """Whether the KV of a block is complete."""
 
     COMPUTING = 0  # a running sequence is filling it
     LOADING = 1  # a reader thread is filling its frame
@@ -38,31 +38,31 @@ class DeviceState(IntEnum):
     """A block's state on the device."""
 
     ABSENT = 0  # it has no slot
-    FILLING = 1  # a slot that the policy has not heard of: one sequence has it
-    IN_USE = 2  # the policy holds it
-    EVICTABLE = 3  # nobody uses it, and the policy may choose it
-    PINNED = 4  # nobody uses it and an operator pinned it: it leaves after all others
+    FILLING = 1  # has a slot unknown to the policy; one sequence owns it
+    IN_USE = 2  # the policy must not choose it
+    EVICTABLE = 3  # unused; the policy may choose it
+    PINNED = 4  # unused and pinned by an operator: it leaves after all others
 
 
 class HostState(IntEnum):
     """A block's state on the host."""
 
     ABSENT = 0  # it has no frame
-    IN_USE = 1  # a copy uses its frame, or somebody needs the block and it is nowhere else above
+    IN_USE = 1  # a copy uses its frame, or the block is needed and no hotter tier has it
     EVICTABLE = 2  # the policy may choose it
-    DUPLICATED = 3  # promoted from a host that gives such copies up before others
-    PINNED = 4  # an operator pinned it: it leaves once the disk has it, and after all others
+    DUPLICATED = 3  # promoted; the host drops such copies before others
+    PINNED = 4  # pinned by an operator: it leaves after all others, and only once the disk has it
 
 
 class Below(IntEnum):
-    """Whether the tiers below memory hold a block. Each use lets it be written there once."""
+    """Whether the tiers below memory hold a block. Each use allows one write there."""
 
     ABSENT = 0
-    REFUSED = 1  # written since its last use, and not held: not to be written before its next one
-    WAITING = 2  # it is to be written, and its frame may be read
+    REFUSED = 1  # written since its last use but not held: no write before its next use
+    WAITING = 2  # to be written; its frame may be read
     WRITING = 3  # the writer thread reads its frame
     HELD = 4  # not used since it was written
-    HELD_USED = 5  # used since: should they drop it, it may be written again
+    HELD_USED = 5  # used since: if they drop it, it may be written again
 
 
 DEVICE_MOVES = (
@@ -100,7 +100,7 @@ Following = Union[None, "Block", "dict[Block, None]"]
 
 
 class Block:
-    """One block's identity and whereabouts.
+    """One block's identity and location.
 
     Invariants: `ref_count` counts the sequences and tickets that need it; while it is not 0 the
     KV stands somewhere above the disk. `busy` counts threads and streams that use the frame's
@@ -126,7 +126,7 @@ class Block:
         self.older = self.newer = NO_BLOCK  # neighbours in the device's LRU order
         self.host_older = self.host_newer = NO_BLOCK  # and in the host's
         self.slot: int | None = None
-        self.slot_whole = True  # its slot has what layers with windows keep, too
+        self.slot_whole = True  # its slot also has the KV of layers with windows
         self.frame: Frame | None = None
         self.state = BlockState.COMPUTING
         self.device = DeviceState.ABSENT
@@ -139,10 +139,10 @@ class Block:
         self.fault: MissReason | None = None
         self.created_s = created_s
         self.use: Use = NEVER_USED
-        self.writer: Chain | None = None  # whose sequence appends rows to it; the others copy
+        self.writer: Chain | None = None  # the sequence that appends rows to it; others copy it
 
     def name(self, identity: BlockId, packed: bytes, depth: int) -> None:
-        """Give the block its identity, `packed` its tokens; it is about to enter the index."""
+        """Gives the block its identity and its `packed` tokens, before it enters the index."""
         self.scope, self.parent, self.key, _, self.content = identity
         self.packed, self.depth = packed, depth
 
@@ -161,7 +161,7 @@ class Block:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it is a full block that only memory holds, and may be written."""
+        """Whether it is a full block that only memory holds and that may be written."""
         stands = self.key is not None and self.state is BlockState.READY
         if not stands or self.below >= Below.HELD:
             return False
@@ -169,7 +169,7 @@ class Block:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its KV stands above the disk, that of layers with windows as well."""
+        """Whether all of its KV is above the disk, including that of layers with windows."""
         if self.slot is not None and self.slot_whole:
             return True
         return self.frame is not None and self.frame.part is Part.WHOLE
@@ -190,4 +190,4 @@ class Block:
         return f"<Block {key} depth={self.depth} {states} {where} refs={self.ref_count}>"
 
 
-NO_BLOCK: Block = object.__new__(Block)  # in place of a neighbour
+NO_BLOCK: Block = object.__new__(Block)  # stands for a missing neighbour

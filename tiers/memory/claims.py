@@ -1,8 +1,8 @@
 """Claims: blocks in use that no policy counts yet, counted for their owners' quotas.
 
 A policy counts a block from its first release on. Until then a claim counts it. The claim is made
-before the slot is taken, so that among even shares the asker is over its share and gives way.
-Engine thread only; without quotas every call returns at once.
+before the slot is taken, so that among equal shares the requester is over its share and gives way.
+Engine thread only. Without quotas every call returns at once.
 """
 
 from collections.abc import Hashable, Mapping
@@ -13,7 +13,7 @@ from tiers.tier import Cause, TierName
 
 
 class Claims:
-    """The quotas of the memory tiers; `block_bytes` is what a block takes in them."""
+    """The quotas of the memory tiers. `block_bytes` is a block's size there."""
 
     def __init__(self, quotas: Mapping[TierName, Quotas], block_bytes: int) -> None:
         self._quotas = quotas
@@ -28,7 +28,7 @@ class Claims:
             quotas.charge(group, self._block_bytes)
 
     def release_slot(self, block: Block) -> None:
-        """The block has none after all, or the policy counts it from here on."""
+        """The block has no slot after all, or the policy counts it from now on."""
         if block in self._slots:
             group = self._slots.pop(block)
             self._quotas[TierName.DEVICE].credit(group, self._block_bytes)
@@ -39,13 +39,14 @@ class Claims:
             self._slots[to] = self._slots.pop(block)
 
     def weigh_frame(self, tenant: Hashable, num_blocks: int) -> None:
-        """While a victim is chosen on the host, the frame already counts for its future owner."""
+        """Counts a frame for its future owner while a victim is chosen on the host."""
         quotas = self._quotas.get(TierName.HOST)
         if quotas is not None:
             quotas.charge(quotas.group(tenant), num_blocks * self._block_bytes)
 
     def cause(self, tier: TierName, victim: Block, tenant: Hashable) -> Cause:
-        """Why a victim leaves for `tenant`: for its own group, or since that is over its share."""
+        """Why a victim leaves for `tenant`: for its own group, or because its group is over its
+        share."""
         quotas = self._quotas.get(tier)
         if quotas is None or quotas.group(victim.use.tenant) == quotas.group(tenant):
             return Cause.ROOM

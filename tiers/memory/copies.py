@@ -1,7 +1,7 @@
-"""Copies between slots and frames that are under way. Engine thread only.
+"""Copies in progress between slots and frames. Engine thread only.
 
-On a CPU a copy is done when it returns. On a GPU it runs on a stream of its own, and the frame must
-stay where it is until the bytes have arrived.
+On a CPU a copy is done when it returns. On a GPU it runs on its own stream, and the frame must be
+kept until the bytes have arrived.
 """
 
 import time
@@ -56,7 +56,7 @@ class Copies:
         self._under_way.append(copying)
 
     def poll(self) -> None:
-        """Let go of frames whose copy has arrived."""
+        """Releases frames whose copy has arrived."""
         if not self._under_way:
             return
         waiting = []

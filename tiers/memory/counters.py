@@ -1,6 +1,6 @@
-"""What happened to blocks in memory: always counted, and published if somebody listens.
+"""Events of blocks in memory: always counted, and published if somebody subscribes.
 
-Fed by the residency, the promoter and the demoter, on the engine thread alone.
+Fed by the residency, the promoter and the demoter. Engine thread only.
 """
 
 import time
@@ -16,7 +16,7 @@ from tiers.tier import Cause, TierName, TierStats
 
 
 class MemoryCounters:
-    """Counters by tier and event, lives by tier, transfers by lane, and the stream of events."""
+    """Counters by tier and event, lifetimes by tier, transfers by lane, and the event stream."""
 
     def __init__(
         self, block_bytes: int, stream: EventStream, *, num_slots: int, num_frames: int
@@ -56,7 +56,7 @@ class MemoryCounters:
             self._tell(EventKind.REMOVED, block, tier, cause=cause)
 
     def stats(self, tier: TierName, num_blocks: int, capacity: int) -> TierStats:
-        """A memory tier that holds so many blocks of as many as fit."""
+        """The stats of a memory tier with `num_blocks` of `capacity` blocks."""
         lives, nbytes = self.lives[tier].stats(), num_blocks * self._block_bytes
         return TierStats(
             name=tier,
@@ -78,10 +78,10 @@ class MemoryCounters:
         return self._frame_since_s[block.frame.number]
 
     def reused(self, blocks: Sequence[Block]) -> None:
-        """Blocks of one prefix are hit; to be told before they are pinned.
+        """Records hits on the blocks of one prefix. Call before they are pinned.
 
-        Along a prefix the last use only gets older, so a run with one use at both ends has it
-        throughout: a look at the ends, mostly, instead of one at each block.
+        Along a prefix the last use only gets older. So if both ends of a run have the same last
+        use, all of it has, and usually only the ends are read.
         """
         first, last = blocks[0], blocks[-1]
         on_device = first.slot is not None

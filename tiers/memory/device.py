@@ -1,9 +1,10 @@
 """The device pool: one tensor of blocks that attention reads in place, and the copies in and out.
 
 Engine thread only. On a CPU the "device" is ordinary memory and a copy is a memcpy, done when it
-returns. On CUDA copies run on their own streams; events order them against the compute stream, so
-the host never waits. Compute waits neither for a copy in, whose blocks nobody uses before it has
-`arrived`, nor for a copy out, but where a slot has a new owner: copies both ways run beside it.
+returns. On CUDA copies run on their own streams, and events order them against the compute stream,
+so the host never waits. Compute does not wait for a copy in, because nobody uses its blocks before
+they have `arrived`. It waits for a copy out only if the slot has a new owner. Copies in both
+directions run beside compute.
 """
 
 from array import array
@@ -18,7 +19,7 @@ from tiers.errors import ConfigurationError
 
 
 class Copy:
-    """A copy under way between a frame and a slot."""
+    """A copy in progress between a frame and a slot."""
 
     __slots__ = ("_event",)
 
@@ -26,7 +27,7 @@ class Copy:
         self._event = event
 
     def done(self) -> bool:
-        """Whether the bytes have arrived; the frame must not be touched by a thread before."""
+        """Whether the bytes have arrived. Until then no thread may use the frame."""
         return self._event is None or self._event.query()
 
 
@@ -72,7 +73,7 @@ class DevicePool:
             self._up = torch.cuda.Stream(self.device)
 
     def touch(self, max_bytes: int) -> None:
-        """Let the system hand over the memory of the slots that are taken first."""
+        """Touches the memory of the slots that will be taken first."""
         assert self.num_free == self.num_blocks
         self.tensor[: max_bytes // self.layout.nbytes].zero_()
 
@@ -81,11 +82,12 @@ class DevicePool:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A free slot, or None; its rows are whatever its last owner left."""
+        """A free slot, or None. Its rows are left over from its last owner."""
         return self.hand_on(self._free.pop()) if self._free else None
 
     def hand_on(self, slot: int) -> int:
-        """The slot, for a new owner: compute waits until the last one's rows are copied out."""
+        """Passes the slot to a new owner: compute waits until the last one's rows are copied
+        out."""
         self._num_owners += 1
         self.owners[slot] = self._num_owners
         self.settle(slot)
@@ -94,7 +96,7 @@ class DevicePool:
         return slot
 
     def give(self, slot: int) -> None:
-        """Give a slot back; nothing may refer to it any more."""
+        """Gives a slot back. Nothing may refer to it any more."""
         assert len(self._free) < self.num_blocks, "a slot was given back twice"
         self._free.append(slot)
 
@@ -141,7 +143,7 @@ class DevicePool:
         return bool(self._arriving)
 
     def arrived(self, slot: int) -> bool:
-        """Whether the slot's rows stand; asks the device and does not wait."""
+        """Whether the slot's rows have arrived. Queries the device without waiting."""
         event = self._arriving.get(slot)
         if event is not None and event.query():
             del self._arriving[slot]
@@ -149,7 +151,7 @@ class DevicePool:
         return event is None
 
     def settle(self, slot: int) -> None:
-        """Let compute wait for the slot's rows, where they are still being copied in."""
+        """Makes compute wait for the slot's rows, if they are still being copied in."""
         if self._arriving and (event := self._arriving.pop(slot, None)) is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -175,7 +177,7 @@ class DevicePool:
     def _enqueue(
         self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.cuda.Event:
-        """Copy sources to targets after the work that compute has been given so far."""
+        """Copies sources to targets after the work already given to compute."""
         stream.wait_stream(torch.cuda.current_stream(self.device))
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
@@ -186,5 +188,5 @@ class DevicePool:
 
 
 def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:
-    """Those of the copies that have not ended."""
+    """The copies that have not ended."""
     return {key: event for key, event in events.items() if not event.query()} if events else events

@@ -1,7 +1,7 @@
-"""The one truth about which blocks are in memory: by key, and by the prefix they continue.
+"""The index of blocks in memory: by key, and by the prefix they continue.
 
-Used by the engine thread alone, so it has no locks. Blocks that are only on disk are not here:
-the disk tier's own B-tree is their index, asked by a reader thread.
+Only the engine thread uses it, so it has no locks. Blocks that are only on disk are not here: their
+index is the disk tier's own B-tree, which a reader thread queries.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tiers.memory.past_hits import PastHits
 
 
 class BlockIndex:
-    """Blocks by key. What continues a block is kept in the block: a prefix mostly goes on one way.
+    """Blocks by key. A block stores its own continuations, because most have only one.
 
     Invariant: a block is here exactly while it has a key; at most one block has a given key.
     """
@@ -37,7 +37,7 @@ class BlockIndex:
         return self._blocks.get(key)
 
     def match(self, chain: Chain, start: int = 0, end: int | None = None) -> list[Block]:
-        """The run of blocks held, from block `start` of the chain, each verified against it.
+        """The run of held blocks from block `start` of the chain on, each verified against it.
 
         `[0, start)` must already be matched: identity is proven from the root, block by block.
         A block of another identity under the same key ends the run and is counted.
@@ -70,7 +70,7 @@ class BlockIndex:
         return blocks
 
     def add(self, block: Block, chain: Chain, number: int) -> None:
-        """Enter a block as full block `number` of the chain, whose key must be free."""
+        """Adds a block as full block `number` of the chain, whose key must be free."""
         identity = chain.block_id(number)
         key, blocks = identity.key, self._blocks
         assert key not in blocks, f"{key.hex()} is in the index already"
@@ -88,7 +88,7 @@ class BlockIndex:
                 self._scopes[identity.scope] = None
 
     def remove(self, block: Block) -> None:
-        """Take a block out; it may be held by sequences still, and is private from here on."""
+        """Removes a block. Sequences may still hold it; it is private from now on."""
         key, above = block.key, block.parent
         assert key is not None and above is not None
         del self._blocks[key]
@@ -110,7 +110,7 @@ class BlockIndex:
         block.parent = None
 
     def dump_hits(self) -> bytes:
-        """Hits by key, of now and before; see `PastHits.restore`."""
+        """Hits by key, current and past; see `PastHits.restore`."""
         return self.past_hits.dump((key, b.hits) for key, b in self._blocks.items() if b.hits)
 
     def children(self, key: PrefixKey) -> list[Block]:
@@ -122,7 +122,7 @@ class BlockIndex:
         return [following] if isinstance(following, Block) else list(following)
 
     def scopes(self) -> list[PrefixKey]:
-        """The roots under which there are blocks, the longest known first."""
+        """The roots that have blocks, oldest first."""
         return list(self._scopes)
 
     def _left(self, parent: PrefixKey) -> None:
@@ -137,7 +137,7 @@ class BlockIndex:
         return self._partials.get(parent, [])
 
     def add_partial(self, block: Block, scope: PrefixKey, parent: PrefixKey, tokens: bytes) -> None:
-        """Offer a partly filled block as a continuation of `parent`; `tokens` are its rows."""
+        """Offers a partly filled block as a continuation of `parent`; `tokens` are its rows."""
         assert block.key is None and tokens
         block.scope, block.parent, block.packed = scope, parent, pack(tokens)
         self._partials.setdefault(parent, []).append(block)
@@ -145,7 +145,7 @@ class BlockIndex:
             self._scopes[scope] = None
 
     def remove_partial(self, block: Block) -> None:
-        """Withdraw a partly filled block."""
+        """Withdraws a partly filled block."""
         assert block.parent is not None
         siblings = self._partials[block.parent]
         siblings.remove(block)
@@ -167,7 +167,7 @@ class BlockIndex:
 
 
 def _joined(following: Following, block: Block) -> Following:
-    """One more that continues a prefix, the newest last."""
+    """Adds a continuation of a prefix, newest last."""
     if following is None:
         return block
     if isinstance(following, Block):
@@ -177,7 +177,7 @@ def _joined(following: Following, block: Block) -> Following:
 
 
 def _parted(following: Following, block: Block) -> Following:
-    """One less."""
+    """Removes a continuation of a prefix."""
     if following is block:
         return None
     assert isinstance(following, dict), f"{block} continues nothing here"

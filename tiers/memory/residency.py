@@ -1,8 +1,8 @@
-"""Both memory tiers as one: which block is needed by whom, and which one leaves to make room.
+"""Both memory tiers together: which blocks are needed, and which leave to make room.
 
 Engine thread only. A block is in the index exactly while it has a slot or a frame, or is being
-computed. How a block goes down is `tiers.transfer.demotion`'s, how it comes up
-`tiers.transfer.promotion`'s; here is what both share.
+computed. Demotion is in `tiers.transfer.demotion`, promotion in `tiers.transfer.promotion`; their
+common part is here.
 """
 
 import time
@@ -30,8 +30,10 @@ _, FILLING, IN_USE, EVICTABLE, _ = DeviceState
 
 
 class Residency:
-    """The tiers' states of a block follow from here: each call makes one fact true, and the tiers
-    make the transitions. The chronicle hears of all that moves."""
+    """Each call changes one fact about a block, and the tiers make the resulting transitions.
+
+    `MemoryCounters` is told of every move.
+    """
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class Residency:
     # Who needs a block.
 
     def acquire(self, block: Block) -> None:
-        """The block's KV is needed and must not leave."""
+        """Marks the block as needed, so that it is not evicted."""
         block.ref_count += 1
         if block.ref_count == 1:
             if block.device >= EVICTABLE:
@@ -100,8 +102,10 @@ class Residency:
         return len(evictable) == len(blocks)
 
     def release(self, block: Block, use: Use) -> None:
-        """The block is needed once less. Release a chain tail first, so that a leaf leaves before
-        its parent."""
+        """Releases one need of the block.
+
+        Release a chain tail first, so that a leaf leaves before its parent.
+        """
         block.ref_count -= 1
         assert block.ref_count >= 0, f"{block} was released once too often"
         if block.ref_count:
@@ -122,8 +126,7 @@ class Residency:
             self.host.sync(block)
 
     def release_run(self, blocks: Iterable[Block], use: Use) -> None:
-        """Release a sequence's blocks, tail first; most of them were hit, and nobody else has
-        them."""
+        """Releases a sequence's blocks, tail first; optimised for blocks that nobody else has."""
         run: list[Block] = []
         for block in blocks:
             alone = block.ref_count == 1 and block.key is not None
@@ -152,14 +155,14 @@ class Residency:
         return block.pinned
 
     def ready(self, key: PrefixKey) -> Block | None:
-        """The block under a key, where it is whole."""
+        """The block with this key, if it is complete."""
         block = self.index.get(key)
         return block if block is not None and block.state is BlockState.READY else None
 
     def pin(self, block: Block) -> None:
-        """From now on the block leaves after all others, and only to where it stands as well.
+        """Pins the block: it leaves after all others, and only if a lower tier has it too.
 
-        Of pinned blocks the one pinned longest ago leaves first, so pin a prefix tail first.
+        The block pinned longest ago leaves first, so pin a prefix tail first.
         """
         if block.pinned:
             self.device.pin_again(block)
@@ -169,7 +172,7 @@ class Residency:
         self.host.sync(block)
 
     def unpin(self, block: Block) -> None:
-        """The block is like any other again."""
+        """Removes the block's pin."""
         if block.pinned:
             block.pinned = False
             self.device.unpin(block)
@@ -179,11 +182,11 @@ class Residency:
 
     @property
     def num_allocatable(self) -> int:
-        """Slots that `take_slot` could hand out now."""
+        """The number of slots that `take_slot` could return now."""
         return self.device.num_allocatable
 
     def take_slot(self, block: Block, tenant: Hashable) -> int | None:
-        """Give the block a slot, evicting the coldest unreferenced one if need be."""
+        """Gives the block a slot, evicting the coldest unreferenced block if necessary."""
         self._claims.claim_slot(block, tenant)
         slot = self.pool.take()
         if slot is None:
@@ -217,7 +220,7 @@ class Residency:
             self.evict_host(block, Cause.REDUNDANT)
 
     def evict_device(self, block: Block, cause: Cause = Cause.ROOM) -> None:
-        """Free an unneeded block's slot, its KV demoted if there is room below."""
+        """Frees an unneeded block's slot, and demotes its KV if there is room below."""
         assert block.ref_count == 0, f"{block} is in use"
         self.device.forget(block)
         self.pool.give(self._leave_device(block, cause))
@@ -292,7 +295,7 @@ class Residency:
             self.index.remove_partial(block)
 
     def forget_everywhere(self, block: Block, cause: Cause = Cause.REQUEST) -> None:
-        """Take an unneeded block off the device and the host without demoting it."""
+        """Removes an unneeded block from the device and the host without demoting it."""
         assert block.ref_count == 0 and block.busy == 0, f"{block} is in use"
         if block.key is not None and not block.held_below:
             tier = TierName.HOST if block.slot is None else TierName.DEVICE
@@ -312,7 +315,7 @@ class Residency:
         self.host.sync(block)
 
     def discard(self, block: Block) -> bool:
-        """Free what a detached block has and nobody uses; False where its frame is busy.
+        """Frees a detached block's unused slot and frame. Returns False if its frame is busy.
 
         A slot in use is freed with its last reference.
         """
