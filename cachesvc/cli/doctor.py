@@ -22,7 +22,7 @@ from rich.console import Console
 from api.format import size
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, print_json
-from cachesvc.config.places import default_data_dir, disk_path
+from cachesvc.config.places import NETWORK_FILE_SYSTEMS, default_data_dir, disk_path, file_system
 from cachesvc.config.sources import load_settings
 from engine.hardware import CPU_CACHE_BYTES, Hardware, read_hardware
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
@@ -30,7 +30,6 @@ from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
 LEAST_FILES = 1024
 EARLIEST_S = 1_767_225_600  # 2026-01-01: a clock before this was never set
-NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"})
 
 
 class Level(StrEnum):
@@ -157,7 +156,7 @@ def check_disk(data_dir: Path) -> Iterator[Finding]:
         yield Finding("disk", Level.WARNING, message, fix)
     else:
         yield Finding("disk", Level.OK, message)
-    kind = file_system(stands, Path("/proc/self/mounts"))
+    kind = file_system(stands)
     if kind in NETWORK_FILE_SYSTEMS:
         yield Finding(
             "file system",
@@ -231,21 +230,6 @@ def check_limits(soft: int, hard: int) -> Iterator[Finding]:
         )
     else:
         yield Finding("limits", Level.OK, f"a process may open {soft} files")
-
-
-def file_system(path: Path, mounts: Path) -> str | None:
-    """The type of the file system that holds `path`; None if the system does not report it."""
-    try:
-        lines = [line.split()[1:3] for line in mounts.read_text().splitlines()]
-    except OSError:
-        return None
-    whole = str(path.resolve())
-    inside = [
-        (len(place), kind)
-        for place, kind in lines
-        if whole == place or whole.startswith(place.rstrip("/") + "/")
-    ]
-    return max(inside)[1] if inside else None
 
 
 def _folder(package: str) -> Path | None:

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+MOUNTS = Path("/proc/self/mounts")
+NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"})
+
 
 def data_home() -> Path:
     """The user's data folder: `$XDG_DATA_HOME`, or `~/.local/share`."""
@@ -56,3 +59,18 @@ def notify_socket() -> str | None:
     """The address of systemd's notify socket, if set; `@` begins an abstract address."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     return address.replace("@", "\0", 1) if address.startswith("@") else address or None
+
+
+def file_system(path: Path) -> str | None:
+    """The type of the file system that holds `path`; None if the system does not report it."""
+    try:
+        lines = [line.split()[1:3] for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return None
+    whole = str(path.resolve())
+    inside = [
+        (len(place), kind)
+        for place, kind in lines
+        if whole == place or whole.startswith(place.rstrip("/") + "/")
+    ]
+    return max(inside)[1] if inside else None

@@ -4,15 +4,18 @@ Imports no torch, so that errors are reported within half a second.
 """
 
 import ipaddress
+import logging
 import os
 import socket
 from pathlib import Path
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.places import disk_path
+from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system
 from cachesvc.config.sections import ServerSection
 from tiers.disk.directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
+
+logger = logging.getLogger(__name__)
 
 BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
@@ -37,6 +40,11 @@ def make_data_dir(path: Path) -> None:
         raise DirectoryLocked(
             f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "
             f"another --data-dir"
+        )
+    if (kind := file_system(path)) in NETWORK_FILE_SYSTEMS:
+        logger.warning(
+            f"{path} is on {kind}: a command on another machine would damage the ledger and the "
+            f"disk cache, which are mapped and locked on this one; use a local disk"
         )
 
 

@@ -8,7 +8,9 @@ from typer.testing import CliRunner
 
 from cachesvc.cli import app, doctor
 from cachesvc.cli.doctor import Level
+from cachesvc.config import places
 from cachesvc.config.places import disk_path
+from cachesvc.server.listen import make_data_dir
 from engine.hardware import Hardware
 from tiers.disk.directory import DirectoryLock
 
@@ -70,14 +72,18 @@ def test_a_running_server_is_named(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_a_network_file_system_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_file_system_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
-    assert "nfs4" == doctor.file_system(tmp_path / "data", mounts)
-    assert "ext4" == doctor.file_system(Path("/usr"), mounts)
-    monkeypatch.setattr(doctor, "file_system", lambda path, mounts: "nfs4")
+    monkeypatch.setattr(places, "MOUNTS", mounts)
+    assert "nfs4" == places.file_system(tmp_path / "data")
+    assert "ext4" == places.file_system(Path("/usr"))
     found = {each.check: each for each in doctor.check_disk(tmp_path)}
     assert found["file system"].level is Level.ERROR
+    make_data_dir(tmp_path)
+    assert "is on nfs4: a command on another machine would damage the ledger" in caplog.text
 
 
 def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
