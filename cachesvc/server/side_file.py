@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE: Final = 10_000  # maximum of pending writes; further ones are dropped
 QUEUE_BYTES: Final = 64 << 20  # maximum of their bytes together
+BUSY_S = 5.0  # the longest that a write or a query waits for another program
 GATHER: Final = 500  # maximum of writes in one transaction
 
 Write = Callable[[sqlite3.Connection], object]
@@ -39,7 +40,7 @@ class SideFile:
         self._lock = threading.Lock()
         self._waiting_bytes = 0  # of pending writes
         self._thread: threading.Thread | None = None
-        self._failed = False
+        self._failed = self._closing = False
         if path is not None:
             self._begin(path)
 
@@ -69,7 +70,7 @@ class SideFile:
 
         `nbytes` is the size of the data that `write` holds.
         """
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             return
         with self._lock, suppress(queue.Full):
             if nbytes and self._waiting_bytes + nbytes > QUEUE_BYTES:
@@ -78,11 +79,13 @@ class SideFile:
             self._waiting_bytes += nbytes
 
     def close(self) -> None:
-        """Writes what is pending and stops."""
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
-            self._thread = None
+        """Writes what is pending and stops; a file that cannot be written does not delay it."""
+        thread, self._thread = self._thread, None
+        self._closing = True
+        while thread is not None and thread.is_alive():
+            with suppress(queue.Full):
+                self._queue.put(None, timeout=0.1)
+                thread.join()
 
     def _begin(self, path: Path) -> None:
         """Prepares the file; replaces one that is damaged or of another version."""
@@ -109,7 +112,7 @@ class SideFile:
 
     def _connect(self, path: Path) -> sqlite3.Connection:
         path.touch(mode=0o600)
-        connection = sqlite3.connect(path, timeout=5.0)
+        connection = sqlite3.connect(path, timeout=BUSY_S)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
@@ -134,8 +137,10 @@ class SideFile:
                     if self._failed:
                         self._failed = False
                         logger.info(f"{self._what} are remembered again")
-                except (sqlite3.Error, OSError) as error:
+                except Exception as error:  # noqa: BLE001  the top of the thread, which goes on
                     self._give_up(error)
+                    if self._closing and _is_locked(error):
+                        return  # the rest would fail too, each after its wait
                 with self._lock:
                     self._waiting_bytes -= sum(nbytes for _, nbytes in batch)
         finally:
@@ -164,3 +169,7 @@ class SideFile:
                 f"{self._what} will not be remembered over a restart: {self._path}: {error}"
             )
         self._failed = True
+
+
+def _is_locked(error: Exception) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
