@@ -292,7 +292,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
     """Softmax over the last axis in float32; a sink, [..., 1, 1] or none, takes its share first."""
     if sinks is None:
         return torch.softmax(scores, -1, dtype=torch.float32)
-    sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    sink = sinks.to(scores.dtype).expand_as(scores[..., :1])
     return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1]
 
 

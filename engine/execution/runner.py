@@ -21,6 +21,7 @@ from engine.batch import Batch, Sampled, Span
 from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
 from engine.execution.team import ThreadTeam
+from engine.execution.traced import TracedForward, trace
 from engine.hardware import upload
 from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS
@@ -80,6 +81,7 @@ class ModelRunner:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._sampler = Sampler(loaded.eos_token_ids)
         self._team = ThreadTeam() if self._device.type == "cpu" else None
+        self._traced: TracedForward | None = None
         self._graphs: DecodeGraphs | None = None
         in_place = kv.paired or (kv.latent and pool.ndim == 6)
         if scratch is not None and in_place and cuda_graphs(self._device, self._attention):
@@ -97,7 +99,7 @@ class ModelRunner:
         """Compute the batch's spans; returns one `Sampled` for each, in order."""
         if self._team is None or not batch.spans:
             return self._step(batch.spans)
-        self._team.begin()
+        self._team.begin(batch.num_tokens)
         try:
             return self._step(batch.spans)
         finally:
@@ -128,6 +130,7 @@ class ModelRunner:
             attention = attention.attention
         if isinstance(attention, CpuAttention):
             attention.warm_up(self._max_context)
+            self._traced = trace(self._model)
         self.probe()
         self._try(1)  # a decode step that no graph computes compiles a kernel of its own
         if self._graphs is not None:
@@ -176,13 +179,25 @@ class ModelRunner:
         elif wanted:
             rows = _at_least(MIN_ROWS, np.array(wanted))
             keep = upload(rows, self._device)
-            output = self._model(logits_to_keep=keep, **arguments)
-            logits = output.logits[0, : len(wanted)].float()
+            logits = self._logits(keep, arguments)[0, : len(wanted)].float()
         else:
             self._model.base_model(**arguments)
         self._attention.finish()
         self._adapters.finish()
         return logits, told
+
+    def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        """Logits [1, K, vocabulary] after the rows `keep` [K]."""
+        if self._traced is None or self._adapters.in_use:
+            logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
+            return logits
+        return self._traced(
+            self._attention,
+            arguments["position_ids"],
+            keep,
+            tokens=arguments.get("input_ids"),
+            rows=arguments.get("inputs_embeds"),
+        )
 
     def _embedded(
         self, tokens: torch.Tensor, spans: Sequence[Span], starts: NDArray[Any]

@@ -153,6 +153,11 @@ class AdapterBank:
             if digest is not None
         ]
 
+    @property
+    def in_use(self) -> bool:
+        """Whether any row of the step is an adapter's."""
+        return bool(self._routing.parts)
+
     def finish(self) -> None:
         self._routing.parts = []
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.torchscript import script
+
 logger = logging.getLogger(__name__)
 
 # The number of rows that weights are laid out for. With this many oneDNN picks one blocked layout
@@ -45,9 +47,9 @@ class PackedLinear(nn.Module):
         self.out_features = linear.out_features
         self._bias = linear.bias
         self._plain: torch.Tensor | None = None  # the weight, of a layer whose weight is asked for
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(
-            linear.weight.detach(), _PACKED_FOR_ROWS
-        )
+        self._packed: torch.Tensor
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_FOR_ROWS)
+        self.register_buffer("_packed", packed, persistent=False)
         self._linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     @property
@@ -59,10 +61,19 @@ class PackedLinear(nn.Module):
         return self._plain
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if torch._C._get_tracing_state() is not None:
+            recorded: torch.Tensor = script(_multiply)(rows, self._packed, self._bias)
+            return recorded
         return self._linear(rows, self._packed, self._bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What a forward that is recorded calls: the recorder takes no empty list."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+    return product
 
 
 def has_bfloat16() -> bool:

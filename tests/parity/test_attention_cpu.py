@@ -1,10 +1,13 @@
 """Every attention path against the reference, on random pools."""
 
+import threading
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from engine.attention import cpu
+from engine.attention import cpu, dense
 from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
@@ -104,14 +107,15 @@ def test_the_kernel_is_given_rows_without_gaps(
     layers: tuple[LayerLayout, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With gaps, as a latent's value within its key has, oneDNN takes a thousand times as long."""
-    multiply, strides = cpu._matmul, []
+    multiply, strides = dense._matmul, []
 
     def watched(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        dense = weight if weight.stride(1) == 1 else weight.t()
-        strides.append((dense.stride(), dense.shape[1]))
+        by_rows = weight if weight.stride(1) == 1 else weight.t()
+        strides.append((by_rows.stride(), by_rows.shape[1]))
         return multiply(rows, weight)
 
-    monkeypatch.setattr(cpu, "_matmul", watched)
+    monkeypatch.setattr(dense, "_matmul", watched)
+    monkeypatch.setattr(cpu, "script", lambda function: function)
     fast = CpuAttention(torch.zeros(40, *BlockLayout(layers, BLOCK, "float32").shape), layers)
     fast.begin(STEPS[0])
     total = sum(len(span.tokens) for span in STEPS[0])
@@ -207,3 +211,25 @@ def test_bfloat16_queries_are_attended_in_float32(budget: int) -> None:
     found = fast.attend(0, query, key, value, OPTIONS["plain"])
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts a process's threads")
+def test_the_thread_that_makes_it_gets_no_team_of_threads() -> None:
+    """Beside a second team the threads of the engine's sleep at each region: 46 ms a token, not 28
+    (docs/measurements, "Threads")."""
+    tasks, counts = Path("/proc/self/task"), []
+    pool = new_pool(torch.float32)
+
+    def make() -> None:
+        torch.set_num_threads(2)
+        for _ in range(2):
+            counts.append(len(list(tasks.iterdir())))
+            attention = CpuAttention(pool)
+        assert attention is not None
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert counts[0] == counts[1]

@@ -1,160 +1,118 @@
-"""The team of arithmetic threads is halved beside busy neighbours, and grows afterwards."""
+"""The team of arithmetic threads is the size that is fastest, for each kind of step."""
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.execution.team import (
-    IDLE,
-    LONGEST_REST_S,
-    WINDOW_S,
-    ThreadTeam,
-    processors_idle_s,
-    thread_queued_s,
-)
+from engine.execution.team import CHANGED, LONGEST_REST, SAMPLE, ThreadTeam
 
 
-@dataclass
 class Machine:
-    """Steps of `WINDOW_S` whose thread gets `share` of a processor, waits for one for `queued` of
-    the time, and for something else for the rest, while `idle` processors idle."""
+    """Steps that take `seconds(rows, threads)`."""
 
-    most: int = 2
-    share: float = 1.0
-    queued: float | None = None
-    idle: float | None = 0.0
-    now_s: float = 1000.0
-    computed_s: float = 0.0
-    queued_s: float = 0.0
-    idled_s: float = 0.0
-    sizes: list[int] = field(default_factory=list)
+    def __init__(self, seconds: Callable[[int, int], float], most: int = 2) -> None:
+        self.seconds = seconds
+        self.now_s = 1000.0
+        self.team = ThreadTeam(most, resize=lambda _: None, clock_s=lambda: self.now_s)
+        self.sizes: Counter[int] = Counter()
 
-    def __post_init__(self) -> None:
-        self.team = ThreadTeam(
-            self.most,
-            resize=self.sizes.append,
-            clock_s=lambda: self.now_s,
-            cpu_s=lambda: self.computed_s,
-            queued_s=lambda: None if self.queued is None else self.queued_s,
-            idle_s=lambda: None if self.idle is None else self.idled_s,
-        )
-
-    def step(self, seconds: float = WINDOW_S) -> None:
-        self.team.begin()
-        self.computed_s += self.share * seconds
-        self.queued_s += (self.queued or 0.0) * seconds
-        self.wait(seconds)
-        self.team.end()
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.idled_s += (self.idle or 0.0) * seconds
+    def steps(self, count: int, rows: int = 4) -> Counter[int]:
+        """How many of the next steps were computed with each size."""
+        sizes: Counter[int] = Counter()
+        for _ in range(count):
+            self.team.begin(rows)
+            sizes[self.team.size] += 1
+            self.now_s += self.seconds(rows, self.team.size)
+            self.team.end()
+        return sizes
 
 
-def test_a_team_that_gets_its_processors_stays_whole() -> None:
-    machine = Machine(share=0.95)
-    for _ in range(100):
-        machine.step()
-    assert (machine.team.size, machine.sizes) == (2, [])
+def idle(rows: int, threads: int) -> float:
+    return rows / threads
 
 
-def test_waiting_for_pythons_lock_is_no_crowd() -> None:
-    """Beside the event loop a step may compute for half of its time on an idle machine."""
-    machine = Machine(share=0.5, queued=0.1)
-    for _ in range(100):
-        machine.step()
-    assert (machine.team.size, machine.sizes) == (2, [])
+def crowded(rows: int, threads: int) -> float:
+    return rows / (1 if threads == 1 else 0.2)
 
 
-def test_a_thread_that_waits_for_its_processor_is_crowded() -> None:
-    machine = Machine(share=0.5, queued=0.2)
-    machine.step()
-    assert machine.sizes == [1]
+def test_more_threads_compute_where_they_are_faster() -> None:
+    sizes = Machine(idle).steps(1000)
+    assert sizes[2] > 950
 
 
-def test_a_crowded_team_is_halved_down_to_one() -> None:
-    machine = Machine(most=7, share=0.6)
-    for _ in range(5):
-        machine.step()
-    assert machine.sizes == [3, 1]
+def test_one_thread_computes_where_two_wait_for_each_other() -> None:
+    machine = Machine(crowded)
+    machine.steps(20)
+    assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends at once"
 
 
-def test_short_steps_are_judged_together() -> None:
-    machine = Machine(share=0.6)
-    for _ in range(3):
-        machine.step(WINDOW_S / 4)
-    assert machine.sizes == []
-    machine.step(WINDOW_S / 2)
-    assert machine.sizes == [1]
+def test_one_thread_computes_where_two_bring_next_to_nothing() -> None:
+    machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.03))
+    machine.steps(100)
+    assert machine.steps(1000)[1] > 950
 
 
-def test_a_team_of_one_waits_until_a_processor_idles() -> None:
-    machine = Machine(share=0.6)
-    machine.step()
-    machine.share, machine.idle = 1.0, IDLE - 0.1
-    for _ in range(100):
-        machine.step()
-    assert machine.sizes == [1]
-    machine.idle = IDLE + 0.1
-    for _ in range(100):
-        machine.step()
-    assert machine.sizes == [1, 2]
+@pytest.mark.parametrize(("best", "most"), [(1, 16), (2, 16), (3, 12), (8, 16), (16, 16)])
+def test_the_best_size_is_found_on_a_large_machine(best: int, most: int) -> None:
+    machine = Machine(lambda rows, threads: 1 + abs(threads - best) / 4, most)
+    machine.steps(500)
+    assert machine.steps(1000)[best] > 900
 
 
-def test_it_grows_in_time_that_the_engine_was_idle() -> None:
-    machine = Machine(share=0.6)
-    machine.step()
-    machine.share, machine.idle = 1.0, 2.0
-    machine.wait(60.0)
-    machine.step()
-    assert machine.sizes == [1, 2]
+def test_kinds_of_steps_are_judged_apart() -> None:
+    machine = Machine(lambda rows, threads: idle(rows, threads) if rows > 100 else 1.0)
+    for _ in range(50):
+        machine.steps(10, rows=4)
+        machine.steps(1, rows=512)
+    assert machine.steps(10, rows=4)[1] >= 10 - SAMPLE
+    assert machine.steps(10, rows=512)[2] >= 9 - SAMPLE
 
 
-def test_one_crowd_takes_one_rest_however_far_it_halves() -> None:
-    """Of sixteen threads it took 16 s, and the look after that counted what was busy before."""
-    machine = Machine(most=16, share=0.6)
-    while machine.team.size > 1:
-        machine.step()
-    crowded_until_s = machine.now_s
-    machine.share, machine.idle = 1.0, 16.0
-    while machine.team.size < 16:
-        machine.step()
-    assert 10.0 > machine.now_s - crowded_until_s
+def test_a_crowd_is_noticed_at_once_and_so_is_its_end() -> None:
+    machine = Machine(idle)
+    machine.steps(2000)
+    machine.seconds = crowded
+    assert machine.steps(100)[2] < 2 * SAMPLE + 2
+    machine.steps(2000)
+    machine.seconds = idle
+    assert machine.steps(LONGEST_REST + 100)[2] > 80
 
 
-def test_a_crowd_of_minutes_is_over_when_it_is_over() -> None:
-    machine = Machine(share=0.6, idle=2.0)
-    while (
-        machine.now_s < 1000.0 + 3 * LONGEST_REST_S
-    ):  # growing in vain: the rest is at its longest
-        machine.step()
-    machine.idle = 0.0
-    for _ in range(int(2 * LONGEST_REST_S / WINDOW_S)):
-        machine.step()
-    assert 1 == machine.team.size
-    over_s, machine.share, machine.idle = machine.now_s, 1.0, 2.0
-    while machine.team.size < 2:
-        machine.step()
-    assert 4.0 > machine.now_s - over_s
+def test_a_machine_of_one_processor_tries_nothing() -> None:
+    machine = Machine(idle, most=1)
+    assert machine.steps(500) == Counter({1: 500})
 
 
-def test_growing_in_vain_is_tried_less_and_less_often() -> None:
-    """Where the system does not tell what idles, or a limit of the container is what lacks."""
-    for idle in (None, 2.0):
-        machine = Machine(share=0.6, idle=idle)
-        while machine.now_s < 1000.0 + 10 * LONGEST_REST_S:
-            machine.step()
-        assert machine.sizes[-1] == 1 or machine.sizes[-2] == 1
-        assert 10 <= machine.sizes.count(2) <= 20
+def test_steps_that_grow_longer_are_no_reason_for_endless_trials() -> None:
+    machine = Machine(idle)
+    grown = 1.0
+
+    def growing(rows: int, threads: int) -> float:
+        nonlocal grown
+        grown *= 1.001
+        return grown / threads
+
+    machine.seconds = growing
+    assert machine.steps(5000)[1] < 5000 / 20
+    assert CHANGED > 1
 
 
-def test_a_step_that_fails_is_counted_too() -> None:
-    machine = Machine(share=0.1)
-    machine.team.begin()
-    machine.wait(1.0)
-    machine.team.end()
-    assert machine.sizes == [1]
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 100)), max_size=300),
+    st.integers(1, 64),
+)
+def test_the_size_stays_within_its_bounds_whatever_steps_take(
+    steps: list[tuple[int, float]], most: int
+) -> None:
+    machine = Machine(lambda rows, threads: 0.0, most)
+    for rows, seconds in steps:
+        machine.seconds = lambda *_, seconds=seconds: seconds  # type: ignore[misc]
+        (size,) = machine.steps(1, rows)
+        assert 1 <= size <= most
 
 
 def test_the_size_changes_no_bit_of_a_layer() -> None:
@@ -172,17 +130,3 @@ def test_the_size_changes_no_bit_of_a_layer() -> None:
         torch.set_num_threads(before)
     for other in seen[1:]:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], other, strict=True))
-
-
-def test_what_a_thread_waited_for_processors_only_grows() -> None:
-    first, second = thread_queued_s(), thread_queued_s()
-    if first is None or second is None:
-        pytest.skip("this system does not tell")
-    assert 0 <= first <= second
-
-
-def test_what_processors_idled_only_grows() -> None:
-    first, second = processors_idle_s(), processors_idle_s()
-    if first is None or second is None:
-        pytest.skip("this system does not tell")
-    assert 0 < first <= second

@@ -1,0 +1,192 @@
+"""The model's forward as one graph, which runs without Python's lock.
+
+A step of a small model is some 2,400 short calls of torch. Each call from Python lets go of
+Python's lock and takes it again, and there the step waits for the server's event loop. Recorded
+once, when the engine warms up, the forward is one call. Only attention goes back to Python, once a
+layer.
+
+The graph makes the same calls in the same order, so it computes the same bits, which is checked
+before it serves. A model that cannot be recorded is computed by its own forward: one that branches
+on what a tensor holds, say, or that keeps states. Engine thread only.
+"""
+
+import logging
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.attention.base import AttentionOptions, PagedAttention, attend_dense
+from engine.torchscript import undeprecated, unoptimized
+
+logger = logging.getLogger(__name__)
+
+_CHECKED = ((2, 0), (3, 40), (37, 5))  # tokens and first position of the calls that must agree
+_thread = threading.local()  # `handed`: what the graph that a thread runs hands its layers to
+
+
+def _attend(
+    layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    handed: _Handed = _thread.handed
+    return handed.compute(layer, query, key, value)
+
+
+_library = torch.library.Library("cachesvc", "DEF")
+_library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
+_library.impl("attend", _attend, "CPU")
+
+
+class Untraceable(Exception):
+    """Why a model's forward cannot be recorded."""
+
+
+class _Handed:
+    """The `paged` of a recorded forward: a call of the graph, which comes back to `compute`. What a
+    layer asks for beside its tensors is the same in every step, and kept."""
+
+    def __init__(self) -> None:
+        self.attention: Any = _Alone()
+        self._options: dict[int, AttentionOptions] = {}
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        if layer in self._options:
+            raise Untraceable(f"layer {layer} attends twice")
+        self._options[layer] = options
+        attended: torch.Tensor = torch.ops.cachesvc.attend(layer, query, key, value)
+        return attended
+
+    def compute(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        attended: torch.Tensor = self.attention.attend(
+            layer, query, key, value, self._options[layer]
+        )
+        return attended
+
+
+class _Alone:
+    """Attention of one sequence's first tokens, for recording and checking."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        return attend_dense(query, key, value, 0, options)
+
+
+class _Forward(nn.Module):
+    """From embedded tokens to logits, which is what is recorded."""
+
+    def __init__(self, model: nn.Module, paged: _Handed) -> None:
+        super().__init__()
+        self.model = model
+        self._paged = paged
+
+    def forward(
+        self, rows: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
+    ) -> torch.Tensor:
+        logits: torch.Tensor = self.model(
+            inputs_embeds=rows,
+            position_ids=positions,
+            use_cache=False,
+            paged=self._paged,
+            logits_to_keep=keep,
+        ).logits
+        return logits
+
+
+class TracedForward:
+    """A recorded forward. Raises Untraceable where it cannot be recorded, or gives other bits."""
+
+    def __init__(self, model: Any) -> None:
+        self._handed = _Handed()
+        self._embed = model.get_input_embeddings()
+        with torch.inference_mode():
+            self._graph = self._record(model)
+            for number, first in _CHECKED:
+                self._check(model, self._tokens(number), first)
+
+    def __call__(
+        self,
+        attention: PagedAttention | _Alone,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        *,
+        tokens: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits [1, K, vocabulary] after the rows `keep` [K] of either `tokens` [1, T] or embedded
+        `rows` [1, T, hidden] at `positions` [1, T], as the model's own forward gives them."""
+        self._handed.attention = attention
+        _thread.handed = self._handed
+        if rows is None:
+            rows = self._embed(tokens)
+        # Its passes over a graph of 3,700 nodes would take 0.7 s, and gain nothing.
+        with unoptimized():
+            logits: torch.Tensor = self._graph(rows, positions, keep)
+        return logits
+
+    def _record(self, model: Any) -> Any:
+        rows, positions = self._embed(self._tokens(5)), torch.arange(5)[None]
+        _thread.handed = self._handed
+        with undeprecated() as said:
+            try:
+                graph = torch.jit.trace(
+                    _Forward(model, self._handed),
+                    (rows, positions, torch.tensor([3, 4])),
+                    check_trace=False,
+                    strict=False,
+                )
+            except Untraceable:
+                raise
+            except Exception as error:  # whatever a model's code does with what it is handed
+                raise Untraceable(repr(error)) from error
+        for each in said:
+            if each.category.__name__ == "TracerWarning":
+                raise Untraceable(f"{each.filename}:{each.lineno}: {each.message}")
+        return graph
+
+    def _check(self, model: Any, tokens: torch.Tensor, first: int) -> None:
+        number = tokens.shape[1]
+        positions, keep = torch.arange(first, first + number)[None], torch.tensor([0, number - 1])
+        alone = _Alone()
+        own = model(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            paged=alone,
+            logits_to_keep=keep,
+        ).logits
+        try:
+            traced = self(alone, positions, keep, tokens=tokens)
+        except RuntimeError as error:
+            raise Untraceable(repr(error)) from error
+        if not torch.equal(own, traced):
+            raise Untraceable(f"the logits of {number} tokens are others")
+
+    def _tokens(self, number: int) -> torch.Tensor:
+        """Tokens [1, number] from all over the vocabulary."""
+        numbers: torch.Tensor = torch.arange(number) * 7919 % self._embed.num_embeddings
+        return numbers[None]
+
+
+def trace(model: Any) -> TracedForward | None:
+    """The model's forward recorded; None, with the reason in the log, where it cannot be."""
+    try:
+        return TracedForward(model)
+    except Untraceable as reason:
+        logger.info("the forward is not recorded, and runs call by call: %s", reason)
+        return None

@@ -1,0 +1,125 @@
+"""A recorded forward computes the bits of the model's own, or is not used."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from engine.batch import Batch, Span
+from engine.execution.runner import ModelRunner
+from engine.execution.traced import TracedForward, Untraceable, trace
+from engine.models.load import LoadedModel, load_adapter
+from engine.request import SamplingParams
+from engine.testing.models import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    new_pool,
+    save_tiny_adapter,
+    tiny_model,
+)
+from tests.parity import architectures
+
+BLOCK = 16
+
+
+def span(sequence_id: int, start: int, count: int, first_block: int, **fields: Any) -> Span:
+    rng = np.random.default_rng(1000 * sequence_id + start)
+    tokens = rng.integers(0, VOCAB_SIZE, count, dtype=np.int32)
+    table = list(range(first_block, first_block + 10))
+    return Span(sequence_id, tokens, start, table, True, SamplingParams(temperature=0), **fields)
+
+
+STEPS = [
+    [span(1, 0, 37, 0)],  # cold
+    [span(1, 37, 1, 0), span(2, 0, 20, 10)],  # a decoded token beside a prompt
+    [span(n, 37 if n == 1 else 20, 1, 10 * n - 10) for n in (1, 2)],
+    [span(3, 32, 5, 0), span(2, 21, 1, 10)],  # a hit
+    [span(4, 36, 1, 0, write_kv=False)],  # a whole prompt again
+]
+
+
+def runner(loaded: LoadedModel) -> ModelRunner:
+    torch.manual_seed(0)
+    return ModelRunner(loaded, new_pool(loaded, 40, BLOCK))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_and_kv_are_those_of_the_models_own_forward(architecture: str) -> None:
+    loaded = tiny_model(architecture)
+    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
+    pools[1].copy_(pools[0])
+    own, traced = (ModelRunner(loaded, pool) for pool in pools)
+    traced._traced = TracedForward(loaded.model)
+    for step in STEPS:
+        with torch.inference_mode():
+            expected, _ = own._forward(step)
+            actual, _ = traced._forward(step)
+        assert expected is not None and actual is not None
+        assert torch.equal(expected, actual)
+    assert torch.equal(*(pool.nan_to_num(7) for pool in pools)), "nobody's blocks hold NaN"
+
+
+def test_the_default_path_of_a_warm_runner_is_the_recorded_one() -> None:
+    loaded = tiny_model("llama")
+    warm = runner(loaded)
+    warm.warm_up()
+    assert warm._traced is not None
+    cold = runner(loaded)
+    for step in STEPS:
+        told = [[each.token for each in r.step(Batch(step))] for r in (cold, warm)]
+        assert told[0] == told[1]
+
+
+def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
+    loaded = tiny_model("llama")
+    plain, traced = runner(loaded), runner(loaded)
+    traced._traced = TracedForward(loaded.model)
+    save_tiny_adapter(tmp_path)
+    load_adapter(loaded, "own", str(tmp_path))
+    for step in (
+        [span(1, 0, 9, 0, adapter="own")],
+        [span(1, 9, 1, 0, adapter="own"), span(2, 0, 5, 10)],
+        [span(2, 5, 1, 10)],
+    ):
+        with torch.inference_mode():
+            expected, _ = plain._forward(step)
+            actual, _ = traced._forward(step)
+        assert expected is not None and actual is not None
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "jetmoe", "longcat_flash"])
+def test_a_model_that_keeps_states_or_branches_on_tensors_is_not_recorded(
+    model_type: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert trace(architectures.served(model_type).model) is None
+    assert "is not recorded" in caplog.text
+
+
+class Counting(nn.Module):
+    """A model whose result depends on something that no graph sees."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.calls = 0
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def forward(self, **given: Any) -> Any:
+        self.calls += 1
+        output = self.model(**given)
+        output.logits = output.logits + self.calls
+        return output
+
+
+def test_a_graph_that_gives_other_bits_is_refused() -> None:
+    model = Counting(tiny_model("llama").model)
+    with pytest.raises(Untraceable, match="the logits of 2 tokens are others"):
+        TracedForward(model)
