@@ -29,7 +29,8 @@ GAIN = (
     0.95  # more threads must take less than this part of the time: they cost the processors twice
 )
 HOPELESS = 1.5  # a trial's step that takes as many times what it took before ends the trial
-CHANGED = 1.5  # so has the time of a step that asks for a trial at once
+CHANGED = 1.5  # steps that take as many times what they took at the last trial ask for another
+LEAST_REST = 32  # after which they may
 
 
 @dataclass(slots=True)
@@ -85,7 +86,8 @@ class ThreadTeam:
         if kind.tried is None:
             kind.recent.append(took_s)
             kind.rest -= 1
-            if len(kind.recent) == SAMPLE and median(kind.recent) > CHANGED * kind.usual_s > 0:
+            rested = kind.last_rest - kind.rest >= LEAST_REST and len(kind.recent) == SAMPLE
+            if rested and median(kind.recent) > CHANGED * kind.usual_s > 0:
                 kind.rest = 0
             return
         kind.trial.append(took_s)
