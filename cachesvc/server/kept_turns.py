@@ -91,7 +91,8 @@ class KeptTurns:
         self._use(name)
         used_s = int(self._clock())
         self._file.hand_over(
-            lambda db: db.execute("UPDATE kept SET used_s = ? WHERE name = ?", (used_s, name))
+            lambda db: db.execute("UPDATE kept SET used_s = ? WHERE name = ?", (used_s, name)),
+            owner=self._owners.get(name),
         )
         try:
             return zlib.decompress(found[0][0])
@@ -113,16 +114,18 @@ class KeptTurns:
             row = (name, owner, used_s, len(packed), packed)
             db.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?, ?)", row)
 
-        self._file.hand_over(write, len(body))
+        self._file.hand_over(write, len(body), owner=owner)
         self._num_writes += 1
         if self._num_writes % PRUNE_EVERY == 0:
             self._file.hand_over(self._prune)
 
     def delete(self, name: bytes) -> None:
         with self._lock:
-            known = self._remove(name)
-        if known is not None:
-            self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE name = ?", (name,)))
+            owner = self._remove(name)
+        if owner is not None:
+            self._file.hand_over(
+                lambda db: db.execute("DELETE FROM kept WHERE name = ?", (name,)), owner=owner
+            )
 
     def forget(self, owner: bytes) -> None:
         """Removes all entries of one owner."""

@@ -62,7 +62,7 @@ class Remembered:
             oldest = (added.lastrowid or 0) - self._max_records
             db.execute("DELETE FROM records WHERE number <= ?", (oldest,))
 
-        self._file.hand_over(write)
+        self._file.hand_over(write, owner=record.tenant)
 
     def keep(self, name: str, body: bytes) -> None:
         def write(db: sqlite3.Connection) -> None:

@@ -6,22 +6,18 @@ not be lost is in the ledger.
 """
 
 import logging
-import queue
 import sqlite3
 import threading
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Hashable
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
+
+from cachesvc.server.pending import PendingWrites, Write
 
 logger = logging.getLogger(__name__)
 
-QUEUE: Final = 10_000  # maximum of pending writes; further ones are dropped
-QUEUE_BYTES: Final = 64 << 20  # maximum of their bytes together
 BUSY_S = 5.0  # the longest that a write or a query waits for another program
-GATHER: Final = 500  # maximum of writes in one transaction
-
-Write = Callable[[sqlite3.Connection], object]
 
 
 class SideFile:
@@ -36,9 +32,7 @@ class SideFile:
         self._schema = schema
         self._tables = tables
         self._what = what
-        self._queue: queue.Queue[tuple[Write, int] | None] = queue.Queue(QUEUE)
-        self._lock = threading.Lock()
-        self._waiting_bytes = 0  # of pending writes
+        self._pending = PendingWrites()
         self._thread: threading.Thread | None = None
         self._failed = self._closing = False
         if path is not None:
@@ -60,32 +54,29 @@ class SideFile:
 
     def start(self) -> None:
         if self._path is not None and not self._failed:
+            self._closing = False
+            self._pending.begin()
             self._thread = threading.Thread(
                 target=self._write_all, name=self._path.stem, daemon=True
             )
             self._thread.start()
 
-    def hand_over(self, write: Write, nbytes: int = 0) -> None:
-        """Queues a write. Drops it before `start` and while too much is pending.
+    def hand_over(self, write: Write, nbytes: int = 0, *, owner: Hashable = None) -> None:
+        """Queues a write. Drops it before `start`.
 
-        `nbytes` is the size of the data that `write` holds.
+        `nbytes` is the size of the data that `write` holds. While too much is pending, the owner
+        with the most loses its oldest writes. None owns the program's own.
         """
-        if self._thread is None or not self._thread.is_alive():
-            return
-        with self._lock, suppress(queue.Full):
-            if nbytes and self._waiting_bytes + nbytes > QUEUE_BYTES:
-                return
-            self._queue.put_nowait((write, nbytes))
-            self._waiting_bytes += nbytes
+        if self._thread is not None and self._thread.is_alive():
+            self._pending.add(write, owner, nbytes)
 
     def close(self) -> None:
         """Writes what is pending and stops; a file that cannot be written does not delay it."""
         thread, self._thread = self._thread, None
         self._closing = True
-        while thread is not None and thread.is_alive():
-            with suppress(queue.Full):
-                self._queue.put(None, timeout=0.1)
-                thread.join()
+        self._pending.end()
+        if thread is not None:
+            thread.join()
 
     def _begin(self, path: Path) -> None:
         """Prepares the file; replaces one that is damaged or of another version."""
@@ -129,10 +120,10 @@ class SideFile:
             self._give_up(error)
             return
         try:
-            while (batch := self._next_batch()) is not None:
+            while batch := self._pending.next_batch():
                 try:
                     with connection:
-                        for write, _ in batch:
+                        for write in batch:
                             write(connection)
                     if self._failed:
                         self._failed = False
@@ -141,27 +132,8 @@ class SideFile:
                     self._give_up(error)
                     if self._closing and _is_locked(error):
                         return  # the rest would fail too, each after its wait
-                with self._lock:
-                    self._waiting_bytes -= sum(nbytes for _, nbytes in batch)
         finally:
             connection.close()
-
-    def _next_batch(self) -> list[tuple[Write, int]] | None:
-        """The pending writes, at least one; None at the end."""
-        first = self._queue.get()
-        if first is None:
-            return None
-        batch = [first]
-        while len(batch) < GATHER:
-            try:
-                following = self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if following is None:
-                self._queue.put(None)  # for the next turn
-                break
-            batch.append(following)
-        return batch
 
     def _give_up(self, error: Exception) -> None:
         if not self._failed:

@@ -18,8 +18,9 @@ from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from cachesvc.observability.history import pack
+from cachesvc.server.pending import QUEUE_BYTES
 from cachesvc.server.remembered import FILE_NAME, Remembered
-from cachesvc.server.side_file import QUEUE_BYTES, SideFile
+from cachesvc.server.side_file import SideFile
 from engine.request import FinishReason, Timeline
 from tests.unit.test_history import Clocked
 from tiers.blocks.keys import PrefixKey
@@ -258,9 +259,9 @@ def test_what_waits_for_a_slow_disk_is_bounded_by_its_bytes(tmp_path: Path) -> N
     add(4, 0)  # a deletion, say
     freed.set()
     file.close()
-    assert [(0,), (1,), (4,)] == file.rows("SELECT n FROM t")
+    assert [(2,), (3,), (4,)] == file.rows("SELECT n FROM t")
     file.start()
     add(5, QUEUE_BYTES)  # what is written waits no more
     add(6, QUEUE_BYTES + 1)
     file.close()
-    assert [(0,), (1,), (4,), (5,)] == file.rows("SELECT n FROM t")
+    assert [(2,), (3,), (4,), (5,)] == file.rows("SELECT n FROM t")

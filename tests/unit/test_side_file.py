@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from cachesvc.server import side_file
-from cachesvc.server.side_file import QUEUE, SideFile
+from cachesvc.server.pending import QUEUE, QUEUE_BYTES, PendingWrites, Write
+from cachesvc.server.side_file import SideFile
 
 LOCKS = (
     "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None); "
@@ -24,7 +25,7 @@ def opened(path: Path) -> SideFile:
     return SideFile(path, schema=1, tables="CREATE TABLE IF NOT EXISTS t (n)", what="numbers")
 
 
-def insert(number: int) -> side_file.Write:
+def insert(number: int) -> Write:
     return lambda db: db.execute("INSERT INTO t VALUES (?)", (number,))
 
 
@@ -83,3 +84,52 @@ def test_a_write_that_fails_in_any_way_ends_no_other(
     file.close()
     assert file.rows("SELECT n FROM t ORDER BY n DESC LIMIT 1") == [(99,)]
     assert "too large" in caplog.text
+
+
+def test_who_floods_a_slow_disk_loses_its_own_writes_only(tmp_path: Path) -> None:
+    """By bytes: what waits of the largest owner makes room, its oldest first."""
+    file = opened(tmp_path / "side.sqlite3")
+    file.start()
+    slow, freed = threading.Event(), threading.Event()
+    file.hand_over(lambda db: slow.set() or freed.wait(60))
+    assert slow.wait(60)
+    file.hand_over(insert(1), 1000, owner="polite")
+    for number in range(20):
+        file.hand_over(insert(100 + number), QUEUE_BYTES // 10, owner="flood")
+    file.hand_over(insert(2), QUEUE_BYTES // 3, owner="polite")
+    freed.set()
+    file.close()
+    kept = [number for (number,) in file.rows("SELECT n FROM t ORDER BY n")]
+    assert [1, 2, *range(114, 120)] == kept
+
+
+def test_who_makes_most_writes_loses_its_own_only() -> None:
+    """By number: a deletion has no bytes, and a removal of a tenant's data is not lost."""
+    pending, made = PendingWrites(), list[int]()
+    pending.add(lambda db: made.append(1), "polite", 0)
+    pending.add(lambda db: made.append(2), None, 0)
+    for _ in range(QUEUE + 5):
+        pending.add(lambda db: made.append(3), "flood", 0)
+    pending.end()
+    nothing = sqlite3.connect(":memory:")
+    while batch := pending.next_batch():
+        for write in batch:
+            write(nothing)
+    nothing.close()
+    assert [1, 2] == made[:2]
+    assert len(made) == QUEUE
+
+
+def test_a_large_batch_takes_no_room_from_what_follows() -> None:
+    """While a tenant's writes are made, as much may wait again."""
+    pending = PendingWrites()
+    for _ in range(64):
+        pending.add(lambda db: None, "flood", QUEUE_BYTES // 64)
+    taken = pending.next_batch()
+    assert len(taken) < 64
+    pending.add(lambda db: None, "polite", QUEUE_BYTES // 64)
+    pending.end()
+    left = 0
+    while batch := pending.next_batch():
+        left += len(batch)
+    assert left == 64 - len(taken) + 1
