@@ -1,8 +1,8 @@
-"""All tiers as one forest of prefixes: the live index, and the blocks that are only on disk.
+"""All tiers as one forest of prefixes: the live index and the blocks that are only on disk.
 
-`DiskBlocks` is a picture of the disk's records, taken on any thread; the rest runs on the engine
-thread between two steps and is bounded by its caller. A block that stands in several tiers is told
-once, at the hottest of them.
+`DiskBlocks` is a snapshot of the disk's records and may be taken on any thread. The rest runs on
+the engine thread between two steps, bounded by its caller. A block in several tiers is listed once,
+under the hottest.
 """
 
 import time
@@ -20,13 +20,13 @@ from tiers.memory.view import block_view
 from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import TierName
 
-MAX_DISK_BLOCKS = 50_000  # in one picture: some 35 MB
+MAX_DISK_BLOCKS = 50_000  # in one snapshot: about 35 MB
 AnyBlock = Block | BlockInfo
 
 
 @dataclass(frozen=True, slots=True)
 class DiskBlocks:
-    """Records by key and by parent. `cut` says that the disk holds more than were read."""
+    """Records by key and by parent. `cut`: the disk holds more records than were read."""
 
     by_key: Mapping[PrefixKey, BlockInfo] = field(default_factory=dict)
     by_parent: Mapping[PrefixKey, Sequence[BlockInfo]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class DiskBlocks:
 
 
 def read_disk(view: DiskView, max_blocks: int = MAX_DISK_BLOCKS) -> DiskBlocks:
-    """A picture of the disk tier; any thread, some 10 us a block."""
+    """A snapshot of the disk tier. Any thread may take it, at about 10 us a block."""
     by_key: dict[PrefixKey, BlockInfo] = {}
     by_parent: dict[PrefixKey, list[BlockInfo]] = {}
     for block in islice(view.blocks(), max_blocks):
@@ -45,10 +45,10 @@ def read_disk(view: DiskView, max_blocks: int = MAX_DISK_BLOCKS) -> DiskBlocks:
 
 
 def same_start(disk: DiskBlocks, absence: Absence, seed: int) -> tuple[int, PrefixKey | None]:
-    """How many leading tokens of the missed block a record on disk has, and the record's key.
+    """The most leading tokens that a record on disk shares with the missed block, and its key.
 
-    What continues the same prefix is looked at; the missed block itself is not, for it may have
-    been stored since. Any thread.
+    Compares records that continue the same prefix. The missed block's own record is skipped, since
+    it may have been stored afterwards. Any thread may call it.
     """
     rows, nearest = 0, None
     for block in disk.by_parent.get(absence.parent, ()):
@@ -61,12 +61,15 @@ def same_start(disk: DiskBlocks, absence: Absence, seed: int) -> tuple[int, Pref
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDetail:
-    """One block and its place in its prompt. `trail` are the keys that lead to it, the first of
-    the prompt first; `complete` says that they reach back to the scope's root. The last `run` of
-    them, this block included, only continue each other: nothing parts from the prefix there."""
+    """One block and its place in its prompt.
+
+    `trail` holds the keys that lead to it, the prompt's first block first. `complete`: they reach
+    back to the scope's root. Within the last `run` keys, this block included, no other prefix
+    diverges.
+    """
 
     block: BlockView
-    stored_bytes: int  # on disk; 0 where it is not there
+    stored_bytes: int  # on disk; 0 if it is not there
     trail: tuple[PrefixKey, ...]
     complete: bool
     run: int
@@ -74,7 +77,7 @@ class BlockDetail:
 
 
 class TierForest:
-    """The blocks of all tiers. Made for each look. Reads the index, so engine thread only."""
+    """The blocks of all tiers. Made anew for each query. Reads the index, so engine thread only."""
 
     def __init__(self, index: BlockIndex, disk: DiskBlocks) -> None:
         self._index = index
@@ -114,7 +117,7 @@ class TierForest:
         on_disk = sum(self._index.get(key) is None for key in self._disk.by_key)
         return grow(self, query, len(self._index) + self._index.num_partials + on_disk)
 
-    # One block, and what continues it.
+    # One block and its continuations.
 
     def starting(self, key_start: str, limit: int = 20) -> list[PrefixKey]:
         """Keys that begin with these hex digits."""
@@ -140,7 +143,7 @@ class TierForest:
         )
 
     def below(self, key: PrefixKey, limit: int) -> list[PrefixKey]:
-        """`key` and the keys of what continues it, parents first; at most `limit`."""
+        """`key` and the keys of its continuations, parents first. At most `limit` keys."""
         keys = [key]
         for parent in keys:
             if len(keys) >= limit:
@@ -164,7 +167,7 @@ class TierForest:
         return block.parent if block is not None else None
 
     def _run(self, trail: list[PrefixKey]) -> int:
-        """How many blocks at the end of the trail nothing parts from."""
+        """How many blocks at the end of the trail have no diverging prefix."""
         for number in range(len(trail) - 1, 0, -1):
             if len(self.following(trail[number - 1])) > 1:
                 return len(trail) - number

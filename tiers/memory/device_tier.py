@@ -1,6 +1,6 @@
 """The device as a tier: the slot and state of each block, and which block leaves next.
 
-The one place that changes `Block.device`. Engine thread only.
+Only this module changes `Block.device`. Engine thread only.
 """
 
 from collections import OrderedDict
@@ -13,27 +13,27 @@ ABSENT, FILLING, IN_USE, EVICTABLE, PINNED = DeviceState
 
 
 class DeviceTier:
-    """Invariants: a block has a slot exactly while it is not ABSENT; the policy knows it while it
-    is IN_USE, EVICTABLE or PINNED, and may choose it while it is EVICTABLE."""
+    """Invariants: a block has a slot exactly while it is not ABSENT. The policy knows a block while
+    it is IN_USE, EVICTABLE or PINNED, and may choose it only while it is EVICTABLE."""
 
     def __init__(self, pool: DevicePool, policy: Policy[Block]) -> None:
         self.pool = pool
         self.policy = policy
-        self.num_idle = 0  # blocks that nobody uses: EVICTABLE or PINNED
+        self.num_idle = 0  # unused blocks: EVICTABLE or PINNED
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED, coldest first
 
     @property
     def num_allocatable(self) -> int:
-        """Slots that could be had now."""
+        """Slots that are free or can be freed now."""
         return self.pool.num_free + self.num_idle
 
     def settle(self, block: Block, slot: int) -> None:
-        """ABSENT to FILLING: the block has this slot from here on."""
+        """Move the block from ABSENT to FILLING and give it this slot."""
         self._move(block, FILLING)
         block.slot, block.slot_whole = slot, True
 
     def hand_over(self, block: Block, to: Block) -> None:
-        """The slot of a block that one sequence fills is `to`'s from now on."""
+        """Give the slot of a FILLING block to the block `to`."""
         assert block.device is FILLING, f"{block} is not one sequence's"
         self._move(block, ABSENT)
         slot, block.slot = block.slot, None
@@ -41,7 +41,7 @@ class DeviceTier:
         self.settle(to, slot)
 
     def use(self, block: Block) -> None:
-        """Somebody uses the block again: to IN_USE."""
+        """Move the block to IN_USE: a request uses it again."""
         if block.device is EVICTABLE:
             self.policy.hold(block)
         else:
@@ -51,7 +51,7 @@ class DeviceTier:
         self.num_idle -= 1
 
     def use_run(self, blocks: list[Block]) -> None:
-        """The same for EVICTABLE blocks; the hot path of a lookup."""
+        """Move EVICTABLE blocks to IN_USE. The hot path of a lookup."""
         hold = self.policy.hold
         for block in blocks:
             assert block.device is EVICTABLE, f"{block} may not be chosen"
@@ -60,7 +60,8 @@ class DeviceTier:
         self.num_idle -= len(blocks)
 
     def idle(self, block: Block, use: Use) -> None:
-        """Nobody uses the block any more: from FILLING or IN_USE to EVICTABLE or PINNED."""
+        """Move the block from FILLING or IN_USE to EVICTABLE or PINNED: its last user has released
+        it."""
         if block.device is IN_USE:
             if not block.pinned:
                 self.policy.release(block, use)
@@ -78,7 +79,7 @@ class DeviceTier:
             self._pinned[block] = None
 
     def idle_run(self, blocks: list[Block], use: Use) -> None:
-        """The same for blocks that are IN_USE and not pinned; the hot path of a release."""
+        """Do the same for blocks that are IN_USE and not pinned. The hot path of a release."""
         release = self.policy.release
         for block in blocks:
             assert block.device is IN_USE, f"{block} was not in use"
@@ -87,27 +88,30 @@ class DeviceTier:
         self.num_idle += len(blocks)
 
     def pin(self, block: Block) -> None:
-        """An operator pinned the block."""
+        """Take in that an operator has pinned the block."""
         if block.device is EVICTABLE:
             self.policy.hold(block)
             self._move(block, PINNED)
             self._pinned[block] = None
 
     def pin_again(self, block: Block) -> None:
-        """Of the pinned blocks that nobody uses it is the last to leave now."""
+        """Make the block the last to leave among the unused pinned blocks."""
         if block in self._pinned:
             self._pinned.move_to_end(block)
 
     def unpin(self, block: Block) -> None:
-        """The last pin on the block has ended."""
+        """Take in that the last pin on the block has ended."""
         if block.device is PINNED:
             del self._pinned[block]
             self._move(block, EVICTABLE)
             self.policy.release(block, block.use)
 
     def victim(self) -> Block | None:
-        """Who leaves next, forgotten by the policy: a pinned one only where nothing else can, and
-        then one that stands below as well, if there is any. Its slot is given up by `leave`."""
+        """Choose the block that leaves next and make the policy forget it.
+
+        A pinned block is chosen only if there is no other. Pinned blocks with a copy in a lower
+        tier go first. The caller frees the slot with `leave`.
+        """
         block = self.policy.victim()
         if block is None and self._pinned:
             clean = (b for b in self._pinned if b.held_below or b.frame is not None)
@@ -120,7 +124,8 @@ class DeviceTier:
         return block
 
     def leave(self, block: Block) -> int:
-        """To ABSENT: the slot of a block that the policy has forgotten, for a new owner."""
+        """Move a block that the policy has forgotten to ABSENT. Returns its slot, for a new
+        owner."""
         slot = block.slot
         assert slot is not None
         self._move(block, ABSENT)
@@ -128,7 +133,7 @@ class DeviceTier:
         return slot
 
     def forget(self, block: Block) -> None:
-        """Let the policy forget a block that is to leave for another reason than room."""
+        """Make the policy forget a block that leaves for a reason other than eviction."""
         if block.device is FILLING:
             return
         self.policy.remove(block)
@@ -141,7 +146,8 @@ class DeviceTier:
         block.device = to
 
     def check(self, blocks: list[Block], private_slots: int) -> None:
-        """Assert that slots are conserved; `private_slots` are those of blocks not in `blocks`."""
+        """Assert that slots are conserved. `private_slots` counts the slots of blocks not in
+        `blocks`."""
         slots = [block.slot for block in blocks if block.slot is not None]
         assert len(slots) == len(set(slots)), "two blocks own one slot"
         used = self.pool.num_blocks - self.pool.num_free

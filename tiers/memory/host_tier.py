@@ -1,6 +1,6 @@
 """The host as a tier: the frame and state of each block, and which block leaves next.
 
-The one place that changes `Block.host`. Engine thread only.
+Only this module changes `Block.host`. Engine thread only.
 """
 
 from collections import OrderedDict, deque
@@ -13,15 +13,15 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Policy
 
-MIN_LOOKAHEAD = 8  # the coldest host blocks looked at, at least, for one that costs nothing
-MAX_LIFTED = 4096  # blocks remembered as second copies; until forgotten, one stays in memory
+MIN_LOOKAHEAD = 8  # coldest blocks searched, at least, for one that costs nothing to evict
+MAX_LIFTED = 4096  # promoted blocks remembered; a remembered block object stays in memory
 
 ABSENT, IN_USE, EVICTABLE, DUPLICATED, PINNED = HostState
 
 
 class HostTier:
-    """Invariants: a block has a frame exactly while it is not ABSENT; the policy knows it then,
-    and may choose it while it is EVICTABLE."""
+    """Invariants: a block has a frame exactly while it is not ABSENT. The policy knows the block
+    then, and may choose it only while it is EVICTABLE."""
 
     def __init__(
         self,
@@ -36,14 +36,15 @@ class HostTier:
         self.lookahead = MIN_LOOKAHEAD
         self._index = index
         self._queue = queue
-        # Lifted to the device, longest ago first. Some have left it, or the host, since.
+        # Copied up to the device, oldest first. Some have since left the device or the host.
         self._lifted: deque[Block] = deque(maxlen=MAX_LIFTED)
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
-        self._second_copies: set[Block] = set()  # DUPLICATED, while nothing else keeps them
+        self._second_copies: set[Block] = set()  # DUPLICATED, unless also IN_USE or PINNED
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
 
     def settle(self, block: Block, frame: Frame) -> None:
-        """ABSENT to EVICTABLE, and on to what the block is: it owns this frame from here on."""
+        """Give the block this frame. Moves it from ABSENT to EVICTABLE, then to the state it should
+        have."""
         self._move(block, EVICTABLE)
         block.frame = frame
         self.num_blocks += 1
@@ -51,7 +52,7 @@ class HostTier:
         self.sync(block)
 
     def sync(self, block: Block) -> None:
-        """What is known of the block may have changed; so does its state, then."""
+        """Recompute the block's state after something about it may have changed."""
         old = block.host
         if old is ABSENT:
             return
@@ -70,7 +71,7 @@ class HostTier:
         self._queue.sync(block)
 
     def left_device(self, block: Block) -> None:
-        """The block stands here alone now, and was used until now."""
+        """Take in that the block has left the device, where it was used until now."""
         was_evictable = block.host is EVICTABLE
         self._second_copies.discard(block)
         self.sync(block)
@@ -79,17 +80,20 @@ class HostTier:
             self._queue.used(block)
 
     def lifted(self, block: Block, *, leaves_first: bool) -> None:
-        """The block is being copied to the device: its frame is then a second copy, which where
-        copies are not kept leaves before others."""
+        """Take in that the block is being copied to the device, so that its frame is a second copy.
+        `leaves_first`: second copies are not kept, and this one leaves before other blocks."""
         if leaves_first:
             self._second_copies.add(block)
         self.sync(block)
         self._lifted.append(block)
 
     def victim(self, sparing: Collection[Block]) -> Block | None:
-        """Who leaves next, forgotten by the policy. Duplicated blocks first; then the policy's
-        choice, but not what waits for the disk while others nearly as cold do not; then pinned
-        blocks that the disk has as well. Its frame is given up by `leave`."""
+        """Choose the block that leaves next and make the policy forget it.
+
+        Duplicated blocks go first. Then comes the policy's choice, but a block waiting for the disk
+        is passed over while another, nearly as cold, does not wait. Pinned blocks that the disk
+        also has go last. The caller takes the frame with `leave`.
+        """
         block = next((b for b in self._duplicated if b.below is not Below.WRITING), None)
         queue = self._queue
         if block is None and not (sparing or queue or queue.num_writing):
@@ -105,7 +109,7 @@ class HostTier:
         return block
 
     def leave(self, block: Block) -> Frame:
-        """To ABSENT: the frame of a block that the policy has forgotten."""
+        """Move a block that the policy has forgotten to ABSENT. Returns its frame."""
         frame = block.frame
         assert frame is not None and not block.busy, f"the frame of {block} is in use"
         self._unlist(block)
@@ -117,15 +121,18 @@ class HostTier:
         return frame
 
     def free(self, block: Block) -> None:
-        """Give a block's frame back to the arena."""
+        """Return a block's frame to the arena."""
         assert self.frames is not None
         self.policy.remove(block)
         self.frames.give(self.leave(block))
 
     def _cold(self, sparing: Collection[Block]) -> Block | None:
-        """The coldest block that does not wait for the disk; else one that the device has as well,
-        of the coldest or of those lifted; else the end of a prefix, for what leads to it is worth
-        more. Only that one is lost."""
+        """The coldest block that is not waiting for the disk.
+
+        If all wait: one that the device also has, either among the coldest or among those copied
+        up. Otherwise the end of a prefix, because the blocks before it are worth more. Only this
+        last choice loses KV.
+        """
         cold: list[Block] = []
         for count in (MIN_LOOKAHEAD, self.lookahead):
             cold = [
@@ -144,11 +151,11 @@ class HostTier:
         return self._lifted_copy(sparing) or self._last_waiting(cold[0])
 
     def _lifted_copy(self, sparing: Collection[Block]) -> Block | None:
-        """Of the blocks lifted, the first whose frame is a second copy of what the device has."""
+        """The first of the blocks copied up whose frame duplicates the device's copy."""
         while self._lifted:
             block = self._lifted[0]
             if block.slot is not None and block.host is IN_USE:
-                return None  # its copy is under way, and so are those behind it
+                return None  # it is still being copied, and so are those behind it
             self._lifted.popleft()
             idle = block.host is EVICTABLE and not block.busy
             if idle and block.slot is not None and block not in sparing:
@@ -156,7 +163,8 @@ class HostTier:
         return None
 
     def _last_waiting(self, block: Block) -> Block:
-        """The end of a prefix that goes on from this block through others that wait as it does."""
+        """The last block of the prefix that continues from this one through blocks that also
+        wait."""
         while block.key is not None:
             following = self._index.children(block.key)
             child = next((b for b in following if b.below is Below.WAITING and not b.pinned), None)
@@ -176,7 +184,7 @@ class HostTier:
         block.host = to
 
     def check(self, blocks: list[Block]) -> None:
-        """Assert that frames are conserved, and that each block's state is what it should be."""
+        """Assert that frames are conserved and that each block is in the state it should have."""
         framed = [block for block in blocks if block.frame is not None]
         assert len(framed) == self.num_blocks
         if self.frames is not None:
@@ -192,8 +200,11 @@ class HostTier:
 
 
 def _state(block: Block, is_second: bool) -> HostState:
-    """The state of a block that has a frame. What the writer reads is passed over when a victim is
-    chosen, and keeps its place in the order."""
+    """The state that a block with a frame should have.
+
+    A block that the writer is reading stays in the eviction order; the search for a victim skips
+    it.
+    """
     if block.busy > (block.below is Below.WRITING) or (block.ref_count and block.slot is None):
         return IN_USE
     if block.pinned:

@@ -1,9 +1,10 @@
-"""Least recently used, over blocks that are linked to their neighbours: 16 bytes a block, where the
-ordered dict of `tiers.policy.lru` takes 120. Engine thread only.
+"""Least recently used, as links between blocks. Engine thread only.
 
-A block may be on the device and on the host at once, so it has links for each. The two classes are
-one and the same but for the names of the links: it is the hot path, and a name that is looked up
-costs as much as the call.
+Links take 16 bytes a block; the ordered dict of `tiers.policy.lru` takes 120.
+
+A block may be on the device and on the host at once, so it has links for each. The two classes
+differ only in the names of the links. This is the hot path, where looking up a name costs as much
+as the call.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def _ring() -> Block:
 
 
 class DeviceLru:
-    """A `Policy[Block]`. A block that is held, or not here, has no neighbours."""
+    """A `Policy[Block]` for the device. A held or absent block has no neighbours."""
 
     def __init__(self) -> None:
         self._ring = _ring()

@@ -1,7 +1,7 @@
-"""Hits of prefixes, counted for longer than their blocks stay in memory. For people, not for
-policies.
+"""Counts of hits that outlive their blocks in memory. For people, not for policies.
 
-`BlockIndex` notes a block's hits when it leaves; the server keeps them over a restart.
+`BlockIndex` notes a block's hits when the block leaves. The server keeps the counts across a
+restart.
 """
 
 import struct
@@ -14,7 +14,7 @@ _PAIR = struct.Struct(f"<{KEY_BYTES}sQ")
 
 
 class PastHits:
-    """Hits by key. Bounded: the key that was noted longest ago is forgotten first."""
+    """Hits by key. Bounded: the key noted longest ago is dropped first."""
 
     def __init__(self) -> None:
         self._hits: dict[PrefixKey, int] = {}
@@ -23,21 +23,21 @@ class PastHits:
         return self._hits.get(key, 0) if key is not None else 0
 
     def note(self, key: PrefixKey, hits: int) -> None:
-        """So many more hits."""
+        """Add hits to the key's count."""
         known = self._hits
         known[key] = known.pop(key, 0) + hits
         if len(known) > MAX_KEYS:
             del known[next(iter(known))]
 
     def dump(self, current: Iterable[tuple[PrefixKey, int]]) -> bytes:
-        """All that is known, and the `current` hits of blocks in memory."""
+        """Serialize all counts, with the `current` hits of blocks in memory added."""
         whole = PastHits()
         for key, hits in (*self._hits.items(), *current):
             whole.note(key, hits)
         return b"".join(_PAIR.pack(*pair) for pair in whole._hits.items())
 
     def restore(self, body: bytes) -> None:
-        """Raises ValueError for what `dump` did not write."""
+        """Read what `dump` wrote. Raises ValueError for anything else."""
         if len(body) % _PAIR.size:
             raise ValueError(f"{len(body)} bytes are not a whole number of pairs of {_PAIR.size}")
         for key, hits in _PAIR.iter_unpack(body):

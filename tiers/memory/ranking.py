@@ -1,7 +1,7 @@
-"""A policy over blocks that knows them by prefix key.
+"""Runs a policy of prefix keys over blocks.
 
-Policies that remember what left (ghosts) or order children before parents need names that outlive
-a `Block`: this gives them prefix keys. Engine thread only.
+Policies that remember evicted blocks (ghosts), or that order children before parents, need names
+that outlive a `Block`. Here they get prefix keys. Engine thread only.
 """
 
 from collections.abc import Hashable
@@ -18,8 +18,8 @@ from tiers.tier import TierName
 class ByPrefix:
     """A `Policy[Block]` over a policy of keys.
 
-    A block is known by its key, or by itself where it has none (a partly filled one) or where its
-    key is taken. Invariant: the two maps are each other's inverse, over the blocks in the tier.
+    A block is known by its key. A block without a key (partly filled), or whose key is taken, is
+    known by itself. Invariant: over the blocks in the tier, the two maps are inverses.
     """
 
     def __init__(self, policy: Policy[Hashable]) -> None:
@@ -65,11 +65,11 @@ class ByPrefix:
 def rank(
     tier: TierName, name: str, capacity_blocks: int, quotas: Quotas | None = None
 ) -> Policy[Block]:
-    """The policy over a memory tier's blocks where the cache's is `name`. Raises
-    ConfigurationError if unknown.
+    """Make the policy called `name` for a memory tier's blocks. Raises ConfigurationError if
+    unknown.
 
-    LRU needs no names of what left, and orders the blocks themselves: it is the hot path.
-    With quotas, each group has a policy of its own.
+    LRU needs no names of evicted blocks, so it orders the blocks themselves: this is the hot path.
+    With quotas, each group has its own policy.
     """
     own = policy_in(tier, name)
 

@@ -1,14 +1,14 @@
-"""Reusing part of a block, where a prompt ends or diverges from another inside it.
+"""Reuses part of a block: where a prompt ends, or diverges from another, inside it.
 
-    nothing begins alike ............ no candidate: a new block
+    no candidate begins like it ..... a new block
     still being computed ............ wait for it
-    holds all tokens asked for ...... share it read-only; copied when a token is to be appended
-    all its tokens are asked for .... extend it in place; one writer at a time, others copy
-    divergence in the middle ........... copy the rows up to the divergence to a new block
+    holds all the tokens wanted ..... share it read-only; copy it before a token is appended
+    all its tokens are wanted ....... extend it in place; one writer at a time, others copy
+    they diverge in the middle ...... copy the rows before the divergence to a new block
 
 This is the "you only compute once" scheme. Candidates are the full and partly filled blocks that
-continue the same parent. Rows below `len(tokens)` of a block never change, so readers of them need
-no protection from the one writer that appends. Engine thread only.
+continue the same parent. The first `len(tokens)` rows of a block never change, so readers need no
+protection from the one writer that appends. Engine thread only.
 """
 
 import time
@@ -26,8 +26,8 @@ from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
 from tiers.tier import Cause, TierName
 
-MAX_CANDIDATES = 8  # partly filled blocks kept for one parent; the oldest unused goes first
-MAX_FULL_CANDIDATES = 32  # full blocks looked at, newest first: a root may have thousands
+MAX_CANDIDATES = 8  # partly filled blocks kept per parent; the oldest unused goes first
+MAX_FULL_CANDIDATES = 32  # full blocks compared, newest first: a root may have thousands
 
 
 class TailCase(Enum):
@@ -41,7 +41,7 @@ class TailCase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """`num_rows` leading rows of `block` are the tokens that follow a matched prefix."""
+    """A match: the first `num_rows` rows of `block` are the tokens that follow a matched prefix."""
 
     block: Block
     num_rows: int
@@ -53,7 +53,7 @@ class Tail:
 
 
 class TailSharing:
-    """Finds, hands out and takes in partly used blocks."""
+    """Finds blocks to reuse in part, prepares them, and takes them back."""
 
     def __init__(self, residency: Residency, *, enabled: bool) -> None:
         self._residency = residency
@@ -61,11 +61,11 @@ class TailSharing:
         self._enabled = enabled
 
     def find(self, chain: Chain, number: int) -> Tail | None:
-        """The block that begins most like the tokens of block `number` of the chain."""
+        """The block that shares the most leading tokens with block `number` of the chain."""
         return self.nearest(chain, number) if self._enabled else None
 
     def nearest(self, chain: Chain, number: int) -> Tail | None:
-        """What `find` finds, also where tails are not shared."""
+        """Like `find`, but also searches when tails are not shared."""
         if chain.content(number):
             return None
         wanted = chain.chunks[number] if number < len(chain.chunks) else chain.tail
@@ -81,14 +81,14 @@ class TailSharing:
         return Tail(best, most, _case(best, most, len(wanted) // TOKEN_BYTES))
 
     def _candidates(self, parent: PrefixKey) -> list[Block]:
-        """Blocks that continue `parent`, newest first, as many as are worth looking at."""
+        """Blocks that continue `parent`, newest first, up to the bounds on a search."""
         full = self._index.children(parent)[-MAX_FULL_CANDIDATES:]
         if self._residency.pool.layout.reach:
             full = [block for block in full if _has_windows(block)]
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
     def adopt(self, tail: Tail, chain: Chain) -> Block | None:
-        """Acquire the block, or copy its leading rows to one of our own; None: there is no slot."""
+        """Acquire the block, or copy its matching rows to a new one. None if no slot is free."""
         block = tail.block
         assert tail.case is not TailCase.WAIT
         if block.slot is not None and tail.case is not TailCase.COPY:
@@ -100,8 +100,12 @@ class TailSharing:
         return self._copy(block, tail.num_rows, chain)
 
     def own(self, block: Block, num_rows: int, chain: Chain, use: Use) -> Block:
-        """Make row `num_rows` of the block writable; a reference to the result for the caller's."""
-        if block.writer is None and block.num_tokens == num_rows:  # and so partly filled
+        """Make row `num_rows` of the block writable.
+
+        Takes over the caller's reference to `block`. Returns the block itself or a copy, with one
+        reference. Raises OutOfBlocks.
+        """
+        if block.writer is None and block.num_tokens == num_rows:  # so it is partly filled
             block.writer = chain
             return block
         copy = self._copy(block, num_rows, chain)
@@ -111,12 +115,13 @@ class TailSharing:
         return copy
 
     def announce(self, chain: Chain, number: int, block: Block) -> None:
-        """The chain's tail will be computed into this block; others may wait for it."""
+        """Register that this chain computes its tail into the block. Others may wait for it."""
         if self._enabled and chain.tail and not chain.content(number):
             self._index.add_partial(block, chain.root, chain.parent(number), chain.tail)
 
     def offer(self, chain: Chain, number: int, block: Block, num_tokens: int) -> None:
-        """The block's writer, this chain, is done with it: its filled rows may be reused."""
+        """Offer the block's filled rows for reuse. This chain was its writer and is done with
+        it."""
         block.writer = None
         self.withdraw(block)
         data = chain.chunks[number] if number < len(chain.chunks) else chain.tail
@@ -129,12 +134,13 @@ class TailSharing:
             self._index.add_partial(block, chain.root, parent, tokens)
 
     def withdraw(self, block: Block) -> None:
-        """The block is no longer a partly filled candidate."""
+        """Stop offering the block as a partly filled candidate."""
         if self._index.is_partial(block):
             self._index.remove_partial(block)
 
     def _prune(self, parent: PrefixKey, tokens: bytes) -> bool:
-        """Make room among the candidates; False where the new one would add nothing."""
+        """Make room among the candidates. False if a candidate with these tokens would add
+        nothing."""
         for block in self._index.children(parent):
             if _begins(block, tokens) and not block.content:
                 return False
@@ -149,9 +155,10 @@ class TailSharing:
         return True
 
     def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:
-        """A new block, acquired, whose first `num_rows` rows are the source's."""
+        """A new block with one reference, whose first `num_rows` rows are copied from the
+        source."""
         residency = self._residency
-        residency.acquire(source)  # it must not be the victim that makes room for its own copy
+        residency.acquire(source)  # so that it is not evicted to make room for its own copy
         block = Block(time.monotonic())
         slot = residency.take_slot(block, chain.root)
         if slot is not None:
@@ -167,29 +174,29 @@ class TailSharing:
         return block
 
     def _copy_up(self, source: Block, slot: int) -> None:
-        """Copy a host block into a slot that is not its own."""
+        """Copy a host block's frame into a slot of another block."""
         residency = self._residency
         assert source.frame is not None
         started = time.perf_counter()
         copy = residency.pool.copy_in([source.frame], [slot])
-        residency.pool.settle(slot)  # its rows are read in the step that comes
+        residency.pool.settle(slot)  # the next step reads its rows
         residency.copies.watch(copy, (source,), TierName.HOST, TierName.DEVICE, started)
 
 
 def _has_windows(block: Block) -> bool:
-    """Whether the rows that would be taken over have what layers with windows keep."""
+    """Whether the block's rows include the KV of layers with windows."""
     return block.slot_whole if block.slot is not None else block.is_whole or not block.frame
 
 
 def _begins(block: Block, tokens: bytes) -> bool:
-    """Whether the block's tokens begin with these."""
+    """Whether the block's tokens begin with `tokens`."""
     return may_begin(block.packed, tokens) and block.tokens.startswith(tokens)
 
 
 def _common_rows(packed: bytes, want: bytes) -> int:
-    """How many leading tokens are the same in both."""
+    """How many leading tokens the two have in common."""
     if not may_begin(packed, want):
-        return 0  # what most candidates are: found before numpy is asked
+        return 0  # most candidates end here, before numpy is needed
     have = unpack(packed)
     size = min(len(have), len(want))
     if have[:size] == want[:size]:

@@ -1,4 +1,4 @@
-"""Blocks in memory, one by one, as values that may leave the engine thread."""
+"""Blocks in memory as values that may leave the engine thread."""
 
 import time
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from tiers.tier import TierName
 
 
 def live_blocks(blocks: Iterable[Block]) -> list[BlockView]:
-    """Those of these blocks that are full and whose KV stands. Engine thread."""
+    """Views of those blocks that are full and whose KV is complete. Engine thread only."""
     now_s = time.monotonic()
     return [
         block_view(block, now_s)
@@ -19,14 +19,15 @@ def live_blocks(blocks: Iterable[Block]) -> list[BlockView]:
 
 
 def place_of(block: Block) -> str:
-    """The hottest tier that holds the block, or what is being done to have it stand."""
+    """The hottest tier that holds the block, or "computing" or "loading"."""
     if block.state is BlockState.READY:
         return TierName.DEVICE if block.slot is not None else TierName.HOST
     return LOADING if block.state is BlockState.LOADING else COMPUTING
 
 
 def tiers_of(block: Block) -> tuple[TierName, ...]:
-    """Every tier that holds the block, the hottest first; none while it is computed or loaded."""
+    """Every tier that holds the block, hottest first. Memory is left out while it is being
+    filled."""
     ready = block.state is BlockState.READY
     held = (
         (TierName.DEVICE, ready and block.slot is not None),
@@ -37,7 +38,7 @@ def tiers_of(block: Block) -> tuple[TierName, ...]:
 
 
 def block_view(block: Block, now_s: float) -> BlockView:
-    """The block as it is now; `now_s` is monotonic. Engine thread."""
+    """The block's current state as a value. `now_s` is monotonic. Engine thread only."""
     return BlockView(
         key=block.key,
         parent=block.parent,

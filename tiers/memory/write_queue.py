@@ -1,6 +1,6 @@
 """The state of each block in the tiers below memory, and the blocks waiting to be written there.
 
-The one place that changes `Block.below`, but for uses on a lookup's path. Engine thread only.
+Only this module changes `Block.below`, except for uses noted during a lookup. Engine thread only.
 """
 
 from collections import OrderedDict
@@ -10,12 +10,12 @@ from tiers.memory.block import AFTER_DROP, BELOW_MOVES, Below, Block, HostState
 
 
 class WriteQueue:
-    """Invariant: a block that nobody needs is WAITING exactly while it is `worth` writing and has a
-    frame that is not in use."""
+    """Invariant: an unused block is WAITING exactly while it is `worth` writing and has a frame
+    that is not in use."""
 
     def __init__(self) -> None:
-        self.worth: Callable[[Block], bool] = lambda block: False  # the write policy's
-        self.num_writing = 0  # blocks that the writer thread reads
+        self.worth: Callable[[Block], bool] = lambda block: False  # set by the write policy
+        self.num_writing = 0  # blocks that the writer thread is reading
         self._waiting: OrderedDict[Block, None] = OrderedDict()  # coldest first
 
     def __len__(self) -> int:
@@ -25,7 +25,7 @@ class WriteQueue:
         return iter(self._waiting)
 
     def sync(self, block: Block) -> None:
-        """The block's frame, its use or its worth may have changed: ABSENT or WAITING?"""
+        """Recompute ABSENT or WAITING after the block's frame, use or worth may have changed."""
         below = block.below
         if below is Below.ABSENT:
             if block.host > HostState.IN_USE and self.worth(block):
@@ -36,12 +36,12 @@ class WriteQueue:
             self._move(block, Below.ABSENT)
 
     def used(self, block: Block) -> None:
-        """The block was touched: of those that wait it is the warmest now."""
+        """Make the block the warmest of those waiting, because it was just used."""
         if block.below is Below.WAITING:
             self._waiting.move_to_end(block)
 
     def begin_write(self, block: Block) -> None:
-        """The writer thread is to read the block's frame."""
+        """Mark that the writer thread is about to read the block's frame."""
         if block.below is Below.WAITING:
             del self._waiting[block]
         self._move(block, Below.WRITING)
@@ -49,19 +49,20 @@ class WriteQueue:
         self.num_writing += 1
 
     def end_write(self, block: Block, below: Below) -> None:
-        """The writer thread is done with the frame, and the tiers below have the block or not."""
+        """Mark that the writer thread is done with the frame. `below` says whether a lower tier has
+        it."""
         assert block.below is Below.WRITING, f"{block} is not being written"
         self._move(block, below)
         block.busy -= 1
         self.num_writing -= 1
 
     def loaded(self, block: Block, *, held: bool) -> None:
-        """The block was loaded, from a tier that keeps its copy or from one that does not."""
+        """Note that the block was loaded from below. `held`: that tier keeps its copy."""
         if held:
             self._move(block, Below.HELD_USED)
 
     def dropped(self, block: Block) -> None:
-        """The tiers below gave the block up."""
+        """Note that the tiers below dropped the block."""
         after = AFTER_DROP[block.below]
         if after is not block.below:
             self._move(block, after)
@@ -71,12 +72,12 @@ class WriteQueue:
         block.below = to
 
     def check(self, blocks: list[Block]) -> None:
-        """Assert that exactly those wait that should."""
+        """Assert that exactly the right blocks are waiting."""
         waiting = {block for block in blocks if block.below is Below.WAITING}
         assert waiting == set(self._waiting), "a block waits for the disk that should not"
         for block in blocks:
             if block.ref_count:
-                continue  # a use may make it worth writing, once it ends
+                continue  # it may become worth writing when its use ends
             wants = block.host > HostState.IN_USE and self.worth(block)
             free = block.below in (Below.ABSENT, Below.WAITING)
             assert not free or wants == (block in waiting), f"{block} waits for the disk?"

@@ -1,5 +1,5 @@
-"""The tiers of one machine as a process of their own, which engines share and which outlives them.
+"""The tiers of one machine as their own process, which engines share and which outlives them.
 
-Blocks of KV cross in shared memory; keys and leases cross a Unix socket. Serving engines call
-`client`; the embedded engine does not use this folder.
+Blocks of KV cross in shared memory. Keys and leases cross a Unix socket. Serving engines call
+`client`. The embedded engine does not use this folder.
 """

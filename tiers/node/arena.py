@@ -1,8 +1,8 @@
-"""Host memory that a node shares with its clients: one sparse file in memory, cut into frames.
+"""Host memory that a node shares with its clients: one sparse in-memory file, cut into frames.
 
-The node alone decides what a frame holds. A client maps the same file and copies into the frames
-that it reserved, and out of those that it leased. The file has room for every frame that the node's
-capacity allows; only frames in use take memory.
+Only the node decides what a frame holds. A client maps the same file. It copies into frames that it
+reserved and out of frames that it leased. The file has room for every frame that the node's
+capacity allows, but only frames in use take memory.
 """
 
 import fcntl
@@ -16,12 +16,13 @@ from tiers.blocks.layout import BlockLayout
 
 
 def frame_stride(layout: BlockLayout) -> int:
-    """Bytes from one frame to the next: a block, rounded up to whole pages."""
+    """Bytes from one frame to the next: the size of a block, rounded up to whole pages."""
     return -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class SharedMemory:
-    """`num_frames` frames in a mapping of an open memory file. Node and client each have one."""
+    """`num_frames` frames in a mapping of an open memory file. The node and each client have
+    one."""
 
     def __init__(self, file: int, layout: BlockLayout, num_frames: int) -> None:
         self.file = file
@@ -32,7 +33,7 @@ class SharedMemory:
         self.rows = torch.frombuffer(self._map, dtype=torch.uint8).view(num_frames, self.stride)
 
     def frame(self, number: int) -> Frame:
-        """The frame as the tiers below know it."""
+        """The frame in the form that the tiers below use."""
         return Frame(self, number)
 
     def tensor(self, number: int) -> torch.Tensor:
@@ -44,20 +45,20 @@ class SharedMemory:
         return memoryview(self._map)[start : start + self.layout.nbytes]
 
     def give_back(self, number: int) -> None:
-        """Return the frame's memory to the system; it reads as zeros from now on."""
+        """Return the frame's memory to the system. The frame reads as zeros afterwards."""
         self._map.madvise(mmap.MADV_REMOVE, number * self.stride, self.stride)
 
     def close(self) -> None:
-        """Let go of the file. The mapping goes when nothing looks into it any more."""
+        """Close the file. The mapping is freed once nothing refers to it."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
 
 
 def create(layout: BlockLayout, num_frames: int) -> SharedMemory:
-    """New memory, named for the process list and reachable through its descriptor alone.
+    """New memory. It has a name for people to see; only its descriptor opens it.
 
-    Its length is sealed: a client that cut it would end the node and all clients by SIGBUS.
+    Its length is sealed. A client that shortened it would kill the node and all clients by SIGBUS.
     """
     file = os.memfd_create("cachesvc-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, frame_stride(layout) * num_frames)

@@ -1,4 +1,4 @@
-"""The tiers below a node's memory: a layout's disks, and a store that nodes share."""
+"""The tiers below a node's memory: the disks of one layout, and a store that nodes share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Below = DiskTier | DiskArray | StackedTier
 
 @dataclass(slots=True, eq=False)
 class PlaceJob(ProbeJob):
-    """A probe that also tells which tier holds each block: it is what a hit is billed by."""
+    """A probe that also tells which tier holds each block. Hits are billed by that tier."""
 
     tiers: Sequence[TierName] = ()
 
@@ -39,14 +39,14 @@ class PlaceJob(ProbeJob):
 
 
 def disk_folder(root: Path, layout: BlockLayout) -> Path:
-    """Where in a node's folder the blocks of a layout lie."""
+    """The folder within a node's folder that holds the blocks of a layout."""
     return root / layout.digest().hex()
 
 
 def open_below(
     settings: NodeSettings, layout: BlockLayout, shares: QuotaShares | None, stream: EventStream
 ) -> Below:
-    """The tiers of a layout. Raises NodeError."""
+    """Open the tiers of a layout. Raises NodeError."""
     folders = [disk_folder(root, layout) for root in settings.disk_dirs]
 
     def open_one(folder: Path) -> DiskTier:
@@ -56,13 +56,13 @@ def open_below(
         remote = settings.remote
         opened = remote.open() if remote is not None else None
         disk = open_array(folders, open_one) if folders[1:] else open_one(folders[0])
-    except (TierError, OSError) as error:  # a full disk, for one
+    except (TierError, OSError) as error:  # such as a full disk
         raise NodeError(f"the disk cache cannot be opened: {error}") from error
     return disk if remote is None or opened is None else stack(disk, layout, opened, remote)
 
 
 def stats_below(below: Below | None) -> dict[str, Any]:
-    """What the tiers beneath count, by tier, as JSON."""
+    """The counters of the tiers below, by tier, as JSON."""
     if below is None:
         return {}
     told = {"disk": _told(below.stats())}

@@ -8,27 +8,27 @@ from tiers.blocks.keys import BlockId, PrefixKey
 
 
 class NodeBlockState(Enum):
-    """How far a block is."""
+    """Whether a block is complete, and who is filling it if not."""
 
-    FILLING = auto()  # a client writes it
-    LOADING = auto()  # it comes from the tier below
+    FILLING = auto()  # a client is writing it
+    LOADING = auto()  # it is being loaded from the tier below
     HELD = auto()
 
 
 @dataclass(slots=True, eq=False)
 class NodeBlock:
-    """One block and its frame. `leases` counts clients and writes that use the frame."""
+    """One block and its frame. `leases` counts the clients and writes that use the frame."""
 
     id: BlockId
     frame: int
     state: NodeBlockState
-    client: int = 0  # who fills it
+    client: int = 0  # the client that fills it
     leases: int = 0
     is_below: bool = False
-    tick: int = 0  # when it was last used, against all blocks of the node
-    group: Hashable = None  # whose quota it counts for
+    tick: int = 0  # order of its last use among all blocks of the node
+    group: Hashable = None  # the owners whose quota it counts against
     pinned: bool = False
-    detached: bool = False  # found by nobody any more; it goes with who uses it
+    detached: bool = False  # no longer in the index; freed when its last user releases it
 
     @property
     def key(self) -> PrefixKey:

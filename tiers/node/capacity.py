@@ -1,10 +1,10 @@
-"""The memory that all layouts of a node share: its use, its owners, and which block leaves next.
+"""The memory that all layouts of a node share: its use, its owners, and the order of eviction.
 
-    by group of owners, the one furthest over its share first, and none within its share
-        by use, the coldest first; of the coldest 64 one that is held below, so that nothing is lost
-    pinned blocks, once nothing else is idle
+    by group of owners: the one furthest over its share first, and none within its share
+        by use: the coldest first; among the coldest 64, one that is held below, so nothing is lost
+    pinned blocks, once no other block is idle
 
-Without quotas there is one group. Node's thread only.
+Without quotas there is one group. The node's thread only.
 """
 
 from collections import OrderedDict
@@ -16,11 +16,11 @@ from tiers.node.block import NodeBlock
 from tiers.policy.quota import COMMON, Quotas
 from tiers.tier import Cause
 
-LOOK_FOR_CLEAN = 64  # coldest blocks among which one that is held below is preferred
+LOOK_FOR_CLEAN = 64  # coldest blocks searched for one that is held below
 
 
 class BlockHolder(Protocol):
-    """The blocks of one layout, as far as the order of eviction goes."""
+    """The blocks of one layout, as the order of eviction needs them."""
 
     @property
     def frame_bytes(self) -> int: ...
@@ -35,7 +35,7 @@ Idle = OrderedDict[NodeBlock, BlockHolder]
 
 
 class Capacity:
-    """`used_bytes` is what the frames of all layouts take. `quotas` share them among owners."""
+    """`used_bytes` is what the frames of all layouts take. `quotas` divide it among owners."""
 
     def __init__(self, capacity_bytes: int, quotas: Quotas | None = None) -> None:
         self.capacity_bytes = capacity_bytes
@@ -44,14 +44,15 @@ class Capacity:
         self.sharers: list[BlockHolder] = []
         self._idle: dict[Hashable, Idle] = {}
         self._pinned: Idle = OrderedDict()
-        self._victims: Hashable = COMMON  # the group that victims are being taken from
+        self._victims: Hashable = COMMON  # the group now losing blocks
         self._tick = 0
 
     def make_room(self, num_bytes: int, asker: BlockHolder, scope: PrefixKey) -> bool:
-        """Evict until `num_bytes` fit; False when they cannot.
+        """Evict until `num_bytes` fit. Returns False if they cannot.
 
-        Whoever asks counts as having them already: where shares are even, its own block leaves. An
-        owner beyond its share whose blocks are all in use gets no more, if all others are within.
+        The requester counts as having them already, so among equal shares its own block leaves. An
+        owner over its share whose blocks are all in use gets no more while all others are within
+        theirs.
         """
         group = self._group(scope)
         if self.quotas is not None:
@@ -70,27 +71,27 @@ class Capacity:
         return True
 
     def take(self, block: NodeBlock, num_bytes: int) -> None:
-        """The block has a frame now."""
+        """Count the frame that the block now has."""
         self.used_bytes += num_bytes
         block.group = self._group(block.id.scope)
         if self.quotas is not None:
             self.quotas.charge(block.group, num_bytes)
 
     def give_back(self, block: NodeBlock, num_bytes: int) -> None:
-        """The block has none any more."""
+        """Uncount the frame that the block had."""
         self.used_bytes -= num_bytes
         self.set_busy(block)
         if self.quotas is not None:
             self.quotas.credit(block.group, num_bytes)
 
     def touch(self, block: NodeBlock) -> None:
-        """The block becomes the hottest, once it is idle again."""
+        """Make the block the hottest. It takes that place when it is idle again."""
         self._tick += 1
         block.tick = self._tick
         self.set_busy(block)
 
     def set_idle(self, block: NodeBlock, holder: BlockHolder) -> None:
-        """Nobody uses the block: it may leave. It keeps its place if it was idle already."""
+        """Allow the unused block to leave. It keeps its place if it was idle already."""
         place, other = self._idle_of(block), self._pinned
         if block.pinned:
             place, other = other, place
@@ -98,7 +99,7 @@ class Capacity:
         place.setdefault(block, holder)
 
     def set_busy(self, block: NodeBlock) -> None:
-        """The block is in use, or must not leave."""
+        """Forbid the block to leave: it is in use, or must stay."""
         self._idle_of(block).pop(block, None)
         self._pinned.pop(block, None)
 
@@ -110,7 +111,7 @@ class Capacity:
         return sum(map(len, self._idle.values())) + len(self._pinned)
 
     def regroup(self) -> None:
-        """Count anew whose blocks are whose: the owners of scopes have changed."""
+        """Recount each owner's blocks after the owners of scopes have changed."""
         if self.quotas is None:
             return
         used: dict[Hashable, int] = {}
@@ -125,7 +126,7 @@ class Capacity:
             self._idle_of(block)[block] = idle[block]
 
     def check(self) -> None:
-        """Assert that what is counted is what the frames take."""
+        """Assert that the counts equal what the frames take."""
         used: dict[Hashable, int] = {}
         for sharer in self.sharers:
             for block in sharer.blocks():
@@ -151,7 +152,8 @@ class Capacity:
         return next(iter(coldest.items()), None)
 
     def _furthest_over(self) -> Idle | None:
-        """The idle blocks of the group furthest over its share that has one to give."""
+        """The idle blocks of the group furthest over its share, among groups that have idle
+        blocks."""
         quotas = self.quotas
         if quotas is None:
             return self._idle.get(COMMON)

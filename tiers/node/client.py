@@ -1,8 +1,8 @@
-"""How an engine talks to a node: one blocking connection, and the node's memory mapped.
+"""An engine's connection to a node: one blocking socket, and a mapping of the node's memory.
 
-Not thread-safe: each thread that talks to a node has a client of its own. Every failure is a
-NodeGone or a NodeError; after one the connection is closed, every lease is over, and `connect`
-starts again. Frames stay readable after the node has died, since the memory is shared.
+Not thread-safe: each thread that talks to a node has its own client. Every failure is a NodeGone or
+a NodeError. After a failure the connection is closed and every lease is over; `connect` starts
+again. Frames stay readable after the node has died, since the memory is shared.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _TIERS = (TierName.HOST, TierName.DISK, TierName.REMOTE)
 
 
 class NodeClient:
-    """One connection to the node at `path`, for blocks of one layout, or for its counters alone."""
+    """One connection to the node at `path`, for blocks of one layout or only for its counters."""
 
     def __init__(
         self, path: Path, layout: BlockLayout | None = None, *, timeout_s: float = 10.0
@@ -44,7 +44,7 @@ class NodeClient:
 
     @property
     def peer(self) -> int:
-        """The node's process. Raises NodeGone where none answers."""
+        """The process id of the node. Raises NodeGone if none answers."""
         if self._socket is None:
             raise NodeGone(f"not connected to the node at {self._path}")
         size = _PEER.size
@@ -52,7 +52,7 @@ class NodeClient:
         return int(_PEER.unpack(told)[0])
 
     def connect(self) -> SharedMemory:
-        """Join the node and map its memory. Raises NodeGone where none answers."""
+        """Join the node and map its memory. Raises NodeGone if none answers."""
         assert self._layout is not None, "blocks have a layout"
         self.open()
         hello = {"version": VERSION, "layout": messages.describe_layout(self._layout)}
@@ -66,7 +66,7 @@ class NodeClient:
         return self.memory
 
     def open(self) -> None:
-        """Reach the node, without a layout. Raises NodeGone where none answers."""
+        """Connect to the node without a layout. Raises NodeGone if none answers."""
         self.close()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(self._timeout_s)
@@ -77,49 +77,56 @@ class NodeClient:
             raise NodeGone(f"no node answers at {self._path}: {error}") from error
 
     def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
-        """The tier of each block of the leading run that is held."""
+        """The tier of each block in the leading run that the node holds."""
         if not ids:
             return []
         return [_TIERS[code] for code in self._run(Op.PROBE, ids)]
 
     def lease(self, ids: Sequence[BlockId]) -> list[int]:
-        """Frames of the leading run, filled and verified; they stay until `release`."""
+        """Frames of the leading run that the node holds, filled and verified. They stay until
+        `release`."""
         return list(messages.unpack_numbers(self._run(Op.LEASE, ids))) if ids else []
 
     def release(self, frames: Sequence[int]) -> None:
-        """Give back leased frames, in the order of their blocks."""
+        """Return leased frames, in the order of their blocks."""
         if frames:
             self._ask(Op.RELEASE, messages.pack_numbers([self._pool, *frames]))
 
     def reserve(self, ids: Sequence[BlockId]) -> list[tuple[int, int]]:
-        """(position in `ids`, frame) of the blocks that are to be written into their frames."""
+        """Reserve frames for new blocks. Returns (position in `ids`, frame) for each block to
+        write."""
         return messages.unpack_pairs(self._run(Op.RESERVE, ids)) if ids else []
 
     def commit(self, frames: Sequence[int]) -> None:
-        """Reserved frames are written: from now on they are served."""
+        """Publish reserved frames that have been written. The node serves them from now on."""
         if frames:
             self._ask(Op.COMMIT, messages.pack_numbers([self._pool, *frames]))
 
     def operate(self, what: str, **about: Any) -> dict[str, Any]:
-        """Do what an operator asks of this layout's blocks; see `tiers.node.operations`.
+        """Run an operator's command on this layout's blocks; see `tiers.node.operations`.
 
-        Raises NodeError where the node could not.
+        Raises NodeError if the node cannot do it.
         """
         return self._tell({"pool": self._pool, "do": what, **about})
 
     def know(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Say whose these scopes are, for the node's quotas."""
+        """Tell the node the owners of these scopes, for its quotas."""
         self._tell({"do": "owners", "owners": {key.hex(): name for key, name in owners.items()}})
 
     def listen(self) -> dict[str, Any]:
-        """What happened to the node's blocks since the last call: `events`, as JSON, none after two
-        seconds without; and `missed`, how many were lost so far. From the first call on."""
+        """Wait for events of the node's blocks since the last call.
+
+        Returns JSON: `events`, empty after two seconds without any, and `missed`, the number lost
+        so far. Events before the first call are not included.
+        """
         return self._tell({"do": "listen"})
 
     def publish(self, ids: Sequence[BlockId]) -> int:
-        """Send these to the store that machines share: how many leading ones it has now.
+        """Send these blocks to the store that machines share. Returns how many leading ones it has
+        now.
 
-        Fewer than all while some are still on their way to the node's disk: ask again.
+        That is fewer than all while some are still being written to the node's disk. Ask again
+        then.
         """
         return int(_told(self._run(Op.PUBLISH, ids)).get("published", 0)) if ids else 0
 
@@ -127,7 +134,7 @@ class NodeClient:
         return messages.unpack_json(self._ask(Op.STATS, b"")[0])
 
     def close(self) -> None:
-        """Leave the node. It takes back every lease, and forgets what was not committed."""
+        """Leave the node. It takes back every lease and drops blocks that were not committed."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -142,7 +149,7 @@ class NodeClient:
         return self._ask(op, messages.pack_run(self._pool, run_of(ids)))[0]
 
     def _ask(self, op: Op, body: bytes) -> tuple[bytes, list[int]]:
-        """One request and its answer, and the files that came with it."""
+        """Send one request. Returns its answer and the files that came with it."""
         if self._socket is None:
             raise NodeGone(f"not connected to the node at {self._path}")
         try:

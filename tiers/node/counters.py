@@ -1,4 +1,4 @@
-"""A node's counters as its clients read them: the tiers of all layouts together."""
+"""A node's counters as clients read them: the tiers of all layouts added together."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,11 @@ from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName, TierStats
 
 _DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
-COMMON = "common"  # the owners without a quota, as the node names them
+COMMON = "common"  # the node's name for the owners without a quota
 
 
 class NodeCounters:
-    """One answer of `NodeClient.stats`; empty for a node that is away."""
+    """One answer of `NodeClient.stats`. Empty if the node is away."""
 
     def __init__(self, told: Mapping[str, Any] | None = None) -> None:
         self._told = told or {}
@@ -42,15 +42,15 @@ class NodeCounters:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a store that machines share is beneath the node."""
+        """Whether a store that machines share stands below the node."""
         return any("remote" in pool for pool in self.pools)
 
     def total(self, counter: str) -> int:
-        """A counter over all layouts."""
+        """The sum of a counter over all layouts."""
         return sum(pool[counter] for pool in self.pools)
 
     def host(self) -> TierStats:
-        """The node's memory: all engines' blocks, since they share it."""
+        """The node's memory. Engines share it, so it counts the blocks of all."""
         used = self._told.get("used_bytes", 0)
         return TierStats(
             name=TierName.HOST,
@@ -72,7 +72,7 @@ class NodeCounters:
         return TierStats(name=TierName.DISK, hits=hits, faults=_faults(disks), **total)
 
     def remote(self) -> TierStats | None:
-        """What the node did with the store that machines share."""
+        """The node's use of the store that machines share. None if there is none."""
         tiers = [pool["remote"] for pool in self.pools if "remote" in pool]
         if not tiers:
             return None
@@ -90,7 +90,7 @@ class NodeCounters:
         }
 
     def groups(self) -> list[GroupUse]:
-        """What each owner with a quota has of each tier; empty without quotas."""
+        """What each owner with a quota has in each tier. Empty without quotas."""
         return [
             GroupUse(
                 TierName(each["tier"]),

@@ -1,6 +1,6 @@
-"""A client that listens to events of the node's blocks, by long polling.
+"""Events of the node's blocks for clients that listen by long polling.
 
-The stream's subscription keeps what happens between two questions, up to its bound. Node's thread.
+Between two polls, the stream's subscription keeps events up to its bound. The node's thread only.
 """
 
 import time
@@ -13,14 +13,14 @@ from tiers.errors import NodeError
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream, Subscription
 from tiers.tier import Cause, TierName
 
-WAIT_S = 2.0  # then the answer is that nothing has happened
-MOST_EVENTS = 1024  # of one answer: 128 tokens a block make it 1.5 MB
+WAIT_S = 2.0  # a poll without events is answered after this
+MOST_EVENTS = 1024  # in one answer: 1.5 MB at 128 tokens a block
 _KEYS = ("key", "parent", "scope")
 
 
 @dataclass(slots=True, eq=False)
 class HeardEvents:
-    """What a listening client waits for."""
+    """The pending answer to a client that listens."""
 
     subscription: Subscription
     until_s: float
@@ -35,7 +35,7 @@ class HeardEvents:
 
 
 class Listener:
-    """One client's place in the stream, from its first question until it goes."""
+    """One client's place in the stream, from its first poll until it leaves."""
 
     def __init__(self, stream: EventStream, wake: Callable[[], None]) -> None:
         self._stream = stream
@@ -49,7 +49,7 @@ class Listener:
 
 
 def event_fields(event: BlockEvent) -> dict[str, Any]:
-    """An event as JSON, without its number: each stream counts for itself."""
+    """An event as JSON. Its number is left out, since each stream numbers its own."""
     told: dict[str, Any] = {"kind": str(event.kind), "tier": str(event.tier)}
     for name in (*_KEYS, "tokens"):
         if value := getattr(event, name):
@@ -63,7 +63,7 @@ def event_fields(event: BlockEvent) -> dict[str, Any]:
 
 
 def publish_fields(stream: EventStream, told: Mapping[str, Any]) -> None:
-    """Say in this process's stream what a node told. Raises NodeError for what is no event."""
+    """Publish a node's event in this process's stream. Raises NodeError if it is not an event."""
     try:
         keys = {name: PrefixKey(bytes.fromhex(told[name])) for name in _KEYS if name in told}
         stream.publish(

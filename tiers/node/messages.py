@@ -1,18 +1,18 @@
 """The messages between a node and its clients over the socket.
 
 Every message is a length, an operation and a body, little-endian. A client sends one request at a
-time and waits for the answer of the same operation. Blocks are named by their scope, the key of the
-block before the first, and their tokens; the node computes the keys itself, so what it compares is
-never a client's word.
+time and waits for an answer with the same operation. A run of blocks is named by its scope, the key
+of the block before the first, and its tokens. The node computes the keys itself, so it never has to
+trust a client's keys.
 
     HELLO    the block layout (JSON)        -> pool number, frame count (JSON), and the memory file
-    PROBE    a run of blocks                -> for each of the leading run held: the tier
-    LEASE    a run of blocks                -> frames of the leading run, filled and kept
-    RESERVE  a run of blocks                -> (position, frame) of those the client is to write
+    PROBE    a run of blocks                -> the tier of each block in the leading run held
+    LEASE    a run of blocks                -> frames of the leading run held, filled and kept
+    RESERVE  a run of blocks                -> (position, frame) of each block to be written
     COMMIT   frames that were written       -> ()
     RELEASE  frames that were leased        -> ()
     STATS    ()                             -> counters (JSON)
-    OPERATE  what to do, and to which pool  -> what came of it (JSON): see `operations`, `listening`
+    OPERATE  what to do, and to which pool  -> the result (JSON): see `operations`, `listening`
     PUBLISH  a run of blocks                -> how many are in the store that machines share (JSON)
 """
 
@@ -38,7 +38,7 @@ _PAIR = struct.Struct("<II")
 
 
 class Op(IntEnum):
-    """What a message asks, or answers."""
+    """The operation that a message requests or answers."""
 
     HELLO = 1
     PROBE = 2
@@ -54,7 +54,7 @@ class Op(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenRun:
-    """Consecutive blocks of one prompt. `contents[i]` are the digests that block i covers."""
+    """Consecutive blocks of one prompt. `contents[i]` holds the digests of content in block i."""
 
     scope: PrefixKey
     parent: PrefixKey
@@ -63,7 +63,7 @@ class TokenRun:
     contents: Sequence[bytes] = ()
 
     def ids(self) -> list[BlockId]:
-        """The identity of every block, its key computed from the tokens."""
+        """The identity of every block, with its key computed from the tokens."""
         step = self.block_size * TOKEN_BYTES
         found, parent = [], self.parent
         for number, start in enumerate(range(0, len(self.tokens), step)):
@@ -76,13 +76,14 @@ class TokenRun:
 
 
 def engine_layout(num_layers: int, token_items: int, block_size: int, dtype: str) -> BlockLayout:
-    """A block of `token_items` numbers a token a layer; the engine knows what they are."""
+    """A block with `token_items` numbers per token and layer. Only the engine knows what they
+    are."""
     layer = LayerLayout(num_heads=1, key_dim=token_items, value_dim=token_items, shared=True)
     return BlockLayout((layer,) * num_layers, block_size, dtype)
 
 
 def describe_layout(layout: BlockLayout) -> dict[str, Any]:
-    """The arguments of `engine_layout` that made this layout."""
+    """The arguments of `engine_layout` that make this layout."""
     return {
         "num_layers": len(layout.layers),
         "token_items": layout.layers[0].token_items,
@@ -92,7 +93,7 @@ def describe_layout(layout: BlockLayout) -> dict[str, Any]:
 
 
 def described_layout(fields: Any) -> BlockLayout:
-    """The inverse of `describe_layout`. Raises NodeError for what no engine could mean."""
+    """The inverse of `describe_layout`. Raises NodeError for a layout that no engine can have."""
     sizes = {"num_layers": 1 << 12, "token_items": 1 << 24, "block_size": 1 << 20}
     if not isinstance(fields, dict) or set(fields) != {*sizes, "dtype"}:
         raise NodeError(f"a block layout has the fields {', '.join(sizes)} and dtype")
@@ -105,7 +106,7 @@ def described_layout(fields: Any) -> BlockLayout:
 
 
 def run_of(ids: Sequence[BlockId]) -> TokenRun:
-    """Consecutive identities as one run. They must follow one another."""
+    """Consecutive identities as one run. Each must continue the one before."""
     assert all(before.key == after.parent for before, after in pairwise(ids)), "not a run"
     first = ids[0]
     return TokenRun(
@@ -133,7 +134,7 @@ def pack_run(pool: int, run: TokenRun) -> bytes:
 
 
 def unpack_run(body: memoryview) -> tuple[int, TokenRun]:
-    """The inverse of `pack_run`. Raises NodeError for a body that is not one."""
+    """The inverse of `pack_run`. Raises NodeError for a malformed body."""
     if len(body) < _RUN.size:
         raise NodeError(f"a run of blocks has {len(body)} bytes, fewer than its head")
     pool, scope, parent, block_size, num_blocks, content_bytes = _RUN.unpack_from(body)
@@ -185,7 +186,7 @@ def pack_json(document: Any) -> bytes:
 
 
 def unpack_json(body: bytes | memoryview) -> dict[str, Any]:
-    """Raises NodeError for what is not a JSON object."""
+    """Parse a JSON object. Raises NodeError for anything else."""
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:

@@ -3,10 +3,10 @@
     client ──request──► Node ──► Pool ──► Mover (disk)         one request at a time a client
            ◄──answer───      ◄── work ◄── wake-up
 
-A probe or a lease that waits for the disk is answered when the disk is done; other clients are
-served meanwhile. When a client's connection ends, however it ends, its leases are over and what it
-was writing is forgotten. Nothing a client sends can stop the node: a message that it cannot accept
-is refused, and the connection is closed.
+A probe or a lease that waits for the disk is answered when the disk is done. Other clients are
+served meanwhile. When a client's connection ends, for any reason, its leases end and the blocks
+that it was writing are dropped. Nothing a client sends can stop the node: it refuses a message that
+it cannot accept, and closes the connection.
 """
 
 import contextlib
@@ -36,9 +36,9 @@ from tiers.tier import TierName
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 256
-MAX_UNSENT = 1 << 20  # bytes of answers that a client may leave unread and ask on
-MAX_SHARE = 1 / 2  # of the memory, that one connection may have leased and reserved at once
-TICK_S = 1.0  # how often pins are looked at, and clients that listen to nothing
+MAX_UNSENT = 1 << 20  # bytes of unread answers; a client that asks for more is disconnected
+MAX_SHARE = 1 / 2  # of the memory, that one connection may lease and reserve at once
+TICK_S = 1.0  # how often pins are checked, and clients listening without events answered
 MAX_NAME = 200  # characters of an owner's name
 _READ_BYTES = 1 << 18
 _TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1, TierName.REMOTE: 2}
@@ -46,7 +46,7 @@ _TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1, TierName.REMOTE: 2}
 
 @dataclass(slots=True, eq=False)
 class _Client:
-    """One connection, what it has sent so far, and what it holds."""
+    """One connection: the bytes it has sent so far, and the frames it holds."""
 
     number: int
     socket: socket.socket
@@ -55,12 +55,12 @@ class _Client:
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
     waits: "tuple[int, Lease | NodeProbe | Operated | HeardEvents] | None" = None
-    asked: Op = Op.STATS  # what it waits for
+    asked: Op = Op.STATS  # the operation it waits for
     listener: Listener | None = None
 
 
 class NodeServer:
-    """Serves until `stop`. `open` may raise ConfigurationError and DirectoryLocked."""
+    """Serves clients until `stop`. `open` may raise ConfigurationError and DirectoryLocked."""
 
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
@@ -71,7 +71,7 @@ class NodeServer:
         self._stopping = False
 
     def open(self) -> None:
-        """Take the socket's place and the disks'. Clients can connect when it returns."""
+        """Take the socket's path and lock the disk folders. Clients can connect when it returns."""
         self.settings.check()
         with contextlib.ExitStack() as held:
             self._listener = _listener_at(self.settings.socket, held)
@@ -85,7 +85,7 @@ class NodeServer:
         self._selector.register(self._wake, selectors.EVENT_READ)
 
     def stop(self) -> None:
-        """End `run` after the step under way. Any thread, and signal handlers."""
+        """End `run` after the current step. Any thread may call it, and signal handlers."""
         self._stopping = True
         self._wake_up()
 
@@ -106,7 +106,7 @@ class NodeServer:
                 self._answer_if_ready(client)
 
     def close(self) -> None:
-        """End every connection, write what only memory holds, and give everything back."""
+        """End every connection, write blocks that only memory holds, and free everything."""
         for client in list(self._clients.values()):
             self._end(client)
         self.settings.socket.unlink(missing_ok=True)
@@ -117,7 +117,7 @@ class NodeServer:
     # Connections.
 
     def _wake_up(self) -> None:
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             os.eventfd_write(self._wake, 1)
 
     def _accept(self) -> None:
@@ -182,7 +182,7 @@ class NodeServer:
         self._end(client)
 
     def _end(self, client: _Client) -> None:
-        """The connection is over: so is everything that it held."""
+        """End the connection and release everything that it held."""
         if self._clients.pop(client.number, None) is None:
             return
         self._selector.unregister(client.socket)
@@ -262,8 +262,11 @@ class NodeServer:
         self._answer_if_ready(client)
 
     def _room_of(self, client: _Client, pool: Pool, *, asks_only: bool) -> int:
-        """How many more frames of a pool the client may hold: what one engine uses, no other can
-        evict. A probe finds no more than may be leased."""
+        """How many more frames of a pool the client may hold.
+
+        Bounded, because no other engine can evict what one engine uses. A probe finds no more
+        blocks than may be leased.
+        """
         most_bytes = int(self._pools.capacity.capacity_bytes * MAX_SHARE)
         held = [] if asks_only else [*client.leased.elements(), *client.filling]
         held_bytes = sum(self._pools.pool(number).memory.stride for number, _ in held)
@@ -315,7 +318,7 @@ class NodeServer:
 
 
 def _listener_at(path: Path, held: contextlib.ExitStack) -> socket.socket:
-    """A socket that listens there, in place of one that a dead node has left."""
+    """A socket that listens at `path`, replacing one that a dead node has left."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     held.callback(os.close, lock)
@@ -339,7 +342,8 @@ def _listener_at(path: Path, held: contextlib.ExitStack) -> socket.socket:
 
 
 def _locked(folder: Path) -> DirectoryLock:
-    """Held by this node alone: two nodes with sockets of their own would share its layouts."""
+    """A lock on the folder. Without it, two nodes with different sockets could open the same
+    layouts."""
     make_root(folder)
     try:
         return DirectoryLock(folder)
@@ -351,7 +355,7 @@ def _locked(folder: Path) -> DirectoryLock:
 
 
 def _owners(told: Any) -> dict[PrefixKey, str]:
-    """Names by scope. Raises NodeError for anything else."""
+    """Parse names by scope. Raises NodeError for anything else."""
     try:
         found = {PrefixKey(bytes.fromhex(scope)): name for scope, name in told.items()}
     except (AttributeError, TypeError, ValueError) as error:

@@ -1,9 +1,10 @@
-"""What operators do to the blocks of one layout in a node: pins, purges, evictions, publishing.
+"""Operators' commands on the blocks of one layout in a node: pin, purge, evict, publish.
 
-Pins are `tiers.operations.pins`, as in the embedded engine, kept in a file beside the disk. A purge
-removes the blocks of some scopes from memory, then, behind the writes under way, from the tiers
-below, and looks at every block once more. Its scopes stay closed until the purging client opens
-them again or leaves: a request that was running may store its blocks later. Node's thread only.
+Pins are those of `tiers.operations.pins`, as in the embedded engine, saved in a file beside the
+disk. A purge removes the blocks of some scopes from memory. After the writes under way, it removes
+them from the tiers below, and then it checks every block once more. The scopes stay closed until
+the purging client opens them or leaves, because a running request may store its blocks later. The
+node's thread only.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -28,13 +29,13 @@ from tiers.steady_clock import SteadyClock
 from tiers.tier import Removed, TierName
 from tiers.transfer.mover import WriterTask
 
-PINNED_SHARE = 1 / 4  # of the lowest tier, that pins may take
-LONGEST_TOLD = 500  # characters of what was asked, in the error that refuses it
+PINNED_SHARE = 1 / 4  # share of the lowest tier that pins may take
+LONGEST_TOLD = 500  # characters of a refused request that its error repeats
 
 
 @dataclass(slots=True, eq=False)
 class Operated:
-    """What a client waits for: ready once the thread below is done."""
+    """The pending answer to an operation. Ready once the writer thread below is done."""
 
     future: "Future[dict[str, Any]]"
 
@@ -43,7 +44,7 @@ class Operated:
         return self.future.done()
 
     def told(self) -> dict[str, Any]:
-        """The answer. A failure is part of it and ends no connection."""
+        """The answer. A failure is part of the answer and does not end the connection."""
         try:
             return self.future.result()
         except Exception as error:  # noqa: BLE001 - the asker's to handle
@@ -52,7 +53,7 @@ class Operated:
 
 @dataclass(slots=True, eq=False)
 class PoolOperations:
-    """Operators' hands on one pool. `below` is what `pool.mover` moves blocks to."""
+    """Operators' commands on one pool. `below` is the tier that `pool.mover` writes to."""
 
     pool: Pool
     below: Below | None
@@ -79,7 +80,7 @@ class PoolOperations:
             self.keeper.restore(load_pins(self.folder))
 
     def operate(self, client: int, asked: Mapping[str, Any]) -> Operated:
-        """Begin what a client asks. Raises NodeError for what is no operation."""
+        """Begin a client's operation. Raises NodeError if it is unknown or malformed."""
         operations = {
             "pin": self._pin,
             "unpin": self._unpin,
@@ -101,7 +102,8 @@ class PoolOperations:
             raise NodeError(f"{told} is not an operation: {error!r}") from error
 
     def publish(self, keys: Sequence[PrefixKey]) -> Operated:
-        """Send a prefix to the store that machines share: how many leading blocks are there."""
+        """Send a prefix to the store that machines share. The answer counts the leading blocks
+        there."""
         if not isinstance(self.below, StackedTier):
             return Operated(done({"published": 0}))
         if any(self.pool.is_unwritten(key) for key in keys):
@@ -120,7 +122,7 @@ class PoolOperations:
         return self.shares.part_of(scope, most) if self.shares is not None else None
 
     def leave(self, client: int) -> None:
-        """A client has gone: what it had closed is open."""
+        """Open the scopes that a client had closed, because it has left."""
         if self.closed.pop(client, None) is not None:
             self._tell_closed()
 
@@ -197,7 +199,8 @@ class PoolOperations:
 def operations_on(
     pool: Pool, below: Below | None, settings: NodeSettings, shares: QuotaShares | None
 ) -> PoolOperations:
-    """The operations of a pool, whose lowest tier on this machine bounds what may be pinned."""
+    """Make the operations of a pool. Its lowest tier on this machine bounds how much may be
+    pinned."""
     layout, folders = pool.memory.layout, settings.disk_dirs
     if below is None:
         return PoolOperations(pool, None, None, pool.memory.num_frames, shares=shares)

@@ -1,11 +1,12 @@
-"""The blocks of one layout as a node's clients use them, and their way to and from the tier below.
+"""The blocks of one layout as a node's clients use them, and their moves to and from the tier
+below.
 
-    absent ──reserve──► FILLING ──commit──► HELD ──evict──► absent        by clients
+    absent ──reserve──► FILLING ──commit──► HELD ──evict──► absent        from clients
     absent ──lease────► LOADING ──loaded──► HELD                          from the tier below
 
-Only the node's thread calls a pool, so it has no locks. The tier below is read and written on the
-threads of its `Mover`. `residency` says which frame holds which block. A FILLING block belongs to
-one client and is served to nobody; when its client goes, it goes.
+Only the node's thread calls a pool, so it has no locks. The threads of its `Mover` read and write
+the tier below. `residency` says which frame holds which block. A FILLING block belongs to one
+client and is served to nobody. When that client leaves, the block is dropped.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from tiers.telemetry.events import EventKind, EventStream
 from tiers.tier import Cause, TierName
 from tiers.transfer.mover import LoadJob, Mover, StoreJob
 
-STORE_BLOCKS = 8  # blocks of one write to the tier below
+STORE_BLOCKS = 8  # blocks in one write to the tier below
 
 
 @dataclass(slots=True)
@@ -34,16 +35,16 @@ class PoolCounts:
     remote_hits: int = 0
     stored: int = 0
     collisions: int = 0
-    overloaded: int = 0  # loads that the tier below had no room to queue
+    overloaded: int = 0  # loads refused because the tier below's queue was full
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A run of blocks that a client asked for; `is_ready` once none of them is being loaded."""
+    """A run of blocks that a client asked for. `is_ready` once none of them is being loaded."""
 
     client: int
     blocks: list[NodeBlock]
-    missing: int  # blocks asked for beyond these
+    missing: int  # blocks asked for that follow these and are not held
 
     @property
     def is_ready(self) -> bool:
@@ -52,7 +53,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class NodeProbe:
-    """The tier of each block of the leading run held; the rest is looked for below."""
+    """The tier of each block in the leading run held. Blocks not in memory are probed below."""
 
     in_memory: int
     job: PlaceJob | None
@@ -69,14 +70,14 @@ class NodeProbe:
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The blocks of one layout. `mover` reaches the tier below; None where there is none."""
+    """The blocks of one layout. `mover` reaches the tier below; it is None if there is none."""
 
     memory: SharedMemory
     capacity: Capacity
     mover: Mover | None = None
-    used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # hits, for the tier below
-    wake: Callable[[], None] = lambda: None  # the node's thread, from any other
-    closed: frozenset[PrefixKey] = frozenset()  # scopes that are purged: nothing is served or kept
+    used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # tells the tier below of hits
+    wake: Callable[[], None] = lambda: None  # wakes the node's thread; any thread may call it
+    closed: frozenset[PrefixKey] = frozenset()  # scopes being purged: not served, not kept
     stream: EventStream = field(default_factory=EventStream)
     counts: PoolCounts = field(default_factory=PoolCounts)
     residency: NodeResidency = field(init=False)
@@ -88,10 +89,11 @@ class Pool:
             self.memory, self.capacity, has_below=self.mover is not None, stream=self.stream
         )
 
-    # What clients ask.
+    # Requests of clients.
 
     def probe(self, ids: Sequence[BlockId]) -> NodeProbe:
-        """How many leading blocks are held, and where. Ready when the tier below has answered."""
+        """Find how many leading blocks are held, and where. Ready when the tier below has
+        answered."""
         in_memory = len(list(self._run(ids)))
         rest = ids[in_memory:]
         if not rest or self._is_closed(rest) or self.mover is None:
@@ -102,7 +104,7 @@ class Pool:
         return NodeProbe(in_memory, job if self.mover.submit(job) else None)
 
     def lease(self, ids: Sequence[BlockId], client: int) -> Lease:
-        """Use the leading run of these blocks; what is held below is loaded first."""
+        """Lease the leading run of these blocks. Blocks held only below are loaded first."""
         blocks = list(self._run(ids))
         for block in blocks:
             self.residency.take(block)
@@ -112,7 +114,8 @@ class Pool:
         return Lease(client, blocks, len(ids) - len(blocks))
 
     def settle(self, lease: Lease) -> list[int]:
-        """The frames of a lease that is ready: of its leading run that is held."""
+        """The frames of a ready lease, for its leading run that is held. The other blocks are
+        released."""
         held = 0
         while held < len(lease.blocks) and lease.blocks[held].state is NodeBlockState.HELD:
             held += 1
@@ -121,17 +124,17 @@ class Pool:
         return [block.frame for block in lease.blocks[:held]]
 
     def give_up(self, lease: Lease) -> None:
-        """The client left before these were ready."""
+        """Drop a lease whose client left before it was ready."""
         for block in reversed(lease.blocks):
             self.residency.drop(block)
 
     def release(self, frames: Sequence[int]) -> None:
-        """Stop using leased frames. The last of a run becomes the coldest of it."""
+        """End the lease of these frames. The last block of a run becomes its coldest."""
         for frame in reversed(frames):
             self.residency.drop(self.residency.at(frame))
 
     def reserve(self, ids: Sequence[BlockId], client: int) -> list[tuple[int, int]]:
-        """(position, frame) of the blocks that the client is to write: those not here already."""
+        """Reserve frames for the blocks not in memory yet. Returns (position, frame) for each."""
         pairs: list[tuple[int, int]] = []
         if self._is_closed(ids):
             return pairs
@@ -148,7 +151,7 @@ class Pool:
         return pairs
 
     def commit(self, frames: Sequence[int]) -> None:
-        """The client has written these: serve them from now on, and write them below."""
+        """Serve frames that the client has written, from now on, and write them below."""
         blocks = [self.residency.at(frame) for frame in frames]
         for block in blocks:
             block.state = NodeBlockState.HELD
@@ -162,14 +165,14 @@ class Pool:
         self.work()
 
     def abandon(self, frames: Sequence[int]) -> None:
-        """Their writer has gone: forget blocks that nobody finished."""
+        """Drop unfinished blocks whose writer has left."""
         for frame in frames:
             self.residency.forget(self.residency.at(frame))
 
-    # What the threads of the tier below have done.
+    # Results from the threads of the tier below.
 
     def work(self) -> None:
-        """Take in finished loads and writes, and start the next writes."""
+        """Process finished loads and writes, and start the next writes."""
         for load in _take_done(self._loads):
             self._loaded(*load)
         for store in _take_done(self._stores):
@@ -177,26 +180,26 @@ class Pool:
         self._write()
 
     def write(self, block: NodeBlock) -> bool:
-        """See that the block is written below; whether it has to be."""
+        """Queue the block to be written below. Returns whether it has to be."""
         if self.mover is None or block.is_below or block.detached:
             return False
         self.residency.unwritten[block.key] = block
         return True
 
     def is_unwritten(self, key: PrefixKey) -> bool:
-        """The block is in memory, and not below yet."""
+        """Whether the block is in memory and not yet below."""
         block = self.residency.find(key)
         return block is not None and not block.is_below
 
     @property
     def is_writing(self) -> bool:
-        """Something is still on its way down."""
+        """Whether any block is still waiting for its write below or being written."""
         return bool(self.residency.unwritten or self._stores)
 
-    # What operators ask.
+    # Requests of operators.
 
     def evict_keys(self, keys: Sequence[PrefixKey]) -> int:
-        """Drop those of these blocks that nobody uses and no pin has; how many."""
+        """Drop those of these blocks that are unused and not pinned. Returns how many."""
         found = [self.residency.ready(key) for key in keys]
         idle = [b for b in found if b is not None and not b.leases and not b.pinned]
         for block in idle:
@@ -205,21 +208,24 @@ class Pool:
         return len(idle)
 
     def purge(self, roots: frozenset[PrefixKey]) -> tuple[int, int]:
-        """Take every block of these scopes out of memory: how many, and how many are in use, which
-        go with who uses them."""
+        """Remove every block of these scopes from memory.
+
+        Returns how many, and how many of them are in use. Those are freed when their last user
+        releases them.
+        """
         blocks = self.residency.of_scopes(roots)
         for block in blocks:
             self.residency.detach(block)
         return len(blocks), sum(map(self.residency.holds, blocks))
 
     def count(self, roots: frozenset[PrefixKey]) -> int:
-        """Blocks of these scopes that can be found."""
+        """The number of blocks of these scopes that can be found."""
         return len(self.residency.of_scopes(roots))
 
-    # Below, how it is done.
+    # Internals.
 
     def _run(self, ids: Sequence[BlockId]) -> Iterator[NodeBlock]:
-        """The leading blocks that are served from memory, each proven by its identity."""
+        """The leading blocks that memory can serve. The identity of each is compared."""
         for block_id in ids:
             block = self.residency.find(block_id.key)
             if block is None or block.state is not NodeBlockState.HELD:
@@ -230,7 +236,8 @@ class Pool:
             yield block
 
     def _load(self, ids: Sequence[BlockId]) -> list[NodeBlock]:
-        """Blocks that rise from the tier below, or rise already."""
+        """Start loading these blocks from the tier below. Blocks already being loaded are
+        included."""
         rising: list[NodeBlock] = []
         while len(rising) < len(ids):
             block = self.residency.find(ids[len(rising)].key)
@@ -277,7 +284,7 @@ class Pool:
             block.state, block.is_below = NodeBlockState.HELD, source is TierName.DISK
             if not block.detached:
                 self.residency.tell(EventKind.MOVED, block, source=source)
-            if not block.is_below:  # the next hit comes from this machine's disk
+            if not block.is_below:  # so that the next hit comes from this machine's disk
                 self.write(block)
         for block in reversed(blocks[:num_loaded]):
             self.residency.rest(block)
@@ -317,7 +324,8 @@ J = TypeVar("J", LoadJob, StoreJob)
 
 
 def _take_done(jobs: list[tuple[J, list[NodeBlock]]]) -> list[tuple[J, list[NodeBlock]]]:
-    """Remove the jobs that are done. Each is looked at once, for one may end meanwhile."""
+    """Remove and return the jobs that are done. Each is checked once, since one may end
+    meanwhile."""
     done: list[tuple[J, list[NodeBlock]]] = []
     waiting: list[tuple[J, list[NodeBlock]]] = []
     for entry in jobs:

@@ -1,6 +1,6 @@
-"""The pools of a node, one for each block layout, over one capacity and one set of quotas.
+"""The pools of a node, one per block layout, over one capacity and one set of quotas.
 
-A layout's pool, disk and operations are made when it is first asked for. Node's thread only.
+A layout's pool, disk and operations are made on its first use. The node's thread only.
 """
 
 import time
@@ -26,9 +26,9 @@ from tiers.telemetry.events import EventStream
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover, WriterTask
 
-MAX_POOLS = 16  # layouts that one node serves
-MAX_OWNERS = 1 << 18  # scopes whose owners a node is told
-DRAIN_S = 30.0  # how long a stopping node writes to its disk what only memory holds
+MAX_POOLS = 16  # the most layouts that one node serves
+MAX_OWNERS = 1 << 18  # the most scopes whose owners a node remembers
+DRAIN_S = 30.0  # how long a stopping node writes blocks that only memory holds
 
 
 @dataclass(slots=True, eq=False)
@@ -40,8 +40,8 @@ class _LayoutPool:
 
 
 class NodePools:
-    """`wake` wakes the node's thread, from any other. Raises ConfigurationError for quotas that
-    promise more than there is."""
+    """`wake` wakes the node's thread and may be called from any thread. Raises ConfigurationError
+    for quotas that promise more than there is."""
 
     def __init__(
         self, settings: NodeSettings, stream: EventStream, wake: Callable[[], None]
@@ -68,7 +68,7 @@ class NodePools:
         return self._entry(number).operations
 
     def number_of(self, layout: BlockLayout) -> int:
-        """The pool of a layout, made when it is first asked for. Raises NodeError."""
+        """The number of a layout's pool, made on its first use. Raises NodeError."""
         for number, entry in enumerate(self._entries):
             if entry.layout == layout:
                 return number
@@ -84,7 +84,7 @@ class NodePools:
         return len(self._entries) - 1
 
     def work(self) -> None:
-        """Take in what the threads below have done, and look at pins."""
+        """Process what the threads below have finished, and check pins."""
         for entry in self._entries:
             entry.pool.work()
             entry.operations.keeper.step()
@@ -94,14 +94,14 @@ class NodePools:
             entry.operations.leave(client)
 
     def know(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Whose these scopes are. What stands is counted anew. Raises NodeError."""
+        """Learn the owners of these scopes and recount what they hold. Raises NodeError."""
         if len(self._owners.names().keys() | owners.keys()) > MAX_OWNERS:
             raise NodeError(f"the node keeps the owners of {MAX_OWNERS} scopes at most")
         if self._shares is None or not self._owners.learn(owners):
             return
         self.capacity.regroup()
         for entry in self._entries:
-            if entry.pool.mover is not None:  # a flush counts what each scope has
+            if entry.pool.mover is not None:  # a flush counts what each scope holds
                 entry.pool.mover.submit(WriterTask(lambda tier: tier.flush()))
 
     def stats(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class NodePools:
         }
 
     def close(self) -> None:
-        """Write what only memory holds, within `DRAIN_S`, and give everything back."""
+        """Write blocks that only memory holds, for at most `DRAIN_S`, and free everything."""
         pools = [entry.pool for entry in self._entries]
         until = time.monotonic() + DRAIN_S
         while any(pool.is_writing for pool in pools) and time.monotonic() < until:
@@ -151,7 +151,8 @@ class NodePools:
         return _LayoutPool(layout, pool, below, operations)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """What each owner with a quota has of each tier; scopes without a name are one."""
+        """What each owner with a quota has in each tier. Scopes without a name count as one
+        owner."""
         if self.capacity.quotas is None:
             return []
         totals: dict[tuple[str, str], Counter[str]] = {}

@@ -1,12 +1,12 @@
-"""The frame of each block in a node, its users, and which block leaves next.
+"""The frame of each block in a node, its users, and the order of eviction.
 
     absent ──► FILLING | LOADING ──► HELD ──► absent
 
 Called by `node.pool`, on the node's thread only, so there are no locks. Invariants, checked by
 `NodeResidency.check`:
 
-1. Every frame in use is one block's. `Capacity.used_bytes` is what the frames of all layouts take.
-2. A block is evictable exactly while it is HELD and nobody leases it.
+1. Every frame in use belongs to one block. `Capacity.used_bytes` counts all layouts' frames.
+2. A block is evictable exactly while it is HELD and not leased.
 3. A detached block cannot be found. It keeps its frame until its last user releases it.
 """
 
@@ -24,7 +24,7 @@ from tiers.tier import Cause, TierName
 
 @dataclass(slots=True, eq=False)
 class NodeResidency:
-    """The blocks of one layout in memory. `has_below`: a tier below can hold them too."""
+    """The blocks of one layout in memory. `has_below`: whether a tier below can hold them too."""
 
     memory: SharedMemory
     capacity: Capacity
@@ -37,7 +37,7 @@ class NodeResidency:
     _blocks: dict[PrefixKey, NodeBlock] = field(default_factory=dict)
     _by_frame: dict[int, NodeBlock] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
-    _fresh: int = 0  # frames from here on were never used
+    _fresh: int = 0  # frames from this number on were never used
 
     def __post_init__(self) -> None:
         self.capacity.sharers.append(self)
@@ -48,7 +48,7 @@ class NodeResidency:
         return self._blocks.get(key)
 
     def ready(self, key: PrefixKey) -> NodeBlock | None:
-        """The block under a key, where it may be served."""
+        """The block under a key, if it may be served."""
         block = self._blocks.get(key)
         return block if block is not None and block.state is NodeBlockState.HELD else None
 
@@ -56,17 +56,17 @@ class NodeResidency:
         return self._by_frame[frame]
 
     def holds(self, block: NodeBlock) -> bool:
-        """The block still has its frame: it was not forgotten."""
+        """Whether the block still has its frame, because it was not dropped."""
         return self._by_frame.get(block.frame) is block
 
     def of_scopes(self, roots: frozenset[PrefixKey]) -> list[NodeBlock]:
-        """The blocks of these scopes that can be found. Any thread."""
+        """The blocks of these scopes that can be found. Any thread may call it."""
         return [block for block in list(self._blocks.values()) if block.id.scope in roots]
 
-    # Coming and going.
+    # Entering, using and leaving.
 
     def take_frame(self, scope: PrefixKey) -> int | None:
-        """A frame for a new block of this scope; None where no other block can leave for it."""
+        """A frame for a new block of this scope. None if no block can leave to make room."""
         if not self.capacity.make_room(self.memory.stride, self, scope):
             return None
         if self._free:
@@ -83,7 +83,7 @@ class NodeResidency:
         return block
 
     def take(self, block: NodeBlock) -> None:
-        """Use the block: it stays until `drop`."""
+        """Use the block. It stays until `drop`."""
         block.leases += 1
         self.relist(block)
 
@@ -95,7 +95,7 @@ class NodeResidency:
         self.rest(block)
 
     def rest(self, block: NodeBlock) -> None:
-        """Make the block the hottest of the evictable ones, if nobody uses it."""
+        """If the block is unused, make it the hottest evictable one."""
         if block.leases or block.state is not NodeBlockState.HELD:
             return
         if block.detached:
@@ -107,7 +107,8 @@ class NodeResidency:
         self.relist(block)
 
     def relist(self, block: NodeBlock) -> None:
-        """Let the block leave, if it may: a pinned one only where the tier below has it."""
+        """Make the block evictable, if it may leave. A pinned block may only if the tier below has
+        it."""
         idle = block.state is NodeBlockState.HELD and not block.leases and not block.detached
         if idle and (not block.pinned or block.is_below):
             self.capacity.set_idle(block, self)
@@ -121,7 +122,7 @@ class NodeResidency:
         del self._by_frame[block.frame]
         self._free.append(block.frame)
         self.capacity.give_back(block, self.memory.stride)
-        block.state = NodeBlockState.FILLING  # a lease that still names it does not serve it
+        block.state = NodeBlockState.FILLING  # a lease still naming it must not serve it
 
     def detach(self, block: NodeBlock) -> None:
         """Remove the block from the index. Its frame is freed when its last user releases it."""
@@ -134,7 +135,7 @@ class NodeResidency:
         self._unlist(block)
 
     def remove(self, block: NodeBlock) -> None:
-        """Forget the block and give its memory back to the system."""
+        """Forget the block and return its memory to the system."""
         self.forget(block)
         self.memory.give_back(block.frame)
 
@@ -146,7 +147,7 @@ class NodeResidency:
     # Pins.
 
     def pin(self, block: NodeBlock) -> None:
-        """From now on the block leaves after all others, and only to the tier below."""
+        """Pin the block: it leaves after all others, and only once the tier below has it."""
         block.pinned = True
         self.relist(block)
 
@@ -169,7 +170,7 @@ class NodeResidency:
         return self._by_frame.values()
 
     def evict(self, block: NodeBlock, cause: Cause, *, keeps_memory: bool) -> None:
-        """Drop an idle block; it is lost where the tier below has not got it yet."""
+        """Drop an idle block. It is lost if the tier below does not have it yet."""
         self.evicted += 1
         self.lost += self.has_below and not block.is_below
         self.tell(EventKind.REMOVED, block, cause=cause)
@@ -183,7 +184,7 @@ class NodeResidency:
         source: TierName | None = None,
         cause: Cause | None = None,
     ) -> None:
-        """What happened to the block in memory, for who listens."""
+        """Publish an event of the block in memory."""
         if self.stream.listening:
             self.stream.publish(
                 kind,

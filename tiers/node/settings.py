@@ -1,4 +1,4 @@
-"""Where a node listens and how much it may hold."""
+"""A node's address and capacities."""
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
@@ -8,22 +8,22 @@ from tiers.errors import ConfigurationError
 from tiers.policy.quota import QuotaShares
 from tiers.remote.settings import RemoteSettings
 
-OTHERS = "*"  # in quotas: each scope whose owner has none
+OTHERS = "*"  # in quotas: each scope whose owner has no quota
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
-    """Each layout has a disk folder of its own, and the remote tier is for all of them."""
+    """A node's settings. Each layout has its own disk folder; all share the remote tier."""
 
     socket: Path
     host_bytes: int
     disk_dirs: tuple[Path, ...] = ()
-    disk_bytes: int = 0  # for each layout
+    disk_bytes: int = 0  # per layout
     remote: RemoteSettings | None = None
-    quotas: Mapping[str, int] = field(default_factory=dict)  # bytes by owner; * is each other scope
+    quotas: Mapping[str, int] = field(default_factory=dict)  # bytes by owner; * is any other scope
 
     def shares(self, owner_of: Callable[[Hashable], Hashable]) -> QuotaShares | None:
-        """The quotas as parts of memory and disk. Raises ConfigurationError where they promise more
+        """The quotas as shares of memory and disk. Raises ConfigurationError if they promise more
         than there is."""
         if not any(self.quotas.values()):
             return None
@@ -34,7 +34,7 @@ class NodeSettings:
         return QuotaShares(total, named, self.quotas.get(OTHERS, 0), owner_of)
 
     def check(self) -> None:
-        """Raises ConfigurationError for what cannot be opened later."""
+        """Check what `open` needs. Raises ConfigurationError."""
         if self.remote is None:
             return
         if not self.disk_dirs:

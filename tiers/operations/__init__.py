@@ -1,4 +1,4 @@
-"""What operators and age do to blocks: pins, limits, purges and idle expiry.
+"""Operators' commands on a running cache: pins, evictions, purges, quotas.
 
 The routes and commands that call these live in `api` and `cachesvc`.
 """

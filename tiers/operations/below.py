@@ -1,7 +1,7 @@
-"""What operators do below memory, for both the embedded engine and a node.
+"""Operators' commands on the tiers below memory, for both the embedded engine and a node.
 
-Their memories differ, in slots and frames here and in leases there, so each has a part of its own
-that comes first. What is below is one tier, and only its writer thread changes it.
+Their memories differ: the engine has slots and frames, the node has leases. Each handles its own
+memory first. Below that stands one tier, and only its writer thread changes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T) -> "Future[T]":
-    """Let the writer thread do something to the tier below; `without` is the answer where there is
-    none."""
+    """Have the writer thread run `work` on the tier below. `without` is the answer if there is no
+    tier."""
     if mover is None:
         return done(without)
     task = WriterTask(work)
@@ -28,21 +28,24 @@ def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T
 def evict_below(
     mover: Mover | None, removed: Mapping[TierName, int], loose: Sequence[PrefixKey]
 ) -> "Future[dict[TierName, int]]":
-    """Remove these from below, but what is pinned by then; how many by tier, with those `removed`
-    from memory. `loose` must leave out what memory still has: its users may count on the copy
-    below."""
+    """Remove blocks from below, except those pinned by then. Returns how many were removed by tier,
+    with those `removed` from memory.
+
+    `loose` must leave out blocks that memory still has: their users may count on the copy below.
+    """
     return ask_writer(
         mover, lambda tier: {**removed, TierName.DISK: tier.discard(loose)}, dict(removed)
     )
 
 
 def purge_below(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
-    """The writer thread: what was removed, and how many blocks a second look finds."""
+    """Remove the scopes' blocks. Returns what was removed, and how many blocks a second look finds.
+    Writer thread."""
     return tier.purge(roots), tier.count(roots)
 
 
 def done(value: T) -> "Future[T]":
-    """A future that has its result."""
+    """A future that already has its result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future

@@ -1,6 +1,6 @@
-"""What operators do to a running cache: pins, purges, quotas, the working set.
+"""Operators' commands on a running cache: pins, purges, quotas, the working set.
 
-`TieredCache` owns one and hands its operators' calls on. Engine thread only.
+`TieredCache` owns one and passes operators' calls to it. Engine thread only.
 """
 
 import time
@@ -29,7 +29,7 @@ NO_SAMPLE = Sample((), 1 << 32)
 
 @dataclass(frozen=True, slots=True)
 class GroupUse:
-    """What one group has of one tier. `group` is None for all owners without a quota."""
+    """What one group has in one tier. `group` is None for all owners without a quota."""
 
     tier: TierName
     group: str | None
@@ -38,7 +38,7 @@ class GroupUse:
 
 
 class CacheOperations:
-    """The parts, made for one cache. `blocked` are scopes that are being purged."""
+    """The commands of one cache, and their state. `blocked` holds the scopes being purged."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class CacheOperations:
         pin_folder: Path | None,
         wall_clock: Callable[[], float],
     ) -> None:
-        """`capacities`: blocks of each tier there is, hottest first; `pinned_share`: of the lowest,
-        that pins may take."""
+        """`capacities`: blocks of each tier, hottest first. `pinned_share`: the share of the lowest
+        tier that pins may take."""
         self._residency = residency
         self._mover = mover
         self._disk = disk
@@ -88,14 +88,14 @@ class CacheOperations:
         return self.purger.blocked
 
     def start(self) -> None:
-        """To be called once, when the mover runs."""
+        """Start. Call it once, when the mover runs."""
         if self._disk is not None and self._disk.stats().num_blocks:
             self.traffic.begin(
                 lambda most: ask_writer(self._mover, lambda tier: tier.sample(most), NO_SAMPLE)
             )
 
     def step(self) -> None:
-        """A step's share of everything here."""
+        """Do one step's share of the pending work."""
         self.keeper.step()
         self.purger.step()
         self.traffic.step()
@@ -110,12 +110,12 @@ class CacheOperations:
         scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Keep a prefix in at least one tier until `until_s` (Unix seconds); see
+        """Pin a prefix in at least one tier until `until_s` (Unix seconds); see
         `tiers.operations.pins`.
 
-        `prefix` is a chain, or the keys of its blocks from the first on, with their scope's root
-        where that is not in memory. A pin of the same name is replaced. It is in force at once, and
-        after a restart once `saved` is done. Raises PinError.
+        `prefix` is a chain, or the keys of its blocks from the first on, with their scope's root if
+        that is not in memory. A pin of the same name is replaced. The pin is in force at once. It
+        survives a restart once `saved` is done. Raises PinError.
         """
         if self._disk is None and self._residency.frames is None:
             raise PinError("pins need a host or a disk tier; set cache.host_bytes")
@@ -130,7 +130,8 @@ class CacheOperations:
         return self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Remove blocks from every tier but where they are in use or pinned; how many were."""
+        """Remove blocks from every tier, except those in use or pinned. The result counts them by
+        tier."""
         index = self._residency.index
         above = [tier for tier in self._capacities if tier is not TierName.DISK]
         removed: dict[TierName, int] = dict.fromkeys(above, 0)
@@ -146,7 +147,7 @@ class CacheOperations:
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         """The scope's root and the keys of the prefix that ends with block `key`.
 
-        Looks in memory, then on disk; the list is empty where the prefix does not stand whole.
+        Looks in memory, then on disk. The list is empty if a block of the prefix is missing.
         """
         keys: list[PrefixKey] = []
         scope = parent = PrefixKey(b"")
@@ -159,7 +160,7 @@ class CacheOperations:
         return ask_writer(self._mover, lambda tier: _traced(tier, scope, key, keys), (scope, []))
 
     def working_set(self) -> TrafficReport:
-        """Hit rate against capacity for the live traffic, and where the tiers are on that curve."""
+        """The live traffic's hit rate by capacity, and where on that curve the tiers are."""
         return self.traffic.report(
             self._capacities,
             block_tokens=self._residency.pool.layout.block_size,
@@ -167,7 +168,7 @@ class CacheOperations:
         )
 
     def quotas(self) -> list[GroupUse]:
-        """What each group has of each tier; empty without quotas."""
+        """What each group has in each tier. Empty without quotas."""
         usage = {tier: quotas.usage() for tier, quotas in self._quotas.items()}
         if self._disk is not None:
             usage[self._disk.name] = dict(self._disk.quotas())
@@ -185,7 +186,7 @@ class CacheOperations:
     def _save_pins(self, pins: Sequence[Pin[PrefixKey]]) -> None:
         folder = self._pin_folder
         if folder is not None:
-            # What stands when the writer gets to it, so that two saves cannot change places.
+            # Saves what is pinned when the writer gets to it, so that two saves cannot swap places.
             self._pins_now = tuple(pins)
             self.saved = ask_writer(
                 self._mover, lambda tier: save_pins(folder, self._pins_now), None
@@ -199,7 +200,8 @@ class CacheOperations:
 def _traced(
     tier: ManagedTier, scope: PrefixKey, key: PrefixKey, after: list[PrefixKey]
 ) -> tuple[PrefixKey, list[PrefixKey]]:
-    """The writer thread: walk from block `key` to the first; `after` are the keys behind it."""
+    """Walk from block `key` back to the first block. `after` holds the keys behind `key`. Writer
+    thread."""
     keys = list(after)
     while (block := tier.trace(key)) is not None:
         keys.append(key)

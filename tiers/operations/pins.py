@@ -1,16 +1,17 @@
-"""Pins in the running cache: prefixes kept until a moment, in at least one tier.
+"""Pins in the running cache: prefixes kept in at least one tier until a given time.
 
-    lowest tier is the disk   written there at once, neither evicted nor expired from it; above it
+    lowest tier is the disk   written there at once and never evicted or expired from it; above it
                               pinned blocks leave after all others
     lowest tier is the host   not evicted from there; a device block finds a frame there first
 
-A pinned block that stands nowhere yet is kept from the moment it is computed. What may be lost all
-the same: blocks that could not be written yet, since the disk fails or is behind, when the memory
-above has to go to a running request; they are counted as lost.
+A pinned block that no tier has yet is kept from the moment it is computed. A block can still be
+lost if the disk fails or is behind, and a running request needs its memory before it is written.
+Such blocks are counted as lost.
 
-Pins that were asked for in passing (breakpoints, sessions) come with every turn of a conversation.
-They are written in their turn, told to the disk and saved once a second at most, and give way to
-what their owner pins later; a session is in no file. Engine thread only; times are Unix seconds.
+Pins in passing (breakpoints, sessions) come with every turn of a conversation. Their blocks are
+written in their turn. The disk is told of them, and they are saved, at most once a second. They
+give way to later pins of their owner. Sessions are not saved. Engine thread only. Times are Unix
+seconds.
 """
 
 import logging
@@ -23,19 +24,19 @@ from tiers.policy.retention import Pin, PinError, PinKind, Pins
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 1.0  # how often expiries are looked at, and blocks that are still to be written
-MAX_IN_PASSING = 256  # pins of one owner that were asked for in passing; the soonest over go first
-MAX_CACHES = 64  # that one owner may name
+TICK_S = 1.0  # how often expiries and unwritten blocks are checked
+MAX_IN_PASSING = 256  # pins in passing of one owner; those that end soonest go first
+MAX_CACHES = 64  # named caches of one owner
 
 
 class Resident(Protocol):
-    """Who holds blocks in memory: the embedded engine's residency, or a node's pool. A block has a
-    `key`, and tells whether it is `held_below`."""
+    """The holder of blocks in memory: the embedded engine's residency, or a node's pool. Its blocks
+    have `key` and `held_below`."""
 
     pinned_keys: Container[PrefixKey]
 
     def ready(self, key: PrefixKey) -> Any | None:
-        """The block under a key, if it is in memory and whole."""
+        """The block under a key, if it is in memory and complete."""
         ...
 
     def pin(self, block: Any) -> None: ...
@@ -44,7 +45,7 @@ class Resident(Protocol):
 
 
 class Keeper:
-    """Owns the pins. `changed` gets the pins to save when a change must survive a restart."""
+    """Owns the pins. `changed` receives the pins to save when a change must survive a restart."""
 
     def __init__(
         self,
@@ -58,8 +59,9 @@ class Keeper:
         clock: Callable[[], float],
         most_owned: Callable[[PrefixKey], int | None] = lambda scope: None,
     ) -> None:
-        """`write` hurries a block to the tier below; `keep_below` names what that must keep;
-        `most_owned` tells how many blocks the owner of a scope may pin, where it has a quota."""
+        """`write` sends a block to the tier below early. `keep_below` names the blocks which that
+        tier must keep. `most_owned` tells how many blocks the owner of a scope may pin, if it has a
+        quota."""
         self._residency = residency
         self._block_tokens = block_tokens
         self._write = write
@@ -69,13 +71,13 @@ class Keeper:
         self._most_owned = most_owned
         self._pins: Pins[PrefixKey] = Pins(max_blocks)
         self._next_tick_s = 0.0
-        self._untold = False  # pins in passing have changed since the disk was told
+        self._untold = False  # whether pins in passing have changed since the disk was told
         residency.pinned_keys = self._pins
 
     def restore(self, pins: Sequence[Pin[PrefixKey]]) -> None:
-        """Put pins of an earlier run in force again, as far as they are allowed now.
+        """Restore the pins of an earlier run, as far as they are still allowed.
 
-        One that was set in the future, by a clock that was wrong, lasts no longer than it was to.
+        A pin that a wrong clock set in the future lasts no longer than its original duration.
         """
         now_s = self.clock()
         for saved in pins:
@@ -85,7 +87,7 @@ class Keeper:
             if pin.until_s > now_s:
                 try:
                     self._pins.put(pin, self._most_owned(pin.scope))
-                except PinError as error:  # the tier or its pinned share was made smaller
+                except PinError as error:  # the tier or its pinned share has been made smaller
                     logger.warning(f"the pin {pin.name!r} is not in force any more: {error}")
         self._tell_below()
 
@@ -94,7 +96,7 @@ class Keeper:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are pinned, wherever they stand."""
+        """The number of pinned blocks, in any tier."""
         return self._pins.num_blocks
 
     @property
@@ -111,9 +113,9 @@ class Keeper:
         *,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Pin a prefix, or replace the pin of that name; an operator's, or the cache of a tenant.
+        """Pin a prefix for an operator or as a tenant's cache. Replaces a pin of the same name.
 
-        What was pinned in passing gives way. Raises PinError and changes nothing else.
+        Pins in passing give way. Raises PinError, and then nothing has changed.
         """
         kind = PinKind.CACHE if owner else PinKind.OPERATOR
         pin = self._made(name, scope, keys, until_s, why, owner, kind)
@@ -137,9 +139,9 @@ class Keeper:
         owner: str,
         kind: PinKind,
     ) -> int:
-        """Pin a prefix in passing, or as much of it as its owner may keep now: how many blocks.
+        """Pin a prefix in passing, or as much of it as its owner may. Returns the number of blocks.
 
-        It takes the place of what the owner pinned in passing and this prefix goes on from.
+        It replaces the owner's pins in passing that this prefix continues.
         """
         if not keys or until_s <= self.clock():
             return 0
@@ -169,14 +171,14 @@ class Keeper:
         return kept
 
     def renew(self, name: str, until_s: float) -> None:
-        """Let a pin in passing last until `until_s` at least, if there is one of that name."""
+        """Extend the pin in passing of that name, if there is one, to `until_s` at least."""
         pin = self._pins.get(name)
         if pin is not None and pin.kind.gives_way and pin.until_s < until_s:
             self._pins.unpin(name)
             self._pins.restore(replace(pin, until_s=until_s))
 
     def unpin(self, name: str) -> bool:
-        """End a pin; whether there was one."""
+        """End a pin. Returns whether there was one."""
         pin = self._pins.get(name)
         if pin is None:
             return False
@@ -186,7 +188,7 @@ class Keeper:
         return True
 
     def unpin_scopes(self, roots: Collection[PrefixKey]) -> list[str]:
-        """End every pin of these scopes; returns their names."""
+        """End every pin of these scopes. Returns their names."""
         names = [pin.name for pin in self.pins() if pin.scope in roots]
         for name in names:
             self.unpin(name)
@@ -240,15 +242,16 @@ class Keeper:
         )
 
     def _giving_way(self, owner: str) -> list[Pin[PrefixKey]]:
-        """What gives way to a pin of this owner, the soonest over first; to an operator's, all."""
+        """The pins that give way to a pin of this owner, soonest end first. All give way to an
+        operator's."""
         passing = [pin for pin in self._pins.pins() if pin.kind.gives_way]
         mine = [pin for pin in passing if owner in ("", pin.owner)]
         return sorted(mine, key=lambda pin: pin.until_s)
 
     def _put(self, pin: Pin[PrefixKey], giving_way: Sequence[Pin[PrefixKey]]) -> list[PrefixKey]:
-        """Put a pin, unpinning of `giving_way` what it must: the keys to let go.
+        """Add a pin and end as many of `giving_way` as needed. Returns the keys to release.
 
-        Raises PinError, with all as before.
+        Raises PinError, and then nothing has changed.
         """
         most = self._most_owned(pin.scope) if pin.owner else None
         gone: list[Pin[PrefixKey]] = []
@@ -271,7 +274,7 @@ class Keeper:
                     raise
 
     def _apply(self, prefix: Sequence[PrefixKey], released: Sequence[PrefixKey]) -> None:
-        """Pin the blocks of a prefix, tail first, and let go of those that no pin has."""
+        """Pin the blocks of a prefix, tail first, and release those that no pin has any more."""
         for block in self._resident(released):
             if block.key not in self._pins:
                 self._residency.unpin(block)
@@ -283,7 +286,8 @@ class Keeper:
         self._changed([pin for pin in self.pins() if pin.kind is not PinKind.SESSION])
 
     def _tell_below(self) -> None:
-        """The disk keeps these keys; sessions leave it in eviction order."""
+        """Tell the disk which keys to keep. Sessions are left out: they keep their place in its
+        order."""
         self._untold = False
         lasting = (pin for pin in self.pins() if pin.kind is not PinKind.SESSION)
         self._keep_below(list({key: None for pin in lasting for key in pin.keys}))

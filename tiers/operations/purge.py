@@ -1,11 +1,11 @@
-"""Removing every block of some scopes from every tier, for good, while the engine runs.
+"""Removes every block of some scopes from every tier, for good, while the engine runs.
 
     block the scopes ─► running requests go private ─► memory ─► loads and stores under way end
          ─► the disk, on the writer thread ─► a second look at every tier ─► unblock them
 
-What a running request of these scopes has computed stays its own until it ends, is found by nobody
-and is stored nowhere; a request that comes while a purge runs is served without the cache. Bytes of
-freed blocks are overwritten as their room is used again. Engine thread only.
+A running request of these scopes keeps its blocks until it ends. No other request finds them, and
+they are not stored. A request that arrives during a purge is served without the cache. The bytes of
+freed blocks are overwritten when their room is used again. Engine thread only.
 """
 
 from collections import Counter
@@ -24,13 +24,13 @@ from tiers.transfer.mover import Mover, WriterTask
 
 @dataclass(frozen=True, slots=True)
 class Purged:
-    """What a purge removed from each tier, and what a look at every block found of it after."""
+    """What a purge removed from each tier, and what a check of every block found afterwards."""
 
     roots: tuple[PrefixKey, ...]
     removed: Mapping[TierName, Removed]
-    in_use: int  # blocks that running requests keep to themselves until they end
+    in_use: int  # blocks that running requests keep, unshared, until they end
     pins: tuple[str, ...]  # pins that ended with their blocks
-    num_left: int  # 0, or the purge has failed
+    num_left: int  # 0 unless the purge failed
 
 
 @dataclass(slots=True, eq=False)
@@ -38,14 +38,14 @@ class _Purge:
     roots: frozenset[PrefixKey]
     pins: tuple[str, ...]
     result: "Future[Purged]" = field(default_factory=Future)
-    pending_free: list[Block] = field(default_factory=list)  # detached, and their frames busy
+    pending_free: list[Block] = field(default_factory=list)  # detached, but their frames are busy
     counts: Counter[TierName] = field(default_factory=Counter)
     in_use: int = 0
     task: "WriterTask[tuple[Removed, int]] | None" = None
 
 
 class Purger:
-    """Purges under way. `detach` makes the requests that run on some scopes private."""
+    """Purges under way. `detach` makes the running requests of some scopes private."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Purger:
         return bool(self._purges)
 
     def start(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        """Begin a purge; its result comes with a later step."""
+        """Begin a purge. A later step sets its result."""
         wanted = frozenset(roots)
         purge = _Purge(wanted, tuple(self._unpin_scopes(wanted)))
         self._purges.append(purge)
@@ -81,7 +81,7 @@ class Purger:
         return purge.result
 
     def step(self) -> None:
-        """Take each purge as far as it goes without waiting."""
+        """Advance each purge as far as possible without waiting."""
         if self._purges:
             self._purges = [purge for purge in self._purges if not self._advance(purge)]
             self.blocked = frozenset(root for purge in self._purges for root in purge.roots)
