@@ -105,11 +105,6 @@ def _keep(
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
-    items = body.input
-    if isinstance(items, str):
-        input_items = [{"type": "message", "role": "user", "content": items}]
-    else:
-        input_items = [item.model_dump(exclude_none=True) for item in items]
     said = {name: value for name, value in answer.items() if value is not None}
     messages = [*history, *body.messages(), {"content": "", **said}]
-    wire.responses.put(wire.salts.of_tenant(tenant), Kept(response, input_items, messages))
+    wire.responses.put(wire.salts.of_tenant(tenant), Kept(response, body.stored_items(), messages))

@@ -30,8 +30,16 @@ _UNSERVED = {
 _INCLUDES = frozenset({"reasoning.encrypted_content"})  # accepted; reasoning is never encrypted
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 
+# What is stored and shown again: other fields cost no tokens, so they would be free storage.
+_SHORT_FIELDS = ("id", "type", "status", "role", "call_id", "name", "namespace")  # of an item
+_TEXT_FIELDS = ("arguments", "content", "output", "summary")
+_PART_FIELDS = ("type", "text", "refusal", "image_url", "detail")
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
+_FORMAT_FIELDS = ("type", "name", "description", "schema", "strict")
+
 # OpenAI's bounds. The response repeats these fields, and is stored with them.
-Label = Annotated[str, Field(max_length=512)]
+LABEL_MAX = 512
+Label = Annotated[str, Field(max_length=LABEL_MAX)]
 Metadata = Annotated[dict[Annotated[str, Field(max_length=64)], Label], Field(max_length=16)]
 
 
@@ -46,8 +54,8 @@ class Item(Body):
 
 
 class Reasoning(Body):
-    effort: str | None = None
-    summary: str | None = None
+    effort: Label | None = None
+    summary: Label | None = None
 
 
 class TextConfig(Body):
@@ -85,6 +93,24 @@ class InputBody(Body):
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}] if self.input else []
         return _merged(_messages(self.input))
+
+    def stored_items(self) -> list[Plain]:
+        """The input as items, with the fields that this server knows."""
+        if isinstance(self.input, str):
+            return [{"type": "message", "role": "user", "content": self.input}]
+        return [_stored(item.model_dump(exclude_none=True)) for item in self.input]
+
+    def shown_tools(self) -> list[Plain]:
+        return [_shown_tool(tool) for tool in self.tools or []]
+
+    def shown_choice(self) -> str | Plain:
+        """The tool choice; only its known fields."""
+        choice = self.tool_choice or "auto"
+        return choice if isinstance(choice, str) else _only(choice, ("type", "name"))
+
+    def shown_format(self) -> Plain:
+        given = self.text.format if self.text else None
+        return _only(given, _FORMAT_FIELDS) if given else {"type": "text"}
 
     def as_chat(self, history: Sequence[Plain], **more: object) -> ChatBody:
         """The chat after `history`, the chat up to `previous_response_id`."""
@@ -138,6 +164,33 @@ class ResponsesBody(InputBody):
             prompt_cache_retention=self.prompt_cache_retention,
             cachesvc=self.cachesvc.model_dump() if self.cachesvc else None,
         )
+
+
+def _only(given: Plain, names: Sequence[str]) -> Plain:
+    return {name: given[name] for name in names if name in given}
+
+
+def _stored(item: Plain) -> Plain:
+    """An item to store. The short fields are texts of OpenAI's bound; a longer one is left out."""
+    short = _only(item, _SHORT_FIELDS)
+    kept: Plain = {
+        name: value
+        for name, value in short.items()
+        if isinstance(value, str) and len(value) <= LABEL_MAX
+    }
+    for name, value in _only(item, _TEXT_FIELDS).items():
+        if isinstance(value, str):
+            kept[name] = value
+        elif isinstance(value, list):
+            kept[name] = [_only(part, _PART_FIELDS) for part in value if isinstance(part, dict)]
+    return kept
+
+
+def _shown_tool(tool: Plain) -> Plain:
+    shown = _only(tool, _TOOL_FIELDS)
+    if tool.get("type") == "namespace":
+        shown["tools"] = [_only(function, _TOOL_FIELDS) for function in _inner(tool)]
+    return shown
 
 
 def _messages(items: Sequence[Item]) -> Iterator[Plain]:

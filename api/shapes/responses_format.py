@@ -156,7 +156,7 @@ class ResponsesFormat:
 
 def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
     """The fields of a response that repeat the request's."""
-    reasoning, text = body.reasoning, body.text
+    reasoning = body.reasoning
     return {
         "id": f"resp_{job.request_id}",
         "object": "response",
@@ -176,9 +176,9 @@ def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
         },
         "store": body.store is not False,
         "temperature": body.temperature,
-        "text": {"format": (text.format if text else None) or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": body.tools or [],
+        "text": {"format": body.shown_format()},
+        "tool_choice": body.shown_choice(),
+        "tools": body.shown_tools(),
         "top_p": body.top_p,
         "truncation": "disabled",
         "user": body.user,

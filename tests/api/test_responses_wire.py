@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from api.requests.responses import Kept, StoredResponses
-from api.shapes.responses import InputBody
+from api.shapes.responses import InputBody, ResponsesBody
 from api.testing import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
 
@@ -135,6 +135,7 @@ async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHo
         ({"metadata": {"a": "x" * 513}}, "metadata.a"),
         ({"metadata": {f"key{n}": "x" for n in range(17)}}, "metadata"),
         ({"user": "x" * 513}, "user"),
+        ({"reasoning": {"summary": "x" * 513}}, "reasoning.summary"),
         ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
     ],
 )
@@ -144,6 +145,29 @@ async def test_what_is_not_served_is_refused_by_its_field(
     response = await client.post(RESPONSES, json=body(**fields))
     assert param == response.json()["error"]["param"]
     assert response.status_code in (400, 404)
+
+
+async def test_what_costs_no_tokens_is_not_stored(client: httpx.AsyncClient) -> None:
+    """Unknown fields are read by nobody, so they would be free storage, sent back in each event."""
+    junk = {"junk": "x" * 100_000}
+    spoken = {"type": "message", "role": "user", "id": "m1", "status": "completed"}
+    part = {"type": "input_text", "text": "hi"}
+    function = {"type": "function", "name": "f", "description": "d", "parameters": {"a": 1}}
+    group = {"type": "namespace", "name": "g", "tools": [{**function, "name": "h"}]}
+    asked = body(
+        input=[{**spoken, "content": [part | junk], "call_id": "x" * 513, **junk}],
+        tools=[function | junk, group | junk | {"tools": [group["tools"][0] | junk]}],
+        text={"format": {"type": "text"} | junk},
+    )
+    answer = await client.post(RESPONSES, json=asked)
+    assert 200 == answer.status_code, answer.text
+    stored = await client.get(f"{RESPONSES}/{answer.json()['id']}/input_items")
+    assert [{**spoken, "content": [part]}] == stored.json()["data"]
+    assert [function, group] == answer.json()["tools"]
+    assert "junk" not in answer.text
+    chosen = {"type": "function", "name": "f"}
+    named = ResponsesBody(model="bytes", tool_choice=chosen | junk)
+    assert chosen == named.shown_choice()
 
 
 async def test_reasoning_is_an_item_of_its_own() -> None:
