@@ -27,6 +27,7 @@ from tiers.blocks.contents import Content
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
 MAX_PIXELS = 1 << 25  # 100 MB of colours once it is unpacked, whatever its file weighs
+MAX_SIDE = 1 << 14  # 33,554,432 x 1 pixels take 2 GB and 7 s to scale down
 MAX_TILES = 1 << 8  # of an image
 _KNOWN = 4096  # images whose size is remembered
 
@@ -149,6 +150,8 @@ def unpacked(data: bytes) -> Image.Image:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise InvalidImage(f"has {width} x {height} pixels; {MAX_PIXELS} in all are served")
+        if max(width, height) > MAX_SIDE:
+            raise InvalidImage(f"has {width} x {height} pixels; {MAX_SIDE} a side are served")
         image.load()
         return ImageOps.exif_transpose(image)
     except InvalidImage:

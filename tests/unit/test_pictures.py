@@ -49,9 +49,11 @@ def file_of(size: tuple[int, int], kind: str = "PNG", mode: str = "RGB", **saved
         (file_of((4, 4), "BMP"), "PNG, JPEG, WEBP, GIF"),
         (file_of((6000, 6000), mode="1"), "6000 x 6000 pixels"),
         (file_of((20_000, 20_000), mode="1"), "pixels"),
+        (file_of((16_385, 1), mode="1"), "16384 a side"),
+        (file_of((1, 1 << 25), mode="1"), "16384 a side"),
         (bytes(MAX_PICTURE_BYTES + 1), "bytes"),
     ],
-    ids=["empty", "svg", "cut", "bmp", "large", "bomb", "long"],
+    ids=["empty", "svg", "cut", "bmp", "large", "bomb", "wide", "tall", "long"],
 )
 def test_what_is_no_image_or_too_much_of_one_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(InvalidImage, match=said):
