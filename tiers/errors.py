@@ -1,12 +1,12 @@
 """What can go wrong in the tiers, and the closed set of reasons a block was not served.
 
 TierError
-├── ConfigurationError    a size or path that cannot work; said at start-up
+├── ConfigurationError    a size or path that cannot work; raised at start-up
 ├── DirectoryLocked       another process holds the data directory; names the holder
 ├── OutOfBlocks           every device block is referenced; the scheduler preempts or waits
 ├── TierClosed            an operation on a closed tier
 └── NodeError             a node refuses a message, or a client does not understand its answer
-    └── NodeGone          the node cannot be reached, or went away; every lease of it is over
+    └── NodeGone          the node cannot be reached, or went away; all its leases are over
 
 A block that cannot be served is not an exception: it is a miss with a `MissReason`.
 """
@@ -61,7 +61,7 @@ class MissReason(StrEnum):
     DISABLED = "disabled"  # the request or the server turned the cache off
 
 
-# Reasons that are a tier's faults: it held the block and could not serve it.
+# Reasons that are a tier's fault: it held the block and could not serve it.
 FAULTS: Final = (
     MissReason.COLLISION,
     MissReason.CHECKSUM,

@@ -1,4 +1,4 @@
-"""Counting how values are spread, without Prometheus: the tiers observe, the roof exposes."""
+"""Histograms without Prometheus: the tiers observe values, the roof exposes them."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A snapshot. `counts[i]` are values in (bounds[i - 1], bounds[i]], the last those above."""
+    """A snapshot. `counts[i]` counts values in (bounds[i - 1], bounds[i]]; the last counts those
+    above."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -19,7 +20,7 @@ class Spread:
 
 
 class Histogram:
-    """Values by fixed upper bounds. One thread observes, any may take a snapshot."""
+    """Counts values by fixed upper bounds. One thread observes. Any thread may take a snapshot."""
 
     __slots__ = ("_bounds", "_counts", "_total")
 

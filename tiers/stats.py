@@ -1,4 +1,4 @@
-"""What the cache tells of itself: one snapshot, for metrics and pages. Any thread may read it."""
+"""The cache's statistics: one snapshot, for metrics and pages. Any thread may read it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,13 @@ from tiers.tier import TierName, TierStats
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of the cache. `device` and `host` are counted here, `disk` by the disk tier."""
+    """A snapshot of the cache. The cache counts `device` and `host`; the disk tier counts
+    `disk`."""
 
     device: TierStats
     host: TierStats
     disk: TierStats | None
-    remote: TierStats | None = None  # what this server did with the store that others share
+    remote: TierStats | None = None  # this server's use of the shared store
     events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
     transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
     num_loads: int = 0
@@ -26,7 +27,7 @@ class CacheStats:
     load_bytes_per_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     num_listeners: int = 0  # to the stream of block events
-    events_missed: int = 0  # dropped for listeners that read too slowly
+    events_missed: int = 0  # events dropped for slow listeners
     block_bytes: int = 0
     num_pins: int = 0
     pinned_blocks: int = 0

@@ -1,4 +1,4 @@
-"""Unix seconds on a monotonic clock: when the wall clock is set, nothing ends early or late.
+"""Unix seconds from a monotonic clock. Nothing ends early or late if the wall clock is set.
 
 Any thread.
 """
@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 
 def _since_boot_s() -> float:
-    """A timer that counts sleep where the system can tell."""
+    """Seconds of a monotonic timer, which includes sleep if the system can tell."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class SteadyClock:
-    """The wall clock as it was when this was made, and what has passed since."""
+    """The wall time when this object was made, plus the time passed since."""
 
     def __init__(
         self,

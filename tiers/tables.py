@@ -1,4 +1,4 @@
-"""The blocks of running sequences: planned and announced, given slots, filled, let go.
+"""The blocks of running sequences, from plan to release.
 
     plan ─► announced, so that who needs one of them waits ─► provide: a slot ─► commit: full, and
     found by others ─► release: evictable from here on
@@ -20,8 +20,8 @@ from tiers.transfer.demotion import Demoter
 
 
 class BlockTables:
-    """What fills the block tables. Invariant: a block with a `writer` is that sequence's to fill,
-    and nobody else's; once it is full and found by others it has none."""
+    """Provides the blocks in block tables. Invariant: only the sequence that is a block's `writer`
+    may fill it. Once the block is full and in the index, it has no writer."""
 
     def __init__(
         self, residency: Residency, tails: TailSharing, demoter: Demoter, traffic: Traffic
@@ -33,9 +33,10 @@ class BlockTables:
         self._traffic = traffic
 
     def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
-        """Acquire or copy what `find_tail` found, as block `number` of a sequence; None: no room.
+        """Acquire or copy the result of `find_tail` as block `number` of a sequence. None if no
+        slot is free.
 
-        A block of which the prompt needs further rows is announced as being computed.
+        If the prompt needs further rows of the block, it is announced as being computed.
         """
         block = self._tails.adopt(tail, chain)
         if block is not None and tail.case is not TailCase.SHARE:
@@ -44,16 +45,17 @@ class BlockTables:
         return block
 
     def own_tail(self, block: Block, num_rows: int, chain: Chain) -> Block:
-        """Before row `num_rows` of a shared block is written: claim it, or copy its rows.
+        """Claim a shared block, or copy its rows, before its row `num_rows` is written.
 
-        Raises OutOfBlocks where a copy is needed and there is no slot.
+        Raises OutOfBlocks if a copy is needed and no slot is free.
         """
         return self._tails.own(block, num_rows, chain, _use(chain, 1))
 
     def plan(self, chain: Chain, start: int) -> list[Block]:
-        """Blocks, acquired and announced as being computed, for the chain's tokens from `start` on.
+        """Make blocks for the chain's tokens from `start` on, acquired and announced as being
+        computed.
 
-        They have no slots yet. Another request that needs one of them waits for it.
+        They have no slots yet. Other requests that need one of them wait for it.
         """
         now_s = time.monotonic()
         blocks = [_made(chain, now_s) for _ in range(start, chain.num_blocks)]
@@ -71,11 +73,11 @@ class BlockTables:
             self._index.add(block, chain, number)
 
     def new_block(self, chain: Chain) -> Block:
-        """A block to be computed into, acquired, known to its sequence alone."""
+        """A new block to compute into, acquired and known only to its sequence."""
         return _made(chain, time.monotonic())
 
     def provide(self, block: Block) -> int:
-        """Give a block that is to be computed its slot. Raises OutOfBlocks."""
+        """Give a planned block its slot. Raises OutOfBlocks."""
         tenant = block.writer.root if block.writer is not None else None
         slot = self._residency.take_slot(block, tenant)
         if slot is None:
@@ -83,13 +85,13 @@ class BlockTables:
         return slot
 
     def computed_tail(self, block: Block) -> None:
-        """The rows that a prompt's last block was announced with stand now."""
+        """Mark the announced rows of a prompt's last block as computed."""
         if block.key is None and block.state is BlockState.COMPUTING:
             block.state = BlockState.READY
 
     def commit(self, chain: Chain, number: int, block: Block) -> Block:
-        """Block `number` of the chain is full. Returns the block to keep in the table: this one,
-        or one that was there already with the same identity."""
+        """Commit the full block `number` of the chain. Returns the block to keep in the table: this
+        one, or one with the same identity that the index already had."""
         if chain.private:
             return block
         self._tails.withdraw(block)
@@ -127,16 +129,16 @@ class BlockTables:
         return held
 
     def share(self, blocks: list[Block]) -> list[Block]:
-        """Acquire a sequence's blocks once more, for another sequence with the same tokens."""
+        """Acquire a sequence's blocks again, for another sequence with the same tokens."""
         for block in blocks:
             self._residency.acquire(block)
         return list(blocks)
 
     def release(self, chain: Chain, blocks: list[Block], num_tokens: int) -> None:
-        """A sequence is done with its blocks; the KV of its first `num_tokens` tokens stands.
+        """Release a sequence's blocks. The KV of its first `num_tokens` tokens is complete.
 
-        Full blocks stay and may be hit; the partly filled last one is offered where tails are
-        shared; what was announced beyond is forgotten. Empties `blocks`.
+        Full blocks stay and may be hit. The partly filled last one is offered if tails are shared.
+        Blocks announced beyond it are forgotten. Empties `blocks`.
         """
         use = _use(chain, len(blocks))
         num_full = num_tokens // chain.block_size
@@ -144,7 +146,7 @@ class BlockTables:
             block = blocks.pop()
             if block.writer is chain:
                 if block.key is not None:
-                    self._index.remove(block)  # announced, and not filled: nobody is to wait for it
+                    self._index.remove(block)  # announced but not filled: nobody must wait for it
                 self._tails.offer(chain, len(blocks), block, num_tokens)
             self._residency.release(block, use)
         self._residency.release_run(reversed(blocks), use)
@@ -159,5 +161,5 @@ def _made(chain: Chain, now_s: float) -> Block:
 
 
 def _use(chain: Chain, num_blocks: int) -> Use:
-    """A use at this moment; a scope has one tenant, whose habits a policy may learn."""
+    """A use now. A scope has one tenant, whose habits a policy may learn."""
     return Use(time.monotonic(), num_blocks, chain.root)

@@ -1,4 +1,5 @@
-"""What every tier off the device is: a synchronous store of whole blocks that owns no threads."""
+"""The protocol of every tier off the device: a synchronous store of whole blocks without
+threads."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,12 @@ from tiers.histogram import Spread
 
 if TYPE_CHECKING:
     from tiers.blocks.frames import (
-        Frame,  # the command line names tiers, and loads no torch for that
+        Frame,  # the command line names tiers without loading torch
     )
 
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
-# From a burst of one conversation to a system prompt that is used once a month.
+# From bursts within one conversation to a system prompt that is used once a month.
 AGES_S = (
     *(1, 5, 15, _MINUTE, 5 * _MINUTE, 15 * _MINUTE),
     *(_HOUR, 4 * _HOUR, 12 * _HOUR, _DAY, 3 * _DAY, 7 * _DAY, 30 * _DAY),
@@ -25,7 +26,7 @@ _NOTHING = Spread(AGES_S, (0,) * (len(AGES_S) + 1), 0.0)
 
 
 class TierName(StrEnum):
-    """Where a block can be, hottest first; the label of every tier counter and usage split."""
+    """Where a block can be, hottest first. The label of every tier counter and usage split."""
 
     DEVICE = "device"
     HOST = "host"
@@ -34,18 +35,18 @@ class TierName(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a block left a tier; the label of `cachesvc_evictions_total`."""
+    """Why a block left a tier. The label of `cachesvc_evictions_total`."""
 
-    ROOM = "room"  # another block needed the place
-    QUOTA = "quota"  # its tenant was over its share
-    AGE = "age"  # nobody used it for longer than the idle limit
+    ROOM = "room"  # another block needed the room
+    QUOTA = "quota"  # its owner was over its share
+    AGE = "age"  # unused for longer than the idle limit
     REQUEST = "request"  # an operator evicted or purged it
     REDUNDANT = "redundant"  # another block holds all its tokens
-    FAULT = "fault"  # it could not be read, or stood where nothing can be trusted
+    FAULT = "fault"  # it could not be read, or its file could not be trusted
 
 
 class Age(NamedTuple):
-    """How long ago, in seconds: so that no clock need agree with another's."""
+    """How long ago, in seconds, so that clocks need not agree."""
 
     computed_s: float = 0.0  # since a block's KV was computed
     used_s: float = 0.0  # since it was last used
@@ -53,10 +54,10 @@ class Age(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """How many leading blocks were filled, and why the next was not (None: all asked for were).
+    """How many leading blocks were filled, and why the next was not (None: all were filled).
 
-    `sources` says which tier each came from, where that is not the one that was asked; `ages` how
-    many seconds ago each was computed, where that is known.
+    `sources` gives the tier that each came from, if not the tier that was called. `ages` gives how
+    many seconds ago each was computed, if known.
     """
 
     num_blocks: int
@@ -66,15 +67,15 @@ class Loaded:
 
 
 class Removed(NamedTuple):
-    """What was taken away."""
+    """What a call removed."""
 
     num_blocks: int = 0
-    stored_bytes: int = 0  # as they lay in the tier
-    logical_bytes: int = 0  # of KV
+    stored_bytes: int = 0  # as stored in the tier
+    logical_bytes: int = 0  # bytes of KV
 
     @classmethod
     def whole(cls, num_blocks: int, block_bytes: int) -> "Removed":
-        """Blocks that lay as they are, uncompressed."""
+        """Removed blocks that were stored uncompressed."""
         return cls(num_blocks, num_blocks * block_bytes, num_blocks * block_bytes)
 
     def plus(self, other: "Removed") -> "Removed":
@@ -82,8 +83,11 @@ class Removed(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Some of the blocks that a tier holds: those whose keys, themselves hashes, begin with a
-    number (u32, little-endian) under `bound`. The one unused the longest comes first."""
+    """Some of the blocks that a tier holds.
+
+    These are the blocks whose keys, which are hashes, begin with a number (u32, little-endian)
+    below `bound`. The block unused for longest comes first.
+    """
 
     keys: tuple[PrefixKey, ...]
     bound: int
@@ -91,40 +95,40 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LifeStats:
-    """A snapshot, in seconds."""
+    """A snapshot of one tier's lifetimes, in seconds."""
 
-    lifetime: Spread = _NOTHING  # from coming into the tier to leaving it
-    idle: Spread = _NOTHING  # from the last use to leaving; of a block never used, the lifetime
-    reuse_gap: Spread = _NOTHING  # from one use to the next, of blocks that the tier served
-    causes: Mapping[Cause, int] = field(default_factory=dict)  # blocks that left, by why
+    lifetime: Spread = _NOTHING  # from entering the tier to leaving it
+    idle: Spread = _NOTHING  # from the last use to leaving; the lifetime if never used
+    reuse_gap: Spread = _NOTHING  # from one use to the next, for blocks that the tier served
+    causes: Mapping[Cause, int] = field(default_factory=dict)  # blocks that left, by cause
 
 
 @dataclass(frozen=True, slots=True)
 class ShardStats:
-    """One file of a tier that is kept in files. Written to while `ready`; read also while it is
-    `checking`, after an error or at the start."""
+    """One file of a tier that is stored in files. It is written only while `ready`. It is also read
+    while `checking`, which is after an error or at the start."""
 
     name: str
     ready: bool
-    map_bytes: int = 0  # what the file may grow to
-    used_bytes: int = 0  # of it, in pages that hold something
+    map_bytes: int = 0  # the size that the file may reach
+    used_bytes: int = 0  # of those, in pages that are used
     checking: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """An immutable snapshot of one tier. Counters only grow; sizes are now."""
+    """An immutable snapshot of one tier. Counters only grow. Sizes are current."""
 
     name: TierName
     num_blocks: int = 0
-    used_bytes: int = 0  # what the capacity bounds: bytes of memory or of files
-    logical_bytes: int = 0  # bytes of KV that these blocks are when loaded
+    used_bytes: int = 0  # bytes of memory or files, which the capacity bounds
+    logical_bytes: int = 0  # bytes of KV in these blocks when loaded
     capacity_bytes: int = 0
     hits: int = 0  # blocks served
-    misses: int = 0  # blocks asked for and not served
+    misses: int = 0  # blocks requested but not served
     stored: int = 0  # blocks written
-    evicted: int = 0  # blocks dropped for room or for age
-    read_bytes: int = 0  # payload bytes as they lie in the tier
+    evicted: int = 0  # blocks dropped for room or age
+    read_bytes: int = 0  # payload bytes as stored in the tier
     written_bytes: int = 0
     faults: Mapping[MissReason, int] = field(default_factory=dict)
     lives: LifeStats = field(default_factory=LifeStats)
@@ -132,35 +136,37 @@ class TierStats:
 
 
 class Tier(Protocol):
-    """A store of whole blocks, found by key and proven by identity.
+    """A store of whole blocks, found by key and verified by identity.
 
-    Synchronous; safe to call from several reader threads and one writer thread at a time.
-    A fault is a miss with a reason, never an exception, except `TierClosed`.
+    Synchronous. Several reader threads and one writer thread may call it at the same time. A fault
+    is a miss with a reason. The only exception raised is `TierClosed`.
     """
 
     name: TierName
 
     def probe(self, ids: Sequence[BlockId]) -> int:
-        """Length of the leading run held. May be optimistic: only `load` verifies."""
+        """The length of the leading run held. May be optimistic, since only `load` verifies."""
         ...
 
     def load(self, ids: Sequence[BlockId], into: "Sequence[Frame]") -> Loaded:
-        """Fill `into[i]` with block `ids[i]`, verified; stop at the first that cannot be served.
+        """Fill `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be served.
 
-        Of a frame's bytes only its `part` of the block is filled."""
+        Only the `part` of the block that a frame asks for is filled.
+        """
         ...
 
     def store(
         self, ids: Sequence[BlockId], frames: "Sequence[Frame]", ages: Sequence[Age] = ()
     ) -> list[PrefixKey]:
-        """Write blocks not yet held; returns the keys, of these and others, not held any more.
+        """Write blocks not yet held. Returns the keys, of these and others, that are no longer
+        held.
 
-        Without `ages` they were computed and used now.
+        Without `ages` they count as computed and used now.
         """
         ...
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these blocks, but those to `keep`; returns how many were held."""
+        """Remove these blocks, except those to `keep`. Returns how many were held."""
         ...
 
     def stats(self) -> TierStats: ...
@@ -169,47 +175,48 @@ class Tier(Protocol):
 
 
 class ManagedTier(Tier, Protocol):
-    """A tier as the cache runs it: with what operators ask of it, and what its writer does when
-    idle. Whatever stands beneath memory is one of these."""
+    """A tier as the cache runs it: with operators' calls, and with the idle work of its writer.
+    Every tier directly below memory is one."""
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
-        """From now on drop these neither for room nor for age nor when asked to. Any thread;
-        returns at once."""
+        """From now on keep these keys: do not drop them for room, for age or on request. Any
+        thread. Returns at once."""
         ...
 
     def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
-        """The tiers above gave up these, which are held here: they were used so long ago. As
-        `keep`."""
+        """Note that the tiers above dropped these blocks, which are held here, last used `idle_s`
+        ago. Threads as for `keep`."""
         ...
 
     def flush(self) -> None:
-        """Make what was stored durable, and do what may be put off: expiry, order, clean-up.
+        """Make stored blocks durable and do deferred work: expiry, order, clean-up.
 
-        Called by the writer thread when it has nothing else to do, and at the end.
+        The writer thread calls it when idle, and at the end.
         """
         ...
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """Which of these are held, each for itself."""
+        """Whether each of these is held."""
         ...
 
     def trace(self, key: PrefixKey) -> BlockId | None:
-        """The identity of the block under a key."""
+        """The identity of the block under a key, if held."""
         ...
 
     def sample(self, max_keys: int) -> Sample:
-        """At most so many of the blocks held. Looks at the key of each block, so it takes time;
-        raises what storage raises."""
+        """A sample of at most `max_keys` blocks. Reads the key of every block, so it takes time.
+        Raises storage errors."""
         ...
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
-        """Delete every block of these scopes. Raises what storage raises."""
+        """Delete every block of these scopes. Raises storage errors."""
         ...
 
     def count(self, roots: Collection[PrefixKey]) -> int:
-        """How many blocks of these scopes are held, by looking at each block. Raises likewise."""
+        """How many blocks of these scopes are held, by reading every block. Raises storage
+        errors."""
         ...
 
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
-        """Bytes (used, promised) of each group; empty without quotas."""
+        """Bytes (used, promised) of each group. Empty without quotas."""
         ...

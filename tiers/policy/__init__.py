@@ -1,4 +1,4 @@
-"""Eviction policies, one a file; `registry` finds them by name. Pure: see `tiers.policy.policy`.
+"""Eviction policies, one per file. `registry` finds them by name. Pure: see `tiers.policy.policy`.
 
-Here is also what is decided beside eviction: admission, quotas and retention. No tensors.
+The other decisions live here too: admission, quotas and retention. No tensors.
 """

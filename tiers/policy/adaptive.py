@@ -1,10 +1,10 @@
 """Adaptive: learns which runs of blocks come back, and when. It evicts the least valuable.
 
-Blocks that are used together form a node of a prefix tree; the node is the unit of learning and the
-block that of eviction, from the tail of a leaf. The learner sees what a serving cache knows and a
-page cache does not: turn, depth, how much of the prompt was new, how often and how regularly the
-node was used. A shadow LRU of the same capacity guards it: where that would have hit more, by more
-than a small share of all uses, blocks leave in LRU order until traffic has repaid the share.
+Blocks that are used together form a node of a prefix tree. The policy learns by node and evicts by
+block, from the tail of a leaf. The learner sees what a serving cache knows and a page cache does
+not: the turn, the depth, how much of the prompt was new, and how often and how regularly the node
+was used. A shadow LRU of the same capacity guards it. If the shadow's hits lead by more than a
+small share of all uses, blocks leave in LRU order until that lead has shrunk.
 
     uses of a request ─► flush ─► its nodes ─► ReuseModel.levels ─► buckets by level ─► victim
                                      └─ the wait that ended ─► ReuseModel.learn
@@ -30,27 +30,28 @@ from tiers.policy.reuse_model import (
 from tiers.policy.shadow import ShadowLru
 
 _ENDS = [float(end) for end in AGE_ENDS]
-_LEARN_AT = frozenset((2, 4, 7, 10, 13, 16, 19, 22))  # ages at which a wait so far is learned from
+_LEARN_AT = frozenset((2, 4, 7, 10, 13, 16, 19, 22))  # ages at which a wait is learned from
 _NUM_FEATURES = 13
-_REGRET = 0.002  # share of the uses by which the shadow LRU may be ahead
-_MEMORY = 200_000  # uses after which the comparison with the shadow is half forgotten
+_REGRET = 0.002  # share of the uses by which the shadow LRU may lead
+_MEMORY = 200_000  # uses after which the comparison with the shadow has half its weight
 _MIN_GHOSTS = 16_384
-# What one request may cost at most, beside 2 us for each of its blocks. Agents on a small device
-# have 20 nodes a request and 60 outcomes; after a pause thousands of nodes enter another age.
-_MAX_LEARNED = 64  # outcomes; what a wait has not taught by then, it teaches at its next age or end
-_MAX_AGED = 384  # nodes moved on to their present age; the next request moves the others
-_MAX_JUDGED = 32  # the deepest nodes, judged again; those above are used often and change slowly
+# Bounds on the cost of one request, besides 2 us for each of its blocks. Agents on a small device
+# have 20 nodes and 60 outcomes a request. After a pause, thousands of nodes enter another age.
+_MAX_LEARNED = 64  # outcomes; the rest of a wait is learned at its next age or its end
+_MAX_AGED = 384  # nodes moved to their current age; the next request moves the others
+_MAX_JUDGED = 32  # the deepest nodes are judged again; those above are used often and change slowly
 
-_Pending = tuple[K, K | None, int]  # key, parent, depth (-1: not told)
-_Aging = tuple[float, PrefixRun[K], int]  # when it enters its next age, the node, its serial then
+_Pending = tuple[K, K | None, int]  # key, parent, depth (-1: unknown)
+_Aging = tuple[float, PrefixRun[K], int]  # time of its next age, the node, its serial at that time
 
 
 class Adaptive(Generic[K]):
-    """Invariants: a node in a bucket is a leaf, and a leaf in none is parked for its held tail; a
-    parent stays while a child has resident blocks.
+    """Invariants: a node in a bucket is a leaf. A leaf in no bucket is parked because its tail is
+    held. A parent stays while a child has resident blocks.
 
-    A request costs about 100 us for its three or four nodes and 1 us for each of its blocks, a
-    victim 1 us. Memory: 200 bytes a block, 600 a node; max(16,384, 4 x capacity) nodes as ghosts.
+    A request costs about 100 us for its three or four nodes and 1 us for each block. A victim costs
+    1 us. Memory: 200 bytes a block and 600 a node, with up to max(16,384, 4 x capacity) nodes as
+    ghosts.
     """
 
     def __init__(self, capacity_blocks: int) -> None:
@@ -63,8 +64,8 @@ class Adaptive(Generic[K]):
         self._pending: list[_Pending[K]] = []  # uses of one request, tail first
         self._use: Use | None = None
         self._now_s = 0.0
-        self._num_learned = self._num_aged = 0  # by the request that is worked off
-        self.num_judged = 0  # nodes, by all
+        self._num_learned = self._num_aged = 0  # by the request being processed
+        self.num_judged = 0  # nodes, by all requests
         self._model = ReuseModel(_NUM_FEATURES)
         self._shadow: ShadowLru[K] = ShadowLru(capacity_blocks, _REGRET, _MEMORY)
         self._recency: OrderedDict[PrefixRun[K], None] = (
@@ -124,7 +125,7 @@ class Adaptive(Generic[K]):
     # Choosing.
 
     def _least_worth(self) -> PrefixRun[K] | None:
-        """A leaf of the lowest level whose tail is not held; leaves with a held tail are parked."""
+        """A leaf of the lowest level whose tail is not held. Parks leaves with a held tail."""
         while self._lowest < NUM_LEVELS:
             bucket = self._buckets[self._lowest]
             if not bucket:
@@ -137,7 +138,7 @@ class Adaptive(Generic[K]):
         return None
 
     def _oldest(self) -> PrefixRun[K] | None:
-        """The least recently used node; it is a leaf, because using a child uses its parent."""
+        """The least recently used node. It is a leaf, because using a child uses its parent."""
         for _ in range(len(self._recency)):
             node = next(iter(self._recency))
             if node.blocks[-1] not in self._held and not node.num_children:
@@ -150,7 +151,7 @@ class Adaptive(Generic[K]):
             yield from bucket
 
     def _place(self, node: PrefixRun[K]) -> None:
-        """Put a node in the bucket of its present worth, or in none if it is no candidate."""
+        """Put a node in the bucket of its current worth, or in none if it is not a candidate."""
         self._unplace(node)
         if node.num_children or not node.blocks:
             return
@@ -164,7 +165,7 @@ class Adaptive(Generic[K]):
             node.bucket = -1
 
     def _left(self, node: PrefixRun[K], key: K) -> None:
-        """`key` is no longer among the blocks of `node`."""
+        """Take in that `key` is no longer among the blocks of `node`."""
         del self._nodes[key]
         if node.blocks:
             if node.bucket < 0:
@@ -185,7 +186,7 @@ class Adaptive(Generic[K]):
     # Using.
 
     def _flush(self) -> None:
-        """Work off the uses of one request."""
+        """Process the uses of one request."""
         if not self._pending:
             return
         use = self._use
@@ -201,7 +202,7 @@ class Adaptive(Generic[K]):
         self._renew(nodes, num_known, use)
 
     def _grow_older(self) -> None:
-        """Move nodes on to their present age; each enters an age once a wait."""
+        """Move nodes to their current age. Each enters an age once per wait."""
         now_s = self._now_s
         for age, queue in enumerate(self._aging[:-1], start=1):
             while queue and queue[0][0] <= now_s and self._num_aged < _MAX_AGED:
@@ -219,7 +220,8 @@ class Adaptive(Generic[K]):
     def _walk(
         self, chain: Sequence[_Pending[K]], keys: Sequence[K]
     ) -> tuple[list[PrefixRun[K]], int]:
-        """The nodes that a chain, head first, passes through, and how many blocks were known."""
+        """The nodes that a chain passes through, head first, and how many of its blocks were
+        known."""
         nodes: list[PrefixRun[K]] = []
         num_known = start = 0
         first_parent = chain[0][1]
@@ -247,7 +249,7 @@ class Adaptive(Generic[K]):
                     continue
                 else:
                     if start + size == len(keys) and size > 1:
-                        size -= 1  # the last block is a node of its own: it may be partial
+                        size -= 1  # the last block gets its own node, as it may be partial
                     node = PrefixRun(keys[start], size, max(0, depth) + size, self._now_s)
                 self._join(node, above)
                 self._settle(node, keys[start : start + size])
@@ -264,7 +266,7 @@ class Adaptive(Generic[K]):
         return end - start
 
     def _join(self, node: PrefixRun[K], parent: PrefixRun[K] | None) -> None:
-        """A node has no resident block yet and gets some, below `parent`."""
+        """Link a node that is about to get its first resident blocks below `parent`."""
         node.parent = parent
         if parent is not None:
             parent.num_children += 1
@@ -277,7 +279,7 @@ class Adaptive(Generic[K]):
             self._nodes[key] = node
 
     def _split(self, node: PrefixRun[K], size: int) -> PrefixRun[K]:
-        """Cut the leading `size` blocks off into a node of their own, the parent of the rest."""
+        """Split off the leading `size` blocks into a new node, the parent of the rest."""
         upper = node.split(size)
         for key in upper.blocks:
             self._nodes[key] = upper
@@ -285,7 +287,8 @@ class Adaptive(Generic[K]):
         return upper
 
     def _renew(self, nodes: Sequence[PrefixRun[K]], num_known: int, use: Use) -> None:
-        """A request used these nodes: learn from the wait that ended, and judge the next one."""
+        """Renew the nodes that a request used: learn from the wait that ended, and judge the next
+        one."""
         now_s = self._now_s
         known = [node for node in nodes if node.uses]
         pause_s = now_s - known[-1].last_s if known else 0.0
@@ -306,14 +309,14 @@ class Adaptive(Generic[K]):
         levels += self._model.levels([node.rows for node in judged])
         worth = bytes(NUM_AGES)
         for node, own in zip(reversed(nodes), reversed(levels), strict=True):
-            worth = bytes(map(max, worth, own))  # a parent is worth what its children are
+            worth = bytes(map(max, worth, own))  # a parent is worth as much as its best child
             node.begin_wait(now_s, worth)
             self._aging[0].append((now_s + _ENDS[0], node, node.serial))
             self._recency.move_to_end(node)
             self._place(node)
 
     def _learn(self, node: PrefixRun[K], end: int, *, reused: bool) -> None:
-        """Learn from a wait up to interval `end`, as far as this request has not taught enough."""
+        """Learn from a wait up to interval `end`, within the bound on one request's outcomes."""
         if self._num_learned < _MAX_LEARNED:
             self._num_learned += 1
             self._model.learn(node.outcome(end, reused=reused))

@@ -1,8 +1,8 @@
-"""Which blocks are worth copying down, and what happens to the copy below after a promotion.
+"""Decides which blocks to copy down, and what happens to the lower copy after a promotion.
 
-Its own question, apart from eviction: an eviction policy chooses who leaves a tier, admission who
-may enter the one below, where every entry is a write. Pure; driven by the demoter on the engine
-thread and by `tiers.replay.replay`.
+This is separate from eviction. An eviction policy chooses which block leaves a tier; admission
+chooses which may enter the one below, where every entry is a write. Pure. Driven by the demoter on
+the engine thread and by `tiers.replay.replay`.
 """
 
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from typing import Generic
 
 from tiers.policy.policy import K
 
-KEEP_SHARE = 1 / 8  # see docs/policies.md, "keep or move", for the replays behind it
+KEEP_SHARE = 1 / 8  # from the replays in docs/policies.md, "keep or move"
 
 
 class WritePolicy(StrEnum):
@@ -19,23 +19,23 @@ class WritePolicy(StrEnum):
 
     ON_EVICT = "on_evict"  # when it nears the cold end of its tier
     WRITE_THROUGH = "write_through"  # as soon as it is full
-    ON_SECOND_HIT = "on_second_hit"  # once it was used again: a block used once is never written
+    ON_SECOND_HIT = "on_second_hit"  # at its second use; a block used once is never written
 
 
 def keeps_copies(above: int, total: int) -> bool:
-    """Whether a tier keeps its copy of a promoted block like any other; else that leaves first.
+    """Whether a tier keeps its copy of a promoted block like any other. If not, it leaves first.
 
-    `above` is the room of the tiers over it, `total` that of all tiers. At most `above` is then
-    held twice, which costs hits as if the whole cache were so much smaller: next to nothing where
-    that is a small share of it, even if it is a large one of the tier itself, for what leaves that
-    tier goes to the next. A tier that does not keep copies writes again every block that comes up
-    and goes down.
+    `above` is the capacity of the tiers above it, `total` that of all tiers. Keeping copies holds
+    at most `above` twice, and costs hits as if the whole cache were smaller by that much. That is
+    almost nothing if `above` is a small share of `total`. It may be a large share of the tier
+    itself, because blocks that leave this tier go to the next. A tier that does not keep copies
+    writes a block again each time it is promoted and demoted.
     """
     return above <= KEEP_SHARE * total
 
 
 class GhostList(Generic[K]):
-    """Keys seen lately, without their blocks. At most `capacity`, the oldest forgotten first.
+    """Recently seen keys, without their blocks. At most `capacity`; the oldest is forgotten first.
 
     About 150 bytes a key with its 16-byte key object.
     """
@@ -51,7 +51,7 @@ class GhostList(Generic[K]):
         return key in self._keys
 
     def see(self, key: K) -> bool:
-        """Remember `key` as the newest; whether it was remembered already."""
+        """Remember `key` as the newest. Returns whether it was remembered already."""
         seen = key in self._keys
         if seen:
             self._keys.move_to_end(key)
@@ -63,10 +63,11 @@ class GhostList(Generic[K]):
 
 
 class Demotion(Generic[K]):
-    """Says of each block when it is copied down. Ask `on_use` at each use, `on_evict` at eviction.
+    """Decides when each block is copied down. Call `on_use` at each use and `on_evict` at eviction.
 
-    Under ON_SECOND_HIT a use counts also when the block was evicted and computed again in between,
-    as long as the ghost list remembers it; `num_ghosts` should be several times the tier's blocks.
+    Under ON_SECOND_HIT, a use also counts if the block was evicted and computed again since the
+    first, as long as the ghost list remembers it. `num_ghosts` should be several times the tier's
+    number of blocks.
     """
 
     def __init__(self, write_policy: WritePolicy, num_ghosts: int) -> None:

@@ -1,8 +1,8 @@
-"""ARC: one list for blocks used once and one for blocks used again, sized by their ghosts' hits.
+"""ARC: one list for blocks used once, one for blocks used again. Hits on ghosts set their sizes.
 
-Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4. There
-REPLACE runs while the missed key is known; here the target moves when the key is inserted, and
-takes effect at the next eviction.
+Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4. There,
+REPLACE runs while the missed key is known. Here the target moves when the key is inserted and takes
+effect at the next eviction.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,8 @@ from tiers.policy.policy import K, Use
 
 
 class Arc(Generic[K]):
-    """Evicts the oldest of `recent` while it exceeds its target, else the oldest of `frequent`.
+    """Evicts the oldest of `recent` while that exceeds its target, otherwise the oldest of
+    `frequent`.
 
     Each list keeps a ghost list; together they hold at most `capacity_blocks` ghosts.
     """
@@ -24,7 +25,7 @@ class Arc(Generic[K]):
         self._frequent: OrderedDict[K, None] = OrderedDict()  # T2
         self._recent_ghosts: OrderedDict[K, None] = OrderedDict()  # B1
         self._frequent_ghosts: OrderedDict[K, None] = OrderedDict()  # B2
-        self._target = 0.0  # p: the wished size of `recent`
+        self._target = 0.0  # p: the target size of `recent`
 
     def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         recent, frequent = len(self._recent_ghosts), len(self._frequent_ghosts)
@@ -73,7 +74,7 @@ class Arc(Generic[K]):
         return list(islice(order, count))
 
     def _forget_ghosts(self) -> None:
-        """`recent` and its ghosts are at most the capacity, and so are all ghosts together."""
+        """Bound `recent` with its ghosts to the capacity, and all ghosts together to the same."""
         if self._recent_ghosts and len(self._recent) + len(self._recent_ghosts) > self._capacity:
             self._recent_ghosts.popitem(last=False)
         elif len(self._recent_ghosts) + len(self._frequent_ghosts) > self._capacity:

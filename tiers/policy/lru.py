@@ -1,4 +1,4 @@
-"""Least recently used: the default. One ordered dict; a held block is simply not in it."""
+"""Least recently used: the default policy. One ordered dict; a held block is simply not in it."""
 
 from collections import OrderedDict
 from itertools import islice
@@ -8,7 +8,7 @@ from tiers.policy.policy import K, Use
 
 
 class Lru(Generic[K]):
-    """Evicts the block released longest ago: of a chain given back tail first, the leaf."""
+    """Evicts the block released longest ago. In a chain released tail first, that is the leaf."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()  # oldest first

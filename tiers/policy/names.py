@@ -1,23 +1,23 @@
-"""The names of the eviction policies, for settings and commands: nothing else is imported."""
+"""The names of the eviction policies, for settings and commands. Imports nothing else."""
 
 from collections.abc import Iterable
 from enum import StrEnum
 
 
 class PolicyName(StrEnum):
-    """The policies that can serve. Belady's MIN is not one of them: it needs the future."""
+    """The policies that can serve. Belady's MIN cannot, because it needs to know the future."""
 
     LRU = "lru"
     ARC = "arc"
     ADAPTIVE = "adaptive"
 
 
-# By how many points each removed policy hit less than LRU, on the worst of the measured loads.
+# Removed policies, and how many points below LRU each one's hit rate was on its worst load.
 _REMOVED = {"cost_aware": 39, "sieve": 35, "fifo": 16, "s3fifo": 12}
 
 
 def unknown_policy(name: str, known: Iterable[str]) -> str:
-    """What to say of a name that no policy has; `known` are those to choose from."""
+    """The error message for an unknown policy name. `known` lists the names to choose from."""
     if name in _REMOVED:
         return (
             f"the policy {name} was removed: it hit up to {_REMOVED[name]} points less than lru; "

@@ -1,8 +1,8 @@
-"""The owner of each scope, for quotas. A server that knows the names sets them; the tiers' threads
-read them.
+"""The owner of each scope, for quotas. The server, which knows the names, sets them; the tiers'
+threads read them.
 
-The names are kept in a file where there is a folder for it, so that blocks found at the next start
-are counted for their owners at once.
+If there is a folder, the names are saved in a file there. Blocks found at the next start are then
+counted for their owners at once.
 """
 
 import json
@@ -15,18 +15,18 @@ from tiers.blocks.keys import PrefixKey
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "owners.json"
-SCOPE = "scope:"  # begins the name of an owner that nobody has named
+SCOPE = "scope:"  # prefix of the name of an unnamed owner
 
 
 class ScopeOwners:
-    """Names by scope. A scope that was not named is an owner by itself."""
+    """Names by scope. A scope without a name is its own owner."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._path = folder / FILE_NAME if folder is not None else None
         self._names: dict[PrefixKey, str] = _read(self._path) if self._path is not None else {}
 
     def learn(self, names: Mapping[PrefixKey, str]) -> bool:
-        """Whether that was news."""
+        """Add these names. Returns whether anything changed."""
         fresh = {**self._names, **names}
         if fresh == self._names:
             return False
@@ -36,7 +36,7 @@ class ScopeOwners:
         return True
 
     def of(self, scope: Hashable) -> str | None:
-        """For `QuotaShares`; None for what is no scope."""
+        """The owner of a scope, for `QuotaShares`. None if `scope` is not a scope."""
         if not isinstance(scope, bytes):
             return None
         return self._names.get(PrefixKey(scope)) or f"{SCOPE}{scope.hex()[:16]}"
@@ -56,7 +56,7 @@ class ScopeOwners:
 
 
 def _read(path: Path) -> dict[PrefixKey, str]:
-    """What was kept; nothing where there is no file, or none that can be read."""
+    """The saved names. Empty if there is no file or it cannot be read."""
     try:
         told = json.loads(path.read_text())
         return {PrefixKey(bytes.fromhex(scope)): str(name) for scope, name in told.items()}

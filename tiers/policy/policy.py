@@ -1,8 +1,8 @@
-"""What an eviction policy is: an order over the blocks of one tier, and nothing else.
+"""The protocol of an eviction policy: an order over the blocks of one tier, and nothing else.
 
-A policy holds no tensor, no lock and no clock: time comes in with each `Use`. The engine thread
-drives one for the device pool and one for the host arena; `tiers.replay.replay` drives the same
-code over traces.
+A policy holds no tensor, lock or clock. Each `Use` carries the time. The engine thread drives one
+policy for the device pool and one for the host arena. `tiers.replay.replay` drives the same code
+over traces.
 
     insert ──► candidate ──victim()──► forgotten (some policies keep a ghost: the key alone)
                  │   ▲
@@ -20,9 +20,9 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One request's use of its chain of blocks; the same object is passed for each of the blocks.
+    """One request's use of its chain of blocks. The same object is passed for each block.
 
-    `time_s` never runs backwards within one policy by more than rounding.
+    Within one policy, `time_s` never runs backwards by more than rounding.
     """
 
     time_s: float
@@ -33,43 +33,44 @@ class Use:
 class Policy(Protocol[K]):
     """Chooses which block leaves. Every call is O(1) amortised unless the policy says otherwise.
 
-    A request gives its blocks back **tail first**: among blocks used at the same moment the head of
-    the chain is then the most recent, so a leaf leaves before its parent. A child whose parent left
-    cannot be reached.
+    A request releases its blocks **tail first**. Among blocks used at the same moment, the head of
+    the chain is then the most recent, so a leaf leaves before its parent. A child whose parent has
+    left cannot be reached.
     """
 
     def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
-        """`key` is new in the tier and may be chosen from now on.
+        """Add a key that is new in the tier. It may be chosen from now on.
 
-        For a block that a running request computes, call this when it is first released.
-        `parent` is the key before it in the chain (None: it is the first), `depth` its number
-        there from 0.
+        For a block that a running request computes, call this when it is first released. `parent`
+        is the key before it in the chain, or None for the first. `depth` is its number there, from
+        0.
         """
         ...
 
     def hold(self, key: K) -> None:
-        """`key` is referenced: not a victim until `release`. Calls do not nest."""
+        """Mark `key` as referenced. It is not a victim until `release`. Calls do not nest."""
         ...
 
     def release(self, key: K, use: Use) -> None:
-        """The last reference to a held `key` is gone: count one use, and let it be chosen again."""
+        """Count one use of a held `key` and let it be chosen again: its last reference is gone."""
         ...
 
     def touch(self, key: K, use: Use) -> None:
-        """`key` was used without being held: the same as `hold` and `release` at once."""
+        """Count one use of a `key` that was not held. The same as `hold` and then `release`."""
         ...
 
     def remove(self, key: K) -> None:
-        """`key`, held or not, left the tier for another reason. Unknown keys are ignored."""
+        """Remove `key`, held or not, which left the tier for another reason. Ignores unknown
+        keys."""
         ...
 
     def victim(self) -> K | None:
-        """Choose the block to evict and forget it; None where every block is held."""
+        """Choose the block to evict and forget it. None if every block is held."""
         ...
 
     def coldest(self, count: int) -> list[K]:
-        """About the next `count` victims, coldest first; changes nothing.
+        """Roughly the next `count` victims, coldest first. Changes nothing.
 
-        It lets a tier copy blocks down ahead of need. The order may change in the meantime.
+        Lets a tier copy blocks down ahead of need. The order may change in the meantime.
         """
         ...

@@ -1,4 +1,4 @@
-"""A run of blocks with one history, as `adaptive` sees the prefix tree."""
+"""A node of the prefix tree that `adaptive` keeps: a run of blocks with one history."""
 
 from collections.abc import Sequence
 from typing import Generic
@@ -8,9 +8,10 @@ from tiers.policy.reuse_model import NUM_AGES, Rows, WaitOutcome
 
 
 class PrefixRun(Generic[K]):
-    """`blocks` are the resident ones, head first: a leading part of the run of `length`.
+    """`blocks` holds the resident blocks, head first: a leading part of the run of `length`.
 
-    A wait is the time from one use to the next; `serial` numbers the waits, -1 once forgotten.
+    A wait is the time from one use to the next. `serial` numbers the waits. It is -1 once the node
+    is forgotten.
     """
 
     __slots__ = (
@@ -21,7 +22,7 @@ class PrefixRun(Generic[K]):
     def __init__(self, head: K, length: int, end: int, now_s: float) -> None:
         self.blocks: list[K] = []
         self.head = head
-        self.length = length  # with the blocks that were evicted
+        self.length = length  # including evicted blocks
         self.end = end  # depth of the block after the run
         self.parent: PrefixRun[K] | None = None
         self.num_children = 0  # nodes below with resident blocks
@@ -32,7 +33,7 @@ class PrefixRun(Generic[K]):
         self.serial = 0
         self.rows: Rows = ()  # features at the start of the wait
         self.levels = bytes(NUM_AGES)  # worth by age
-        self.age = 0  # number of the interval that the wait is in
+        self.age = 0  # number of the interval that the wait has reached
         self.learned = 0  # intervals of this wait that the model has learned from
         self.bucket = -1  # -1: not a candidate
 
@@ -50,7 +51,8 @@ class PrefixRun(Generic[K]):
         return size
 
     def split(self, size: int) -> "PrefixRun[K]":
-        """Give the leading `size` blocks to a new node of the same history, and return that."""
+        """Move the leading `size` blocks to a new node with the same history. Returns the new
+        node."""
         upper: PrefixRun[K] = PrefixRun(self.head, size, self.end - self.length + size, self.born_s)
         upper.blocks, self.blocks = self.blocks[:size], self.blocks[size:]
         upper.last_s, upper.uses, upper.turn = self.last_s, self.uses, self.turn
@@ -68,6 +70,6 @@ class PrefixRun(Generic[K]):
         self.serial += 1
 
     def outcome(self, end: int, *, reused: bool) -> WaitOutcome:
-        """What the model has not yet learned from of this wait, up to interval `end`."""
+        """The part of this wait, up to interval `end`, that the model has not learned from yet."""
         first, self.learned = self.learned, end
         return WaitOutcome(self.rows, first, end, reused, self.length**0.5)

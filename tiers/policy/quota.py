@@ -1,12 +1,12 @@
-"""Shares of the cache among tenants: lent while idle, reclaimed when needed.
+"""Shares of the cache among tenants: lent to others while idle, reclaimed when needed.
 
-A quota is in bytes over all tiers together, and every tier gives its holder the same part of
-itself: a tenant promised 10 % of all bytes gets 10 % of the device, of the host and of the
-disk. So a group within its part of a tier is never the one to lose there, whatever the others do.
+A quota is in bytes over all tiers together. Every tier gives its holder the same part: a tenant
+promised 10 % of all bytes gets 10 % of the device, of the host and of the disk. A group within its
+part of a tier never loses blocks there, whatever the others do.
 
-A `FairPolicy` stands in for a tier's policy. It keeps one policy for each group and takes its
-victim from the group furthest over its share, so that one tenant's scan evicts that tenant's own
-blocks. Pure; each `Quotas` belongs to one thread, `Shares` to any.
+A `FairPolicy` replaces a tier's policy. It keeps one policy for each group and takes its victim
+from the group furthest over its share, so one tenant's scan evicts that tenant's own blocks. Pure.
+Each `Quotas` belongs to one thread; any thread may use `QuotaShares`.
 """
 
 import threading
@@ -16,15 +16,16 @@ from typing import Generic
 from tiers.errors import ConfigurationError
 from tiers.policy.policy import K, Policy, Use
 
-COMMON = None  # the group of every tenant without a quota of its own
+COMMON = None  # the group of all tenants without their own quota
 
 
 class QuotaShares:
-    """Which part of every tier each group was promised. Any thread.
+    """The part of every tier that each group was promised. Any thread.
 
-    Groups are owners with a quota (tenants, or sharing groups), and `COMMON`, whose part is what
-    the quotas leave: the parts sum to 1. With `default_bytes` every further owner gets a quota when
-    it is first seen, as long as there is something to promise; then it is one of `COMMON`.
+    The groups are the owners with a quota (tenants or sharing groups) and `COMMON`, which gets the
+    part that the quotas leave. The parts sum to 1. With `default_bytes`, every other owner gets a
+    quota when it is first seen, while there is room left to promise. After that, owners join
+    `COMMON`.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class QuotaShares:
         default_bytes: int = 0,
         owner_of: Callable[[Hashable], Hashable] = lambda tenant: tenant,
     ) -> None:
-        """`owner_of` tells whose a `Use.tenant` is; None where nobody knows."""
+        """`owner_of` gives the owner of a `Use.tenant`, or None if unknown."""
         for owner, quota in {**quotas, "default": default_bytes}.items():
             if quota < 0:
                 raise ConfigurationError(f"the quota of {owner!r} is {quota} bytes; use 0 or more")
@@ -53,7 +54,7 @@ class QuotaShares:
         }
 
     def group(self, tenant: Hashable) -> Hashable:
-        """Which group a tenant's blocks are counted in."""
+        """The group that a tenant's blocks count towards."""
         owner = self._owner_of(tenant)
         if owner in self._shares:
             return owner
@@ -68,7 +69,7 @@ class QuotaShares:
         return self._shares[group]
 
     def part_of(self, tenant: Hashable, num_blocks: float) -> int | None:
-        """The tenant's part of so many blocks; None where it was promised none of its own."""
+        """The tenant's part of `num_blocks` blocks. None if it has no quota."""
         group = self.group(tenant)
         return None if group is COMMON else int(num_blocks * self.share(group))
 
@@ -77,9 +78,9 @@ class QuotaShares:
 
 
 class Quotas:
-    """Bytes that each group may use and uses in one tier of `capacity_bytes`.
+    """The bytes that each group was promised and uses in one tier of `capacity_bytes`.
 
-    Where a group is over its share while all is full, some other is under its own.
+    If a group is over its share while the tier is full, another is under its own.
     """
 
     def __init__(self, shares: QuotaShares, capacity_bytes: int) -> None:
@@ -98,18 +99,18 @@ class Quotas:
         assert self._used[group] >= 0, f"{group!r} gave back more bytes than it had"
 
     def reset(self, used: Mapping[Hashable, int]) -> None:
-        """Take over counts that were computed again."""
+        """Replace the counts with recomputed ones."""
         self._used = dict(used)
 
     def share(self, group: Hashable) -> int:
-        """Bytes of this tier that the group was promised."""
+        """The bytes of this tier that the group was promised."""
         return int(self.shares.share(group) * self.capacity_bytes + 0.5)
 
     def is_over(self, group: Hashable) -> bool:
         return self._used.get(group, 0) > self.share(group)
 
     def pressure(self, group: Hashable) -> float:
-        """Bytes used for each byte of its share: above 1 the group borrows."""
+        """Bytes used per byte of the group's share. Above 1 the group is borrowing."""
         return self._used.get(group, 0) / max(1, self.share(group))
 
     def usage(self) -> dict[Hashable, tuple[int, int]]:
@@ -120,11 +121,11 @@ class Quotas:
 
 
 class FairPolicy(Generic[K]):
-    """Invariant: a group at or under its share loses no block while another here is over its own
-    and has one to give.
+    """Invariant: a group at or under its share loses no block while another group here is over its
+    own and has a block to give.
 
-    A victim costs one look at its group while that stays over its share; then the groups of this
-    tier are compared once.
+    While the chosen group stays over its share, a victim costs one check of it. After that, the
+    groups of this tier are compared once.
     """
 
     def __init__(self, quotas: Quotas, make: Callable[[], Policy[K]], block_bytes: int) -> None:
@@ -133,7 +134,7 @@ class FairPolicy(Generic[K]):
         self._block_bytes = block_bytes
         self._policies: dict[Hashable, Policy[K]] = {}
         self._owners: dict[K, Hashable] = {}  # key -> group
-        self._victims: Hashable = COMMON  # the group that victims are being taken from
+        self._victims: Hashable = COMMON  # the group now losing blocks
 
     def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
         group = self._quotas.group(use.tenant)
@@ -158,7 +159,8 @@ class FairPolicy(Generic[K]):
             self._forget(key)
 
     def victim(self) -> K | None:
-        """From the group furthest over its share that has a block to give."""
+        """Take the victim from the group furthest over its share, among groups with a block to
+        give."""
         if self._victims in self._policies and self._quotas.is_over(self._victims):
             key = self._policies[self._victims].victim()
             if key is not None:
@@ -173,7 +175,8 @@ class FairPolicy(Generic[K]):
         return None
 
     def coldest(self, count: int) -> list[K]:
-        """Of groups over their share; of the others only where none of those has a block."""
+        """The coldest blocks of groups over their share. Of other groups only if those have
+        none."""
         found: list[K] = []
         for group in self._by_pressure():
             if len(found) >= count or (found and not self._quotas.is_over(group)):

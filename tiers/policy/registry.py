@@ -1,4 +1,4 @@
-"""How the eviction policies are made, and which of them each tier has."""
+"""Makes the eviction policies, and says which of them each tier has."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,8 @@ _FACTORIES: dict[PolicyName, Callable[[int], Policy[Any]]] = {
 
 
 def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
-    """A policy for a tier of `capacity_blocks` blocks; it never counts them, the tier does."""
+    """A policy for a tier of `capacity_blocks` blocks. The tier counts its blocks, not the
+    policy."""
     try:
         factory = _FACTORIES[PolicyName(name)]
     except ValueError:
@@ -28,10 +29,11 @@ def make_policy(name: str, capacity_blocks: int) -> Policy[Any]:
 
 
 def policy_in(tier: TierName, name: str) -> str:
-    """The policy that a tier has where `name` is the cache's.
+    """The policy of a tier in a cache whose policy is `name`.
 
-    `adaptive` learns from whole chains used at once. The host sees blocks one by one as they come
-    down, and is LRU then. What lies below memory keeps its own order, which is LRU.
+    `adaptive` learns from whole chains used at once. The host receives blocks one by one as they
+    are demoted, so with `adaptive` it uses LRU. Tiers below memory keep their own order, which is
+    LRU.
     """
     if tier is TierName.DEVICE or (tier is TierName.HOST and name != PolicyName.ADAPTIVE):
         return name

@@ -1,11 +1,11 @@
-"""How long blocks stay for reasons other than use: pins that operators and tenants set.
+"""Pins, which keep blocks for reasons other than use. Operators and tenants set them.
 
-    operator    by the server's operator; limited by the share that all pins may take
-    cache       by a tenant, and paid for by the hour where the card sells storage
-    breakpoint  asked for with a request, and paid for with what the request wrote
-    session     a conversation that pauses; ends with it
+    operator    set by the server's operator; bounded by the share that all pins may take
+    cache       set by a tenant; paid by the hour if the rate card prices storage
+    breakpoint  set with a request; paid with the tokens that the request wrote
+    session     set for a paused conversation; ends with it
 
-Pure; the engine thread calls with its own clock, in seconds, and does what the answers say.
+Pure. The engine thread calls with its own clock, in seconds, and carries out the answers.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ NO_SCOPE = PrefixKey(b"")
 
 
 class PinError(TierError):
-    """A pin that would exceed the share of the cache that may be pinned, by `excess` blocks."""
+    """A pin that would exceed the share of the cache that pins may take, by `excess` blocks."""
 
     def __init__(self, message: str, excess: int = 0) -> None:
         super().__init__(message)
@@ -29,7 +29,7 @@ class PinError(TierError):
 
 
 class PinKind(StrEnum):
-    """Who asked for a pin, and how it is paid for."""
+    """Who set a pin, and how it is paid for."""
 
     OPERATOR = "operator"
     CACHE = "cache"
@@ -38,7 +38,7 @@ class PinKind(StrEnum):
 
     @property
     def gives_way(self) -> bool:
-        """Asked for in passing: gives way to the same owner's later pins."""
+        """Whether it was set in passing, and so gives way to the same owner's later pins."""
         return self in (PinKind.BREAKPOINT, PinKind.SESSION)
 
 
@@ -74,8 +74,9 @@ def pin_json(pin: Pin[PrefixKey]) -> dict[str, Any]:
 class Pins(Generic[K]):
     """Named pins with an expiry. Invariant: the pinned blocks are at most `max_blocks`.
 
-    Prefixes share blocks, so a block may be under several pins; what is returned are the keys whose
-    state changes, to be held or released by the tier. Each call costs its own pin's blocks.
+    Prefixes share blocks, so a block may be under several pins. Calls return the keys whose state
+    changes, for the tier to hold or release. The cost of a call is proportional to its own pin's
+    blocks.
     """
 
     def __init__(self, max_blocks: int) -> None:
@@ -92,7 +93,7 @@ class Pins(Generic[K]):
         return len(self._counts)
 
     def keys(self) -> list[K]:
-        """Every pinned block, once."""
+        """Every pinned key, once."""
         return list(self._counts)
 
     def pins(self) -> list[Pin[K]]:
@@ -105,11 +106,11 @@ class Pins(Generic[K]):
         return [pin for pin in self._pins.values() if pin.owner == owner]
 
     def put(self, pin: Pin[K], most_owned: int | None = None) -> tuple[list[K], list[K]]:
-        """Pin a prefix, or replace the pin of that name: (keys to hold, keys to release).
+        """Pin a prefix, or replace the pin of that name. Returns (keys to hold, keys to release).
 
-        `most_owned` bounds the blocks of a tenant; without it a tenant may hold as many as it
-        leaves free for the others. Raises PinError and changes nothing where too many blocks would
-        be pinned, or where the name is another owner's.
+        `most_owned` bounds the blocks of a tenant. Without it, a tenant may pin as many as it
+        leaves free for the others. Raises PinError if too many blocks would be pinned or if the
+        name is another owner's, and then nothing has changed.
         """
         old = self._pins.get(pin.name)
         if old is not None and old.owner != pin.owner:
@@ -125,16 +126,17 @@ class Pins(Generic[K]):
         return [key for key in held if key not in before], [k for k in before if k not in self]
 
     def restore(self, pin: Pin[K]) -> None:
-        """Put back what was unpinned a moment ago; no tier has heard of it."""
+        """Put back a pin that was just removed, before any tier was told."""
         self._add(pin)
 
     def unpin(self, name: str) -> list[K]:
-        """Take a pin away: the keys to release, the last first. An unknown name has none."""
+        """Remove a pin. Returns the keys to release, the last first; none for an unknown name."""
         pin = self._pins.get(name)
         return self._drop(pin) if pin else []
 
     def expire(self, now_s: float) -> list[K] | None:
-        """Take away the pins whose time is over: the keys to release; None where none was."""
+        """Remove the pins that have expired. Returns the keys to release, or None if no pin
+        expired."""
         over = [pin.name for pin in self._pins.values() if pin.until_s <= now_s]
         released = [key for name in over for key in self.unpin(name)]
         return [key for key in released if key not in self] if over else None
@@ -164,7 +166,7 @@ class Pins(Generic[K]):
             )
 
     def _add(self, pin: Pin[K]) -> list[K]:
-        """The keys that were under no pin before."""
+        """Add a pin. Returns the keys that were under no pin before."""
         self._pins[pin.name] = pin
         keys = dict.fromkeys(pin.keys)
         fresh = [key for key in keys if key not in self._counts]
@@ -174,7 +176,7 @@ class Pins(Generic[K]):
         return fresh
 
     def _drop(self, pin: Pin[K]) -> list[K]:
-        """The keys that are under no pin any more, the last of the prefix first."""
+        """Drop a pin. Returns the keys that are now under no pin, the last of the prefix first."""
         del self._pins[pin.name]
         mine = self._owned.get(pin.owner)
         free: list[K] = []
@@ -189,7 +191,7 @@ class Pins(Generic[K]):
 
 
 def _less(counts: Counter[K], key: K) -> bool:
-    """Count one less; whether none is left."""
+    """Decrement the count. Returns whether none is left."""
     counts[key] -= 1
     if counts[key]:
         return False

@@ -1,14 +1,14 @@
-"""Learns, while serving, when a run of blocks will be used again; the judgement behind `adaptive`.
+"""Learns, while serving, when a run of blocks will be used again. The model behind `adaptive`.
 
-Age since the last use is cut into intervals that grow by `_GROWTH`. For each interval the model
-gives the probability of a reuse in it, if there was none before (a discrete hazard): a logistic
-regression on one-hot features, trained by AdaGrad (Duchi et al., JMLR 2011) on what then happened.
-A feature has one weight for all ages, learned fast, and one for each, learned slowly, so that
-little evidence shifts the level and much of it the shape.
+The age since the last use is divided into intervals that grow by `_GROWTH`. For each interval the
+model gives the probability of a reuse in it, if there was none before (a discrete hazard). It is a
+logistic regression on one-hot features, trained by AdaGrad (Duchi et al., JMLR 2011) on the
+outcomes. A feature has one weight for all ages, learned fast, and one for each age, learned slowly.
+Little evidence then shifts the level, and much evidence changes the shape.
 
-From the hazards follows the worth of keeping a block at each age: the most hits per second of
-residence that any further time of keeping it is expected to bring, which is Gittins' index (see
-Gittins, J. R. Stat. Soc. B 41, 1979), and what LHD (Beckmann et al., NSDI 2018) calls hit density.
+The hazards give the worth of keeping a block at each age: the most hits per second of residence to
+be expected over any further time of keeping it. This is Gittins' index (Gittins, J. R. Stat. Soc. B
+41, 1979), which LHD (Beckmann et al., NSDI 2018) calls hit density.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_FIRST_S = 2.0  # end of the first interval: below it traces and clocks are coarse
+_FIRST_S = 2.0  # end of the first interval; traces and clocks are coarse below it
 _GROWTH = 1.6
 NUM_AGES = 24  # the last interval ends after 27 hours
-NUM_ROWS = 16  # one-hot rows a feature has
-_BATCH = 32  # outcomes learned from at once
-_PRIOR_SCALE_S = 5.0  # before any evidence a reuse at age a has the rate 0.05 / (a + 5 s): LRU
+NUM_ROWS = 16  # one-hot rows per feature
+_BATCH = 32  # outcomes learned in one batch
+_PRIOR_SCALE_S = 5.0  # before any evidence, the reuse rate at age a is 0.05 / (a + 5 s): LRU
 _PRIOR = 0.05
 _RATE = 0.1
 _RATE_BY_AGE = 0.01
-_CAUTION = 10.0  # AdaGrad's starting sum of squares by age; 1 for what all ages share
-_TINY = 2.0**-30  # the smallest distinguishable worth in hits a second: one hit in 34 years
+_CAUTION = 10.0  # AdaGrad's initial sum of squares per age; 1 for the shared weight
+_TINY = 2.0**-30  # the smallest distinct worth, in hits a second: one hit in 34 years
 _TINY_OCTAVE = -30
 _LEVELS_PER_OCTAVE = 4
 NUM_LEVELS = 128  # up to one hit in a quarter of a second
@@ -36,11 +36,11 @@ AGE_ENDS = np.array([_FIRST_S * _GROWTH**age for age in range(NUM_AGES)])
 _WIDTHS = np.diff(AGE_ENDS, prepend=0.0)
 _LATER = np.triu(np.ones((NUM_AGES, NUM_AGES), dtype=bool))  # [k, j]: interval j is not before k
 
-Rows = tuple[int, ...]  # for each feature the row it selects
+Rows = tuple[int, ...]  # the row that each feature selects
 
 
 class WaitOutcome(NamedTuple):
-    """What was seen of one wait: intervals `[first, end)`, and whether the last held a reuse."""
+    """An observed part of one wait: intervals `[first, end)`, and whether the last had a reuse."""
 
     rows: Rows
     first: int
@@ -50,18 +50,19 @@ class WaitOutcome(NamedTuple):
 
 
 def row(value: float) -> int:
-    """The row of a count or of seconds: 0 to 3 exactly, octaves above."""
+    """The row of a count or of seconds: exact from 0 to 3, by octaves above."""
     number = int(value)
     return number if number < 4 else min(2 + number.bit_length() - 1, NUM_ROWS - 1)
 
 
 def interval(age_s: float) -> int:
-    """The number of the interval that `age_s` is in."""
+    """The number of the interval that contains `age_s`."""
     return min(int(np.searchsorted(AGE_ENDS, age_s, side="right")), NUM_AGES - 1)
 
 
 class ReuseModel:
-    """Weights of `num_features` one-hot features: 80 kB, and as much for AdaGrad's sums."""
+    """The weights of `num_features` one-hot features: 80 kB, and as much again for AdaGrad's
+    sums."""
 
     def __init__(self, num_features: int) -> None:
         shape = (num_features * NUM_ROWS, NUM_AGES)
@@ -77,7 +78,7 @@ class ReuseModel:
         self._pending: list[WaitOutcome] = []
 
     def levels(self, rows: Sequence[Rows]) -> list[bytes]:
-        """For each set of rows its worth by interval of age, as logarithmic levels, 0 the least."""
+        """The worth of each set of rows by interval of age, as logarithmic levels from 0 up."""
         hazards = self._hazards(np.array(rows) + self._offsets)
         alive = np.cumprod(1 - hazards, axis=1)
         before = np.concatenate([np.ones((len(rows), 1)), alive[:, :-1]], axis=1)
@@ -91,13 +92,13 @@ class ReuseModel:
         return [line.tobytes() for line in levels]
 
     def learn(self, outcome: WaitOutcome) -> None:
-        """Take note of an outcome; weights move once a batch is full."""
+        """Queue an outcome. The weights are updated when a batch is full."""
         self._pending.append(outcome)
         if len(self._pending) >= _BATCH:
             self._step()
 
     def _hazards(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """rows: [S, F] -> [S, A]."""
+        """The hazard at each age. `rows`: [S, F] -> [S, A]."""
         shared = self._shared[rows].sum(axis=1)[:, None]
         logits = self._bias + self._by_age[rows].sum(axis=1) + shared
         hazards: NDArray[np.float64] = 1 / (1 + np.exp(-np.clip(logits, -30, 30)))
@@ -118,7 +119,7 @@ class ReuseModel:
         self._bias += _RATE_BY_AGE * errors.sum(axis=0) / np.sqrt(self._bias_sum)
         flat = rows.ravel()
         touched, places = np.unique(flat, return_inverse=True)
-        spread = np.zeros((len(touched), len(batch)))  # how often a touched row is in an outcome
+        spread = np.zeros((len(touched), len(batch)))  # counts of each touched row by outcome
         np.add.at(spread, (places, np.repeat(np.arange(len(batch)), rows.shape[1])), 1.0)
         self._by_age_sum[touched] += spread @ errors**2
         self._by_age[touched] += (

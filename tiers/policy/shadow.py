@@ -1,4 +1,4 @@
-"""A shadow LRU: what least recently used would have hit, from keys alone."""
+"""A shadow LRU: computes from keys alone what least recently used would have hit."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -10,23 +10,24 @@ from tiers.policy.policy import K
 class ShadowLru(Generic[K]):
     """Compares a policy's hits with LRU's at the same capacity, in blocks, over recent uses.
 
-    The shadow may be ahead by `regret` of all uses before it is said to be; it is said to be until
-    that share has halved, by traffic or by hits. 0.2 us a block; about 100 bytes for each of the
-    capacity.
+    The shadow counts as ahead once its lead exceeds `regret` of all uses. It counts so until that
+    share has halved, through traffic or hits. Costs 0.2 us a block and about 100 bytes for each
+    block of capacity.
     """
 
     def __init__(self, capacity_blocks: int, regret: float, memory: int) -> None:
-        """`memory`: the number of uses after which what was counted before weighs half."""
+        """`memory`: the number of uses after which earlier counts weigh half."""
         self._capacity = capacity_blocks
         self._regret = regret
         self._memory = memory
         self._order: OrderedDict[K, None] = OrderedDict()  # oldest first
         self._uses = 0.0
-        self._lead = 0.0  # hits of the shadow beyond the policy's
+        self._lead = 0.0  # the shadow's hits minus the policy's
         self.is_ahead = False
 
     def use(self, chain: Sequence[K], num_hit: int) -> None:
-        """A request used `chain`, head first, and the policy had its leading `num_hit` blocks."""
+        """Count a request that used `chain`, head first. The policy had its leading `num_hit`
+        blocks."""
         order = self._order
         num_shadow_hit = 0
         for key in chain:

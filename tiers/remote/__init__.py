@@ -1,4 +1,4 @@
-"""The tier beneath the disk, which several servers share: records in Redis or in S3, by URL.
+"""The tier below the disk, which several servers share: records in Redis or S3, by URL.
 
-Only this folder knows redis and obstore, and imports them when a URL asks for them.
+Only this folder imports redis and obstore, and only when a URL needs them.
 """

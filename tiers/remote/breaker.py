@@ -1,4 +1,4 @@
-"""A circuit breaker: a store that fails is not asked for a while, so that requests do not wait for
+"""A circuit breaker: stops calls to a failing store for a while, so that requests do not wait for
 it."""
 
 import threading
@@ -11,7 +11,8 @@ MOST_PAUSE_S = 60.0
 
 
 class StoreBreaker:
-    """Closed, or open until a moment; then one call is let through, and decides. Any thread."""
+    """Closed, or open until a given time. Then one call is let through, and its outcome decides.
+    Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,13 +27,13 @@ class StoreBreaker:
         return self._clock() < self._until_s
 
     def allows(self) -> bool:
-        """Whether to make a call now. After a pause, one caller may try first."""
+        """Whether to make a call now. After a pause, only one caller may try."""
         with self._lock:
             now = self._clock()
             if now < self._until_s:
                 return False
             if self._pause_s:
-                self._until_s = now + self._pause_s  # the others wait for this one's answer
+                self._until_s = now + self._pause_s  # the others wait for the outcome of this call
             return True
 
     def succeeded(self) -> None:

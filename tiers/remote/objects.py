@@ -1,11 +1,11 @@
-"""The remote store of records: names and bytes, in Redis, a Redis Cluster or S3.
+"""The remote store of records: bytes under names, in Redis, a Redis Cluster or S3.
 
     redis://host:port/db                    rediss:// with TLS
-    redis+cluster://host:port,host:port     nodes to start from; rediss+cluster:// with TLS
-    s3://bucket/prefix                      or `?endpoint=...&region=...`, as obstore names them
+    redis+cluster://host:port,host:port     initial nodes; rediss+cluster:// with TLS
+    s3://bucket/prefix                      with `?endpoint=...&region=...`, as obstore names them
 
-Every call has a time limit and raises `RemoteError`, whatever the client's own errors are called.
-Called by reader threads and the publisher, several at a time.
+Every call has a time limit. Every error of a client is raised as `RemoteError`. Reader threads and
+the publisher call it, several at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +26,8 @@ class RemoteError(TierError):
 class ObjectStore(Protocol):
     """Bytes under names. Each method raises RemoteError.
 
-    `num_failed` counts what failed without an error: a node of several, while others answered.
+    `num_failed` counts failures that raised nothing: one node of several failed, the others
+    answered.
     """
 
     num_failed: int
@@ -38,18 +39,18 @@ class ObjectStore(Protocol):
     def put(self, name: str, data: bytes) -> None: ...
 
     def delete(self, names: Sequence[str]) -> int:
-        """How many there were; a store that does not say counts every name."""
+        """Returns how many existed. A store that does not tell counts every name."""
         ...
 
     def names(self, start: str) -> Iterator[str]:
-        """Every name that begins so."""
+        """Every name that begins with `start`."""
         ...
 
     def close(self) -> None: ...
 
 
 def open_objects(url: str, timeout_s: float) -> ObjectStore:
-    """The store behind a URL; it is not asked yet. Raises ConfigurationError."""
+    """The store behind a URL. Makes no call yet. Raises ConfigurationError."""
     scheme = urlsplit(url).scheme
     if scheme in ("redis", "rediss"):
         return _RedisObjects(url, timeout_s)
@@ -70,7 +71,7 @@ def shown_url(url: str) -> str:
 
 
 class _RedisObjects:
-    """One server: a pipeline for each call."""
+    """One server. Each call is a pipeline."""
 
     num_failed = 0
 
@@ -109,10 +110,10 @@ class _RedisObjects:
 
 
 class _ClusterObjects:
-    """A cluster: a pipeline to each node that a call concerns. The nodes fail one by one.
+    """A cluster. Each call is a pipeline to every node it concerns. Nodes fail independently.
 
-    What a failed node has is missing for a lookup, and an error where something is written or
-    removed. `redis+cluster://` may name several nodes, separated by commas, to start from.
+    Records of a failed node are missing from a lookup. Writing or removing them is an error.
+    `redis+cluster://` may name several initial nodes, separated by commas.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -166,7 +167,7 @@ class _ClusterObjects:
     def _run(
         self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
     ) -> list[Any]:
-        """Each command's answer; None of those whose node failed, where not `whole`."""
+        """The answer to each command. Unless `whole`, the answer is None if its node failed."""
         with _refusing(self._errors):
             client = self._client()
             groups: dict[str, tuple[Any, list[int]]] = {}
@@ -209,7 +210,7 @@ class _ClusterObjects:
             failed = next((answer for answer in answers if isinstance(answer, Exception)), None)
             if failed is not None:
                 if isinstance(failed, self._moved):
-                    client.nodes_manager.initialize()  # slots were moved: ask where, for next time
+                    client.nodes_manager.initialize()  # slots moved: find where, for next time
                 raise failed
             return list(answers)
 
@@ -238,7 +239,7 @@ def _limits(timeout_s: float) -> dict[str, Any]:
 
 @contextmanager
 def _refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn a client's errors into RemoteError."""
+    """Turn the client's errors into RemoteError."""
     try:
         yield
     except errors as error:
@@ -246,7 +247,7 @@ def _refusing(errors: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 class _S3Objects:
-    """A bucket, through obstore. Objects are asked for one by one; S3 has no other way."""
+    """A bucket, through obstore. Objects are requested one by one, as S3 offers no other way."""
 
     num_failed = 0
 

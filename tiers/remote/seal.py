@@ -1,7 +1,7 @@
-"""Encryption of remote records: AES-256-GCM under a key that only the servers have.
+"""Encrypts remote records: AES-256-GCM under a key that only the servers have.
 
-A sealed record is a random nonce of 12 bytes, the ciphertext and the tag. The object's name is
-authenticated with it, so that a record cannot be put under another name.
+A sealed record is a random 12-byte nonce, the ciphertext and the tag. The object's name is
+authenticated too, so that a record cannot be moved to another name.
 """
 
 import secrets
@@ -26,7 +26,7 @@ class Seal:
         return nonce + self._cipher.encrypt(nonce, record, name.encode())
 
     def open(self, name: str, sealed: bytes) -> bytes | None:
-        """The record; None where this key did not seal it under this name."""
+        """The record, or None if this key did not seal it under this name."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -37,7 +37,7 @@ class Seal:
 
 
 def read_seal(path: Path) -> Seal:
-    """The seal whose key is in a file: 64 hexadecimal digits. Raises ConfigurationError."""
+    """Make a seal from a key file with 64 hexadecimal digits. Raises ConfigurationError."""
     hint = "write one with `openssl rand -hex 32`, the same for every server"
     try:
         key = bytes.fromhex(path.read_text().strip())

@@ -1,7 +1,7 @@
-"""Disk and remote tier as one `Tier` for the mover: first the disk, then the tier below it.
+"""Disk and remote tier as one `Tier` for the mover: the disk first, then the tier below it.
 
-`load` says of each block which of the two served it. What came from the remote tier is not on this
-disk; it is written there when the tiers above give it up, as what was computed here is.
+`load` tells for each block which of the two served it. A block from the remote tier is not on this
+disk. It is written there when the tiers above give it up, like a block computed here.
 """
 
 import logging
@@ -30,7 +30,7 @@ PUBLISH_HITS = 2
 
 
 class StackedTier:
-    """A disk tier with a remote tier beneath it."""
+    """A disk tier with a remote tier below it."""
 
     name = TierName.DISK
 
@@ -86,7 +86,7 @@ class StackedTier:
         return dropped
 
     def used(self, keys: Sequence[PrefixKey]) -> None:
-        """These were hit, in this tier or above it. Any thread; returns at once."""
+        """Note hits on these keys in this tier or above it. Any thread. Returns at once."""
         if self._writes is RemoteWrites.ALL:
             return
         reused: list[PrefixKey] = []
@@ -110,7 +110,7 @@ class StackedTier:
         self.remote.publish(fresh)
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
-        """Forget these here and remotely. Raises RemoteError where that fails."""
+        """Remove these here and remotely. Raises RemoteError if the remote part fails."""
         scoped = [(block.scope, key) for key in keys if (block := self.disk.trace(key)) is not None]
         num_held = self.disk.discard(keys)
         self.remote.discard([pair for pair in scoped if pair[1] not in self._kept])
@@ -132,7 +132,7 @@ class StackedTier:
         return self.disk.sample(max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
-        """Raises what storage raises, and RemoteError."""
+        """Remove the scopes here and remotely. Raises storage errors and RemoteError."""
         return self.disk.purge(roots).plus(self.remote.purge(roots))
 
     def count(self, roots: Collection[PrefixKey]) -> int:
@@ -155,7 +155,7 @@ def stack(
     opened: tuple[ObjectStore, Seal | None],
     settings: RemoteSettings,
 ) -> StackedTier:
-    """Put the store that `settings.open` gave beneath a disk."""
+    """Put the store that `settings.open` returned below a disk."""
     objects, seal = opened
     logger.info(f"blocks are shared with other servers through {settings.shown_url}")
     remote = RemoteTier(objects, layout, disk.read_record, seal=seal)

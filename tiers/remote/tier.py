@@ -1,11 +1,11 @@
 """The remote tier: the disk's records in a store that several servers share, verified on arrival.
 
-A record arrives from outside and is believed in nothing: its header has its checksum and the
-identity that was asked for, its payload the header's checksum, and only then is it decoded. What
-does not fit is a miss, and is deleted. A store that is slow or gone is a miss too: each call has a
-time limit, and after a few failures none is made for a while.
+A record from outside is never trusted. Its header must match its own checksum and the identity that
+was requested, and its payload must match the checksum in the header. Only then is it decoded. A
+record that fails is a miss and is deleted. A slow or absent store is a miss too: each call has a
+time limit, and after a few failures no call is made for a while.
 
-Readers call `probe` and `load`. Publishing is nobody's wait: keys go into a bounded queue, and one
+Readers call `probe` and `load`. Nobody waits for publishing: keys go into a bounded queue, and one
 thread reads their records from the disk and sends them.
 """
 
@@ -34,7 +34,7 @@ from tiers.transfer.economy import LoadEconomy
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 4096  # keys to publish; more are dropped, and published when next worth it
+MAX_WAITING = 4096  # keys to publish; further ones are dropped until they next qualify
 NAMESPACE = "cachesvc/v1"
 LOG_EVERY_S = 30.0
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AwaitedBlocks:
-    """Blocks that somebody waits for: `sent` is how many leading ones are in the store then."""
+    """Blocks that a caller waits for. `sent` becomes the number of leading ones in the store."""
 
     keys: Sequence[PrefixKey]
     sent: "Future[int]" = field(default_factory=Future)
@@ -53,12 +53,13 @@ Record = Callable[[PrefixKey], tuple[PrefixKey, bytes] | None]
 
 
 def object_name(scope: PrefixKey, key: PrefixKey) -> str:
-    """Scope first, so that a purge finds what is its."""
+    """The name of a block's object. The scope comes first, so that a purge can list it."""
     return f"{NAMESPACE}/{scope.hex()}/{key.hex()}"
 
 
 class RemoteTier:
-    """Verified records in an `ObjectStore`. `read_record` gives the scope and record of a block."""
+    """Verified records in an `ObjectStore`. `read_record` returns the scope and record of a
+    block."""
 
     name = TierName.REMOTE
 
@@ -85,17 +86,17 @@ class RemoteTier:
         self._counts: Counter[str] = Counter()
         self._faults: Counter[MissReason] = Counter()
         self._logged_s = -LOG_EVERY_S
-        self._publishing = threading.Lock()  # a purge waits for the block that is on its way
+        self._publishing = threading.Lock()  # a purge waits for the block being sent
         self._waiting: Queue[PrefixKey | AwaitedBlocks | None] = Queue(MAX_WAITING)
         self._publisher = threading.Thread(
             target=self._publish_all, name="cachesvc-remote-write", daemon=True
         )
         self._publisher.start()
 
-    # What readers ask.
+    # Calls of readers.
 
     def probe(self, ids: Sequence[BlockId]) -> int:
-        """Length of the leading run that is there and worth its way."""
+        """The length of the leading run that is in the store and worth loading."""
         found = self._call(lambda: self._objects.exists([_name(block) for block in ids]))
         held = next((at for at, there in enumerate(found or ()) if not there), len(found or ()))
         if held and not self.economy.worth(held * self._block_tokens, held * self._block_bytes):
@@ -104,7 +105,8 @@ class RemoteTier:
         return held
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
-        """Fill `into[i]` with block `ids[i]`, proven; stop at the first that cannot be served."""
+        """Fill `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be
+        served."""
         wanted = ids[: len(into)]
         started = time.perf_counter()
         records = self._call(lambda: self._objects.get([_name(block) for block in wanted]))
@@ -127,7 +129,7 @@ class RemoteTier:
         return Loaded(num_loaded, reason)
 
     def _fill(self, block: BlockId, data: bytes, frame: Frame) -> MissReason | None:
-        """Prove a record and decode it; why it is none, where it is none."""
+        """Verify a record and decode it. Returns the reason if it is not valid."""
         if self._seal is not None:
             opened = self._seal.open(_name(block), data)
             if opened is None:
@@ -141,7 +143,7 @@ class RemoteTier:
             return MissReason.COLLISION
         if header.layout != self._layout_digest or header.logical_nbytes != self._block_bytes:
             return MissReason.LAYOUT
-        # In memory of its own: the codec wants its words aligned.
+        # In its own memory, because the codec needs aligned words.
         payload = memoryview(bytes(data[nbytes : nbytes + header.payload_nbytes]))
         why = check_payload(header, payload)
         if why is not None:
@@ -159,7 +161,7 @@ class RemoteTier:
         return codec
 
     def _refuse(self, block: BlockId, why: MissReason) -> None:
-        """A record that is not what it should be is counted, and makes place for a right one."""
+        """Count an invalid record and delete it, so that a valid one can replace it."""
         self._fault(why, 1, f"block {block.key.hex()} is not as it was written")
         if why not in (MissReason.COLLISION, MissReason.LAYOUT):
             self._call(lambda: self._objects.delete([_name(block)]))
@@ -167,7 +169,7 @@ class RemoteTier:
     # Publishing.
 
     def publish(self, keys: Iterable[PrefixKey]) -> None:
-        """Send these blocks, which the disk holds, when there is time; returns at once."""
+        """Queue these blocks, which the disk holds, to be sent. Returns at once."""
         for key in keys:
             try:
                 self._waiting.put_nowait(key)
@@ -176,7 +178,7 @@ class RemoteTier:
                     self._counts["dropped"] += 1
 
     def deliver(self, keys: Sequence[PrefixKey]) -> "Future[int]":
-        """As `publish`, but waits: how many of the leading blocks the store then has."""
+        """Like `publish`, with a result: how many of the leading blocks the store then has."""
         delivery = AwaitedBlocks(keys)
         try:
             self._waiting.put_nowait(delivery)
@@ -213,7 +215,7 @@ class RemoteTier:
             delivery.sent.set_result(num_sent)
 
     def _publish(self, key: PrefixKey) -> bool:
-        """Whether the store has the block now."""
+        """Send a block if the store lacks it. Returns whether the store has it now."""
         if self.breaker.is_open:
             return False
         found = self._read_record(key)
@@ -238,7 +240,7 @@ class RemoteTier:
         return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until what was to be published is; False where it is not in that time."""
+        """Wait until all queued blocks are published. False if the time runs out."""
         deadline = time.monotonic() + timeout_s
         while self._waiting.unfinished_tasks:
             if time.monotonic() > deadline:
@@ -246,14 +248,15 @@ class RemoteTier:
             time.sleep(0.005)
         return True
 
-    # What operators do. These raise RemoteError: who removes must know whether it is removed.
+    # Calls of operators. These raise RemoteError, since an operator must know whether a removal
+    # failed.
 
     def discard(self, scoped: Sequence[tuple[PrefixKey, PrefixKey]]) -> int:
-        """Delete these (scope, key); returns how many there were."""
+        """Delete these (scope, key) pairs. Returns how many existed."""
         return self._objects.delete([object_name(*pair) for pair in scoped]) if scoped else 0
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
-        """Delete every block of these scopes; the disk has none of them any more."""
+        """Delete every block of these scopes. They are already gone from the disk."""
         with self._publishing:
             return self._purge(roots)
 
@@ -271,12 +274,12 @@ class RemoteTier:
         return Removed(num_blocks, 0, num_blocks * self._block_bytes)
 
     def count(self, roots: Collection[PrefixKey]) -> int:
-        """How many blocks of these scopes are there."""
+        """How many blocks of these scopes the store has."""
         starts = [f"{NAMESPACE}/{root.hex()}/" for root in roots]
         return sum(1 for start in starts for _ in self._objects.names(start))
 
     def stats(self) -> TierStats:
-        """What this server did with the store; how full it is, only the store knows."""
+        """This server's use of the store. Only the store itself knows how full it is."""
         with self._lock:
             counts, faults = self._counts, Counter(self._faults)
             faults[MissReason.IO_ERROR] += self._objects.num_failed
@@ -291,7 +294,7 @@ class RemoteTier:
             )
 
     def close(self) -> None:
-        """End the publisher, which finishes the block it is at, and the connections."""
+        """End the publisher, after the block that it is sending, and close the connections."""
         while True:
             try:
                 left = self._waiting.get_nowait()
@@ -304,7 +307,7 @@ class RemoteTier:
         self._objects.close()
 
     def _call(self, work: Callable[[], T]) -> T | None:
-        """What the store answers; None where it fails or is left alone."""
+        """The store's answer. None if the call fails or the breaker is open."""
         if not self.breaker.allows():
             return None
         try:

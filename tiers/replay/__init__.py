@@ -1,4 +1,4 @@
-"""The serving policies driven over request traces, without tensors, beside the best possible order.
+"""Drives the serving policies over request traces, without tensors, beside the best possible order.
 
-Used by `cachesvc replay` and by benches; never by a server.
+Used by `cachesvc replay` and by benchmarks, never by a server.
 """

@@ -1,8 +1,9 @@
-"""Belady's MIN: evicts the block whose next use is furthest away. The limit, for replays only.
+"""Belady's MIN: evicts the block whose next use is furthest away. The upper limit, for replays
+only.
 
 Belady, "A study of replacement algorithms for a virtual-storage computer", IBM Systems Journal
-1966. With blocks of one size, and a block allowed to leave at once, no policy has more hits; among
-blocks never used again, and those used again by the same request, the deepest goes first.
+1966. With blocks of one size, and if a block may leave at once, no policy has more hits. Among
+blocks never used again, or next used by the same request, the deepest goes first.
 """
 
 import heapq
@@ -16,7 +17,7 @@ _NEVER = 1 << 60
 
 
 def future_uses(chains: Iterable[Sequence[K]]) -> Mapping[K, list[int]]:
-    """For each key the numbers of the requests that use it, latest first."""
+    """The numbers of the requests that use each key, latest first."""
     uses: defaultdict[K, list[int]] = defaultdict(list)
     for number, chain in enumerate(chains):
         for key in chain:
@@ -27,11 +28,11 @@ def future_uses(chains: Iterable[Sequence[K]]) -> Mapping[K, list[int]]:
 
 
 class Belady(Generic[K]):
-    """O(log n) a call. `uses` is consumed. A new `Use` object means the next request of them."""
+    """O(log n) a call. Consumes `uses`. A new `Use` object means the next request."""
 
     def __init__(self, uses: Mapping[K, list[int]]) -> None:
         self._uses = uses
-        self._number = -1  # of the present request
+        self._number = -1  # of the current request
         self._use: Use | None = None
         self._resident: dict[K, tuple[int, int]] = {}  # key -> (-next use, -depth); held absent
         self._depths: dict[K, int] = {}

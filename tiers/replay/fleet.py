@@ -1,8 +1,9 @@
-"""Replays a trace over many servers: where a router sends each request, and what the servers share.
+"""Replays a trace over many servers, with a router before them and a shared store below.
 
-Each server has tiers of its own. Under all of them may stand one store, as the remote tier does
-under real servers: it takes what was hit again (`reused`), or everything (`all`). The router is
-told what each server holds, as KV events tell routers, or sends requests anywhere. One thread.
+Each server has its own tiers. One store may stand below all of them, like the remote tier of real
+servers. It takes blocks that were hit again (`reused`) or all blocks (`all`). The router either
+knows what each server holds, as KV events tell real routers, or sends requests anywhere. One
+thread.
 """
 
 import random
@@ -15,32 +16,33 @@ from itertools import takewhile
 from tiers.replay.replay import Hierarchy, Progress, TierPlan
 from tiers.replay.trace import Trace, TraceRequest
 
-LOAD_BOUND = 1.25  # of the mean: the most that a router lets a server fall behind for a prefix
-HALF_LIFE_S = 60.0  # of what a router remembers of a server's work
+LOAD_BOUND = 1.25  # of the mean load: the most that a router accepts for a prefix
+HALF_LIFE_S = 60.0  # of the router's memory of a server's work
 
 
 class Routing(StrEnum):
     """How a router picks a server."""
 
     RANDOM = "random"
-    PREFIX = "prefix"  # where the longest prefix is, unless that server has too much to do
+    PREFIX = "prefix"  # the server with the longest prefix, unless it has too much to do
 
 
 @dataclass(frozen=True, slots=True)
 class FleetReplay:
-    """What a trace did to a fleet. Tokens; `shared_*` are blocks to and from the store below."""
+    """The result of a trace on a fleet, in tokens. `shared_*` count blocks to and from the store
+    below."""
 
     routing: Routing
     num_servers: int
-    shared_blocks: int  # the store's capacity; 0: there is none
+    shared_blocks: int  # the store's capacity; 0 if there is none
     tokens: int
     local_hit_tokens: int
     shared_hit_tokens: int
     shared_read: int
     shared_written: int
-    shared_lookups: int  # requests that asked the store for what their server lacked
+    shared_lookups: int  # requests that asked the store for blocks their server lacked
     seconds: float  # between the first and the last request
-    imbalance: float  # the most tokens that one server computed, over the mean
+    imbalance: float  # the most tokens computed by one server, over the mean
 
     @property
     def hit_rate(self) -> float:
@@ -53,7 +55,7 @@ class FleetReplay:
 
 
 class Shared:
-    """The store below all servers: blocks by least recent use."""
+    """The store below all servers, in LRU order."""
 
     def __init__(self, capacity_blocks: int, *, takes_all: bool) -> None:
         self._capacity = capacity_blocks
@@ -62,7 +64,7 @@ class Shared:
         self.num_read = self.num_written = self.num_lookups = 0
 
     def read(self, blocks: Sequence[Hashable]) -> int:
-        """How many of the leading blocks it serves."""
+        """Read the leading blocks. Returns how many of them it serves."""
         self.num_lookups += bool(blocks)
         served = list(takewhile(self._held.__contains__, blocks))
         for key in served:
@@ -71,7 +73,7 @@ class Shared:
         return len(served)
 
     def offer(self, blocks: Sequence[Hashable], num_hit: int) -> None:
-        """A server has these now, and had the first `num_hit` of them before."""
+        """Offer the blocks that a server has now. It had the first `num_hit` of them before."""
         for key in blocks if self._takes_all else blocks[:num_hit]:
             if key in self._held:
                 continue
@@ -82,7 +84,7 @@ class Shared:
 
 
 class Fleet:
-    """Servers, a router before them and a store below. `serve` in the order of arrival."""
+    """Servers, a router before them and a store below. Call `serve` in the order of arrival."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Fleet:
         self._shared = Shared(shared_blocks, takes_all=takes_all) if shared_blocks else None
         self._routing = routing
         self._dice = random.Random(seed)
-        self._load = [0.0] * num_servers  # tokens computed lately
+        self._load = [0.0] * num_servers  # tokens computed recently
         self._now_s = 0.0
         self.tokens: Counter[str] = Counter()
         self.computed = [0] * num_servers
@@ -148,7 +150,7 @@ def replay_fleet(
     seed: int = 0,
     progress: Progress = lambda num_requests: None,
 ) -> FleetReplay:
-    """Replay a whole trace over `num_servers` servers, each with tiers of these plans."""
+    """Replay a whole trace over `num_servers` servers, each with tiers as planned."""
     fleet = Fleet(
         plans, num_servers, routing, shared_blocks=shared_blocks, takes_all=takes_all, seed=seed
     )
@@ -174,5 +176,5 @@ def replay_fleet(
 
 
 def _tokens(request: TraceRequest, block_tokens: int, num_blocks: int) -> int:
-    """The tokens of the request's leading blocks; the last one may be partial."""
+    """The number of tokens in the request's leading blocks. The last one may be partial."""
     return min(num_blocks * block_tokens, request.input_tokens)

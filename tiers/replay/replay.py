@@ -1,8 +1,8 @@
-"""Replays a trace through tiers of policies, with no tensors: what would have hit, and what moved.
+"""Replays a trace through tiers of policies, without tensors: what would hit, and what would move.
 
-The policies and the rules are those that serve. A block counts as a hit only when all before it in
-its request hit. The last block of a request may be partial and counts the tokens it has. Used by
-`cachesvc replay`, the benches and the tests; one thread.
+The policies and rules are those of the server. A block counts as a hit only if all blocks before it
+in its request hit. The last block of a request may be partial and counts the tokens it has. Used by
+`cachesvc replay`, the benchmarks and the tests. One thread.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -16,10 +16,10 @@ from tiers.policy.registry import make_policy
 from tiers.replay.belady import Belady, future_uses
 from tiers.replay.trace import Trace, TraceRequest
 
-MIN = "min"  # Belady's, for a single tier
-GHOSTS_PER_BLOCK = 4  # ghosts of ON_SECOND_HIT for each block of the tier above
+MIN = "min"  # Belady's policy, for a single tier
+GHOSTS_PER_BLOCK = 4  # ghosts of ON_SECOND_HIT per block of the tier above
 
-Progress = Callable[[int], None]  # called with the number of requests done since its last call
+Progress = Callable[[int], None]  # called with the number of requests done since the last call
 _PROGRESS_STEP = 256
 
 
@@ -34,7 +34,7 @@ class TierPlan:
 
 @dataclass(frozen=True, slots=True)
 class TierReplay:
-    """What one tier did. A block still held below costs no write when it comes down again."""
+    """The result for one tier. A block still held below costs no write when it is demoted again."""
 
     name: str
     capacity_blocks: int
@@ -46,7 +46,7 @@ class TierReplay:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What a trace did to a cache. `hit_tokens` is the sum over the tiers."""
+    """The result of a trace on a cache. `hit_tokens` is the sum over the tiers."""
 
     policy: str
     capacity_blocks: int
@@ -63,7 +63,7 @@ class ReplayResult:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """Where a block stands in its chain, and who used it last."""
+    """A block's place in its chain, and its last use."""
 
     parent: Hashable | None
     depth: int
@@ -73,8 +73,8 @@ class _Block:
 class _Level:
     """A tier: the blocks it holds and the policy that orders them.
 
-    `spare` are copies of promoted blocks, in a tier that does not keep those: they leave first.
-    Invariant: resident == those the policy knows + spare.
+    `spare` holds copies of promoted blocks in a tier that does not keep them: they leave first.
+    Invariant: resident == blocks the policy knows + spare.
     """
 
     def __init__(self, plan: TierPlan, policy: Policy[Any], keeps: bool) -> None:
@@ -97,9 +97,9 @@ class _Level:
 
 
 class Hierarchy:
-    """Tiers under one another, each demoting what it evicts to the one below.
+    """A stack of tiers. Each demotes what it evicts to the one below.
 
-    The top tier takes every block of a request: one that computes it anew, one that promotes it.
+    The top tier takes every block of a request, whether computed or promoted.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Hierarchy:
         policies: Sequence[Policy[Any]] = (),
         keeps: bool | None = None,
     ) -> None:
-        """`policies` replaces those that the plans name, `keeps` the rule about copies below."""
+        """`policies` replaces the policies that the plans name. `keeps` replaces the rule for
+        copies below."""
         made = policies or [make_policy(plan.policy, plan.capacity_blocks) for plan in plans]
         sizes = [plan.capacity_blocks for plan in plans]
         self._levels = [
@@ -123,10 +124,11 @@ class Hierarchy:
         self._write_early = write_policy is not WritePolicy.ON_EVICT and len(plans) > 1
 
     def serve(self, request: TraceRequest, block_tokens: int) -> None:
-        """One request from lookup to release: count its hits, then give back its chain, tail first.
+        """Run one request from lookup to release: count its hits, then release its chain, tail
+        first.
 
-        While it runs its blocks are working memory on top of the capacity, so that a policy may
-        keep none of them.
+        While it runs, its blocks are working memory on top of the capacity, so a policy may keep
+        none of them.
         """
         sources = self._count_hits(request, block_tokens)
         chain = request.blocks
@@ -152,7 +154,7 @@ class Hierarchy:
             self._evict(0)
 
     def held(self, blocks: Sequence[Hashable]) -> int:
-        """How many of the leading blocks some tier holds now."""
+        """How many of the leading blocks are held now, in any tier."""
         for depth, key in enumerate(blocks):
             if not any(key in level.resident for level in self._levels):
                 return depth
@@ -162,7 +164,7 @@ class Hierarchy:
         return tuple(level.summary() for level in self._levels)
 
     def _count_hits(self, request: TraceRequest, block_tokens: int) -> list[int]:
-        """The numbers of the levels that the leading blocks are served from."""
+        """The level that serves each of the leading blocks."""
         left = request.input_tokens
         sources: list[int] = []
         for key in request.blocks:
@@ -178,8 +180,8 @@ class Hierarchy:
         return sources
 
     def _promote(self, key: Hashable, source: int) -> None:
-        """A block comes to the top by way of every level between. A copy stays in each and was
-        used just now, or is spare."""
+        """Move a block to the top through every level between. Each keeps a copy, which counts as
+        just used or is spare."""
         block = self._blocks[key]
         for number in range(source, 0, -1):
             level = self._levels[number]
@@ -201,7 +203,7 @@ class Hierarchy:
                 self._evict(number)
 
     def _evict(self, number: int) -> None:
-        """Take the coldest block out of a level, down to the next one where admission says so."""
+        """Evict the coldest block of a level. It goes to the next one if admission says so."""
         level = self._levels[number]
         if level.spare:
             key = next(iter(level.spare))
@@ -215,7 +217,7 @@ class Hierarchy:
         level.evicted += 1
 
     def _put_below(self, number: int, key: Hashable) -> None:
-        """Copy a block to the next level, if there is one; free where that holds it already."""
+        """Copy a block to the next level, if there is one. Free if that level holds it already."""
         if number + 1 == len(self._levels):
             return
         below = self._levels[number + 1]
@@ -241,10 +243,11 @@ def replay(
     write_policy: WritePolicy = WritePolicy.ON_EVICT,
     progress: Progress = lambda num_requests: None,
 ) -> ReplayResult:
-    """Replay a whole trace; raises ConfigurationError. The policy `min` works for a single tier.
+    """Replay a whole trace. Raises ConfigurationError. The policy `min` works only for a single
+    tier.
 
-    `keeps` says for all tiers whether promoted blocks keep their copies below, to compare; None
-    is what serves.
+    `keeps` sets for all tiers whether promoted blocks keep their copies below, for comparison. None
+    is the server's rule.
     """
     hierarchy = Hierarchy(plans, write_policy, _clairvoyant(trace, plans), keeps)
     pending = 0
@@ -272,7 +275,7 @@ def _keeps(sizes: Sequence[int], number: int) -> bool:
 
 
 def check_plans(plans: Sequence[TierPlan]) -> None:
-    """Raises ConfigurationError for what cannot be simulated."""
+    """Raise ConfigurationError for plans that cannot be simulated."""
     if not plans:
         raise ConfigurationError("a replay needs at least one tier")
     for plan in plans:
@@ -288,7 +291,7 @@ def check_plans(plans: Sequence[TierPlan]) -> None:
 
 
 def _clairvoyant(trace: Trace, plans: Sequence[TierPlan]) -> Sequence[Policy[Any]]:
-    """The policies that know the trace, where one is asked for; else none."""
+    """The policies that know the trace, if the plan names one. Otherwise none."""
     check_plans(plans)
     if plans[0].policy != MIN:
         return ()
@@ -296,6 +299,6 @@ def _clairvoyant(trace: Trace, plans: Sequence[TierPlan]) -> Sequence[Policy[Any
 
 
 def _joined(names: Iterable[str]) -> str:
-    """One name if all are the same, else all of them."""
+    """One name if all are the same, otherwise all names."""
     distinct = list(dict.fromkeys(names))
     return "+".join(distinct)

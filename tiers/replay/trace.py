@@ -1,9 +1,9 @@
-"""Request traces in Mooncake's form: one JSON object a line, plain, `.gz` or `.zst`.
+"""Request traces in Mooncake's format: one JSON object per line, plain, `.gz` or `.zst`.
 
     {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
 
 `timestamp` is in milliseconds. A hash id names a block and all before it, so an id always has the
-same predecessor. Read by `tiers.replay.replay` and the load generator; one thread.
+same predecessor. Read by `tiers.replay.replay` and the load generator. One thread.
 """
 
 import gzip
@@ -19,12 +19,12 @@ import zstandard
 
 from tiers.errors import TierError
 
-# What `read_text` raises for a file that is missing, cut short, or not what its name says.
+# Errors of `read_text` for a file that is missing, cut short, or not of the type its name says.
 READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
 
 
 def read_text(path: Path) -> str:
-    """The whole file as UTF-8 text; `.gz` and `.zst` are decompressed."""
+    """The whole file as UTF-8 text. Decompresses `.gz` and `.zst`."""
     data = path.read_bytes()
     if path.suffix == ".gz":
         data = gzip.decompress(data)
@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
 
 
 def _zstd_decompress(data: bytes) -> bytes:
-    """All frames of `data`; a stream that ends within a frame raises EOFError."""
+    """Decompress all frames of `data`. Raises EOFError if it ends within a frame."""
     parts = []
     while data:
         frame = zstandard.ZstdDecompressor().decompressobj()
@@ -45,11 +45,11 @@ def _zstd_decompress(data: bytes) -> bytes:
     return b"".join(parts)
 
 
-MOONCAKE_BLOCK_TOKENS = 512  # tokens a hash id stands for in the FAST'25 traces
+MOONCAKE_BLOCK_TOKENS = 512  # tokens per hash id in the FAST'25 traces
 
 
 class TraceError(TierError):
-    """A trace that cannot be read; the message names the file and the line."""
+    """A trace that cannot be read. The message names the file and the line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class TraceRequest:
     blocks: tuple[Hashable, ...]
     output_tokens: int = 0
     tenant: str | None = None
-    session: str | None = None  # the conversation that it is a turn of, where the trace says so
+    session: str | None = None  # its conversation, if the trace names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Trace:
         return sum(len(request.blocks) for request in self.requests)
 
     def working_set_blocks(self) -> int:
-        """Distinct blocks: what a cache that never evicts would hold."""
+        """The number of distinct blocks, which a cache that never evicts would hold."""
         return len({block for request in self.requests for block in request.blocks})
 
 
 def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
-    """Read a whole trace; raises TraceError."""
+    """Read a whole trace. Raises TraceError."""
     try:
         lines = read_text(path).splitlines()
     except READ_ERRORS as error:
@@ -105,7 +105,8 @@ def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
 
 
 def _check_block_tokens(path: Path, requests: Sequence[TraceRequest], block_tokens: int) -> None:
-    """Single requests may name more blocks than their tokens fill; most of them may not."""
+    """Check the block size. A few requests may name more blocks than their tokens fill, but not
+    most."""
     too_many = [
         request
         for request in requests
@@ -121,7 +122,7 @@ def _check_block_tokens(path: Path, requests: Sequence[TraceRequest], block_toke
 
 
 def _parse(line: str) -> TraceRequest:
-    """One request of one line; raises ValueError saying what is wrong with it."""
+    """Parse one line. Raises ValueError that says what is wrong with it."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""What happened: events, lifetimes, transfer rates, misses and the working set.
+"""Observations: events, lifetimes, transfer rates, misses and the working set.
 
-Reads only: nothing here changes where a block is.
+Nothing here changes where a block is.
 """

@@ -1,10 +1,10 @@
 """Block events, published as they happen to routers, dashboards and `cachesvc monitor`.
 
-The residency publishes on the engine thread, the disk tier on its writer thread, and whoever
-subscribes reads on a thread of its own. A publisher never waits: each subscription has a bounded
-queue that drops its oldest events and says how many. While nobody listens, and for a while after
-the last one left, so that it may come back and replay what it missed, an event costs one look at
-`listening`.
+The residency publishes on the engine thread and the disk tier on its writer thread. Each subscriber
+reads on its own thread. A publisher never waits: each subscription has a bounded queue that drops
+its oldest events and counts them. While nobody listens, an event costs one check of `listening`.
+That begins some time after the last subscriber left, so that it can come back and replay what it
+missed.
 """
 
 import threading
@@ -17,38 +17,38 @@ from enum import StrEnum
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey, token_ids
 from tiers.tier import Cause, TierName
 
-RING_EVENTS = 16_384  # kept for replay; some 200 bytes each
-QUEUE_EVENTS = 16_384  # of one subscription
+RING_EVENTS = 16_384  # kept for replay; about 200 bytes each
+QUEUE_EVENTS = 16_384  # per subscription
 LINGER_S = 120.0  # how long events are kept for a subscriber that may come back
 
 
 class CacheEvent(StrEnum):
-    """What can happen to a block in a tier; the label of `cachesvc_cache_events_total`."""
+    """What can happen to a block in a tier. The label values of `cachesvc_cache_events_total`."""
 
     STORED = "stored"  # its KV is now in the tier
     PROMOTED = "promoted"  # copied up out of the tier
     DEMOTED = "demoted"  # copied down out of the tier
-    EVICTED = "evicted"  # left the tier for room
+    EVICTED = "evicted"  # left the tier to make room
     LOST = "lost"  # evicted while no lower tier held it
-    SKIPPED = "skipped"  # not copied down: the write policy says it is not worth it
+    SKIPPED = "skipped"  # not copied down, by the write policy's decision
     PURGED = "purged"  # removed on request
 
 
 class EventKind(StrEnum):
-    """What happened. After `stored` and `moved` the tier holds the block."""
+    """The kinds of published events. After `stored` and `moved` the tier holds the block."""
 
     STORED = "stored"  # computed, written or imported into the tier
-    MOVED = "moved"  # copied into the tier from `source`, which may hold it still
-    REMOVED = "removed"  # the tier no longer holds it; `cause` says why
-    CLEARED = "cleared"  # the tier holds nothing any more
+    MOVED = "moved"  # copied into the tier from `source`, which may still hold it
+    REMOVED = "removed"  # the tier no longer holds it; `cause` is the reason
+    CLEARED = "cleared"  # the tier is now empty
 
 
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
-    """One thing that happened to one block. `number` grows by one, also over restarts.
+    """One event of one block. `number` grows by one, and goes on growing after a restart.
 
-    `tokens` are int32 little-endian ids where the publisher knows them; `nbytes` is what the block
-    takes in the tier, 0 where that is not known.
+    `tokens` holds int32 little-endian ids if the publisher knows them. `nbytes` is the block's size
+    in the tier, or 0 if unknown.
     """
 
     number: int
@@ -72,10 +72,10 @@ class BlockEvent:
 
 
 class Subscription:
-    """One listener's queue. `take` belongs to the listener, on any thread of its own.
+    """One listener's queue. Only the listener calls `take`, on any one thread.
 
-    `missed` counts what was dropped for want of room; `gap` is set where events before the first
-    one are lost, so that a listener that came back must look at the whole again.
+    `missed` counts the events dropped for lack of room. `gap` is set if events before the first one
+    are lost; a returning listener must then read the whole state again.
     """
 
     def __init__(self, wake: Callable[[], None], capacity: int) -> None:
@@ -91,7 +91,7 @@ class Subscription:
         return len(self._queue)
 
     def take(self, most: int = QUEUE_EVENTS) -> list[BlockEvent]:
-        """What came since the last call, oldest first; at most so many."""
+        """Events since the last call, oldest first. At most `most` of them."""
         with self._lock:
             if len(self._queue) <= most:
                 taken, self._queue = list(self._queue), deque()
@@ -99,7 +99,8 @@ class Subscription:
             return [self._queue.popleft() for _ in range(most)]
 
     def put(self, event: BlockEvent) -> bool:
-        """Called by the stream; wakes the listener where its queue was empty. False: one went."""
+        """Called by the stream. Wakes the listener if its queue was empty. False if one event was
+        dropped."""
         with self._lock:
             empty, full = not self._queue, len(self._queue) == self._capacity
             if full:
@@ -112,7 +113,7 @@ class Subscription:
 
 
 class EventStream:
-    """Hands events to every subscription and keeps the last ones for replay. Any thread."""
+    """Passes events to every subscription and keeps the latest for replay. Any thread."""
 
     def __init__(
         self,
@@ -121,15 +122,15 @@ class EventStream:
         linger_s: float = LINGER_S,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.listening = False  # read without the lock: a publisher's one look
-        self.num_missed = 0  # dropped for listeners that read too slowly, all together
+        self.listening = False  # read without the lock, before each publish
+        self.num_missed = 0  # events dropped for all slow listeners together
         self._clock = clock
         self._linger_s = linger_s
         self._lock = threading.Lock()
         self._ring: deque[BlockEvent] = deque(maxlen=ring)
         self._subscriptions: list[Subscription] = []
         self._left_s = 0.0  # when the last subscriber went
-        # Microseconds since 1970, so that numbers go on growing over a restart.
+        # Microseconds since 1970, so that numbers go on growing after a restart.
         self._next = int(clock() * 1e6)
 
     @property
@@ -143,9 +144,9 @@ class EventStream:
         after: int | None = None,
         capacity: int = QUEUE_EVENTS,
     ) -> Subscription:
-        """Events from now on, or those after number `after` first, as far as they are kept.
+        """Subscribe to events from now on. With `after`, kept events after that number come first.
 
-        `wake` is called on a publisher's thread when the queue stops being empty; it must not wait.
+        `wake` is called on a publisher's thread when the queue stops being empty. It must not wait.
         """
         subscription = Subscription(wake, capacity)
         with self._lock:
@@ -178,12 +179,12 @@ class EventStream:
         source: TierName | None = None,
         cause: Cause | None = None,
     ) -> None:
-        """Tell all subscribers; call it only where `listening` is set."""
+        """Send an event to all subscribers. Call it only while `listening` is set."""
         now_s = self._clock()
         with self._lock:
             if not self._subscriptions and now_s - self._left_s > self._linger_s:
                 self.listening = False
-                self._next += 1  # what is missed from here on shows as a gap
+                self._next += 1  # later missed events show as a gap
                 return
             event = BlockEvent(
                 self._next, kind, tier, now_s, key, parent, scope, tokens, nbytes, source, cause

@@ -1,7 +1,8 @@
-"""How long blocks live in a tier, how long unused before they leave, and how soon they come back.
+"""How long blocks stay in a tier, how long they are unused before they leave, and how soon they are
+reused.
 
-Observed where a block leaves and where it is hit, never at a lookup that finds nothing. The memory
-tiers' are fed on the engine thread, the disk's under its own lock.
+Observed when a block leaves and when it is hit, never at a lookup that finds nothing. The engine
+thread feeds those of the memory tiers. The disk's are fed under its own lock.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from tiers.tier import AGES_S, Cause, LifeStats
 
 
 class Lives:
-    """One tier's observations."""
+    """The observations of one tier."""
 
     def __init__(self, bounds: Sequence[float] = AGES_S) -> None:
         self._lifetime = Histogram(bounds)
@@ -21,13 +22,13 @@ class Lives:
         self._causes: Counter[Cause] = Counter()
 
     def left(self, cause: Cause, *, lived_s: float, idle_s: float) -> None:
-        """A block left the tier."""
+        """Count a block that left the tier."""
         self._lifetime.observe(lived_s)
         self._idle.observe(min(lived_s, idle_s))
         self._causes[cause] += 1
 
     def reused(self, gap_s: float, num_blocks: int = 1) -> None:
-        """Blocks were served, `gap_s` after they were used before."""
+        """Count blocks that were served `gap_s` after their previous use."""
         self._reuse_gap.observe(max(0.0, gap_s), num_blocks)
 
     def stats(self) -> LifeStats:

@@ -1,8 +1,8 @@
-"""Why the first missed block of a prompt was absent, as far as the cache can know.
+"""Records why the first missed block of a prompt was absent, as far as the cache can know.
 
-Made on the engine thread at a request's first admission, and kept with the request to be told
-later. Of the tokens only marks are kept: digests under a seed that lives and dies with the process.
-They tell where another prompt parts from this one and cannot be read back.
+Made on the engine thread at a request's first admission and kept with the request for later
+reports. Only marks of the tokens are kept: digests under a seed that exists only in this process.
+They show where another prompt diverges from this one, and cannot be turned back into tokens.
 """
 
 import time
@@ -20,7 +20,7 @@ MAX_EVICTED_KEYS = 65_536  # about 200 bytes each: 13 MB when full
 
 
 class Departure(NamedTuple):
-    """The end of a block's last copy. `at_s` is Unix time."""
+    """How the last copy of a block left the cache. `at_s` is Unix time."""
 
     tier: TierName
     cause: Cause
@@ -28,7 +28,7 @@ class Departure(NamedTuple):
 
 
 class EvictedKeys:
-    """The blocks that left the cache last, by key."""
+    """The blocks that left the cache most recently, by key."""
 
     def __init__(self, max_keys: int = MAX_EVICTED_KEYS) -> None:
         self._max = max_keys
@@ -38,7 +38,8 @@ class EvictedKeys:
         return len(self._left)
 
     def note(self, key: PrefixKey, tier: TierName, cause: Cause) -> None:
-        """The last copy of `key` left `tier`; a later eviction replaces an earlier one."""
+        """Note that the last copy of `key` left `tier`. A later eviction replaces an earlier
+        one."""
         self._left[key] = Departure(tier, cause, time.time())
         self._left.move_to_end(key)
         if len(self._left) > self._max:
@@ -53,12 +54,12 @@ MARK_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """The missed block's place and what is known of it.
+    """The missed block's place, and what is known about it.
 
-    `key` is None for a block that the prompt does not fill. `rows` of its tokens, counted from its
-    first, are held above the disk by `sibling` (None: by a partly filled block), which then goes on
-    differently (`parted`) or ends; 0 means that no block there begins alike. `marks` digest its
-    leading tokens.
+    `key` is None for a block that the prompt does not fill. Its first `rows` tokens are held above
+    the disk by `sibling`, or by a partly filled block if that is None. After them the sibling
+    diverges (`parted`) or ends. `rows` is 0 if no block there begins the same way. `marks` are
+    digests of its leading tokens.
     """
 
     parent: PrefixKey
@@ -70,7 +71,7 @@ class Absence:
     marks: bytes = b""
 
     def common(self, marks: bytes) -> int:
-        """How many leading tokens a block with these marks has in common with the missed one."""
+        """How many leading tokens a block with these marks shares with the missed one."""
         ours, theirs = _split(self.marks), _split(marks)
         rows = 0
         for mine, other in zip(ours, theirs, strict=False):
@@ -80,12 +81,12 @@ class Absence:
         return rows
 
     def is_same(self, tokens: bytes, seed: int) -> bool:
-        """Whether these are all of the missed block's tokens."""
+        """Whether `tokens` are exactly the missed block's tokens."""
         return xxhash.xxh3_64_digest(tokens, seed) == self.marks[-MARK_BYTES:]
 
 
 def marks_of(tokens: bytes, seed: int) -> bytes:
-    """One mark for every leading run of these tokens, the shortest first."""
+    """One mark for each leading run of these tokens, shortest first."""
     hasher = xxhash.xxh3_64(seed=seed)
     marks = bytearray()
     for start in range(0, len(tokens), TOKEN_BYTES):

@@ -1,4 +1,4 @@
-"""What moved between tiers, and how long each copy took. Fed on the engine thread alone."""
+"""Counts of what moved between tiers, and how long each copy took. Engine thread only."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ LANES: tuple[Lane, ...] = (
     (TierName.HOST, TierName.DISK),
     (TierName.DISK, TierName.HOST),
 )
-# From one block by PCIe or memcpy (a MiB at 10 GB/s is 0.1 ms) to a batch on a slow disk.
+# From one block over PCIe or by memcpy (a MiB at 10 GB/s takes 0.1 ms) to a batch on a slow disk.
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """A snapshot of one lane. `nbytes` are bytes of KV; on disk they may be fewer."""
+    """A snapshot of one lane. `nbytes` counts bytes of KV. On disk they may take fewer."""
 
     num_blocks: int
     nbytes: int
-    seconds: Spread  # of each copy or job, which carries one block or several
+    seconds: Spread  # per copy or job, which carries one block or several
 
 
 class TransferCounts:
-    """One lane for each pair of neighbouring tiers; from a remote tier, once it has served."""
+    """One lane per pair of neighbouring tiers. A remote tier's lane appears once it has served."""
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
@@ -44,7 +44,8 @@ class TransferCounts:
         seconds: float,
         nbytes: int | None = None,
     ) -> None:
-        """One copy or job of `num_blocks` has arrived; `nbytes` where they were not moved whole."""
+        """Count a finished copy or job of `num_blocks`. `nbytes` is given if the blocks did not
+        move whole."""
         lane = source, target
         moved = num_blocks * self._block_bytes if nbytes is None else nbytes
         self._nbytes[lane] = self._nbytes.get(lane, 0) + moved

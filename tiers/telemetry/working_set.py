@@ -1,13 +1,13 @@
-"""How much cache would have helped: the miss-ratio curve of the live stream, in bounded memory.
+"""Estimates how much cache would help: the miss-ratio curve of live traffic, in bounded memory.
 
-SHARDS with a fixed number of samples (Waldspurger et al., "Efficient MRC Construction with SHARDS",
-FAST 2015, section 4.2): a block is followed while a hash of its key is under a threshold; when more
-than `max_samples` are followed, the threshold falls to the highest hash, that block is dropped, and
-what was counted shrinks by the ratio of the rates. The distance of a reuse among the followed
-blocks, divided by the rate, estimates the stack distance in the whole stream. A block as hot as a
-system prompt is followed or not as one, so the uses that are missing or too many against the rate
-are booked at the shortest distance (SHARDS-adj, section 3.4). Engine thread; `curve` is cheap
-enough for its stats.
+The method is SHARDS with a fixed number of samples (Waldspurger et al., "Efficient MRC Construction
+with SHARDS", FAST 2015, section 4.2). A block is followed while a hash of its key is below a
+threshold. When more than `max_samples` are followed, the threshold falls to the highest hash, that
+block is dropped, and the counts shrink by the ratio of the rates. The distance of a reuse among the
+followed blocks, divided by the rate, estimates the stack distance in the whole stream. All uses of
+a very hot block, such as one of a system prompt, are followed or none are. The surplus or shortage
+of uses against the rate is therefore counted at the shortest distance (SHARDS-adj, section 3.4).
+Engine thread only. `curve` is cheap enough for its stats.
 """
 
 import heapq
@@ -25,27 +25,28 @@ from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.tier import Sample, TierName
 
 _HASH_SPACE = 1 << 32
-_POINTS_PER_OCTAVE = 8  # a curve's capacities are 9 per cent apart
+_POINTS_PER_OCTAVE = 8  # a curve's capacities are 9 % apart
 
 
 @dataclass(frozen=True, slots=True)
 class MissRatioCurve:
-    """`hit_rates[i]` is what an LRU of `capacities[i]` blocks would have hit, by block and use."""
+    """`hit_rates[i]` is the share of block uses that an LRU of `capacities[i]` blocks would have
+    hit."""
 
     capacities: tuple[int, ...]
     hit_rates: tuple[float, ...]
     working_set_blocks: int  # distinct blocks seen, estimated
 
     def hit_rate(self, capacity_blocks: int) -> float:
-        """At the largest capacity of the curve that is not above `capacity_blocks`."""
+        """The rate at the curve's largest capacity that is not above `capacity_blocks`."""
         index = bisect_right(self.capacities, capacity_blocks)
         return self.hit_rates[index - 1] if index else 0.0
 
 
 class WorkingSet:
-    """The curve of everything used so far. A use that is not followed costs one hash (0.3 us).
+    """The curve of all uses so far. A use that is not followed costs one hash (0.3 us).
 
-    A followed one costs O(log max_samples). Memory: about 300 bytes for each of `max_samples`.
+    A followed use costs O(log max_samples). Memory: about 300 bytes for each of `max_samples`.
     """
 
     def __init__(self, max_samples: int = 4096) -> None:
@@ -58,12 +59,12 @@ class WorkingSet:
         self._next_slot = 0
         self._reuses: dict[int, float] = {}  # point of the curve -> reuses at that distance
         self._num_uses = 0  # all of them
-        self._num_followed = 0.0  # at the present rate
+        self._num_followed = 0.0  # at the current rate
         self._num_distinct = 0.0
 
     @property
     def rate(self) -> float:
-        """The share of the blocks that is followed."""
+        """The share of blocks that is followed."""
         return self._threshold / _HASH_SPACE
 
     @property
@@ -71,26 +72,27 @@ class WorkingSet:
         return self._num_uses
 
     def use(self, key: Hashable) -> None:
-        """A block was used, hit or not. Bytes and integers hash alike in every process."""
+        """Count a use of a block, hit or not. Bytes and integers hash alike in every process."""
         self._num_uses += 1
         self._follow(key, _hash(key))
 
     def use_all(self, keys: Sequence[bytes]) -> None:
-        """The same for keys of 16 bytes, themselves hashes: 0.05 us for each not followed."""
+        """The same for 16-byte keys that are hashes themselves: 0.05 us for each one not
+        followed."""
         self._num_uses += len(keys)
         hashes = np.frombuffer(b"".join(keys), "<u4")[::4]
         for number in np.flatnonzero(hashes < self._threshold).tolist():
             self._follow(keys[number], int(hashes[number]))
 
     def remember(self, sample: Sample) -> None:
-        """Blocks that were used before this began, the most recent last."""
+        """Add blocks that were used before this object began, most recent last."""
         assert not self._num_uses, "what is remembered comes before what is used"
         self._threshold = min(self._threshold, sample.bound)
         for key in sample.keys:
             self.made(key)
 
     def made(self, key: Hashable) -> None:
-        """A block came to be without being asked for; its next use is a reuse."""
+        """Add a block that was generated, not asked for. Its next use is a reuse."""
         hashed = _hash(key)
         if hashed < self._threshold:
             self._see(key, hashed)
@@ -107,7 +109,7 @@ class WorkingSet:
         self._see(key, hashed)
 
     def _see(self, key: Hashable, hashed: int) -> None:
-        """`key` is the most recent of the followed blocks."""
+        """Make `key` the most recent of the followed blocks."""
         slot = self._slots.get(key)
         if slot is None:
             self._num_distinct += 1
@@ -120,7 +122,7 @@ class WorkingSet:
             self._lower_threshold()
 
     def curve(self) -> MissRatioCurve:
-        """The curve so far; empty before the first reuse."""
+        """The curve so far. Empty before the first reuse."""
         capacities, rates = [], []
         expected = self._num_uses * self.rate
         hits = expected - self._num_followed
@@ -132,7 +134,7 @@ class WorkingSet:
         return MissRatioCurve(tuple(capacities), tuple(rates), working_set)
 
     def _stamp(self, key: Hashable) -> None:
-        """Give `key` the newest time slot; when slots run out, renumber the live ones."""
+        """Give `key` the newest time slot. When slots run out, renumber the live ones."""
         if self._next_slot == self._tree.size:
             order = sorted(self._slots, key=self._slots.__getitem__)
             self._tree = _Fenwick(self._tree.size)
@@ -148,7 +150,7 @@ class WorkingSet:
         self._next_slot += 1
 
     def _lower_threshold(self) -> None:
-        """Drop the block with the highest hash, and count from now on at the lower rate."""
+        """Drop the block with the highest hash and count at the lower rate from now on."""
         negative, _, key = heapq.heappop(self._by_hash)
         self._tree.add(self._slots.pop(key), -1)
         shrink = -negative / self._threshold
@@ -160,7 +162,7 @@ class WorkingSet:
 
 
 class _Fenwick:
-    """Sums over prefixes of `size` slots, O(log size) each."""
+    """Prefix sums over `size` slots, in O(log size) each."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -187,16 +189,17 @@ def _hash(key: Hashable) -> int:
 
 
 def _point(distance: float) -> int:
-    """The point of the curve whose capacity is the smallest that holds `distance` blocks."""
+    """The point of the curve with the smallest capacity that holds `distance` blocks."""
     return math.ceil(math.log2(distance) * _POINTS_PER_OCTAVE)
 
 
-MAX_WAITING = 1024  # lookups; a step has rarely more than a few
+MAX_WAITING = 1024  # lookups; a step rarely has more than a few
 
 
 @dataclass(frozen=True, slots=True)
 class TierPoint:
-    """A tier and all above it as one cache: how many blocks, and what an LRU of them would hit."""
+    """A tier and all tiers above it as one cache: its size in blocks, and an LRU's hit rate at
+    it."""
 
     tier: TierName
     capacity_blocks: int
@@ -205,41 +208,41 @@ class TierPoint:
 
 @dataclass(frozen=True, slots=True)
 class TrafficReport:
-    """The curve of hit rate against capacity, and where the tiers are on it."""
+    """The curve of hit rate by capacity, and where on it the tiers are."""
 
     curve: MissRatioCurve
     tiers: tuple[TierPoint, ...]
     num_uses: int  # blocks asked for
     num_dropped: int  # lookups that were not followed
-    sampled: float  # share of the blocks that is followed
+    sampled: float  # share of blocks that is followed
     block_tokens: int
     block_bytes: int
 
 
 class Traffic:
-    """Feeds a `WorkingSet` from lookups and from blocks that were generated."""
+    """Feeds a `WorkingSet` from lookups and from generated blocks."""
 
     def __init__(self, max_samples: int = 4096) -> None:
         self._working_set = WorkingSet(max_samples)
         self._max_samples = max_samples
         self._waiting: deque[list[PrefixKey]] = deque()
-        self._memory: Future[Sample] | None = None  # what was used before, while it is looked up
+        self._memory: Future[Sample] | None = None  # earlier uses, while they are read
         self.num_dropped = 0
 
     def begin(self, ask: Callable[[int], "Future[Sample]"]) -> None:
-        """Go on from the blocks that were there at the start: a use of one is no first use. `ask`
-        for a sample of at most so many."""
+        """Begin from the blocks present at the start, so that using one is not a first use. `ask`
+        requests a sample of at most the given number."""
         self._memory = ask(self._max_samples)
 
     def asked(self, keys: list[PrefixKey]) -> None:
-        """A request looked these up."""
+        """Queue the keys that a request looked up."""
         if len(self._waiting) < MAX_WAITING:
             self._waiting.append(keys[:])
         else:
             self.num_dropped += 1
 
     def made(self, key: PrefixKey) -> None:
-        """A block was generated: a later request finds it, though nobody asked for it yet."""
+        """Add a generated block. A later request can find it, though none has asked for it yet."""
         if self._recalled():
             self._working_set.made(key)
 
@@ -249,7 +252,7 @@ class Traffic:
             self._working_set.use_all(self._waiting.popleft())
 
     def _recalled(self) -> bool:
-        """Whether what was used before is known, or there is nothing to wait for."""
+        """Whether the earlier uses are known, or there is nothing to wait for."""
         if self._memory is not None and self._memory.done():
             if self._memory.exception() is None:
                 self._working_set.remember(self._memory.result())

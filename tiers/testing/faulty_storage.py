@@ -1,8 +1,8 @@
-"""Fakes and makings for tests of the tiers: blocks from a seed, and a disk that fails on purpose.
+"""Fakes for tests of the tiers: blocks made from a seed, and a disk that fails on purpose.
 
-FaultyStorage    the Nth storage operation (of any name, or of one) raises
-LyingStorage     reads return fewer bytes, or bytes with one bit changed
-KillingStorage   the process dies at the Nth arrival at a named point of a write
+FaultyStorage    the Nth storage operation (any, or of one name) raises LyingStorage     reads
+return fewer bytes, or bytes with one bit changed KillingStorage   the process dies the Nth time it
+reaches a named point of a write
 """
 
 import errno
@@ -24,13 +24,13 @@ SCOPE = CacheScope(weights=b"tiny", tenant=b"tester")
 def chain(
     num_blocks: int, *, block_size: int, seed: int = 0, scope: CacheScope = SCOPE
 ) -> list[BlockId]:
-    """Identities of the blocks of one random prompt."""
+    """The identities of the blocks of one random prompt."""
     tokens = np.random.default_rng(seed).integers(0, 50_000, num_blocks * block_size)
     return block_ids(scope.root(), token_bytes(tokens.tolist()), block_size)
 
 
 def fill(frame: Frame, block: BlockId) -> None:
-    """Put values into a frame that only this block has; exponents like those of KV."""
+    """Fill a frame with values unique to this block, with exponents like those of KV."""
     seed = int.from_bytes(block.key[:8], "little")
     values = np.random.default_rng(seed).normal(size=len(frame.buffer) // 4).astype("<f4")
     if frame.tensor.element_size() == 2:
@@ -39,19 +39,19 @@ def fill(frame: Frame, block: BlockId) -> None:
 
 
 def wipe(frames: Sequence[Frame]) -> None:
-    """Overwrite frames, so that a load that wrote nothing is seen."""
+    """Overwrite frames, so that a load that wrote nothing is noticed."""
     for frame in frames:
         frame.buffer[:] = b"\xa5" * len(frame.buffer)
 
 
 def holds(frame: Frame, block: BlockId, spare: Frame) -> bool:
-    """Whether `frame` has exactly what `fill` gives `block`."""
+    """Whether `frame` holds exactly what `fill` writes for `block`."""
     fill(spare, block)
     return frame.buffer == spare.buffer
 
 
 def take(arena: FrameArena, count: int) -> list[Frame]:
-    """So many free frames."""
+    """Take `count` free frames."""
     frames = [frame for frame in (arena.take() for _ in range(count)) if frame is not None]
     assert len(frames) == count, f"the arena has {len(frames)} free frames, not {count}"
     return frames
@@ -70,9 +70,9 @@ def map_full() -> Exception:
 
 
 class FaultyStorage(Storage):
-    """Fails operations `first` to `first + count - 1`, counted from 1 over those named.
+    """Fails operations `first` to `first + count - 1`, counted from 1 over the named operations.
 
-    `first` 0 fails nothing; `arm` counts from now on. `operations` empty means all.
+    With `first` 0 nothing fails. `arm` restarts the count. An empty `operations` means all.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FaultyStorage(Storage):
 
 
 class LyingStorage(Storage):
-    """Reads succeed and are wrong: `cut` bytes short, or with bit `flip` of a record changed."""
+    """Reads succeed but are wrong: `cut` bytes short, or with bit `flip` of a record changed."""
 
     def __init__(self) -> None:
         self.cut = 0
@@ -119,7 +119,7 @@ class LyingStorage(Storage):
 
 
 class KillingStorage(Storage):
-    """Ends its own process, as `kill -9` would, at the Nth arrival at `point`."""
+    """Ends its own process, as `kill -9` would, the Nth time it reaches `point`."""
 
     def __init__(self, point: str, number: int) -> None:
         self._point = point

@@ -1,4 +1,5 @@
-"""A tier in memory and a mover without threads, for simulations: faults and delays by a seed."""
+"""A tier in memory and a mover without threads, for simulations. Faults and delays come from a
+seed."""
 
 import random
 import threading
@@ -19,10 +20,10 @@ from tiers.transfer.mover import Job, LoadJob, Mover, StoreJob, WriterTask
 
 
 class MemoryTier:
-    """A `Tier` of at most `capacity_blocks` blocks, first in, first out, as far as its guard lets;
-    for any thread.
+    """A `Tier` of at most `capacity_blocks` blocks. First in, first out, as far as its guard
+    allows. Any thread.
 
-    `fault_rate` is the chance that a load or a store of a block fails.
+    `fault_rate` is the probability that a load or a store of a block fails.
     """
 
     name = TierName.DISK
@@ -37,8 +38,8 @@ class MemoryTier:
         seed: int = 0,
         shares: QuotaShares | None = None,
     ) -> None:
-        """`block_bytes` is for the stats and the quotas; of these, `lasting_bytes` are what a frame
-        gets that wants no more."""
+        """`block_bytes` is for the stats and the quotas. A frame that wants only the lasting part
+        gets its first `lasting_bytes`."""
         self._lasting_bytes = lasting_bytes
         self._capacity = capacity_blocks
         self._block_bytes = block_bytes
@@ -63,7 +64,7 @@ class MemoryTier:
             for block, frame in zip(ids, into, strict=False):
                 reason = self._why_not(block)
                 lasting = slice(self._lasting_bytes)
-                noise = b"\xee" * len(frame.buffer)  # whoever reads it will notice
+                noise = b"\xee" * len(frame.buffer)  # anyone who reads it will notice
                 data = noise if reason is not None else self._blocks[block.key][1]
                 if frame.part is Part.WINDOW:
                     frame.buffer[lasting.stop :] = data[lasting.stop :]
@@ -79,7 +80,7 @@ class MemoryTier:
             return Loaded(num_loaded, reason)
 
     def _why_not(self, block: BlockId) -> MissReason | None:
-        """Why a block cannot be served; what is more than absence is counted as a fault."""
+        """Why a block cannot be served. Any reason other than absence counts as a fault."""
         held = self._blocks.get(block.key)
         if held is None:
             return MissReason.ABSENT
@@ -205,12 +206,12 @@ class MemoryTier:
 
 
 class SteppedMover(Mover):
-    """A mover whose jobs are done when the simulation says so, in an order drawn from a seed."""
+    """A mover that does its jobs when the simulation says so, in an order drawn from a seed."""
 
     def __init__(
         self, tier: MemoryTier, *, seed: int = 0, max_jobs: int = 8, fail_rate: float = 0.05
     ) -> None:
-        """`fail_rate` is the chance that a whole load fails."""
+        """`fail_rate` is the probability that a whole load fails."""
         super().__init__(tier, num_readers=0)
         self._memory = tier
         self._random = random.Random(seed)
@@ -241,7 +242,7 @@ class SteppedMover(Mover):
         return self._max_jobs - sum(isinstance(job, StoreJob) for job in self._jobs)
 
     def run(self, num_jobs: int) -> None:
-        """Do some of the jobs; a store never sees frames that a load is still to fill."""
+        """Do some of the jobs. A store never sees frames that a load has yet to fill."""
         for _ in range(min(num_jobs, len(self._jobs))):
             number = self._random.randrange(len(self._jobs))
             loads = isinstance(self._jobs[number], LoadJob)
@@ -249,13 +250,13 @@ class SteppedMover(Mover):
             self.run_job(number, fails=fails)
 
     def read(self) -> None:
-        """Do every job but those of the writer."""
+        """Do every job except the writer's."""
         writes = (StoreJob, WriterTask)
         while reads := [n for n, job in enumerate(self._jobs) if not isinstance(job, writes)]:
             self.run_job(reads[0])
 
     def run_job(self, number: int, *, fails: bool = False) -> None:
-        """Do the job that is `number` in line."""
+        """Do the job at position `number` in the queue."""
         job = self._jobs.pop(number)
         if fails:
             job.fail()

@@ -1,7 +1,7 @@
-"""Made-up request traces, by seed: what policies are tested and compared on, with no file needed.
+"""Synthetic request traces from a seed. Policies are tested and compared on them without a file.
 
-A trace is woven from sources. Each source has its own rhythm: it says when its next request comes,
-and its chain of blocks. Block ids are fresh integers; a conversation keeps its list of them.
+A trace merges several sources. Each source has its own rhythm: it gives the time and the chain of
+blocks of its next request. Block ids are fresh integers. A conversation keeps its list of them.
 """
 
 import heapq
@@ -19,21 +19,22 @@ _Source = Iterator[_Event]
 
 @dataclass(frozen=True, slots=True)
 class ChatLoad:
-    """Conversations that begin at a steady rate, go on with a probability, and think in between."""
+    """Conversations that begin at a steady rate, continue with a probability, and pause between
+    turns."""
 
     conversations_per_s: float = 1.0
     go_on: float = 0.6  # probability of one more turn
     think_s: float = 60.0  # mean time between turns, log-normal
     prompt_blocks: float = 12.0  # mean of a first prompt, exponential
     turn_blocks: float = 3.0  # mean that each later turn adds
-    num_system_prompts: int = 20  # shared, chosen by a power law
+    num_system_prompts: int = 20  # shared; chosen by a power law
     system_blocks: int = 4
     tenant: str = "chat"
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Tool loops: many quick steps on one growing context, then silence for ever."""
+    """Tool loops: many quick steps on one growing context, then nothing more."""
 
     loops_per_s: float = 0.05
     steps: float = 20.0  # mean steps of a loop, geometric
@@ -46,7 +47,7 @@ class Agents:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Prompts that nobody asks again: a batch job over documents."""
+    """Prompts that never repeat: a batch job over documents."""
 
     prompts_per_s: float = 1.0
     blocks: int = 20
@@ -57,13 +58,13 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Questions about a few documents, chosen by a power law; the popular ones change with time."""
+    """Questions about a few documents, chosen by a power law. The popular ones change with time."""
 
     questions_per_s: float = 1.0
     num_documents: int = 400
     blocks: int = 24
     skew: float = 1.0
-    shift_s: float = float("inf")  # after so long other documents are the popular ones
+    shift_s: float = float("inf")  # time after which other documents become popular
     tenant: str = "documents"
 
 
@@ -71,7 +72,7 @@ Workload = ChatLoad | Agents | Scan | Documents
 
 
 def make_trace(name: str, workloads: Sequence[Workload], *, duration_s: float, seed: int) -> Trace:
-    """Weave workloads into one trace of `duration_s`, requests in order of time."""
+    """Merge workloads into one trace of `duration_s`, with requests in order of time."""
     ids = count()
     rngs = [random.Random(f"{seed}:{number}") for number in range(len(workloads))]
     sources = [
@@ -159,7 +160,7 @@ def _sessions(
     tenant: str,
     duration_s: float,
 ) -> _Source:
-    """Sessions that go on until `later` gives None instead of (pause, next chain)."""
+    """Sessions that continue until `later` returns None instead of (pause, next chain)."""
     ahead: list[tuple[float, int, list[int]]] = []
     serial = count()
     arrival = next(arrivals, math.inf)
@@ -176,7 +177,7 @@ def _sessions(
 
 
 def _arrivals(rng: random.Random, rate: float, start_s: float, end_s: float) -> Iterator[float]:
-    """A Poisson process."""
+    """Arrival times of a Poisson process."""
     time_s = start_s + rng.expovariate(rate)
     while time_s < end_s:
         yield time_s

@@ -1,4 +1,4 @@
-"""How blocks move: up on a hit, down ahead of need, and the threads that do it.
+"""Moves blocks: up on a hit, down ahead of need, with the threads that do it.
 
-What leaves and what is written is decided in `tiers.policy`.
+`tiers.policy` decides what leaves and what is written.
 """

@@ -1,9 +1,9 @@
-"""How blocks go down: on eviction, and ahead of need, so that evicting them later costs nothing.
+"""Copies blocks down: on eviction, and ahead of need so that a later eviction costs nothing.
 
-Engine thread only, a bounded amount each step, and on a request's path one copy for each slot that
-it takes from a block with no copy below. From the device to host frames by a copy; from
-host frames to the disk by the mover's writer thread, whenever that has room, coldest first. A
-prefix is written before what continues it, so a writer that falls behind leaves whole prefixes.
+Engine thread only, with bounded work per step. A request pays for one copy for each slot that it
+takes from a block without a copy below. Blocks go from the device to host frames by a copy. The
+mover's writer thread takes them from host frames to the disk, coldest first, whenever it has room.
+A prefix is written before its continuations, so a writer that falls behind leaves whole prefixes.
 """
 
 import time
@@ -22,25 +22,23 @@ from tiers.telemetry.events import CacheEvent
 from tiers.tier import Age, Cause, TierName
 from tiers.transfer.mover import Mover, StoreJob
 
-BLOCKS_PER_STORE = 8  # written side by side, and one commit lane turn
-MAX_BUSY_SHARE = (
-    1 / 2
-)  # of the frames, that may be on their way to the disk: they cannot be evicted
-FULL_MEMORY = 64  # stores without a block dropped for room after which the disk is not full
-CLEAN_PER_BURST = 1.25  # with looks an eighth of the part apart, one burst is always clean
-BURST_MEMORY = 0.9  # of the largest burst, that the next turnover of the host still reckons with
+BLOCKS_PER_STORE = 8  # written together, in one turn of the commit lane
+MAX_BUSY_SHARE = 1 / 2  # of the frames, that may wait for the disk at once: they cannot be evicted
+FULL_MEMORY = 64  # after this many stores that drop no block, the disk is not full
+CLEAN_PER_BURST = 1.25  # with checks an eighth of the part apart, one burst is always clean
+BURST_MEMORY = 0.9  # decay of the largest burst per turnover of the host
 FLUSH_POLL_S = 0.002
 WAITING = Below.WAITING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemotionSettings:
-    """How far ahead of need blocks are copied down."""
+    """Settings for how far ahead of need blocks are copied down."""
 
     write_policy: WritePolicy = WritePolicy.ON_EVICT
-    ahead: float = 1 / 16  # share of a memory tier, at its cold end, that is kept clean
+    ahead: float = 1 / 16  # share of a memory tier, at its cold end, to keep clean
     device_copies_per_step: int = 4
-    num_ghosts: int = 1  # keys that ON_SECOND_HIT remembers of blocks that left
+    num_ghosts: int = 1  # keys of departed blocks that ON_SECOND_HIT remembers
 
 
 @dataclass(slots=True)
@@ -50,7 +48,7 @@ class _Store:
 
 
 class Demoter:
-    """Keeps the cold ends of the device and the host clean; flushes at a graceful stop."""
+    """Keeps the cold ends of the device and the host clean. Flushes at a graceful stop."""
 
     def __init__(
         self, residency: Residency, mover: Mover | None, settings: DemotionSettings
@@ -67,20 +65,21 @@ class Demoter:
         self._spared: Collection[Block] = ()
         num_frames = residency.frames.num_frames if residency.frames else 0
         self._max_busy = max(BLOCKS_PER_STORE, int(num_frames * MAX_BUSY_SHARE))
-        self._num_busy = 0  # blocks of the stores under way
+        self._num_busy = 0  # blocks in the stores under way
         self._host_window = max(2, int(num_frames * settings.ahead))
-        self._stores_while_full = 0  # the disk dropped blocks for room, so many stores ago at most
+        self._stores_while_full = 0  # stores left until the disk no longer counts as full
         self._looked_at = -num_frames  # `num_frames_taken` then
         self._num_frames = num_frames
         self._burst = self._last_burst = self._turnover = 0
-        self._idle_since = 0  # `num_frames_taken` when the writer had last nothing to do
+        self._idle_since = 0  # `num_frames_taken` when the writer was last idle
         residency.demote = self.copy_down
         if mover is not None:
             residency.queue.worth = self._worth_waiting
             residency.skips = self._skips
 
     def committed(self, block: Block) -> None:
-        """A block has just filled: for one that was seen and evicted this is a second use."""
+        """Take in a block that has just filled. For a block seen before and evicted, this is a
+        second use."""
         assert block.key is not None
         if self._mover is None or not self._admission.on_use(block.key):
             return
@@ -90,7 +89,7 @@ class Demoter:
             block.hits += 1
 
     def write(self, block: Block) -> bool:
-        """Write a block soon if the disk is to have it; False where it is not."""
+        """Queue a block to be written soon. False if the disk is not to have it."""
         if self._mover is None or not (block.pinned or self._worth_writing(block)):
             return False
         if block.is_dirty:
@@ -98,14 +97,14 @@ class Demoter:
         return block.is_dirty
 
     def write_now(self, block: Block) -> bool:
-        """Write a block before what waits by itself; False where it is not to be written."""
+        """Write a block ahead of the normal queue. False if it is not to be written."""
         if self._mover is None or not block.is_dirty or block.below is Below.REFUSED:
             return False
         self._eager[block] = None
         return True
 
     def step(self) -> None:
-        """One step's share of background work."""
+        """Do one step's share of background work."""
         self._collect()
         if self._residency.frames is None:
             return
@@ -122,7 +121,7 @@ class Demoter:
         return len(self._stores)
 
     def copy_down(self, block: Block, sparing: Collection[Block] = ()) -> bool:
-        """Copy a device block to a host frame; False where none can be had but from `sparing`."""
+        """Copy a device block to a host frame. False if only blocks in `sparing` could give one."""
         residency = self._residency
         assert block.slot is not None and block.frame is None, f"{block} cannot be copied down"
         frame = residency.take_frame(block.scope, sparing)
@@ -139,10 +138,10 @@ class Demoter:
         return True
 
     def flush(self, deadline_s: float = 60.0) -> int:
-        """Write every full block that is not on disk; returns how many could not be.
+        """Write every full block that is not on disk. Returns how many could not be written.
 
-        Blocks the engine thread: for a graceful stop only. Prefixes before what continues them,
-        so that a flush cut short still leaves usable prefixes.
+        Blocks the engine thread, so use it only for a graceful stop. Writes prefixes before their
+        continuations, so a flush cut short still leaves usable prefixes.
         """
         if self._mover is None or self._residency.frames is None:
             return 0
@@ -153,19 +152,19 @@ class Demoter:
         while (pending or self._stores) and time.monotonic() < give_up:
             self._collect()
             batch = [pending.popleft() for _ in range(min(BLOCKS_PER_STORE, len(pending)))]
-            # One that was being written when the flush began may stand below by now.
+            # A block that was being written when the flush began may be below by now.
             batch = [block for block in batch if block.is_dirty]
             refused = [block for block in self._store(batch) if block.is_dirty]
             pending.extendleft(reversed(refused))
             if refused and not self._stores:
-                break  # nothing under way will free a frame for them
+                break  # no work under way will free a frame for them
             if refused or not pending:
                 time.sleep(FLUSH_POLL_S)
         return sum(block.is_dirty for block in todo)
 
     def _clean_device(self) -> None:
-        """Copy down what is next to leave the device, a few blocks a step. The cold end is looked
-        at again once an eighth of it has left, so a look costs little for each block."""
+        """Copy down the next blocks to leave the device, a few per step. The cold end is checked
+        again once an eighth of it has left, so a check costs little per block."""
         residency = self._residency
         if residency.pool.num_free >= self._device_window:
             return
@@ -175,7 +174,7 @@ class Demoter:
                 return
             self._device_looked_at = residency.num_slots_taken
             cold = residency.device.policy.coldest(self._device_window)
-            self._spared = frozenset(cold)  # or two would take turns in one frame for ever
+            self._spared = frozenset(cold)  # otherwise two would take turns in one frame for ever
             self._to_copy = deque(cold)
         copies = 0
         while self._to_copy and copies < self._settings.device_copies_per_step:
@@ -187,9 +186,9 @@ class Demoter:
                 copies += 1
 
     def _watch_bursts(self) -> None:
-        """How many frames were taken, at most, from when the writer had nothing to do until it had
-        nothing to do again. Forgotten slowly: the longest prompts are many turnovers apart, and
-        each of them would find too few clean frames."""
+        """Track the most frames taken between two idle moments of the writer. Decays slowly,
+        because the longest prompts are many turnovers apart and each would find too few clean
+        frames."""
         residency = self._residency
         taken = residency.num_frames_taken
         if taken - self._turnover > self._num_frames:
@@ -201,8 +200,8 @@ class Demoter:
         residency.host.lookahead = max(MIN_LOOKAHEAD, int(burst * CLEAN_PER_BURST))
 
     def _write_behind(self, mover: Mover) -> None:
-        """All that waits, while the disk has room. Once that is full, what is held twice costs it
-        other blocks: then only the coldest, as many as may have to leave at once."""
+        """Write all waiting blocks while the disk has room. Once it is full, a second copy costs it
+        other blocks. Then only the coldest are written, as many as may have to leave at once."""
         queue = self._residency.queue
         if not queue:
             return
@@ -217,11 +216,11 @@ class Demoter:
                     break
             if not batch or self._store(batch[:BLOCKS_PER_STORE]):
                 return
-        self._looked_at = -self._clean_part  # the writer had no room for all of it: look again
+        self._looked_at = -self._clean_part  # the writer had no room for all: check again
 
     def _at_risk(self) -> list[Block]:
-        """The coldest host blocks; none while few have left since the last look, so that a look,
-        which costs as much as the part is long, costs little for each."""
+        """The coldest host blocks, or none while few have left since the last check. A check costs
+        time in proportion to the part's length, so this keeps the cost per block low."""
         residency = self._residency
         if residency.num_frames_taken - self._looked_at < self._clean_part // 8:
             return []
@@ -233,7 +232,7 @@ class Demoter:
         return max(self._host_window, min(self._max_busy, self._residency.host.lookahead))
 
     def _leading_to(self, block: Block, taken: Container[Block]) -> list[Block]:
-        """The run of waiting blocks that ends with this one, first to last."""
+        """The run of waiting blocks that ends with this one, from first to last."""
         run = [block]
         index = self._residency.index
         while block.parent is not None:
@@ -245,14 +244,14 @@ class Demoter:
         return run[::-1]
 
     def _worth_waiting(self, block: Block) -> bool:
-        """Whether the disk is to have a block and does not."""
+        """Whether the disk should have a block that it does not have."""
         return block.is_dirty and self._worth_writing(block)
 
     def _worth_writing(self, block: Block) -> bool:
         return block.below in (Below.ABSENT, WAITING) and not self._skips(block)
 
     def _skips(self, block: Block) -> bool:
-        """Whether the write policy keeps a block from the disk that nobody used again."""
+        """Whether the write policy keeps this block from the disk because it was not used again."""
         return self._settings.write_policy is WritePolicy.ON_SECOND_HIT and block.hits == 0
 
     def _write_eager(self) -> None:
@@ -266,10 +265,10 @@ class Demoter:
                 return
 
     def _store(self, blocks: Iterable[Block]) -> list[Block]:
-        """Hand blocks to the writer thread, prefixes first; those without a frame get one.
+        """Hand blocks to the writer thread, prefixes first. Blocks without a frame get one.
 
-        Returns the blocks that could not be handed over now: no frame, a copy under way, or a
-        full queue.
+        Returns the blocks that could not be handed over, for lack of a frame, because of a copy
+        under way, or because the queue was full.
         """
         assert self._mover is not None
         residency = self._residency

@@ -1,20 +1,20 @@
-"""Loading pays or it is not done: is a block loaded faster than it is recomputed?
+"""Decides whether loading pays: whether a block loads faster than it is recomputed.
 
-Pure; rates are measured while running and come in from the engine thread.
+Pure. The engine thread passes in rates measured while running.
 """
 
 from dataclasses import dataclass
 
-SMOOTHING = 0.2  # weight of the newest measurement in the moving averages
-RETRY_EVERY = 32  # after this many refusals in a row one load is let through, to measure again
+SMOOTHING = 0.2  # weight of the latest measurement in the moving averages
+RETRY_EVERY = 32  # after this many refusals in a row, one load is let through to measure again
 
 
 @dataclass(slots=True)
 class LoadEconomy:
     """Compares the time to load a run of blocks with the time to compute its tokens.
 
-    Until both rates are known every load is worth it. A disk that was slow once is asked again
-    every `RETRY_EVERY` refusals, so a passing slowness does not turn the tier off for good.
+    Until both rates are known, every load is worth it. A slow disk is tried again every
+    `RETRY_EVERY` refusals, so a passing slowness does not turn the tier off for good.
     """
 
     enabled: bool = True
@@ -32,7 +32,7 @@ class LoadEconomy:
             self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_tokens / seconds)
 
     def worth(self, num_tokens: int, nbytes: int) -> bool:
-        """Whether loading `nbytes` is expected to take no longer than computing `num_tokens`."""
+        """Whether loading `nbytes` should take no longer than computing `num_tokens`."""
         if not self.enabled or not self.load_bytes_per_s or not self.prefill_tokens_per_s:
             return True
         load_s = nbytes / self.load_bytes_per_s

@@ -1,9 +1,9 @@
-"""The threads that read and write the disk tier, so that the engine thread never does.
+"""The threads that read and write the disk tier, so that the engine thread never has to.
 
-The engine thread submits jobs and looks at `job.done` once per step. Loads run on a few reader
-threads, stores on one writer thread (LMDB write transactions belong to a thread). Both queues are
-bounded: a job that does not fit is refused at once, and the caller counts it. Stores wait while
-loads are under way, because a request waits for a load and nobody waits for a store.
+The engine thread submits jobs and checks `job.done` once per step. Loads run on a few reader
+threads. Stores run on one writer thread, since an LMDB write transaction belongs to a thread. Both
+queues are bounded: a job that does not fit is refused at once, and the caller counts it. Stores
+wait while loads are under way, because a request waits for a load and nobody waits for a store.
 """
 
 import logging
@@ -24,15 +24,15 @@ from tiers.tier import Age, Loaded, ManagedTier
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-FLUSH_EVERY_S = 5.0  # how long the writer is idle before it flushes the tier
-BLOCKS_PER_LOAD = 4  # a run this long is one read job, so that readers share a prefix
+FLUSH_EVERY_S = 5.0  # idle time after which the writer flushes the tier
+BLOCKS_PER_LOAD = 4  # blocks in one read job, so that several readers share a prefix
 NOTHING = Loaded(0, None)
-STORE_YIELD_S = 0.05  # how long a store waits for loads to finish before it goes ahead anyway
+STORE_YIELD_S = 0.05  # the longest that a store waits for loads to finish
 
 
 @dataclass(slots=True, eq=False)
 class ProbeJob:
-    """How many leading blocks of `ids` the tier holds."""
+    """Find how many leading blocks of `ids` the tier holds."""
 
     ids: Sequence[BlockId]
     held: int = 0
@@ -47,7 +47,7 @@ class ProbeJob:
 
 @dataclass(slots=True, eq=False)
 class LoadJob:
-    """Fill `frames` with the blocks `ids`; the frames belong to this job until it is done."""
+    """Fill `frames` with the blocks `ids`. The frames belong to this job until it is done."""
 
     ids: Sequence[BlockId]
     frames: Sequence[Frame]
@@ -66,7 +66,8 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
-    """Write the blocks `ids` from `frames`; `dropped` are the keys the tier does not hold after."""
+    """Write the blocks `ids` from `frames`. `dropped` are the keys that the tier does not hold
+    afterwards."""
 
     ids: Sequence[BlockId]
     frames: Sequence[Frame]
@@ -87,9 +88,9 @@ class StoreJob:
 
 @dataclass(slots=True, eq=False)
 class WriterTask(Generic[T]):
-    """Something else that the writer thread does to the tier, after the stores before it.
+    """Any other work on the tier by the writer thread, in order with the stores.
 
-    Never refused, for such tasks are few; `result` also carries its failure.
+    Never refused, because such tasks are few. `result` also carries a failure.
     """
 
     work: Callable[[ManagedTier], T]
@@ -115,7 +116,7 @@ class _Lane:
 
     bound: int
     queue: "SimpleQueue[Job | None]" = field(default_factory=SimpleQueue)
-    pending: int = 0  # submitted and not done; changed under the mover's lock
+    pending: int = 0  # submitted but not done; changed under the mover's lock
     threads: list[threading.Thread] = field(default_factory=list)
 
 
@@ -155,11 +156,11 @@ class Mover:
             lane.threads.clear()
 
     def set_on_done(self, on_done: Callable[[], None]) -> None:
-        """Whom to wake when a job is done; called on the mover's threads."""
+        """Set what to call when a job is done. It is called on the mover's threads."""
         self._on_done = on_done
 
     def submit(self, job: Job) -> bool:
-        """Queue a job; False when its queue is full and the job was not taken."""
+        """Queue a job. False if its queue is full and the job was refused."""
         lane = self._stores if isinstance(job, StoreJob | WriterTask) else self._loads
         with self._lock:
             if lane.pending >= lane.bound and not isinstance(job, WriterTask):
@@ -180,7 +181,7 @@ class Mover:
 
     @property
     def store_room(self) -> int:
-        """How many more stores would be taken now."""
+        """How many more stores would be accepted now."""
         return self._stores.bound - self._stores.pending
 
     def _spawn(self, lane: _Lane, name: str, niceness: int) -> None:
@@ -189,7 +190,7 @@ class Mover:
         thread.start()
 
     def _next(self, lane: _Lane) -> Job | None:
-        """The next job of a lane; the writer flushes the tier whenever it waited long for one."""
+        """The next job of a lane. The writer flushes the tier when it has waited long for one."""
         while True:
             try:
                 return lane.queue.get(timeout=FLUSH_EVERY_S if lane is self._stores else None)
@@ -207,7 +208,7 @@ class Mover:
                 self._loads_idle.wait(STORE_YIELD_S)
             try:
                 job.run(self._tier)
-            except Exception:  # the top of this thread: a tier must not raise, so say so
+            except Exception:  # the top of this thread: a tier must not raise, so log it
                 logger.exception("the disk tier failed")
                 job.fail()
             with self._lock:
@@ -219,7 +220,7 @@ class Mover:
 
 
 def _be_nice(niceness: int) -> None:
-    """Let this thread give way to the engine's; only Linux counts niceness by thread."""
+    """Let this thread give way to the engine's. Only Linux has niceness per thread."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
     except (AttributeError, OSError):

@@ -1,10 +1,10 @@
-"""Bringing a prefix up: from disk to host frames on reader threads, from frames to device slots.
+"""Promotes a prefix: from disk to host frames on reader threads, and from frames to device slots.
 
-Engine thread only; the scheduler opens a ticket for a request that is about to run, advances it
+Engine thread only. The scheduler opens a ticket for a request that is about to run, advances it
 once per step, and hands its blocks to the sequence. Nothing here waits.
 
-Where a layout has windows, a prefix needs only its last `reach` blocks whole, and of those before
-them the lasting part: no more is loaded and lifted (`tiers.transfer.windows`).
+If a layout has windows, a prefix needs only its last `reach` blocks whole. Of the blocks before
+those it needs the lasting part, and no more is loaded or copied up (`tiers.transfer.windows`).
 """
 
 import time
@@ -24,11 +24,11 @@ from tiers.transfer.ticket import Progress, Ticket, TicketState
 from tiers.transfer.windows import WindowMender
 
 _, LOADING, READY, LOST = BlockState
-BLOCKS_PER_LIFT = 16  # their frames can be had by what leaves the device for those after them
+BLOCKS_PER_LIFT = 16  # one copy; its frames are then free for blocks that later slots evict
 
 
 class Promoter:
-    """Advances tickets; owns the loads under way."""
+    """Advances tickets. Owns the loads under way."""
 
     def __init__(self, residency: Residency, mover: Mover | None, economy: LoadEconomy) -> None:
         self._residency = residency
@@ -40,14 +40,14 @@ class Promoter:
         self._windows = WindowMender(residency, mover)
 
     def open(self, chain: Chain) -> Ticket:
-        """A ticket holding what stands above the disk now; the disk is asked at once."""
+        """Open a ticket that holds the blocks now above the disk. The disk is probed at once."""
         ticket = Ticket(chain, TicketState.SETTLED if self._mover is None else TicketState.OPEN)
         self._match(ticket)
         self._ask_disk(ticket)
         return ticket
 
     def advance(self, ticket: Ticket) -> Progress:
-        """Take the ticket one step further without waiting for anything."""
+        """Advance the ticket one step without waiting for anything."""
         if ticket.is_loading:
             self._drop_lost(ticket)
             if any(block.state is LOADING for block in ticket.blocks):
@@ -72,14 +72,15 @@ class Promoter:
         return Progress.READY if self._arrived(ticket) else Progress.LOADING
 
     def close(self, ticket: Ticket, use: Use) -> None:
-        """Give up the ticket's references; loads under way finish and stay in the host tier."""
+        """Release the ticket's references. Loads under way finish, and their blocks stay in the
+        host tier."""
         for block in reversed(ticket.blocks):
             self._residency.release(block, use)
         ticket.blocks.clear()
         ticket.sources.clear()
 
     def collect(self) -> None:
-        """Take in the loads that finished. Once per step, before tickets are advanced."""
+        """Process the loads that finished. Once per step, before tickets are advanced."""
         if self._loads:
             self._loads = [load for load in self._loads if not self._collect_one(*load)]
         self._windows.collect()
@@ -89,7 +90,8 @@ class Promoter:
         return len(self._loads) + self._windows.num_reads
 
     def _match(self, ticket: Ticket) -> bool:
-        """Acquire what continues the ticket; True where another request makes the next block."""
+        """Acquire the blocks that continue the ticket. True if another request is making the next
+        block."""
         start = len(ticket.blocks)
         found = self._residency.index.match(ticket.chain, start)
         makes_next = False
@@ -123,11 +125,11 @@ class Promoter:
         return True
 
     def _load(self, ticket: Ticket) -> TicketState:
-        """The probe has answered: start loading what it found, as far as frames go. Returns the
-        ticket's next state."""
+        """Start loading what the probe found, as far as there are frames. Returns the ticket's next
+        state."""
         assert ticket.probe is not None and self._mover is not None
         held, ticket.probe = ticket.probe.held, None
-        self._match(ticket)  # others may have loaded or computed some of it meanwhile
+        self._match(ticket)  # others may have loaded or computed part of it by now
         start = len(ticket.blocks)
         layout = self._layout
         end = min(start + held, len(ticket.chain.keys))
@@ -145,8 +147,8 @@ class Promoter:
         ):
             start += BLOCKS_PER_LOAD
         begun = len(ticket.blocks) > num_before
-        # Another request brings the next one up or computes it. Once that stands, the disk is asked
-        # again for what follows it.
+        # Another request promotes or computes the next block. When it is ready, the disk is probed
+        # again for the blocks after it.
         number = len(ticket.blocks)
         there = self._residency.index.get(ticket.chain.keys[number]) if number < end else None
         if there is not None and there.identity() == ticket.chain.block_id(number):
@@ -154,8 +156,8 @@ class Promoter:
         return TicketState.LOADING if begun else TicketState.SETTLED
 
     def _load_run(self, ticket: Ticket, start: int, end: int, whole_from: int) -> bool:
-        """Submit one read job for blocks [start, end) of the chain, of those before `whole_from`
-        for their lasting part; False stops the loading."""
+        """Submit one read job for blocks [start, end) of the chain. Blocks before `whole_from` are
+        read for their lasting part only. False stops the loading."""
         residency, chain = self._residency, ticket.chain
         assert self._mover is not None
         now_s = time.monotonic()
@@ -217,7 +219,7 @@ class Promoter:
                 block.busy -= 1
                 self._residency.host.sync(block)
                 if block.key is None:
-                    continue  # a purge took it out while it loaded
+                    continue  # a purge removed it while it loaded
                 self._residency.entered(block)
                 self._residency.count(sources[number], CacheEvent.PROMOTED)
                 self._residency.counters.came(block, TierName.HOST, sources[number])
@@ -226,12 +228,13 @@ class Promoter:
         return True
 
     def _lose(self, block: Block, reason: MissReason) -> None:
-        """A load failed: the block leaves the index; its tickets drop it when they look."""
+        """Remove a block whose load failed from the index. Its tickets drop it when they next
+        check."""
         block.state = LOST
         block.fault = reason
         block.busy = 0
         self._residency.host.free(block)
-        if block.key is not None:  # a purge takes blocks out while they load
+        if block.key is not None:  # a purge may remove blocks while they load
             self._residency.index.remove(block)
 
     def _drop_lost(self, ticket: Ticket) -> None:
@@ -244,7 +247,7 @@ class Promoter:
                 return
 
     def _lift(self, ticket: Ticket) -> bool:
-        """Copy leading blocks from host frames to the device; True when all have a slot."""
+        """Copy leading blocks from host frames to the device. True when all have a slot."""
         residency = self._residency
         start = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
         if start == len(ticket.blocks):
@@ -273,15 +276,15 @@ class Promoter:
         return ticket.num_on_device == len(ticket.blocks)
 
     def _arrived(self, ticket: Ticket) -> bool:
-        """Whether all its blocks' rows are on the device: a step that read one before would hold
-        up everybody in it."""
+        """Whether the rows of all its blocks are on the device. A step that read a row too early
+        would delay every request in it."""
         pool = self._residency.pool
         return not pool.is_arriving or all(
             block.slot is not None and pool.arrived(block.slot) for block in ticket.blocks
         )
 
     def _copy_up(self, blocks: Sequence[Block], parts: Sequence[Part]) -> None:
-        """Copy these parts of host blocks into their slots; the frames stay theirs."""
+        """Copy these parts of host blocks into their slots. The blocks keep their frames."""
         residency = self._residency
         frames = [block.frame for block in blocks if block.frame is not None]
         slots = [block.slot for block in blocks if block.slot is not None]
@@ -300,7 +303,7 @@ class Promoter:
 
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:
-    """What was expected from disk came from elsewhere: the ticket is billed by that."""
+    """Correct the ticket's sources for blocks that did not come from disk, for billing."""
     if first in ticket.blocks:
         start = ticket.blocks.index(first)
         ticket.sources[start : start + len(sources)] = sources

@@ -1,4 +1,4 @@
-"""A request's claim on its cached prefix, and how far it is in being brought up. Engine thread."""
+"""A request's claim on its cached prefix, and the state of its promotion. Engine thread only."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,16 +11,16 @@ from tiers.transfer.mover import ProbeJob
 
 
 class Progress(Enum):
-    """How far a ticket is."""
+    """What a ticket is waiting for."""
 
     LOADING = auto()  # a probe, a load or a copy to the device is under way
     WAITING = auto()  # the next block is being computed or loaded for another request
-    NO_ROOM = auto()  # its blocks stand, but not all have a slot
+    NO_ROOM = auto()  # its blocks are in memory, but not all have a slot
     READY = auto()  # every block it will get is on the device
 
 
 class TicketState(Enum):
-    """What is known of the blocks that follow a ticket's.
+    """What is known of the blocks that follow those of a ticket.
 
     OPEN ─► PROBING ─► LOADING ──────► SETTLED
      ▲ ▲       │  └───────────────────────▲
@@ -28,12 +28,12 @@ class TicketState(Enum):
      └─────────────────────────────┘
     """
 
-    BYPASSED = auto()  # nothing of the prompt may be taken as it stands
-    OPEN = auto()  # the disk is to be asked for what is not above it
-    PROBING = auto()  # the disk is being asked
+    BYPASSED = auto()  # the prompt must not use cached blocks
+    OPEN = auto()  # the disk is to be probed for blocks not above it
+    PROBING = auto()  # the disk is being probed
     LOADING = auto()  # some of its blocks may be loading, or lost by a failed load
-    LOADING_PART = auto()  # the same; what follows is another request's, and then the disk's again
-    SETTLED = auto()  # the disk gives no more
+    LOADING_PART = auto()  # the same; probe again once another request has made the next block
+    SETTLED = auto()  # the disk has no more to give
 
 
 _MOVES = {
@@ -52,9 +52,10 @@ _MOVES = {
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request's claim on its cached prefix. Invariant: it has one reference to each of
-    `blocks`, and a probe exactly while it is PROBING.
+    `blocks`, and it has a probe exactly while it is PROBING.
 
-    `blocks[i]` is block i of the chain, served from `sources[i]`; `stop` says why there is no more.
+    `blocks[i]` is block i of the chain, served from `sources[i]`. `stop` says why there are no
+    more.
     """
 
     chain: Chain
@@ -64,11 +65,11 @@ class Ticket:
     stop: MissReason = MissReason.ABSENT
     probe: ProbeJob | None = None
     num_on_device: int = 0  # leading blocks known to have a slot
-    mended: bool = False  # the missing windows of its last blocks were asked for
+    mended: bool = False  # whether the missing windows of its last blocks were requested
 
     @property
     def reads(self) -> bool:
-        """Whether what stands may be taken."""
+        """Whether it may use cached blocks."""
         return self.state is not TicketState.BYPASSED
 
     @property
@@ -81,7 +82,7 @@ class Ticket:
         self.state = to
 
     def cut(self, number: int) -> list[Block]:
-        """Shorten it to its first `number` blocks; the others, last first, are to be released."""
+        """Shorten it to its first `number` blocks. Returns the others, last first, for release."""
         left = self.blocks[number:][::-1]
         del self.blocks[number:], self.sources[number:]
         return left

@@ -1,8 +1,9 @@
-"""What a shorter prefix needs of blocks that a longer one left behind: layers' windows.
+"""Restores layers' windows in blocks that a longer prefix left behind, for a shorter prefix.
 
-Where a layout has windows, a prefix needs only its last `reach` blocks whole, and of those before
-them the lasting part. A longer prefix may have left a block that a shorter one needs whole; then
-its other part is read, or the prefix is cut. Engine thread only; nothing here waits.
+If a layout has windows, a prefix needs only its last `reach` blocks whole. Of the blocks before
+those it needs the lasting part. A longer prefix may have left only the lasting part of a block that
+a shorter one needs whole. Then the other part is read, or the prefix is cut. Engine thread only.
+Nothing here waits.
 """
 
 from collections.abc import Sequence
@@ -27,8 +28,8 @@ class WindowMender:
         self._reads: list[tuple[LoadJob, list[Block]]] = []
 
     def stand(self, ticket: Ticket) -> bool:
-        """Whether the last blocks are whole above the disk, if need be of the ticket cut to where
-        they are; False while what they lack is being read."""
+        """Whether the last blocks are whole above the disk. May cut the ticket to a prefix of which
+        this is true. False while missing parts are being read."""
         lacking = [block for block in ticket.blocks[-self._reach :] if not block.is_whole]
         if any(block in blocks for _, blocks in self._reads for block in lacking):
             return False
@@ -38,13 +39,13 @@ class WindowMender:
                 return False
         if lacking:
             self._cut(ticket)
-        # A block that has a slot may be one of the last now, and lack its windows there.
+        # A block with a slot may now be one of the last and lack its windows there.
         before = max(0, len(ticket.blocks) - self._reach)
         ticket.num_on_device = min(ticket.num_on_device, before)
         return True
 
     def collect(self) -> None:
-        """Take in the reads that finished. Once per step."""
+        """Process the reads that finished. Once per step."""
         if self._reads:
             self._reads = [read for read in self._reads if not self._collect_one(*read)]
 
@@ -53,7 +54,8 @@ class WindowMender:
         return len(self._reads)
 
     def _mend(self, blocks: Sequence[Block]) -> bool:
-        """Read what blocks lack whose lasting part stands; False where one's cannot be had."""
+        """Read the missing part of blocks that have their lasting part. False if one cannot be
+        had."""
         residency = self._residency
         if self._mover is None or not all(block.held_below for block in blocks):
             return False
