@@ -117,6 +117,44 @@ def test_what_a_client_held_ends_with_it(node: NodeServer, path: Path) -> None:
         assert 3 == len(other.reserve(prompt(2))), "its unfinished blocks are free again"
 
 
+@pytest.mark.parametrize("asks", [Op.LEASE, Op.RESERVE])
+def test_what_a_client_asked_before_it_left_is_not_held(
+    node: NodeServer, path: Path, asks: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its messages are there when the first answer cannot be sent."""
+    frames = (1 << 20) // 8192
+    ids = prompt(1, num_blocks=frames // 4)
+    waits, may, work = threading.Event(), threading.Event(), node._pools.work
+    with joined(path) as other:
+        write(other, ids)
+        monkeypatch.setattr(node._pools, "work", lambda: waits.set() or (may.wait(60) and work()))
+        node._wake_up()
+        assert waits.wait(60)
+        more = ids if asks is Op.LEASE else prompt(2, num_blocks=frames // 4)
+        message = messages.pack(asks, messages.pack_run(0, messages.run_of(more)))
+        for _ in range(3):
+            with socket.socket(socket.AF_UNIX) as hasty:
+                hasty.connect(str(path))
+                hasty.sendall(message * 3)
+        may.set()
+        while other.stats()["num_clients"] > 1:
+            pass
+        with joined(path) as another:  # together they can have all that nobody holds
+            pairs = other.reserve(prompt(3, num_blocks=frames // 2))
+            pairs += another.reserve(prompt(4, num_blocks=frames // 2))
+            assert frames == len(pairs)
+
+
+def test_a_fault_in_the_node_ends_the_client_that_met_it_only(
+    node: NodeServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with joined(path) as other, joined(path) as unlucky:
+        monkeypatch.setattr(node, "_handle_frames", lambda *asked: {}["fault"])
+        with pytest.raises(NodeError, match="a fault of the node"):
+            unlucky.release([0])
+        assert 3 == len(other.reserve(prompt(3)))
+
+
 def test_a_client_cannot_take_the_memory_from_under_the_node(node: NodeServer, path: Path) -> None:
     """To read or write beyond the end of a file that was cut is SIGBUS, for everybody."""
     cuts = (
@@ -177,6 +215,7 @@ def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, p
         (Op.HELLO, b'{"version": 99}', "version 2"),
         (Op.HELLO, b'{"version": 2, "layout": {"num_layers": 1}}', "has the fields"),
         (Op.HELLO, HUGE, "does not fit"),
+        (Op.HELLO, HUGE.replace(b'"float32"', b"[]"), "dtype"),
         (Op.PROBE, b"short", "fewer than its head"),
         (Op.LEASE, struct.pack("<B16s16sIII", 0, b"", b"", 4, 2**31, 0), "does not fit"),
         (Op.LEASE, struct.pack("<B16s16sIII", 200, b"", b"", 4, 0, 0), "no pool 200"),

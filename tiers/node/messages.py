@@ -100,7 +100,7 @@ def described_layout(fields: Any) -> BlockLayout:
     for name, most in sizes.items():
         if type(fields[name]) is not int or not 0 < fields[name] <= most:
             raise NodeError(f"{name} of a block layout is {fields[name]!r}; at most {most}")
-    if fields["dtype"] not in DTYPES:
+    if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
         raise NodeError(f"blocks of dtype {fields['dtype']!r} cannot be served")
     return engine_layout(**fields)
 

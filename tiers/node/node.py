@@ -147,6 +147,9 @@ class NodeServer:
         except OSError as error:
             logger.debug(f"client {client.number} has gone: {error}")
             self._end(client)
+        except Exception:  # the top of the thread, which serves the others
+            logger.exception(f"client {client.number} was disconnected by a fault of the node")
+            self._refuse(client, "a fault of the node, see its log")
 
     def _read(self, client: _Client) -> None:
         data = client.socket.recv(_READ_BYTES)
@@ -156,7 +159,9 @@ class NodeServer:
         client.received += data
         if len(client.received) > HEADER.size + MAX_BODY or len(client.unsent) > MAX_UNSENT:
             raise NodeError("a client goes on asking and leaves its answers unread")
-        while client.waits is None and len(client.received) >= HEADER.size:
+        while client.number in self._clients and client.waits is None:
+            if len(client.received) < HEADER.size:
+                return
             size, op = HEADER.unpack_from(client.received)
             if size > MAX_BODY:
                 raise NodeError(f"a message of {size} bytes; at most {MAX_BODY} are accepted")
