@@ -48,6 +48,7 @@ class _Handed:
 
     def __init__(self) -> None:
         self.attention: Any = _Alone()
+        self.failure: BaseException | None = None
         self._options: dict[int, AttentionOptions] = {}
 
     def attend(
@@ -67,10 +68,19 @@ class _Handed:
     def compute(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        attended: torch.Tensor = self.attention.attend(
-            layer, query, key, value, self._options[layer]
-        )
+        try:
+            attended: torch.Tensor = self.attention.attend(
+                layer, query, key, value, self._options[layer]
+            )
+        except BaseException as error:
+            self.failure = error  # of which TorchScript would leave the text alone
+            raise
         return attended
+
+    def take_failure(self) -> BaseException | None:
+        """What `attention` raised since the last call, if anything."""
+        failure, self.failure = self.failure, None
+        return failure
 
 
 class _Alone:
@@ -114,10 +124,15 @@ class TracedForward:
     def __init__(self, model: Any) -> None:
         self._handed = _Handed()
         self._embed = model.get_input_embeddings()
-        with torch.inference_mode():
-            self._graph = self._record(model)
-            for number, first in _CHECKED:
-                self._check(model, self._tokens(number), first)
+        try:
+            with torch.inference_mode():
+                self._graph = self._record(model)
+                for number, first in _CHECKED:
+                    self._check(model, self._tokens(number), first)
+        except Untraceable:
+            raise
+        except Exception as error:  # whatever a model's code does with what it is handed
+            raise Untraceable(repr(error)) from error
 
     def __call__(
         self,
@@ -129,31 +144,33 @@ class TracedForward:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K] of either `tokens` [1, T] or embedded
-        `rows` [1, T, hidden] at `positions` [1, T], as the model's own forward gives them."""
+        `rows` [1, T, hidden] at `positions` [1, T], as the model's own forward gives them. Raises
+        what `attention` raises, and RuntimeError where another call of the graph fails."""
         self._handed.attention = attention
         _thread.handed = self._handed
         if rows is None:
             rows = self._embed(tokens)
         # Its passes over a graph of 3,700 nodes would take 0.7 s, and gain nothing.
-        with unoptimized():
-            logits: torch.Tensor = self._graph(rows, positions, keep)
+        try:
+            with unoptimized():
+                logits: torch.Tensor = self._graph(rows, positions, keep)
+        except RuntimeError as error:
+            if (failure := self._handed.take_failure()) is not None:
+                raise failure from None
+            # Before its last line are pages of where in the model and on this machine.
+            raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
         return logits
 
     def _record(self, model: Any) -> Any:
         rows, positions = self._embed(self._tokens(5)), torch.arange(5)[None]
         _thread.handed = self._handed
         with undeprecated() as said:
-            try:
-                graph = torch.jit.trace(
-                    _Forward(model, self._handed),
-                    (rows, positions, torch.tensor([3, 4])),
-                    check_trace=False,
-                    strict=False,
-                )
-            except Untraceable:
-                raise
-            except Exception as error:  # whatever a model's code does with what it is handed
-                raise Untraceable(repr(error)) from error
+            graph = torch.jit.trace(
+                _Forward(model, self._handed),
+                (rows, positions, torch.tensor([3, 4])),
+                check_trace=False,
+                strict=False,
+            )
         for each in said:
             if each.category.__name__ == "TracerWarning":
                 raise Untraceable(f"{each.filename}:{each.lineno}: {each.message}")
@@ -170,10 +187,7 @@ class TracedForward:
             paged=alone,
             logits_to_keep=keep,
         ).logits
-        try:
-            traced = self(alone, positions, keep, tokens=tokens)
-        except RuntimeError as error:
-            raise Untraceable(repr(error)) from error
+        traced = self(alone, positions, keep, tokens=tokens)
         if not torch.equal(own, traced):
             raise Untraceable(f"the logits of {number} tokens are others")
 

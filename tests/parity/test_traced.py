@@ -8,15 +8,18 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import TracedForward, Untraceable, trace
-from engine.models.load import LoadedModel, load_adapter
+from engine.models.load import LoadedModel, describe, load_adapter
+from engine.models.packing import PackedLinear
 from engine.request import SamplingParams
 from engine.testing.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
+    bytes_tokenizer,
     new_pool,
     save_tiny_adapter,
     tiny_model,
@@ -72,6 +75,67 @@ def test_the_default_path_of_a_warm_runner_is_the_recorded_one() -> None:
     for step in STEPS:
         told = [[each.token for each in r.step(Batch(step))] for r in (cold, warm)]
         assert told[0] == told[1]
+
+
+def test_recording_unpacks_no_weight() -> None:
+    """A plain copy of each would hold the whole model in memory a second time."""
+    model = tiny_model("llama").model
+    assert trace(model) is not None
+    packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
+    assert packed and all(each._plain is None for each in packed)
+
+
+def test_a_context_shorter_than_what_is_checked_is_not_recorded() -> None:
+    """Of learned positions there are no more than the context has."""
+    config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = stock.eval().requires_grad_(False)
+    digest = b"0" * 16
+    loaded = describe(
+        "short", model, bytes_tokenizer(), weights_digest=digest, dtype="float32", device="cpu"
+    )
+    short = runner(loaded)
+    short.warm_up()
+    assert short._traced is None
+
+
+class Burning(Exception):
+    """What goes wrong in one layer."""
+
+
+def test_an_error_in_attention_comes_out_as_it_is() -> None:
+    """Not as TorchScript's, whose message is pages of paths; and the next step serves."""
+    loaded = tiny_model("llama")
+    warm = runner(loaded)
+    warm.warm_up()
+    attend = warm._attention.attend
+
+    def burn(layer: int, *given: Any) -> torch.Tensor:
+        if layer == 1:
+            raise Burning("layer 1")
+        return attend(layer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm._attention, "attend", burn)
+        with pytest.raises(Burning, match=r"^layer 1$"):
+            warm.step(Batch(STEPS[0]))
+    told = [[each.token for each in r.step(Batch(STEPS[0]))] for r in (runner(loaded), warm)]
+    assert told[0] == told[1]
+
+
+def test_an_error_in_the_graph_is_said_in_a_line() -> None:
+    warm = runner(tiny_model("llama"))
+    warm.warm_up()
+    assert warm._traced is not None
+    with torch.inference_mode(), pytest.raises(RuntimeError) as caught:
+        warm._traced(
+            warm._attention,
+            torch.tensor([[0, 1]]),
+            torch.tensor([0, 99]),  # there is no such row
+            tokens=torch.tensor([[5, 6]]),
+        )
+    assert "index 99 is out of bounds" in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
