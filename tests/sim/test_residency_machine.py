@@ -199,8 +199,7 @@ UNSEEN = {
     _named(DeviceState.IN_USE, DeviceState.EVICTABLE),
     _named(Below.WRITING, Below.ABSENT),  # the mover took no store, and had room when asked
     _named(HostState.PINNED, HostState.ABSENT),  # only pinned blocks are left in the host
-    _named(Below.REFUSED, Below.ABSENT),  # a use: `AFTER_USE`
-    _named(Below.HELD, Below.HELD_USED),
+    _named(Below.REFUSED, Below.ABSENT),  # a use: `acquire_run` sets it
 }
 
 
@@ -243,8 +242,8 @@ def test_a_transition_that_is_not_named_is_refused() -> None:
         residency.device._move(block, DeviceState.EVICTABLE)
     with pytest.raises(AssertionError, match="cannot become PINNED on the host"):
         residency.host._move(block, HostState.PINNED)
-    with pytest.raises(AssertionError, match="cannot become HELD below"):
-        residency.queue._move(block, Below.HELD)
+    with pytest.raises(AssertionError, match="cannot become REFUSED below"):
+        residency.queue._move(block, Below.REFUSED)
     block.device = DeviceState.IN_USE
     with pytest.raises(AssertionError, match="in use already"):
         residency.device.use(block)

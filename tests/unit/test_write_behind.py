@@ -12,7 +12,8 @@ from tests.unit.test_pins_kept import Bench
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.memory.block import Below
+from tiers.memory.block import Below, Block
+from tiers.memory.losses import LossLog
 from tiers.policy.admission import WritePolicy
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import Age, TierName
@@ -148,6 +149,48 @@ def test_a_copy_that_the_disk_gave_up_first_is_written_again() -> None:
     assert bench.tier.held(chain.keys) == [True] * 6
 
 
+def test_a_copy_unused_since_its_write_is_written_again_once_the_disk_evicts_it() -> None:
+    """An import beside the server makes its blocks the oldest of a full disk: they leave it while
+    the host still has them."""
+    bench = Bench(device=16, host=40, disk=400)
+    chain = bench.chain(0, 6)
+    bench.serve(chain)
+    bench.scan(16)
+    blocks = [bench.cache.index.get(key) for key in chain.keys]
+    assert all(block and block.slot is None and block.below is Below.HELD for block in blocks)
+    store = bench.tier.store
+
+    def drop_first(
+        ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age]
+    ) -> list[PrefixKey]:
+        bench.tier.store = store  # type: ignore[method-assign]
+        bench.tier.discard(chain.keys)
+        return [*store(ids, frames, ages), *chain.keys]
+
+    bench.tier.store = drop_first  # type: ignore[method-assign]
+    bench.scan(60, first=90_000)
+    assert bench.tier.store == store
+    assert lost(bench) == 0
+    assert bench.tier.held(chain.keys) == [True] * 6
+
+
+@pytest.mark.parametrize("disk", [9, 30, 60])
+def test_a_disk_far_smaller_than_the_host_is_not_written_for_ever(disk: int) -> None:
+    """Each write evicts a block that the host has, and would be to write again."""
+    bench = Bench(device=45, host=400, disk=disk)
+    for number, chain in enumerate(prompts(bench, 60)):
+        bench.compute(chain)  # bursts of 140 blocks, which the cold end must be clean for
+        if number % 10 == 9:
+            bench.settle()
+    for _ in range(40):
+        bench.settle()
+    stored = bench.tier.stats().stored
+    for _ in range(40):
+        bench.settle()
+    assert bench.tier.stats().stored == stored
+    assert bench.cache._demoter.num_stores == 0
+
+
 def test_a_full_disk_evicts_and_nothing_is_lost() -> None:
     bench = Bench(device=30, host=40, disk=100)
     for chain in prompts(bench, 30):
@@ -199,6 +242,36 @@ def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(
         bench.serve(chain)
     in_memory = len({block.key for block in bench.cache.index})
     assert lost(bench) == 8 * LENGTH - in_memory
+
+
+def test_blocks_that_are_lost_are_said_in_the_log_once_a_minute(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    now_s = 1000.0
+    losses = LossLog(lambda: now_s)
+    waiting, refused = Block(0.0), Block(0.0)
+    waiting.below, refused.below = Below.WAITING, Below.REFUSED
+    for block in (waiting, refused, refused):
+        losses.note(block)
+    now_s += 61
+    losses.note(waiting)
+    first, second = [record.getMessage() for record in caplog.records]
+    assert "1 block(s) left memory" in first
+    assert "4 block(s)" not in first
+    assert "3 block(s) left memory" in second
+    assert "1 were not written yet, 2 the disk did not take" in second
+
+
+def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for disk in (400, 0):
+        caplog.clear()
+        bench = Bench(device=30, host=28, disk=disk)
+        for chain in prompts(bench, 6):
+            bench.compute(chain)
+        assert lost(bench) > 0
+        assert ["tiers.memory.losses"] * bool(disk) == [r.name for r in caplog.records]
 
 
 def test_a_flush_passes_over_what_was_being_written_as_it_began(

@@ -4,7 +4,7 @@ A block has one state per tier. One module owns each state and makes its transit
 
     device   FILLING, then EVICTABLE or PINNED, IN_USE, and so on     `device_tier`
     host     EVICTABLE, IN_USE, DUPLICATED or PINNED                  `host_tier`
-    below    WAITING, WRITING, then HELD or REFUSED, HELD_USED        `write_queue`
+    below    WAITING, WRITING, then HELD or REFUSED                   `write_queue`
 
 The tables below name the transitions; ABSENT is where each begins and ends. Everything else that a
 block has are facts: how many need it, whether an operator pinned it. Engine thread only.
@@ -55,14 +55,13 @@ class HostState(IntEnum):
 
 
 class Below(IntEnum):
-    """Whether the tiers below memory hold a block. Each use allows one write there."""
+    """Whether the tiers below memory hold a block."""
 
     ABSENT = 0
-    REFUSED = 1  # written since its last use but not held: no write before its next use
+    REFUSED = 1  # they did not take it: no write before its next use
     WAITING = 2  # to be written; its frame may be read
     WRITING = 3  # the writer thread reads its frame
-    HELD = 4  # not used since it was written
-    HELD_USED = 5  # used since: if they drop it, it may be written again
+    HELD = 4  # if they drop it, it may be written again
 
 
 DEVICE_MOVES = (
@@ -80,20 +79,11 @@ HOST_MOVES = (
     frozenset(HostState) - {HostState.PINNED},
 )
 BELOW_MOVES = (
-    frozenset({Below.WAITING, Below.WRITING, Below.HELD_USED}),
+    frozenset({Below.WAITING, Below.WRITING, Below.HELD}),
     frozenset({Below.ABSENT, Below.WRITING}),
     frozenset({Below.ABSENT, Below.WRITING}),
     frozenset({Below.ABSENT, Below.REFUSED, Below.HELD}),
-    frozenset({Below.HELD_USED, Below.REFUSED}),
     frozenset({Below.ABSENT}),
-)
-AFTER_USE = (
-    *(Below.ABSENT, Below.ABSENT, Below.WAITING, Below.WRITING),
-    *(Below.HELD_USED, Below.HELD_USED),
-)
-AFTER_DROP = (
-    *(Below.ABSENT, Below.REFUSED, Below.WAITING, Below.WRITING),
-    *(Below.REFUSED, Below.ABSENT),
 )
 
 Following = Union[None, "Block", "dict[Block, None]"]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Container, Hashable, Iterable,
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
-from tiers.memory.block import AFTER_USE, NEVER_USED, Block, BlockState, DeviceState, HostState
+from tiers.memory.block import NEVER_USED, Below, Block, BlockState, DeviceState, HostState
 from tiers.memory.claims import Claims
 from tiers.memory.copies import Copies
 from tiers.memory.counters import MemoryCounters
@@ -27,6 +27,7 @@ from tiers.telemetry.misses import EvictedKeys
 from tiers.tier import Cause, TierName
 
 _, FILLING, IN_USE, EVICTABLE, _ = DeviceState
+REFUSED = Below.REFUSED
 
 
 class Residency:
@@ -65,6 +66,7 @@ class Residency:
         self.pinned_keys: Container[PrefixKey] = ()
         self.demote: Callable[[Block], bool] = lambda block: False  # to a frame, if it gets one
         self.skips: Callable[[Block], bool] = lambda block: False  # the write policy: not to disk
+        self.on_lost: Callable[[Block], None] = lambda block: None
         self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
         self.num_slots_taken = self.num_frames_taken = 0  # count up, from blocks that had to leave
         self.host_moves = host_moves
@@ -91,8 +93,8 @@ class Residency:
         evictable: list[Block] = []
         for block in blocks:
             block.hits += 1
-            if block.below:
-                block.below = AFTER_USE[block.below]
+            if block.below is REFUSED:
+                block.below = Below.ABSENT
             if block.device is EVICTABLE:
                 block.ref_count = 1
                 evictable.append(block)
@@ -284,6 +286,8 @@ class Residency:
         if block.key is not None and not block.held_below:
             skipped = self.skips(block) and not block.pinned
             self.count(tier, CacheEvent.SKIPPED if skipped else CacheEvent.LOST)
+            if not skipped:
+                self.on_lost(block)
             self.evicted_keys.note(block.key, tier, cause)
         self._forget(block)
 

@@ -6,7 +6,7 @@ Only this module changes `Block.below`, except for uses noted during a lookup. E
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from tiers.memory.block import AFTER_DROP, BELOW_MOVES, Below, Block, HostState
+from tiers.memory.block import BELOW_MOVES, Below, Block, HostState
 
 
 class WriteQueue:
@@ -59,13 +59,12 @@ class WriteQueue:
     def loaded(self, block: Block, *, held: bool) -> None:
         """Note that the block was loaded from below. `held`: that tier keeps its copy."""
         if held:
-            self._move(block, Below.HELD_USED)
+            self._move(block, Below.HELD)
 
     def dropped(self, block: Block) -> None:
         """Note that the tiers below dropped the block."""
-        after = AFTER_DROP[block.below]
-        if after is not block.below:
-            self._move(block, after)
+        if block.below is Below.HELD:
+            self._move(block, Below.ABSENT)
 
     def _move(self, block: Block, to: Below) -> None:
         assert to in BELOW_MOVES[block.below], f"{block} cannot become {to.name} below"

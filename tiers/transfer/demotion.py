@@ -16,6 +16,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.memory.block import Below, Block, DeviceState
 from tiers.memory.host_tier import MIN_LOOKAHEAD
+from tiers.memory.losses import LossLog
 from tiers.memory.residency import Residency
 from tiers.policy.admission import Demotion, WritePolicy
 from tiers.telemetry.events import CacheEvent
@@ -69,6 +70,7 @@ class Demoter:
         self._host_window = max(2, int(num_frames * settings.ahead))
         self._stores_while_full = 0  # stores left until the disk no longer counts as full
         self._looked_at = -num_frames  # `num_frames_taken` then
+        self._risky: list[Block] = []  # found by that check, and not handed to the writer since
         self._num_frames = num_frames
         self._burst = self._last_burst = self._turnover = 0
         self._idle_since = 0  # `num_frames_taken` when the writer was last idle
@@ -76,6 +78,7 @@ class Demoter:
         if mover is not None:
             residency.queue.worth = self._worth_waiting
             residency.skips = self._skips
+            residency.on_lost = LossLog().note
 
     def committed(self, block: Block) -> None:
         """Take in a block that has just filled. For a block seen before and evicted, this is a
@@ -215,17 +218,23 @@ class Demoter:
                 if len(batch) >= BLOCKS_PER_STORE:
                     break
             if not batch or self._store(batch[:BLOCKS_PER_STORE]):
+                self._risky = []
                 return
-        self._looked_at = -self._clean_part  # the writer had no room for all: check again
+        self._risky = [block for block in at_risk or () if block.below is WAITING]
 
     def _at_risk(self) -> list[Block]:
-        """The coldest host blocks, or none while few have left since the last check. A check costs
-        time in proportion to the part's length, so this keeps the cost per block low."""
+        """The coldest host blocks. Until some have left since the last check: those that the writer
+        had no room for at that check.
+
+        A check costs time in proportion to the part's length. A block is written at most once per
+        check. Otherwise a disk smaller than this part would be written without end, because each
+        write evicts another block.
+        """
         residency = self._residency
-        if residency.num_frames_taken - self._looked_at < self._clean_part // 8:
-            return []
-        self._looked_at = residency.num_frames_taken
-        return residency.host.policy.coldest(self._clean_part)
+        if residency.num_frames_taken - self._looked_at >= self._clean_part // 8:
+            self._looked_at = residency.num_frames_taken
+            self._risky = residency.host.policy.coldest(self._clean_part)
+        return self._risky
 
     @property
     def _clean_part(self) -> int:
