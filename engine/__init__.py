@@ -1,7 +1,7 @@
 """Token ids in, token ids out: scheduler, paged attention, runner. Knows no HTTP and no money.
 
-`from engine import LLM, SamplingParams` is the offline face. Its names are looked up when asked
-for, so that whoever needs only `engine.request` does not wait for torch.
+`from engine import LLM, SamplingParams` is the offline interface. Its names are imported on first
+use, so that importing only `engine.request` does not load torch.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """The answers to requests in flight: each step's tokens, and how each sequence ends.
 
-The engine's thread alone. What is to be told goes back to the engine as `StepOutput`s.
+Engine thread only. Results go back to the engine as `StepOutput`s.
 """
 
 import logging
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 MAX_JUMP = 256  # forced tokens appended at once
 STEP_FAILED = "the engine failed in a step; see the server's log"
-LOOK_WAIT_S = 0.005  # a step waits so long for grammars to say what may come next
+LOOK_WAIT_S = 0.005  # how long a step waits for grammars to find the allowed tokens
 
 
 class Answers:
     """The requests in flight by id, and their sequences by number.
 
-    Invariant: a request that was begun or refused ends in one output with `last` set.
+    Invariant: every request that was begun or refused gets one output with `last` set.
     """
 
     def __init__(
@@ -39,26 +39,26 @@ class Answers:
         clock_ns: Callable[[], int],
         on_ended: Callable[[str], None],
     ) -> None:
-        """`on_ended` is told each request id that has had its last output."""
+        """`on_ended` receives the id of each request that has had its last output."""
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
-        self.jumped = 0  # tokens that a grammar forced
+        self.jumped = 0  # tokens forced by grammars
         self._scheduler = scheduler
         self._cache = cache
         self._settings = settings
         self._max_tokens = max_tokens
         self._clock_ns = clock_ns
         self._on_ended = on_ended
-        self._matching: list[Sequence] = []  # whose grammar looks for what may come next
+        self._matching: list[Sequence] = []  # sequences waiting for their grammar
         self._next_id = 0
 
     @property
     def matching(self) -> bool:
-        """Whether a grammar is still looking for what may come next."""
+        """Whether a grammar is still finding the allowed tokens."""
         return bool(self._matching)
 
     def begin(self, request: Request) -> list[StepOutput]:
-        """Take a request up. Whatever goes wrong with it is its answer."""
+        """Begin a request. An error in it becomes its answer."""
         try:
             return self._begin(request)
         except Exception:
@@ -87,7 +87,7 @@ class Answers:
         error: str | None = None,
         index: int | None = None,
     ) -> list[StepOutput]:
-        """End a request, or one sequence of it, where it is; what is to be told of it."""
+        """End a request, or one sequence of it, at any stage. Returns the outputs."""
         group = self.groups.get(request_id)
         if group is None:
             return []
@@ -101,10 +101,10 @@ class Answers:
         return outputs
 
     def take_in(self, span: Span, result: Sampled, outputs: list[StepOutput]) -> None:
-        """Take in a span's result; what goes wrong with it fails its request alone."""
+        """Process a span's result. An error in it fails only its request."""
         sequence = self.sequences.get(span.sequence_id)
         if sequence is None:
-            return  # its request failed with another of its sequences
+            return  # its request failed because of another sequence
         request_id = sequence.request.request_id
         try:
             if result.error is None:
@@ -115,12 +115,15 @@ class Answers:
             logger.exception(f"request {request_id} failed")
             error = STEP_FAILED
         outputs += self.end(request_id, FinishReason.ERROR, error)
-        if result.suspect:  # whoever asks for the prefix next computes it anew
+        if result.suspect:  # the next request for the prefix computes it anew
             self._cache.evict(sequence.chain.keys)
 
     def take_looks(self) -> list[StepOutput]:
-        """Go on with the sequences whose grammar has said what may come next. Waits for the others
-        a moment: an ordinary look takes less, and a hostile one's sequence sits steps out."""
+        """Continue the sequences whose grammar has found the allowed tokens.
+
+        Waits a moment for the others. An ordinary search takes less than that. The sequence of a
+        hostile grammar sits steps out.
+        """
         give_up = time.monotonic() + LOOK_WAIT_S
         outputs: list[StepOutput] = []
         matching, self._matching = self._matching, []
@@ -161,7 +164,7 @@ class Answers:
         error: str | None,
         outputs: list[StepOutput],
     ) -> None:
-        """Count and put out what was appended, and close what ends with it."""
+        """Count and output the appended tokens, and close the sequences that end with them."""
         group = self.groups[sequence.request.request_id]
         group.num_output += len(tokens)
         if finish is not None:
@@ -172,7 +175,8 @@ class Answers:
             self._close_group(group)
 
     def _jump(self, sequence: Sequence, state: GrammarState, outputs: list[StepOutput]) -> None:
-        """Append what the grammar forces now that it is known, or end where nothing can follow."""
+        """Append the tokens that the grammar forces, now that they are known, or end if nothing can
+        follow."""
         request_id = sequence.request.request_id
         if state.stuck is not None:
             group = self.groups[request_id]
@@ -194,8 +198,11 @@ class Answers:
     def _append(
         self, sequence: Sequence, token: int
     ) -> tuple[list[int], FinishReason | None, str | None]:
-        """Append a token, and those that a grammar then forces: what was appended, whether the
-        sequence ends with it, and why where that is an error."""
+        """Append a token, and those that a grammar then forces.
+
+        Returns the appended tokens, whether the sequence ends with them, and the reason if that is
+        an error.
+        """
         tokens: list[int] = []
         jumps = self._jumps(sequence)
         while True:
@@ -219,7 +226,7 @@ class Answers:
         params = sequence.params
         generated = sequence.num_generated
         if sequence.grammar is not None and token in self._settings.eos_token_ids:
-            return FinishReason.STOP  # the grammar allows the end only where it has ended
+            return FinishReason.STOP  # the grammar allows the end only once it is complete
         if generated >= params.min_tokens:
             if token in params.stop_token_ids:
                 return FinishReason.STOP
@@ -230,7 +237,7 @@ class Answers:
         return FinishReason.LENGTH if sequence.num_tokens >= self._max_tokens else None
 
     def _fork_due(self, group: SequenceGroup, sequence: Sequence) -> list[Sequence]:
-        """The other samples of a prompt that stands."""
+        """Fork the other samples of a computed prompt."""
         twins = list(group.due_twins(sequence, self._new_id))
         for twin in twins:
             self.sequences[twin.sequence_id] = twin
@@ -238,7 +245,7 @@ class Answers:
         return twins
 
     def _end_unsampled(self, sequence: Sequence, outputs: list[StepOutput]) -> None:
-        """The prompt stands, and nothing was to be generated."""
+        """End a sequence whose prompt is computed and that generates nothing."""
         group = self.groups[sequence.request.request_id]
         now_ns = self._clock_ns()
         for one in [sequence, *self._fork_due(group, sequence)]:

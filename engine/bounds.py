@@ -1,7 +1,7 @@
-"""The ranges of the sampling numbers of a request.
+"""The ranges of a request's sampling parameters.
 
-Pure. The engine checks each request, the wire refuses the same values under their JSON names. The
-ranges keep arithmetic on ordinary logits finite; the sampler is safe beyond them too.
+Pure. The engine checks each request. The wire refuses the same values under their JSON names. The
+ranges keep arithmetic on ordinary logits finite. The sampler is safe beyond them too.
 """
 
 from typing import Any
@@ -10,12 +10,12 @@ from engine.errors import InvalidParameter
 from engine.request import SamplingParams
 
 MAX_LOGPROBS = 20  # OpenAI, API reference, `top_logprobs`
-MAX_N = 16_384  # as many as vLLM allows
-MAX_COUNT = (1 << 31) - 1  # of tokens, and of candidates
-MIN_REPETITION_PENALTY = 0.01  # dividing logits by less overflows float32
+MAX_N = 16_384  # the same as vLLM's
+MAX_COUNT = (1 << 31) - 1  # for tokens and for candidates
+MIN_REPETITION_PENALTY = 0.01  # dividing logits by a smaller value overflows float32
 MAX_REPETITION_PENALTY = 10.0
-MAX_PICTURES = 16  # of a prompt
-MAX_PICTURE_BYTES = 16 << 20  # of an image's file
+MAX_PICTURES = 16  # per prompt
+MAX_PICTURE_BYTES = 16 << 20  # per image file
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -39,7 +39,7 @@ _OPTIONAL = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raise InvalidParameter, naming the field as OpenAI names it, for a value out of its range."""
+    """Raise InvalidParameter for a value out of its range. It names the field as OpenAI does."""
     for field, low, high in _RANGES:
         value = getattr(params, field)
         if not (_is_number(value, int | float) and low <= value <= high):
@@ -84,5 +84,5 @@ def _out_of_range(field: str, value: object, expected: str) -> InvalidParameter:
 
 
 def _is_short(value: object) -> bool:
-    """Whether a value may stand in a message: the decimals of a huge integer may not."""
+    """Whether a value is short enough for a message, unlike the digits of a huge integer."""
     return value is None or (isinstance(value, int) and abs(value) < 1 << 128)

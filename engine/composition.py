@@ -1,6 +1,6 @@
-"""One composition of a loaded model, its tiers and the engine over both, for the server and `LLM`.
+"""Composes a loaded model, its tiers and the engine over both, for the server and for `LLM`.
 
-Nothing starts before `start`; `close` undoes it.
+Nothing starts before `start`. `close` undoes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,14 +31,14 @@ from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 
-WARM_UP_ID = -1  # of a sequence that no scheduler numbers
+WARM_UP_ID = -1  # the id of a sequence outside any scheduler
 
 
 @dataclass(frozen=True, slots=True)
 class Core:
-    """A model with its tiers and its engine. Invariant: the scope names weights and layout.
+    """A model with its tiers and engine. Invariant: the scope identifies weights and layout.
 
-    The scope is the base model's; an adapter's requests add its digest.
+    The scope is the base model's. Requests for an adapter add its digest.
     """
 
     loaded: LoadedModel
@@ -52,19 +52,20 @@ class Core:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other servers can load what is published here."""
+        """Whether other servers can load blocks published here."""
         return self.cache.is_shared
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """The tiers are here, and read the owners of their `shares`."""
+        """Does nothing: the tiers are in this process and read the owners from their `shares`."""
 
     def start(self, warm_up_tokens: int = 0) -> None:
-        """Warm up on the engine's thread, over a prompt of so many tokens, then take requests."""
+        """Warm up on the engine thread, with a prompt of `warm_up_tokens` tokens, then take
+        requests."""
         engine, runner, cache, layout = self.engine, self.runner, self.cache, self.layout
         room = cache.pool.num_blocks * layout.block_size
         num_tokens = min(warm_up_tokens, engine.max_tokens, room)
 
-        def warm_up() -> None:  # knows not this object, which its owner may drop
+        def warm_up() -> None:  # holds no reference to this object, so its owner may drop it
             if num_tokens > 1:
                 _first_steps(runner, num_tokens, layout.block_size)
             runner.warm_up()
@@ -74,7 +75,8 @@ class Core:
         engine.start(warm_up)
 
     def close(self, drain_s: float = 0.0, *, flush: bool = True) -> int:
-        """Stop the engine, flush memory to disk, close the tiers; returns blocks not saved."""
+        """Stop the engine, flush memory to disk and close the tiers. Returns the number of unsaved
+        blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
         return self.cache.close(flush=flush)
@@ -97,10 +99,11 @@ def compose(
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
 ) -> Core:
-    """Tiers and engine for a loaded model; `engine` lacks what the model says of itself.
+    """Make tiers and an engine for a loaded model. The model fills in the rest of the settings
+    `engine`.
 
-    Takes `disk` over: it is closed with the rest, and where this raises what the tiers say of
-    sizes. Pins outlive a restart in `pin_folder` where there is a disk tier.
+    Takes ownership of `disk`: it is closed with the rest, and also if the tiers raise an error
+    about sizes here. With a disk tier, pins are saved in `pin_folder` across a restart.
     """
     try:
         tiers = run_apart(
@@ -150,10 +153,10 @@ def compose(
 
 
 def _first_steps(runner: ModelRunner, num_tokens: int, block_size: int) -> None:
-    """Run a chunk and a decode step over blocks that nobody owns yet.
+    """Run a prefill chunk and a decode step over blocks that nobody owns yet.
 
-    Kernels choose their form and allocators grow at the first step of each shape, which the first
-    request would wait for: 0.7 s of 3.5 for 2,250 tokens on two cores.
+    At the first step of each shape, kernels are selected and allocators grow. Without this the
+    first request would wait for it: 0.7 s of 3.5 s for 2,250 tokens on two cores.
     """
     tokens = np.zeros(num_tokens - 1, np.int32)
     table = list(range(-(-(len(tokens) + 1) // block_size)))

@@ -1,9 +1,9 @@
 """The step loop: one thread that owns the scheduler, the cache and the runner.
 
-Other threads speak to it through `submit`, `abort` and `call`, and hear from it through
-`on_outputs`, once per step. Two crossings per request, however many tokens it has.
+Other threads call `submit`, `abort` and `call`. Results reach them through `on_outputs`, once per
+step. A request crosses threads twice, however many tokens it has.
 
-    take commands ─► cache.step ─► schedule ─► runner.step ─► take in the results ─► on_outputs
+    take commands ─► cache.step ─► schedule ─► runner.step ─► process the results ─► on_outputs
 """
 
 import logging
@@ -31,21 +31,21 @@ from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # turns in a row that may fail before the engine gives up
-IDLE_S = 0.5  # how often an idle engine looks around
-MOVING_S = 0.002  # the same while loads or stores are under way; their end also wakes it
+MAX_FAILURES = 3  # failed turns in a row after which the engine gives up
+IDLE_S = 0.5  # how often an idle engine checks for work
+MOVING_S = 0.002  # the same while loads or stores are under way, whose end also wakes it
 T = TypeVar("T")
 
 
 class Runner(Protocol):
-    """What the engine asks of the compute half; see `engine.execution.runner`."""
+    """What the engine needs from the code that computes; see `engine.execution.runner`."""
 
     def step(self, batch: Batch) -> list[Sampled]: ...
 
     def forget(self, sequence_id: int) -> None: ...
 
     def probe(self) -> None:
-        """Raises where the model can compute nothing any more; changes nobody's KV."""
+        """Raises if the model can no longer compute anything. Changes no KV."""
         ...
 
 
@@ -59,13 +59,13 @@ class EngineStats:
     num_preemptions: int
     num_steps: int
     prompt_tokens_computed: int
-    jumped_tokens: int  # forced by a grammar: decode steps that were saved
+    jumped_tokens: int  # forced by a grammar, each saving a decode step
     cache: CacheStats
     failed: str | None = None
 
 
 class Engine:
-    """Serves requests until closed. Invariant: every submitted request gets one `last` output."""
+    """Serves requests until closed. Invariant: every accepted request gets one `last` output."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Engine:
         self._scheduler = Scheduler(cache, settings.scheduler, clock_ns, encoder)
         cache.on_purge(self._scheduler.detach)
         size = cache.layout.block_size
-        # One block stays free, for the copy of a shared tail that a sequence may have to make.
+        # One block stays free for the copy of a shared tail that a sequence may need to make.
         self.max_tokens = min(settings.max_context, (cache.pool.num_blocks - 1) * size)
         self._intake = Intake(settings, self.max_tokens)
         self._answers = Answers(
@@ -100,17 +100,17 @@ class Engine:
         self._wake = threading.Event()
         if encoder is not None:
             encoder.on_ready = self._wake.set
-        self._failures = 0  # turns in a row
+        self._failures = 0  # failed turns in a row
         self._num_steps = 0
-        self._prefilled = (0, 0.0)  # tokens and seconds of steps that waited for nothing
-        self._thread = threading.Thread(name="cachesvc-engine")  # until `start` makes it
+        self._prefilled = (0, 0.0)  # tokens and seconds of steps that did not wait for the device
+        self._thread = threading.Thread(name="cachesvc-engine")  # replaced by `start`
 
     # Any thread.
 
     def start(self, warm_up: Callable[[], None] = lambda: None) -> None:
-        """Run `warm_up` on the engine's thread, whose arithmetic threads it so makes, then serve.
+        """Run `warm_up` on the engine thread, which also starts its arithmetic threads, then serve.
 
-        Returns when it is warm; raises what `warm_up` raises, and serves nothing then.
+        Returns when warm. Raises what `warm_up` raises, and then the engine does not serve.
         """
         self._cache.start(on_load=self._wake.set)
         warm: Future[None] = Future()
@@ -121,9 +121,9 @@ class Engine:
         warm.result()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Refuse new requests, let running ones finish for `drain_s` seconds, abort the rest.
+        """Refuse new requests, give running ones `drain_s` seconds to finish, and abort the rest.
 
-        The cache stays open, for its owner to flush and close.
+        The cache stays open. Its owner flushes and closes it.
         """
         self._intake.close()
         self._wake.set()
@@ -138,13 +138,14 @@ class Engine:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the engine, if something did. It serves nothing from then on."""
+        """The error that ended the engine, if any. It serves nothing afterwards."""
         return self._intake.failed
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter,
-        InvalidImage, QueueFull, EngineClosed or EngineFailed; what it accepts ends in an output
-        with `last` set.
+        """Queue a request. An accepted request gets an output with `last` set.
+
+        Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter, InvalidImage,
+        QueueFull, EngineClosed or EngineFailed.
         """
         if request.pictures and self._encoder is None:
             raise InvalidImage("this model sees no images", param="contents")
@@ -154,8 +155,8 @@ class Engine:
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
         """How long a request of `share` would wait before it begins, if it were submitted now.
 
-        From the work that waits and the rate at which such work began lately; 0 while nothing is
-        known. For whoever would rather refuse early than let a client wait in vain.
+        Computed from the waiting work and the recent rate at which such work began. 0 while the
+        rate is unknown. Callers use it to refuse early rather than let a client wait in vain.
         """
         return self._intake.predicted_wait_s(share, num_tokens)
 
@@ -165,14 +166,14 @@ class Engine:
         reason: FinishReason = FinishReason.ABORT,
         index: int | None = None,
     ) -> None:
-        """End a request early, or one sequence of it; the last output says `reason`.
+        """End a request early, or one sequence of it. The last output carries `reason`.
 
-        What has ended already, or was never known, is ignored.
+        Ignores requests that have ended or are unknown.
         """
         self._post(lambda: self._abort(request_id, reason, index=index))
 
     def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
-        """Run `function` on the engine thread between two steps: to look at or change the cache."""
+        """Run `function` on the engine thread between two steps, to read or change the cache."""
         future: Future[T] = Future()
         if self.failure is not None:
             future.set_exception(EngineFailed(f"the engine has failed: {self.failure}"))
@@ -188,7 +189,7 @@ class Engine:
         return future
 
     def stats(self) -> EngineStats:
-        """A snapshot; counters may be a step apart."""
+        """A snapshot. Its counters may be one step apart."""
         scheduler = self._scheduler
         waiting = list(scheduler.waiting)
         loading = sum(s.state is SequenceState.LOADING for s in waiting)
@@ -211,10 +212,11 @@ class Engine:
     # The engine thread.
 
     def turn(self) -> bool:
-        """Take commands, then one step; False when there was nothing to compute.
+        """Take commands, then run one step. False if there was nothing to compute.
 
-        For the engine thread, and for simulations that drive an engine without one. Raises what the
-        engine cannot go on after; whatever else fails is logged, and fails as few requests as can.
+        For the engine thread, and for simulations that drive an engine without one. Raises errors
+        after which the engine cannot continue. Other errors are logged and fail as few requests as
+        possible.
         """
         self._take_commands()
         try:
@@ -265,7 +267,7 @@ class Engine:
         raise _Stopped
 
     def _step(self) -> bool:
-        """One step; False when there was nothing to compute."""
+        """Run one step. False if there was nothing to compute."""
         if self._answers.matching:
             self._tell(self._answers.take_looks())
         if self._encoder is not None:
@@ -288,9 +290,11 @@ class Engine:
         return True
 
     def _computed(self, batch: Batch) -> list[Sampled]:
-        """What the runner makes of the batch. Where it fails, each span is tried alone, so that
-        only the sequences at fault are failed. Raises RunnerBroken where nothing can be computed,
-        not even what nobody asked for."""
+        """The runner's results for the batch.
+
+        If the runner fails, each span is tried alone, so that only the sequences at fault fail.
+        Raises RunnerBroken if not even the runner's own probe can be computed.
+        """
         try:
             return self._runner.step(batch)
         except Exception:
@@ -314,8 +318,8 @@ class Engine:
     def _observe(self, batch: Batch, seconds: float) -> None:
         """Learn the prefill rate from steps that mostly prefill.
 
-        Only a step that chooses a token waits for the device; what was launched before it is paid
-        for there. So steps are added up until one does.
+        Only a step that chooses a token waits for the device, and for all work launched before it.
+        So steps are added up until one chooses a token.
         """
         if batch.num_tokens < 2 * len(batch.spans) + self._cache.layout.block_size:
             self._prefilled = (0, 0.0)
@@ -343,7 +347,7 @@ class Engine:
         outputs = self._answers.begin(request)
         self._forget_left()
         self._tell(outputs)
-        if self.failure is not None:  # accepted just before the engine failed
+        if self.failure is not None:  # it was accepted just before the engine failed
             error = f"the engine failed: {self.failure}"
             self._abort(request.request_id, FinishReason.ERROR, error)
 
@@ -380,8 +384,8 @@ class Engine:
 
 
 class RunnerBroken(Exception):
-    """The runner can compute nothing any more, whatever it is asked."""
+    """The runner can no longer compute anything."""
 
 
 class _Stopped(BaseException):
-    """Ends the step loop after a close; no failure, so nothing that handles those sees it."""
+    """Ends the step loop after a close. Not an Exception, so handlers of failures do not see it."""

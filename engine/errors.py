@@ -1,18 +1,18 @@
 """What can go wrong in the engine.
 
 EngineError
-├── RequestError            this request cannot be served; the others go on
+├── RequestError            this request cannot be served; the others continue
 │   ├── PromptTooLong       more tokens than the model or the pool can hold
 │   ├── EmptyPrompt
 │   ├── InvalidParameter    a sampling parameter out of its range; names it
-│   ├── InvalidImage        no image that is served, or none where there should be one
-│   ├── StructureUnavailable structured output, and the package for it is not installed
+│   ├── InvalidImage        an unusable image, or none where one is expected
+│   ├── StructureUnavailable structured output needs a package that is not installed
 │   └── UnknownAdapter
-├── QueueFull               too many requests wait; try later
-├── EngineFailed            the step loop died; every request is failed with its cause
+├── QueueFull               too many requests are waiting; try later
+├── EngineFailed            the step loop died; every request fails with its cause
 ├── EngineClosed            submitted after close
-└── ModelError              a model that cannot be loaded or is not supported; said at start-up
-    └── AdapterError        the same of a LoRA adapter
+└── ModelError              a model that cannot be loaded or is not supported; raised at start-up
+    └── AdapterError        the same for a LoRA adapter
 """
 
 
@@ -43,7 +43,8 @@ class InvalidParameter(RequestError):
 
 
 class InvalidImage(RequestError):
-    """An image cannot be read, is too large, or has no place in the prompt; says why."""
+    """An image cannot be read, is too large, or has no place in the prompt. The message says
+    why."""
 
 
 class StructureUnavailable(RequestError):
@@ -67,7 +68,7 @@ class EngineClosed(EngineError):
 
 
 class ModelError(EngineError):
-    """A model that cannot be loaded, or whose attention cannot be paged; the message says why."""
+    """A model that cannot be loaded, or whose attention cannot be paged. The message says why."""
 
 
 class AdapterError(ModelError):

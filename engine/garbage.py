@@ -1,14 +1,14 @@
-"""Python's collector and what is loaded once: modules and weights, which no collection can free."""
+"""Keeps Python's garbage collector from scanning modules and weights, which it can never free."""
 
 import atexit
 import gc
 
 
 def freeze_loaded() -> None:
-    """Look no more at what is loaded now, until the process ends.
+    """Stop scanning everything loaded so far, until the process ends.
 
-    Then it is looked at again: extension modules find out which of their objects nobody freed, and
-    triton's would print them all.
+    At exit the objects are made visible again. Otherwise extension modules report their unfreed
+    objects as leaks, and triton's would print them all.
     """
     gc.collect()
     gc.freeze()

@@ -1,4 +1,5 @@
-"""What this machine computes with. Read at start-up and by `cachesvc doctor`, on any thread."""
+"""This machine's hardware for computing. Read at start-up and by `cachesvc doctor`, on any
+thread."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,14 +12,14 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 
-CPU_CACHE_BYTES = 1 << 30  # of the device tier, where nobody said how many
-STEP_BYTES = 2 << 30  # of a GPU, for what steps compute with
+CPU_CACHE_BYTES = 1 << 30  # of the device tier, if not configured
+STEP_BYTES = 2 << 30  # of a GPU, reserved for the memory that steps need
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`gpu` is its name, None where there is none; `threads` are those of CPU arithmetic."""
+    """`gpu` is the GPU's name, or None without one. `threads` is the number for CPU arithmetic."""
 
     threads: int
     gpu: str | None = None
@@ -34,7 +35,7 @@ def read_hardware() -> Hardware:
 
 
 def pick_device(name: str) -> str:
-    """The device that `auto`, `cpu` or `cuda` means here. Raises ModelError for a missing GPU."""
+    """Resolve `auto`, `cpu` or `cuda` to a device. Raises ModelError if there is no GPU."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -46,12 +47,12 @@ def pick_device(name: str) -> str:
 
 
 def spare_bytes(device: str) -> int:
-    """Bytes for the device tier where nobody said how many, asked once the model is loaded.
+    """The default size of the device tier in bytes. Call it once the model is loaded.
 
-    Nine tenths of what a GPU has free, but 2 GiB at least stay for what steps compute with: graphs,
-    logits, and a gathered prefix of 128k tokens where torch reads none in place (2 GB for 8 heads
-    of 128, in bfloat16). On a CPU 1 GiB, since memory is shared with everybody. Raises ModelError
-    where the model leaves a GPU nothing.
+    On a GPU: nine tenths of its free memory, with at least 2 GiB left for steps. They need graphs,
+    logits, and a gathered prefix of 128k tokens if torch reads none in place (2 GB for 8 heads of
+    128 in bfloat16). On a CPU: 1 GiB, since other processes share the memory. Raises ModelError if
+    the model leaves a GPU no room.
     """
     if device != "cuda":
         return CPU_CACHE_BYTES
@@ -68,12 +69,12 @@ def spare_bytes(device: str) -> int:
 
 
 def run_apart(work: Callable[[], T]) -> T:
-    """Run `work` on a thread that ends with it, and so does the team of arithmetic threads that it
-    made.
+    """Run `work` on a thread of its own. The thread and its team of arithmetic threads end with the
+    work.
 
-    Where several threads have a team each, libgomp counts more threads than processors, and each
-    region of each team ends in sleep, not spinning (docs/measurements, "Threads"). So only the
-    engine's thread keeps a team.
+    If several threads have a team each, libgomp counts more threads than processors. Then each
+    region of each team ends in sleep instead of spinning (docs/measurements, "Threads"). So only
+    the engine thread keeps a team.
     """
     with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-load") as thread:
         return thread.submit(work).result()
@@ -82,8 +83,8 @@ def run_apart(work: Callable[[], T]) -> T:
 def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
     """An array as a tensor on the device, without waiting for the device.
 
-    To a GPU through pinned memory, which torch keeps until the copy is done: a copy from ordinary
-    memory would wait for all work queued before it.
+    For a GPU it goes through pinned memory, which torch keeps until the copy is done. A copy from
+    ordinary memory would wait for all work queued before it.
     """
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     if device.type != "cuda":

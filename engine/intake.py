@@ -1,6 +1,6 @@
-"""The intake of the engine: what it accepts, how much is in flight, how long a request would wait.
+"""The engine's intake: what it accepts, what is in flight, and how long a request would wait.
 
-Any thread; what is shared is guarded by a lock held for a few instructions.
+Any thread. A lock, held for a few instructions, guards shared state.
 """
 
 import threading
@@ -22,8 +22,8 @@ from tiers.blocks.contents import refusal
 
 
 class Intake:
-    """Requests between `accept` and `ended` are in flight. `backlog` is the scheduler's, set once a
-    step; those that it does not know of yet are counted here, by share."""
+    """Requests are in flight between `accept` and `ended`. The scheduler sets `backlog` once per
+    step. Requests that it does not know of yet are counted here, by share."""
 
     def __init__(self, settings: EngineSettings, max_tokens: int) -> None:
         self.backlog = Backlog()
@@ -32,11 +32,11 @@ class Intake:
         self._max_tokens = max_tokens
         self._lock = threading.Lock()
         self._in_flight: set[str] = set()
-        self._arriving: Counter[str] = Counter()  # tokens that are not queued yet
+        self._arriving: Counter[str] = Counter()  # tokens not queued yet
         self._closing = False
 
     def __len__(self) -> int:
-        """How many requests are in flight."""
+        """The number of requests in flight."""
         return len(self._in_flight)
 
     def accept(self, request: Request) -> None:
@@ -59,7 +59,7 @@ class Intake:
             self._arriving[request.share] += num_tokens
 
     def queued(self, request: Request) -> None:
-        """The request has reached the engine's thread: the scheduler knows of it from here on."""
+        """Note that the request has reached the engine thread, so the scheduler now knows of it."""
         with self._lock:
             self._arriving[request.share] -= len(request.tokens)
             if not self._arriving[request.share]:
@@ -75,15 +75,15 @@ class Intake:
             self._closing = True
 
     def fail(self, error: BaseException) -> None:
-        """Accept nothing more, for the engine has failed."""
+        """Accept nothing more, because the engine has failed."""
         with self._lock:
             self.failed = error
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
         """How long a request of `share` would wait before it begins, if it were submitted now.
 
-        From the work that waits and the rate at which such work began lately; 0 while nothing is
-        known. For whoever would rather refuse early than let a client wait in vain.
+        Computed from the waiting work and the recent rate at which such work began. 0 while the
+        rate is unknown. Callers use it to refuse early rather than let a client wait in vain.
         """
         backlog = self.backlog
         waiting = Counter(backlog.waiting)
@@ -105,7 +105,8 @@ class Intake:
             raise InvalidParameter(f"contents[{wrong[0]}] {wrong[1]}", param="contents")
 
     def _check_adapter(self, request: Request) -> None:
-        """Raises UnknownAdapter. That the scope names the adapter keeps its KV apart."""
+        """Raise UnknownAdapter for one that is not loaded. Adapters' KV is kept apart by their
+        scopes."""
         adapters = self._settings.adapters
         if request.adapter is not None and request.adapter not in adapters:
             served = ", ".join(adapters) or "none"

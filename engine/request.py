@@ -1,7 +1,7 @@
-"""What enters the engine and what leaves it: immutable values that cross threads.
+"""The values that enter and leave the engine: immutable, so that they can cross threads.
 
-What is made for each sequence in each step is a named tuple, in a third of a frozen dataclass's
-time.
+Values made for each sequence in each step are named tuples, which take a third of the time of a
+frozen dataclass.
 """
 
 from array import array
@@ -18,26 +18,26 @@ from tiers.errors import MissReason
 from tiers.telemetry.misses import Absence
 from tiers.tier import TierName
 
-_TILE_BYTES = 2  # of a native content's digest: the number of the tile
+_TILE_BYTES = 2  # of a native content's digest, for the tile's number
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended; `stop` and `length` as OpenAI spells them."""
+    """Why a sequence ended. `stop` and `length` are OpenAI's spellings."""
 
     STOP = "stop"  # end-of-sequence, a stop token, or a stop string seen by the caller
     LENGTH = "length"  # max_tokens, the context, or the budget
-    ABORT = "abort"  # the client went away
+    ABORT = "abort"  # the client left
     ERROR = "error"  # the engine failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Ranges are checked by `engine.bounds.check_params`.
+    """How tokens are chosen. `engine.bounds.check_params` checks the ranges.
 
-    `temperature` 0 is greedy. `top_k` 0 means all. `max_tokens` None means up to the context.
-    `logprobs` None returns none, n returns the chosen token's and the n most likely ones';
-    `prompt_logprobs` does the same for the prompt's tokens, all of which are computed then.
-    `max_tokens` 0 computes the prompt and generates nothing.
+    `temperature` 0 is greedy. `top_k` 0 means all. `max_tokens` None means up to the context, and 0
+    computes the prompt and generates nothing. `logprobs` None returns none; n returns those of the
+    chosen token and of the n most likely. `prompt_logprobs` does the same for the prompt's tokens,
+    all of which are then computed.
     """
 
     n: int = 1
@@ -62,10 +62,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image as its file: what a prompt's native contents name tiles of.
+    """An image as its file. A prompt's native contents name its tiles.
 
-    It is cut into `rows` and `columns` of tiles, and the whole of it is a tile more; 0 of both
-    where that one is all. `digest` is of the file and of all that turns it into pixels.
+    It is cut into `rows` and `columns` of tiles. One more tile shows the whole image. Both are 0 if
+    that is the only tile. `digest` covers the file and everything that turns it into pixels.
     """
 
     digest: bytes
@@ -78,31 +78,31 @@ class Picture:
         return self.rows * self.columns + 1
 
     def tile_digest(self, tile: int) -> bytes:
-        """What the native content is named that stands for a tile."""
+        """The digest of the native content for a tile."""
         return self.digest + tile.to_bytes(_TILE_BYTES, "little")
 
 
 def tile_of(content: Content) -> tuple[bytes, int]:
-    """The digest of the image that a native content is of, and the number of its tile."""
+    """The digest of a native content's image, and the number of its tile."""
     digest = content.digest
     return digest[:-_TILE_BYTES], int.from_bytes(digest[-_TILE_BYTES:], "little")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to serve. `tokens` is an `array('i')` that nobody changes after this."""
+    """One prompt to serve. `tokens` is an `array('i')` that must not change any more."""
 
     request_id: str
     tokens: "array[int]"
     params: SamplingParams
     scope: CacheScope
     adapter: str | None = None
-    grammar: Grammar | None = None  # of `params.structured_outputs`, compiled
+    grammar: Grammar | None = None  # compiled from `params.structured_outputs`
     contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
-    pictures: tuple[Picture, ...] = ()  # that native contents are tiles of
-    cache: bool = True  # False: neither read from the cache nor written to it
+    pictures: tuple[Picture, ...] = ()  # whose tiles are the native contents
+    cache: bool = True  # False: neither read nor write the cache
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
-    share: str = ""  # whose part of the engine it takes; those who ask are served alike
+    share: str = ""  # whose share of the engine it uses; shares are served equally
 
 
 class TokenCounts(NamedTuple):
@@ -127,7 +127,7 @@ class TokenCounts(NamedTuple):
         return self.prompt - self.hit
 
     def with_output(self, output: int) -> "TokenCounts":
-        """The same prompt after so many tokens were generated."""
+        """The same counts after `output` generated tokens."""
         return TokenCounts(
             self.prompt, self.hit_device, self.hit_host, self.hit_disk, self.hit_remote, output
         )
@@ -137,31 +137,32 @@ class Timeline(NamedTuple):
     """Where a request's time went, in nanoseconds of the monotonic clock; 0 means not reached."""
 
     arrival_ns: int = 0
-    admitted_ns: int = 0  # its turn came: its prefix began to be brought up
-    loaded_ns: int = 0  # the prefix stands on the device, prefill starts
+    admitted_ns: int = 0  # admitted: its prefix began to be promoted
+    loaded_ns: int = 0  # its prefix is on the device; prefill starts
     first_token_ns: int = 0
     last_token_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRun:
-    """Neighbouring tokens of a prompt that one tier served, or that were computed (`source` None).
+    """Consecutive tokens of a prompt that one tier served, or that were computed (`source` None).
 
-    `last_key` names the last full block that was served whole; what was computed has none.
+    `last_key` names the last full block that was served whole. It is None for computed tokens.
     """
 
     source: TierName | None
     start: int
     num_tokens: int
-    num_blocks: int  # blocks touched, a partly used one included
+    num_blocks: int  # blocks touched, including a partly used one
     last_key: PrefixKey | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What the cache said of a prompt at first admission, from the first token to the last.
+    """The result of a prompt's lookup at first admission, from the first token to the last.
 
-    `stop` says why the hit ended where it did, `absence` what is known of the first block missed.
+    `stop` says why the hit ended where it did. `absence` tells what is known of the first missed
+    block.
     """
 
     runs: tuple[BlockRun, ...]
@@ -172,21 +173,22 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A chosen token's log-probability and the most likely alternatives', most likely first."""
+    """The log-probabilities of a chosen token and of the most likely alternatives, in that
+    order."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0  # 1 for the most likely token; 0 where it was not asked for
+    rank: int = 0  # 1 for the most likely token; 0 if not requested
 
 
 class StepOutput(NamedTuple):
-    """What one step made for one sequence of one request.
+    """The output of one step for one sequence of one request.
 
     `index` numbers the sequences of a request (`params.n`). `counts.output` is the sum over the
-    request so far. `miss_reasons` says, per reason, how many prompt tokens were computed for it;
-    it is set on a request's first output, and sums to `counts.miss`. Of a request that was ended
-    within its prompt, `counts.prompt` is what was served or computed until then.
+    request so far. `miss_reasons` counts the computed prompt tokens by reason. It is set on a
+    request's first output and sums to `counts.miss`. If a request ends within its prompt,
+    `counts.prompt` counts the tokens served or computed until then.
     """
 
     request_id: str
@@ -199,6 +201,6 @@ class StepOutput(NamedTuple):
     lookup: Lookup | None = None  # on a request's first output
     timeline: Timeline = Timeline()
     error: str | None = None
-    last: bool = False  # no further output of this request will come, in any of its sequences
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of all prompt tokens but the first, once
-    num_jumped: int = 0  # of `tokens`, those that a grammar forced and no step was spent on
+    last: bool = False  # this is the request's last output, over all its sequences
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # for all prompt tokens but the first, once
+    num_jumped: int = 0  # of `tokens`, those forced by a grammar without a step

@@ -1,4 +1,4 @@
-"""Limits of the engine, and what it must know of its model."""
+"""The engine's limits, and what it must know of its model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from engine.scheduling.settings import SchedulerSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Bounds of the engine, and what it must know of the model."""
+    """The engine's limits, and what it must know of its model."""
 
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
     max_waiting: int = 1024
     max_context: int = 1 << 20
     eos_token_ids: frozenset[int] = frozenset()
     adapters: Mapping[str, bytes] = field(default_factory=dict)  # digest by name; may change
-    jump_forward: bool = True  # compute the tokens that a grammar forces in one step
+    jump_forward: bool = True  # compute tokens forced by a grammar in one step
     check_params: Callable[[SamplingParams], None] = lambda params: None  # raises InvalidParameter

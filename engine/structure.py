@@ -1,8 +1,8 @@
-"""The required form of an answer: the request's side of structured output, without its machinery.
+"""The required form of an answer: structured output as a request states it.
 
-`StructuredOutputs` is what a caller asks for, `Source` the same in one checked form, `Grammar` and
-`GrammarState` what the engine needs of a compiled one (see `engine.grammar.matcher`). Pure values
-and protocols, for every thread.
+`StructuredOutputs` is what a caller asks for. `GrammarSource` is the same in one checked form.
+`Grammar` and `GrammarState` are what the engine needs of a compiled grammar (see
+`engine.grammar.matcher`). Pure values and protocols, for any thread.
 """
 
 import json
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from engine.errors import InvalidParameter
 
-MAX_SOURCE_BYTES = 64 * 1024  # of a schema, an expression or a grammar; compiling takes longer
-MAX_DEPTH = 100  # of a document's nesting; parsers and templates recurse
-MAX_VALUES = MAX_SOURCE_BYTES  # in a document; each takes a byte at least
+MAX_SOURCE_BYTES = 64 * 1024  # of a schema, an expression or a grammar; compiling is slower
+MAX_DEPTH = 100  # of nesting in a document; parsers and templates recurse
+MAX_VALUES = MAX_SOURCE_BYTES  # in a document; each takes at least one byte
 
 
 class SourceKind(StrEnum):
@@ -33,11 +33,11 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the answer must be, under vLLM's names; exactly one is given.
+    """The required form of the answer, under vLLM's names. Exactly one is set.
 
-    `json` is a JSON schema as an object or as text, `regex` an expression for the whole answer,
-    `choice` the answers to choose from, `grammar` rules in xgrammar's EBNF with a rule `root`,
-    `json_object` any JSON object.
+    `json` is a JSON schema, as an object or as text. `regex` must match the whole answer. `choice`
+    lists the possible answers. `grammar` holds rules in xgrammar's EBNF with a rule `root`.
+    `json_object` allows any JSON object.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -49,8 +49,8 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar's text in one language. Equal ones are compiled once; `field` names the request's
-    field in errors."""
+    """A grammar's text in one language. Equal sources are compiled once. `field` is the request's
+    field that errors name."""
 
     kind: SourceKind
     text: str
@@ -58,24 +58,24 @@ class GrammarSource:
 
 
 class GrammarState(Protocol):
-    """How far one sequence has come in its grammar. Engine thread only.
+    """One sequence's position in its grammar. Engine thread only.
 
-    Invariant: once `ready`, either `forced` names the tokens that come next whatever the model
-    says, or the model chooses among `allowed`. With neither, `stuck` says why no token can follow.
+    Invariant: once `ready`, either `forced` names the tokens that must come next, or the model
+    chooses among `allowed`. If neither holds, `stuck` says why no token can follow.
     """
 
     @property
     def ready(self) -> bool:
-        """Whether what may follow is known by now: another process may look for it."""
+        """Whether the allowed tokens are known yet. Another process may be finding them."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait a while until it is ready; whether it is."""
+        """Wait up to `timeout_s` until it is ready. Returns whether it is."""
         ...
 
     @property
     def allowed(self) -> NDArray[np.int32]:
-        """[ceil(vocabulary / 32)] bits; the first of `forced` alone where there is one."""
+        """[ceil(vocabulary / 32)] bits. Only the first of `forced`, if there is one."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class GrammarState(Protocol):
     def stuck(self) -> str | None: ...
 
     def accept(self, token: int) -> None:
-        """Take in the token that came next; one of `allowed`."""
+        """Advance by the next token, which must be one of `allowed`."""
         ...
 
 
@@ -93,14 +93,17 @@ class Grammar(Protocol):
     """A compiled grammar. Any thread."""
 
     def begin(self, min_tokens: int) -> GrammarState:
-        """The state before the first token; the end is not allowed before `min_tokens` where
-        the grammar can go on."""
+        """The state before the first token. While the grammar can continue, the end is not allowed
+        before `min_tokens`."""
         ...
 
 
 def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> GrammarSource:
-    """The one thing asked for. Raises InvalidParameter, naming the field, for what is none or
-    several, of a wrong type, too large or nested too deep. Syntax is checked by compiling."""
+    """The one form requested.
+
+    Raises InvalidParameter, naming the field, if there is none or more than one, or if it is of the
+    wrong type, too large or nested too deeply. Compiling checks the syntax.
+    """
     given = [f.name for f in fields(asked) if getattr(asked, f.name) not in (None, False)]
     if len(given) != 1:
         raise InvalidParameter(
@@ -116,17 +119,17 @@ def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> Gr
 
 
 def tagged_source(shape: Mapping[str, Any], field: str) -> GrammarSource:
-    """Texts and schemas in a row, as xgrammar's structural tags describe them; made by the server
-    for calls of tools. Raises InvalidParameter for one that is too large."""
+    """A sequence of texts and schemas, as xgrammar's structural tags describe them. The server
+    makes it for tool calls. Raises InvalidParameter if it is too large."""
     text = json.dumps({"type": "structural_tag", "format": shape}, ensure_ascii=False)
     _check_size(text, field)
     return GrammarSource(SourceKind.STRUCTURAL_TAG, text, field)
 
 
 def check_document(document: object, path: str) -> None:
-    """Raises InvalidParameter for one of more than MAX_VALUES values, or deeper than MAX_DEPTH.
+    """Raise InvalidParameter for more than MAX_VALUES values or nesting deeper than MAX_DEPTH.
 
-    Counted a level at a time and without recursion, since the document is a stranger's.
+    Counts level by level without recursion, since the document is untrusted.
     """
     depth, num_values, level = 0, 0, [document] if document is not None else []
     while level:
@@ -156,7 +159,7 @@ def _from_json(schema: object, path: str) -> GrammarSource:
     if not isinstance(schema, Mapping):
         raise InvalidParameter(f"{path} must be a JSON schema, which is an object", param=path)
     check_document(schema, path)
-    # The order of properties is the order they are generated in, so keys are not sorted.
+    # Properties are generated in this order, so keys are not sorted.
     return GrammarSource(SourceKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), path)
 
 

@@ -1,7 +1,7 @@
-"""Functions of tensors compiled by TorchScript: one call, without Python's lock.
+"""Compiles functions of tensors by TorchScript, so that each is one call without Python's lock.
 
-TorchScript is deprecated in favour of `torch.compile`, which wants a C++ compiler on the machine
-that serves. Every torch that is supported has it.
+TorchScript is deprecated in favour of `torch.compile`, which needs a C++ compiler on the serving
+machine. Every supported torch version still has TorchScript.
 """
 
 import warnings
@@ -15,14 +15,14 @@ import torch
 
 @cache
 def script(function: Callable[..., torch.Tensor]) -> Any:
-    """`function`, and what it calls, compiled once for the process."""
+    """Compile `function` and the functions it calls, once per process."""
     with undeprecated():
         return torch.jit.script(function)
 
 
 @contextmanager
 def undeprecated() -> Iterator[list[warnings.WarningMessage]]:
-    """Keep what TorchScript warns of, its own deprecation above all, from the log; gives it."""
+    """Keep TorchScript's warnings, mainly of its own deprecation, from the log. Yields them."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         yield said
@@ -30,7 +30,7 @@ def undeprecated() -> Iterator[list[warnings.WarningMessage]]:
 
 @contextmanager
 def unoptimized() -> Iterator[None]:
-    """Run graphs as they were recorded."""
+    """Run graphs as they were recorded, without optimization."""
     before: bool = torch._C._get_graph_executor_optimize()
     torch._C._set_graph_executor_optimize(False)
     try:

@@ -1,12 +1,12 @@
-"""Paged attention: what transformers' attention modules call, and the reference that defines it.
+"""Paged attention: the function that transformers' modules call, and the reference that defines it.
 
 The model's attention layers call `paged_attention` through transformers' attention interface. It
-hands the step's queries, keys and values to the `PagedAttention` that the runner passed along,
-which writes KV to the pool's blocks and attends over it. Engine thread only.
+passes the step's queries, keys and values to the runner's `PagedAttention`, which writes KV to the
+pool's blocks and attends over it. Engine thread only.
 
-Everything a query attends to is what the pool holds, in the pool's dtype: a prompt computed cold
-and one served from the cache read the same numbers. Fast paths (`attention_cpu`,
-`attention_triton`) implement the same protocol and are tested against `ReferenceAttention`.
+A query attends only to the pool's contents, in the pool's dtype. A prompt computed cold and one
+served from the cache therefore read the same numbers. Fast paths (`attention.cpu`,
+`attention.triton`) implement the same protocol and are tested against `ReferenceAttention`.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from engine.errors import ModelError
 from tiers.blocks.layout import LayerLayout
 
 IMPLEMENTATION = "cachesvc_paged"  # the name in `config._attn_implementation`
-LATENT = "cachesvc_latent"  # the attribute of an attention module that keeps latents
+LATENT = "cachesvc_latent"  # the attribute of an attention module that caches latents
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What varies between layers and models: `softmax(cap(q k^T * scaling)) v`.
+    """The options of `softmax(cap(q k^T * scaling)) v`, which vary between layers and models.
 
-    `window` w lets position p see (p - w, p]; `softcap` c turns scores s into c * tanh(s / c).
-    `sinks` [Hq] are a further score of each head, which takes its share and has no value.
+    With `window` w, position p sees (p - w, p]. `softcap` c turns a score s into c * tanh(s / c).
+    `sinks` [Hq] is one more score per head, which takes part in the softmax but has no value.
     """
 
     scaling: float
@@ -42,14 +42,14 @@ class AttentionOptions:
 
 
 class PagedAttention(Protocol):
-    """Attention over the pool, for the tokens of one step at a time.
+    """Attention over the pool, one step at a time.
 
-    A step is `begin`, then `attend` once per layer in order, then `finish`; after a failure the
-    next `begin` starts afresh. `forget` drops whatever was derived for a sequence.
+    A step is `begin`, then `attend` once per layer in order, then `finish`. After a failure the
+    next `begin` starts afresh. `forget` drops data derived for a sequence.
     """
 
     def begin(self, spans: Sequence[Span]) -> None:
-        """Take the step's spans; their tokens lie one after another in T."""
+        """Begin a step with these spans. Their tokens follow one another along T."""
         ...
 
     def attend(
@@ -60,15 +60,15 @@ class PagedAttention(Protocol):
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """query: [T, Hq, Dk]; key: [T, Hkv, Dk]; value: [T, Hkv, Dv]; any strides. Where the layer
-        keeps no value apart, `value` is the leading part of `key`. Returns [T, Hq, Dv].
+        """query: [T, Hq, Dk]; key: [T, Hkv, Dk]; value: [T, Hkv, Dv]; any strides. If the layer
+        stores no separate values, `value` is the leading part of `key`. Returns [T, Hq, Dv].
 
-        T may exceed the spans' tokens; the rows beyond are padding, and their result is unused.
+        T may exceed the spans' tokens. The rows beyond are padding, and their result is unused.
         """
         ...
 
     def finish(self) -> None:
-        """All layers are done: after this the step's KV stands in the pool."""
+        """End the step after all layers. Afterwards its KV is in the pool."""
         ...
 
     def forget(self, sequence_id: int) -> None: ...
@@ -89,9 +89,10 @@ def paged_attention(
     dropout: float = 0.0,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' attention modules call. query: [1, Hq, T, D]; returns [1, T, Hq, D].
+    """The function that transformers' attention modules call. query: [1, Hq, T, D]; returns [1, T,
+    Hq, D].
 
-    Raises ModelError for a model that asks for more than `AttentionOptions` can say.
+    Raises ModelError for a model that needs more than `AttentionOptions` can express.
     """
     if paged is None:
         raise ModelError(
@@ -114,14 +115,14 @@ def paged_attention(
     return paged.attend(layer, rows[0], rows[1], rows[2], options).unsqueeze(0), None
 
 
-# What changes nothing of what attention computes.
+# Arguments that do not change what attention computes.
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "is_causal", "output_attentions", "output_router_logits"}
 )
 
 
 def refuse_extras(caller: str, attention_mask: torch.Tensor | None, extras: dict[str, Any]) -> None:
-    """Raise ModelError when an argument would change what attention computes."""
+    """Raise ModelError if an argument would change what attention computes."""
     unknown = sorted(
         name for name, given in extras.items() if given is not None and name not in _HARMLESS
     )
@@ -137,12 +138,13 @@ def refuse_extras(caller: str, attention_mask: torch.Tensor | None, extras: dict
 
 
 def register() -> None:
-    """Make `IMPLEMENTATION` known to transformers. No mask is registered, so none is built."""
+    """Register `IMPLEMENTATION` with transformers. No mask is registered, so none is built."""
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
 class ReferenceAttention:
-    """Obviously right, on any device: write the span's KV, gather the prefix, SDPA with a mask."""
+    """Plainly correct, on any device: writes the span's KV, gathers the prefix, runs SDPA with a
+    mask."""
 
     def __init__(self, pool: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
         """pool, layers: as `KvPool` takes them."""
@@ -187,7 +189,7 @@ def attend_span(
     value: torch.Tensor,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """One span of one layer. Shapes as in `PagedAttention.attend`."""
+    """Attention of one span in one layer. Shapes as in `PagedAttention.attend`."""
     if span.write_kv:
         write_span(pool, layer, span, key, value)
     end = span.start + len(span.tokens)
@@ -219,7 +221,8 @@ def write_span(
 
 
 def pieces(span: Span, block_size: int) -> list[tuple[int, int, int, int]]:
-    """A span cut at block borders: (offset in the span, tokens, block, first row in the block)."""
+    """A span cut at block boundaries: (offset in the span, tokens, block, first row in the
+    block)."""
     cut = []
     offset, total = 0, len(span.tokens)
     while offset < total:
@@ -233,8 +236,8 @@ def pieces(span: Span, block_size: int) -> list[tuple[int, int, int, int]]:
 def gather(
     pool: KvPool, layer: int, block_table: Sequence[int], num_tokens: int, first: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one layer of positions [0, num_tokens) but those of the `first` blocks, in
-    which nobody looks: [N, Hkv, Dk or Dv]."""
+    """One layer's keys and values of positions [0, num_tokens), without the `first` blocks, which
+    no query sees: [N, Hkv, Dk or Dv]."""
     num_blocks = -(-num_tokens // pool.block_size)
     table = torch.tensor(block_table[first:num_blocks], device=pool.tensor.device)
     return gather_blocks(pool.layers[layer], table, num_tokens - first * pool.block_size)
@@ -243,7 +246,7 @@ def gather(
 def gather_blocks(
     kept: LayerKv, table: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, of a table that is on the device and names no more blocks than are needed."""
+    """The same for a table on the device that names only the blocks needed."""
     key = kept.key.index_select(0, table).flatten(0, 1)[:num_tokens]
     if kept.shared:
         return key, key[..., : kept.value.shape[-1]]
@@ -283,13 +286,13 @@ def attend_dense(
 
 
 def _widened(rows: torch.Tensor, groups: int) -> torch.Tensor:
-    """[N, Hkv, D] as [Hkv * groups, N, D]; a single head is not copied."""
+    """[N, Hkv, D] as [Hkv * groups, N, D]. A single head is not copied."""
     heads = rows.transpose(0, 1)
     return heads.expand(groups, -1, -1) if len(heads) == 1 else heads.repeat_interleave(groups, 0)
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last axis in float32; a sink, [..., 1, 1] or none, takes its share first."""
+    """Softmax over the last axis in float32. A sink, [..., 1, 1] or None, takes its share first."""
     if sinks is None:
         return torch.softmax(scores, -1, dtype=torch.float32)
     sink = sinks.to(scores.dtype).expand_as(scores[..., :1])
@@ -299,7 +302,7 @@ def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torc
 def causal_mask(
     num_queries: int, start: int, window: int | None, device: torch.device
 ) -> torch.Tensor:
-    """[T, start + T], True where the query at start + i may see position j."""
+    """[T, start + T]: True if the query at start + i may see position j."""
     query = torch.arange(start, start + num_queries, device=device)[:, None]
     position = torch.arange(start + num_queries, device=device)[None]
     seen = position <= query

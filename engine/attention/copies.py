@@ -1,17 +1,18 @@
-"""Working copies of sequences' KV, head by head, side by side in one buffer.
+"""Working copies of sequences' KV, stored by head, next to each other in one buffer.
 
-The pool is block-first, which suits moving blocks and not reading one layer's keys in a row. So
-each running sequence has its KV a second time, in float32:
+The pool is block-first, which suits moving blocks but not reading one layer's keys in sequence. So
+each running sequence has a second copy of its KV, in float32:
 
-    pool   [blocks, parts, block_size, Hkv, D]      the truth, shared, any dtype
-    copy   [parts, Hkv, capacity, D]                of one sequence, filled from the pool
+    pool   [blocks, parts, block_size, Hkv, D]      the original, shared, any dtype
+    copy   [parts, Hkv, capacity, D]                one sequence's, filled from the pool
 
-for each run of parts of one shape (`KvPool.runs`): most models have one, of all layers' keys and
-values. A copy holds what the pool holds, rounded as the pool rounds.
+There is one such tensor for each run of parts of one shape (`KvPool.runs`). Most models have a
+single run of all layers' keys and values. A copy holds the pool's values, rounded as the pool
+rounds.
 
-A copy stays when its sequence ends, until its memory is needed: the next prompt that begins with
-the same blocks takes it over, and only the rest is filled. The pool says which blocks are the same:
-each owner of a slot has a number of its own. Engine thread only.
+A copy outlives its sequence until its memory is needed. The next prompt that begins with the same
+blocks takes it over, and only the rest is filled. The pool tells which blocks are the same, because
+each owner of a slot has a unique number. Engine thread only.
 """
 
 from bisect import insort
@@ -25,20 +26,20 @@ from engine.attention.base import pieces
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 
-_CAPACITY_STEP = 256  # tokens by which a copy's capacity is rounded up
-_MOST_KEPT = 64  # copies of ended sequences
+_CAPACITY_STEP = 256  # a copy's capacity is a multiple of this, in tokens
+_MOST_KEPT = 64  # the most copies of ended sequences
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
 @dataclass(slots=True, eq=False)
 class WorkingCopy:
-    """KV of positions [0, length), in `size` elements of the buffer from `start`."""
+    """The KV of positions [0, length), in `size` elements of the buffer from `start` on."""
 
     start: int
     size: int
     runs: list[torch.Tensor]  # [parts, Hkv, capacity, D]
     length: int = 0
-    owners: list[int] = field(default_factory=list)  # of the slots of its full blocks
+    owners: list[int] = field(default_factory=list)  # owner numbers of its full blocks' slots
 
     @property
     def capacity(self) -> int:
@@ -46,7 +47,8 @@ class WorkingCopy:
 
 
 class WorkingCopies:
-    """All copies. Invariant: those of running and of ended sequences lie apart in the buffer."""
+    """All copies. Invariant: copies, of running or ended sequences, do not overlap in the
+    buffer."""
 
     def __init__(
         self,
@@ -55,19 +57,19 @@ class WorkingCopies:
         *,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
-        """owners: of each slot of the pool the number of its owner, never used twice. Without it
-        no copy outlives its sequence."""
+        """owners: the number of the owner of each pool slot, never reused. Without it no copy
+        outlives its sequence."""
         self._kv = kv
         self._owners = owners
         self._token_items = sum(run[0].numel() for run in kv.runs) // kv.block_size
         self._buffer = _reserved(budget_bytes // torch.float32.itemsize)
         self._free = FreeRanges(len(self._buffer))
         self._running: dict[int, WorkingCopy] = {}
-        self._ended: dict[WorkingCopy, None] = {}  # the oldest first
+        self._ended: dict[WorkingCopy, None] = {}  # oldest first
 
     def open(self, span: Span, busy: set[int]) -> WorkingCopy | None:
-        """The span's copy, with every position that stands in the pool before this step, and room
-        for the span. None where there is no memory but that of the sequences in `busy`."""
+        """The span's copy, with every position that is in the pool before this step, and room for
+        the span. None if only the sequences in `busy` could give up memory."""
         end = span.start + len(span.tokens)
         standing = span.start if span.write_kv else end
         copy = self._running.get(span.sequence_id)
@@ -79,12 +81,12 @@ class WorkingCopies:
                 return None
         if copy.length < standing:
             self._fill(copy, span.block_table, standing)
-        copy.length = standing  # what a step that failed half-way left beyond is written anew
+        copy.length = standing  # rows left beyond this by a failed step are rewritten
         del copy.owners[standing // self._kv.block_size :]
         return copy
 
     def finish(self, copy: WorkingCopy, span: Span) -> None:
-        """The step is done: write its KV, which stands in the copy, to the pool's blocks."""
+        """Write the finished step's KV from the copy to the pool's blocks."""
         if span.write_kv:
             self._write(copy, span)
         copy.length = span.start + len(span.tokens)
@@ -94,7 +96,7 @@ class WorkingCopies:
                 copy.owners += [self._owners[slot] for slot in span.block_table[known:full]]
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended; its copy stays for the next prompt that begins as it does."""
+        """End the sequence. Its copy stays for the next prompt that begins the same way."""
         copy = self._running.pop(sequence_id, None)
         if copy is None:
             return
@@ -106,20 +108,20 @@ class WorkingCopies:
             self._drop_oldest()
 
     def warm_up(self, num_tokens: int) -> None:
-        """Touch the memory of a copy of `num_tokens`, or as much of it as a quarter of the budget.
+        """Touch the memory of a copy of `num_tokens`, up to a quarter of the budget.
 
-        Memory that a virtual machine touches for the first time comes at about 1 GB/s, slower than
-        a prefix is copied from the pool (docs/measurements).
+        A virtual machine provides fresh memory at about 1 GB/s, slower than a prefix is copied from
+        the pool (docs/measurements).
         """
         self._buffer[: min(_capacity(num_tokens) * self._token_items, self._usual)].zero_()
 
     @property
     def uniform(self) -> bool:
-        """Whether all parts have one shape, so that `rows` can say where they lie."""
+        """Whether all parts have one shape, so that `rows` can locate them."""
         return len(self._kv.runs) == 1
 
     def rows(self, copies: Sequence[WorkingCopy], positions: Sequence[int]) -> "Rows":
-        """Where the heads of these positions lie, one position of each copy."""
+        """The buffer rows of the heads of these positions, one position per copy."""
         _, parts, _, heads, dim = self._kv.runs[0].shape
         starts = np.array([copy.start // dim for copy in copies])
         capacities = np.array([copy.capacity for copy in copies])
@@ -133,11 +135,11 @@ class WorkingCopies:
 
     @property
     def _usual(self) -> int:
-        """Elements that copies of ended sequences may take: a quarter of the budget."""
+        """The elements that copies of ended sequences may take: a quarter of the budget."""
         return len(self._buffer) // 4
 
     def _grown(self, span: Span, old: WorkingCopy | None, busy: set[int]) -> WorkingCopy | None:
-        """A copy with room for the span and what will follow; `old`'s contents move over."""
+        """A copy with room for the span and for growth. The contents of `old` are moved into it."""
         end = max(span.start + len(span.tokens), span.num_prompt_tokens)
         copy = self._new(_capacity(end), busy)
         if copy is None:
@@ -152,8 +154,8 @@ class WorkingCopies:
         return copy
 
     def _match(self, span: Span, standing: int) -> WorkingCopy | None:
-        """The copy of an ended sequence that begins with most of the blocks that stand, shortened
-        to them; None where no copy saves more blocks than it loses."""
+        """The ended sequence's copy that shares the most leading blocks with the span, shortened to
+        them. None if no copy saves more blocks than it loses."""
         if not self._ended:
             return None
         size, end = self._kv.block_size, max(span.start + len(span.tokens), span.num_prompt_tokens)
@@ -169,7 +171,7 @@ class WorkingCopies:
         del self._ended[best]
         del best.owners[_num_shared(best.owners, wanted) :]
         best.length = len(best.owners) * size
-        # Of layers with a window it may lack the rows that this prompt looks at.
+        # For layers with a window, it may lack the rows that this prompt reads.
         for number, window in enumerate(self._kv.windows):
             if window is not None:
                 self._fill_run(number, best, span.block_table, best.length - window, best.length)
@@ -184,7 +186,7 @@ class WorkingCopies:
         return WorkingCopy(start, size, self._views(start, capacity))
 
     def _views(self, start: int, capacity: int) -> list[torch.Tensor]:
-        """Of each run the part of the buffer that a copy at `start` has for it."""
+        """For each run, its view of the buffer in a copy at `start`."""
         views = []
         for run in self._kv.runs:
             _, parts, _, heads, dim = run.shape
@@ -194,8 +196,8 @@ class WorkingCopies:
         return views
 
     def _take(self, size: int, busy: set[int]) -> int | None:
-        """Room for a copy. Copies of ended sequences go before more memory is touched than a
-        quarter of the budget, and those of sequences that sit this step out go last."""
+        """Find room for a copy. Copies of ended sequences are dropped before more than a quarter of
+        the budget is touched. Copies of sequences that sit this step out are dropped last."""
         for limit in (self._usual, len(self._buffer)):
             if (start := self._make_room(size, limit)) is not None:
                 return start
@@ -211,9 +213,10 @@ class WorkingCopies:
         return start
 
     def _close_gaps(self) -> None:
-        """Move the copies together: a long prompt needs what is free in one piece, and without a
-        copy each of its steps takes many times as long (docs/measurements, "Working copies")."""
-        elements, end = self._buffer.numpy(), 0  # unlike torch, NumPy copies between what overlaps
+        """Move the copies together, because a long prompt needs the free memory in one piece.
+        Without a copy, each of its steps takes many times as long (docs/measurements, "Working
+        copies")."""
+        elements, end = self._buffer.numpy(), 0  # unlike torch, NumPy can copy overlapping ranges
         for copy in sorted(self._running.values(), key=lambda copy: copy.start):
             if copy.start > end:
                 elements[end : end + copy.size] = elements[copy.start : copy.start + copy.size]
@@ -239,7 +242,7 @@ class WorkingCopies:
             self._free.give(copy.start, copy.size)
 
     def _fill(self, copy: WorkingCopy, block_table: Sequence[int], end: int) -> None:
-        """Bring positions [copy.length, end) over from the pool, as far as windows reach."""
+        """Copy positions [copy.length, end) from the pool, as far as windows reach."""
         for number, window in enumerate(self._kv.windows):
             first = copy.length if window is None else max(copy.length, end - window)
             self._fill_run(number, copy, block_table, first, end)
@@ -250,7 +253,7 @@ class WorkingCopies:
     def _fill_run(
         self, number: int, copy: WorkingCopy, block_table: Sequence[int], first: int, end: int
     ) -> None:
-        """The same of one run of parts and positions [first, end)."""
+        """The same for one run of parts and positions [first, end)."""
         run, to, size = self._kv.runs[number], copy.runs[number], self._kv.block_size
         position = max(0, first)
         while position < end:
@@ -270,7 +273,7 @@ class WorkingCopies:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of the buffer, [N, D], and of each part the numbers of those that a step writes,
+    """The rows of the buffer, [N, D], and for each part the numbers of the rows that a step writes,
     [sequences * Hkv]."""
 
     buffer: torch.Tensor
@@ -278,11 +281,11 @@ class Rows:
 
 
 class FreeRanges:
-    """What is free of [0, size): a range is taken at the lowest place where it fits."""
+    """The free ranges of [0, size). A range is taken at the lowest position where it fits."""
 
     def __init__(self, size: int, first: int = 0) -> None:
-        """The elements before `first` are taken."""
-        self._ranges = [(first, size)]  # sorted, none beside another
+        """The elements before `first` count as taken."""
+        self._ranges = [(first, size)]  # sorted, no two adjacent
 
     @property
     def total(self) -> int:
@@ -312,8 +315,8 @@ class FreeRanges:
 
 
 def _reserved(size: int) -> torch.Tensor:
-    """So many elements, or as many as the system promises: half, a quarter and so on. Only what was
-    touched is in memory, for it comes page by page."""
+    """A buffer of `size` elements, or of half, a quarter and so on, whatever the system grants.
+    Only touched pages take memory."""
     try:
         return torch.empty(size, dtype=torch.float32)
     except RuntimeError:
@@ -321,13 +324,13 @@ def _reserved(size: int) -> torch.Tensor:
 
 
 def _capacity(num_tokens: int) -> int:
-    """Room for a sequence of `num_tokens` and an eighth more, so that it is seldom moved."""
+    """The capacity for a sequence of `num_tokens`: an eighth more, so that it is seldom moved."""
     return -(-(num_tokens + num_tokens // 8 + 1) // _CAPACITY_STEP) * _CAPACITY_STEP
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many numbers both begin with. By halves: a prompt may have thousands of blocks, and is
-    compared with every copy that was kept."""
+    """How many leading numbers the two share. Found by bisection, because a prompt may have
+    thousands of blocks and is compared with every kept copy."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,8 @@
 """Attention on a CPU, over working copies of the running sequences' KV (`attention.copies`).
 
-Same contract as `attention.ReferenceAttention`. Attention is computed in float32 whatever the model
-computes in, by `attention.dense`: one call for each part of a step and layer. A sequence that there
-is no memory for a copy of is served by the reference. Engine thread only.
+Same contract as `attention.ReferenceAttention`. `attention.dense` computes attention in float32,
+whatever the model's dtype, in one call per part of a step and layer. The reference serves a
+sequence for whose copy there is no memory. Engine thread only.
 """
 
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from engine.batch import Span
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
 
-_TILE = 128  # query positions attended at once: scores of a tile stay in the cache
+_TILE = 128  # query positions attended at once, so that a tile's scores stay in the cache
 
-_TILE_ROWS = 2048  # the same, times the query heads that share a key
+_TILE_ROWS = 2048  # the same, multiplied by the query heads that share a key
 
 
 @dataclass(slots=True)
 class _SpanPart:
-    """One span's part of a step, whose rows begin at `first`; `copy` None is served by the
-    reference."""
+    """One span's part of a step. Its rows begin at `first`. If `copy` is None, the reference serves
+    it."""
 
     span: Span
     first: int
@@ -36,12 +36,13 @@ class _SpanPart:
 
 @dataclass(slots=True)
 class _TokenParts:
-    """Neighbouring spans of one token each, whose KV is written by one call a layer, if at all."""
+    """Adjacent spans of one token each. One call per layer writes their KV, if it is to be
+    written."""
 
     spans: list[Span]
     first: int
     copies: list[WorkingCopy]
-    runs: list[torch.Tensor]  # of each copy its only run
+    runs: list[torch.Tensor]  # each copy's only run
     positions: list[int]
     written: Rows | None
 
@@ -106,7 +107,7 @@ class CpuAttention:
         return output.to(computed)
 
     def finish(self) -> None:
-        """Write the step's KV, which stands in the copies, to the pool's blocks."""
+        """Write the step's KV from the copies to the pool's blocks."""
         for part in self._step:
             if isinstance(part, _TokenParts):
                 for span, copy in zip(part.spans, part.copies, strict=True):
@@ -125,15 +126,19 @@ class CpuAttention:
     # The parts of a step.
 
     def _together(self, opened: tuple[Span, WorkingCopy | None]) -> tuple[bool, int]:
-        """Whether it is one token of a sequence with a copy; such neighbours, which all write their
-        KV or all do not, are one part of the step."""
+        """The key that groups adjacent spans.
+
+        First, whether it is one token of a sequence with a copy. Adjacent spans of that kind are
+        one part of the step if all or none of them write their KV.
+        """
         span, copy = opened
         if len(span.tokens) == 1 and copy is not None and self._copies.uniform:
             return True, span.write_kv
         return False, span.sequence_id
 
     def _add(self, group: list[tuple[Span, WorkingCopy | None]], first: int) -> int:
-        """Add the part of these spans, whose rows begin at `first`; returns where they end."""
+        """Add the part of these spans, whose rows begin at `first`. Returns the end of their
+        rows."""
         span, copy = group[0]
         if not self._together(group[0])[0]:
             self._step.append(_SpanPart(span, first, copy))
@@ -189,7 +194,7 @@ class CpuAttention:
     ) -> None:
         (key_run, key_part), (value_run, value_part) = self._places[layer]
         tile = max(1, min(_TILE, _TILE_ROWS * key.shape[1] // query.shape[1]))
-        if self._triangle is None:  # not before: the thread that makes it gets a team of threads
+        if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
             self._triangle = torch.full((_TILE, _TILE), -torch.inf).triu(1)
         start, num_tokens = part.span.start, len(part.span.tokens)
         size = query.shape[1] // key.shape[1] * min(tile, num_tokens) * (start + num_tokens)
@@ -218,13 +223,13 @@ class CpuAttention:
         )
 
     def _rounded(self, rows: torch.Tensor) -> torch.Tensor:
-        """As the pool rounds them."""
+        """The rows, rounded as the pool rounds them."""
         return rows if rows.dtype == self._kv.tensor.dtype else rows.to(self._kv.tensor.dtype)
 
 
 def _places(kv: KvPool) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-    """Of each layer the run and the part in it of its keys and of its values; the same one where
-    values are a part of the keys."""
+    """For each layer, the run and the part in it of its keys, and of its values. They are the same
+    if values are a part of the keys."""
     parts = iter(
         (number, part) for number, run in enumerate(kv.runs) for part in range(run.shape[1])
     )

@@ -1,8 +1,8 @@
-"""Attention on a CPU over keys and values that lie head by head, as functions of tensors alone.
+"""Attention on a CPU over keys and values stored by head, as pure functions of tensors.
 
-They are compiled by TorchScript (`engine.torchscript`), so that a layer's attention is one call: a
-step of 16 sequences makes some 4,000 calls of torch here, and each from Python would let go of
-Python's lock and wait for it again. Called as they stand they compute the same bits.
+TorchScript compiles them (`engine.torchscript`), so that a layer's attention is one call. A step of
+16 sequences makes about 4,000 calls of torch here. From Python, each would release Python's lock
+and wait for it again. Called uncompiled, they compute the same bits.
 """
 
 import torch
@@ -27,12 +27,12 @@ def attend_tokens(
     sinks: torch.Tensor | None,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of each of S sequences, in rows [first, first + S) of a step's query [T, Hq, Dk],
-    key [T, Hkv, Dk], value [T, Hkv, Dv] and output [T, Hq, Dv].
+    """Attention of one token of each of S sequences. They are rows [first, first + S) of a step's
+    query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] and output [T, Hq, Dv].
 
-    Of each sequence keys and values are two parts, or one, of its run [parts, Hkv, capacity, D],
-    and seen up to its position. Those of the token are written first, to the rows of buffer [N, D]
-    that `rows` [S * Hkv] names for each part, if there is a buffer. Fills and returns `output`.
+    A sequence's keys and values are two parts, or one, of its run [parts, Hkv, capacity, D], and
+    are read up to its position. If there is a buffer [N, D], the token's own are written first, to
+    its rows that `rows` [S * Hkv] names for each part. Fills and returns `output`.
     """
     stop = first + len(positions)
     if buffer is not None:
@@ -61,8 +61,9 @@ def attend_one(
     sinks: torch.Tensor | None,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """One scaled query [Hkv, groups, Dk] at `position` over keys [Hkv, Dk, position + 1] and values
-    [Hkv, position + 1, Dv]; a group's heads share a GEMM. output: [Hkv, groups, Dv]."""
+    """Attention of one scaled query [Hkv, groups, Dk] at `position` over keys [Hkv, Dk, position +
+    1] and values [Hkv, position + 1, Dv]. The heads of a group share a GEMM. output: [Hkv, groups,
+    Dv]."""
     low = first_seen(position, window)
     if low > 0:
         key, value = key[:, :, low:], value[:, low:]
@@ -97,12 +98,12 @@ def attend_span(
     scratch: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Positions [start, end) of one sequence, `tile` of them at a time, in the rows of a step's
-    query, key, value and output (as in `attend_tokens`) that begin with `first`.
+    """Attention of positions [start, end) of one sequence, `tile` of them at a time. They are the
+    rows from `first` on of a step's query, key, value and output, as in `attend_tokens`.
 
-    Keys and values are a part each of runs [parts, Hkv, capacity, D], and seen up to `end`; those
-    of the span are written first, if asked. `triangle` [tile, tile] is -inf above its diagonal;
-    `scratch` has room for the scores of a tile. Fills and returns `output`.
+    Keys and values are one part each of runs [parts, Hkv, capacity, D], and are read up to `end`.
+    The span's own are written first, if requested. `triangle` [tile, tile] is -inf above its
+    diagonal. `scratch` has room for a tile's scores. Fills and returns `output`.
     """
     stop = first + end - start
     keys, values = key_run[key_part], value_run[value_part, :, :, : value.shape[2]]
@@ -117,8 +118,8 @@ def attend_span(
         attend_one(one, keys.transpose(1, 2), values, start, window, softcap, sinks, to)
         return output
     if values.stride(1) != values.shape[2]:
-        # A leading part of keys (latents): oneDNN multiplies by rows with gaps between them a
-        # thousand times more slowly (2,048 x 256 by 512: 6.3 s for 4.7 ms on an AMD EPYC).
+        # A leading part of keys (latents). With gaps between rows, oneDNN multiplies a thousand
+        # times more slowly (2,048 x 256 by 512: 6.3 s instead of 4.7 ms on an AMD EPYC).
         values = values.contiguous()
     for low in range(start - start % tile, end, tile):
         begin, until = max(low, start), min(low + tile, end)
@@ -150,7 +151,8 @@ def _attend_tile(
     scratch: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Scaled queries [T, Hq, Dk] at positions from `start` over keys [Hkv, start + T, Dk]."""
+    """Attention of scaled queries [T, Hq, Dk] at positions from `start` over keys [Hkv, start + T,
+    Dk]."""
     num_queries, dim = query.shape[0], query.shape[2]
     num_kv_heads, num_keys = key.shape[0], key.shape[1]
     groups, value_dim = query.shape[1] // num_kv_heads, value.shape[2]
@@ -167,7 +169,7 @@ def _attend_tile(
             mask = causal_mask(num_queries, start, window, scores.device)
             scores.masked_fill_(~mask, float("-inf"))
         if sinks is None:
-            # Into memory that the next call reuses: fresh pages would cost twice as much.
+            # Into memory that the next call reuses, because fresh pages would cost twice as much.
             weights = scratch[: scores.numel()].view(groups * num_queries, num_keys)
             torch.softmax(scores.view(-1, num_keys), -1, out=weights)
         else:
@@ -181,7 +183,8 @@ def _attend_tile(
 if torch.backends.mkldnn.is_available():
 
     def _matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """rows [M, K] @ weight.T, weight [N, K], by oneDNN, which torch itself does not ask."""
+        """rows [M, K] @ weight.T, weight [N, K], by oneDNN, which torch itself would not use
+        here."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, weight, None, "none", [], ""
         )

@@ -1,8 +1,8 @@
 """Triton kernels that read the block-first pool in place, and the functions that launch them.
 
-One kernel reads keys and values, another latents with a rotated key, which all heads share. Both
-split a sequence's keys among programs, and `_merge` joins what they found. `attention.triton` says
-which spans go where. Nothing here waits for the device.
+One kernel reads keys and values. Another reads latents with a rotated key, which all heads share.
+Both split a sequence's keys among programs, and `_merge` joins the results. `attention.triton`
+decides which spans go where. Nothing here waits for the device.
 """
 # ruff: noqa: N803  compile-time arguments are written as constants, as in Triton's own kernels
 
@@ -12,20 +12,20 @@ import triton.language as tl
 
 from engine.attention.base import AttentionOptions
 
-_TILE = 64  # keys that a program looks at together
-_MIN_DOT = 16  # the fewest rows that `tl.dot` multiplies
+_TILE = 64  # keys that a program processes at once
+_MIN_DOT = 16  # the fewest rows that `tl.dot` accepts
 LATENT_ROWS = 16  # heads of a token that share a program over latents, 512 numbers wide
-_LATENT_TILE_BYTES = 32 << 10  # of the latents that it looks at together
-_WIDE_ROWS = 64 * 128  # numbers of a program's queries beyond which eight warps hold them
+_LATENT_TILE_BYTES = 32 << 10  # of the latents that a program processes at once
+_WIDE_ROWS = 64 * 128  # numbers in a program's queries above which it uses eight warps
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bounds(  # type: ignore[no-untyped-def]
     lengths, counts, window, QUERIES: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):
-    """How many keys the sequence's first query sees, and the first and last + 1 key of the split.
+    """How many keys the sequence's first query sees, and the first key and the end of the split.
 
-    The program's axes are (sequence, _, split); each split takes whole tiles.
+    The program's axes are (sequence, _, split). Each split takes whole tiles.
     """
     sequence, split = tl.program_id(0), tl.program_id(2)
     length = tl.load(lengths + sequence)
@@ -44,7 +44,8 @@ def _bounds(  # type: ignore[no-untyped-def]
 def _live(  # type: ignore[no-untyped-def]
     position, there, seen, window, HAS_WINDOW: tl.constexpr
 ):
-    """[ROWS, TILE]: which keys of a tile each row attends to; `there` are those of the split."""
+    """[ROWS, TILE]: the keys of a tile that each row attends to. `there` marks the keys of the
+    split."""
     live = there[None, :] & (position[None, :] < seen[:, None])
     if HAS_WINDOW:
         live = live & (position[None, :] >= seen[:, None] - window)
@@ -55,7 +56,7 @@ def _live(  # type: ignore[no-untyped-def]
 def _seen(  # type: ignore[no-untyped-def]
     scores, live, softcap, HAS_SOFTCAP: tl.constexpr
 ):
-    """[ROWS, TILE]: scores as the softmax takes them; minus infinity where `live` is false."""
+    """[ROWS, TILE]: the scores for the softmax, minus infinity where `live` is false."""
     if HAS_SOFTCAP:
         scaled = scores / softcap
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scaled) + 1.0))  # tanh
@@ -64,14 +65,15 @@ def _seen(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights(scores, maximum):  # type: ignore[no-untyped-def]
-    """A tile's exponentials, the factor for what was summed before, and the maximum so far."""
+    """A tile's exponentials, the factor for the earlier sums, and the maximum so far."""
     new_maximum = tl.maximum(maximum, tl.max(scores, 1))
     base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     return tl.exp(scores - base[:, None]), tl.exp(maximum - base), new_maximum
 
 
-# What varies between steps of one model: recompiling a kernel for a table of 16 blocks, say,
-# would stop everybody in service. Strides of the pool never vary, and say how they are aligned.
+# Arguments that vary between steps of one model. Specializing on them would recompile a kernel, for
+# a table of 16 blocks for example, and stop all requests meanwhile. Strides of the pool never vary,
+# and specializing on them tells their alignment.
 _VARYING = (
     "window",
     "query_sequence_stride",
@@ -112,11 +114,11 @@ def _paged_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One (sequence, KV head, split): the group's queries over the split's share of the keys.
+    """One program per (sequence, KV head, split): the group's queries over the split's keys.
 
-    Writes the unnormalised output, the maximum score and the sum of exponentials, for `_merge`.
-    Four steps: its share of the keys, its queries, a loop over tiles of keys that keeps a running
-    softmax, the results. The compiler inlines what it calls.
+    Writes the unnormalised output, the maximum score and the sum of exponentials, for `_merge`. It
+    has four steps: find its keys, load its queries, loop over tiles of keys with a running softmax,
+    write the results. The compiler inlines the functions it calls.
     """
     sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_seen, low, high = _bounds(lengths, counts, window, QUERIES, TILE, HAS_WINDOW)
@@ -191,10 +193,11 @@ def _latent_kernel(  # type: ignore[no-untyped-def]
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One (sequence, tile of its queries' heads, split) over latents with a rotated key each.
+    """One program per (sequence, tile of its queries' heads, split), over latents with a rotated
+    key each.
 
-    Steps and results as in `_paged_kernel`. All heads share what is kept, and a latent is key and
-    value at once: it is read once for both.
+    Steps and results as in `_paged_kernel`. All heads share the cached rows. A latent is both key
+    and value, so it is read once for both.
     """
     sequence, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first_seen, low, high = _bounds(lengths, counts, window, QUERIES, TILE, HAS_WINDOW)
@@ -256,7 +259,8 @@ def attend_latents(
     options: AttentionOptions,
     num_splits: int,
 ) -> torch.Tensor:
-    """`attend_paged` where one head is kept whose values are the first `rank` numbers of its keys.
+    """`attend_paged` for a cache of one head, whose values are the first `rank` numbers of its
+    keys.
 
     query: [S, Q, H, D]; kept: [num_blocks, block_size, 1, D]. Returns [S, Q, H, rank].
     """
@@ -300,7 +304,7 @@ def attend_latents(
         num_warps=4,
         num_stages=2
         if query.dtype.itemsize == 2
-        else 1,  # shared memory for more is not everywhere
+        else 1,  # not every device has shared memory for more
     )
     sinks = options.sinks
     if sinks is not None:
@@ -321,10 +325,9 @@ def attend_paged(
     """A few successive queries for each sequence over its keys in the pool, read in place.
 
     query: [S, Q, Hq, D], last axis contiguous; pool: one layer, [num_blocks, 2, block_size, Hkv,
-    D]; tables: [S, max_blocks] int32; lengths: [S] int32, keys that a sequence's last query sees,
-    its own included; counts: [S] int32, how many of a sequence's Q queries are real, the first
-    ones; not read where Q is 1. Each sequence's keys are cut in `num_splits`, for as many programs.
-    Returns [S, Q, Hq, D].
+    D]; tables: [S, max_blocks] int32; lengths: [S] int32, the keys that a sequence's last query
+    sees, including its own; counts: [S] int32, how many leading queries of a sequence's Q are real
+    (not read if Q is 1). `num_splits` programs share each sequence's keys. Returns [S, Q, Hq, D].
     """
     num_sequences, num_queries, num_heads, dim = query.shape
     num_kv_heads = pool.shape[3]
@@ -376,7 +379,7 @@ def attend_paged(
 def _merge(
     partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Softmax over splits (axis 2), as FlashDecoding joins them. partial: [S, Hkv, splits, R, D];
+    """Join splits (axis 2) by a softmax, as FlashDecoding does. partial: [S, Hkv, splits, R, D];
     sinks: [Hkv, 1, R]. Returns [S, Hkv, R, D]."""
     highest = maxima.amax(2, keepdim=True)
     if sinks is not None:

@@ -1,4 +1,4 @@
-"""The device pool as attention sees it: views of one layer's keys and values in all blocks."""
+"""Attention's views of the device pool: each layer's keys and values in all blocks."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,7 +12,7 @@ from tiers.blocks.layout import LayerLayout, block_size_of, part_views, stored_o
 class LayerKv(NamedTuple):
     """One layer's keys `[num_blocks, block_size, Hkv, Dk]` and values `[..., Dv]`, strided views.
 
-    With `shared`, values are the first Dv numbers of the keys: writing a key writes its value.
+    With `shared`, values are the first Dv numbers of the keys, so writing a key writes its value.
     """
 
     key: torch.Tensor
@@ -21,17 +21,17 @@ class LayerKv(NamedTuple):
 
 
 class KvPool:
-    """Views over the pool `tensor`; `layers[i]` are those of layer i.
+    """Views of the pool `tensor`. `layers[i]` is the view of layer i.
 
-    `runs` are the same memory by neighbouring parts of one shape, `[num_blocks, parts, block_size,
-    Hkv, D]` each, so that these may be copied in one go: for most models a single one. `windows[i]`
-    is what all layers of run i see at most. Layers with states, whose rows `states` counts, are in
-    no run. `order` is that of the layers in a block, and
-    `places[layer]` is where a layer stands in it.
+    `runs` views the same memory as runs of adjacent parts of one shape, `[num_blocks, parts,
+    block_size, Hkv, D]` each, which can be copied in one call. Most models have one run.
+    `windows[i]` is the window of all layers in run i. Layers with states are in no run;
+    `states` counts their rows. `order` is the order of the layers in a block, and `places[layer]`
+    is a layer's position in it.
     """
 
     def __init__(self, tensor: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
-        """`layers` may be left out for a pool of keys and values of one shape."""
+        """`layers` may be omitted if all keys and values have one shape."""
         layers = layers or _uniform(tensor)
         self.tensor = tensor
         self.layers: list[LayerKv] = []
@@ -47,20 +47,19 @@ class KvPool:
 
     @property
     def paired(self) -> bool:
-        """Whether keys and values are of one shape everywhere, the case that most kernels are made
-        for."""
+        """Whether keys and values have one shape everywhere, which most kernels require."""
         return self.tensor.ndim == 6 and self.tensor.shape[2] == 2
 
     @property
     def latent(self) -> bool:
-        """Whether every layer keeps one head whose values are a part of its keys, as DeepSeek's
-        latents: the case that another kernel is made for."""
+        """Whether every layer caches one head whose values are a part of its keys, like DeepSeek's
+        latents. Another kernel serves this case."""
         one = all(kept.shared and kept.key.shape[2] == 1 for kept in self.layers)
         return one and not self.states
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
-        paged = [each for each in layers if not each.rows]  # these come first
+        paged = [each for each in layers if not each.rows]  # paged layers come first
         shapes = [(each.num_heads, dim, each.window) for each in paged for dim in each.parts]
         runs, start = [], 0
         for (num_heads, dim, window), parts in groupby(shapes):

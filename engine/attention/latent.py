@@ -1,14 +1,14 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), over latents alone.
+"""Multi-head latent attention over cached latents (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-transformers' modules expand each token's latent c to a key and a value of every head, by
-`kv_b_proj`. What is kept here is c and the rotated part of the key, which all heads share, side by
-side: for DeepSeek-V3 576 numbers of a token and layer instead of 40,960. The expansion is taken
-into the query and the output instead: with W_k and W_v the halves of `kv_b_proj` of one head,
+transformers' modules expand each token's latent c to a key and a value for every head, by
+`kv_b_proj`. Here only c and the rotated part of the key, which all heads share, are cached, side by
+side. For DeepSeek-V3 that is 576 numbers per token and layer instead of 40,960. The expansion moves
+into the query and the output. With W_k and W_v the halves of `kv_b_proj` for one head:
 
     (W_k c) . q = c . (W_k^T q)          sum of p (W_v c) = W_v (sum of p c)
 
-so that the paths for ordinary attention serve it as one head whose values are the leading part of
-its keys. Engine thread only.
+So the paths for ordinary attention serve it as one head whose values are the leading part of its
+keys. Engine thread only.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from engine.attention.base import LATENT, AttentionOptions, PagedAttention
 
 
 class LatentAttention:
-    """Stands beside an attention module; `rows` is what its `kv_b_proj` was given last."""
+    """Added to an attention module. `rows` is the latest input of its `kv_b_proj`."""
 
     def __init__(self, key_weight: torch.Tensor, value_weight: torch.Tensor) -> None:
         """key_weight: [H, Dn, rank]; value_weight: [H, Dv, rank]."""
@@ -37,8 +37,8 @@ class LatentAttention:
         key: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """query: [T, H, Dn + Dr], the rotated part last; key: the same, of which only the rotated
-        part is read. Returns [T, H, Dv]."""
+        """query: [T, H, Dn + Dr], rotated part last; key: the same shape, and only its rotated part
+        is read. Returns [T, H, Dv]."""
         assert self.rows is not None, "kv_b_proj was not asked"
         plain = self._key_weight.shape[1]
         latent = self.rows.reshape(-1, 1, self._rank)
@@ -51,8 +51,8 @@ class LatentAttention:
 
 
 class _Unexpanded(nn.Module):
-    """In place of `kv_b_proj`: notes the latents and expands nothing. Rows of zeros that take no
-    memory go on to where the module would put keys and values together."""
+    """Replaces `kv_b_proj`: notes the latents and expands nothing. The module gets rows of zeros,
+    which take no memory, to build its keys and values from."""
 
     def __init__(self, latent: LatentAttention, num_outputs: int) -> None:
         super().__init__()
@@ -65,8 +65,8 @@ class _Unexpanded(nn.Module):
 
 
 def absorb(model: nn.Module) -> int:
-    """Let every module of latent attention keep latents; returns how many there were. Undone by
-    nothing: the model then serves paged attention alone."""
+    """Make every latent attention module cache latents. Returns how many there are. Cannot be
+    undone: the model then works only with paged attention."""
     found: list[Any] = [module for module in model.modules() if _is_latent(module)]
     for module in found:
         weight = module.kv_b_proj.weight

@@ -1,9 +1,9 @@
-"""Layers that keep a state instead of each token's KV: short convolutions (LFM2, arXiv 2511.23404).
+"""Layers with a state instead of each token's KV: short convolutions (LFM2, arXiv 2511.23404).
 
-A short convolution sees the rows of its position and of the few before it. Of each block the pool
-keeps the last rows, position p as row `p % rows`: the state where the block ends, from which any
-continuation of it is computed. One row more is kept than the convolution looks back, so that the
-last token of a block can be computed again, which a prompt that is wholly cached asks for.
+A short convolution reads the rows of its position and of the few before it. The pool keeps the last
+rows of each block, with position p in row `p % rows`. That is the state at the block's end, from
+which any continuation is computed. One row more is kept than the convolution reads back, so that
+the last token of a block can be computed again, as a fully cached prompt requires.
 
 Engine thread only.
 """
@@ -21,17 +21,17 @@ from tiers.blocks.layout import LayerLayout
 
 
 class PagedStates(Protocol):
-    """What a short convolution asks for, beside `PagedAttention`."""
+    """What a short convolution needs in addition to `PagedAttention`."""
 
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """rows: [T, C], what the layer makes of the step's tokens. Returns [T, width, C]: for each
-        token the rows of the `width` positions that end with its own, zeros before position 0."""
+        """rows: [T, C], the layer's rows of the step's tokens. Returns [T, width, C]: for each
+        token the rows of the `width` positions up to its own, with zeros before position 0."""
         ...
 
 
 class StatefulAttention:
-    """An attention with the states beside it. What a step computed enters the pool when it is done,
-    so that one which fails leaves the states that it began from."""
+    """An attention, with states beside it. A step's states enter the pool only at its end, so a
+    failed step leaves the states from which it began."""
 
     def __init__(
         self, attention: PagedAttention, pool: torch.Tensor, layers: Sequence[LayerLayout]
@@ -57,7 +57,8 @@ class StatefulAttention:
         return self.attention.attend(layer, query, key, value, options)
 
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """See `PagedStates`. Rows are rounded as the pool rounds them, for cold and hit alike."""
+        """See `PagedStates`. Rows are rounded as the pool rounds them, so that cold and hit
+        agree."""
         kept = self._kv.layers[layer].key[:, :, 0]  # [num_blocks, rows, C]
         self._computed[layer] = rounded = rows.to(kept.dtype)
         rounded = rounded.to(rows.dtype)
@@ -75,7 +76,7 @@ class StatefulAttention:
     def _before(
         self, kept: torch.Tensor, span: Span, width: int, like: torch.Tensor
     ) -> torch.Tensor:
-        """The rows of the `width - 1` positions before the span, [width - 1, C]."""
+        """The rows of the `width - 1` positions before the span: [width - 1, C]."""
         rows = like.new_zeros(width - 1, like.shape[1])
         for place, position in enumerate(range(span.start - width + 1, span.start)):
             if position >= 0:
@@ -95,7 +96,7 @@ class StatefulAttention:
         self._computed.clear()
 
     def _write(self, layer: int, span: Span, rows: torch.Tensor) -> None:
-        """Keep the last rows of each block that the span reaches into."""
+        """Store the last rows of each block that the span touches."""
         kept, size = self._kv.layers[layer].key[:, :, 0], self._kv.block_size
         start, end = span.start, span.start + len(span.tokens)
         for number in range(start // size, -(-end // size)):
@@ -108,12 +109,13 @@ class StatefulAttention:
 
 
 def windows_of(before: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """[T, width, C]: each of `rows` [T, C] behind those before it, which begin with `before`."""
+    """[T, width, C]: each of `rows` [T, C] after its predecessors, the first of which are
+    `before`."""
     return torch.cat([before, rows]).unfold(0, len(before) + 1, 1).transpose(1, 2)
 
 
 class PagedShortConv(nn.Module):
-    """In place of a module of short convolution: takes the rows before a token from the states."""
+    """Replaces a short convolution module: takes the rows before a token from the states."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -134,7 +136,7 @@ class PagedShortConv(nn.Module):
 
 
 def page_convolutions(model: nn.Module) -> int:
-    """Let every short convolution keep its rows in the pool; returns how many there were."""
+    """Make every short convolution keep its rows in the pool. Returns how many there are."""
     found = [
         (parent, name, child)
         for parent in model.modules()

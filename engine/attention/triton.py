@@ -1,11 +1,11 @@
 """Attention on CUDA by a kernel that reads the block-first pool in place.
 
-Same contract as `attention.ReferenceAttention`; the kernels are in `attention.kernels`. The
-single-token spans of a step go through one
-launch per layer, and so do its spans of up to 64 tokens: tails of cached prompts, which would
-otherwise gather and widen a prefix of any length. Longer spans gather their prefix and use SDPA, or
-read it in place (`attention.varlen`) where torch can. Nothing here waits for the device. Imported
-only where there is a CUDA device, or under Triton's interpreter in tests. Engine thread only.
+Same contract as `attention.ReferenceAttention`. The kernels are in `attention.kernels`. A step's
+single-token spans share one launch per layer. So do its spans of up to 64 tokens. These are tails
+of cached prompts, which would otherwise gather and widen a prefix of any length. Longer spans
+gather their prefix and use SDPA, or read it in place (`attention.varlen`) if torch can. Nothing
+here waits for the device. Imported only with a CUDA device, or under Triton's interpreter in tests.
+Engine thread only.
 """
 
 from collections.abc import Sequence
@@ -25,21 +25,21 @@ from engine.batch import Span
 from engine.hardware import upload
 from tiers.blocks.layout import LayerLayout
 
-_SPLIT_KEYS = 512  # keys that one program walks over, at least, when a sequence is split
-_PROGRAMS = 264  # programs worth launching: two for each of an H100's 132 multiprocessors
-_TILE_SCORES = 64 << 20  # scores computed at once where none of the kernels serves
-_SHORT = 64  # tokens of a span that the kernel takes; a longer one is worth a gathered prefix
-_QUERIES = 8  # of a span that share a program: with 8 heads of a group, 64 rows in registers
+_SPLIT_KEYS = 512  # the fewest keys per program when a sequence is split
+_PROGRAMS = 264  # programs worth launching: two per multiprocessor of an H100, which has 132
+_TILE_SCORES = 64 << 20  # scores computed at once if no kernel fits
+_SHORT = 64  # the longest span for the kernel; a longer one is worth gathering its prefix
+_QUERIES = 8  # of a span that share a program; with groups of 8 heads, 64 rows in registers
 
 
 @dataclass(slots=True)
 class _Launch:
-    """What the kernel computes at once: S groups of Q successive queries, padded where fewer."""
+    """One kernel launch: S groups of Q successive queries, padded if there are fewer."""
 
     num_queries: int  # Q
     queries: torch.Tensor  # [S * Q] rows of the step
-    kept: torch.Tensor | None  # [N] which of them are real; None for all
-    wanted: torch.Tensor  # [N] their rows of the step
+    kept: torch.Tensor | None  # [N] which of them are real; None if all are
+    wanted: torch.Tensor  # [N] their rows in the step
     tables: torch.Tensor  # [S, max_blocks] int32
     lengths: torch.Tensor  # [S] int32
     counts: torch.Tensor  # [S] int32
@@ -48,20 +48,21 @@ class _Launch:
 
 @dataclass(slots=True)
 class _Step:
-    """A step's index tensors, uploaded once and used by every layer."""
+    """A step's index tensors, uploaded once for all layers."""
 
-    long: list[tuple[Span, slice, torch.Tensor]]  # spans that are gathered, their rows, their table
+    long: list[tuple[Span, slice, torch.Tensor]]  # gathered spans, with their rows and table
     launches: list[_Launch]
-    written: torch.Tensor  # [W] rows whose KV is written, and where to:
+    written: torch.Tensor  # [W] rows whose KV is written, and their destinations:
     blocks: torch.Tensor
     rows: torch.Tensor
 
 
 class TritonAttention:
-    """`PagedAttention` on CUDA. Keeps nothing between steps."""
+    """`PagedAttention` on CUDA. Stateless between steps."""
 
     def __init__(self, pool: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
-        """pool, layers: as `KvPool` takes them. What the kernel is not made for is gathered."""
+        """pool, layers: as `KvPool` takes them. Layouts that the kernel does not support are
+        gathered."""
         self._pool = pool
         self._kv = KvPool(pool, layers)
         self._in_place = self._kv.paired or self._kv.latent
@@ -95,7 +96,7 @@ class TritonAttention:
         )
 
     def _launch(self, spans: Sequence[tuple[Span, int]], num_queries: int) -> _Launch:
-        """spans: each with its first row in the step."""
+        """spans: pairs of a span and its first row in the step."""
         queries, kept, wanted, tables = [], [], [], []
         counts: list[int] = []
         lengths: list[int] = []
@@ -130,8 +131,11 @@ class TritonAttention:
         blocks: torch.Tensor,
         rows: torch.Tensor,
     ) -> None:
-        """A step of one token for each of S sequences, from tensors on the device, for a graph that
-        is replayed when they were filled anew. tables: [S, max_blocks]; the others: [S]."""
+        """Begin a step of one token for each of S sequences, from tensors on the device.
+
+        It is for a graph that is replayed after they are refilled. tables: [S, max_blocks]; the
+        others: [S].
+        """
         everyone = torch.arange(len(lengths), device=lengths.device)
         longest = tables.shape[1] * self._kv.block_size
         launch = _Launch(1, everyone, None, everyone, tables, lengths, lengths, longest)
@@ -168,7 +172,7 @@ class TritonAttention:
     def _attend_launch(
         self, layer: int, launch: _Launch, query: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """query: [T, Hq, Dk], the step's; returns [N, Hq, Dv], the launch's."""
+        """query: [T, Hq, Dk], of the step; returns [N, Hq, Dv], of the launch."""
         chosen = query[launch.queries].unflatten(0, (-1, launch.num_queries))
         told = (launch.tables, launch.lengths, launch.counts, options)
         if self._kv.latent:
@@ -191,7 +195,7 @@ class TritonAttention:
         query: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
-        """One span of several tokens. query: [T, Hq, D]; returns the same."""
+        """Attention of one span of several tokens. query: [T, Hq, D]; returns the same shape."""
         if self._varlen and can_varlen(query, self._pool, options):
             return attend_varlen(
                 query, self._pool[:, self._kv.places[layer]], table, span.start, options
@@ -212,7 +216,8 @@ class TritonAttention:
 
 
 def _splits(num_programs: int, longest: int) -> int:
-    """How many programs share the keys of one: enough to fill the device, each with some work."""
+    """How many programs share one sequence's keys: enough to fill the device, each with some
+    work."""
     return min(-(-_PROGRAMS // max(1, num_programs)), -(-longest // _SPLIT_KEYS))
 
 
@@ -223,8 +228,8 @@ def _attend_tiled(
     start: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`attend_dense`, a few queries at a time: no flash kernel takes heads as wide as latents, and
-    all scores of a chunk over a long prefix would be gigabytes."""
+    """`attend_dense`, a few queries at a time. No flash kernel takes heads as wide as latents, and
+    all scores of a chunk over a long prefix would take gigabytes."""
     tile = max(1, _TILE_SCORES // (query.shape[1] * key.shape[0]))
     outputs = []
     for low in range(0, len(query), tile):
@@ -237,8 +242,9 @@ def _attend_tiled(
 def _attend_causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
 ) -> torch.Tensor:
-    """`attend_dense` without window and cap: told that the mask is the lower right triangle, SDPA
-    takes its flash kernel and builds none. query: [T, Hq, D]; key, value: [N, Hkv, D]."""
+    """`attend_dense` without window and cap. SDPA is told that the mask is the lower right
+    triangle, so it uses its flash kernel and builds no mask. query: [T, Hq, D]; key, value: [N,
+    Hkv, D]."""
     groups = query.shape[1] // key.shape[1]
     wide_key = key.transpose(0, 1).repeat_interleave(groups, 0)  # [Hq, N, D]
     wide_value = value.transpose(0, 1).repeat_interleave(groups, 0)

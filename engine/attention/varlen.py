@@ -1,9 +1,9 @@
-"""Prefill that reads the pool in place: torch's variable-length attention with a block table.
+"""Prefill that reads the pool in place, by torch's variable-length attention with a block table.
 
-From torch 2.12 on, on CUDA, in half precision. Which page sizes, head sizes and devices a build of
-torch serves is not written down for all of them, so a trial at the start decides: a small prompt
-that must come out as the reference says. Elsewhere `attention_triton` gathers and uses SDPA. Engine
-thread only.
+Needs torch 2.12 or later, CUDA and half precision. It is not documented which page sizes, head
+sizes and devices each build of torch supports. So a trial at start-up decides: a small prompt whose
+result must match the reference. Otherwise `attention.triton` gathers and uses SDPA. Engine thread
+only.
 """
 
 import inspect
@@ -24,7 +24,7 @@ except ImportError:  # before torch 2.10
 logger = logging.getLogger(__name__)
 
 _HALF = (torch.float16, torch.bfloat16)
-_TOLERANCE = 0.03  # of the trial, in bfloat16: 8 bits of a sum of values around 1
+_TOLERANCE = 0.03  # of the trial in bfloat16: 8 bits of a sum of values around 1
 
 
 def has_block_tables() -> bool:
@@ -34,7 +34,8 @@ def has_block_tables() -> bool:
 
 
 def can_varlen(query: torch.Tensor, pool: torch.Tensor, options: AttentionOptions) -> bool:
-    """Whether it gives these scores: of one precision throughout, windows but no caps or sinks."""
+    """Whether it supports these options: one precision throughout, windows, but no caps or
+    sinks."""
     return query.dtype == pool.dtype and options.softcap is None and options.sinks is None
 
 
@@ -48,7 +49,7 @@ def attend_varlen(
     """Causal attention of positions [start, start + T) over the blocks of `table`.
 
     query: [T, Hq, D]; pool: one layer, [num_blocks, 2, block_size, Hkv, D], of the query's dtype;
-    table: as many blocks as hold start + T positions. Returns [T, Hq, D].
+    table: the blocks that hold start + T positions. Returns [T, Hq, D].
     """
     num_queries, num_keys = query.shape[0], start + query.shape[0]
     device = query.device
@@ -72,9 +73,10 @@ def attend_varlen(
 
 
 def varlen_works(pool: torch.Tensor) -> bool:
-    """Try it on tensors like the pool's and compare with the reference.
+    """Try it on tensors like the pool's, and compare with the reference.
 
-    pool: [num_blocks, num_layers, 2, block_size, Hkv, D]; nothing of it is read or written.
+    pool: [num_blocks, num_layers, 2, block_size, Hkv, D]. Its contents are neither read nor
+    written.
     """
     if pool.device.type != "cuda" or pool.dtype not in _HALF or not has_block_tables():
         return False
@@ -85,7 +87,7 @@ def varlen_works(pool: torch.Tensor) -> bool:
 def trial(
     block_size: int, num_kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether a prompt of two and a half blocks, half of it cached, comes out right."""
+    """Whether a prompt of two and a half blocks, half of it cached, gives the right result."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -108,5 +110,5 @@ def trial(
 
 
 def _bounds(count: int, device: torch.device) -> torch.Tensor:
-    """`[0, count]`, made on the device: nothing is copied there."""
+    """`[0, count]`, made on the device without a copy."""
     return torch.arange(0, count + 1, count, dtype=torch.int32, device=device)

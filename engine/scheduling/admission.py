@@ -1,7 +1,7 @@
-"""Who of those that wait begins to run, and on which blocks: tickets, room and places.
+"""Decides which waiting sequences begin to run, and on which blocks: tickets, room and places.
 
-Engine thread only. A ticket brings a prefix up; once it is ready, and its blocks and one to
-generate into fit, they become the head of the sequence's block table.
+Engine thread only. A ticket promotes a prefix. Once it is ready, and its blocks and one to generate
+into fit, they become the head of the sequence's block table.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ from tiers.cache import TieredCache
 from tiers.memory.tails import Tail, TailCase
 from tiers.transfer.ticket import Progress, Ticket
 
-AHEAD = 2  # waiting requests whose prefix is brought up while all places are taken
-RESERVED = 8  # one in so many places is for shares of which nothing runs
+AHEAD = 2  # waiting requests whose prefix is promoted while all places are taken
+RESERVED = 8  # one in this many places is kept for shares that have nothing running
 
 
 class Admission:
-    """Owns the waiting sequences and their tickets; `running` is the scheduler's, which a sequence
-    that begins is added to."""
+    """Owns the waiting sequences and their tickets. A sequence that begins is added to `running`,
+    the scheduler's list."""
 
     def __init__(
         self,
@@ -46,13 +46,13 @@ class Admission:
             settings.order, max_passed_s=settings.max_passed_s, served=served
         )
         self.begin_rate = BeginRate()
-        self._ahead: list[Sequence] = []  # brought up while all places are taken
+        self._ahead: list[Sequence] = []  # promoted while all places are taken
 
     def begin(self, served: float) -> Iterator[Sequence]:
-        """Sequences that begin to run, one by one, of shares that were served less than `served`;
-        the caller stops when its budget is spent."""
+        """Yield sequences that begin to run, from shares that were served less than `served`. The
+        caller stops when its budget is spent."""
         if len(self._running) >= self._settings.max_running:
-            return  # before anybody is looked up, which is most of a step's work here
+            return  # before any lookup, which is most of a step's work here
         if all(self._served[s.share] >= served for s in self.waiting):
             return
         now_ns = self._clock_ns()
@@ -68,7 +68,7 @@ class Admission:
                 if len(holders) >= self._settings.max_tickets and any(
                     holder.share == sequence.share for holder in holders
                 ):
-                    continue  # a share that holds none may always have one
+                    continue  # a share that holds none may always take one
                 sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
             sequence.admitted_ns = sequence.admitted_ns or now_ns
             progress = self._advance(sequence, sequence.ticket)
@@ -90,7 +90,8 @@ class Admission:
             holders.discard(sequence)
             sequence.first_unread = len(sequence.ticket.blocks) * self._block_size
             if not self._images.stand(sequence):
-                # It holds nothing while the tower computes, and looks again afterwards.
+                # It holds nothing while the tower computes, and looks up its prefix again
+                # afterwards.
                 self.close_ticket(sequence)
                 sequence.state = LOADING
                 continue
@@ -105,8 +106,8 @@ class Admission:
         return progress
 
     def bring_up(self) -> None:
-        """While all places are taken: bring up the prefixes of those who come next, so that their
-        turn begins with the KV where it is read. Never where those who run may need the room."""
+        """Promote the prefixes of the next sequences while all places are taken, so that their KV
+        is on the device when they begin. Never uses room that running sequences may need."""
         self._ahead = [s for s in self._ahead if s.ticket is not None]
         for sequence in self._ahead:
             if sequence.ticket is not None and sequence.state is LOADING:
@@ -115,7 +116,7 @@ class Admission:
             return
         spare = self._num_spare()
         if spare <= 0:
-            return  # before anybody is looked up
+            return  # before any lookup
         for sequence in self.waiting.candidates(self._clock_ns(), self.num_cached)[:AHEAD]:
             fits = sequence.num_tokens // self._block_size < spare
             if sequence in self._ahead or not sequence.reads_cache or not fits:
@@ -127,18 +128,19 @@ class Admission:
             self._ahead.append(sequence)
 
     def _num_spare(self) -> int:
-        """Blocks of the device that are left when all who run have taken one more each."""
+        """Device blocks left after every running sequence has taken one more."""
         growth = sum(len(s.blocks) - len(s.block_table) + 1 for s in self._running)
         return self._cache.num_allocatable - growth
 
     @property
     def num_places(self) -> int:
-        """How many may run of shares that have some running: other places wait for other shares."""
+        """How many sequences may run of shares that already run some. Other places are kept for
+        other shares."""
         limit = self._settings.max_running
         return limit - limit // RESERVED if self._served.several else limit
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Whether it may run beside those who do: some places wait for shares that have none."""
+        """Whether a place is free for it. Some places are kept for shares that have none."""
         if len(self._running) < self.num_places:
             return True
         return all(running.share != sequence.share for running in self._running)
@@ -149,7 +151,8 @@ class Admission:
         return self._cache.peek(sequence.chain) if sequence.reads_cache else 0
 
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether its blocks, and one to generate into, fit beside those of who runs already."""
+        """Whether its blocks, and one to generate into, fit beside those of the running
+        sequences."""
         assert sequence.ticket is not None
         needed = sequence.num_tokens // self._block_size + 1 - len(sequence.ticket.blocks)
         promised = sum(len(s.blocks) - len(s.block_table) for s in self._running)
@@ -190,7 +193,8 @@ class Admission:
     def _look_back(
         self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int
     ) -> Lookup:
-        """What the cache had of the prompt, and what it knows of the first block it had not."""
+        """Record what the cache had of the prompt, and what it knows about the first missed
+        block."""
         size, num_prompt = self._block_size, sequence.num_prompt
         number = len(ticket.sources)
         runs = runs_of(
@@ -206,7 +210,7 @@ class Admission:
         return Lookup(runs, ticket.stop, size, self._cache.explain(sequence.chain, number, tail))
 
     def revoke_ticket(self, but: Sequence | None = None) -> bool:
-        """Take the pins of the waiting sequence last in line for admission; False: none has any."""
+        """Take the pins of the waiting sequence that is last in line. False if none has any."""
         for sequence in reversed(list(self.waiting)):
             if sequence is not but and sequence.ticket is not None and sequence.ticket.blocks:
                 self.close_ticket(sequence)
@@ -214,7 +218,7 @@ class Admission:
         return False
 
     def close_ticket(self, sequence: Sequence) -> None:
-        """Give back what a waiting sequence holds; it asks again when its turn comes."""
+        """Release what a waiting sequence holds. It asks again when its turn comes."""
         if sequence.ticket is not None:
             self._cache.close_ticket(sequence.ticket)
             sequence.ticket = None

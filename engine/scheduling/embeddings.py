@@ -1,4 +1,4 @@
-"""Rows of images in a prompt: which of them a sequence must have before it is computed."""
+"""The image rows of a prompt that a sequence needs before it is computed."""
 
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
@@ -20,13 +20,14 @@ class Embeddings(Protocol):
 
 
 class PromptImages:
-    """The images of sequences, by their ids. Without `embeddings` the model sees none."""
+    """The images of sequences, by sequence id. Without `embeddings` the model sees none."""
 
     def __init__(self, embeddings: Embeddings | None) -> None:
         self._embeddings = embeddings
 
     def stand(self, sequence: Sequence) -> bool:
-        """Whether all images are computed that the cache has not spared; asks for them."""
+        """Whether all images are computed that the cache does not make unnecessary. Requests the
+        missing ones."""
         if not sequence.request.pictures:
             return True
         assert self._embeddings is not None, "a request with images for a model without"
@@ -37,7 +38,7 @@ class PromptImages:
         return stand
 
     def rows(self, sequence: Sequence, start: int, end: int) -> tuple[Embedded, ...]:
-        """What takes the place of the tokens of `[start, end)` that stand for images."""
+        """The rows that replace image placeholder tokens in `[start, end)`."""
         if self._embeddings is None or not sequence.request.pictures:
             return ()
         found = []
@@ -50,13 +51,13 @@ class PromptImages:
         return tuple(found)
 
     def drop(self, sequence: Sequence) -> None:
-        """It needs its images no more."""
+        """Release the sequence's images."""
         if self._embeddings is not None and sequence.request.pictures:
             self._embeddings.drop(sequence.sequence_id)
 
 
 def _unread(request: Request, start: int) -> list[Picture]:
-    """The images of which tokens from `start` on stand for a part."""
+    """The images with placeholder tokens at `start` or later."""
     digests = {
         tile_of(content)[0]
         for content in request.contents

@@ -1,4 +1,4 @@
-"""A request and its sequences: `n` samples of one prompt, counted and answered as one request."""
+"""A request and its sequences: `n` samples of one prompt, counted and answered together."""
 
 import os
 from array import array
@@ -19,7 +19,7 @@ from tiers.blocks.keys import PrefixKey
 class SequenceGroup:
     """The live sequences of one request. Engine thread only.
 
-    The prompt is computed once, by the first sequence; the others fork from it when it stands.
+    The first sequence computes the prompt once. The others fork from it afterwards.
     """
 
     def __init__(self, request: Request, block_size: int) -> None:
@@ -32,7 +32,7 @@ class SequenceGroup:
 
     @property
     def done(self) -> bool:
-        """Whether no sequence is live or due any more."""
+        """Whether no sequence is live and none is still to be forked."""
         return not self.sequences and not self._num_due
 
     def first(self, sequence_id: int) -> Sequence:
@@ -49,7 +49,8 @@ class SequenceGroup:
         return self._make(sequence_id, 0, chain)
 
     def due_twins(self, first: Sequence, new_id: Callable[[], int]) -> Iterator[Sequence]:
-        """The other sequences, once the first one's prompt stands; each to be forked from it."""
+        """Make the other sequences once the first has computed its prompt. Each is to be forked
+        from it."""
         while self._num_due:
             index = self.request.params.n - self._num_due
             self._num_due -= 1
@@ -69,8 +70,8 @@ class SequenceGroup:
         tokens: Seq[int] = (),
         error: str | None = None,
     ) -> StepOutput:
-        """What this step made for a sequence: `tokens`, of which `result` chose the first; without
-        a result a grammar forced them all."""
+        """The output of this step for a sequence. `result` chose the first of `tokens`. Without a
+        result, a grammar forced them all."""
         told, self._told_reasons = self._told_reasons, True
         prompt_logprobs = tuple(sequence.prompt_logprobs) if not told else ()
         return StepOutput(
@@ -97,7 +98,7 @@ class SequenceGroup:
 
     def _make(self, sequence_id: int, index: int, chain: Chain) -> Sequence:
         params, grammar = self.request.params, self.request.grammar
-        if index:  # the first one tells of the prompt
+        if index:  # only the first reports on the prompt
             seed = seed_of(params.seed, index) if params.seed is not None else None
             params = replace(params, seed=seed, prompt_logprobs=None)
         sequence = Sequence(
@@ -114,8 +115,8 @@ class SequenceGroup:
         return sequence
 
     def _counts(self, sequence: Sequence) -> TokenCounts:
-        """The request's tokens by class. Of a request that was ended within its prompt, only what
-        was served or computed counts."""
+        """The request's tokens by class. If it ended within its prompt, only tokens served or
+        computed count."""
         counts = sequence.counts or TokenCounts(prompt=0)
         if sequence.cut_short:
             counts = counts._replace(prompt=max(counts.hit, sequence.prompt_done))
@@ -137,6 +138,7 @@ def unbegun(request: Request, error: str, now_ns: int) -> StepOutput:
 
 
 def seed_of(seed: int, index: int) -> int:
-    """The seed of a further sample; unlike `seed + index` it does not meet another request's."""
+    """The seed of a further sample. Unlike `seed + index`, it does not collide with other
+    requests'."""
     digest = xxhash.xxh3_64_intdigest(f"{seed}:{index}".encode())
-    return digest >> 1  # as wide as a seed may be
+    return digest >> 1  # cut to the width of a seed

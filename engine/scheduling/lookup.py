@@ -1,4 +1,4 @@
-"""What a prompt hit in the cache and what it missed: counts, reasons and runs. Pure."""
+"""A prompt's hits and misses: counts, reasons and runs. Pure."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -16,10 +16,11 @@ def count_hits(
     num_prompt: int,
     block_size: int,
 ) -> TokenCounts:
-    """Which prompt tokens are hits, by tier. The last one is always computed, so never a hit.
+    """Count the prompt tokens that are hits, by tier. The last one is always computed, so never a
+    hit.
 
-    Counted once in a request's life: tokens that are recomputed after a preemption are neither
-    billed again nor sold as hits.
+    Done once in a request's life. Tokens recomputed after a preemption are neither billed again nor
+    sold as hits.
     """
     hits = dict.fromkeys(TierName, 0)
     for source in sources:
@@ -39,7 +40,7 @@ def count_hits(
 
 
 def miss_reasons(counts: TokenCounts, stop: MissReason, block_size: int) -> dict[MissReason, int]:
-    """Missed tokens by reason: those of full blocks missed for `stop`, the rest are the tail."""
+    """Missed tokens by reason: tokens of full blocks count for `stop`, the others as the tail."""
     missed_full = max(0, (counts.prompt - 1) // block_size * block_size - counts.hit)
     reasons = {stop: missed_full, MissReason.TAIL: counts.miss - missed_full}
     return {reason: tokens for reason, tokens in reasons.items() if tokens}
@@ -54,8 +55,11 @@ def runs_of(
     num_prompt: int,
     block_size: int,
 ) -> tuple[BlockRun, ...]:
-    """The runs of a prompt whose leading full blocks came from `sources`, then `tail_rows` tokens
-    of one more block from `tail_source`; the rest, and always the last token, is computed."""
+    """The runs of a prompt.
+
+    Its leading full blocks came from `sources`, and then `tail_rows` tokens of one more block from
+    `tail_source`. The rest is computed, and always the last token.
+    """
     runs = list(_whole_runs(sources, keys, block_size))
     served = len(sources) * block_size
     if tail_source is not None and tail_rows:

@@ -1,11 +1,11 @@
 """The order in which waiting requests are admitted.
 
-Pure. Shares (tenants) take turns by what each has been served. Within a share, longest cached
-prefix first serves more hits before they are evicted (SGLang's cache-aware scheduling, arXiv
-2312.07104, section 3), but may pass a request by for ever; so each request is passed by for a
-bounded time only. The time counts from when it is first passed by, not from its arrival: where all
-wait longer than the bound, an order by arrival would serve fewer hits and let all wait longer still
-(DESIGN.md, "Measured").
+Pure. Shares (tenants) take turns by how much each has been served. Within a share, the longest
+cached prefix goes first, which serves more hits before they are evicted (SGLang's cache-aware
+scheduling, arXiv 2312.07104, section 3). That could pass a request by for ever, so the time of
+being passed by is bounded. It counts from when the request is first passed by, not from its
+arrival. If all wait longer than the bound, an order by arrival would serve fewer hits and make all
+wait even longer (DESIGN.md, "Measured").
 """
 
 from collections import defaultdict
@@ -15,11 +15,11 @@ from engine.scheduling.sequence import Sequence
 from engine.scheduling.settings import QueueOrder
 from engine.scheduling.shares import ServedShares
 
-MIN_WINDOW = 4  # sequences of each share that are looked at, however many shares there are
+MIN_WINDOW = 4  # sequences considered per share, however many shares there are
 
 
 class WaitingQueue:
-    """Sequences that wait, oldest first. Invariant: no sequence that was preempted is passed by."""
+    """Waiting sequences, oldest first. Invariant: a preempted sequence is never passed by."""
 
     def __init__(
         self,
@@ -45,15 +45,15 @@ class WaitingQueue:
         self._sequences.append(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A preempted sequence goes first."""
+        """Put a preempted sequence first."""
         self._sequences.insert(0, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence was cancelled."""
+        """Remove a cancelled sequence."""
         self._sequences.remove(sequence)
 
     def admit(self, sequence: Sequence, now_ns: int) -> None:
-        """The sequence begins to run, and passes by all of its share that wait longer."""
+        """Let the sequence begin to run. It passes by all of its share that have waited longer."""
         place = self._sequences.index(sequence)
         del self._sequences[place]
         for passed in self._sequences[:place]:
@@ -61,7 +61,7 @@ class WaitingQueue:
                 passed.passed_ns = passed.passed_ns or now_ns
 
     def work(self) -> dict[str, float]:
-        """By share, the tokens of work that wait."""
+        """The waiting work by share, in tokens."""
         if not self._sequences:
             return {}
         waiting: dict[str, float] = defaultdict(float)
@@ -70,12 +70,13 @@ class WaitingQueue:
         return dict(waiting)
 
     def candidates(self, now_ns: int, num_cached: Callable[[Sequence], int]) -> list[Sequence]:
-        """Who may be admitted now, in order; `num_cached` tells a sequence's cached tokens.
+        """The sequences that may be admitted now, in order. `num_cached` gives a sequence's cached
+        tokens.
 
-        First those that were preempted, by age. Then the shares take turns, the least served one
-        first. Of each the oldest sequences are looked at, `window` in all: those that were passed
-        by for as long as the bound come first, by age; then the longest cached prefix, and age
-        among equals.
+        Preempted sequences come first, by age. Then the shares take turns, the least served first.
+        The oldest sequences of each share are considered, `window` in all. Among them, those passed
+        by for as long as the bound come first, by age. Then comes the longest cached prefix, and
+        age among equals.
         """
         if len(self._sequences) < 2:
             return list(self._sequences)
@@ -98,7 +99,7 @@ class WaitingQueue:
     def _in_line(
         self, line: list[Sequence], now_ns: int, num_cached: Callable[[Sequence], int]
     ) -> list[Sequence]:
-        """The sequences of one share in their order."""
+        """The sequences of one share, in order."""
         if self._order is QueueOrder.ARRIVAL or len(line) < 2:
             return line
         bound = now_ns - self._max_passed_ns

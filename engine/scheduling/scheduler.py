@@ -1,11 +1,12 @@
-"""Which tokens are computed in the next step, and what happens to the sequences after it.
+"""Decides which tokens the next step computes, and what happens to the sequences afterwards.
 
     WAITING ─► LOADING ─► PREFILL ─► DECODE ─► FINISHED
        ▲                     │          │
        └─── preemption ──────┴──────────┘
 
-Engine thread only. Each step: running sequences first (one decode token each, then prefill chunks
-within the step's budget), then new ones as long as there is room. Chunks end on block borders.
+Engine thread only. Each step takes running sequences first: one decode token each, then prefill
+chunks within the step's budget. Then it takes new ones while there is room. Chunks end on block
+boundaries.
 """
 
 import math
@@ -23,11 +24,11 @@ from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.errors import OutOfBlocks
 
-SPAN_WORK = 16.0  # what a sequence costs in a step beside its tokens, as tokens of a prompt
+SPAN_WORK = 16.0  # fixed cost of a sequence in a step, in prompt tokens
 
 
 class Scheduler:
-    """Owns the sequences. Invariant: each is in `waiting` or in `running`, never in both."""
+    """Owns the sequences. Invariant: each is in `waiting` or in `running`, never both."""
 
     def __init__(
         self,
@@ -48,7 +49,7 @@ class Scheduler:
             cache, settings, clock_ns, self._served, self._images, self.running
         )
         self.waiting = self._admission.waiting
-        self.left: list[int] = []  # sequence ids that stopped running, for the runner to forget
+        self.left: list[int] = []  # ids of sequences that stopped running, for the runner to forget
         self.num_preemptions = 0
         self.prompt_tokens_computed = 0
 
@@ -59,7 +60,7 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
-        """Take a sequence out wherever it is; its full blocks stay in the cache."""
+        """Remove a sequence in any state. Its full blocks stay in the cache."""
         if sequence.state in (PREFILL, DECODE):
             self._leave(sequence)
         elif sequence.state is not FINISHED:
@@ -71,24 +72,25 @@ class Scheduler:
         self._images.drop(sequence)
 
     def backlog(self) -> Backlog:
-        """What waits, and how fast it begins. Once per step."""
+        """The waiting work, and how fast such work begins. Once per step."""
         waiting = self.waiting.work()
         self._admission.begin_rate.look(self._clock_ns(), waits=bool(waiting))
         return Backlog(waiting, self._admission.begin_rate.tokens_per_s)
 
     def detach(self, roots: Collection[PrefixKey]) -> None:
-        """Scopes are being purged: what their sequences compute from here on is kept by nobody."""
+        """Make the sequences of scopes being purged private: what they compute from now on is not
+        kept."""
         for sequence in [*self.running, *self.waiting]:
             if sequence.chain.root in roots:
                 sequence.chain.private = True
                 self._admission.close_ticket(sequence)
 
     def schedule(self) -> Batch:
-        """The next step's work. Empty when nobody can make progress but by waiting."""
+        """The next step's work. Empty if sequences can only wait."""
         batch, settings = Batch(), self._settings
         for sequence in [s for s in self.running if s.state is DECODE and s.ready]:
-            if sequence.state is DECODE:  # not preempted for one before it
-                # One token, or the run of tokens that a grammar forced.
+            if sequence.state is DECODE:  # it was not preempted for one before it
+                # One token, or a run of tokens that a grammar forced.
                 self._add_span(batch, sequence, settings.mixed_step_tokens)
         budget = settings.step_tokens
         if batch.spans:
@@ -112,16 +114,17 @@ class Scheduler:
         return batch
 
     def _mixed_budget(self) -> int:
-        """Prompt tokens beside those who decode: the more wait for their first token than for their
-        next, the more, so that a crowd that comes at once is not fed in crumbs."""
+        """The budget of prompt tokens while others decode. It grows with the ratio of sequences
+        waiting for their first token to those waiting for their next, so that a burst of requests
+        is not served in tiny chunks."""
         num_decoding = len([s for s in self.running if s.state is DECODE])
         num_first = len(self.running) - num_decoding + len(self.waiting)
         wanted = self._settings.mixed_step_tokens * num_first // num_decoding
         return max(self._settings.mixed_step_tokens, min(self._settings.step_tokens, wanted))
 
     def _most_served(self) -> float:
-        """A share that was served more has no prefill in this step, which would make the step long
-        for a share that was served less and decodes."""
+        """The bound above which a share gets no prefill in this step. Its prefill would lengthen
+        the step for a less served share that decodes."""
         if not self._served.several:
             return math.inf
         decoding = (s.share for s in self.running if s.state is DECODE)
@@ -129,8 +132,8 @@ class Scheduler:
         return least + self._settings.mixed_step_tokens
 
     def _admit_spans(self, batch: Batch, budget: int, served: float = math.inf) -> int:
-        """Begin waiting sequences, of shares that were served less than `served`, and compute
-        their first tokens within the budget; returns how many."""
+        """Begin waiting sequences of shares that were served less than `served`, and add their
+        first tokens within the budget. Returns how many tokens."""
         added = 0
         for sequence in self._admission.begin(served):
             added += self._add_span(batch, sequence, budget - added)
@@ -141,13 +144,13 @@ class Scheduler:
     # Running sequences.
 
     def _add_span(self, batch: Batch, sequence: Sequence, budget: int) -> int:
-        """Add the sequence's next tokens, at most about `budget`; returns how many."""
+        """Add the sequence's next tokens, at most about `budget`. Returns how many."""
         start, num_tokens = sequence.start, sequence.num_tokens
         end = self._chunk_end(start, num_tokens, budget)
         try:
             self._make_room(batch, sequence, end)
         except OutOfBlocks:
-            return 0  # the sequence itself was the one to give way
+            return 0  # the sequence itself was preempted
         self._served.charge(sequence.share, SPAN_WORK + end - start)
         sample = end == num_tokens and sequence.params.max_tokens != 0
         params, grammar = sequence.params, sequence.grammar
@@ -173,17 +176,17 @@ class Scheduler:
         return end - start
 
     def _chunk_end(self, start: int, num_tokens: int, budget: int) -> int:
-        """Where the chunk that begins at `start` ends: at the last token or on a block border."""
+        """The end of the chunk that begins at `start`: the last token or a block boundary."""
         if num_tokens - start <= budget:
             return num_tokens
         border = (start + budget) // self._block_size * self._block_size
         return min(num_tokens, max(border, (start // self._block_size + 1) * self._block_size))
 
     def _make_room(self, batch: Batch, sequence: Sequence, end: int) -> None:
-        """Give slots to the blocks that positions up to `end` are written to.
+        """Give slots to the blocks for positions up to `end`.
 
-        Makes others give way, the last admitted first. Raises OutOfBlocks when the sequence
-        itself had to, and has gone back to waiting.
+        Preempts others if needed, the last admitted first. Raises OutOfBlocks if the sequence
+        itself was preempted and is waiting again.
         """
         while True:
             try:
@@ -217,7 +220,8 @@ class Scheduler:
             table.append(block.slot if block.slot is not None else self._tables.provide(block))
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send a sequence back to waiting; what it computed stays in the cache while it can."""
+        """Send a sequence back to waiting. What it computed stays in the cache while there is
+        room."""
         self._leave(sequence)
         sequence.state = WAITING
         sequence.num_preemptions += 1
@@ -231,12 +235,12 @@ class Scheduler:
         sequence.block_table = []
         sequence.num_standing = 0
         if not sequence.reads_cache:
-            sequence.prompt_logprobs.clear()  # computed again, from the beginning
+            sequence.prompt_logprobs.clear()  # computed again from the beginning
 
     # After a step.
 
     def computed(self, sequence: Sequence, span: Span) -> None:
-        """The step computed this span: its KV stands, and the blocks it filled are committed."""
+        """Note that the step computed this span, and commit the blocks that it filled."""
         end = span.start + len(span.tokens)
         self.prompt_tokens_computed += max(0, min(end, sequence.num_prompt) - span.start)
         sequence.prompt_done = max(sequence.prompt_done, min(end, sequence.num_prompt))
@@ -255,10 +259,10 @@ class Scheduler:
             self._tables.computed_tail(sequence.blocks[end // self._block_size])
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Let `twin` run on from the tokens of `sequence`, sharing the blocks of its KV."""
+        """Let `twin` continue from the tokens of `sequence`, sharing its blocks."""
         standing = sequence.num_standing
         if self._cache.layout.has_states:
-            # Only one sequence can continue the last block's state: the twin computes it again.
+            # Only one sequence can continue the last block's state, so the twin computes it again.
             standing -= standing % self._block_size
         num_blocks = -(-standing // self._block_size)
         twin.blocks = self._tables.share(sequence.blocks[:num_blocks])

@@ -19,16 +19,16 @@ from tiers.transfer.ticket import Ticket
 
 
 class SequenceState(StrEnum):
-    """Where a sequence is on its way."""
+    """The states of a sequence."""
 
     WAITING = "waiting"
-    LOADING = "loading"  # waiting, and its prefix is being brought up
+    LOADING = "loading"  # waiting, while its prefix is being promoted
     PREFILL = "prefill"
     DECODE = "decode"
     FINISHED = "finished"
 
 
-# On Python 3.11 a member of an enum takes 60 ns to look up, a name of the module 2.
+# On Python 3.11, looking up an enum member takes 60 ns and a module's name 2 ns.
 WAITING, LOADING, PREFILL, DECODE, FINISHED = SequenceState
 _INT32 = np.dtype(np.int32)
 
@@ -37,9 +37,9 @@ _INT32 = np.dtype(np.int32)
 class Sequence:
     """One of the `n` sequences of a request.
 
-    Invariants: KV stands for positions `[0, num_standing)`; `blocks` cover them and perhaps more;
-    `block_table[i]` is the slot of `blocks[i]` for the leading blocks that have one; the chain's
-    tokens are the prompt and all generated tokens.
+    Invariants: the KV of positions `[0, num_standing)` is computed. `blocks` cover these positions
+    and perhaps more. `block_table[i]` is the slot of `blocks[i]`, for the leading blocks that have
+    one. The chain's tokens are the prompt and all generated tokens.
     """
 
     sequence_id: int
@@ -49,28 +49,28 @@ class Sequence:
     chain: Chain
     tokens: "array[int]"
     num_prompt: int
-    grammar: GrammarState | None = None  # how far it is in its grammar; kept when preempted
+    grammar: GrammarState | None = None  # its position in its grammar; kept when preempted
     state: SequenceState = WAITING
     blocks: list[Block] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_standing: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_done: int = 0  # prompt tokens that were served or computed, at the furthest
+    prompt_done: int = 0  # the most prompt tokens ever served or computed
     ticket: Ticket | None = None
-    first_unread: int = 0  # tokens before it stood in the cache when it was last looked up
-    awaits_images: bool = False  # from there on, which are not computed yet
-    follows: bool = False  # its ticket waits for what another sequence computes
+    first_unread: int = 0  # tokens before this were in the cache at the last lookup
+    awaits_images: bool = False  # images from there on that are not computed yet
+    follows: bool = False  # its ticket waits for a block that another sequence computes
     counts: TokenCounts | None = None  # of the prompt, fixed at first admission
     miss_reasons: dict[MissReason, int] = field(default_factory=dict)
     lookup: Lookup | None = None
     finish: FinishReason | None = None
     queued_ns: int = 0
-    passed_ns: int = 0  # when one that came later was first admitted before it; 0: never
+    passed_ns: int = 0  # when a later one was first admitted before it; 0: never
     admitted_ns: int = 0
     loaded_ns: int = 0
     first_token_ns: int = 0
     num_preemptions: int = 0
-    work: float = 0.0  # tokens to compute before it can answer, as estimated when it came
+    work: float = 0.0  # tokens to compute before it can answer, estimated on arrival
 
     @property
     def share(self) -> str:
@@ -78,18 +78,19 @@ class Sequence:
 
     @property
     def ready(self) -> bool:
-        """Whether it is known what its grammar allows next; without that it sits a step out."""
+        """Whether its grammar's allowed tokens are known. Until then it sits steps out."""
         return self.grammar is None or self.grammar.ready
 
     @property
     def reads_cache(self) -> bool:
-        """Whether blocks may be taken as they are: not while their logits are asked for."""
+        """Whether it may use cached blocks. It may not while their logits are needed."""
         return self.params.prompt_logprobs is None or (
             len(self.prompt_logprobs) == self.num_prompt - 1
         )
 
     def targets(self, start: int, end: int) -> NDArray[np.int32] | None:
-        """The prompt tokens after positions `[start, end)` whose log-probabilities are due."""
+        """The prompt tokens after positions `[start, end)` whose log-probabilities are
+        requested."""
         if self.params.prompt_logprobs is None:
             return None
         last = min(end, self.num_prompt - 1)
@@ -107,16 +108,17 @@ class Sequence:
 
     @property
     def cut_short(self) -> bool:
-        """Whether it ended before its prompt was served."""
+        """Whether it ended before its prompt was served or computed."""
         return self.finish is not None and self.prompt_done < self.num_prompt
 
     @property
     def start(self) -> int:
-        """First position to compute next: at least the last token is computed, for its logits."""
+        """The first position to compute next. At least the last token is computed, for its
+        logits."""
         return min(self.num_standing, len(self.tokens) - 1)
 
     def history(self) -> NDArray[np.int32] | None:
-        """All tokens so far, where a penalty looks at them."""
+        """All tokens so far, if a penalty needs them."""
         p = self.params
         if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1.0:
             return np.array(self.tokens, dtype=np.int32)

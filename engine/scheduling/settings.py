@@ -1,11 +1,11 @@
-"""The bounds of a step, and of what is brought up for those that wait."""
+"""The bounds of a step, and of promotion for waiting requests."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class QueueOrder(StrEnum):
-    """How waiting requests are ordered."""
+    """The orders of waiting requests."""
 
     ARRIVAL = "arrival"
     CACHED_FIRST = "cached_first"
@@ -13,13 +13,15 @@ class QueueOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerSettings:
-    """Bounds of one step. Token budgets are rounded down to whole blocks, one at least."""
+    """Bounds of one step. Token budgets are rounded down to whole blocks, at least one."""
 
     max_running: int = 64
-    step_tokens: int = 512  # prompt tokens computed in a step
-    mixed_step_tokens: int = 128  # the same while others decode, so that they do not stall; more
-    # where more wait for their first token than decode
-    max_tickets: int = 8  # waiting requests whose prefix may be brought up at once; those that wait
-    # for a block that another request computes pin what that one does, and do not count
+    step_tokens: int = 512  # prompt tokens computed per step
+    # The same while others decode, so that they do not stall. It is raised while more sequences
+    # wait for their first token than decode.
+    mixed_step_tokens: int = 128
+    # Waiting requests whose prefix may be promoted at once. Requests that wait for a block that
+    # another request is computing do not count, since they pin the same blocks as that one.
+    max_tickets: int = 8
     order: QueueOrder = QueueOrder.CACHED_FIRST
-    max_passed_s: float = 5.0  # the longest that a request is passed by for better cached ones
+    max_passed_s: float = 5.0  # the longest time a request is passed by for better cached ones

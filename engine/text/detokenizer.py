@@ -1,7 +1,7 @@
-"""Text as it is generated: never half a character, never a piece of a stop string.
+"""Text as it is generated, without partial characters or partial stop strings.
 
-One per stream, used by the api on its own thread. Each token costs time in its own length and the
-stop strings', whatever was generated before.
+One per stream, used by the api on its own thread. The cost of a token depends on its own length and
+the stop strings' lengths, not on the text before it.
 """
 
 import codecs
@@ -21,11 +21,11 @@ class TokenBytes(Protocol):
 class IncrementalDetokenizer:
     """Turns token ids into text that is safe to send.
 
-    Held back are the bytes of an unfinished character and any end of the text that a stop string
-    may begin with. Invariant: sent text + held text is the text so far, and the held text contains
-    no stop string. Once `stopped`, the stop string and all after it are dropped.
+    It holds back the bytes of an unfinished character, and an end of the text that may begin a stop
+    string. Invariant: sent text + held text is the text so far, and the held text contains no stop
+    string. Once `stopped`, the stop string and all text after it are dropped.
 
-    `num_tokens` counts the tokens taken in, up to and with the one that completed a stop string.
+    `num_tokens` counts the tokens fed, up to and including the one that completed a stop string.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         include_stop: bool = False,
         shown: Collection[str] = (),
     ) -> None:
-        """`shown` are the special tokens that are part of the text nevertheless."""
+        """`shown`: special tokens to include in the text."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         if shown:
@@ -54,7 +54,7 @@ class IncrementalDetokenizer:
         self.num_tokens = 0
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """Take in tokens; returns the new text that is safe to send. Ignored once `stopped`."""
+        """Feed tokens. Returns the new text that is safe to send. Does nothing once `stopped`."""
         sent = []
         for token in token_ids:
             if self.stopped:
@@ -65,11 +65,11 @@ class IncrementalDetokenizer:
         return "".join(sent)
 
     def flush(self) -> str:
-        """The end of the text: held-back text, with unfinished bytes as U+FFFD."""
+        """End the text. Returns the held text, with unfinished bytes as U+FFFD."""
         if self.stopped:
             return ""
         text = self._take(self._decoder.decode(b"", final=True))
-        held, self._held = self._held, ""  # empty when this very end completed a stop string
+        held, self._held = self._held, ""  # empty if this end completed a stop string
         return text + held
 
     def _take(self, text: str) -> str:
@@ -88,7 +88,7 @@ class IncrementalDetokenizer:
         return text[: len(text) - keep]
 
     def _find_stop(self, text: str) -> tuple[int, str] | None:
-        """The first stop string to be complete; among equals the one that begins first."""
+        """The first stop string to be complete. Among equals, the one that begins first."""
         found = [
             (text.find(stop) + len(stop), text.find(stop), stop)
             for stop in self._stop
@@ -101,7 +101,7 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with, short of all of it."""
+    """The length of the longest end of `text` that is a proper prefix of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

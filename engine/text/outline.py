@@ -1,8 +1,8 @@
-"""Which messages token ids are of, by the marks that a chat template writes before each role.
+"""Divides token ids into messages, by the marks that a chat template writes before each role.
 
-Tells roles and sizes and no word of a message, so that a prefix can be named where prompts are not
-kept. The marks are learned from the template once. A model whose template writes no special token
-before a message has no outline: a user could write the same words.
+It tells roles and sizes but no text, so that a prefix can be described where prompts are not kept.
+The marks are learned from the template once. A model whose template writes no special token before
+a message has no outline, because a user could write the same words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 from engine.errors import RequestError
 from engine.text.tokenizer import Tokenizer
 
-WORDS = ("alpha", "bravo", "charlie", "delta")  # contents that no template writes
+WORDS = ("alpha", "bravo", "charlie", "delta")  # contents that no template contains
 SAMPLES = (
     ("user", "assistant", "user"),
     ("system", "user", "assistant"),
@@ -23,14 +23,14 @@ SAMPLES = (
 
 
 class Outline:
-    """The messages of one model's prompts. Immutable once it has learned; any thread."""
+    """Finds the messages in one model's prompts. Immutable once it has learned. Any thread."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, tokens: Sequence[int]) -> list[tuple[str, int]]:
-        """Role and number of tokens of each message, its marks included; a role of "" is of what
-        comes before the first mark."""
+        """The role and the number of tokens of each message, including its marks. The role "" is
+        for tokens before the first mark."""
         found: list[tuple[str, int]] = []
         role, begin = "", 0
         first = np.isin(np.asarray(tokens, np.int64), list(self._marks))
@@ -47,7 +47,7 @@ class Outline:
 
     @cached_property
     def _marks(self) -> dict[int, list[tuple[tuple[int, ...], str]]]:
-        """Marks and their roles by the token that they begin with, the longest first."""
+        """Marks and their roles by first token, longest first."""
         gaps: dict[str, list[tuple[int, ...]]] = {}
         for roles in SAMPLES if self._tokenizer.has_chat_template else ():
             for role, gap in self._gaps(roles):
@@ -63,14 +63,14 @@ class Outline:
         return marks
 
     def _gaps(self, roles: Sequence[str]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """What the template writes before each message, as tokens without the white space at its
-        end, which may join with what follows."""
+        """The tokens that the template writes before each message. Trailing white space is left
+        out, since it may merge with the text after it."""
         messages: list[dict[str, Any]] = [
             {"role": role, "content": word} for role, word in zip(roles, WORDS, strict=False)
         ]
         try:
             text = self._tokenizer.render(messages, add_generation_prompt=False)
-        except RequestError:  # a template without this role or order
+        except RequestError:  # the template lacks this role or order
             return
         begin = 0
         for role, word in zip(roles, WORDS, strict=False):
@@ -82,7 +82,8 @@ class Outline:
             begin = at + len(word)
 
     def _mark(self, gap: tuple[int, ...], others: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """The shortest end of `gap` that begins with a special token and ends no other role's."""
+        """The shortest end of `gap` that begins with a special token and is not an end of another
+        role's."""
         special = self._tokenizer.special_token_ids
         for start in range(len(gap) - 1, -1, -1):
             mark = gap[start:]

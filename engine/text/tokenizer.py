@@ -1,8 +1,8 @@
-"""Text to token ids and back: the model's own tokenizer behind a narrow face.
+"""Converts text to token ids and back: the model's own tokenizer behind a narrow interface.
 
-The api calls it on its own threads. A `Tokenizer` is immutable after construction and safe to call
-from several threads at once: between calls the Rust tokenizer keeps only words that it has cut, and
-it releases the GIL for a batch.
+The api calls it on its own threads. A `Tokenizer` is immutable after construction, and several
+threads may call it at once. Between calls the Rust tokenizer keeps only a cache of words. It
+releases the GIL for a batch.
 """
 
 import json
@@ -18,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.errors import ModelError, RequestError
 
-# Words that a thread's tokenizer remembers. Its own bound is 10,000 of up to 255 bytes: 84 MB that
-# prompts of words that are none fill for good. With 1,000 prose of 2 kB is cut as fast (0.40 ms;
-# with none 0.63), and of 100 kB in 11 ms instead of 9 (AMD EPYC).
+# Words that a thread's tokenizer caches. Its own bound is 10,000 words of up to 255 bytes. Prompts
+# of random words would fill that for good, and take 84 MB. With 1,000 words, prose of 2 kB is
+# tokenized as fast (0.40 ms; 0.63 without a cache), and prose of 100 kB in 11 ms instead of 9 (AMD
+# EPYC).
 CACHED_WORDS = 1_000
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -33,9 +34,9 @@ class Tokenizer:
     """A fast (Rust) tokenizer with a chat template.
 
     `digest` is 16 bytes over the vocabulary, the rules and the template. `token_bytes(id)` joined
-    over a text's ids is the text in UTF-8, which is what makes incremental decoding exact; no token
-    is longer than `max_token_bytes`.
-    Raises ModelError for a tokenizer that is not fast, or whose decoder is of an unknown kind.
+    over a text's ids is the text in UTF-8, which makes incremental decoding exact. No token is
+    longer than `max_token_bytes`. Raises ModelError if the tokenizer is not fast or its decoder is
+    of an unknown kind.
     """
 
     def __init__(self, base: PreTrainedTokenizerBase) -> None:
@@ -46,7 +47,7 @@ class Tokenizer:
             )
         self._base = base
         self._fast = fast
-        if hasattr(fast.model, "_resize_cache"):  # BPE and unigrams; others remember none
+        if hasattr(fast.model, "_resize_cache"):  # BPE and unigram models; others have no cache
             fast.model._resize_cache(CACHED_WORDS)
         self.chat_template = _template_text(base)
         serialised = fast.to_str()
@@ -57,11 +58,11 @@ class Tokenizer:
         )
         self._bytes = _token_bytes(fast, json.loads(serialised).get("decoder"))
         self.max_token_bytes = max(map(len, self._bytes), default=0)
-        self.image_mark: str | None = None  # what the template writes for an image, if anything
+        self.image_mark: str | None = None  # what the template writes for an image, if it can
 
     @property
     def vocab_size(self) -> int:
-        """Ids this tokenizer knows; a model's embedding may be larger (padding)."""
+        """The number of ids this tokenizer knows. A model's embedding may be larger (padding)."""
         return len(self._bytes)
 
     @property
@@ -78,7 +79,7 @@ class Tokenizer:
         return self._special
 
     def take_images(self, mark: str) -> None:
-        """Let chats have images, where the template writes `mark` for one. Before serving."""
+        """Allow images in chats. The template writes `mark` for each. Call it before serving."""
         self.image_mark = mark
         text, image = {"type": "text", "text": "words"}, {"type": "image"}
         probe = [{"role": "user", "content": [text, image]}]
@@ -90,20 +91,21 @@ class Tokenizer:
             self.image_mark = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
-        """Token ids of `text`, after what the model's tokenizer puts first (a BOS, or nothing)."""
-        # A batch of one: `encode` would hold the GIL, and so stop every thread for a second a
-        # megabyte; it also keeps offsets, which nobody asks for and which take half the time.
+        """The token ids of `text`, after any token that the model's tokenizer adds first (such as a
+        BOS)."""
+        # A batch of one: `encode` would hold the GIL and so stop every thread, for a second per
+        # megabyte. It also computes offsets, which nobody needs and which take half the time.
         [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return array("i", encoding.ids)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        """The text of `ids`. Bytes that are not valid UTF-8 become U+FFFD."""
         skipped: frozenset[int] = self._special if skip_special_tokens else frozenset()
         joined = b"".join(self.token_bytes(number) for number in ids if number not in skipped)
         return joined.decode("utf-8", errors="replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The UTF-8 bytes of a token; empty for an id that has no token."""
+        """The UTF-8 bytes of a token. Empty for an id without a token."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
     def chat(
@@ -115,9 +117,9 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> "array[int]":
-        """Token ids of a conversation under the model's chat template.
+        """The token ids of a conversation under the model's chat template.
 
-        Raises RequestError when the messages are not what the template can render.
+        Raises RequestError if the template cannot render the messages.
         """
         text = self.render(
             messages,
@@ -174,8 +176,8 @@ def _template_text(base: PreTrainedTokenizerBase) -> str | None:
 
 
 def _checked(message: Mapping[str, Any], number: int, *, images: bool) -> dict[str, Any]:
-    """A message as templates expect it: a known role, text content, or parts where they may be
-    images. Raises RequestError."""
+    """A message as templates expect it: a known role with text content, or with parts if images are
+    allowed. Raises RequestError."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{number}] must be an object", param=f"messages[{number}]")
     role = message.get("role")
@@ -196,7 +198,7 @@ def _checked(message: Mapping[str, Any], number: int, *, images: bool) -> dict[s
 
 
 def _content_parts(content: object, number: int) -> list[dict[str, str]]:
-    """Text and images in their order; templates of models with images read parts alone."""
+    """Text and images in order. Templates of models with images read only parts."""
     if isinstance(content, Sequence) and not isinstance(content, str):
         parts = [
             {"type": "image"}
@@ -233,7 +235,7 @@ def _content_text(content: object, number: int, first: int = 0) -> str:
 
 
 def _token_bytes(fast: FastTokenizer, decoder: Mapping[str, Any] | None) -> list[bytes]:
-    """Bytes by token id, for byte-level BPE and for SentencePiece with byte fallback."""
+    """The bytes of each token id, for byte-level BPE and for SentencePiece with byte fallback."""
     steps = _decoder_steps(decoder)
     size = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     table = [b""] * size
@@ -276,8 +278,8 @@ def _sentencepiece_bytes(piece: str) -> bytes:
 def _byte_alphabet() -> dict[str, bytes]:
     """The 256 characters that stand for bytes in byte-level BPE.
 
-    Printable Latin-1 stands for itself and the other 68 bytes, in order, for U+0100 onwards
-    (GPT-2, `encoder.py`, `bytes_to_unicode`).
+    Printable Latin-1 characters stand for themselves. U+0100 and on stand for the other 68 bytes,
+    in order (GPT-2, `encoder.py`, `bytes_to_unicode`).
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     alphabet = {chr(byte): bytes([byte]) for byte in printable}
