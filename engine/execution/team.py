@@ -28,8 +28,8 @@ LONGEST_REST = 512
 GAIN = (
     0.95  # more threads must take less than this part of the time: they cost the processors twice
 )
-HOPELESS = 1.5  # a trial's step that takes as many times what it took before ends the trial
-CHANGED = 1.5  # steps that take as many times what they took at the last trial ask for another
+HOPELESS = 1.5  # a trial whose steps all take as many times what they took before ends
+CHANGED = 1.5  # steps that all take as many times what they took at the last trial want another
 LEAST_REST = 32  # after which they may
 
 
@@ -87,14 +87,14 @@ class ThreadTeam:
             kind.recent.append(took_s)
             kind.rest -= 1
             rested = kind.last_rest - kind.rest >= LEAST_REST and len(kind.recent) == SAMPLE
-            if rested and median(kind.recent) > CHANGED * kind.usual_s > 0:
+            if rested and min(kind.recent) > CHANGED * kind.usual_s > 0:
                 kind.rest = 0
             return
         kind.trial.append(took_s)
         counted = kind.trial[1:]  # the first finds its kernels anew
         before_s = median(kind.recent)
-        if took_s > HOPELESS * before_s:
-            self._judge(kind, before_s, took_s)
+        if counted and min(kind.trial) > HOPELESS * before_s:  # one may have been interrupted
+            self._judge(kind, before_s, min(kind.trial))
         elif len(counted) == SAMPLE:
             self._judge(kind, before_s, median(counted))
 

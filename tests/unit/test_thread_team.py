@@ -48,7 +48,7 @@ def test_more_threads_compute_where_they_are_faster() -> None:
 def test_one_thread_computes_where_two_wait_for_each_other() -> None:
     machine = Machine(crowded)
     machine.steps(20)
-    assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends at once"
+    assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
 def test_one_thread_computes_where_two_bring_next_to_nothing() -> None:
@@ -94,6 +94,29 @@ def test_steps_of_any_length_are_no_reason_for_endless_trials(longest: int) -> N
     lengths = random.Random(3)
     machine = Machine(lambda rows, threads: lengths.uniform(1, longest) / threads)
     assert machine.steps(5000)[1] < 5000 / 8
+
+
+def test_a_few_slow_steps_decide_nothing() -> None:
+    """Something else takes the processor for a moment, now and then."""
+    noise = random.Random(0)
+
+    def seconds(rows: int, threads: int) -> float:
+        slow = 5 if noise.random() < 0.03 else 1
+        return slow * noise.lognormvariate(0, 0.15) / (1 if threads == 1 else 1.7)
+
+    assert Machine(seconds).steps(6000)[2] > 5900
+
+
+def test_kernels_made_anew_end_no_trial() -> None:
+    """A small model's step takes several times as long the first time with another size."""
+    before = 2
+
+    def seconds(rows: int, threads: int) -> float:
+        nonlocal before
+        anew, before = 5.0 * (threads != before), threads
+        return anew + crowded(1, threads) / 4
+
+    assert Machine(seconds).steps(100)[1] > 80
 
 
 @given(
