@@ -39,8 +39,9 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
     try:
         parsed = make_url(url)
     except ArgumentError as error:
+        shown = "***@" + url.rpartition("@")[2] if "@" in url else url  # without its password
         raise StoreError(
-            f"{url!r} is not a database URL such as sqlite:///ledger.sqlite3"
+            f"{shown!r} is not a database URL such as sqlite:///ledger.sqlite3"
         ) from error
     if parsed.drivername in ("postgresql", "postgres"):
         parsed = parsed.set(drivername="postgresql+psycopg")

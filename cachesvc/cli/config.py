@@ -1,6 +1,5 @@
 """`cachesvc config show`: the effective value and origin of every setting."""
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +9,9 @@ from pydantic import BaseModel
 from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
 from cachesvc.config.settings import env_name, parser_of
-from cachesvc.config.sources import Setting, load_settings
+from cachesvc.config.sources import Setting, load_settings, without_passwords
 
 app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
-
-PASSWORD = re.compile(r"(://[^:/@]*:)[^@]+@")
 
 
 @app.callback()
@@ -53,11 +50,11 @@ def shown(name: str, value: Any) -> str:
         return format_duration(value)
     if isinstance(value, float):
         return f"{value:g}"
-    return PASSWORD.sub(r"\1***@", str(value)) or "-"
+    return without_passwords(str(value)) or "-"
 
 
 def _as_json(row: Setting) -> dict[str, Any]:
-    value = PASSWORD.sub(r"\1***@", row.value) if isinstance(row.value, str) else row.value
+    value = without_passwords(row.value) if isinstance(row.value, str) else row.value
     if isinstance(value, BaseModel):
         value = value.model_dump()
     return {

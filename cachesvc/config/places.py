@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
+ENV_PREFIX = "CACHESVC_"
+ENV_DATA_DIR = f"{ENV_PREFIX}SERVER__DATA_DIR"
 MOUNTS = Path("/proc/self/mounts")
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"})
 
@@ -16,8 +18,13 @@ def data_home() -> Path:
 
 def default_data_dir() -> Path:
     """The data directory if a command is given none."""
-    chosen = os.environ.get("CACHESVC_SERVER__DATA_DIR")
+    chosen = os.environ.get(ENV_DATA_DIR)
     return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
+
+
+def has_other_variables() -> bool:
+    """Whether the environment has settings other than the data directory, or misspelt ones."""
+    return any(name.startswith(ENV_PREFIX) and name != ENV_DATA_DIR for name in os.environ)
 
 
 def disk_path(data_dir: Path) -> Path:

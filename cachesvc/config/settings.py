@@ -7,6 +7,7 @@ from typing import Any, get_args
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from cachesvc.config.places import ENV_PREFIX
 from cachesvc.config.sections import (
     BillingSection,
     CacheSection,
@@ -22,7 +23,6 @@ from cachesvc.config.sections import (
     TracingSection,
 )
 
-ENV_PREFIX = "CACHESVC_"
 ENV_DELIMITER = "__"
 
 

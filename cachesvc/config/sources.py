@@ -6,6 +6,7 @@ Called once, by a command, before any thread starts.
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, SettingsError
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.settings import ENV_PREFIX, Settings, env_name, known_settings
+from cachesvc.config.places import ENV_PREFIX
+from cachesvc.config.settings import Settings, env_name, known_settings
 
 ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
+_PASSWORD = re.compile(r"(:/{1,2}[^:/@]*:)[^\n]*@")  # also where a slash of the URL is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,8 @@ def _file_layer(path: Path) -> _Layer:
     return layer
 
 
-def _env_layer() -> _Layer:
+def check_environment() -> None:
+    """Raises ConfigError for a variable that looks like a setting and is none."""
     names = {env_name(name): name for name in known_settings()}
     for variable in os.environ:
         if variable.startswith(ENV_PREFIX) and variable not in {*names, ENV_CONFIG}:
@@ -154,6 +158,10 @@ def _env_layer() -> _Layer:
                 if variable == env_name(name):
                     _refuse_removed(name, f"the environment ({variable})")
             raise ConfigError(_unknown(variable, "the environment", names))
+
+
+def _env_layer() -> _Layer:
+    check_environment()
     try:
         values = EnvSettingsSource(Settings)()
     except SettingsError as error:
@@ -181,4 +189,10 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     name = ".".join(map(str, first["loc"][:2]))
     inside = "".join(f"{part}: " for part in first["loc"][2:])  # the path inside a table
     message = inside + first["msg"].removeprefix("Value error, ")
-    return f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {message}"
+    value, message = without_passwords(repr(first["input"])), without_passwords(message)
+    return f"{name} = {value} (from {origins.get(name, 'default')}): {message}"
+
+
+def without_passwords(text: str) -> str:
+    """The text with the password of a URL in it masked, and all else before the last `@`."""
+    return _PASSWORD.sub(r"\1***@", text)

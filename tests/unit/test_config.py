@@ -222,3 +222,18 @@ def test_where_events_go_is_an_address_or_a_table(
         load_settings(
             config_file=write(tmp_path, text.replace("replay_endpoint", "replay_endpont"))
         )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[server]\nport = 'redis://:geheim@host/0'\n", r"redis://:\*\*\*@host/0"),
+        ("[cache]\nremote_url = ['redis://me:ge@heim@host']\n", r"redis://me:\*\*\*@host"),
+        ("[server]\nport = 'redis:/:ge/heim@host'\n", r"redis:/:\*\*\*@host"),
+        ("[cache]\npolicy = 'postgresql://me:geheim@host/db'\n", r"no policy 'postgresql://me:\*"),
+    ],
+)
+def test_an_error_masks_the_password_of_a_url(tmp_path: Path, text: str, shown: str) -> None:
+    with pytest.raises(ConfigError, match=shown) as raised:
+        load_settings(config_file=write(tmp_path, text))
+    assert "heim" not in str(raised.value)

@@ -312,3 +312,8 @@ def test_a_url_or_key_that_cannot_work_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="has 2 bytes, not 32"):
         read_seal(tmp_path / "key")
     assert shown_url("redis://:secret@host:1/0") == "redis://host:1/0"
+
+
+def test_a_url_without_a_scheme_is_named_without_its_password() -> None:
+    with pytest.raises(ConfigurationError, match="no remote tier uses 'host:6379'"):
+        open_objects("//me:geheim@host:6379", 1.0)

@@ -58,8 +58,9 @@ def open_objects(url: str, timeout_s: float) -> ObjectStore:
         return _ClusterObjects(url, timeout_s)
     if scheme == "s3":
         return _S3Objects(url, timeout_s)
+    shown = scheme or url.rpartition("@")[2]  # without its password
     raise ConfigurationError(
-        f"no remote tier uses {scheme or url!r}; use redis://, redis+cluster:// or s3://"
+        f"no remote tier uses {shown!r}; use redis://, redis+cluster:// or s3://"
     )
 
 
