@@ -11,9 +11,8 @@ from api.admin.login.sessions import Role
 from api.errors import ApiError
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor, books
-from cachesvc.cli.options import existing_data_dir
+from cachesvc.cli.options import data_dir_of, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
-from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import LiveServer, find_server
 
 _REMOVED = {
@@ -67,7 +66,7 @@ def password(
     if remove:
         _remove(name, reason, data_dir, database)
         return
-    path = (data_dir or default_data_dir()).expanduser()
+    path = data_dir_of(data_dir)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with books(path, database, create=True) as open_books:
         try:

@@ -20,9 +20,9 @@ import typer
 from rich.console import Console
 
 from api.format import size
-from cachesvc.cli.options import DataDir
+from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, print_json
-from cachesvc.config.places import NETWORK_FILE_SYSTEMS, default_data_dir, disk_path, file_system
+from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system
 from cachesvc.config.sources import load_settings
 from engine.hardware import CPU_CACHE_BYTES, Hardware, read_hardware
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
@@ -50,7 +50,7 @@ class Finding:
 
 def doctor(data_dir: DataDir = None, json: AsJson = False) -> None:
     """Check this machine and say what to fix. Exits with 1 if something is broken."""
-    path = (data_dir or default_data_dir()).expanduser()
+    path = data_dir_of(data_dir)
     findings = list(examine(path))
     if json:
         print_json([asdict(finding) for finding in findings])

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from api.format import size
+from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import fail, note, print_json
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import parse_size
 from tiers.remote.settings import RemoteWrites
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def default_socket() -> Path:
-    return default_data_dir() / "node.sock"
+    return data_dir_of(None) / "node.sock"
 
 
 def node(

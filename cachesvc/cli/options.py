@@ -7,7 +7,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.places import default_data_dir
+from cachesvc.config.places import default_data_dir, has_other_variables
 from cachesvc.config.quantities import parse_duration, parse_size
 
 Value = TypeVar("Value")
@@ -39,9 +39,21 @@ def _parsed(parse: Callable[[str], Value], text: str) -> Value:
         raise typer.BadParameter(str(error)) from error
 
 
+def data_dir_of(data_dir: Path | None) -> Path:
+    """The directory given, or that of the settings.
+
+    Raises ConfigError for an unknown variable, which may be a misspelt name of the latter.
+    """
+    if data_dir is None and has_other_variables():
+        from cachesvc.config.sources import check_environment  # which takes 0.1 s to import
+
+        check_environment()
+    return (data_dir or default_data_dir()).expanduser()
+
+
 def existing_data_dir(data_dir: Path | None) -> Path:
     """The directory to read from. Raises ConfigError if it does not exist."""
-    path = (data_dir or default_data_dir()).expanduser()
+    path = data_dir_of(data_dir)
     if not path.is_dir():
         raise ConfigError(f"there is no data directory {path}; check --data-dir")
     return path

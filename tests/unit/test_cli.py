@@ -159,6 +159,24 @@ def test_a_file_that_cannot_be_used_is_named_without_a_traceback(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command",
+    [["keys", "create", "--tenant", "acme"], ["tenants", "create", "acme"], ["cache", "stats"]],
+)
+def test_a_misspelt_variable_stops_a_command_that_would_use_the_default_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("XDG_DATA_HOME", str(home))
+    monkeypatch.setenv("CACHESVC_DATA_DIR", str(tmp_path / "meant"))
+    refused = call(*command)
+    assert isinstance(refused.exception, ConfigError)
+    assert "did you mean CACHESVC_SERVER__DATA_DIR?" in str(refused.exception)
+    assert not home.exists()
+    given = call(*command, "--data-dir", str(tmp_path / "given"))
+    assert "CACHESVC_DATA_DIR" not in f"{given.output}{given.exception}"
+
+
 def test_config_show_prints_every_setting_and_masks_passwords(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

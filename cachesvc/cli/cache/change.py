@@ -18,9 +18,9 @@ import typer
 from api.format import number_of, size
 from cachesvc.cli import options
 from cachesvc.cli.cache.select import find_block, find_scope, server_of
-from cachesvc.cli.options import DataDir, existing_data_dir
+from cachesvc.cli.options import DataDir, data_dir_of, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
-from cachesvc.config.places import default_data_dir, found_disk
+from cachesvc.config.places import found_disk
 from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
@@ -200,7 +200,7 @@ def import_(
 
 
 def _prepare(data_dir: Path | None) -> None:
-    path = (data_dir or default_data_dir()).expanduser()
+    path = data_dir_of(data_dir)
     if read_meta(found_disk(path)) is not None:
         return
     make_data_dir(path)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from billing.errors import BillingError
-from cachesvc.cli.options import DataDir
+from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import fail
-from cachesvc.config.places import default_data_dir
 from cachesvc.importing import importing
 from cachesvc.server.server_file import actor
 
@@ -61,7 +60,7 @@ def books(
     data_dir: Path | None, database: str | None, *, create: bool = False
 ) -> "Iterator[FolderBooks]":
     """The ledger of a data directory or URL. A billing error ends the command with its message."""
-    path = (data_dir or default_data_dir()).expanduser()
+    path = data_dir_of(data_dir)
     try:
         with open_books(path, database, create=create) as found:
             yield found

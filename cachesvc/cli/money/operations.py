@@ -15,8 +15,8 @@ from api.admin.routes.paths import PREFIX, path_of
 from billing.errors import BillingError
 from billing.operations.books import Books
 from cachesvc.cli.money.books import open_books
+from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import fail
-from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import LiveError, LiveServer, find_server
 
 P = ParamSpec("P")
@@ -76,7 +76,7 @@ def operations(
 
     `create` creates the ledger if there is none.
     """
-    path = (data_dir or default_data_dir()).expanduser()
+    path = data_dir_of(data_dir)
     try:
         server = find_server(path) if database is None else None
         if server is not None:

@@ -23,8 +23,8 @@ from cachesvc.cli.money.books import (
     limit_text,
 )
 from cachesvc.cli.money.operations import operations
+from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
-from cachesvc.config.places import default_data_dir
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.tier import TierName
 
@@ -101,7 +101,7 @@ def _room(
     found: list[Document], data_dir: Path | None, database: str | None
 ) -> list[dict[str, int]]:
     """Bytes of each tenant in each tier; empty if no server with a cache is running."""
-    server = find_server((data_dir or default_data_dir()).expanduser()) if not database else None
+    server = find_server(data_dir_of(data_dir)) if not database else None
     if server is None:
         return []
     try:
