@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
+# The wide forms count too: spreadsheets in some languages read them as the others.
+_FORMULA = ("=", "+", "-", "@", "\t", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 
 
@@ -26,5 +28,5 @@ def safe_writer(out: TextIO) -> Callable[[Iterable[object]], None]:
 def safe_cell(text: str) -> str:
     """The cell on one line, and as text if it would be a formula."""
     text = " ".join(text.splitlines())
-    is_formula = text.startswith(("=", "+", "-", "@", "\t")) and not _NUMBER.fullmatch(text)
+    is_formula = text.startswith(_FORMULA) and not _NUMBER.fullmatch(text)
     return f"'{text}" if is_formula else text

@@ -256,6 +256,7 @@ def test_the_position_waits_for_the_disk(
         ("@SUM(1)", "'@SUM(1)"),
         ("-cmd", "'-cmd"),
         ("\t=1", "'\t=1"),
+        ("\uff1d1+1", "'\uff1d1+1"),
         ("-0.5", "-0.5"),
         ("two\r\nlines", "two lines"),
         ("plain", "plain"),
