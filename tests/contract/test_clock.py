@@ -16,7 +16,7 @@ from billing.proof import audit
 from billing.reports import usage as usage_report
 from billing.reports.statement import statement
 from billing.store.opening import database_url, open_store
-from billing.testing import ManualClock, TestLedger
+from billing.testing import START_NS, ManualClock, TestLedger
 from billing.usage import Usage
 
 USAGE = Usage(miss=100, output=7)
@@ -44,6 +44,30 @@ def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
     in_shanghai = usage_report.parse_query(zone="Asia/Shanghai")
     days = usage_report.report(store, in_shanghai, usage_report.Unit.DAY)
     assert [(p.period, p.requests) for p in days] == [("2025-01-01", 6), ("2025-02-10", 1)]
+
+
+def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedger) -> None:
+    """A server that starts under such a clock cannot know, so an operator must get back."""
+    store, end_ns = house.ledger.store, START_NS + 30 * DAY_S * NS
+
+    def grant(reference: str) -> None:
+        given = house.ledger.grant("acme", UNITS, reference=reference, by="eve", expires_ns=end_ns)
+        given.result()
+
+    grant("gift")
+    house.clock.advance(40 * DAY_S)
+    assert 1 == house.ledger.expire()
+    house.clock.advance(-40 * DAY_S)
+    grant("gift again")
+    assert 0 == house.ledger.expire()
+    [movement] = statement(store, "acme", "2025-02").movements
+    assert ("expiry", "gift", -UNITS) == (movement.kind, movement.reference, movement.amount)
+    house.charge("r1", Usage(miss=500_000))
+    assert UNITS // 2 == house.accounts.tenant("acme").granted
+    house.clock.advance(30 * DAY_S)
+    assert 1 == house.ledger.expire()
+    assert 0 == house.accounts.tenant("acme").granted
+    assert audit.verify(store).problems == []
 
 
 @pytest.mark.parametrize("days_behind", [0, 1])
