@@ -23,7 +23,7 @@ from tiers.disk.shard import ShardBusy
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
-from tiers.testing.faulty_storage import FaultyStorage, chain, fill, holds, take, wipe
+from tiers.testing.faulty_storage import FaultyStorage, chain, fill, holds, map_full, take, wipe
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout.uniform(
@@ -247,16 +247,21 @@ def test_one_torn_page_of_the_last_commit_costs_that_commit(filled: Path) -> Non
     tier.close()
 
 
-def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
-    """A wrong place in the index costs its block; the others and all accounts stay."""
-    tier = opened(filled)
+def contradict(root: Path) -> None:
+    """Give one block a wrong length in the index."""
+    tier = opened(root)
     with tier._slots[0].use() as shard:
         entry = shard.find([blocks(3)[2].key])[0]
     tier.close()
-    data = data_file(filled).read_bytes()
+    data = data_file(root).read_bytes()
     wrong = entry._replace(place=entry.place._replace(nbytes=entry.place.nbytes + 7))
     assert entry.pack() in data
-    data_file(filled).write_bytes(data.replace(entry.pack(), wrong.pack()))
+    data_file(root).write_bytes(data.replace(entry.pack(), wrong.pack()))
+
+
+def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
+    """A wrong place in the index costs its block; the others and all accounts stay."""
+    contradict(filled)
     tier = opened(filled)
     assert tier.stats().faults == {MissReason.TORN: 1}
     assert tier.stats().num_blocks == 79
@@ -265,6 +270,20 @@ def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
     with tier.view() as view:
         assert verify_all(view.shards).sound
         assert [account.num_blocks for account in view.accounts().values()] == [79]
+    tier.close()
+
+
+@pytest.mark.parametrize("operation", ["delete", "put", "commit"])
+def test_a_shard_without_room_for_its_repair_is_replaced(filled: Path, operation: str) -> None:
+    """LMDB writes changed pages anew, and finds no free ones in a map that is full."""
+    contradict(filled)
+    storage = FaultyStorage(1, operations=[operation], error=map_full)
+    tier = opened(filled, storage)
+    assert storage.num_failed == 1
+    assert tier.stats().num_blocks == 0
+    assert tier.stats().faults[MissReason.TORN] >= 1
+    assert store(tier, 3) == []
+    assert load(tier, 3) == Loaded(8, None)
     tier.close()
 
 

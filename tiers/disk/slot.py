@@ -20,7 +20,7 @@ from typing import TypeVar
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S, ShardCheck, ShardReport, roll_back
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
-from tiers.disk.storage import Doubtful, Storage
+from tiers.disk.storage import Doubtful, MapFull, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +167,8 @@ class ShardSlot:
             if report.fixes:
                 self._fix(report)
             self._open()
+        except MapFull:
+            self._replace("it has no room for its repair")
         except (ShardDamaged, *Doubtful) as error:
             self._replace(str(error))
 
