@@ -1,4 +1,4 @@
-"""One step on the device: the forward pass, sampling, and CUDA graphs.
+"""Runs one step on the device: the forward pass, sampling, and CUDA graphs.
 
-What goes into a step is decided in `engine.scheduling`.
+`engine.scheduling` decides what goes into a step.
 """

@@ -1,11 +1,11 @@
-"""Decode steps as CUDA graphs: a step of one token for each sequence, launched as a whole.
+"""Decode steps as CUDA graphs: a step of one token per sequence, launched as a whole.
 
-A decode step of a small model is a thousand kernels of a few microseconds each, and Python takes
-longer to launch them than they run. A graph is captured once for each of a few batch sizes, over
-tensors that stay where they are; a step fills them with one copy and replays it. A batch that is
-smaller is filled up with sequences of one token in a scratch block: repeating a sequence would
-repeat its attention (of 33 sequences the first one's 31 times more). Steps
-that a graph cannot be are computed launch by launch. Engine thread only.
+A decode step of a small model is a thousand kernels of a few microseconds each. Python takes longer
+to launch them than they run. A graph is captured once for each of a few batch sizes, over tensors
+at fixed addresses. A step fills the tensors with one copy and replays the graph. A smaller batch is
+padded with sequences of one token in a scratch block. Padding by repeating a sequence would repeat
+its attention (31 more times for the first of 33 sequences). Steps that no graph can represent are
+launched kernel by kernel. Engine thread only.
 """
 
 import logging
@@ -20,28 +20,28 @@ from engine.batch import Span
 logger = logging.getLogger(__name__)
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
-_COLUMNS = 5  # before the table: token, position, length, block, row
+_COLUMNS = 5  # columns before the table: token, position, length, block, row
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Work = Callable[[], torch.Tensor]
 
 
 def cuda_graphs(device: torch.device, attention: PagedAttention) -> bool:
-    """Whether decode steps can be graphs here."""
+    """Whether decode steps can run as graphs here."""
     return device.type == "cuda" and hasattr(attention, "begin_decode")
 
 
 class Recorder:
-    """Records work once and hands back what replays it. On CUDA alone."""
+    """Records work once and returns a function that replays it. Only on CUDA."""
 
     def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()  # the graphs run one at a time: one pool
+        self._memory = torch.cuda.graph_pool_handle()  # one pool, as graphs run one at a time
 
     def __call__(self, work: Work) -> Work:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            work()  # compiles kernels, fills caches: neither may happen while recording
+            work()  # compiles kernels and fills caches, which recording forbids
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
@@ -55,7 +55,7 @@ class Recorder:
 
 
 class DecodeGraphs:
-    """`run` gives what `forward` would. A failed recording is logged and ends their use."""
+    """`run` returns what `forward` would. A failed recording is logged and turns graphs off."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class DecodeGraphs:
         record: Callable[[Work], Work] | None = None,
         scratch: int,
     ) -> None:
-        """`forward`: tokens and positions [1, S] to logits [S, vocabulary]; `max_blocks`: of the
-        longest sequence; `scratch`: a block that is nobody's, for the rows that fill a batch up."""
+        """`forward` maps tokens and positions [1, S] to logits [S, vocabulary]. `max_blocks` is
+        that of the longest sequence. `scratch` is an unowned block for padding rows."""
         self._forward = forward
         self._attention = attention
         self._block_size = pool.shape[3]
@@ -82,19 +82,19 @@ class DecodeGraphs:
         self._device = torch.zeros(shape, dtype=torch.int32, device=pool.device)
         self._values = self._host.numpy()
         self._padding = np.zeros(shape[1], np.int32)
-        self._padding[2:4] = 1, scratch  # one key, its own: as little work as a row can be
+        self._padding[2:4] = 1, scratch  # one key, its own: the least work a row can do
         self._padding[_COLUMNS] = scratch
         self._works = True
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record every batch size. Writes to the scratch block alone."""
+        """Record every batch size. Writes only to the scratch block."""
         for size in self._sizes:
             self._values[:size] = self._padding
             self._replay(size)
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether every span is a token to decode that a graph can compute."""
+        """Whether every span is a single decode token that a graph can compute."""
         return (
             self._works
             and len(spans) <= self._sizes[-1]
@@ -110,7 +110,7 @@ class DecodeGraphs:
         )
 
     def run(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Logits [len(spans), vocabulary] in float32, to be read before the next step."""
+        """Logits [len(spans), vocabulary] in float32. Read them before the next step."""
         size = next(size for size in self._sizes if size >= len(spans))
         for number, span in enumerate(spans):
             self._fill(self._values[number], span)
@@ -124,7 +124,7 @@ class DecodeGraphs:
         row[_COLUMNS : _COLUMNS + len(table)] = table
 
     def _replay(self, size: int) -> torch.Tensor:
-        # The copy before has arrived: its step's tokens were read on the host since.
+        # The previous copy has arrived, because the host has read its step's tokens since.
         self._device[:size].copy_(self._host[:size], non_blocking=True)
         if size in self._replays:
             return self._replays[size]()

@@ -1,7 +1,7 @@
-"""Drawing tokens: temperature, truncation, choice. Engine thread.
+"""Draws tokens: temperature, truncation, choice. Engine thread only.
 
-A token depends on its own row of logits, its parameters and its number alone, never on what else
-is in the batch. All rows are drawn together, with one wait for the device at most.
+A token depends only on its row of logits, its parameters and its number, never on the rest of the
+batch. All rows are drawn together, with at most one wait for the device.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 from engine.hardware import upload
 from engine.request import SamplingParams
 
-NUCLEUS = 1024  # candidates looked at before a row is sorted whole
+NUCLEUS = 1024  # candidates considered before a whole row is sorted
 _MASK64 = (1 << 64) - 1
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1), the same for the same seed and position on every machine."""
+    """A number in [0, 1). The same seed and position give the same number on every machine."""
     return (mix(mix(seed & _MASK64) + position) >> 11) * 2.0**-53
 
 
@@ -33,9 +33,10 @@ def mix(state: int) -> int:
 def draw(
     logits: torch.Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
 ) -> torch.Tensor:
-    """Tokens [R] drawn from logits [R, V] at the uniform `numbers`, row by row the same alone.
+    """Tokens [R] drawn from logits [R, V] at the uniform `numbers`. Each row's token is as if
+    alone.
 
-    Any logits are safe. Of a row with NaN, or with -inf alone, the token means nothing.
+    Any logits are safe. The token of a row that has NaN, or only -inf, is meaningless.
     """
     device = logits.device
     probabilities = _probabilities(logits, params)
@@ -54,7 +55,8 @@ def draw(
 
 
 def _probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """softmax(logits / temperature), [R, V], without overflow: the largest is 0 before dividing."""
+    """softmax(logits / temperature), [R, V]. No overflow, as the largest is 0 before the
+    division."""
     temperature = upload(np.array([p.temperature for p in params], np.float32), logits.device)
     finite = logits.clamp(max=torch.finfo(logits.dtype).max)
     shifted = finite - finite.amax(-1, keepdim=True)
@@ -68,10 +70,10 @@ def _is_truncated(params: SamplingParams, vocab_size: int) -> bool:
 def candidates(
     probabilities: torch.Tensor, params: Sequence[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What min_p, top_k and top_p leave of each row: (weights, token ids), likeliest first.
+    """The tokens that min_p, top_k and top_p leave of each row: (weights, ids), likeliest first.
 
-    probabilities: [R, V]; weights and ids: [R, K], weight 0 for what is cut. top_p keeps the fewest
-    candidates whose mass, among those that top_k and min_p left, reaches it.
+    probabilities: [R, V]; weights and ids: [R, K], with weight 0 for removed ones. top_p keeps the
+    fewest candidates whose mass, among those left by top_k and min_p, reaches it.
     """
     vocab_size = probabilities.shape[1]
     best, first_ids = torch.topk(probabilities, min(NUCLEUS, vocab_size))
@@ -80,7 +82,7 @@ def candidates(
         return first, first_ids
     best, ids = torch.sort(probabilities, descending=True, stable=True)
     weights, _ = _truncated(best, params, vocab_size)
-    # A row that needed no more keeps its first look, so that it does not depend on the others.
+    # A row that needed no more keeps its first result, so that it does not depend on the others.
     missing, keep = (0, vocab_size - NUCLEUS), enough[:, None]
     return (
         torch.where(keep, pad(first, missing), weights),
@@ -91,9 +93,9 @@ def candidates(
 def _truncated(
     best: torch.Tensor, params: Sequence[SamplingParams], vocab_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights [R, K] of the likeliest candidates `best`, and whether no more than these are needed.
+    """Weights [R, K] of the likeliest candidates `best`, and whether these are all that are needed.
 
-    Rows whose candidates go on beyond K are known to sum to 1.
+    Rows with more candidates than K are known to sum to 1.
     """
     device, num = best.device, best.shape[1]
     limits = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
@@ -106,15 +108,15 @@ def _truncated(
     complete = (limit <= num) | ~inside[:, -1:]
     whole = torch.where(complete, mass[:, -1:], 1.0)
     reached = (top_p < 1.0) & (min_p == 0.0) & (limit == vocab_size) & (mass[:, -1:] >= top_p)
-    before = pad(mass[:, :-1], (1, 0))  # of those that come first
+    before = pad(mass[:, :-1], (1, 0))  # mass of the earlier ones
     kept = weights * ((top_p >= 1.0) | (before < top_p * whole))
     return kept, (complete | reached)[:, 0]
 
 
 def _invert(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
-    """Per row, the index at which the cumulative weight first exceeds number * total."""
+    """For each row, the index at which the cumulative weight first exceeds number * total."""
     mass = weights.double().cumsum(-1)
     targets = upload(np.array(numbers, np.float64), weights.device)[:, None]
     found = torch.searchsorted(mass, targets * mass[:, -1:], right=True)[:, 0]
-    last = torch.searchsorted(mass, mass[:, -1:].contiguous())[:, 0]  # of any weight
-    return torch.minimum(found, last).clamp_max(weights.shape[1] - 1)  # a row of NaN has no last
+    last = torch.searchsorted(mass, mass[:, -1:].contiguous())[:, 0]  # last one with any weight
+    return torch.minimum(found, last).clamp_max(weights.shape[1] - 1)  # a NaN row has no last

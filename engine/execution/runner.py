@@ -1,8 +1,8 @@
 """The runner: one step's spans in, one sampled token per sampling span out.
 
-The engine thread calls `step`. All tokens of a step go through the model together, one after
-another in a single row; attention keeps the sequences apart, and logits are computed only for the
-positions that choose a token.
+The engine thread calls `step`. All tokens of a step go through the model together, concatenated in
+a single row. Attention keeps the sequences apart. Logits are computed only for positions that
+choose a token.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from engine.models.packing import MIN_ROWS
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.layout import DTYPES, LayerLayout
 
-LOGITS_BYTES = 32 << 20  # of one piece of the prompt logits
+LOGITS_BYTES = 32 << 20  # of one piece of the prompt's logits
 
 
 def pick_attention(
@@ -37,12 +37,12 @@ def pick_attention(
     dtype: torch.dtype,
     owners: Sequence[int] = (),
 ) -> PagedAttention:
-    """The fastest attention for the pool's device; `dtype` is the one the model computes in,
-    `owners` are those of the pool's slots (`DevicePool.owners`)."""
+    """The fastest attention for the pool's device. `dtype` is the model's compute dtype. `owners`
+    are those of the pool's slots (`DevicePool.owners`)."""
     if pool.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         return CpuAttention(pool, layers, owners)
     if pool.device.type == "cuda":
-        # Triton is there only beside CUDA builds of torch.
+        # Only CUDA builds of torch come with Triton.
         from engine.attention.triton import TritonAttention
 
         return TritonAttention(pool, layers)
@@ -52,10 +52,10 @@ def pick_attention(
 class ModelRunner:
     """Runs the model over the pool.
 
-    `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device.
-    `attention` None picks the fastest path for the device. `scratch` is a block of the pool that is
-    nobody's; without one a GPU's decode steps are launched kernel by kernel. `owners` are those of
-    the pool's slots: with them a working copy serves the next prompt that begins as its own did.
+    `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device. `attention`
+    None picks the fastest path for the device. `scratch` is an unowned block of the pool. Without
+    one, a GPU's decode steps are launched kernel by kernel. `owners` are those of the pool's slots.
+    With them, a working copy can serve the next prompt that begins the same way.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[Sampled]:
-        """Compute the batch's spans; returns one `Sampled` for each, in order."""
+        """Compute the batch's spans. Returns one `Sampled` for each, in order."""
         if self._team is None or not batch.spans:
             return self._step(batch.spans)
         self._team.begin(batch.num_tokens)
@@ -121,9 +121,9 @@ class ModelRunner:
         ]
 
     def warm_up(self) -> None:
-        """Do once what would make the first request slow: first touches of memory and kernels.
+        """Touch memory and load kernels once, so that the first request is not slow.
 
-        Call before serving: block 0 of the pool must be nobody's.
+        Call it before serving: block 0 of the pool must be unowned.
         """
         attention = self._attention
         if isinstance(attention, StatefulAttention):
@@ -132,13 +132,13 @@ class ModelRunner:
             attention.warm_up(self._max_context)
             self._traced = trace(self._model)
         self.probe()
-        self._try(1)  # a decode step that no graph computes compiles a kernel of its own
+        self._try(1)  # a decode step without a graph compiles its own kernel
         if self._graphs is not None:
             self._graphs.warm_up()
 
     def probe(self) -> None:
-        """Compute two tokens over whatever block 0 holds, and write nothing. Raises what the
-        device or the model raises."""
+        """Compute two tokens over the contents of block 0, and write nothing. Raises errors of the
+        device or the model."""
         self._try(2)
 
     def _try(self, num_tokens: int) -> None:
@@ -148,11 +148,11 @@ class ModelRunner:
         self.forget(-1)
 
     def forget(self, sequence_id: int) -> None:
-        """Drop what was derived for this sequence; its blocks may be given to others."""
+        """Drop data derived for this sequence. Its blocks may go to others."""
         self._attention.forget(sequence_id)
 
     def _forward(self, spans: Sequence[Span]) -> tuple[torch.Tensor | None, list[TokenLogprob]]:
-        """Logits [number of sampling spans, vocabulary] in float32, None where there are none, and
+        """Logits [number of sampling spans, vocabulary] in float32, or None if no span samples, and
         the log-probabilities of all spans' targets."""
         if self._graphs is not None and self._graphs.takes(spans):
             return self._graphs.run(spans), []
@@ -202,7 +202,7 @@ class ModelRunner:
     def _embedded(
         self, tokens: torch.Tensor, spans: Sequence[Span], starts: NDArray[Any]
     ) -> torch.Tensor:
-        """The tokens' rows [1, T, hidden], those of images in their places."""
+        """The tokens' embedding rows [1, T, hidden], with those of images in place."""
         rows: torch.Tensor = self._model.get_input_embeddings()(tokens).clone()
         for span, start in zip(spans, starts, strict=True):
             for embedded in span.embedded:
@@ -217,8 +217,11 @@ class ModelRunner:
         wanted: list[int],
         arguments: dict[str, Any],
     ) -> tuple[list[TokenLogprob], torch.Tensor | None]:
-        """The layers once, then the head over all targets' rows, a few rows at a time: the logits
-        of a whole prompt would be gigabytes. Returns as `_forward`, the other way round."""
+        """Run the layers once, then the head over all targets' rows.
+
+        The head takes a few rows at a time, as the logits of a whole prompt would be gigabytes.
+        Returns the values of `_forward`, swapped.
+        """
         rows: list[int] = []
         targets: list[int] = []
         counts: list[int] = []
@@ -236,8 +239,8 @@ class ModelRunner:
         return told, self._head(states, wanted, arguments) if wanted else None
 
     def _head(self, states: Any, rows: list[int], arguments: dict[str, Any]) -> torch.Tensor:
-        """Logits [len(rows), vocabulary] from the layers' output, as the model itself makes them:
-        whatever it does after its layers (scaling, capping), its own forward does."""
+        """Logits [len(rows), vocabulary] from the layers' output. The model's own forward computes
+        them, including any work after its layers (scaling, capping)."""
         base = self._model.base_model
         base.forward = lambda *_, **__: states
         try:
@@ -249,7 +252,8 @@ class ModelRunner:
         return logits
 
     def _decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocabulary] in float32 of one token each; `attention` knows whose they are."""
+        """Logits [S, vocabulary] in float32, of one token each. `attention` knows their
+        sequences."""
         self._adapters.begin((), tokens.shape[1])
         output = self._model(
             input_ids=tokens, position_ids=positions, use_cache=False, paged=self._attention
@@ -259,7 +263,7 @@ class ModelRunner:
         return logits
 
     def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
-        """The parts one after another as [1, T], int64, on the device."""
+        """The parts concatenated as [1, T], int64, on the device."""
         joined = _at_least(MIN_ROWS, np.concatenate(parts).astype(np.int64))
         return upload(joined, self._device)[None]
 
@@ -269,6 +273,6 @@ def _num_targets(span: Span) -> int:
 
 
 def _at_least(count: int, values: NDArray[Any]) -> NDArray[Any]:
-    """`values`, its last one repeated until there are `count`: padding whose results are unused."""
+    """`values`, padded to `count` with its last value. Results of the padding are unused."""
     missing = count - len(values)
     return values if missing <= 0 else np.append(values, [values[-1]] * missing)

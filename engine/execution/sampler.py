@@ -1,9 +1,9 @@
-"""From logits to tokens: penalties, bias, masks, then the choice.
+"""Chooses tokens from logits: penalties, bias and masks, then the choice.
 
-Engine thread. A token depends on its own row of logits, its span and its seed alone, never on what
-else is in the batch: randomness is one uniform number per token, hashed from (seed, position), and
-the choice is the inverse of the row's cumulative distribution at that number. A row that no token
-can be chosen from is a fault of that row's sequence alone.
+Engine thread only. A token depends only on its row of logits, its span and its seed, never on the
+rest of the batch. Randomness is one uniform number per token, hashed from (seed, position). The
+choice is the inverse of the row's cumulative distribution at that number. If no token can be chosen
+from a row, only that row's sequence fails.
 """
 
 import math
@@ -19,24 +19,24 @@ from engine.execution.drawing import draw, mix, uniform
 from engine.hardware import upload
 from engine.request import SamplingParams, TokenLogprob
 
-GREEDY_BELOW = 1e-5  # temperatures under this are greedy
+GREEDY_BELOW = 1e-5  # temperatures below this are greedy
 NOT_A_NUMBER = "the model's logits are not numbers (NaN) for this prompt"
 NOTHING_LEFT = "no token is left to choose: every one is forbidden or has probability 0"
 _FAULTS = {-1: NOT_A_NUMBER, -2: NOTHING_LEFT}
 
 
 class Sampler:
-    """Chooses tokens. Keeps no state between steps but the entropy for requests without a seed."""
+    """Chooses tokens. Its only state between steps is the entropy for requests without a seed."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._entropy = secrets.randbits(64)
 
     def sample(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
-        """One token for each span. logits: [len(spans), vocabulary], float32; not changed."""
+        """Choose one token per span. logits: [len(spans), vocabulary], float32; not changed."""
         adjusted = self._adjusted(logits, spans)
         chosen = adjusted.argmax(-1)
-        peaks = adjusted.gather(1, chosen[:, None])[:, 0]  # NaN where the row has one
+        peaks = adjusted.gather(1, chosen[:, None])[:, 0]  # NaN if the row has one
         drawn = [row for row, span in enumerate(spans) if not is_greedy(span.params)]
         if drawn:
             rows = upload(np.array(drawn), logits.device)
@@ -63,7 +63,7 @@ class Sampler:
         return uniform(seed, span.sampled_before)
 
     def _adjusted(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """Logits after bias, penalties and masks; the same tensor when no span asks for any."""
+        """The logits after bias, penalties and masks. The same tensor if no span needs any."""
         adjusted = logits
         for row, span in enumerate(spans):
             forbidden = self._forbidden(span)
@@ -77,7 +77,8 @@ class Sampler:
         return adjusted
 
     def _forbidden(self, span: Span) -> list[int]:
-        """Ids that would end the sequence before `min_tokens`; a grammar's mask sees to it."""
+        """Ids that would end the sequence before `min_tokens`. With a grammar, its mask handles
+        this."""
         if span.sampled_before >= span.params.min_tokens or span.allowed is not None:
             return []
         return [*self._eos_token_ids, *span.params.stop_token_ids]
@@ -99,8 +100,9 @@ def _is_adjusted(params: SamplingParams) -> bool:
 def adjust(row: torch.Tensor, span: Span) -> None:
     """Apply penalties, bias and the span's mask to one row of logits, in place.
 
-    Presence and frequency count generated tokens only (OpenAI); repetition divides positive and
-    multiplies negative logits of every token seen, prompt included (Keskar et al. 2019, CTRL, 4.1).
+    Presence and frequency count only generated tokens (OpenAI). Repetition divides positive and
+    multiplies negative logits of every token seen, including the prompt's (Keskar et al. 2019,
+    CTRL, 4.1).
     """
     params = span.params
     if params.repetition_penalty != 1.0 and span.history is not None:
@@ -130,7 +132,8 @@ def _ids(tokens: np.ndarray, device: torch.device) -> torch.Tensor:
 def target_logprobs(
     logits: torch.Tensor, targets: Sequence[int], wanted: Sequence[int]
 ) -> list[TokenLogprob]:
-    """Row by row the target's log-probability and rank, and the `wanted` most likely tokens'.
+    """For each row, the log-probability and rank of the target, and the `wanted` most likely
+    tokens.
 
     logits: [R, vocabulary], float32.
     """
@@ -149,8 +152,8 @@ def target_logprobs(
 def _logprobs(
     logits: torch.Tensor, spans: Sequence[Span], tokens: Sequence[int]
 ) -> dict[int, TokenLogprob]:
-    """By row, for those who ask and have a token: log-probabilities under the model itself, before
-    bias, penalties and temperature."""
+    """Log-probabilities by row, for spans that request them and have a token. They are the model's
+    own, before bias, penalties and temperature."""
     rows = [r for r, s in enumerate(spans) if s.params.logprobs is not None and tokens[r] >= 0]
     if not rows:
         return {}

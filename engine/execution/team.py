@@ -1,13 +1,13 @@
-"""How many threads compute a step on a CPU: as many as are fastest now, which is measured.
+"""Chooses how many threads compute a step on a CPU, by measuring which number is fastest now.
 
-A step is some thousand short parallel regions, and each ends when its last thread has run. A second
-thread halves the time of a long prompt's chunk on idle processors, and brings a fifth where a step
-waits for memory. Where anything else wants the processors, be it the server's own event loop, every
-region waits for the scheduler, and the step takes several times as long (docs/measurements,
-"Threads"). So each kind of step is now and then computed with half or twice the threads, and keeps
-what was faster.
+A step has about a thousand short parallel regions. Each ends when its last thread has run. On idle
+processors, a second thread halves the time of a long prompt's chunk, and gains a fifth if the step
+waits for memory. If anything else needs the processors, even the server's own event loop, every
+region waits for the system's scheduler, and the step takes several times as long
+(docs/measurements, "Threads"). So each kind of step is occasionally tried with half or twice the
+threads, and the faster number is kept.
 
-Equal inputs give equal bits whatever the size. Engine thread only.
+Equal inputs give equal bits with any number of threads. Engine thread only.
 """
 
 import logging
@@ -23,32 +23,31 @@ logger = logging.getLogger(__name__)
 
 SAMPLE = 4  # steps of each size that a trial compares
 FIRST_REST = 8  # steps of a kind before its first trial
-REST = 64  # and between two, doubled while trials change nothing
+REST = 64  # and between trials; doubled while trials change nothing
 LONGEST_REST = 512
-GAIN = (
-    0.95  # more threads must take less than this part of the time: they cost the processors twice
-)
-HOPELESS = 1.5  # a trial whose steps all take as many times what they took before ends
-CHANGED = 1.5  # steps that all take as many times what they took at the last trial want another
-LEAST_REST = 32  # after which they may
+GAIN = 0.95  # more threads must take less than this share of the time, as they use more processors
+HOPELESS = 1.5  # a trial ends if all its steps take this many times the usual time
+CHANGED = 1.5  # another begins if all steps take this many times as long as at the last trial
+LEAST_REST = 32  # the fewest steps before that
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of about as many rows. `size` is their threads; `recent` the seconds of the last."""
+    """Steps of similar numbers of rows. `size` is their number of threads. `recent` holds the
+    seconds of the latest."""
 
     size: int
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLE))
     usual_s: float = 0.0  # at the last trial
     rest: int = FIRST_REST  # steps until the next trial
     last_rest: int = REST // 2
-    grows: bool = False  # whether the next trial, or this one, is of more threads
-    tried: int | None = None  # the size under trial
+    grows: bool = False  # whether this or the next trial tries more threads
+    tried: int | None = None  # the number of threads on trial
     trial: list[float] = field(default_factory=list)
 
 
 class ThreadTeam:
-    """Sizes the team of the thread that calls it. Invariant: 1 <= size <= most."""
+    """Sets the team size of the thread that calls it. Invariant: 1 <= size <= most."""
 
     def __init__(
         self,
@@ -57,16 +56,16 @@ class ThreadTeam:
         resize: Callable[[int], None] = torch.set_num_threads,
         clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """most: the full size, torch's own where None."""
+        """`most`: the full size. None means torch's own."""
         self._most = most
         self._resize = resize
         self._clock_s = clock_s
         self.size = most or 0
-        self._kinds: dict[int, _Kind] = {}  # by the bit length of the number of rows
+        self._kinds: dict[int, _Kind] = {}  # by the bit length of their number of rows
         self._begun: tuple[_Kind, float] | None = None
 
     def begin(self, num_rows: int) -> None:
-        """A step of so many rows begins."""
+        """Begin a step of `num_rows` rows."""
         if self._most is None:
             self._most = self.size = torch.get_num_threads()
         kind = self._kinds.setdefault(num_rows.bit_length(), _Kind(self._most))
@@ -79,7 +78,7 @@ class ThreadTeam:
         self._begun = kind, self._clock_s()
 
     def end(self) -> None:
-        """It has ended, well or not."""
+        """End the step, whether it succeeded or not."""
         assert self._begun is not None, "no step has begun"
         kind, begun_s = self._begun
         took_s = self._clock_s() - begun_s
@@ -91,7 +90,7 @@ class ThreadTeam:
                 kind.rest = 0
             return
         kind.trial.append(took_s)
-        counted = kind.trial[1:]  # the first finds its kernels anew
+        counted = kind.trial[1:]  # the first selects its kernels anew
         before_s = median(kind.recent)
         if counted and min(kind.trial) > HOPELESS * before_s:  # one may have been interrupted
             self._judge(kind, before_s, min(kind.trial))

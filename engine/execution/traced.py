@@ -1,13 +1,13 @@
-"""The model's forward as one graph, which runs without Python's lock.
+"""Records the model's forward as one graph, which runs without Python's lock.
 
-A step of a small model is some 2,400 short calls of torch. Each call from Python lets go of
-Python's lock and takes it again, and there the step waits for the server's event loop. Recorded
-once, when the engine warms up, the forward is one call. Only attention goes back to Python, once a
-layer.
+A step of a small model makes about 2,400 short calls of torch. Each call from Python releases
+Python's lock and takes it again, and there the step waits for the server's event loop. The forward
+is recorded once, when the engine warms up, and is then one call. Only attention returns to Python,
+once per layer.
 
-The graph makes the same calls in the same order, so it computes the same bits, which is checked
-before it serves. A model that cannot be recorded is computed by its own forward: one that branches
-on what a tensor holds, say, or that keeps states. Engine thread only.
+The graph makes the same calls in the same order, so it computes the same bits. This is checked
+before it serves. A model that cannot be recorded uses its own forward, for example one that
+branches on a tensor's contents or that keeps states. Engine thread only.
 """
 
 import logging
@@ -22,8 +22,8 @@ from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
 
-_CHECKED = ((2, 0), (3, 40), (37, 5))  # tokens and first position of the calls that must agree
-_thread = threading.local()  # `handed`: what the graph that a thread runs hands its layers to
+_CHECKED = ((2, 0), (3, 40), (37, 5))  # (tokens, first position) of the calls that must agree
+_thread = threading.local()  # `handed`: the `_Handed` of the graph that the thread is running
 
 
 def _attend(
@@ -39,12 +39,12 @@ _library.impl("attend", _attend, "CPU")
 
 
 class Untraceable(Exception):
-    """Why a model's forward cannot be recorded."""
+    """A model's forward cannot be recorded. The message says why."""
 
 
 class _Handed:
-    """The `paged` of a recorded forward: a call of the graph, which comes back to `compute`. What a
-    layer asks for beside its tensors is the same in every step, and kept."""
+    """The `paged` of a recorded forward: a call in the graph, which comes back to `compute`. A
+    layer's other arguments are the same in every step, so they are stored."""
 
     def __init__(self) -> None:
         self.attention: Any = _Alone()
@@ -84,7 +84,7 @@ class _Handed:
 
 
 class _Alone:
-    """Attention of one sequence's first tokens, for recording and checking."""
+    """Attention over the first tokens of one sequence, for recording and checking."""
 
     def attend(
         self,
@@ -98,7 +98,7 @@ class _Alone:
 
 
 class _Forward(nn.Module):
-    """From embedded tokens to logits, which is what is recorded."""
+    """The part that is recorded: from embedded tokens to logits."""
 
     def __init__(self, model: nn.Module, paged: _Handed) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _Forward(nn.Module):
 
 
 class TracedForward:
-    """A recorded forward. Raises Untraceable where it cannot be recorded, or gives other bits."""
+    """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits."""
 
     def __init__(self, model: Any) -> None:
         self._handed = _Handed()
@@ -131,7 +131,7 @@ class TracedForward:
                     self._check(model, self._tokens(number), first)
         except Untraceable:
             raise
-        except Exception as error:  # whatever a model's code does with what it is handed
+        except Exception as error:  # a model's code may raise anything
             raise Untraceable(repr(error)) from error
 
     def __call__(
@@ -143,14 +143,16 @@ class TracedForward:
         tokens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits [1, K, vocabulary] after the rows `keep` [K] of either `tokens` [1, T] or embedded
-        `rows` [1, T, hidden] at `positions` [1, T], as the model's own forward gives them. Raises
-        what `attention` raises, and RuntimeError where another call of the graph fails."""
+        """Logits [1, K, vocabulary] after the rows `keep` [K], the same as the model's own forward.
+
+        The input is either `tokens` [1, T] or embedded `rows` [1, T, hidden], at `positions` [1,
+        T]. Raises what `attention` raises, and RuntimeError where another call of the graph fails.
+        """
         self._handed.attention = attention
         _thread.handed = self._handed
         if rows is None:
             rows = self._embed(tokens)
-        # Its passes over a graph of 3,700 nodes would take 0.7 s, and gain nothing.
+        # Optimization passes over a graph of 3,700 nodes would take 0.7 s and gain nothing.
         try:
             with unoptimized():
                 logits: torch.Tensor = self._graph(rows, positions, keep)
@@ -192,13 +194,13 @@ class TracedForward:
             raise Untraceable(f"the logits of {number} tokens are others")
 
     def _tokens(self, number: int) -> torch.Tensor:
-        """Tokens [1, number] from all over the vocabulary."""
+        """Tokens [1, number] from across the vocabulary."""
         numbers: torch.Tensor = torch.arange(number) * 7919 % self._embed.num_embeddings
         return numbers[None]
 
 
 def trace(model: Any) -> TracedForward | None:
-    """The model's forward recorded; None, with the reason in the log, where it cannot be."""
+    """Record the model's forward. None if that fails, with the reason in the log."""
     try:
         return TracedForward(model)
     except Untraceable as reason:

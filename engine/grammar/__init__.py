@@ -1,4 +1,4 @@
-"""Structured output: grammars compiled in a child process and matched token by token.
+"""Structured output: compiles grammars in a child process and matches them token by token.
 
-Only this folder knows xgrammar.
+Only this folder uses xgrammar.
 """

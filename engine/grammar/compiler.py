@@ -1,7 +1,7 @@
-"""Grammars, each compiled once per tenant, in processes with a limit on CPU time and memory.
+"""Compiles grammars, once per tenant, in processes with a limit on CPU time and memory.
 
-`compile` blocks for a while, and longer while the nursery starts; callers keep it off the event
-loop and off the engine thread. What is compiled, and what cannot be, is remembered.
+`compile` blocks for a while, and longer while the nursery starts. Callers keep it off the event
+loop and the engine thread. Compiled grammars and refused ones are remembered.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from engine.structure import Grammar, GrammarSource
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 5.0
-START_S = 60.0  # the nursery imports torch, which a busy machine takes its time over
-MAX_KEPT = 32  # processes that wait for the next request with their grammar
-MAX_PROCESSES = 128  # with those that requests in flight use
+START_S = 60.0  # the nursery imports torch, which is slow on a busy machine
+MAX_KEPT = 32  # processes kept for the next request with their grammar
+MAX_PROCESSES = 128  # including those in use by requests in flight
 _RUN = "import sys; sys.path.insert(0, sys.argv[1]); from engine.grammar.worker import main; main()"
-Known = tuple[str, GrammarSource]  # whose, and which
+Known = tuple[str, GrammarSource]  # owner and source
 
 
 def compiler_for(loaded: Speaking, *, timeout_s: float = TIMEOUT_S) -> "GrammarCompiler":
-    """The compiler of a model's vocabulary; starts nothing."""
+    """The compiler for a model's vocabulary. Starts nothing."""
     tokenizer, special = loaded.tokenizer, loaded.tokenizer.special_token_ids
 
     def tokens() -> list[bytes]:
@@ -53,8 +53,8 @@ def compiler_for(loaded: Speaking, *, timeout_s: float = TIMEOUT_S) -> "GrammarC
 class GrammarCompiler:
     """Compiled grammars by their source. Thread-safe; `close` ends the processes.
 
-    `tokens[i]` are token i's bytes, empty for special ones; `end` the ids that end an answer.
-    Nothing is shared between owners (tenants, say): one's answers cannot end another's process.
+    `tokens[i]` holds token i's bytes, empty for special tokens. `end` holds the ids that end an
+    answer. Owners (such as tenants) share nothing, so one's answers cannot end another's process.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class GrammarCompiler:
         self._all: weakref.WeakSet[GrammarProcess] = weakref.WeakSet()
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
-        self._known_lock = threading.Lock()  # guards what is remembered; held for moments
-        self._start_lock = threading.Lock()  # the nursery starts once
+        self._known_lock = threading.Lock()  # guards the remembered grammars; held briefly
+        self._start_lock = threading.Lock()  # so that the nursery starts only once
 
     def known(self, source: GrammarSource, owner: str = "") -> Grammar | None:
-        """The grammar if it is compiled already. Raises InvalidParameter for one known not to be
-        compilable. Never blocks for long."""
+        """The grammar, if already compiled. Raises InvalidParameter for one that is known not to
+        compile. Never blocks for long."""
         key, refused_as = (owner, source), _digest(owner, source)
         with self._known_lock:
             reason = self._refused.get(refused_as)
@@ -100,9 +100,11 @@ class GrammarCompiler:
         return found
 
     def compile(self, source: GrammarSource, owner: str = "") -> Grammar:
-        """The grammar of `source`. Raises InvalidParameter, naming the field, for what is no
-        grammar, takes too long or is too large, QueueFull where too many are in use, and
-        StructureUnavailable without xgrammar."""
+        """Compile the grammar of `source`.
+
+        Raises InvalidParameter, naming the field, if it is not a grammar, takes too long or is too
+        large. Raises QueueFull if too many are in use, and StructureUnavailable without xgrammar.
+        """
         check_installed()
         known = self.known(source, owner)
         if known is not None:
@@ -144,7 +146,7 @@ class GrammarCompiler:
     # The nursery.
 
     def _forked(self) -> tuple[Vocabulary, socket.socket]:
-        """A new process, as the socket that it listens to."""
+        """Fork a new process. Returns the socket that it listens to."""
         while True:
             vocabulary, control = self._running_nursery()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -215,6 +217,6 @@ class GrammarCompiler:
 
 
 def _digest(owner: str, source: GrammarSource) -> bytes:
-    """What a refused grammar is remembered by: of its text, up to 64 KiB, nothing is kept."""
+    """The digest by which a refused grammar is remembered. Its text, up to 64 KiB, is not kept."""
     named = f"{owner}\n{source.kind}\n{source.text}".encode(errors="surrogatepass")
     return hashlib.blake2b(named, digest_size=16).digest()

@@ -1,7 +1,7 @@
-"""Compiling and matching grammars; the only module that imports xgrammar.
+"""Compiles and matches grammars. The only module that imports xgrammar.
 
-A stranger's grammar may make either slow without bound: `(.?){200}x` took 31 s before its first
-token. So all of it runs in child processes (`engine.grammar.worker`), which can be ended.
+An untrusted grammar can make either slow without bound: `(.?){200}x` took 31 s before its first
+token. So both run in child processes (`engine.grammar.worker`), which can be killed.
 """
 
 import importlib.util
@@ -16,12 +16,12 @@ from engine.errors import InvalidParameter, StructureUnavailable
 from engine.grammar.vocabulary import Mask, Vocabulary
 from engine.structure import GrammarSource, SourceKind
 
-MAX_AHEAD_BYTES = 256  # of forced text looked at in one go
+MAX_AHEAD_BYTES = 256  # of forced text found at a time
 _LOOK = struct.Struct("<dI")  # CPU seconds, bytes of text
 
 
 def check_installed() -> None:
-    """Raises StructureUnavailable where the optional package is missing."""
+    """Raise StructureUnavailable if the optional package is missing."""
     if importlib.util.find_spec("xgrammar") is None:
         raise StructureUnavailable(
             "structured output needs the package xgrammar, which is not installed here; the "
@@ -31,10 +31,10 @@ def check_installed() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a grammar says of what comes next: the tokens that may, and the text that must.
+    """What a grammar says about the next tokens: which are allowed, and which text is forced.
 
-    `text` is what every answer goes on with, in whole characters; `crosses[i]` tells whether after
-    `i` bytes of it a token may stand that is longer than what is left.
+    `text` is the text with which every answer continues, in whole characters. `crosses[i]` tells
+    whether, after `i` bytes of it, a token is allowed that is longer than the rest.
     """
 
     mask: Mask
@@ -73,12 +73,11 @@ class VocabularyCompiler:
         self._inner: Any = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
 
     def compile(self, source: GrammarSource) -> Any:
-        """An xgrammar.CompiledGrammar. Raises InvalidParameter with xgrammar's words on what is
-        wrong.
+        """Compile to an xgrammar.CompiledGrammar. Raises InvalidParameter with xgrammar's message.
 
-        A schema's objects are written as `json.dumps` does, ", " between and ": " after keys: a
-        model that may put white space anywhere can go on putting it, and it leaves less to jump
-        over.
+        A schema's objects are written as by `json.dumps`, with ", " between items and ": " after
+        keys. If white space were allowed anywhere, a model could write it without end, and less
+        text would be forced.
         """
         try:
             match source.kind:
@@ -99,14 +98,14 @@ class VocabularyCompiler:
 
 
 def _reason(error: Exception) -> str:
-    """xgrammar's message without the time and place in its own source that it begins with."""
+    """xgrammar's message, without the time and source location at its start."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     place, found, rest = text.partition(": ")
     return (rest if found and place.startswith("[") else text)[:300]
 
 
 class Matcher:
-    """One sequence's place in a grammar that `Compiler.compile` gave."""
+    """One sequence's position in a grammar from `VocabularyCompiler.compile`."""
 
     def __init__(self, vocabulary: Vocabulary, compiled: Any) -> None:
         import xgrammar
@@ -116,7 +115,7 @@ class Matcher:
         self._choice = np.zeros((1, vocabulary.num_words), dtype=np.int32)
 
     def follow(self, tokens: Sequence[int]) -> Look:
-        """Take in tokens, each of which was allowed, and look at what comes next."""
+        """Advance by tokens, each of which was allowed, and find the next allowed ones."""
         for token in tokens:
             accepted = self._inner.accept_token(token)
             assert accepted, f"token {token} was allowed and is not accepted"
@@ -131,11 +130,11 @@ class Matcher:
         return Look(mask, text, crosses)
 
     def _forced_text(self, mask: Mask) -> tuple[bytes, list[Mask]]:
-        """The beginning of the text that the grammar leaves no choice about, in whole characters,
-        and the tokens allowed before each of its bytes.
+        """The beginning of the forced text, in whole characters, and the tokens allowed before each
+        byte.
 
-        Found byte by byte: xgrammar's own `find_jump_forward_string` has no bound, and a few lines
-        of grammar may force a gigabyte.
+        Found byte by byte, because xgrammar's own `find_jump_forward_string` has no bound, and a
+        few lines of grammar may force a gigabyte.
         """
         text, masks = bytearray(), [mask]
         while len(text) < MAX_AHEAD_BYTES:

@@ -1,7 +1,7 @@
 """The server's end of a grammar's process; see `engine.grammar.worker`.
 
-Made on the thread that compiles, then used on the engine's alone, which never waits for long: a
-sequence whose look has not come yet sits a step out. The process ends with the last reference.
+Made on the thread that compiles, then used only on the engine thread, which never waits for long. A
+sequence whose look has not arrived sits the step out. The process ends with the last reference.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from engine.grammar.state import MatcherState
 from engine.grammar.vocabulary import Vocabulary
 from engine.structure import GrammarSource
 
-PATIENCE = 12  # times the CPU time that compiling may take, on a busy machine
+PATIENCE = 12  # how many times its CPU time compiling may take, on a busy machine
 MAX_REPLY_BYTES = 1 << 20
 
 
@@ -31,7 +31,7 @@ class GrammarProcess:
         self._link = link
         self._numbers = itertools.count()
         self._asked: dict[int, MatcherState] = {}
-        self._ended: deque[int] = deque()  # states that nobody has any more; from any thread
+        self._ended: deque[int] = deque()  # states no longer in use; any thread adds to it
         self._first: Look | None = None
         self._dead = False
         weakref.finalize(self, link.close)
@@ -41,7 +41,8 @@ class GrammarProcess:
         return not self._dead
 
     def compile(self, source: GrammarSource, timeout_s: float) -> None:
-        """Raises InvalidParameter for what is no grammar, takes too long or is too large."""
+        """Compile the grammar. Raises InvalidParameter if it is invalid, takes too long or is too
+        large."""
         self._link.settimeout(PATIENCE * timeout_s)
         answer = self._exchange(f"{timeout_s} {source.kind} {source.text}".encode())
         if answer == b".":
@@ -69,7 +70,7 @@ class GrammarProcess:
         weakref.finalize(state, self._ended.append, number)
         return state
 
-    # For states, on the engine's thread.
+    # For states, on the engine thread.
 
     def ask(self, state: MatcherState, tokens: Sequence[int]) -> None:
         self._asked[state.number] = state
@@ -90,7 +91,7 @@ class GrammarProcess:
     def _send(self, numbers: Sequence[int]) -> None:
         try:
             self._link.send(np.array(numbers, dtype=np.int32).tobytes())
-        except OSError:  # it has died, or takes no messages any more
+        except OSError:  # it has died, or accepts no more messages
             self._dead = True
 
     def _receive(self) -> None:
@@ -107,7 +108,7 @@ class GrammarProcess:
         state.received(Look.unpack(reply[4:]))
 
     def _exchange(self, message: bytes | None) -> bytes | None:
-        """The next answer; None where the process has died or takes too long."""
+        """The next answer. None if the process has died or takes too long."""
         try:
             if message is not None:
                 self._link.send(message)

@@ -1,8 +1,8 @@
-"""How far a sequence has come in its grammar; see `engine.structure.GrammarState`.
+"""A sequence's position in its grammar; see `engine.structure.GrammarState`.
 
-Where the grammar leaves one text only, that text's tokens are the tokenizer's own: the model is not
-asked how to spell it. So the answer is the same whether forced tokens are computed one by one or
-all at once (the "jump-forward" of SGLang's compressed state machine, arXiv 2312.07104, section 4).
+If the grammar allows only one text, its tokens are those of the tokenizer; the model does not
+choose the spelling. So the answer is the same whether forced tokens are computed one by one or all
+at once (the "jump-forward" of SGLang's compressed state machine, arXiv 2312.07104, section 4).
 """
 
 from collections import deque
@@ -12,26 +12,26 @@ from typing import Protocol
 from engine.grammar.matcher import Look
 from engine.grammar.vocabulary import Mask, Vocabulary
 
-# What matching one answer may cost in CPU time. A hostile grammar's ambiguity makes it slow without
-# bound: `root ::= root root root | "a"` took 0.13 s a token after 1,000 tokens.
+# The CPU time that matching one answer may take. An ambiguous hostile grammar makes matching slow
+# without bound: `root ::= root root root | "a"` took 0.13 s a token after 1,000 tokens.
 MATCH_SLACK_S = 1.0
 MATCH_S_PER_TOKEN = 0.005
 
 
 class Link(Protocol):
-    """Where the grammar of a state is matched."""
+    """The connection to the process that matches a state's grammar."""
 
     def ask(self, state: "MatcherState", tokens: Sequence[int]) -> None:
-        """Have `state.received` called with the look after these further tokens, some time."""
+        """Request the look after these further tokens. `state.received` gets it later."""
         ...
 
     def wait(self, state: "MatcherState", timeout_s: float) -> None:
-        """Take in what has come, and wait a while for what `state` has asked."""
+        """Process answers that have arrived, and wait up to `timeout_s` for the one of `state`."""
         ...
 
 
 class MatcherState:
-    """One sequence's. Engine thread only.
+    """One sequence's state. Engine thread only.
 
     Invariant: while it is `ready`, all but the `forced` tokens' followers are known.
     """
@@ -47,7 +47,7 @@ class MatcherState:
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._spent_s = 0.0
-        self._untold: list[int] = []  # tokens that the link does not know yet
+        self._untold: list[int] = []  # tokens not sent to the link yet
         self._asked = False
         self._take(first)
 
@@ -81,7 +81,7 @@ class MatcherState:
             self._link.ask(self, untold)
 
     def received(self, look: Look | None) -> None:
-        """What was asked for; None where the link has given up."""
+        """Receive the requested look. None if the link has failed."""
         self._asked = False
         if look is None:
             self.stuck = "the grammar is too ambiguous: looking at the next token took too long"
@@ -96,7 +96,7 @@ class MatcherState:
         self._take(look)
 
     def _take(self, look: Look) -> None:
-        """Find what must come next, and otherwise what may."""
+        """Find the forced tokens, or else the allowed ones."""
         vocabulary = self._vocabulary
         self._mask = mask = look.mask.copy()
         may_end = (mask & vocabulary.end_mask).any()
@@ -116,12 +116,12 @@ class MatcherState:
             self.forced.append(only)
 
     def _spelt(self, look: Look) -> list[int]:
-        """The tokenizer's tokens of the text that must follow, up to where a longer token than
-        what is left of it could stand: there the model chooses."""
+        """The tokenizer's tokens for the forced text, up to the point where a token longer than the
+        rest is allowed. From there the model chooses."""
         tokens = list(self._vocabulary.encode(look.text.decode())) if look.text else []
         pieces = [self._vocabulary.tokens[token] for token in tokens]
         if b"".join(pieces) != look.text:
-            return []  # a tokenizer that adds to a text's beginning
+            return []  # this tokenizer adds something before a text
         kept: list[int] = []
         offset = 0
         for token, piece in zip(tokens, pieces, strict=True):

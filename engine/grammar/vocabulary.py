@@ -1,18 +1,19 @@
-"""The tokens that grammars are matched against, as sets of bits. Any thread, any process."""
+"""The tokens that grammars are matched against, as bit sets. Any thread, any process."""
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-Mask = NDArray[np.int32]  # [num_words] with a bit for each token
+Mask = NDArray[np.int32]  # [num_words], one bit per token
 
 
 class Vocabulary:
-    """`tokens[i]` are the bytes of token i, empty for special tokens, which no grammar may produce.
+    """`tokens[i]` holds the bytes of token i. Special tokens are empty: no grammar may produce
+    them.
 
-    `end` are the ids that end an answer. `encode` is the tokenizer's, without special tokens; the
-    process that matches needs none.
+    `end` holds the ids that end an answer. `encode` is the tokenizer's, without special tokens. The
+    process that matches does not need it.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Vocabulary:
         return self._longer[num_bytes]
 
     def only_byte(self, allowed: Mask) -> int | None:
-        """The byte that every allowed token begins with; None where they differ or may end."""
+        """The byte with which every allowed token begins. None if they differ or the answer may
+        end."""
         token = self.only_token(allowed, any_of=True)
         if token is None or not self.tokens[token]:
             return None
@@ -53,7 +55,7 @@ class Vocabulary:
         return None if (allowed & ~self._begins[byte]).any() else byte
 
     def only_token(self, allowed: Mask, *, any_of: bool = False) -> int | None:
-        """The one token allowed, or the first with `any_of`; None where there is none."""
+        """The only allowed token, or the first with `any_of`. None if there is no such token."""
         words = np.flatnonzero(allowed)
         if len(words) == 0 or (len(words) > 1 and not any_of):
             return None

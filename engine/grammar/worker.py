@@ -1,14 +1,15 @@
 """The processes that compile and match grammars, each with a bound on memory and on CPU time.
 
-`engine.grammar.compiler` starts one process, the nursery: it knows the vocabulary and forks another
-for each grammar. A stranger's grammar may hang its process, fill its memory or crash it: the kernel
-ends it (SIGPROF, a timer of its own CPU time, which no busy machine runs down), and nobody else
-notices. `engine.grammar.process` speaks to it over a socket that keeps messages apart.
+`engine.grammar.compiler` starts one process, the nursery. It knows the vocabulary and forks another
+process for each grammar. An untrusted grammar may hang its process, fill its memory or crash it.
+The kernel then ends it, without effect on others. The limit on time is SIGPROF, a timer of the
+process's own CPU time, which other load does not use up. `engine.grammar.process` talks to it over
+a socket that preserves message boundaries.
 
-The nursery reads the vocabulary as JSON from stdin, then takes one socket for each grammar from its
-control socket. A grammar's process gets `seconds kind text` and answers `.` when it is compiled,
-then `+` and the first look, or `-` and what is wrong. After that each message is a state's number
-and its further tokens, answered by the number and the look; a number alone ends the state.
+The nursery reads the vocabulary as JSON from stdin, then receives one socket per grammar over its
+control socket. A grammar's process gets `seconds kind text`. It answers `.` once compiled, and then
+`+` and the first look, or `-` and an error message. After that, each message is a state's number
+and its further tokens, and the answer is the number and the look. A number alone ends the state.
 """
 
 import contextlib
@@ -29,8 +30,8 @@ from engine.grammar.matcher import Look, Matcher, VocabularyCompiler
 from engine.grammar.vocabulary import Vocabulary
 from engine.structure import MAX_SOURCE_BYTES, GrammarSource, SourceKind
 
-MEMORY_BYTES = 1 << 30  # of address space beyond what the process has when it is ready
-LOOK_S = 0.5  # CPU time of one look ahead; an ordinary one takes a millisecond
+MEMORY_BYTES = 1 << 30  # of address space beyond that of the process when ready
+LOOK_S = 0.5  # CPU time for one look; an ordinary one takes a millisecond
 MAX_MESSAGE_BYTES = MAX_SOURCE_BYTES + 1024
 
 
@@ -39,7 +40,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[2]))
     tokens = [token.encode("latin-1") for token in given["tokens"]]
     compiler = VocabularyCompiler(Vocabulary(tokens, given["end"]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries the dead
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps dead children
     control.send(b"+")
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
@@ -47,14 +48,14 @@ def main() -> None:
             return
         if os.fork() == 0:
             control.close()
-            with contextlib.suppress(OSError):  # who asked has gone
+            with contextlib.suppress(OSError):  # the requester has gone
                 _serve(socket.socket(fileno=descriptors[0]), compiler)
             os._exit(0)
         os.close(descriptors[0])
 
 
 def _serve(link: socket.socket, compiler: VocabularyCompiler) -> None:
-    """Compile one grammar, then match it until nobody needs it any more."""
+    """Compile one grammar, then match it until it is no longer needed."""
     _bound_memory()
     seconds, kind, text = link.recv(MAX_MESSAGE_BYTES).decode().split(" ", 2)
     _bound_time(float(seconds))
@@ -86,12 +87,12 @@ def _looked(matcher: Matcher, tokens: list[int]) -> Look:
 
 
 def _bound_time(seconds: float) -> None:
-    """End this process after so much CPU time from now on; 0 takes the bound away."""
+    """End this process after `seconds` more of CPU time. 0 removes the bound."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def _bound_memory() -> None:
-    """More than this raises or aborts; the server reports either."""
+    """Limit this process's memory. Exceeding it raises or aborts, and the server reports either."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit: Any = pages * resource.getpagesize() + MEMORY_BYTES

@@ -1,4 +1,4 @@
-"""Models, weights and adapters: found, converted, loaded and checked.
+"""Finds, converts, loads and checks models, weights and adapters.
 
-The model definitions themselves are those of transformers.
+The model definitions themselves are transformers'.
 """

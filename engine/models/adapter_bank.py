@@ -1,10 +1,11 @@
-"""Several adapters in one model: each row of a step gets the update of its own adapter.
+"""Serves several adapters in one model: each row of a step gets its own adapter's update.
 
     x ─┬─► base linear ───────────────────────► y
        └─► rows of adapter k ─► a ─► b ─► added to their rows of y
 
-A bank wraps the modules that its adapters update. `begin` says before a step which rows are whose;
-rows of no adapter, and models without any, get the base's bits. Engine thread only, once serving.
+A bank wraps the modules that its adapters update. Before a step, `begin` says which rows belong to
+which adapter. Rows without an adapter, and models without adapters, get the base model's bits.
+Engine thread only, once serving.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +24,9 @@ from engine.models.packing import MIN_ROWS, PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The rows of one adapter in a step: all of them, a run, or listed.
+    """The rows of one adapter in a step: all rows, a run of them, or a list.
 
-    `listed` has at least MIN_ROWS entries; those from `count` on are padding.
+    `listed` has at least MIN_ROWS entries. Those from `count` on are padding.
     """
 
     digest: bytes
@@ -35,7 +36,7 @@ class AdapterRows:
 
 
 class AdapterRouting:
-    """Which rows of the step belong to which adapter; shared by all modules of a bank."""
+    """Which rows of the step belong to which adapter. All modules of a bank share it."""
 
     def __init__(self) -> None:
         self.parts: list[AdapterRows] = []
@@ -43,9 +44,9 @@ class AdapterRouting:
 
 
 class Update(nn.Module):
-    """A low-rank update as two linear layers, packed where the model's own are.
+    """A low-rank update as two linear layers, packed if the model's own layers are.
 
-    Packed, a row's bits do not depend on the rows beside it (docs/measurements), so that an answer
+    With packing, a row's bits do not depend on the rows beside it (docs/measurements), so an answer
     is the same alone and in any batch.
     """
 
@@ -60,7 +61,7 @@ class Update(nn.Module):
 
 
 class AdaptedLinear(nn.Module):
-    """A linear layer and, by digest, the updates of the adapters that have one for it."""
+    """A linear layer and the adapters' updates of it, by digest."""
 
     def __init__(self, base: nn.Module, routing: AdapterRouting) -> None:
         super().__init__()
@@ -69,7 +70,7 @@ class AdaptedLinear(nn.Module):
         self._routing = routing
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows: [1, T, in], all of the step's. Returns [1, T, out]."""
+        """rows: [1, T, in], all rows of the step. Returns [1, T, out]."""
         output: torch.Tensor = self.base(rows)
         for part in self._routing.parts:
             update = self.updates.get(part.digest)
@@ -95,9 +96,9 @@ class AdaptedLinear(nn.Module):
 
 
 class AdapterBank:
-    """The adapters of one model, by name. `digests` is a live view, readable on any thread.
+    """The adapters of one model, by name. `digests` is a live view for any thread.
 
-    `shapes` are those of the layers that an adapter may update.
+    `shapes` holds the shapes of the layers that an adapter may update.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -110,9 +111,9 @@ class AdapterBank:
         self.digests: Mapping[str, bytes] = MappingProxyType(self._digests)
 
     def add(self, adapter: Adapter) -> None:
-        """Serve `adapter` under its name, in the place of one that had the name before.
+        """Serve `adapter` under its name. It replaces an adapter of the same name.
 
-        No step may be under way that uses the name.
+        No step that uses the name may be under way.
         """
         if adapter.digest not in self._digests.values():
             packed = packing.can_pack(self._model)
@@ -126,15 +127,15 @@ class AdapterBank:
             self._drop_unused(replaced)
 
     def remove(self, name: str) -> None:
-        """No longer serve the adapter of that name; its memory is freed with its last name."""
+        """Stop serving the adapter of that name. Its memory is freed with its last name."""
         adapter = self._adapters.pop(name)
         del self._digests[name]
         self._drop_unused(adapter)
 
     def begin(self, spans: Sequence[Span], num_rows: int) -> None:
-        """Take a step's spans, whose tokens lie one after another in `num_rows` rows.
+        """Begin a step with these spans. Their tokens follow one another in `num_rows` rows.
 
-        Rows beyond the spans' are padding. Raises AdapterError for a name that is not served.
+        Rows beyond the spans are padding. Raises AdapterError for a name that is not served.
         """
         self._routing.num_rows = num_rows
         self._routing.parts = []
@@ -155,7 +156,7 @@ class AdapterBank:
 
     @property
     def in_use(self) -> bool:
-        """Whether any row of the step is an adapter's."""
+        """Whether any row of the step has an adapter."""
         return bool(self._routing.parts)
 
     def finish(self) -> None:
@@ -178,7 +179,7 @@ class AdapterBank:
         return AdapterRows(digest, count, listed=torch.tensor(listed, device=self._device))
 
     def _wrapped(self, module_name: str) -> AdaptedLinear:
-        """The module as a bank's, wrapped in place when it is not yet."""
+        """The module as an AdaptedLinear. Wraps it in place if needed."""
         parent_name, _, child_name = module_name.rpartition(".")
         parent = self._model.get_submodule(parent_name)
         child = getattr(parent, child_name)

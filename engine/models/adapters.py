@@ -1,10 +1,10 @@
-"""LoRA adapters: read from disk or the hub, checked against the model, identified by content.
+"""Reads LoRA adapters from disk or the hub, checks them, and identifies them by content.
 
-    adapter_config.json ─► what scales it, and whether it asks for more than low-rank updates
+    adapter_config.json ─► its scale, and whether it needs more than low-rank updates
     adapter_model.safetensors ─► A and B of each module ─► Adapter(digest, {module: LowRank})
 
-`load_adapter` runs where the model is loaded, before it is served. peft reads the files (the only
-import of peft); what is computed with them is in `engine.models.adapter_bank`.
+`load_adapter` runs on the thread that loads the model, before it is served. peft reads the files;
+this is the only import of peft. `engine.models.adapter_bank` computes with them.
 """
 
 import math
@@ -22,11 +22,11 @@ from engine.models.files import GIVE_ADAPTER, locate_adapter
 from engine.models.packing import PackedLinear
 from tiers.blocks.layout import DTYPES
 
-_PREFIX = "base_model.model."  # peft's names of a wrapped model's modules
+_PREFIX = "base_model.model."  # prefix of a wrapped model's modules in peft
 _A, _B = ".lora_A.weight", ".lora_B.weight"
 
-# Fields of peft's LoraConfig that are served whatever they say: they name what was trained and
-# where, or mattered in training only. Any other field must have its default.
+# Fields of peft's LoraConfig that may have any value: they say what was trained and where, or
+# matter only in training. Any other field must have its default.
 _SERVED_FIELDS = frozenset(
     {
         "alpha_pattern",
@@ -56,13 +56,13 @@ _SERVED_FIELDS = frozenset(
         "use_rslora",
     }
 )
-# Ways of initialising that leave the base model's weights alone.
+# Initialisations that leave the base model's weights unchanged.
 _SERVED_INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One module's update: y += (x a^T) b^T. `a`: [r, in], `b`: [out, r], the scale within `b`."""
+    """One module's update: y += (x a^T) b^T. `a`: [r, in]; `b`: [out, r], including the scale."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -70,15 +70,15 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """What an adapter does to the model. Equal digests compute the same, whatever their names.
+    """An adapter's updates of the model. Equal digests compute the same, whatever the names.
 
-    `digest` is 16 bytes over what is computed with: the modules' names and the scaled matrices.
+    `digest` is 16 bytes over all that affects results: the modules' names and scaled matrices.
     """
 
     name: str
     source: str
     digest: bytes
-    updates: Mapping[str, LowRank]  # by the module's name in the model
+    updates: Mapping[str, LowRank]  # by module name in the model
 
     @property
     def num_parameters(self) -> int:
@@ -88,10 +88,10 @@ class Adapter:
 def load_adapter(
     name: str, source: str, shapes: Mapping[str, tuple[int, int]], *, dtype: str, device: str
 ) -> Adapter:
-    """Read the adapter in folder or hub id `source`, for a model of these `linear_shapes`.
+    """Read the adapter from the folder or hub id `source`, for a model with these `linear_shapes`.
 
     `dtype` is the model's, from `tiers.blocks.layout.DTYPES`. Raises AdapterError, with the reason,
-    for files that are missing or broken, another base model's shapes, and what is not plain LoRA.
+    if files are missing or broken, if the shapes are another model's, or if it is not plain LoRA.
     """
     config, tensors = _read(name, source)
     _refuse_unserved(name, config)
@@ -109,8 +109,8 @@ def load_adapter(
 
 
 def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) by name of the linear layers between embedding and output, packed or not;
-    what an adapter may update."""
+    """(inputs, outputs) by name of the linear layers between embedding and output, packed or not.
+    An adapter may update these."""
     shapes = {}
     for name, module in model.named_modules():
         if module is model.get_output_embeddings():
@@ -123,7 +123,7 @@ def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
 
 
 def _read(name: str, source: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """peft's config and the tensors by the names they were saved under."""
+    """peft's config, and the tensors by their saved names."""
     try:
         from peft import PeftConfig, load_peft_weights
     except ImportError:
@@ -148,7 +148,7 @@ def _read(name: str, source: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def _refuse_unserved(name: str, config: Any) -> None:
-    """Raise AdapterError for a config that asks for more than scaled low-rank updates."""
+    """Raise AdapterError for a config that needs more than scaled low-rank updates."""
     for field in fields(config):
         value = getattr(config, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
@@ -169,7 +169,7 @@ def _refuse_unserved(name: str, config: Any) -> None:
 def _pairs(
     name: str, tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B by the module's name in the model."""
+    """A and B by module name in the model."""
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         suffix = key[-len(_A) :]
@@ -191,14 +191,14 @@ def _pairs(
 def _refuse_incomplete(
     name: str, config: Any, pairs: Mapping[str, object], shapes: Mapping[str, object]
 ) -> None:
-    """Raise AdapterError where the config targets modules that the file has nothing for.
+    """Raise AdapterError if the config targets modules for which the file has no tensors.
 
-    peft would fill these with random numbers and warn.
+    peft would only warn, and fill them with random numbers.
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
     if config.target_modules == "all-linear":
-        return  # which modules these were is known from the file alone
+        return  # only the file says which modules these were
     targeted = {one for one in shapes if check_target_module_exists(config, one)}
     if missing := sorted(targeted - pairs.keys()):
         raise AdapterError(
@@ -233,8 +233,8 @@ def _check_pair(
 
 
 def _scale(name: str, module_name: str, rank: int, config: Any) -> float:
-    """What peft multiplies the module's update by: alpha / r, or alpha / sqrt(r) for rsLoRA
-    (arXiv 2312.03732)."""
+    """The factor of the module's update in peft: alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv
+    2312.03732)."""
     from peft.utils.other import get_pattern_key
 
     def pattern(table: Mapping[str, Any], default: Any) -> Any:

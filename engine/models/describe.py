@@ -1,6 +1,6 @@
-"""A model's text side, read from its folder without its weights: for an engine that loads them.
+"""Reads a model's text side from its folder, without weights, for an engine that loads those.
 
-Called at start-up by the server whose engine is vLLM; `engine.models.load` shares the tokenizer.
+Called at start-up by a server whose engine is vLLM. `engine.models.load` shares the tokenizer.
 """
 
 import json
@@ -17,7 +17,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class Speaking(Protocol):
-    """What there is to know of a model's vocabulary."""
+    """A model's tokenizer and vocabulary."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...
@@ -42,7 +42,7 @@ class Spoken:
 def describe_folder(
     name: str, cache_dir: Path, progress: Callable[[str, float], None] | None = None
 ) -> Spoken:
-    """Find the model `name` as `engine.models.load.load_model` does. Raises ModelError."""
+    """Find the model `name` like `engine.models.load.load_model`. Raises ModelError."""
     cache_dir.mkdir(parents=True, exist_ok=True)
     folder = find_folder(name, cache_dir, progress or (lambda what, fraction: None))
     tokenizer = load_tokenizer(folder)
@@ -56,12 +56,12 @@ def describe_folder(
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model's folder. Raises ModelError for one that is not served."""
+    """The tokenizer of a model's folder. Raises ModelError if it is not supported."""
     try:
         base = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' and tokenizers' errors have no common root
         raise ModelError(f"{folder} holds no usable tokenizer: {error}") from error
-    written = folder / "chat_template.json"  # where processors of images kept it at first
+    written = folder / "chat_template.json"  # where image processors first stored it
     if getattr(base, "chat_template", None) is None and written.exists():
         try:
             base.chat_template = str(json.loads(written.read_bytes())["chat_template"])
@@ -71,10 +71,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _ends(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
-    """The ids that end an answer, by the generation config and the tokenizer."""
+    """The ids that end an answer, from the generation config and the tokenizer."""
     try:
         generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # it has none
+    except OSError:  # there is no generation config
         generation = None
     return _as_set(getattr(generation, "eos_token_id", None)) | _as_set(tokenizer.eos_token_id)
 

@@ -1,7 +1,7 @@
-"""Where a model's files are, by alias, folder, GGUF file or hub id, and a digest of them.
+"""Finds a model's files by alias, folder, GGUF file or hub id, and computes their digest.
 
 Called by `engine.models.load` at start-up, on the thread that starts the engine. Imports torch only
-to convert a GGUF file, so that `check` refuses a model that is not there before torch is imported.
+to convert a GGUF file, so that `check` refuses a missing model before torch is imported.
 """
 
 import importlib.util
@@ -15,16 +15,16 @@ import xxhash
 from engine.errors import AdapterError, ModelError
 
 if TYPE_CHECKING:
-    from engine.models.gguf import Progress  # with torch
+    from engine.models.gguf import Progress  # imports torch
 
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model whose GGUF file lies inside an installed Python package."""
+    """A model whose GGUF file is inside an installed Python package."""
 
     package: str
     file: str
-    requirement: str  # how to install it
+    requirement: str  # the package to install
 
 
 ALIASES = {
@@ -39,7 +39,7 @@ GIVE_ADAPTER = (
 
 
 def check(name: str, adapters: Mapping[str, str]) -> None:
-    """Refuse at once what `find` and `locate_adapter` would refuse without a download.
+    """Refuse at once anything that `find` and `locate_adapter` would refuse without a download.
 
     `adapters` are sources by name. Raises ModelError and AdapterError.
     """
@@ -51,7 +51,7 @@ def check(name: str, adapters: Mapping[str, str]) -> None:
 
 
 def find(name: str, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
-    """A folder of safetensors for the model `name`, and a digest of the contents it stands for.
+    """A folder of safetensors for the model `name`, and a digest of its contents.
 
     A GGUF file is converted once into `cache_dir`. Raises ModelError.
     """
@@ -59,7 +59,7 @@ def find(name: str, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
 
 
 def find_folder(name: str, cache_dir: Path, report: "Progress") -> Path:
-    """The folder of `find`, without reading weights that lie in it already. Raises ModelError."""
+    """The folder of `find`, without reading weights that are in it already. Raises ModelError."""
     path = _locate(name)
     if path.is_dir() and (path / "config.json").exists():
         return path
@@ -67,7 +67,7 @@ def find_folder(name: str, cache_dir: Path, report: "Progress") -> Path:
 
 
 def locate_adapter(name: str, source: str) -> str:
-    """A folder with an adapter, or a hub id. Raises AdapterError for what is neither."""
+    """A folder with an adapter, or a hub id. Raises AdapterError for anything else."""
     path = Path(source).expanduser()
     if path.is_dir() and (path / "adapter_config.json").exists():
         return str(path)
@@ -79,13 +79,13 @@ def locate_adapter(name: str, source: str) -> str:
 
 
 def _locate(name: str) -> Path:
-    """The file or folder that `name` stands for. Raises ModelError when there is none."""
+    """The file or folder that `name` stands for. Raises ModelError if there is none."""
     path = _local(name)
     return _download(name) if path is None else path
 
 
 def _local(name: str) -> Path | None:
-    """The same on this machine; None is a hub id."""
+    """The same on this machine. None for a hub id."""
     if name in ALIASES:
         return _packaged_file(name, ALIASES[name])
     path = Path(name).expanduser()
@@ -126,7 +126,7 @@ def _download(name: str) -> Path:
 
 
 def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
-    """A folder of safetensors for `path`, and a digest of the contents it stands for."""
+    """A folder of safetensors for `path`, and a digest of its contents."""
     path = _weights(path)
     if path.is_dir():
         return path, _digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
@@ -140,7 +140,7 @@ def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, byte
 
 
 def _weights(path: Path) -> Path:
-    """The folder with a config, or the GGUF file. Raises ModelError where it is neither."""
+    """The folder with a config, or the GGUF file. Raises ModelError if it is neither."""
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:

@@ -1,4 +1,4 @@
-"""GGUF files: dequantised once into a folder of safetensors, a config and a tokenizer.
+"""Dequantises a GGUF file once, into a folder of safetensors, a config and a tokenizer.
 
 `engine.models.load` calls `convert` at start-up, on the thread that starts the server. Weights go
 through transformers' GGUF support. The tokenizer does not: see `gguf_tokenizer`.
@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str, float], None]
 
 DEQUANTISING = "dequantising the weights"
-FORMAT = "v2"  # of the folder below; raise it when `convert` writes something else
+FORMAT = "v2"  # of the converted folder; raise it when the output of `convert` changes
 
 
 def converted_folder(cache_dir: Path, digest: bytes) -> Path:
-    """Where the conversion of the GGUF file with these contents lies."""
+    """The folder of the converted GGUF file with these contents."""
     return cache_dir / f"gguf-{FORMAT}-{digest.hex()}"
 
 
 def convert(path: Path, folder: Path, progress: Progress) -> None:
     """Write `folder` (config, safetensors, tokenizer) from the GGUF file at `path`.
 
-    Written beside and renamed into place, so a reader sees all of it or none; of two processes that
-    convert at once, one wins and both find the same contents.
+    It is written under another name and renamed into place, so a reader sees all of it or nothing.
+    If two processes convert at once, one wins and both find the same contents.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -67,7 +67,7 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
 
 @contextmanager
 def _counting(progress: Progress, start: float, end: float) -> Iterator[None]:
-    """Tell the tensors that transformers dequantises, where it would draw a bar of its own."""
+    """Report the tensors that transformers dequantises, instead of its own progress bar."""
 
     def count(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
         for number, tensor in enumerate(tensors):
@@ -82,12 +82,12 @@ def _counting(progress: Progress, start: float, end: float) -> Iterator[None]:
 
 
 def _read(path: Path) -> Any:
-    """The file's fields and tensors. Raises ModelError for one that cannot be read."""
-    # Only a GGUF file needs it: machines that serve safetensors may lack the package.
+    """The file's fields and tensors. Raises ModelError if it cannot be read."""
+    # Only a GGUF file needs it. Machines that serve safetensors may lack the package.
     from gguf import GGUFReader
 
     class PlainReader(GGUFReader):  # type: ignore[misc]  # it is untyped
-        """Slices plain arrays: of a memory map each of a vocabulary's strings takes five times as
+        """Slices plain arrays. From a memory map, each string of a vocabulary takes five times as
         long."""
 
         @property
@@ -106,8 +106,8 @@ def _read(path: Path) -> Any:
 
 @contextmanager
 def _read_once(reader: Any) -> Iterator[None]:
-    """Give transformers `reader` where it would read the file again, twice, and one table of names
-    where it would make one for each module: half of the time that a conversion takes."""
+    """Halve the time of a conversion. transformers gets `reader`, where it would read the file
+    twice more, and one table of names, where it would make one per module."""
     import gguf
 
     make_reader, make_names = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -121,9 +121,9 @@ def _read_once(reader: Any) -> Iterator[None]:
 def _save_model(model: Any, fields: Mapping[str, Any], folder: Path) -> None:
     config = model.config
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # what is saved is plain float32
+        del config.quantization_config  # the saved weights are plain float32
     eos = fields.get("tokenizer.ggml.eos_token_id")
-    config.bos_token_id = None  # whether one is prepended is the tokenizer's matter
+    config.bos_token_id = None  # the tokenizer decides whether to prepend one
     config.eos_token_id = eos
     config.pad_token_id = fields.get("tokenizer.ggml.padding_token_id", eos)
     config.architectures = [type(model).__name__]
@@ -131,7 +131,7 @@ def _save_model(model: Any, fields: Mapping[str, Any], folder: Path) -> None:
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:  # a tied head is the embedding; it is stored once
+        if tensor.data_ptr() not in seen:  # a tied head is the embedding, stored once
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.contiguous()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

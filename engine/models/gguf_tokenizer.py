@@ -1,8 +1,8 @@
 """A tokenizer rebuilt from the `tokenizer.*` fields of a GGUF file.
 
-Not by transformers, whose conversion loses the pre-tokenizer and moves the special tokens. Two
-kinds are known: byte-level BPE, whose merges the file lists and whose splits it names, and
-SentencePiece, whose pieces have scores. Ids are those of llama.cpp for the same file.
+transformers' own conversion loses the pre-tokenizer and moves the special tokens. Two kinds are
+supported: byte-level BPE, whose merges the file lists and whose splits it names, and SentencePiece,
+whose pieces have scores. Ids equal those of llama.cpp for the same file.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,14 +34,15 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """What comes before byte-level BPE. With `whole_words`, a piece that is a token is that token
-    whatever the merges say; with `bos`, texts begin with a token unless the file denies it."""
+    """The step before byte-level BPE. With `whole_words`, a piece that is a token becomes that
+    token, whatever the merges say. With `bos`, texts begin with a token unless the file says
+    otherwise."""
 
     patterns: tuple[str, ...]
     single_digits: bool = False
     whole_words: bool = False
     bos: bool = False
-    composed: bool = False  # text is brought to Unicode's form NFC first
+    composed: bool = False  # whether text is first normalised to Unicode NFC
 
 
 # By `tokenizer.ggml.pre`. Sources: llama.cpp `src/llama-vocab.cpp` (names, `ignore_merges`,
@@ -59,7 +60,7 @@ _SPLITS: dict[str, _Split] = {
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
-    """Raises ModelError where the file's tokenizer is of another kind."""
+    """Build the tokenizer. Raises ModelError if the file's tokenizer is of another kind."""
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
     if kind == "llama":
         tokenizer = _sentencepiece(fields)
@@ -86,8 +87,10 @@ def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
 
 
 def bos_token(fields: Mapping[str, Any]) -> str | None:
-    """The token that is put before every text; None where there is none. What the file does not
-    say is as in llama.cpp: SentencePiece, Llama 3 and tekken put one."""
+    """The token before every text, or None.
+
+    The default is llama.cpp's: SentencePiece, Llama 3 and tekken add one.
+    """
     split = _SPLITS.get(fields.get("tokenizer.ggml.pre", "gpt-2"))
     by_default = fields.get("tokenizer.ggml.model") == "llama" or (split is not None and split.bos)
     number = fields.get("tokenizer.ggml.bos_token_id")
@@ -121,8 +124,8 @@ def _byte_level(fields: Mapping[str, Any], split: _Split) -> FastTokenizer:
 
 
 def _sentencepiece(fields: Mapping[str, Any]) -> FastTokenizer:
-    """SentencePiece's BPE: of two neighbours, those whose joined piece has the best score merge
-    first. A character without a piece is its UTF-8 bytes."""
+    """SentencePiece's BPE: the two neighbours whose joined piece has the best score merge first. A
+    character without a piece becomes its UTF-8 bytes."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     scores: Sequence[float] = fields["tokenizer.ggml.scores"]
     types = _types(fields)
@@ -153,7 +156,7 @@ def _sentencepiece(fields: Mapping[str, Any]) -> FastTokenizer:
 
 
 def _merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Every way to join two pieces to a third, by the third's score, the best first."""
+    """Every way to join two pieces into a third, by the third's score, best first."""
     found: list[tuple[float, str, str]] = []
     for piece, score in scores.items():
         for cut in range(1, len(piece)):

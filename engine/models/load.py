@@ -1,7 +1,8 @@
-"""Models: loaded, checked, and described for the rest of the engine.
+"""Loads and checks a model, and describes it for the rest of the engine.
 
 `load_model` runs at start-up on the thread that starts the engine. Definitions, weights and chat
-templates are transformers'. `engine.models.probe` proves that paged attention serves the model.
+templates come from transformers. `engine.models.probe` proves that paged attention works for the
+model.
 """
 
 import logging
@@ -40,18 +41,18 @@ from engine.vision.tower import VisionTower, has_vision, split, tower_of
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
 
 if TYPE_CHECKING:
-    from engine.vision.pictures import PictureReader  # with Pillow, which is an extra
+    from engine.vision.pictures import PictureReader  # imports Pillow, an extra
 
 logger = logging.getLogger(__name__)
 
 
-# Kinds of layers (`config.layer_types`) whose whole state is the KV of each token.
+# Kinds of layers (`config.layer_types`) whose only state is the KV of each token.
 _PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
-# By model type, layers whose state is kept where a block ends.
+# By model type, layers whose state is stored at the end of each block.
 _STATES = {"lfm2": frozenset({"conv"}), "lfm2_moe": frozenset({"conv"})}
-# Types that transformers does not know, whose repositories bring a copy of code that it has.
+# Types unknown to transformers, whose repositories contain a copy of code that it has.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
-# How weights may be quantized (`quantization_config.quant_method`) for transformers to dequantize.
+# Quantizations (`quantization_config.quant_method`) that transformers can dequantize.
 _DEQUANTISED = ("fp8", "mxfp4")
 
 
@@ -59,10 +60,10 @@ _DEQUANTISED = ("fp8", "mxfp4")
 class LoadedModel:
     """A model ready to run, and what the engine must know of it.
 
-    `weights_digest` is 16 bytes over the weights' and the config's contents and the compute dtype:
-    KV is shared only between equal ones. `layers` is what each layer keeps of a token.
-    `max_context` is in tokens. `adapters` are the model's LoRA adapters; they are none of what
-    `weights_digest` is over.
+    `weights_digest` is 16 bytes over the contents of the weights and the config and over the
+    compute dtype. KV is shared only between equal digests. `layers` is what each layer stores per
+    token. `max_context` is in tokens. `adapters` are the model's LoRA adapters, which
+    `weights_digest` does not cover.
     """
 
     name: str
@@ -80,13 +81,13 @@ class LoadedModel:
 
     @property
     def images(self) -> "PictureReader | None":
-        """How chats show images; None where the model, or its chat template, takes none."""
+        """The reader of images in chats. None if the model or its chat template takes none."""
         if self.tower is None or self.tokenizer.image_mark is None:
             return None
         return self.tower.reader
 
     def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
-        """The layout of this model's blocks; `kv_dtype` None means the compute dtype."""
+        """The layout of this model's blocks. `kv_dtype` None means the compute dtype."""
         return BlockLayout(self.layers, block_size, kv_dtype or self.dtype)
 
 
@@ -102,8 +103,7 @@ def load_model(
 
     `dtype` is a name from `tiers.blocks.layout.DTYPES`, or "auto" (float32 on a CPU, bfloat16
     elsewhere). A GGUF file is converted once into `cache_dir`. `progress(what, fraction)` is called
-    while slow work is under way. Raises ModelError, with the reason, for a model that cannot be
-    served.
+    during slow work. Raises ModelError, with the reason, for a model that cannot be served.
     """
     report = progress or (lambda what, fraction: None)
     if dtype == "auto":
@@ -134,13 +134,13 @@ def describe(
     device: str,
     tower: VisionTower | None = None,
 ) -> LoadedModel:
-    """Pack `model` for its device, check that paged attention serves it, and say what it is."""
+    """Pack `model` for its device, check that paged attention works for it, and describe it."""
     attention.register()
     config: Any = model.config
     text_config = config.get_text_config()
     max_context = text_config.max_position_embeddings
     if fix_tables(model, max_context):
-        # Keys turned by another table are other keys.
+        # Keys rotated by another table are different keys.
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
     layers = prepare(model, max_context)
     return LoadedModel(
@@ -160,10 +160,10 @@ def describe(
 
 
 def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
-    """Serve the LoRA adapter in the folder or hub id `source` under `name`, beside the model.
+    """Serve the LoRA adapter from the folder or hub id `source` under `name`, beside the model.
 
-    Before serving, or on the engine thread between steps. One that had the name is replaced.
-    Raises AdapterError, with the reason, for one that cannot be served.
+    Call it before serving, or on the engine thread between steps. It replaces an adapter of that
+    name. Raises AdapterError, with the reason, if the adapter cannot be served.
     """
     bank = loaded.adapters
     adapter = read_adapter(name, source, bank.shapes, dtype=loaded.dtype, device=loaded.device)
@@ -179,7 +179,7 @@ def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
     return adapter
 
 
-# Loading it.
+# Loading.
 
 
 def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
@@ -201,7 +201,8 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
         raise
     except Exception as error:  # transformers' and its quantizers' errors have no common root
         raise ModelError(f"{folder} cannot be loaded: {error}") from error
-    # transformers fills what is missing with random numbers and warns; answers would be noise.
+    # transformers only warns about missing weights and fills them with random numbers. Answers
+    # would be noise.
     unusable = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
     if unusable:
         raise ModelError(
@@ -237,7 +238,7 @@ def _refuse_unsupported(config: Any) -> None:
 
 
 def _recommend_bfloat16(config: Any, dtype: torch.dtype, device: str) -> None:
-    """Say so where a checkpoint in bfloat16 is computed in float32 though this CPU has bfloat16."""
+    """Log a hint if a bfloat16 checkpoint is computed in float32 although this CPU has bfloat16."""
     published = getattr(config.get_text_config(), "dtype", None)
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu and dtype == torch.float32 and published == torch.bfloat16 and has_bfloat16():
@@ -249,8 +250,11 @@ def _recommend_bfloat16(config: Any, dtype: torch.dtype, device: str) -> None:
 
 
 def _dequantize(config: Any) -> bool:
-    """Whether the weights are quantized; asks transformers to dequantize them. Raises ModelError
-    where it cannot: what a quantized layer computes may depend on the rows beside a row."""
+    """Whether the weights are quantized. Asks transformers to dequantize them.
+
+    Raises ModelError if it cannot. A row's result in a quantized layer may depend on the rows
+    beside it.
+    """
     given = getattr(config, "quantization_config", None)
     if given is None:
         return False
@@ -266,7 +270,7 @@ def _dequantize(config: Any) -> bool:
 
 
 def _cast(model: Any, dtype: torch.dtype) -> None:
-    """Bring dequantized weights, which come in whatever the quantizer gives, to `dtype`."""
+    """Convert dequantized weights, whose dtype the quantizer chose, to `dtype`."""
     kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in kept):
@@ -285,7 +289,7 @@ def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:
 
 @torch.inference_mode()
 def _adapted_logits(loaded: LoadedModel, name: str) -> torch.Tensor:
-    """The probe's logits with an adapter. Raises AdapterError where a layer that it updates is not
+    """The probe's logits with an adapter. Raises AdapterError if a layer that it updates is not
     computed for every token."""
     tokens = np.zeros(PROBE_TOKENS, np.int32)
     span = Span(-1, tokens, 0, [], True, SamplingParams(), adapter=name)

@@ -1,9 +1,8 @@
-"""Linear layers with their weights in the order oneDNN's kernels read them.
+"""Linear layers with weights in the order in which oneDNN's kernels read them.
 
-`engine.models.load` packs a float32 model on a CPU after loading it, and a bfloat16 one where the
-CPU multiplies bfloat16 itself. What is gained, and that a
-row's result then does not depend on how many rows are computed with it, is measured in
-docs/measurements.
+After loading, `engine.models.load` packs a float32 model on a CPU, and a bfloat16 one if the CPU
+multiplies bfloat16 itself. A row's result then does not depend on how many rows are computed with
+it. docs/measurements shows this and the gain.
 """
 
 import logging
@@ -18,27 +17,27 @@ from engine.torchscript import script
 
 logger = logging.getLogger(__name__)
 
-# The number of rows that weights are laid out for. With this many oneDNN picks one blocked layout
-# that serves 2 rows as well as 2,000 and gives each row the same bits; laid out for one row they
-# are up to twice as slow for others (docs/measurements, "GEMM").
+# The number of rows for which weights are laid out. For this many, oneDNN picks one blocked layout
+# that suits 2 rows as well as 2,000 and gives each row the same bits. Laid out for one row, they
+# are up to twice as slow for other counts (docs/measurements, "GEMM").
 _PACKED_FOR_ROWS = 512
 
-# oneDNN and ideep each keep 1,024 kernels of the shapes that they have met, and a kernel for each
-# number of rows. Each holds about half a megabyte, which nobody accounts for: 400 MB after some
-# hundred requests of different lengths. Making one again takes 0.6 to 0.9 ms (576 by 960 to 3,072,
-# Intel Sapphire Rapids). Both libraries read their bound from the environment at first use.
+# oneDNN and ideep each cache 1,024 kernels, one per shape and number of rows. Each takes about half
+# a megabyte, uncounted: 400 MB after a hundred or so requests of different lengths. Making one
+# again takes 0.6 to 0.9 ms (576 by 960 to 3,072, Intel Sapphire Rapids). Both libraries read their
+# bound from the environment at first use.
 _MAX_KERNELS = 128
 for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(_MAX_KERNELS))  # noqa: TID251  written for them, never read
 
-MIN_ROWS = 2  # below it oneDNN uses kernels that sum in another order
+MIN_ROWS = 2  # with fewer, oneDNN uses kernels that sum in another order
 
 
 class PackedLinear(nn.Module):
     """`nn.Linear` for inference on a CPU. The original weight is not kept.
 
-    Same input and output shapes as `nn.Linear`. With `MIN_ROWS` rows or more, equal rows give equal
-    bits whatever stands beside them.
+    Same input and output shapes as `nn.Linear`. With at least `MIN_ROWS` rows, equal rows give
+    equal bits, whatever rows are beside them.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
@@ -46,7 +45,7 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self._bias = linear.bias
-        self._plain: torch.Tensor | None = None  # the weight, of a layer whose weight is asked for
+        self._plain: torch.Tensor | None = None  # the weight, once it is requested
         self._packed: torch.Tensor
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_FOR_ROWS)
         self.register_buffer("_packed", packed, persistent=False)
@@ -54,8 +53,8 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight as `nn.Linear` has it, for a model that multiplies by it itself (a router in
-        float32, say). Unpacked when first asked for, and kept."""
+        """The weight as in `nn.Linear`, for a model that multiplies by it directly (such as a
+        router in float32). Unpacked on first use, and kept."""
         if self._plain is None:
             self._plain = self._packed.to_dense().view(self.out_features, self.in_features)
         return self._plain
@@ -76,19 +75,19 @@ class PackedLinear(nn.Module):
 
 
 def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What a forward that is recorded calls: the recorder takes no empty list."""
+    """Called by a recorded forward, because the recorder accepts no empty list."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
     return product
 
 
 def has_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 itself (AVX512-BF16, AMX), and torch makes use of it."""
+    """Whether this CPU multiplies bfloat16 itself (AVX512-BF16, AMX) and torch uses it."""
     asked = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return asked is not None and bool(asked())
 
 
 def can_pack(model: Any) -> bool:
-    """Whether this torch build packs weights, and the model is one that is served packed."""
+    """Whether this torch build packs weights and the model is one to serve packed."""
     return (
         model.device.type == "cpu"
         and (model.dtype == torch.float32 or (model.dtype == torch.bfloat16 and has_bfloat16()))
@@ -99,7 +98,7 @@ def can_pack(model: Any) -> bool:
 
 
 def pack(model: nn.Module) -> int:
-    """Replace every `nn.Linear` of `model` by its packed form; returns how many there were."""
+    """Replace every `nn.Linear` of `model` by its packed form. Returns how many there were."""
     linears = [
         (parent, name, child)
         for parent in model.modules()
@@ -115,9 +114,12 @@ def pack(model: nn.Module) -> int:
 
 @torch.inference_mode()
 def _leave_file(model: nn.Module, num_packed: int) -> None:
-    """Copy what was not packed out of the file, which loading maps into memory: once nothing refers
-    to it the file's pages go, a second copy of all that was packed. Where most was not packed (a
-    model of experts), it stays where it is and costs nothing twice."""
+    """Copy unpacked weights out of the file, which loading maps into memory.
+
+    Once nothing refers to the file, its pages are freed; they hold a second copy of all packed
+    weights. If most weights were not packed (a model of experts), they stay in the file, where they
+    cost nothing twice.
+    """
     left = list(model.parameters())
     if sum(parameter.numel() for parameter in left) < num_packed:
         for parameter in left:

@@ -1,14 +1,14 @@
-"""Proof at start-up that paged attention serves a model exactly.
+"""Proves at start-up that paged attention computes a model exactly.
 
 `prepare` runs the model over a few tokens, on the thread that starts the engine:
 
-- with transformers' own attention and with ours, each sliding window narrowed so that these few
-  tokens cross its border: the logits must agree;
+- with transformers' own attention and with ours, with each sliding window narrowed so that these
+  few tokens cross its edge: the logits must agree;
 - alone, in chunks, and beside sequences at other positions, on both sides of every border that the
   config names and at the end of the context: keys, values and logits must agree.
 
-What fails is refused with what was seen. Three forwards run all layers; the others stop once one
-layer of each kind has its keys and values.
+A model that fails is refused, and the error says what differed. Three forwards run all layers. The
+others stop once one layer of each kind has its keys and values.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,20 +29,20 @@ from tiers.blocks.layout import LayerLayout
 
 PROBE_TOKENS = 8
 _HALF = PROBE_TOKENS // 2
-_NARROW = 3  # tokens that a window is narrowed to
+_NARROW = 3  # tokens in a narrowed window
 _MAX_BORDERS = 4
 
-Pieces = Sequence[tuple[int, int, int]]  # (first position of a sequence, offset in it, tokens)
+Pieces = Sequence[tuple[int, int, int]]  # (sequence's first position, offset in it, tokens)
 
 
 class _Enough(Exception):
-    """The layers that were asked for have their keys and values."""
+    """Stops a forward: the requested layers have their keys and values."""
 
 
 class ProbeAttention:
-    """Attention over what this call and earlier ones brought, noting what each layer asked for.
+    """Attention over the keys and values of this and earlier calls. Notes each layer's options.
 
-    `kept` holds keys and values, each [N, Hkv, D], by (sequence, layer); a sequence is named by its
+    `kept` holds keys and values, each [N, Hkv, D], by (sequence, layer). A sequence is named by its
     first position.
     """
 
@@ -58,7 +58,7 @@ class ProbeAttention:
         pass
 
     def take(self, pieces: Pieces) -> None:
-        """The sequences of the next call, in the order of its tokens."""
+        """Set the sequences of the next call, in the order of its tokens."""
         self._pieces = pieces
 
     def attend(
@@ -91,7 +91,7 @@ class ProbeAttention:
         self.layers.append(layer)
         self.options[layer] = AttentionOptions(scaling=1.0, window=width)
         size = rows.shape[1]
-        # A row more than is looked back to: see `engine.attention.states`.
+        # One row more than is read back: see `engine.attention.states`.
         self.layouts[layer] = LayerLayout(1, size, size, shared=True, window=width, rows=width)
         recalled, first = [], 0
         for sequence, offset, count in self._pieces:
@@ -114,11 +114,10 @@ class ProbeAttention:
 
 @torch.inference_mode()
 def prepare(model: Any, max_context: int | None = None) -> tuple[LayerLayout, ...]:
-    """Pack the model and switch paged attention on; returns what its layers keep of a token.
+    """Pack the model and turn paged attention on. Returns what its layers store per token.
 
-    Raises ModelError unless every layer attends through the interface, in order, and the model
-    computes what it computes with transformers' own modules and attention,
-    whatever is computed beside it.
+    Raises ModelError unless every layer attends through the interface, in order, and the model's
+    results equal those of transformers' own modules and attention, whatever is computed beside it.
     """
     kind = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
@@ -127,7 +126,7 @@ def prepare(model: Any, max_context: int | None = None) -> tuple[LayerLayout, ..
         return _prepare(model, kind, max_context or model.config.max_position_embeddings)
     except ModelError:
         raise
-    except Exception as error:  # whatever the model's own code may raise
+    except Exception as error:  # the model's own code may raise anything
         raise ModelError(
             f"{kind} cannot be run with paged attention ({type(error).__name__}: {error})"
         ) from error
@@ -173,7 +172,7 @@ def _prepare(model: Any, kind: str, max_context: int) -> tuple[LayerLayout, ...]
 
 
 def _windows(model: Any, max_context: int) -> dict[int, int]:
-    """How far each layer sees that does not see the whole context."""
+    """The window of each layer that does not see the whole context."""
     probe = ProbeAttention()
     _paged(model, probe, [(0, 0, 1)])
     widths = {layer: options.window for layer, options in probe.options.items()}
@@ -186,12 +185,12 @@ def _layout_of(key: torch.Tensor, value: torch.Tensor) -> LayerLayout:
     return LayerLayout(num_heads, key_dim, value.shape[2], shared=within)
 
 
-# Alone, in chunks, beside others.
+# Alone, in chunks, and beside others.
 
 
 def _check_neighbours(model: Any, last: int, starts: Sequence[int]) -> None:
-    """Raise ModelError where a token's keys and values, up to layer `last`, depend on what is
-    computed beside it."""
+    """Raise ModelError if a token's keys and values, up to layer `last`, depend on what is computed
+    beside it."""
     together = _kept(model, last, [[(start, 0, PROBE_TOKENS) for start in starts]])
     for start in starts:
         alone = _kept(model, last, [[(start, 0, PROBE_TOKENS)]])
@@ -209,7 +208,8 @@ def _check_neighbours(model: Any, last: int, starts: Sequence[int]) -> None:
 
 
 def _starts(model: Any, max_context: int) -> list[int]:
-    """Where the probed sequences begin: 0, half a probe before each border, and the very end."""
+    """The first positions of the probed sequences: 0, half a probe before each boundary, and the
+    very end."""
     config = model.config.get_text_config()
     borders = set(_lengths(getattr(config, "rope_parameters", None)))
     borders |= set(_lengths({name: getattr(config, name, None) for name in _WINDOWS}))
@@ -220,7 +220,7 @@ def _starts(model: Any, max_context: int) -> list[int]:
 
 
 def _lengths(parameters: Any) -> Iterator[int]:
-    """The counts of tokens that a config's dictionary, or one nested in it, names."""
+    """The token counts in a config's dictionary and in those nested in it."""
     for value in parameters.values() if isinstance(parameters, dict) else ():
         yield from _lengths(value)
         if isinstance(value, int) and not isinstance(value, bool) and value > PROBE_TOKENS:
@@ -228,7 +228,7 @@ def _lengths(parameters: Any) -> Iterator[int]:
 
 
 def _one_of_each_kind(probe: ProbeAttention) -> int:
-    """The first layer, not the very first, up to which every kind of layer has come once."""
+    """The first layer, other than layer 0, up to which every kind of layer has occurred."""
     kinds = [(probe.options[layer].window, probe.layouts[layer]) for layer in probe.layers]
     last = max(kinds.index(kind) for kind in set(kinds))
     return min(max(last, 1), len(kinds) - 1)
@@ -247,13 +247,13 @@ def _kept(
 
 
 def _compare(model: Any, expected: torch.Tensor, actual: torch.Tensor, what: str) -> None:
-    """Raise ModelError unless equal up to rounding. Both [T, numbers of a token]."""
+    """Raise ModelError unless both are equal up to rounding. Both: [T, numbers of a token]."""
     exact = model.dtype == torch.float32
     tolerance = 1e-3 if exact else 5e-2
     errors = (actual - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-6)
     routed = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    # In half precision two experts may weigh the same but for rounding; then a token, not most of
-    # them, takes the other one.
+    # In half precision, two experts may have equal weights up to rounding. Then a token may take
+    # the other one, but most tokens do not.
     error = errors.median() if routed and not exact else errors.max()
     if not error <= tolerance:
         raise ModelError(
@@ -271,7 +271,7 @@ def _paged(model: Any, probe: ProbeAttention, pieces: Pieces) -> torch.Tensor:
 
 
 def _forward(model: Any, pieces: Pieces, **arguments: Any) -> torch.Tensor:
-    """Logits [T, vocabulary] in float32; the same tokens stand in every sequence."""
+    """Logits [T, vocabulary] in float32. Every sequence has the same tokens."""
     device = model.device
     offsets = torch.cat([torch.arange(n, device=device) + offset for _, offset, n in pieces])
     starts = torch.cat([torch.full((n,), start, device=device) for start, _, n in pieces])
@@ -293,7 +293,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size")
 
 @contextmanager
 def _narrow_windows(model: Any) -> Iterator[bool]:
-    """Every window of the model's configs and modules narrowed; yields whether there is one."""
+    """Narrow every window of the model's configs and modules. Yields whether there is one."""
     configs = {
         id(module.config): module.config for module in model.modules() if _configured(module)
     }

@@ -1,4 +1,4 @@
-"""The offline class `LLM` and what it returns.
+"""The offline class `LLM` and its results.
 
-The server does not use it; both build the same engine.
+The server does not use it. Both build the same engine.
 """

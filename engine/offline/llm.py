@@ -1,10 +1,10 @@
-"""The engine without a server: prompts in, answers out, with vLLM's interface.
+"""The engine without a server, with vLLM's interface: prompts in, answers out.
 
     with LLM(model="smollm2-135m") as llm:
         [output] = llm.generate("The capital of France is", SamplingParams(max_tokens=8))
         print(output.outputs[0].text, output.num_cached_tokens)
 
-The engine runs on a thread of its own; `generate` and `chat` block the thread that calls them.
+The engine runs on its own thread. `generate` and `chat` block their caller.
 """
 
 import itertools
@@ -35,22 +35,23 @@ from tiers.cache import CacheSettings
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError
 
-DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # as long as vLLM's answers where nothing is said
+DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # vLLM's default length
 
 
 class LLM:
-    """A model with its tiers and its engine, for one program's own use.
+    """A model with its tiers and engine, for one program's own use.
 
     `model` is an alias, a folder (safetensors or GGUF), a GGUF file or a hub id. Sizes are in
-    bytes; 0 turns the host or the disk tier off, and the disk tier needs the host tier. Without
-    `device_cache_bytes` the device tier takes nine tenths of what a GPU has free beside the model,
-    or 1 GiB on a CPU. `cache_dir`
-    holds prepared models and the disk tier; None means `~/.cache/cachesvc`. `dtype` and `device`
-    "auto" mean float32 on a CPU, bfloat16 on a GPU where there is one; `kv_dtype` None keeps KV as
-    it is computed. Without `enable_prefix_caching` every prompt is computed whole.
+    bytes. 0 turns the host or the disk tier off; the disk tier needs the host tier. By default, the
+    device tier takes nine tenths of the GPU memory that the model leaves free, or 1 GiB on a CPU.
+    `cache_dir` holds converted models and the disk tier. None means `~/.cache/cachesvc`. "auto" for
+    `dtype` and `device` means bfloat16 on a GPU if there is one, otherwise float32 on a CPU.
+    `kv_dtype` None stores KV in the compute dtype. Without `enable_prefix_caching` every prompt is
+    computed in full.
 
-    Raises ModelError, ConfigurationError or DirectoryLocked for what cannot work. Calls from
-    several threads take turns. Closed by `close`, by `with`, when it is no longer used, or at exit.
+    Raises ModelError, ConfigurationError or DirectoryLocked if it cannot start. Calls from several
+    threads take turns. It is closed by `close`, by `with`, when it is garbage collected, or at
+    exit.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class LLM:
         layout = loaded.layout(block_size, kv_dtype)
         disk = open_disk(folder / "disk", layout, disk_cache_bytes) if disk_cache_bytes else None
         self._outputs: SimpleQueue[Seq[StepOutput]] = SimpleQueue()
-        # The engine's thread knows the queue and not this object, which may so be collected.
+        # The engine thread refers to the queue, not to this object, so that it can be collected.
         core = compose(
             loaded,
             layout,
@@ -87,7 +88,7 @@ class LLM:
             cache=CacheSettings(device_bytes=device_cache_bytes, host_bytes=host_cache_bytes),
             disk=disk,
             pin_folder=folder / "disk",
-            # The prompts are in memory already: nothing is gained by refusing one.
+            # The prompts are in memory already, so refusing one would gain nothing.
             engine=EngineSettings(max_waiting=sys.maxsize),
         )
         self._loaded, self._engine = loaded, core.engine
@@ -106,12 +107,12 @@ class LLM:
         *,
         lora_request: LoRARequest | Seq[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, in the order given; they are served together.
+        """Answer every prompt. They are served together and returned in order.
 
-        `sampling_params` is for all prompts, or one for each; None generates up to 16 tokens. So is
-        `lora_request`, and None answers with the model itself. Raises RequestError for what cannot
-        be served, before anything is generated for long: either all prompts are answered or none;
-        and AdapterError for an adapter that cannot be read.
+        `sampling_params` is one for all prompts or one for each. None generates up to 16 tokens.
+        `lora_request` is likewise one or several, and None uses the model itself. Either all
+        prompts are answered or none: RequestError is raised early for a prompt that cannot be
+        served. Raises AdapterError if an adapter cannot be read.
         """
         return self._serve(self._reader.prompts(prompts), sampling_params, lora_request)
 
@@ -124,7 +125,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several, under the model's chat template."""
+        """Answer one conversation, or each of several, under the model's chat template."""
         if isinstance(messages, str | Mapping) or not messages:
             raise InvalidParameter(
                 "messages must be a list of messages, each with a role and a content, or a list "
@@ -144,7 +145,8 @@ class LLM:
         return self._serve(prompts, sampling_params, lora_request)
 
     def close(self) -> None:
-        """Stop the engine, write to the disk tier what memory holds, close it. Twice is once."""
+        """Stop the engine, write memory to the disk tier, and close it. Further calls do
+        nothing."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -183,14 +185,15 @@ class LLM:
                 for one in pending:
                     self._engine.submit(one.request)
                 self._collect({one.request.request_id: one for one in pending})
-            finally:  # an error or an interrupt: what is still running is of no use
+            finally:  # after an error or an interrupt, abort what is still running
                 for one in pending:
                     if not one.done:
                         self._engine.abort(one.request.request_id)
         return [one.result() for one in pending]
 
     def _collect(self, running: dict[str, PendingRequest]) -> None:
-        """Read outputs until none runs. What an earlier, broken off call left behind is skipped."""
+        """Read outputs until all requests are done. Outputs left by an earlier, interrupted call
+        are skipped."""
         while running:
             for output in self._outputs.get():
                 one = running.get(output.request_id)
@@ -204,7 +207,7 @@ class LLM:
     def _request(self, prompt: Prompt, params: SamplingParams, adapter: str | None) -> Request:
         digests, asked = self._loaded.adapters.digests, params.structured_outputs
         if adapter is not None and adapter not in digests:
-            # Named by where it comes from: other names for one adapter are no other adapter.
+            # Named by its source, since another name does not make another adapter.
             load = partial(load_adapter, self._loaded, adapter, adapter)
             self._engine.call(lambda cache: load()).result()
         digest = digests[adapter] if adapter is not None else b""
@@ -225,7 +228,7 @@ class LLM:
 def _load(model: str, folder: Path, device: str, dtype: str) -> LoadedModel:
     models = folder / "models"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts' KV is its owner's alone
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # only the owner may read prompts' KV
         models.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
@@ -237,7 +240,7 @@ def _load(model: str, folder: Path, device: str, dtype: str) -> LoadedModel:
 def _params_of(
     given: SamplingParams | Iterable[SamplingParams] | None, num_prompts: int
 ) -> list[SamplingParams]:
-    """One for each prompt. Raises InvalidParameter where they are not as many."""
+    """One for each prompt. Raises InvalidParameter if the numbers differ."""
     if given is None:
         given = DEFAULT_PARAMS
     if isinstance(given, SamplingParams):
@@ -258,8 +261,7 @@ def _params_of(
 
 
 def _adapters_of(given: Any, num_prompts: int) -> list[str | None]:
-    """Where each prompt's adapter comes from. Raises InvalidParameter where they are not as
-    many."""
+    """The source of each prompt's adapter. Raises InvalidParameter if the numbers differ."""
     each = [given] * num_prompts if given is None or isinstance(given, LoRARequest) else given
     if (
         not isinstance(each, Seq)
@@ -275,7 +277,7 @@ def _adapters_of(given: Any, num_prompts: int) -> list[str | None]:
 
 
 def _checked(params: Any) -> SamplingParams:
-    """With `stop` as a tuple: a lone string would be taken for its letters."""
+    """The parameters with `stop` as a tuple, since a single string would be read as its letters."""
     if not isinstance(params, SamplingParams):
         raise InvalidParameter(
             f"sampling_params holds {type(params).__name__}; give SamplingParams(...)",

@@ -1,6 +1,6 @@
-"""Inputs and answers of the offline class, and how a request's outputs become an answer.
+"""Inputs and answers of the offline class. Turns a request's outputs into an answer.
 
-Used by `engine.offline.llm` on the thread that called it.
+Used by `engine.offline.llm` on its caller's thread.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ from engine.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """One sample. `token_ids` go up to and with the token that ended it; `text` stops before it.
+    """One sample. `token_ids` include the token that ended it. `text` stops before it.
 
-    `stop_reason` is the stop string or stop token found, None otherwise. `cumulative_logprob` and
-    `logprobs` are None unless `SamplingParams.logprobs` asks for them.
+    `stop_reason` is the stop string or stop token found, or None. `cumulative_logprob` and
+    `logprobs` are None unless `SamplingParams.logprobs` requests them.
     """
 
     index: int
@@ -39,10 +39,10 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """The LoRA adapter to answer with, in the shape that vLLM's users know.
+    """The LoRA adapter to answer with, in vLLM's form.
 
-    `lora_path` is a folder or a hub id, read when it is first asked for and kept until the LLM is
-    closed. Name and number are labels: what tells adapters apart is their content.
+    `lora_path` is a folder or a hub id. It is read on first use and kept until the LLM is closed.
+    Name and number are only labels: adapters differ by content.
     """
 
     lora_name: str
@@ -52,10 +52,10 @@ class LoRARequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Where the time went, in seconds. `ttft_s` is from arrival, so it holds the next three.
+    """Where the time went, in seconds. `ttft_s` counts from arrival, so it includes the next three.
 
-    `time_per_output_token_s` is of the longest sample, after its first token; None if it has but
-    that one.
+    `time_per_output_token_s` is the longest sample's, after its first token. None if it has only
+    one.
     """
 
     ttft_s: float
@@ -68,11 +68,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The answer to one prompt. `prompt` is None where token ids were given.
+    """The answer to one prompt. `prompt` is None if token ids were given.
 
-    `hit_tokens` says by tier how many prompt tokens came from the cache; they sum to
-    `num_cached_tokens`. `prompt_logprobs` is None unless asked for, and its first entry always.
-    `num_jumped_tokens` counts the decode steps saved by structured output.
+    `hit_tokens` counts by tier the prompt tokens that came from the cache. They sum to
+    `num_cached_tokens`. `prompt_logprobs` is None unless requested, and its first entry is always
+    None. `num_jumped_tokens` counts the decode steps saved by structured output.
     """
 
     request_id: str
@@ -89,7 +89,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class _Sample:
-    """One sequence, as far as it has come."""
+    """One sequence so far."""
 
     detokenizer: IncrementalDetokenizer
     text: str = ""
@@ -99,13 +99,14 @@ class _Sample:
     timeline: Timeline = field(default_factory=Timeline)
 
     def take(self, output: StepOutput) -> bool:
-        """Read on; True when a stop string has ended here what the engine still runs."""
+        """Add an output. True if a stop string ended the sequence here while the engine still runs
+        it."""
         if self.finish is not None:
             return False  # computed before the engine heard of the end
         self.timeline = output.timeline
         self.tokens += output.tokens
         self.logprobs += output.logprobs
-        # The end-of-sequence or stop token counts, and is no text.
+        # The end-of-sequence or stop token counts but is not text.
         shown = output.tokens[:-1] if output.finish is FinishReason.STOP else output.tokens
         self.text += self.detokenizer.feed(shown)
         if self.detokenizer.stopped:
@@ -118,7 +119,7 @@ class _Sample:
 
 
 class PendingRequest:
-    """A request in flight and what it has brought so far."""
+    """A request in flight, and its outputs so far."""
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer) -> None:
         self.request = request
@@ -126,16 +127,16 @@ class PendingRequest:
         self._prompt = prompt
         self._counts = TokenCounts(prompt=len(request.tokens))
         self._num_jumped = 0
-        self._prompt_logprobs: list[TokenLogprob | None] = [None]  # nothing says the first token
+        self._prompt_logprobs: list[TokenLogprob | None] = [None]  # the first token has none
         stop = request.params.stop
         self._samples = [
             _Sample(IncrementalDetokenizer(tokenizer, stop)) for _ in range(request.params.n)
         ]
 
     def take(self, output: StepOutput) -> bool:
-        """Read an output; True when its sequence must be stopped in the engine.
+        """Add an output. True if its sequence must be stopped in the engine.
 
-        Raises EngineFailed or EngineClosed where the engine ended what was not finished.
+        Raises EngineFailed or EngineClosed if the engine ended an unfinished request.
         """
         if output.finish is FinishReason.ERROR:
             raise EngineFailed(output.error or "the engine failed")
@@ -148,7 +149,7 @@ class PendingRequest:
         return self._samples[output.index].take(output)
 
     def result(self) -> RequestOutput:
-        """The answer; only once `done`."""
+        """The answer. Call it only once `done`."""
         counts, asked = self._counts, self.request.params.prompt_logprobs
         return RequestOutput(
             request_id=self.request.request_id,
@@ -189,7 +190,8 @@ class PendingRequest:
 
 
 def _metrics(samples: Seq[_Sample]) -> RequestMetrics:
-    """The first sample computes the prompt; the longest one says how fast tokens came."""
+    """The request's metrics. The first sample computes the prompt. The longest gives the token
+    rate."""
     first = samples[0].timeline
     longest = max(samples, key=lambda sample: len(sample.tokens))
     steps = len(longest.tokens) - 1

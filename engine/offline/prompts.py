@@ -1,4 +1,4 @@
-"""Prompts as `LLM` is given them: texts, token ids, vLLM's dictionaries, and chats, with images."""
+"""Reads prompts given to `LLM`: texts, token ids, vLLM's dictionaries, and chats, with images."""
 
 from array import array
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _NAMES = ("prompt", "prompt_token_ids", "multi_modal_data")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Tokens, and what they were given as: a text, and images that some of them stand for."""
+    """Tokens, with the text they came from, and the images that some of them stand for."""
 
     text: str | None
     tokens: "array[int]"
@@ -30,7 +30,8 @@ class Prompt:
 
 
 class PromptReader:
-    """Reads prompts for one model. All raise InvalidParameter, which names the prompt at fault."""
+    """Reads prompts for one model. All methods raise InvalidParameter, which names the bad
+    prompt."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -45,8 +46,8 @@ class PromptReader:
     def chat(
         self, messages: Seq[Message], *, add_generation_prompt: bool, continue_final_message: bool
     ) -> Prompt:
-        """A conversation under the model's chat template; its `image_url` parts may name any file
-        that the program may read."""
+        """A conversation under the model's chat template. Its `image_url` parts may name any file
+        that the program can read."""
         plain, images = [], []
         for number, message in enumerate(messages):
             shown, found = _without_images(message, f"messages[{number}]")
@@ -90,7 +91,7 @@ class PromptReader:
     def _seen(
         self, text: str, images: Seq[Any], name: str, *, add_special_tokens: bool = True
     ) -> Prompt:
-        """A text that shows images where it has the model's mark for one."""
+        """A text with images in place of the model's image marks."""
         tower = self._loaded.tower
         if tower is None:
             raise InvalidParameter(f"{name} has images, and this model sees none", param=name)
@@ -112,7 +113,7 @@ class PromptReader:
 
 
 def _without_images(message: Any, name: str) -> tuple[Any, list[bytes]]:
-    """The message as templates read it, and the files of its images."""
+    """The message in the form that templates read, and the files of its images."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, Seq) or isinstance(content, str):
         return message, []
@@ -134,8 +135,8 @@ def _without_images(message: Any, name: str) -> tuple[Any, list[bytes]]:
 
 
 def _of_dictionary(given: PromptDict, name: str) -> tuple[str | None, Any, list[Any]]:
-    """The text, the token ids and the images of one of vLLM's prompt dictionaries; ids win where
-    both stand."""
+    """The text, the token ids and the images of a prompt dictionary in vLLM's form. If it has both
+    text and ids, the ids are used."""
     others = sorted(other for other in given.keys() - {*_NAMES} if given[other] is not None)
     if others:
         raise InvalidParameter(

@@ -1,9 +1,9 @@
-"""A runner without a model, for tests and simulations: its KV proves what it was computed from.
+"""A runner without a model, for tests and simulations. Its KV proves which prefix it came from.
 
-The "KV" of position p is a 32-bit hash of the KV of position p - 1, token p, and what content the
-token stands for; before position 0 stands the adapter. So it depends on the whole prefix, and the
-token it samples is a function of the last KV. Any wrong, stale, torn or misplaced row that a step
-reads shows at once: as `WrongKv`, or as other tokens than `replay` says.
+The "KV" of position p is a 32-bit hash of the KV of position p - 1, of token p, and of the content
+that the token stands for. The adapter takes the place before position 0. So it depends on the whole
+prefix, and the sampled token is a function of the last KV. Any wrong, stale, torn or misplaced row
+that a step reads shows at once, as `WrongKv` or as tokens that differ from `replay`.
 """
 
 from array import array
@@ -24,8 +24,8 @@ SEED = 0x5EED
 
 
 def chain_layout(block_size: int = 4, window: int | None = None) -> BlockLayout:
-    """The smallest layout that the runner can write: 16 bytes of KV a token, and with a window a
-    second layer that sees no further."""
+    """The smallest layout for the runner: 16 bytes of KV a token. With a window, it has a second
+    layer limited to the window."""
     layers = (LayerLayout(1, 2, 2), *([LayerLayout(1, 2, 2, window=window)] if window else []))
     return BlockLayout(layers, block_size, "float32")
 
@@ -35,9 +35,9 @@ class WrongKv(AssertionError):
 
 
 class ChainRunner:
-    """Computes hashes where a model computes KV. `computed` counts the rows written.
+    """Computes hashes in place of a model's KV. `computed` counts the rows written.
 
-    `adapters` are contents by name.
+    `adapters` maps names to contents.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class ChainRunner:
 
 
 def before(adapter: bytes = b"") -> int:
-    """What stands before the first position: nothing but the adapter's content."""
+    """The value before the first position, from the adapter's content alone."""
     return advance(SEED, 0, adapter) if adapter else SEED
 
 
 def advance(value: int, token: int, content: bytes = b"") -> int:
-    """The KV after `token`, given the KV before it and what the token stands for."""
+    """The KV after `token`, given the KV before it and the content that the token stands for."""
     digest = xxhash.xxh32_intdigest(
         value.to_bytes(4, "little", signed=True) + token.to_bytes(4, "little") + content
     )
@@ -107,7 +107,7 @@ def advance(value: int, token: int, content: bytes = b"") -> int:
 
 
 def content_at(contents: Sequence[Content], position: int) -> bytes:
-    """Which part of which content a position stands for; empty for a word."""
+    """The content and the part of it that a position stands for. Empty for text."""
     for content in contents:
         if content.start <= position < content.end:
             part = (position - content.start).to_bytes(4, "little")
@@ -121,7 +121,7 @@ def choose(
     seed: int | None = None,
     allowed: NDArray[np.int32] | None = None,
 ) -> int:
-    """The token that follows a KV, of those `allowed`; another one for another seed."""
+    """The token that follows a KV, among those `allowed`. It varies with the seed."""
     number = (value ^ (seed or 0)) & 0x7FFFFFFF
     if allowed is None:
         return number % vocab_size
@@ -139,7 +139,7 @@ def replay(
     adapter: bytes = b"",
     contents: Sequence[Content] = (),
 ) -> list[int]:
-    """What a cold, lone run of the prompt generates, one token a step."""
+    """The tokens that a cold run of the prompt alone generates, one per step."""
     value = before(adapter)
     for position, token in enumerate(prompt):
         value = advance(value, token, content_at(contents, position))

@@ -1,4 +1,4 @@
-"""Grammars matched in this process, for tests: the same matcher and state without a child."""
+"""Grammars matched in this process, for tests. The same matcher and state, without a child."""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from engine.structure import GrammarSource
 
 
 class LocalGrammar:
-    """`engine.structure.Grammar` of a source, compiled here; answers at once."""
+    """An `engine.structure.Grammar` compiled in this process. It answers at once."""
 
     def __init__(self, compiler: VocabularyCompiler, source: GrammarSource) -> None:
         self.compiled: Any = compiler.compile(source)

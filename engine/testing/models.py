@@ -1,7 +1,7 @@
-"""Tiny models and tokenizers, built in code from a seed: nothing is downloaded.
+"""Tiny models and tokenizers, built in code from a seed. Nothing is downloaded.
 
-For the tests of every package. The models are transformers' own classes of five architectures, a
-few thousand weights each; the tokenizer's tokens are single bytes.
+For the tests of every package. The models are transformers' own classes of several architectures,
+with a few thousand weights each. The tokenizer's tokens are single bytes.
 """
 
 import json
@@ -51,7 +51,7 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": EOS,
     "bos_token_id": None,
     "pad_token_id": EOS,
-    "initializer_range": 0.2,  # large enough that greedy tokens vary with the context
+    "initializer_range": 0.2,  # so large that greedy tokens vary with the context
 }
 _LONGROPE: dict[str, Any] = {  # as Phi-3-128k: short tables up to 64 tokens, long ones beyond
     "original_max_position_embeddings": 64,
@@ -73,8 +73,8 @@ _CONFIGS: dict[str, Any] = {
 ARCHITECTURES = tuple(_CONFIGS)
 
 
-# Images: cut to tiles of 32 pixels, four tokens each; a size that is cut into 2 x 2 at most.
-IMAGE = VOCAB_SIZE  # the token that stands for a part of an image; others are around it
+# Images are cut into tiles of 32 pixels, four tokens each, at most 2 x 2.
+IMAGE = VOCAB_SIZE  # the token for a part of an image; others surround it
 _IMAGE_TOKENS = (
     "<image>",
     "<fake_token_around_image>",
@@ -105,7 +105,7 @@ _PROCESSORS = {"idefics3": "Idefics3ImageProcessor", "smolvlm": "SmolVLMImagePro
 
 
 def save_tiny_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0) -> None:
-    """Write a seeded model that sees images, as users have them on disk."""
+    """Write a seeded model that sees images, in the form users have on disk."""
     text = {**_SHAPE, "vocab_size": VOCAB_SIZE + len(_IMAGE_TOKENS), "model_type": "llama"}
     config = CONFIG_MAPPING[family](
         text_config=text,
@@ -128,14 +128,14 @@ def save_tiny_vision_model(folder: Path, family: str = "smolvlm", *, seed: int =
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """A tokenizer whose token n is the byte n, and two special tokens for the chat template."""
+    """A tokenizer whose token n is the byte n, with two special tokens for the chat template."""
     return Tokenizer(_bytes_tokenizer())
 
 
 def tiny_model(
     architecture: str = "llama", *, seed: int = 0, dtype: str = "float32"
 ) -> LoadedModel:
-    """A seeded model on the CPU, checked as `load_model` checks one.
+    """A seeded model on the CPU, checked like a model in `load_model`.
 
     `architecture` is one of `ARCHITECTURES`. Mistral and Gemma 2 attend through sliding windows,
     Gemma 2 with capped scores.
@@ -152,17 +152,17 @@ def tiny_model(
 
 
 def save_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> None:
-    """Write a tiny model as users have them on disk: config, safetensors, tokenizer."""
-    # Not `tiny_model`'s: packed weights have no names that a checkpoint may hold.
+    """Write a tiny model in the form users have on disk: config, safetensors, tokenizer."""
+    # Not `tiny_model`'s weights: packed, they have no names for a checkpoint.
     stock_model(architecture, seed).save_pretrained(folder)
     _bytes_tokenizer().save_pretrained(folder)
 
 
 def save_adapter(folder: Path, model: Any, *, seed: int = 0, **config: Any) -> None:
-    """Write a random LoRA adapter for `model` (transformers' own, unpacked) as peft saves one.
+    """Write a random LoRA adapter for `model` (transformers' own, unpacked), as saved by peft.
 
-    `config` are fields of peft's LoraConfig. Both matrices are random, so that it changes answers.
-    Leaves the model as it was.
+    `config` holds fields of peft's LoraConfig. Both matrices are random, so the adapter changes
+    answers. The model itself is left unchanged.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -177,12 +177,12 @@ def save_adapter(folder: Path, model: Any, *, seed: int = 0, **config: Any) -> N
 def save_tiny_adapter(
     folder: Path, architecture: str = "llama", *, seed: int = 0, **config: Any
 ) -> None:
-    """A random LoRA adapter for the tiny model of that architecture."""
+    """Write a random LoRA adapter for the tiny model of that architecture."""
     save_adapter(folder, stock_model(architecture), seed=seed, **config)
 
 
 def new_pool(loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> torch.Tensor:
-    """A device pool for `loaded`, full of NaN so that reading what nobody wrote shows."""
+    """A device pool for `loaded`, filled with NaN so that reading unwritten rows shows."""
     layout = loaded.layout(block_size)
     return torch.full((num_blocks, *layout.shape), torch.nan, dtype=layout.torch_dtype)
 
@@ -212,7 +212,7 @@ def _bytes_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level BPE."""
+    """The character for each byte in byte-level BPE."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return [

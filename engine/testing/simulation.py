@@ -1,9 +1,9 @@
-"""A trace through the real scheduler and cache, in simulated time and without a model.
+"""Runs a trace through the real scheduler and cache, in simulated time and without a model.
 
-What an order of the queue serves from the cache, and how long it lets requests wait, is decided by
-`engine.scheduling.queue`, `engine.scheduling.scheduler` and `tiers` themselves; only the runner and
-the clock are made up. One simulated token stands for several of the trace, so that an hour of it
-takes a minute. For `tests/bench/queue_order.py` and the tests; one thread.
+It shows what an order of the queue serves from the cache and how long requests wait.
+`engine.scheduling.queue`, `engine.scheduling.scheduler` and `tiers` are the real ones; only the
+runner and the clock are simulated. One simulated token stands for several of the trace, so an hour
+of it takes a minute. For `tests/bench/queue_order.py` and the tests. One thread.
 """
 
 from array import array
@@ -21,17 +21,17 @@ from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.replay.trace import Trace, TraceRequest
 
-BLOCK = 16  # simulated tokens in a block; one block of the trace
+BLOCK = 16  # simulated tokens per block, which is one block of the trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedServer:
-    """Sizes in blocks of the trace, rates in its tokens. There is a device tier alone."""
+    """Sizes are in blocks of the trace, rates in its tokens. There is only a device tier."""
 
     capacity_blocks: int
     prefill_tokens_per_s: float
-    step_s: float = 0.02  # what a step takes beside its prefill
-    step_blocks: int = 4  # prompt blocks computed in a step
+    step_s: float = 0.02  # a step's time without its prefill
+    step_blocks: int = 4  # prompt blocks computed per step
     max_running: int = 64
     order: QueueOrder = QueueOrder.CACHED_FIRST
     max_passed_s: float = 5.0
@@ -39,11 +39,11 @@ class SimulatedServer:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedAnswer:
-    """What became of one request, in simulated seconds and simulated tokens."""
+    """The outcome of one request, in simulated seconds and tokens."""
 
-    number: int  # in the trace
+    number: int  # its position in the trace
     arrival_s: float
-    begun_s: float  # it left the queue
+    begun_s: float  # when it left the queue
     first_token_s: float
     prompt_tokens: int
     hit_tokens: int
@@ -55,7 +55,7 @@ class SimulatedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """Every request of a trace, in the order in which they left the queue."""
+    """Every request of a trace, in the order of leaving the queue."""
 
     served: Sequence[SimulatedAnswer]
     seconds: float
@@ -63,13 +63,13 @@ class SimulatedRun:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were hits."""
+        """The share of prompt tokens that were hits."""
         hit = sum(one.hit_tokens for one in self.served)
         return hit / sum(one.prompt_tokens for one in self.served)
 
     def passed_by_s(self) -> float:
-        """The longest that any request was passed by: from the first that came later and left the
-        queue before it, to the last of those."""
+        """The longest time that any request was passed by. It runs from the first later arrival
+        that left the queue before it to the last of these."""
         longest = 0.0
         waiting = {one.number: one for one in sorted(self.served, key=lambda one: one.number)}
         first_s: dict[int, float] = {}
@@ -98,11 +98,11 @@ class _Clock:
 
 @dataclass(slots=True)
 class _TimedRunner:
-    """Takes the time that a step would, and chooses token 0."""
+    """Advances the clock by a step's time and chooses token 0."""
 
     clock: _Clock
     server: SimulatedServer
-    tokens_per_token: float  # of the trace for each simulated one
+    tokens_per_token: float  # trace tokens per simulated token
     forgotten: int = field(default=0)
 
     def step(self, batch: Batch) -> list[Sampled]:
@@ -119,7 +119,7 @@ class _TimedRunner:
 
 
 def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
-    """Serve a trace as it arrives; deterministic."""
+    """Serve a trace as it arrives. Deterministic."""
     layout = BlockLayout.uniform(
         num_layers=1, block_size=BLOCK, num_kv_heads=1, head_dim=1, dtype="float16"
     )
@@ -156,7 +156,7 @@ def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
 
 
 def _drive(engine: Engine, clock: _Clock, coming: deque[Request]) -> None:
-    """Let the requests arrive at their time, until all are answered."""
+    """Let the requests arrive at their times, until all are answered."""
     while True:
         while coming and coming[0].arrival_ns <= clock.now_ns:
             engine.submit(coming.popleft())
@@ -183,7 +183,7 @@ def _requests(trace: Trace) -> Iterator[Request]:
 
 
 def _tokens(request: TraceRequest, numbers: dict[Hashable, int], per_token: int) -> "array[int]":
-    """Tokens that are shared just where the trace's block ids are."""
+    """Tokens that are equal exactly where the trace's block ids are."""
     tokens = array("i")
     for block in request.blocks:
         first = numbers.setdefault(block, len(numbers)) * BLOCK

@@ -1,4 +1,5 @@
-"""Images: a file to tiles and placeholder tokens, tiles through a model's own vision tower to rows
-of the prompt, on a thread beside the engine's. Whether an image is computed at all, the scheduler
-decides: what the cache holds of a prompt needs none of its images.
+"""Images: files become tiles and placeholder tokens, and tiles become rows of the prompt.
+
+A model's own vision tower computes the rows, on a thread beside the engine's. The scheduler decides
+whether an image is computed at all, since the cached part of a prompt needs none of its images.
 """

@@ -1,8 +1,8 @@
-"""Images on their way through the vision tower, on a thread beside the engine's.
+"""Runs images through the vision tower, on a thread beside the engine's.
 
-The engine's thread asks for the images that a sequence has still to compute, and lets others go on
-until they are done; an image that several sequences want is computed once. The thread ends when
-nothing is left to do: a second team of arithmetic threads that only waits slows the engine's
+The engine thread requests the images that a sequence still needs, and runs other sequences until
+they are done. An image that several sequences want is computed once. The thread ends when nothing
+is left to do, because a second team of arithmetic threads slows the engine's even while it waits
 (docs/measurements, "Threads").
 """
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HELD = 64  # images that are computed or wait for it, at once; one share holds half of them
+MAX_HELD = 64  # images computed or waiting at once; one share may have half of them
 IMAGE_FAILED = "an image could not be computed; see the server's log"
 
 
 class _EncodedPicture:
-    """One image: who wants it, and its rows once they are computed."""
+    """One image: its owners, and its rows once computed."""
 
     __slots__ = ("owners", "picture", "rows", "share")
 
@@ -39,8 +39,8 @@ class _EncodedPicture:
 
 
 class PictureEncoder:
-    """The images that sequences wait for or read. All but `_work` is the engine thread's; the lock
-    is held for a few instructions."""
+    """The images that sequences wait for or read. Everything except `_work` runs on the engine
+    thread. The lock is held for a few instructions."""
 
     def __init__(self, tower: "VisionTower", on_ready: Callable[[], None] = lambda: None) -> None:
         self.on_ready = on_ready
@@ -49,13 +49,15 @@ class PictureEncoder:
         self._lock = threading.Lock()
         self._entries: dict[bytes, _EncodedPicture] = {}
         self._queues: OrderedDict[str, list[_EncodedPicture]] = OrderedDict()  # by share, in turns
-        self._served: str | None = None  # the share whose turn was last
+        self._served: str | None = None  # the share that had the last turn
         self._failed: list[int] = []
         self._thread: threading.Thread | None = None
 
     def want(self, owner: int, share: str, pictures: Sequence[Picture]) -> bool:
-        """Whether all of them are computed; what is not will be. Asked again later, as little is
-        taken up at once for everybody, and for one share."""
+        """Whether all these images are computed. Queues the missing ones.
+
+        Call it again later, since the number queued at once is bounded, in all and for one share.
+        """
         with self._lock:
             wanted = {picture.digest: picture for picture in pictures}
             new = [each for each in wanted.values() if each.digest not in self._entries]
@@ -75,14 +77,14 @@ class PictureEncoder:
             return all(entry.rows is not None for entry in entries)
 
     def rows(self, content: Content) -> torch.Tensor:
-        """The rows [length, hidden] of one tile of an image that is computed."""
+        """The rows [length, hidden] of one tile of a computed image."""
         digest, tile = tile_of(content)
         rows = self._entries[digest].rows
         assert rows is not None, "the image is not computed"
         return rows[tile * content.length : (tile + 1) * content.length]
 
     def drop(self, owner: int) -> None:
-        """The sequence needs its images no more."""
+        """Release the sequence's images."""
         if not self._entries:
             return
         with self._lock:
@@ -92,7 +94,7 @@ class PictureEncoder:
                     del self._entries[digest]
 
     def take_failed(self) -> list[int]:
-        """The owners of images that could not be computed, told once."""
+        """The owners of images that could not be computed. Each is returned once."""
         if not self._failed:
             return []
         with self._lock:
@@ -100,7 +102,7 @@ class PictureEncoder:
         return failed
 
     def close(self) -> None:
-        """Compute nothing more. Waits for the tile that is computed now."""
+        """Compute nothing more. Waits for the tile being computed."""
         with self._lock:
             self._queues.clear()
             for entry in self._entries.values():
@@ -115,7 +117,7 @@ class PictureEncoder:
         own = len(held) + num_new <= MAX_HELD // 2
         return not held or (own and len(self._entries) + num_new <= MAX_HELD)
 
-    # The thread of its own.
+    # The encoder's thread.
 
     def _run(self) -> None:
         while (entry := self._next()) is not None:
@@ -129,7 +131,7 @@ class PictureEncoder:
             self.on_ready()
 
     def _next(self) -> _EncodedPicture | None:
-        """The next image of the share whose turn it is; None ends the thread."""
+        """The next image of the share whose turn it is. None ends the thread."""
         with self._lock:
             if self._served is not None and self._served in self._queues:
                 self._queues.move_to_end(self._served)
@@ -145,7 +147,7 @@ class PictureEncoder:
             return None
 
     def _work(self, entry: _EncodedPicture) -> torch.Tensor | None:
-        """The rows of all tiles; None where nobody wants them any more."""
+        """The rows of all tiles. None if nobody wants them any more."""
         rows = []
         for tile in self._tower.reader.tiles(entry.picture):
             if not entry.owners:

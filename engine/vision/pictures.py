@@ -1,8 +1,8 @@
-"""An image file to what a prompt holds of it: a digest, tiles, and the text of its placeholders.
+"""Turns an image file into its part of a prompt: a digest, tiles, and the placeholders' text.
 
-The rules are those of transformers' Idefics3 and SmolVLM processors: an image is cut into rows and
-columns of square tiles, the whole of it scaled down follows as a last one, and each tile stands in
-the prompt as so many image tokens. Any thread.
+The rules are those of transformers' Idefics3 and SmolVLM processors. An image is cut into rows and
+columns of square tiles. The whole image, scaled down, is the last tile. Each tile takes a fixed
+number of image tokens in the prompt. Any thread.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ from tiers.blocks.contents import Content
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA")
-MAX_PIXELS = 1 << 25  # 100 MB of colours once it is unpacked, whatever its file weighs
+MAX_PIXELS = 1 << 25  # 100 MB when decoded, whatever the size of the file
 MAX_SIDE = 1 << 14  # 33,554,432 x 1 pixels take 2 GB and 7 s to scale down
-MAX_TILES = 1 << 8  # of an image
+MAX_TILES = 1 << 8  # per image
 _KNOWN = 4096  # images whose size is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The special tokens that stand around and for an image, as text."""
+    """The special tokens around and in place of an image, as text."""
 
     image: str = "<image>"
     around: str = "<fake_token_around_image>"
@@ -42,15 +42,15 @@ class Marks:
 
 
 class PictureReader:
-    """Reads images as one model's processor does. `tile_tokens` stand for a tile."""
+    """Reads images like one model's processor. `tile_tokens` is the number of tokens per tile."""
 
     def __init__(self, processor: Any, *, tile_tokens: int, image_token: int) -> None:
-        """`processor` is transformers' image processor, the one that computes with Pillow."""
+        """`processor` is transformers' image processor that uses Pillow."""
         self.marks = Marks()
         self.tile_tokens = tile_tokens
         self._image_token = image_token
         self._processor = processor
-        # What turns a file into pixels: another scale or another decoder is another image.
+        # Everything that turns a file into pixels. Another scale or decoder gives another image.
         made_by = f"{processor.to_json_string()}\0{PIL.__version__}\0{transformers.__version__}"
         self._key = hashlib.blake2b(made_by.encode(), digest_size=32).digest()
         self._sizes: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
@@ -58,11 +58,11 @@ class PictureReader:
 
     @property
     def mark(self) -> str:
-        """What stands for an image in a text that is not expanded yet."""
+        """The mark of an image in a text before expansion."""
         return self.marks.image
 
     def read(self, data: bytes) -> Picture:
-        """What a file's bytes stand for. Unpacks it, unless it is known. Raises InvalidImage."""
+        """The picture of a file's bytes. Decodes it unless it is known. Raises InvalidImage."""
         digest = hashlib.blake2b(data, key=self._key, digest_size=32).digest()
         with self._lock:
             size = self._sizes.get(digest)
@@ -81,7 +81,7 @@ class PictureReader:
         return picture
 
     def file_of(self, image: bytes | Image.Image) -> bytes:
-        """The file of an image that a program holds; no pixel is lost. Raises InvalidImage."""
+        """Encode an image as a file, without loss. Raises InvalidImage."""
         if isinstance(image, bytes):
             return image
         if not isinstance(image, Image.Image):
@@ -92,16 +92,16 @@ class PictureReader:
         return file.getvalue()
 
     def expanded(self, text: str, pictures: Sequence[Picture]) -> str:
-        """The text with each image's mark replaced by what stands for it. There must be as many
-        marks as images."""
+        """The text with each mark replaced by its image's placeholders. There must be as many marks
+        as images."""
         parts = text.split(self.marks.image)
         assert len(parts) == len(pictures) + 1, (len(parts), len(pictures))
         shown = [self._shown(picture) for picture in pictures]
         return "".join(a + b for a, b in zip(parts, [*shown, ""], strict=True))
 
     def contents(self, tokens: Sequence[int], pictures: Sequence[Picture]) -> tuple[Content, ...]:
-        """Which tokens stand for which tile. Raises InvalidImage where they are not as many as the
-        images' tiles have."""
+        """The contents that tell which tokens stand for which tile. Raises InvalidImage if their
+        number does not match the images' tiles."""
         places = np.flatnonzero(np.asarray(tokens, np.int32) == self._image_token)
         tiles = [(each, tile) for each in pictures for tile in range(each.num_tiles)]
         if len(places) != len(tiles) * self.tile_tokens:
@@ -116,7 +116,7 @@ class PictureReader:
         )
 
     def tiles(self, picture: Picture) -> torch.Tensor:
-        """The pixels as the tower takes them: [tiles, 3, side, side], float32."""
+        """The pixels for the tower: [tiles, 3, side, side], float32."""
         made = self._processor(
             images=[unpacked(picture.data)], return_tensors="pt", return_row_col_info=True
         )
@@ -141,8 +141,8 @@ class PictureReader:
 
 
 def unpacked(data: bytes) -> Image.Image:
-    """The image of a file, upright. Raises InvalidImage, before it is unpacked where its head says
-    that it is too large."""
+    """Decode a file's image, upright. Raises InvalidImage. If the header says that it is too large,
+    it is not decoded."""
     if len(data) > MAX_PICTURE_BYTES:
         raise InvalidImage(f"has {len(data)} bytes; {MAX_PICTURE_BYTES} are served")
     try:
@@ -158,7 +158,7 @@ def unpacked(data: bytes) -> Image.Image:
         raise
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InvalidImage(f"has more than {MAX_PIXELS} pixels") from error
-    except Exception as error:  # Pillow's decoders raise whatever their formats' code does
+    except Exception as error:  # Pillow's decoders may raise anything
         raise InvalidImage(
             f"cannot be read as one of {', '.join(FORMATS)} ({type(error).__name__})"
         ) from error

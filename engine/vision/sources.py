@@ -1,5 +1,7 @@
-"""Where an image's bytes come from: a `data:` URL, or a file in a folder. Nothing is fetched: who
-follows the URLs of strangers reaches what they cannot. Any thread; reads the disk.
+"""Reads an image's bytes from a `data:` URL or from a file in a folder.
+
+Nothing is fetched: following a stranger's URLs would let them reach servers that they cannot reach
+themselves. Any thread. Reads the disk.
 """
 
 import base64
@@ -13,7 +15,7 @@ from engine.errors import InvalidImage
 
 
 def data_of(url: str, folder: Path | None) -> bytes:
-    """The image that a URL holds, or names in `folder` (None: no files are read). Raises
+    """The image that a URL contains, or that it names in `folder` (None: read no files). Raises
     InvalidImage."""
     scheme = url[:8].partition(":")[0].lower()
     if scheme == "data":
@@ -37,7 +39,7 @@ def _inline(url: str) -> bytes:
 
 
 def _of_file(url: str, folder: Path) -> bytes:
-    """The file, where it lies in the folder with all links followed."""
+    """The file's bytes, if it is in the folder after all links are followed."""
     missing = InvalidImage("names no file in the folder of images")
     try:
         parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""A model's own vision tower: turns the pixels of tiles into the rows of image tokens."""
+"""A model's own vision tower: turns the pixels of tiles into rows of image tokens."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,16 +9,16 @@ from transformers import AutoModelForCausalLM
 from engine.errors import ModelError
 
 if TYPE_CHECKING:
-    from engine.vision.pictures import PictureReader  # with Pillow, which is an extra
+    from engine.vision.pictures import PictureReader  # imports Pillow, an extra
 
 FAMILIES = frozenset({"idefics3", "smolvlm"})  # model types whose images are served
 
 
 class VisionTower:
-    """`rows` of one tile at a time: what it gives does not depend on the tiles beside it."""
+    """Computes one tile at a time, so that its rows do not depend on other tiles."""
 
     def __init__(self, model: Any, reader: "PictureReader") -> None:
-        """`model` is transformers' model over tower, connector and text."""
+        """`model` is transformers' model of tower, connector and text."""
         self.reader = reader
         self._model = model
 
@@ -42,7 +42,7 @@ def has_vision(config: Any) -> bool:
 
 
 def split(model: Any) -> Any:
-    """The text model of transformers' image-text model, as a causal LM of its own type over the
+    """The text model of transformers' image-text model, as a causal LM of its own type with the
     same weights."""
     config = model.config.get_text_config()
     with torch.device("meta"):
@@ -57,7 +57,7 @@ def split(model: Any) -> Any:
 
 
 def tower_of(model: Any, folder: Path) -> VisionTower:
-    """The tower of a model that was loaded from `folder`. Raises ModelError."""
+    """The tower of a model loaded from `folder`. Raises ModelError."""
     from transformers import AutoImageProcessor
 
     try:
@@ -68,7 +68,7 @@ def tower_of(model: Any, folder: Path) -> VisionTower:
 
 
 def build(model: Any, processor: Any) -> VisionTower:
-    """Raises ModelError where tower, processor and config do not fit each other."""
+    """Build the tower. Raises ModelError if tower, processor and config do not match."""
     try:
         from engine.vision.pictures import PictureReader
     except ImportError as error:
