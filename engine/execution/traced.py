@@ -12,6 +12,8 @@ branches on a tensor's contents or that keeps states. Engine thread only.
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -166,7 +168,7 @@ class TracedForward:
     def _record(self, model: Any) -> Any:
         rows, positions = self._embed(self._tokens(5)), torch.arange(5)[None]
         _thread.handed = self._handed
-        with undeprecated() as said:
+        with undeprecated() as said, _muted("transformers.modeling_utils"):
             graph = torch.jit.trace(
                 _Forward(model, self._handed),
                 (rows, positions, torch.tensor([3, 4])),
@@ -197,6 +199,17 @@ class TracedForward:
         """Tokens [1, number] from across the vocabulary."""
         numbers: torch.Tensor = torch.arange(number) * 7919 % self._embed.num_embeddings
         return numbers[None]
+
+
+@contextmanager
+def _muted(name: str) -> Iterator[None]:
+    """The recorder reads a model's every property. One warns of the loss, which nobody computes."""
+    muted = logging.getLogger(name)
+    before, muted.disabled = muted.disabled, True
+    try:
+        yield
+    finally:
+        muted.disabled = before
 
 
 def trace(model: Any) -> TracedForward | None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
+from transformers.utils import logging as transformers_logging
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
@@ -83,6 +84,20 @@ def test_recording_unpacks_no_weight() -> None:
     assert trace(model) is not None
     packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
     assert packed and all(each._plain is None for each in packed)
+
+
+def test_recording_warns_of_no_loss() -> None:
+    """At each start it would say that a loss is missing from the model's config."""
+    said: list[logging.LogRecord] = []
+    asked, handler = logging.getLogger("transformers.modeling_utils"), logging.Handler()
+    handler.emit = said.append  # type: ignore[method-assign]
+    transformers_logging.warning_once.cache_clear()
+    asked.addHandler(handler)
+    try:
+        assert trace(tiny_model("llama").model) is not None
+    finally:
+        asked.removeHandler(handler)
+    assert said == []
 
 
 def test_a_context_shorter_than_what_is_checked_is_not_recorded() -> None:
