@@ -142,14 +142,14 @@ async def test_a_reader_looks_and_changes_nothing(
         "/admin/api/usage/session?session=a%00",
     ],
 )
-async def test_an_address_that_nobody_means_is_refused(
+async def test_an_invalid_path_is_refused(
     parts: AdminParts, client: httpx.AsyncClient, path: str
 ) -> None:
     log_in(parts, client)
     assert (400, "invalid_value") == code_of(await client.get(path))
 
 
-async def test_a_cookie_of_another_port_or_nobody_opens_nothing(
+async def test_a_cookie_of_another_port_or_a_planted_one_gives_no_access(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:
     token, _ = parts.sessions.open(Admin("ada"))

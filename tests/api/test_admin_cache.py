@@ -167,7 +167,7 @@ async def test_a_prefix_is_pinned_by_its_prompt_and_by_its_last_block(
         ({"why": " "}, 400, "why"),
     ],
 )
-async def test_what_cannot_be_pinned_is_said(
+async def test_a_pin_that_cannot_be_set_is_explained(
     client: httpx.AsyncClient, changed: dict[str, Any], status: int, says: str
 ) -> None:
     body = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme", "prompt": list(range(9))}
@@ -178,9 +178,7 @@ async def test_what_cannot_be_pinned_is_said(
     assert missing.status_code == 404
 
 
-async def test_evicted_blocks_are_gone_from_every_tier(
-    client: httpx.AsyncClient, running: Running
-) -> None:
+async def test_evicted_blocks_leave_every_tier(client: httpx.AsyncClient, running: Running) -> None:
     chain = running.serve("r1", list(range(18)))
     running.engine.call(lambda cache: cache.flush()).result(5)
     keys = [key.hex() for key in chain.keys]

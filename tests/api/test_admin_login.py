@@ -142,7 +142,7 @@ async def test_over_https_the_cookie_is_secure_and_bound_to_the_host(parts: Admi
     ("name", "secret"),
     [("ada", "wrong"), ("nobody", "correct horse"), ("", "correct horse"), ("ada", "sk-plain")],
 )
-async def test_what_does_not_match_is_refused_in_the_same_words(
+async def test_every_failed_login_gets_the_same_message(
     parts: AdminParts, client: httpx.AsyncClient, name: str, secret: str
 ) -> None:
     answer = await log_in(client, name, secret)
@@ -152,7 +152,7 @@ async def test_what_does_not_match_is_refused_in_the_same_words(
     assert ["admin.login_failed"] == [action for action, _ in actions(parts)]
 
 
-async def test_a_session_that_was_lost_is_told_on_the_login_page(client: httpx.AsyncClient) -> None:
+async def test_the_login_page_mentions_a_lost_session(client: httpx.AsyncClient) -> None:
     assert "has ended" not in (await client.get("/admin/login")).text
     assert 303 == (await log_in(client)).status_code
     async with admin_client(fake_parts(stats=lambda: STATS)) as restarted:
@@ -189,7 +189,7 @@ async def test_a_login_by_key_ends_with_the_key(
         ("unknown", "unknown"),
     ],
 )
-def test_attempts_are_counted_by_what_one_client_has(address: str, network: str) -> None:
+def test_attempts_are_counted_by_client_network(address: str, network: str) -> None:
     assert network == network_of(address)
 
 
@@ -215,7 +215,7 @@ async def test_guessing_is_stopped_before_the_password_is_looked_at(
     assert PER_ADDRESS == len(actions(parts))
 
 
-async def test_a_form_from_elsewhere_logs_nobody_in(client: httpx.AsyncClient) -> None:
+async def test_a_cross_site_form_does_not_log_in(client: httpx.AsyncClient) -> None:
     proof = await proof_of(client)
     data = {"name": "ada", "secret": "correct horse"}
     for cookies, forged in (({}, proof), (dict(client.cookies), "0" * 64), ({}, "")):
@@ -248,7 +248,7 @@ async def test_logging_out_ends_the_session_on_the_server(
     assert [("admin.login", "ada"), ("admin.logout", "ada")] == actions(parts)
 
 
-async def test_a_link_logs_in_once(parts: AdminParts, client: httpx.AsyncClient) -> None:
+async def test_a_login_link_works_once(parts: AdminParts, client: httpx.AsyncClient) -> None:
     made = await client.post("/admin/api/links?role=reader", headers=OPERATOR)
     path = made.json()["path"]
     assert "Open the dashboard" in (await client.get(path)).text
@@ -262,7 +262,7 @@ async def test_a_link_logs_in_once(parts: AdminParts, client: httpx.AsyncClient)
 async def test_a_login_by_a_link_that_a_key_made_ends_with_the_key(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:
-    """Whoever held the key made a link, and from that login the next one, before it was revoked."""
+    """Before a key is revoked, its holder makes a login link, and from that login the next link."""
     made = await client.post("/admin/api/links", headers={"Authorization": "Bearer sk-admin"})
     await client.get(made.json()["path"])
     headers = {"X-CSRF-Token": await csrf_of(client)}
@@ -321,7 +321,7 @@ async def test_pages_hold_no_inline_script_and_no_style(client: httpx.AsyncClien
         assert [] == re.findall(r"(?:src|href)=\"(?!/|#)", text)
 
 
-async def test_what_a_person_may_not_do_is_told_on_a_page(client: httpx.AsyncClient) -> None:
+async def test_an_error_is_shown_on_a_page(client: httpx.AsyncClient) -> None:
     missing = await client.get("/admin/nothing", headers=PERSON)
     assert 404 == missing.status_code
     assert "That did not work" in missing.text

@@ -184,7 +184,7 @@ async def test_prefixes_are_sorted_by_a_column(
     assert 1 == page.count("aria-sort")
 
 
-async def test_first_words_are_shown_where_prompts_are_kept(
+async def test_first_words_are_shown_if_prompts_are_kept(
     books_of_acme: House, cache: Cache
 ) -> None:
     cache.fill()
@@ -301,7 +301,7 @@ async def test_a_purge_needs_the_name_typed_again(
     assert [] == trail.actions and len(cache.tiers.index) > 0
 
 
-async def test_a_key_that_is_none_or_is_gone_is_told(client: httpx.AsyncClient) -> None:
+async def test_an_invalid_or_unknown_block_key_is_explained(client: httpx.AsyncClient) -> None:
     assert "is not a key" in await text(client, "explorer/xyz", 400)
     assert "No tier holds the block" in await text(client, f"explorer/{'0' * 32}", 404)
 
@@ -343,7 +343,7 @@ async def test_a_grant_with_a_scope_and_a_wallet_are_booked_and_shown(
     assert re.search(r"Wallet in USD</dt><dd>7\.00", page)
 
 
-async def test_a_double_click_without_a_reference_books_once(
+async def test_a_double_click_without_a_reference_is_booked_once(
     client: httpx.AsyncClient, books_of_acme: House
 ) -> None:
     accounts = books_of_acme.books.accounts
@@ -385,7 +385,7 @@ async def test_a_double_click_without_a_reference_books_once(
         ("keys", {"tenant": "nobody", "scopes": "usage", "why": "x"}, "does not exist"),
     ],
 )
-async def test_what_cannot_be_is_said_on_the_page(
+async def test_an_invalid_form_is_explained_on_the_page(
     client: httpx.AsyncClient, path: str, form: dict[str, str], words: str
 ) -> None:
     answer = await client.post(path, data=form)
@@ -464,7 +464,7 @@ async def test_limits_and_states_change(client: httpx.AsyncClient, books_of_acme
     assert accounts.tenant("beta").prepaid
 
 
-async def test_rate_limits_are_set_and_hold_at_once(
+async def test_rate_limits_take_effect_at_once(
     client: httpx.AsyncClient, books_of_acme: House
 ) -> None:
     accounts = books_of_acme.books.accounts

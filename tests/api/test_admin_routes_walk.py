@@ -113,7 +113,7 @@ async def test_every_change_asks_for_an_admin(
 
 @pytest.mark.parametrize("path", ["/admin/requests", "/admin/requests?state=refused"])
 async def test_a_refused_request_does_not_break_the_page_of_requests(path: str) -> None:
-    """It has no timings: whoever is refused could otherwise take the page from the admins."""
+    """It has no timings. With them, a refused client could take the page from the admins."""
     house = fake_house()
     app = create_app(house.wire, routers=(admin_router(fake_parts(journal=house.wire.journal)),))
     house.engine.script = Script(refuse=QueueFull("as many wait as may"))

@@ -19,13 +19,13 @@ def test_the_error_table_is_the_code() -> None:
     assert rows | routes == told
 
 
-async def test_every_route_is_told(app: FastAPI) -> None:
+async def test_every_route_is_documented(app: FastAPI) -> None:
     paths = set(app.openapi()["paths"])
     told = {path for _, path in re.findall(r"^\| `(GET|POST) (/\S+)` \|", PAGE, re.MULTILINE)}
     assert paths == told
 
 
-def test_every_field_is_told() -> None:
+def test_every_field_is_documented() -> None:
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields} - NOT_TOLD
     missing = {name for name in fields if f"`{name}`" not in PAGE and f"`{name}:" not in PAGE}
     assert not missing

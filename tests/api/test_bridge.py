@@ -66,7 +66,7 @@ async def test_a_slow_reader_finds_all_that_gathered_in_order() -> None:
     assert 0 == bridge.num_open
 
 
-async def test_outputs_after_the_loop_has_gone_are_dropped() -> None:
+async def test_outputs_after_the_event_loop_ended_are_dropped() -> None:
     bridge = OutputBridge()
     bridge.bind(asyncio.get_running_loop())
     feed = bridge.open(["a"])
@@ -156,7 +156,7 @@ async def read(
     purse=st.integers(0, 60),
     cuts=st.integers(1, 7),
 )
-def test_what_is_billed_is_what_was_sent(text: str, stop: list[str], purse: int, cuts: int) -> None:
+def test_the_bill_equals_what_was_sent(text: str, stop: list[str], purse: int, cuts: int) -> None:
     """Whatever the steps: text up to the stop or the end of the money, each token counted once."""
     raw = text.encode()
     steps = [[output("r", *raw[at : at + cuts])] for at in range(0, len(raw), cuts)]
@@ -192,7 +192,7 @@ async def test_choices_that_stop_are_ended_one_by_one() -> None:
     assert [("r", FinishReason.STOP, 0)] == engine.aborts
 
 
-async def test_an_abort_that_nobody_asked_for_is_a_failure() -> None:
+async def test_an_unrequested_abort_is_a_failure() -> None:
     """The engine closes under a request: the client must not take a torn answer for a whole one."""
     end = output("r", finish=FinishReason.ABORT, last=True, error="the server is shutting down")
     texts, finishes, generation, _ = await read([[output("r", *b"ab")], [end]])

@@ -151,7 +151,7 @@ async def test_tiers_and_kinds_can_be_chosen(house: FakeHouse, app: FastAPI) -> 
     await listener.gone()
 
 
-async def test_who_comes_back_with_the_last_id_misses_nothing(
+async def test_a_listener_returning_with_its_last_id_misses_nothing(
     house: FakeHouse, app: FastAPI
 ) -> None:
     first = await Listener(app, "/v1/cache/events", "sk-admin").opened()
@@ -169,9 +169,7 @@ async def test_who_comes_back_with_the_last_id_misses_nothing(
     await late.gone()
 
 
-async def test_a_client_that_reads_too_slowly_is_told_what_it_missed(
-    house: FakeHouse, app: FastAPI
-) -> None:
+async def test_a_slow_client_learns_how_much_it_missed(house: FakeHouse, app: FastAPI) -> None:
     listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
     for _ in range(20_000):
         publish(house, root_of(house, "a"))
@@ -204,7 +202,7 @@ async def test_a_stop_ends_the_streams_and_refuses_new_ones(house: FakeHouse, ap
     late.leave()
 
 
-async def test_only_so_many_may_listen(house: FakeHouse, app: FastAPI) -> None:
+async def test_the_number_of_listeners_is_bounded(house: FakeHouse, app: FastAPI) -> None:
     """One tenant's connections leave places for another's, and for the operator's."""
     listeners, refused = [], 0
     for _ in range(MAX_FEEDS + 5):
@@ -246,7 +244,7 @@ async def test_a_listener_that_stops_reading_loses_its_place() -> None:
         ("sk-acme", "after=yesterday", 400, "is not an event's id"),
     ],
 )
-async def test_what_cannot_be_served_is_said(
+async def test_an_unsupported_request_is_explained(
     app: FastAPI, key: str, query: str, status: int, words: str
 ) -> None:
     listener = Listener(app, "/v1/cache/events", key, query).start()

@@ -155,7 +155,7 @@ async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: K
         ({"model": "none"}, "model"),
     ],
 )
-async def test_what_makes_no_cache_is_said_by_field(
+async def test_an_invalid_cache_request_names_the_field(
     client: httpx.AsyncClient, kitchen: Kitchen, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": "bytes", "prompt": "p" * 64, **fields}
@@ -182,7 +182,7 @@ async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is
     assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.cache.pins()]
 
 
-async def test_what_cannot_be_computed_is_not_kept(
+async def test_a_cache_whose_prompt_is_refused_is_not_kept(
     client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
 ) -> None:
     house.engine.script = Script(refuse=QueueFull("not now"))
@@ -328,7 +328,7 @@ async def test_a_parent_s_prefix_stays_while_its_children_run(
 async def test_sessions_without_end_cost_their_maker_alone(
     client: httpx.AsyncClient, kitchen: Kitchen
 ) -> None:
-    """One tenant's sessions push out its own, and another's stand."""
+    """A tenant's new sessions push out its own old ones, not another's."""
     fields = chat(prompt_cache_key="mine")
     await client.post("/v1/chat/completions", json=fields, headers=by("b"))
     [theirs] = kitchen.pins("session")

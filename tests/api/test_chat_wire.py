@@ -201,7 +201,7 @@ async def test_nulls_mean_defaults(client: httpx.AsyncClient, house: FakeHouse) 
     assert (1, 1.0, 4096 - PROMPT_TOKENS) == (params.n, params.temperature, params.max_tokens)
 
 
-async def test_details_are_told_when_asked(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_details_are_given_on_request(client: httpx.AsyncClient, house: FakeHouse) -> None:
     plain = (await client.post(CHAT, json=HELLO)).json()
     by_body = (await client.post(CHAT, json=HELLO | {"cachesvc": {"details": True}})).json()
     asked = {"X-Cachesvc": "details, receipt"}

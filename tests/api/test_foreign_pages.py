@@ -55,7 +55,9 @@ async def test_a_page_from_elsewhere_is_refused(
         {"Origin": "vscode-webview://x"},  # a program's, which no page can claim
     ],
 )
-async def test_who_is_here_is_answered(client: httpx.AsyncClient, headers: dict[str, str]) -> None:
+async def test_a_local_client_is_answered(
+    client: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
     assert 200 == (await client.post("/v1/completions", json=HELLO, headers=headers)).status_code
 
 

@@ -76,7 +76,7 @@ def test_bearer_tokens(header: str | None, token: str | None) -> None:
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-async def test_who_asks_is_known_without_a_thread(
+async def test_the_caller_is_identified_without_a_thread(
     bank: Bank, monkeypatch: pytest.MonkeyPatch, with_keys: bool
 ) -> None:
     """The store is looked into at most twice a second; the requests between need no thread."""
@@ -142,7 +142,7 @@ async def test_requests_run_out() -> None:
         assert 2 == len(house.meter.charges)
 
 
-async def test_a_clock_that_is_set_back_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_set_back_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [time.time()]
     monkeypatch.setattr(time, "time", lambda: now_s[0])
     limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), MemoryStorage())
@@ -220,7 +220,7 @@ async def test_keys_and_tenants_have_their_own_quotas() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_who_would_wait_too_long_is_told_when_to_come_back(path: str) -> None:
+async def test_a_request_that_would_wait_too_long_gets_retry_after(path: str) -> None:
     """Before the body is read: what is refused costs next to nothing. Other tenants are served."""
     tenants = iter(["storm", "storm", "polite"])
 
@@ -311,7 +311,7 @@ async def test_a_store_that_fails_is_asked_again_after_a_while() -> None:
         assert asked == storage.num_asked, f"at {now_s} s"
 
 
-async def test_only_who_ran_out_of_misses_is_told_that_hits_do_not_count() -> None:
+async def test_only_a_client_out_of_misses_is_told_that_hits_do_not_count() -> None:
     for quota, told in ((Quota(requests=1), False), (Quota(miss_tokens=1), True)):
         limits = WindowLimits(LimitSettings(tenant=quota), MemoryStorage())
         await (await limits.admit(ACME)).close(Usage(miss=1))

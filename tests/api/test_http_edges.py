@@ -47,7 +47,7 @@ async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
 async def test_no_route_reads_a_body_beyond_the_bound(
     client: httpx.AsyncClient, path: str, kind: str
 ) -> None:
-    """Nor do those whose body FastAPI reads, before anybody has asked who sends it."""
+    """Nor do those whose body FastAPI reads before the sender is identified."""
     num_read = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -145,7 +145,7 @@ async def test_what_a_client_says_of_its_retries_never_fails_a_request(
     assert is_retry is house.meter.last.job.context.is_retry
 
 
-async def test_who_leaves_while_sending_is_no_error_of_ours(
+async def test_a_client_leaving_while_sending_is_not_a_server_error(
     house: FakeHouse, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     app, sent = client._transport.app, []  # type: ignore[attr-defined]

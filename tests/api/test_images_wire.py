@@ -177,7 +177,7 @@ def _part(response: httpx.Response, said: str) -> str:
         (url(png()[:80]), "cannot be read"),
     ],
 )
-async def test_what_is_no_image_is_refused_by_its_field(
+async def test_an_invalid_image_is_refused_with_its_field(
     client: httpx.AsyncClient, house: FakeHouse, given: str, said: str
 ) -> None:
     refused = await client.post(CHAT, json=chat(WHAT, image(given)))
@@ -207,7 +207,7 @@ async def test_what_is_no_image_is_refused_by_its_field(
     ],
     ids=["blind", "many", "mark", "contents", "system", "empty", "audio"],
 )
-async def test_what_is_not_served_is_said(
+async def test_an_unsupported_option_is_explained(
     client: httpx.AsyncClient, house: FakeHouse, body: Any, said: str
 ) -> None:
     refused = await client.post(CHAT, json=body)

@@ -26,7 +26,9 @@ class NamedGate:
         return Principal(authorization or "default", scopes=frozenset(Scope))
 
 
-async def test_a_request_is_told_whole(house: FakeHouse, client: httpx.AsyncClient) -> None:
+async def test_a_finished_request_is_reported_in_full(
+    house: FakeHouse, client: httpx.AsyncClient
+) -> None:
     house.engine.script = Script(hits={"hit_disk": 10})
     answer = (await client.post(CHAT, json=HELLO)).json()
     told = (await client.get(f"/v1/cache/requests/{answer['id']}")).json()
@@ -92,7 +94,7 @@ async def test_another_tenants_request_does_not_exist() -> None:
         assert (404, "request_not_found") == (other.status_code, other.json()["error"]["code"])
 
 
-async def test_a_running_request_is_told_as_far_as_it_is(house: FakeHouse, app: FastAPI) -> None:
+async def test_a_running_request_shows_its_progress(house: FakeHouse, app: FastAPI) -> None:
     house.engine.script = Script(answer="x" * 400, step_s=0.005)
     visit = Visit(app, CHAT, HELLO | {"stream": True}).start()
     await visit.first_text()

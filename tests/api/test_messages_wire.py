@@ -159,7 +159,7 @@ async def test_errors_have_anthropics_shape(
     )
 
 
-async def test_an_engine_that_fails_is_told_in_the_same_shape(
+async def test_an_engine_failure_has_the_same_error_shape(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:
     house.engine.script = Script(answer="one two", fail_after=3)

@@ -78,7 +78,7 @@ async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank: Ba
     assert audit.verify(bank.store).problems == []
 
 
-async def test_who_asked_and_the_service_tier_are_kept_with_the_charge(bank: Bank) -> None:
+async def test_the_user_and_the_service_tier_are_kept_with_the_charge(bank: Bank) -> None:
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)
         bank.accounts.apply_card(parse_card(CARD), by="test")

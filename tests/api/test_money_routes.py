@@ -141,7 +141,7 @@ READS = [
 ]
 
 
-def test_every_route_is_told() -> None:
+def test_every_route_is_documented() -> None:
     page = Path("docs/billing.md").read_text()
     missing = []
     for area in (account_routes, price_routes, ledger_routes):
@@ -266,7 +266,7 @@ async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(
     assert before == house.books.accounts.trail.newest()
 
 
-async def test_what_is_no_json_and_what_is_not_there(client: httpx.AsyncClient) -> None:
+async def test_invalid_json_and_unknown_names_are_refused(client: httpx.AsyncClient) -> None:
     assert (400, "invalid_json", None) == await refused(
         await client.post("/tenants", content=b"{", headers={"content-type": "application/json"})
     )
@@ -412,7 +412,7 @@ async def test_statements_and_receipts(client: httpx.AsyncClient, house: House) 
 @pytest.mark.parametrize(
     "query", ["since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe"]
 )
-async def test_a_span_that_is_none_is_a_400(client: httpx.AsyncClient, query: str) -> None:
+async def test_an_invalid_span_is_a_400(client: httpx.AsyncClient, query: str) -> None:
     for path in ("?unit=day&", "?unit=month&", "/session?"):
         answer = await refused(await client.get(f"/usage{path}{query}"))
         assert (400, "invalid_value", None) == answer

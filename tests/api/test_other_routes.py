@@ -137,7 +137,7 @@ async def test_a_request_leaves_one_line_with_its_story(
     assert all(SECRET not in str(value) for value in line.values())
 
 
-async def test_refusals_are_told_too(client: httpx.AsyncClient) -> None:
+async def test_refusals_are_logged_too(client: httpx.AsyncClient) -> None:
     with structlog.testing.capture_logs() as lines:
         await client.post(CHAT, json=HELLO | {"temperature": 9})
     assert {"status": 400, "error": "InvalidRequest", "param": "temperature"}.items() <= (

@@ -97,7 +97,7 @@ async def test_a_request_that_allows_as_much_is_served(
 
 
 @pytest.mark.parametrize("price", ["much", "-1", "1e5", "0." + "1" * 30])
-async def test_a_price_that_is_none_is_refused(client: httpx.AsyncClient, price: str) -> None:
+async def test_an_invalid_price_is_refused(client: httpx.AsyncClient, price: str) -> None:
     answer = await client.post("/v1/chat/completions", json=chat(cachesvc={"max_price": price}))
     assert (400, "cachesvc.max_price") == (answer.status_code, answer.json()["error"]["param"])
 

@@ -86,7 +86,7 @@ async def test_a_call_of_a_namespace_s_function_names_it(
     assert 200 == answer.status_code, answer.text
 
 
-async def test_a_namespace_tells_the_model_what_its_functions_are_for() -> None:
+async def test_a_namespace_describes_its_functions_to_the_model() -> None:
     functions = InputBody(model="bytes", input="hi", tools=[SPAWN]).as_chat([]).tools
     assert functions is not None
     assert ["agents: Sub-agents.\nStart one.", None] == [
@@ -139,7 +139,7 @@ async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHo
         ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_its_field(
+async def test_an_unsupported_option_is_refused_with_its_field(
     client: httpx.AsyncClient, fields: dict[str, Any], param: str
 ) -> None:
     response = await client.post(RESPONSES, json=body(**fields))
@@ -147,8 +147,8 @@ async def test_what_is_not_served_is_refused_by_its_field(
     assert response.status_code in (400, 404)
 
 
-async def test_what_costs_no_tokens_is_not_stored(client: httpx.AsyncClient) -> None:
-    """Unknown fields are read by nobody, so they would be free storage, sent back in each event."""
+async def test_unknown_fields_are_not_stored(client: httpx.AsyncClient) -> None:
+    """Unknown fields are never read, so they would be free storage, sent back in each event."""
     junk = {"junk": "x" * 100_000}
     spoken = {"type": "message", "role": "user", "id": "m1", "status": "completed"}
     part = {"type": "input_text", "text": "hi"}

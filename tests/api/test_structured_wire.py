@@ -129,7 +129,7 @@ async def test_a_wrong_field_is_named(fields: dict[str, object], param: str) -> 
     assert (400, param) == (answer.status_code, answer.json()["error"]["param"])
 
 
-async def test_what_the_compiler_refuses_is_the_clients_error_and_holds_no_money() -> None:
+async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_money() -> None:
     compiler = RecordingCompiler()
     compiler.refuse = InvalidParameter("regex: the parenthesis is not closed", param="regex")
     house, desk = house_with(compiler)
@@ -143,7 +143,7 @@ async def test_what_the_compiler_refuses_is_the_clients_error_and_holds_no_money
     desk.close()
 
 
-async def test_a_tenants_grammars_do_not_stand_before_anothers() -> None:
+async def test_a_tenants_grammars_do_not_delay_anothers() -> None:
     """A few threads compile them; thirty of one tenant wait, and another's first is next."""
     gate, order = threading.Event(), []
 

@@ -194,7 +194,7 @@ async def test_beside_a_response_format_the_answer_is_a_call_or_a_document() -> 
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
-async def test_what_cannot_be_served_is_refused_by_its_field(
+async def test_an_unsupported_request_is_refused_with_its_field(
     client: httpx.AsyncClient, fields: dict[str, Any], param: str
 ) -> None:
     response = await client.post(CHAT, json=chat(**fields))
@@ -269,7 +269,7 @@ async def test_reasoning_is_apart_from_the_text() -> None:
     assert "enable_thinking: True" in prompt
 
 
-async def test_thinking_is_told_to_the_template_in_its_own_words() -> None:
+async def test_thinking_is_passed_in_the_templates_own_terms() -> None:
     template = "{% if thinking %}<think></think>"
     body = chat(tools=None, thinking={"type": "disabled"})
     _, prompt = await asked_with(template, "x", body)

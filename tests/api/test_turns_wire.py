@@ -80,7 +80,7 @@ async def second_turn(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_turn_that_goes_on_parts_nowhere(n: int) -> None:
+async def test_a_continued_turn_does_not_diverge(n: int) -> None:
     assert {} == await second_turn(ByteTokenizer(), "one two", n=n)
 
 
@@ -118,7 +118,7 @@ async def test_messages_that_the_client_changed_are_no_parting(between: list[Any
     assert {} == await second_turn(ByteTokenizer(), "one two", *between)
 
 
-async def test_what_is_not_cached_is_not_told() -> None:
+async def test_an_uncached_turn_is_not_reported() -> None:
     fields = {"cachesvc": {"details": True, "cache": False}}
     assert {} == await second_turn(StrippingTokenizer(), "<think>hm</think>four", **fields)
 

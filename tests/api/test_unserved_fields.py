@@ -69,9 +69,7 @@ async def test_values_that_change_nothing_are_served(
     assert 200 == (await client.post(path, json=body | neutral)).status_code
 
 
-async def test_fields_that_nobody_knows_are_ignored(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_unknown_fields_are_ignored(client: httpx.AsyncClient, house: FakeHouse) -> None:
     house.engine.script = Script(answer="x")
     response = await client.post(CHAT, json=HELLO | {"no_such_field": {"a": [1]}})
     assert 200 == response.status_code

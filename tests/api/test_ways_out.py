@@ -150,7 +150,7 @@ async def test_a_failure_before_the_first_token_is_a_500(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_bug_in_an_answer_is_logged_whole_and_told_to_nobody(
+async def test_a_bug_in_an_answer_is_logged_but_not_shown_to_the_client(
     client: httpx.AsyncClient,
     house: FakeHouse,
     caplog: pytest.LogCaptureFixture,

@@ -91,7 +91,7 @@ def test_near_the_limit_every_hold_asks_the_account(house: TestLedger) -> None:
     assert (0, 0) == (more, house.ledger.balance("acme").held)
 
 
-def test_a_hold_whose_advance_is_gone_asks_the_account(house: TestLedger) -> None:
+def test_a_hold_drawn_on_a_missing_advance_asks_the_account(house: TestLedger) -> None:
     store, book = house.ledger.store, house.ledger.book
     hold = Hold("acme", "r", book.at("model", house.clock(), "CNY"))
     drawn = Reserve(hold, UNITS + 1, 2**62, "s", "b", drawn=True)

@@ -82,7 +82,7 @@ def told(watch: BudgetWatch, house: TestLedger) -> list[str]:
     return sorted(alert.id for alert in watch.look(house.clock()))
 
 
-def test_spending_is_told_at_80_and_100_percent(house: TestLedger) -> None:
+def test_spending_alerts_come_at_80_and_100_percent(house: TestLedger) -> None:
     house.fund(100 * UNITS)
     watch = BudgetWatch(house.ledger.store)
     make(house, "all", 5 * UNITS)
@@ -129,7 +129,7 @@ def test_each_of_them_has_a_budget_by_day_and_month(
     assert (month if span is BudgetSpan.MONTH else day) == told(watch, house)
 
 
-def test_a_low_balance_is_told_once_after_each_payment(house: TestLedger) -> None:
+def test_a_low_balance_alerts_once_after_each_payment(house: TestLedger) -> None:
     watch = BudgetWatch(house.ledger.store)
     make(house, "low", 2 * UNITS, span=BudgetSpan.BALANCE)
     assert ["balance/low/2.00/0"] == told(watch, house)
@@ -139,7 +139,7 @@ def test_a_low_balance_is_told_once_after_each_payment(house: TestLedger) -> Non
     assert ["balance/low/2.00/1"] == told(watch, house)
 
 
-def test_an_hour_far_above_the_median_is_told_once(house: TestLedger) -> None:
+def test_an_hour_far_above_the_median_alerts_once(house: TestLedger) -> None:
     house.fund(1000 * UNITS)
     make(house, "spike", 2 * UNITS, span=BudgetSpan.SPIKE)
     make(house, "ann", 2 * UNITS, span=BudgetSpan.SPIKE, of=Of.USER, value="ann")

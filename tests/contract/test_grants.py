@@ -116,7 +116,7 @@ def test_rebuild_finds_what_expires_from_the_entries(house: TestLedger) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "2024-12-31", "2300-01-01", "d", "-3d", "999999d"])
-def test_a_day_that_is_none_is_said(text: str) -> None:
+def test_an_invalid_day_is_explained(text: str) -> None:
     with pytest.raises(InvalidSpan):
         end_of(text, START_NS)
 

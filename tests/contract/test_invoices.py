@@ -95,7 +95,9 @@ def test_a_month_becomes_an_invoice_that_never_changes(
         register.mark("INV-000001", InvoiceState.VOID, **BY)
 
 
-def test_who_paid_before_owes_the_tax(house: TestLedger, register: InvoiceRegister) -> None:
+def test_a_tenant_that_paid_in_advance_owes_the_tax(
+    house: TestLedger, register: InvoiceRegister
+) -> None:
     house.fund(20 * UNITS)
     house.ledger.grant("acme", 2 * UNITS, reference="g", by="test").result()
     house.charge("r1", Usage(miss=10_000_000))
@@ -127,7 +129,7 @@ def test_a_month_is_invoiced_once_however_it_is_written(
 def test_an_invoice_on_which_nothing_is_due_can_still_be_void(
     house: TestLedger, register: InvoiceRegister
 ) -> None:
-    """It was paid in advance, so it counts as paid at once; a wrong address must not stand."""
+    """It was paid in advance, so it counts as paid at once. A wrong address must not remain."""
     register.apply_parties(PARTIES.format(zone="UTC").replace('rate = "19"', 'rate = "0"'), **BY)
     house.fund(UNITS)
     house.charge("r1", Usage(miss=500_000))
@@ -141,9 +143,7 @@ def test_an_invoice_on_which_nothing_is_due_can_still_be_void(
     assert "0.50" == register.finalize("acme", "2025-01", **BY).document["net"]
 
 
-def test_a_charge_that_comes_late_is_on_the_next_invoice(
-    house: TestLedger, register: InvoiceRegister
-) -> None:
+def test_a_late_charge_is_on_the_next_invoice(house: TestLedger, register: InvoiceRegister) -> None:
     house.fund(UNITS)
     house.clock.now_ns = at("2025-01-31T23:59")
     late = house.reserve("late", 0)

@@ -42,8 +42,8 @@ def test_what_cannot_be_encoded_fails_alone(house: TestLedger) -> None:
     assert futures[2].exception(10) is None
 
 
-def test_rows_that_stand_already_fail_alone(house: TestLedger) -> None:
-    """A projection that somebody wrote by hand makes the database refuse an entry."""
+def test_only_rows_that_exist_already_fail(house: TestLedger) -> None:
+    """A projection edited by hand makes the database refuse an entry."""
     house.fund(UNITS)
     first, second = house.reserve("r1", 10), house.reserve("r2", 10)
     house.accounts.create_tenant("other", "CNY", by="test")
@@ -149,7 +149,7 @@ def test_nobody_waits_for_a_ledger_that_was_closed(url: str) -> None:
 
 
 def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house: TestLedger) -> None:
-    """By the ledger's own thread, with nobody asking."""
+    """By the ledger's own thread, without a request."""
     house.fund(100)
     house.reserve("r1", 60, ttl_s=1)
     deadline = time.monotonic() + 10

@@ -524,7 +524,7 @@ def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(
         open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
 
 
-def test_a_ledger_that_lost_its_contents_is_not_begun_anew(tmp_path: Path) -> None:
+def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path: Path) -> None:
     file = tmp_path / "ledger.sqlite3"
     file.touch()  # of a first start that was killed at once
     store = open_store(f"sqlite:///{file}")

@@ -115,7 +115,7 @@ def test_a_server_writes_nothing_once_a_newer_version_has_migrated_its_ledger(ur
 
 
 @pytest.mark.parametrize("url", ["postgresql:/me:geheim@host/db", "me:ge@heim@host"])
-def test_what_is_no_url_of_a_database_is_named_without_its_password(url: str) -> None:
+def test_an_invalid_database_url_is_shown_without_its_password(url: str) -> None:
     with pytest.raises(StoreError, match=r"'\*\*\*@host.*' is not a database URL") as raised:
         open_store(url)
     assert "heim" not in str(raised.value)

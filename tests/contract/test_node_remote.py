@@ -88,7 +88,7 @@ def test_a_store_that_is_away_is_a_miss(tmp_path: Path) -> None:
         assert client.stats()["pools"][0]["remote"]["faults"]
 
 
-def test_what_cannot_be_a_remote_tier_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path: Path) -> None:
     sizes = {"socket": tmp_path / "node.sock", "host_bytes": 1 << 20}
     with pytest.raises(ConfigurationError, match="needs a disk"):
         NodeServer(NodeSettings(**sizes, remote=RemoteSettings("redis://127.0.0.1:1/0"))).open()  # type: ignore[arg-type]

@@ -112,7 +112,7 @@ def test_a_metering_service_that_trickles_ends_in_time(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("where", ["http://[", "http://..", "gopher://x", "http://a b:x", "\x7f"])
-def test_a_location_that_is_none_is_an_error(where: str) -> None:
+def test_an_invalid_redirect_is_an_error(where: str) -> None:
     with (
         speaking(says("HTTP/1.1 302 Found", f"location: {where}")) as (url, _),
         pytest.raises(ReceiverError),
@@ -136,7 +136,7 @@ def test_of_an_endless_answer_the_beginning_is_read() -> None:
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", "HTTP/1.1 999999 x", "SSH-2.0-OpenSSH"])
-def test_what_is_no_http_is_an_error(line: str) -> None:
+def test_an_answer_that_is_not_http_is_an_error(line: str) -> None:
     with speaking(says(line)) as (url, _), pytest.raises(ReceiverError):
         posted(url)
 

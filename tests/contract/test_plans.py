@@ -99,7 +99,7 @@ def test_included_tokens_cost_nothing_until_they_are_spent(plan: TestLedger) -> 
     assert ("2.00", "0.00165") == (shown["minimum"], shown["charged"])
 
 
-def test_the_month_begins_anew_and_a_new_version_does_not(plan: TestLedger) -> None:
+def test_a_new_month_resets_the_count_and_a_new_version_does_not(plan: TestLedger) -> None:
     assert "0.0001" == charge(plan, "r1", Usage(miss=1100))
     later = card("2", "2025-01-10T00:00:00Z").replace("tokens = 1000", "tokens = 1500")
     plan.accounts.apply_card(parse_card(later), by="test")
@@ -131,7 +131,7 @@ def test_a_late_word_takes_what_it_needs_and_gives_the_rest_back(plan: TestLedge
     assert [900, 0] == [item["left"] for item in used]
 
 
-def test_a_month_below_the_minimum_is_billed_up_to_it_once(plan: TestLedger) -> None:
+def test_a_month_below_the_minimum_is_raised_to_it_once(plan: TestLedger) -> None:
     charge(plan, "r1", Usage(miss=501_000))  # 0.50 beyond the included
     plan.clock.advance(31 * DAY)
     assert close_month(plan) is None  # six hours for what still runs
@@ -221,7 +221,7 @@ FORGED = [
 def test_a_forged_plan_is_found(
     tmp_path: Path, request_id: str, body: dict[str, str], postings: dict[str, str]
 ) -> None:
-    """The forger makes every hash anew, and derives what hangs on it."""
+    """The forger recomputes every hash and everything derived from it."""
     path = tmp_path / "ledger"
     with running_ledger(f"sqlite:///{path}") as house:
         house.fund(1000 * UNITS)

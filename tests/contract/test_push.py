@@ -134,9 +134,7 @@ def test_what_a_receiver_lost_changed_or_made_up_is_named(
     assert (False, 1) == (report["ok"], report["repeated"])
 
 
-def test_an_event_that_is_refused_is_kept_told_and_tried_again(
-    house: TestLedger, meter: Meter
-) -> None:
+def test_a_refused_event_is_kept_reported_and_retried(house: TestLedger, meter: Meter) -> None:
     house.fund(UNITS)
     for number in range(5):
         house.charge(f"r{number}", Usage(miss=number))

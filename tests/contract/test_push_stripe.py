@@ -209,7 +209,9 @@ def test_a_day_that_stripe_lost_or_counted_twice_is_named(
     assert ["cus_1 llm_tokens 2025-01-01: sent 219, Stripe has 0"] == report.missing
 
 
-def test_what_is_too_old_for_stripe_is_refused_and_told(house: TestLedger, stripe: Stripe) -> None:
+def test_an_event_too_old_for_stripe_is_refused_and_reported(
+    house: TestLedger, stripe: Stripe
+) -> None:
     stripe.is_wild = False
     house.fund(UNITS)
     house.charge("old", Usage(miss=5))

@@ -162,7 +162,7 @@ def table() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_what_nobody_touched_proves(house: House) -> None:
+def test_an_untouched_ledger_is_proved(house: House) -> None:
     with closing(open_store(f"sqlite:///{house.path}")) as store:
         for kept in ((), house.receipt(), house.heads()):
             assert [] == audit.verify(store, heads=kept).problems
@@ -195,7 +195,7 @@ def test_every_line_of_kept_heads_counts(house: House, tmp_path: Path) -> None:
         assert audit.verify(store, heads=parse_heads(kept.read_bytes(), "", house.key)[1:]).ok
 
 
-def test_heads_that_nobody_signed_so_are_refused(house: House, tmp_path: Path) -> None:
+def test_changed_heads_and_heads_of_another_key_are_refused(house: House, tmp_path: Path) -> None:
     kept = tmp_path / "heads.jsonl"
     kept.write_bytes(house.heads_file.read_bytes().replace(b'"entry":5', b'"entry":4'))
     with pytest.raises(BillingError, match="a line was changed"):

@@ -56,7 +56,7 @@ def stored(tier: ManagedTier, frames: list[Frame], count: int, seed: int = 0) ->
     return ids
 
 
-def test_what_was_stored_is_loaded(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_stored_blocks_are_loaded(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 6)
     assert tier.probe(ids) == 6
     assert tier.load(ids, frames[:6]) == Loaded(6, None)
@@ -106,7 +106,7 @@ def test_storing_again_writes_nothing(tier: ManagedTier, frames: list[Frame]) ->
     assert holds(frames[4], ids[0], frames[-1])
 
 
-def test_what_is_to_be_kept_is_not_discarded(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_kept_blocks_are_not_discarded(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 3)
     tier.keep([ids[0].key])
     assert 2 == tier.discard([block.key for block in ids])
@@ -218,7 +218,7 @@ def fill_up(tier: ManagedTier, frames: list[Frame], first_seed: int, num_chains:
         stored(tier, frames, 8, seed)
 
 
-def test_what_is_to_be_kept_is_not_dropped_for_room(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_kept_blocks_are_not_dropped_for_room(tier: ManagedTier, frames: list[Frame]) -> None:
     kept, other = stored(tier, frames, 4, seed=1), stored(tier, frames, 4, seed=2)
     tier.keep([block.key for block in kept])
     fill_up(tier, frames, 100, 150)
@@ -228,14 +228,14 @@ def test_what_is_to_be_kept_is_not_dropped_for_room(tier: ManagedTier, frames: l
     assert tier.probe(kept) == 0
 
 
-def test_a_block_is_told_by_its_key(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_a_block_is_found_by_its_key(tier: ManagedTier, frames: list[Frame]) -> None:
     ids = stored(tier, frames, 4)
     missing = blocks(1, seed=9)[0]
     assert tier.held([ids[3].key, missing.key, ids[0].key]) == [True, False, True]
     assert (tier.trace(ids[2].key), tier.trace(missing.key)) == (ids[2], None)
 
 
-def test_a_purged_scope_is_gone_and_the_others_stand(
+def test_a_purge_removes_one_scope_and_keeps_the_others(
     tier: ManagedTier, frames: list[Frame]
 ) -> None:
     ids = stored(tier, frames, 6)
@@ -248,7 +248,7 @@ def test_a_purged_scope_is_gone_and_the_others_stand(
     assert (tier.probe(ids), tier.probe(others)) == (0, 3)
 
 
-def test_what_could_not_be_written_is_told(frames: list[Frame], tmp_path: Path) -> None:
+def test_a_block_beyond_the_write_budget_is_reported(frames: list[Frame], tmp_path: Path) -> None:
     tier = open_disk(tmp_path, LAYOUT, CAPACITY, settings=DiskSettings(write_budget_bytes=1))
     ids = blocks(3)
     assert tier.store(ids, frames[:3]) == [block.key for block in ids]

@@ -179,7 +179,7 @@ def test_a_forged_wallet_is_found(
         assert invariant in {each.invariant for each in problems if each.tenant == "acme"}
 
 
-def test_what_the_trail_says_of_a_wallet_is_proved(tmp_path: Path) -> None:
+def test_the_trail_of_a_wallet_is_proved(tmp_path: Path) -> None:
     """The trail tells a conversion whole, so that an entry cannot tell another."""
     path = tmp_path / "ledger"
     with running_ledger(f"sqlite:///{path}") as house:

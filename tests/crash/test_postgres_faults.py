@@ -100,7 +100,7 @@ def test_a_commit_whose_answer_is_lost_is_not_done_twice(
     prove(house, answered)
 
 
-def test_connections_that_the_server_ends_at_random_cost_nobody_anything(
+def test_connections_ended_at_random_cost_no_tenant_anything(
     house: TestLedger, postgres: str
 ) -> None:
     answered: list[str] = []

@@ -128,7 +128,7 @@ def prove(found: Path, told: list[str]) -> None:
     shutil.rmtree(found.parent)
 
 
-def test_what_was_told_is_on_the_disk_whenever_the_power_goes(
+def test_acknowledged_entries_survive_a_power_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = random.randrange(10**6)

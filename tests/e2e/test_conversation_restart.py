@@ -48,7 +48,7 @@ def asked(server: LiveServer, path: str, method: str = "GET", body: Any = None) 
         return found
 
 
-def test_previous_response_id_goes_on_over_restarts_and_hits(server: LiveServer) -> None:
+def test_previous_response_id_works_after_a_restart_and_hits(server: LiveServer) -> None:
     answer: dict[str, Any] = {}
     for number in range(3):
         more = {"previous_response_id": answer["id"]} if answer else {}

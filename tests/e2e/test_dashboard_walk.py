@@ -126,7 +126,7 @@ def test_pages_are_accessible_and_fit_a_phone(browser: Browser, used: Served, sc
 def test_the_pictures_of_the_readme(
     browser: Browser, used: Served, listing: str, picture: str
 ) -> None:
-    """Made anew at each run; PICTURES=1 puts them into docs/images."""
+    """Made at each run. PICTURES=1 puts them into docs/images."""
     visitor = Visitor(browser, used, viewport={"width": 1120, "height": 620})
     page = visitor.log_in()
     page.goto(f"/admin/{listing}")

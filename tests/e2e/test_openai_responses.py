@@ -72,7 +72,7 @@ def test_a_stream_ends_with_the_same_response(server: Server, client: openai.Ope
     assert kinds.count("response.function_call_arguments.delta") > 1
 
 
-def test_the_next_turn_goes_on_from_the_last(server: Server, client: openai.OpenAI) -> None:
+def test_the_next_turn_continues_the_last(server: Server, client: openai.OpenAI) -> None:
     server.house.engine.script = Script(answer=CALL)
     first = client.responses.create(
         model="bytes", input="hi", instructions="Be short.", tools=[WEATHER]

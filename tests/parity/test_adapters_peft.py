@@ -146,7 +146,7 @@ def test_the_base_model_keeps_its_bits_beside_adapters(tmp_path: Path) -> None:
     assert alone is not None and torch.equal(alone[0], beside[1])
 
 
-def test_an_adapter_that_is_replaced_or_removed_is_gone(tmp_path: Path) -> None:
+def test_a_replaced_or_removed_adapter_is_no_longer_served(tmp_path: Path) -> None:
     loaded = tiny_model()
     for number in range(2):
         save_tiny_adapter(tmp_path / str(number), seed=number, r=4)

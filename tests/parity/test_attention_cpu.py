@@ -155,7 +155,7 @@ def test_a_forgotten_sequence_is_read_from_the_pool_again() -> None:
     torch.testing.assert_close(run(fast, [span(1, 40, 1, 0)], options, seed=2), expected)
 
 
-def test_a_step_that_failed_half_way_is_computed_anew() -> None:
+def test_a_step_that_failed_half_way_is_computed_again() -> None:
     pool = new_pool(torch.float32)
     fast, options = CpuAttention(pool), OPTIONS["plain"]
     run(fast, [span(1, 0, 20, 0)], options, seed=1)

@@ -42,7 +42,7 @@ in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting 
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_nothing_that_varies_in_service_makes_the_kernel_compile_anew() -> None:
+def test_nothing_that_varies_in_service_recompiles_the_kernel() -> None:
     from engine.attention.kernels import _latent_kernel, _paged_kernel
 
     strides = {f"query_{of}_stride" for of in ("sequence", "row", "head")}
@@ -290,7 +290,7 @@ def test_a_long_span_attends_like_the_reference_whatever_part_of_it_is_cached(st
 
 
 @in_child
-def test_decode_steps_told_by_tensors_are_those_told_by_spans() -> None:
+def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
     """The graphs' way in, recorded by calling the work again; batches are filled up to a size."""
     loaded = tiny_model("qwen3")
     pools = [new_pool(loaded, 24) for _ in range(2)]
@@ -346,7 +346,7 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
 
 
 @in_child
-def test_what_a_graph_cannot_compute_is_left_to_the_launches() -> None:
+def test_a_step_that_no_graph_can_compute_is_launched_kernel_by_kernel() -> None:
     loaded = tiny_model()
     pool = new_pool(loaded, 4)
     failing = DecodeGraphs(

@@ -296,7 +296,7 @@ def test_equal_placeholders_of_other_pictures_meet_in_no_tier(
     assert second.cache.index.collisions == 0
 
 
-def test_what_the_engine_does_not_know_is_refused_by_name(house: Callable[..., House]) -> None:
+def test_an_adapter_unknown_to_the_engine_is_refused_by_name(house: Callable[..., House]) -> None:
     loaded = tiny_model("llama")
     engine = house(loaded).engine
     request = Request(

@@ -174,7 +174,7 @@ def test_two_at_once_share_the_tower_and_leave_nothing(loaded: LoadedModel, tmp_
 def test_a_hit_that_ends_within_an_image_computes_the_image_again(
     loaded: LoadedModel, tmp_path: Path
 ) -> None:
-    """And no other one: the image before it stands."""
+    """And no other one: the image before it is cached."""
     shown = prompt(loaded, drawing(1), drawing(2))
     middle = shown[1][7].start // BLOCK  # within the second image
     house = House(loaded, tmp_path)

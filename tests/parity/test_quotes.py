@@ -56,7 +56,7 @@ def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house:
     assert (BLOCK, BLOCK, 2 * BLOCK) == (counts.hit_device, counts.hit_host, counts.hit_disk)
 
 
-def test_the_last_token_of_a_prompt_that_stands_whole_is_not_quoted(house: House) -> None:
+def test_the_last_token_of_a_fully_cached_prompt_is_not_quoted(house: House) -> None:
     prompt = prompts_over(LOADED, 1)[0][: 3 * BLOCK]
     house.ask([prompt])
     house.engine.call(spread).result(60)

@@ -50,7 +50,7 @@ def drained(house: House) -> RemoteTier:
 
 
 def test_the_second_servers_first_request_hits_remotely(server: Build) -> None:
-    """Its answer is what computing gives; what it loaded goes on to its own disk."""
+    """Its answer equals a computed one, and the loaded blocks go on to its own disk."""
     one, two = server("one"), server("two")
     [prompt] = prompts_over(tiny_model("llama"), 1)
     [(tokens, counts)] = one.ask([prompt])
@@ -73,7 +73,7 @@ def test_the_second_servers_first_request_hits_remotely(server: Build) -> None:
     assert not drained(two).stats().faults
 
 
-def test_by_default_what_was_hit_twice_is_shared(server: Build) -> None:
+def test_by_default_blocks_hit_twice_are_shared(server: Build) -> None:
     """One use shares nothing; the second hit does, from whichever tier it comes."""
     one, two = server("one", RemoteWrites.REUSED), server("two", RemoteWrites.REUSED)
     prompt, other = prompts_over(tiny_model("llama"), 2)

@@ -100,7 +100,7 @@ def test_recording_warns_of_no_loss() -> None:
     assert said == []
 
 
-def test_a_context_shorter_than_what_is_checked_is_not_recorded() -> None:
+def test_a_context_shorter_than_the_check_is_not_recorded() -> None:
     """Of learned positions there are no more than the context has."""
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -125,7 +125,7 @@ def test_rows_behind_a_window_are_read_again() -> None:
     pool.check_step([span(2, [0, 1, 2, 9], 49)])
 
 
-def test_what_a_failed_step_wrote_serves_nobody() -> None:
+def test_rows_of_a_failed_step_are_not_served() -> None:
     pool = Pool(MODELS["plain"])
     pool.check_step([span(1, [0, 1, 2], 40)])
     pool.fast.begin([span(1, [0, 1, 2], 10, 8)])
@@ -146,7 +146,7 @@ def test_a_short_prompt_leaves_a_long_ones_copy_alone() -> None:
 
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("budget", [1 << 24, 1 << 18, 1 << 17], ids=["ample", "scarce", "one"])
-def test_whatever_comes_and_goes_attention_sees_the_pool(
+def test_attention_always_sees_the_pools_contents(
     layers: tuple[LayerLayout, ...], budget: int
 ) -> None:
     """Sequences begin with blocks of others, grow, end; slots are handed on as they are free."""
@@ -239,7 +239,7 @@ def test_without_owners_no_copy_outlives_its_sequence() -> None:
 
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
-def test_what_two_prompts_share_is_what_both_begin_with(one: list[int], other: list[int]) -> None:
+def test_two_prompts_share_their_common_prefix(one: list[int], other: list[int]) -> None:
     shared = _num_shared(one, other)
     assert one[:shared] == other[:shared]
     assert one[shared : shared + 1] != other[shared : shared + 1] or one == other

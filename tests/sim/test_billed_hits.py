@@ -43,8 +43,8 @@ def test_what_is_computed_again_after_a_preemption_is_neither_a_hit_nor_billed_t
         assert {(0, 20)} == told, "the counts changed after the first admission"
 
 
-def test_who_leaves_while_preempted_is_billed_the_whole_prompt_that_was_computed() -> None:
-    """The prompt is computed again when it goes on; until then it counts as it was served."""
+def test_a_client_leaving_while_preempted_is_billed_for_the_computed_prompt() -> None:
+    """The prompt is computed again when it resumes. Until then it counts as first served."""
     world = World(device_blocks=14, host_blocks=0, step_tokens=8)
     world.submit("leaves", [*range(17)], max_tokens=10)
     while len(world.tokens("leaves")) < 2:

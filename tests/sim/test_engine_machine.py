@@ -87,7 +87,7 @@ def test_any_interleaving_is_exact_where_windows_are_left_behind(seed: int, wind
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_token_is_computed_once_whoever_leaves(seed: int) -> None:
+def test_each_token_is_computed_once_whichever_client_leaves(seed: int) -> None:
     """With room for all and one token to generate, no row that others may read is made twice."""
     chance = random.Random(seed * 6607)
     world = World(
@@ -174,7 +174,7 @@ def test_a_grammar_that_allows_nothing_ends_its_request_alone() -> None:
 
 
 def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
-    """Computed tokens are the unique tokens, whoever asked first."""
+    """The computed tokens are the unique tokens, whichever request came first."""
     world = World(device_blocks=100)
     prefix = list(range(30))
     for number in range(8):
@@ -347,7 +347,7 @@ def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
     assert world.counts("x").miss == world.counts("y").miss == 1
 
 
-def test_tail_that_stands_is_not_waited_for_while_its_request_goes_on() -> None:
+def test_a_computed_tail_is_not_waited_for_while_its_request_runs() -> None:
     world = World(device_blocks=100)
     prompt = list(range(2 * BLOCK + 1))
     world.submit("long", prompt, max_tokens=12)

@@ -59,8 +59,8 @@ def test_shares_get_equal_parts_of_the_work() -> None:
     world.check()
 
 
-def test_the_wait_that_is_predicted_is_about_the_wait_that_comes() -> None:
-    """By the storm's own backlog; a newcomer is told a small part of it."""
+def test_the_predicted_wait_is_close_to_the_actual_wait() -> None:
+    """By the storm's own backlog. A newcomer gets a small part of that wait."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     now = [1]
     scheduler = world.engine._scheduler

@@ -41,7 +41,7 @@ def test_a_second_prompt_is_served_but_for_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("share_tails", [True, False])
-def test_a_prompt_that_parts_is_told_where_and_from_whom(share_tails: bool) -> None:
+def test_a_diverging_prompt_reports_where_and_from_which_block(share_tails: bool) -> None:
     world = World(share_tails=share_tails)
     ask(world, "a", FIRST)
     other = [*FIRST[: BLOCK + 2], *[40] * (2 * BLOCK)]
@@ -53,14 +53,14 @@ def test_a_prompt_that_parts_is_told_where_and_from_whom(share_tails: bool) -> N
     assert told(lookup)[-1] == (None, BLOCK + served, len(other) - BLOCK - served)
 
 
-def test_a_prompt_that_goes_on_where_another_ended_did_not_part_from_it() -> None:
+def test_a_prompt_that_continues_another_does_not_diverge_from_it() -> None:
     world = World()
     ask(world, "a", FIRST[: BLOCK + 2])
     absence = ask(world, "b", [*FIRST[: BLOCK + 2], *[40] * (2 * BLOCK)]).absence
     assert absence is not None and (2, False) == (absence.rows, absence.parted)
 
 
-def test_an_evicted_block_is_told_from_one_never_seen() -> None:
+def test_an_evicted_block_is_distinguished_from_one_never_seen() -> None:
     world = World(host_blocks=16, disk_blocks=4)
     ask(world, "a", FIRST)
     for number in range(30):

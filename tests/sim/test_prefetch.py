@@ -81,7 +81,7 @@ def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_oth
     world.check_idle()
 
 
-def test_nobody_is_looked_up_while_the_device_has_nothing_to_spare() -> None:
+def test_no_lookup_happens_while_the_device_has_nothing_to_spare() -> None:
     world = loaded(device_blocks=PLACES * 64 // BLOCK)
     while len(world.tokens("long0")) < 58:
         world.step()
@@ -99,8 +99,8 @@ def test_nobody_is_looked_up_while_the_device_has_nothing_to_spare() -> None:
     world.check_idle()
 
 
-def test_only_those_who_come_next_are_brought_up() -> None:
-    """The others' turn is far, and room on the device is for who runs."""
+def test_only_the_next_requests_are_promoted() -> None:
+    """The others' turn is far off, and device room is for running requests."""
     world = loaded()
     for number in range(6):
         world.submit(f"waits{number}", [*OLD[:-1], number], max_tokens=1)
@@ -113,7 +113,7 @@ def test_only_those_who_come_next_are_brought_up() -> None:
     world.check_idle()
 
 
-def test_who_runs_needs_the_room_more_than_who_waits() -> None:
+def test_running_requests_get_room_before_waiting_ones() -> None:
     """Two that run are about to fill the device: nothing is brought up beside them."""
     world = loaded(device_blocks=PLACES * 64 // BLOCK)
     while len(world.tokens("long0")) < 50:

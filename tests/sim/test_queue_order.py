@@ -45,7 +45,7 @@ def test_longest_cached_first_serves_more_and_lets_all_wait_shorter(
     assert max(waits_s(cached_first)) <= max(waits_s(by_arrival)) + server.max_passed_s
 
 
-def test_nobody_is_passed_by_for_longer_than_the_bound() -> None:
+def test_no_request_is_passed_by_for_longer_than_the_bound() -> None:
     """Of the public trace, whose requests hardly wait for each other's prefixes."""
     trace = public_load()
     for max_passed_s in (1.0, 5.0):

@@ -104,7 +104,7 @@ def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> 
     assert used[TierName.DEVICE, None].used_bytes > used[TierName.DEVICE, None].share_bytes * 0.9
 
 
-def test_what_a_purged_tenant_is_running_ends_well_and_is_kept_nowhere() -> None:
+def test_a_purged_tenants_running_request_finishes_and_is_not_kept() -> None:
     world = World(device_blocks=60, host_blocks=40, disk_blocks=200)
     prompt = list(range(30))
     world.submit("before", prompt, max_tokens=2, tenant=b"acme")

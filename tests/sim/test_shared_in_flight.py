@@ -84,7 +84,7 @@ def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it() ->
 
 
 def test_the_last_of_many_producers_still_finishes() -> None:
-    """Whoever computes is cancelled in the middle, until one is left."""
+    """The computing request is cancelled half-way, again and again, until one is left."""
     world = halfway(num_waiters=3)
     for _ in range(3):
         (producer,) = running(world)
@@ -119,7 +119,7 @@ def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix() -> None:
     assert unique_tokens(4) == world.runner.computed
 
 
-def test_waiters_hold_up_nobody_who_has_something_to_compute() -> None:
+def test_waiting_requests_do_not_delay_computing_ones() -> None:
     """More of them wait than may hold tickets while a prefix is loaded, and a step has tokens to
     spare; another prompt is served as if they were not there."""
     served_after = []
@@ -138,7 +138,7 @@ def test_waiters_hold_up_nobody_who_has_something_to_compute() -> None:
     assert alone == beside_waiters
 
 
-def test_nobody_is_looked_up_while_no_more_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_lookup_happens_while_all_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(device_blocks=100, max_running=1)
     for number in range(4):
         world.submit(f"r{number}", [number] * 8, max_tokens=9)
@@ -168,7 +168,7 @@ def test_a_preempted_sequence_is_next_whatever_the_order() -> None:
         world.check()
 
 
-def test_what_was_preempted_comes_back_from_below_and_is_not_computed_again() -> None:
+def test_a_preempted_request_is_loaded_from_below_and_not_recomputed() -> None:
     """Only rows of a block that was not full are lost with the slot, at each preemption."""
     world = World(device_blocks=12, host_blocks=200)
     prompts = [[number] * 2 * BLOCK for number in range(3)]
@@ -217,7 +217,7 @@ def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
 
 
 def test_a_row_that_one_sample_filled_is_not_written_by_another() -> None:
-    """Somebody else computes the block that it became, so each sample keeps to its own copy."""
+    """Another request computes the block that it became, so each sample keeps its own copy."""
     world = World(device_blocks=100)
     prompt = list(range(2 * BLOCK + 3))
     answer = replay(prompt, 1, seed=1)

@@ -245,7 +245,7 @@ async def test_a_card_without_storage_charges_nothing(tmp_path: Path, url: str) 
         assert charges(money) == {} and life.names() == ["system"]
 
 
-async def test_a_groups_pin_is_charged_to_nobody(tmp_path: Path, url: str) -> None:
+async def test_a_groups_pin_is_charged_to_no_tenant(tmp_path: Path, url: str) -> None:
     with running_ledger(url) as money:
         apply(money)
         life = Life(tmp_path, money)

@@ -175,7 +175,7 @@ def test_what_fires(case: Case) -> None:
     assert all(each["summary"] for each in firing)
 
 
-def test_a_server_that_just_started_alarms_nobody() -> None:
+def test_a_fresh_server_raises_no_alarm() -> None:
     server = Clocked()
     assert [] == firing_alerts(server.history)
     server.tick(money={"drift_units": 5}, engine={"num_waiting": 99})
@@ -184,7 +184,7 @@ def test_a_server_that_just_started_alarms_nobody() -> None:
 
 
 def test_a_restart_within_the_span_breaks_no_invariant() -> None:
-    """Counters begin anew: that they fell is no growth, and what grew before stays told."""
+    """Counters restart at 0. The fall is not growth, and earlier growth stays reported."""
     server = Clocked()
     server.histograms = {name: Histogram(BOUNDS_S) for name in NAMES}
     for broken in (3, 3, 0, 0):

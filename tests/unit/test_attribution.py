@@ -63,7 +63,7 @@ def test_users_sessions_and_tags_partition_what_was_charged(house: TestLedger) -
 
 
 @pytest.mark.parametrize("wrong", ["", "tag:", "users", "tag:" + "x" * 100, "tag:a\nb"])
-def test_a_split_that_is_none_is_refused(wrong: str) -> None:
+def test_an_invalid_split_is_refused(wrong: str) -> None:
     with pytest.raises(InvalidName):
         parse_query(split=wrong)
 

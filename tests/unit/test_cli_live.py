@@ -151,7 +151,7 @@ def test_stats_of_a_running_server_tell_every_tier(server: Running) -> None:
 
 
 def test_stats_of_a_running_server_tell_who_takes_the_room(server: Running, world: World) -> None:
-    """By owner where a name leads to the scope, else as nobody's; a block here is one byte."""
+    """By owner if a name leads to the scope, otherwise unowned. A block here is one byte."""
     told = json.loads(call("cache", "stats", "--data-dir", str(server.data_dir), "--json").stdout)
     held = {
         tier: sum(each["bytes"].get(tier, 0) for each in told["owners"])

@@ -347,7 +347,7 @@ def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path: Pa
 
 
 def test_close_waits_for_a_reader(tmp_path: Path) -> None:
-    """LMDB's map must not go while somebody reads through it."""
+    """LMDB's map must not be closed while a reader uses it."""
     racing = RacingStorage()
     tier = opened(tmp_path, racing)
     store(tier, blocks())

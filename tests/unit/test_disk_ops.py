@@ -309,7 +309,8 @@ def test_wear_is_counted_by_day(tmp_path: Path) -> None:
 
 
 def test_blocks_move_to_another_machine(tmp_path: Path) -> None:
-    """Export one tenant, import it elsewhere: the same blocks, verified, and nobody else's."""
+    """Export one tenant and import it elsewhere: the same blocks, verified, and no other
+    tenant's."""
     here, there = (
         opened(tmp_path / "a"),
         opened(tmp_path / "b", num_shards=2, capacity_bytes=8 << 20),

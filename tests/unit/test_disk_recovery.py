@@ -227,7 +227,7 @@ def test_a_record_whose_page_header_is_gone_can_be_evicted(filled: Path) -> None
 
 
 def test_one_torn_page_of_the_last_commit_costs_that_commit(filled: Path) -> None:
-    """The state before it stands, which LMDB keeps until two commits later."""
+    """The previous state remains, which LMDB keeps until two commits later."""
     tier = opened(filled)
     store(tier, 10)
     store(tier, 11)
@@ -275,7 +275,7 @@ def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["delete", "put", "commit"])
 def test_a_shard_without_room_for_its_repair_is_replaced(filled: Path, operation: str) -> None:
-    """LMDB writes changed pages anew, and finds no free ones in a map that is full."""
+    """LMDB writes changed pages to new places, and a full map has no free ones."""
     contradict(filled)
     storage = FaultyStorage(1, operations=[operation], error=map_full)
     tier = opened(filled, storage)

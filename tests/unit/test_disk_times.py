@@ -119,7 +119,7 @@ def test_idle_blocks_expire_by_their_last_use_also_behind_others(tmp_path: Path)
 
 @pytest.mark.parametrize("jump_s", [YEAR, -YEAR])
 def test_a_clock_that_jumps_between_two_runs(tmp_path: Path, jump_s: int) -> None:
-    """Nothing expires at once, and what nobody uses expires a ttl later."""
+    """Nothing expires at once, and unused blocks expire a ttl later."""
     clock = Clock()
     tier = opened(tmp_path, clock, idle_ttl_s=HOUR)
     for seed in range(3):

@@ -101,7 +101,7 @@ def test_an_expression_whose_first_token_takes_seconds_is_refused(
 
 
 def test_a_grammar_that_turns_slow_ends_its_own_sequence(compiler: GrammarCompiler) -> None:
-    """Nobody waits for it meanwhile, and another grammar goes on."""
+    """Nothing waits for it meanwhile, and another grammar continues."""
     trap = compiler.compile(source_of(StructuredOutputs(regex="[ab]{5}(.?){200}x")))
     other = compiler.compile(source_of(StructuredOutputs(regex="[ab]{6}")))
     caught, free = trap.begin(0), other.begin(0)
@@ -123,7 +123,7 @@ def test_a_grammar_that_turns_slow_ends_its_own_sequence(compiler: GrammarCompil
     ("work", "ends"), [("time.sleep(0.6)", 0), ("while True: pass", -signal.SIGPROF)]
 )
 def test_a_grammars_time_is_its_own_cpu_time(work: str, ends: int) -> None:
-    """What a busy machine takes away is none of it."""
+    """Time lost to a busy machine does not count."""
     code = f"import time\nfrom engine.grammar import worker\nworker._bound_time(0.2)\n{work}"
     child = subprocess.run([sys.executable, "-c", code], check=False, timeout=100)
     assert ends == child.returncode

@@ -156,7 +156,7 @@ def test_snapshots_become_json_and_paths() -> None:
 
 
 def test_a_window_counts_on_over_restarts() -> None:
-    """Counters begin anew with each run; what earlier ones counted still belongs to the window."""
+    """Counters restart with each run, and earlier runs' counts still belong to the window."""
     body, now_s = b"", 1_000_000.0
     for run in range(3):
         server = Clocked()

@@ -190,8 +190,8 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
 
 
 def test_other_processes_still_see_that_the_logs_index_is_in_use(tmp_path: Path) -> None:
-    """SQLite cuts an index that nobody has locked: a server died of that (SIGBUS) when a command
-    opened its ledger."""
+    """SQLite truncates an index that nobody has locked. A server died of that (SIGBUS) when a
+    command opened its ledger."""
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
         assert _in_use(path)

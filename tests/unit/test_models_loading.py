@@ -129,7 +129,7 @@ def test_a_model_without_the_attention_interface_is_refused() -> None:
 
 
 def test_a_model_whose_attention_is_not_what_we_compute_is_refused() -> None:
-    """The check that guards every model nobody thought of: other logits, no service."""
+    """The check that guards against unforeseen models: other logits, no service."""
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,

@@ -57,7 +57,7 @@ def test_a_table_chosen_by_the_longest_sequence_beside_is_refused() -> None:
 
 
 def test_a_table_that_changes_at_a_border_of_the_config_is_refused() -> None:
-    """Nothing stands beside it: the same prefix, continued across the border."""
+    """Nothing is beside it: the same prefix, continued across the boundary."""
     model = stock_model("llama")
     model.config.original_max_position_embeddings = 300
 
@@ -86,7 +86,7 @@ def test_a_window_that_never_reaches_paged_attention_is_refused() -> None:
 
 
 def test_a_layer_that_looks_at_its_neighbours_is_refused() -> None:
-    """As an expert with room for so many tokens would."""
+    """Like an expert with room for a limited number of tokens."""
     model = stock_model("llama")
     wrapped(
         model.model.layers[2].mlp,

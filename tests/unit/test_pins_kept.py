@@ -296,7 +296,7 @@ def retain(
 
 
 def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers() -> None:
-    """Without being written ahead of their turn, told to the disk, or saved."""
+    """They are not written early, not named to the disk, and not saved."""
     bench = Bench(disk=0, host=60)
     session, other = bench.chain(0, 5), bench.chain(500, 5)
     bench.serve(session)
@@ -346,7 +346,7 @@ def test_a_turn_takes_the_place_of_the_turn_before() -> None:
 
 
 def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_path: Path) -> None:
-    """The soonest over goes first, and nobody loses another tenant's."""
+    """The pin that ends soonest goes first, and no tenant's pin displaces another's."""
     bench = Bench(folder=tmp_path)  # 15 may be pinned
     for number in range(20):
         assert 2 == retain(bench, bench.chain(number * 100, 2), f"s{number}")
@@ -404,7 +404,7 @@ def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path: Path) -
     assert [earlier.now_s + 3600] == [pin.until_s for pin in again.cache.pins()]
 
 
-def test_what_cannot_be_pinned_is_said() -> None:
+def test_a_pin_that_cannot_be_set_is_explained() -> None:
     bench = Bench()
     late = bench.clock.now_s + 10
     with pytest.raises(PinError, match="16 pinned blocks, and 15 may be"):

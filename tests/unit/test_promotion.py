@@ -53,7 +53,7 @@ def test_what_stands_is_lifted_while_the_rest_loads(bench: Bench) -> None:
 
 
 def test_a_disk_that_has_no_more_is_not_waited_for_a_step_longer(bench: Bench) -> None:
-    """Loaded up to a block that another request computed, then told that nothing follows."""
+    """Loaded up to a block that another request computed, after which nothing follows."""
     on_disk(bench, 3)
     chain = bench.chain(0, 5)
     (computed,) = bench.cache.tables.plan(bench.chain(0, 3), 2)
@@ -88,7 +88,7 @@ def test_what_came_from_the_disk_is_not_written_there_again(bench: Bench) -> Non
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_purge_takes_blocks_that_are_loading(bench: Bench, fails: bool) -> None:
-    """Their load ends, well or badly, and nothing is told or kept of them."""
+    """Their load ends, with or without success, and nothing of them is reported or kept."""
     chain = on_disk(bench, 4)
     ticket = probed(bench, chain)
     bench.cache.on_purge(lambda roots: bench.cache.close_ticket(ticket))

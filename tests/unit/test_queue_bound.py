@@ -32,7 +32,7 @@ def made_up_hits(salt: int, waiting: Sequence) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 4)), max_size=80))
-def test_nobody_is_passed_by_for_longer_than_the_bound(
+def test_no_request_is_passed_by_for_longer_than_the_bound(
     turns: list[tuple[int, int, int]],
 ) -> None:
     """Each turn: some arrive, one is admitted by an arbitrary rank, and seconds pass."""

@@ -49,7 +49,7 @@ def kept(pins, owner):
 
 
 def test_a_tenant_keeps_at_most_what_it_leaves_free():
-    """Whoever comes next finds room: half of all, then half of the rest."""
+    """The next share finds room: half of all, then half of the rest."""
     pins = Pins[int](max_blocks=16)
     put_owned(pins, "a", range(8))
     with pytest.raises(PinError, match="'a' keeps 8 blocks, with these 9, and may keep 8 now"):
@@ -95,7 +95,7 @@ NAMED = st.tuples(st.sampled_from("pqr"), st.lists(st.sampled_from("abcdef"), ma
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), NAMED), max_size=20))
 def test_held_and_released_keys_balance(operations):
-    """A tier that does what it is told holds just the pinned blocks."""
+    """A tier that follows its calls holds just the pinned blocks."""
     pins, held = Pins[str](max_blocks=5), set()
     for is_pin, (name, keys) in operations:
         if is_pin:

@@ -65,7 +65,7 @@ def test_a_tenant_borrows_idle_room_and_gives_it_back():
 
 
 def test_a_quota_is_the_same_part_of_every_tier():
-    """Who was promised half of all bytes has half of the device, whatever it has on the host."""
+    """A tenant promised half of all bytes has half of the device, whatever it has on the host."""
     shares = QuotaShares(120, {"a": 60})
     host, device = Cache(Quotas(shares, 100), 100), Cache(Quotas(shares, 20), 20)
     for number in range(100):

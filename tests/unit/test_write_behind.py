@@ -277,7 +277,7 @@ def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(
 def test_a_flush_passes_over_what_was_being_written_as_it_began(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each block stands below once, whether its store was under way or still to come."""
+    """Each block is below once, whether its store was under way or still to come."""
     bench = Bench(device=45, host=56, disk=400)
     for chain in prompts(bench, 4):
         bench.compute(chain)
