@@ -20,7 +20,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -137,9 +136,6 @@ def describe(
 ) -> LoadedModel:
     """Pack `model` for its device, check that paged attention works for it, and describe it."""
     attention.register()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            module.loss_function = None  # else whoever lists its attributes gets a warning
     config: Any = model.config
     text_config = config.get_text_config()
     max_context = text_config.max_position_embeddings

@@ -153,13 +153,6 @@ def test_an_error_in_the_graph_is_said_in_a_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_warm_up_warns_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    warm = runner(tiny_model("llama"))
-    logging.Logger.warning_once.cache_clear()  # type: ignore[attr-defined]
-    warm.warm_up()
-    assert [] == [each for each in caplog.records if each.levelno >= logging.WARNING]
-
-
 def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
     loaded = tiny_model("llama")
     plain, traced = runner(loaded), runner(loaded)
