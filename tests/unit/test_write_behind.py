@@ -257,9 +257,9 @@ def test_blocks_that_are_lost_are_said_in_the_log_once_a_minute(
     losses.note(waiting)
     first, second = [record.getMessage() for record in caplog.records]
     assert "1 block(s) left memory" in first
-    assert "4 block(s)" not in first
+    assert "(not written yet: 1, not taken by the disk: 0); a larger" in first
     assert "3 block(s) left memory" in second
-    assert "1 were not written yet, 2 the disk did not take" in second
+    assert "(not written yet: 1, not taken by the disk: 2); a larger" in second
 
 
 def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(

@@ -32,10 +32,11 @@ class LossLog:
         if now_s - self._said_s < SAY_EVERY_S:
             return
         self._said_s = now_s
+        hint = "; a larger cache.host_bytes gives the writer more time"
         logger.warning(
             f"{self._num_unwritten + self._num_refused} block(s) left memory and are not on disk, "
-            f"so they will be computed again: {self._num_unwritten} were not written yet, "
-            f"{self._num_refused} the disk did not take; a larger cache.host_bytes gives the "
-            "writer more time"
+            f"so they are computed again when needed (not written yet: {self._num_unwritten}, "
+            f"not taken by the disk: {self._num_refused}){hint if self._num_unwritten else ''}. "
+            f"This is said once in {SAY_EVERY_S:.0f} s; cachesvc_cache_events_total counts all"
         )
         self._num_unwritten = self._num_refused = 0
