@@ -22,9 +22,9 @@ import torch
 logger = logging.getLogger(__name__)
 
 SAMPLE = 4  # steps of each size that a trial compares
-FIRST_REST = 8  # steps of a kind before its first trial
-REST = 64  # and between trials; doubled while trials change nothing
-LONGEST_REST = 512
+FIRST_REST = 32  # steps of a kind before its first trial
+REST = 128  # and between trials; doubled while trials change nothing
+LONGEST_REST = 1024
 GAIN = 0.95  # more threads must take less than this share of the time, as they use more processors
 HOPELESS = 1.5  # a trial ends if all its steps take this many times the usual time
 CHANGED = 1.5  # another begins if all steps take this many times as long as at the last trial

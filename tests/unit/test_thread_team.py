@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.team import LEAST_REST, LONGEST_REST, SAMPLE, ThreadTeam
+from engine.execution.team import FIRST_REST, LEAST_REST, LONGEST_REST, SAMPLE, ThreadTeam
 
 
 class Machine:
@@ -47,7 +47,7 @@ def test_more_threads_compute_where_they_are_faster() -> None:
 
 def test_one_thread_computes_where_two_wait_for_each_other() -> None:
     machine = Machine(crowded)
-    machine.steps(20)
+    machine.steps(FIRST_REST + 12)
     assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
@@ -116,7 +116,7 @@ def test_kernels_made_anew_end_no_trial() -> None:
         anew, before = 5.0 * (threads != before), threads
         return anew + crowded(1, threads) / 4
 
-    assert Machine(seconds).steps(100)[1] > 80
+    assert Machine(seconds).steps(FIRST_REST + 100)[1] > 80
 
 
 @given(
