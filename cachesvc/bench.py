@@ -235,8 +235,7 @@ def _fact(source: random.Random) -> str:
 
 def sink(cache: TieredCache, *, to_disk: bool) -> None:
     """Demotes every block from the device, and with `to_disk` from the host tier. Engine thread."""
-    if to_disk:
-        cache.flush()
+    cache.flush()  # the question is not to wait for processors beside the disk's writer
     residency = cache.residency
     for block in [*cache.index, *cache.index.iter_partials()]:
         if block.slot is not None and block.ref_count == 0:
