@@ -36,6 +36,7 @@ from api.routes import (
     quote,
     responses,
     tokenize,
+    unserved,
     usage,
 )
 from api.shapes.body import refusal
@@ -44,6 +45,7 @@ from billing.errors import BillingError
 from engine.errors import EngineError
 
 AREAS = (
+    unserved,  # before the routes with a name in their path
     chat,
     completions,
     messages,

@@ -7,6 +7,7 @@ ApiError
 │   └── Unsupported           a known feature that this server cannot serve
 ├── BodyTooLarge
 ├── ModelNotFound
+├── NotServed                 a known route of other servers that this one has not
 ├── RequestNotFound           the journal does not remember it, or it is another tenant's
 ├── ResponseNotFound          no response of this id is kept for the caller
 ├── CacheNotFound             the caller keeps no cache of this name
@@ -82,6 +83,10 @@ class BodyTooLarge(ApiError):
 
 class ModelNotFound(ApiError):
     """No model of that name is served here."""
+
+
+class NotServed(ApiError):
+    """The route is one of other servers, and this one does not have it."""
 
 
 class RequestNotFound(ApiError):
@@ -174,6 +179,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     Unsupported: Row(400, "invalid_request_error", "unsupported_parameter"),
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
+    NotServed: Row(404, "invalid_request_error", "not_served"),
     RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),
     ResponseNotFound: Row(404, "invalid_request_error", "response_not_found"),
     CacheNotFound: Row(404, "invalid_request_error", "cache_not_found"),

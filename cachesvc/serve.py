@@ -50,7 +50,10 @@ def serve(
             contextlib.ExitStack() as service_open,
         ):
             with answering(listener, startup):
-                logger.info(f"{url_of(listener)} answers /health; the model is loaded now")
+                logger.info(
+                    f"{url_of(listener)} answers 503 until {settings.model.name} is loaded; "
+                    "/health/ready says when"
+                )
                 with startup.during("importing torch"), _importing():
                     from cachesvc.server.compute import prepare  # torch, seconds of it
                 with startup.during(f"loading {settings.model.name}"):

@@ -35,19 +35,6 @@ def card(model: ServedModel) -> dict[str, Any]:
     }
 
 
-@router.post("/v1/embeddings")
-@router.post("/embeddings", include_in_schema=False)
-async def embeddings(request: Request) -> None:
-    """Not served. Raises Unsupported, naming what is."""
-    await authorised(request)
-    served = ", ".join(f"'{name}'" for name in wire_of(request).models)
-    raise ModelNotFound(
-        f"No embedding model is served here. {served} answer /v1/chat/completions, /v1/responses, "
-        "/v1/messages and /v1/completions.",
-        param="model",
-    )
-
-
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request) -> dict[str, Any]:

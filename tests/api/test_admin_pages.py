@@ -19,6 +19,7 @@ from api.cache.owners import Owners
 from api.errors import RateLimited
 from api.format import size
 from api.journal.journal import Journal, JournalSettings
+from api.routes.unserved import UNSERVED
 from api.testing import ByteTokenizer, byte_model
 from billing.invoices.register import InvoiceRegister
 from billing.keys import Principal
@@ -130,6 +131,7 @@ async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(
     for path in ("POST /v1/chat/completions", "GET /v1/models", "GET /health/ready"):
         assert path in page.text
     assert "max_completion_tokens" in page.text
+    assert [] == [name for name in UNSERVED if f"<code>/v1/{name}</code>" not in page.text]
 
 
 async def test_the_explorer_shows_whose_a_prefix_is(

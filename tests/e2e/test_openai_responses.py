@@ -1,6 +1,6 @@
 """OpenAI's client with Responses, against a server on a socket."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -117,6 +117,17 @@ def test_input_tokens(client: openai.OpenAI) -> None:
     assert len(PROMPT) == counted.input_tokens
 
 
-def test_embeddings_are_refused_by_what_is_served(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match=r"'bytes' answer /v1/chat/completions"):
-        client.embeddings.create(model="bytes", input="hi")
+def test_what_is_not_served_is_refused_by_name_and_what_is_served(client: openai.OpenAI) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: client.embeddings.create(model="bytes", input="hi"),
+        lambda: client.audio.speech.create(model="bytes", voice="alloy", input="hi"),
+        lambda: client.files.list(),
+        lambda: client.moderations.create(input="hi"),
+        lambda: client.images.generate(prompt="hi"),
+        lambda: client.batches.list(),
+    ]
+    for call in calls:
+        told = r"/v1/\w+ is not served here: .* 'bytes' answer /v1/chat/completions"
+        with pytest.raises(openai.NotFoundError, match=told) as refused:
+            call()
+        assert "not_served" == refused.value.code

@@ -79,7 +79,7 @@ def test_the_port_answers_while_the_model_loads_and_is_ready_when_it_has(
             arguments(model, tmp_path / "data", port), cwd=model.parent, stdout=out, stderr=out
         )
     try:
-        while not log.read_text().count("answers /health"):
+        while not log.read_text().count("answers 503 until"):
             assert process.poll() is None, log.read_text()
             time.sleep(0.01)
         early = {path: ask(port, path) for path in ("/health", "/health/ready", "/v1/models")}

@@ -13,6 +13,7 @@ from starlette.responses import RedirectResponse, Response
 
 from api.admin.pages.base import render
 from api.page_headers import HEADERS, POLICY
+from api.routes.unserved import UNSERVED
 from api.shapes.schemas import ChatBody, CompletionBody
 
 router = APIRouter(include_in_schema=False)
@@ -31,7 +32,9 @@ async def front() -> Response:
 @router.get("/docs")
 async def api_page(request: Request) -> Response:
     """Every route with its parameters; `/openapi.json` has the same for programs."""
-    page = render(request, "api.html", None, routes=_routes(request.app.openapi()))
+    page = render(
+        request, "api.html", None, routes=_routes(request.app.openapi()), unserved=UNSERVED
+    )
     page.headers.update(HEADERS | {"Content-Security-Policy": POLICY})
     return page
 

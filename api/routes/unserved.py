@@ -1,0 +1,59 @@
+"""What OpenAI, Anthropic and other servers have and this one has not, refused by name."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from fastapi import APIRouter, Request
+
+from api.context import authorised, wire_of
+from api.errors import NotServed
+
+router = APIRouter(include_in_schema=False)
+
+_NO_FILES = "send the content itself, in the request"
+_NO_STORE = "keep the conversation yourself, or use previous_response_id of /v1/responses"
+_NO_TRAINING = "serve a finished adapter with `--adapter`"
+
+# What is named after /v1, and what to do instead.
+UNSERVED: Final[Mapping[str, str]] = {
+    "assistants": _NO_STORE,
+    "audio": "no model here hears or speaks; send text",
+    "batches": "send the requests one by one; X-Session-Id groups them",
+    "classify": "ask a chat for one of several answers, with structured_outputs.choice",
+    "containers": "run the model's tool calls yourself",
+    "conversations": _NO_STORE,
+    "embeddings": "no embedding model is served; run one beside this server",
+    "evals": "run them in your own harness",
+    "files": _NO_FILES,
+    "fine_tuning": _NO_TRAINING,
+    "images": "no model here draws; a vision model reads images in a chat",
+    "messages/batches": "send the requests one by one; X-Session-Id groups them",
+    "moderations": "no moderation model is served; run one in front of this server",
+    "pooling": "no embedding model is served; run one beside this server",
+    "realtime": "stream a chat with `stream: true`",
+    "rerank": "no reranking model is served; run one beside this server",
+    "score": "no reranking model is served; run one beside this server",
+    "skills": "put their text into the system prompt",
+    "threads": _NO_STORE,
+    "uploads": _NO_FILES,
+    "vector_stores": "search yourself, and put what was found into the prompt",
+    "videos": "no model here draws; a vision model reads images in a chat",
+}
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
+
+
+async def refuse(request: Request) -> None:
+    """Raises NotServed, with what to do instead and what is served."""
+    await authorised(request)
+    path = request.url.path.removeprefix("/v1").removeprefix("/")
+    name = next(name for name in UNSERVED if f"{path}/".startswith(f"{name}/"))
+    models = ", ".join(f"'{model}'" for model in wire_of(request).models)
+    raise NotServed(
+        f"/v1/{name} is not served here: {UNSERVED[name]}. {models} answer /v1/chat/completions, "
+        "/v1/responses, /v1/messages and /v1/completions.",
+    )
+
+
+for _path in (f"{base}/{name}" for base in ("/v1", "") for name in UNSERVED):
+    router.add_api_route(_path, refuse, methods=_METHODS)
+    router.add_api_route(f"{_path}/{{rest:path}}", refuse, methods=_METHODS)
