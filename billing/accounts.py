@@ -39,7 +39,7 @@ from billing.keys import (
 from billing.money import check_currency, format_units
 from billing.names import check_name, check_text
 from billing.prices.book import PriceBook, RateCard
-from billing.prices.cards import card_digest, default_card, parse_card
+from billing.prices.cards import applied_card, card_digest, default_card
 from billing.store import accounts as rows
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
@@ -151,7 +151,7 @@ class Accounts:
         with self.store.reading() as connection:
             version = rows.version(connection)
             found = rows.live_keys(connection)
-            cards = [parse_card(row["text"]) for row in rows.card_rows(connection)]
+            cards = [applied_card(row) for row in rows.card_rows(connection)]
             rate_limits = rows.rate_limits_of(connection)
         known = {
             row.digest: _Known(
@@ -210,9 +210,11 @@ class Accounts:
         _check_limit(credit_limit)
 
         def write(connection: Connection) -> None:
-            if not rows.insert_tenant(connection, tenant, currency, credit_limit, self._clock_ns()):
+            now_ns = self._clock_ns()
+            if not rows.insert_tenant(connection, tenant, currency, credit_limit, now_ns):
                 raise AlreadyExists(f"tenant {tenant!r} exists already")
-            after = {"currency": currency, "credit_limit": _text(credit_limit)}
+            after: dict[str, Any] = {"currency": currency, "credit_limit": _text(credit_limit)}
+            after["created_ns"] = now_ns
             self.trail.add(connection, by, "tenant.create", tenant, None, after, reason)
 
         self._change(write)
@@ -373,7 +375,7 @@ class Accounts:
 
         def write(connection: Connection) -> None:
             nonlocal is_new
-            book = PriceBook(tuple(parse_card(row["text"]) for row in rows.card_rows(connection)))
+            book = PriceBook(tuple(map(applied_card, rows.card_rows(connection))))
             is_new = book.with_card(card) is not book
             if not is_new:
                 return

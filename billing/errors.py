@@ -24,6 +24,7 @@ BillingError
 │   ├── UnknownDeposit       no top-up or grant has this reference
 │   └── UnknownRequest       no request of this id was charged
 ├── InvoiceError           an invoice that cannot be issued, marked or credited so
+│   ├── MonthOpen          the month's minimum is not booked yet
 │   ├── PartiesError       a file of seller and buyers that cannot be used; names the field
 │   └── UnknownInvoice     no invoice or credit note has this number
 ├── IdempotencyConflict    the same key with another body (409)
@@ -148,6 +149,10 @@ class UnknownRequest(GateError):
 
 class InvoiceError(BillingError):
     """The invoice cannot be issued, marked or credited this way; the message says why."""
+
+
+class MonthOpen(InvoiceError):
+    """The month has a minimum that is not booked yet; the message says when it can be."""
 
 
 class PartiesError(InvoiceError):

@@ -20,6 +20,7 @@ from billing.clock import ClockWatch, said_behind
 from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
 from billing.gate.commands import (
     Adjust,
+    CloseMonth,
     Command,
     Correct,
     Deposit,
@@ -294,6 +295,13 @@ class Ledger:
         check_text(reference, "reference")
         check_text(reason, "reason")
         return self._commits.submit(Correct(tenant, request_id, reference, amount, by, reason))
+
+    def close_month(self, tenant: str, month: str) -> "Future[Entry | None]":
+        """Books a past month's shortfall against the minimum of the tenant's card, once.
+
+        Returns None if no minimum binds, or if requests of the month may still be running.
+        """
+        return self._jumped() or self._commits.submit(CloseMonth(tenant, month))
 
     def _jumped(self) -> "Future[Any] | None":
         """A failed future if the clock has jumped, for commands that would be dated by it.

@@ -14,7 +14,7 @@ from billing.gate.entries import Entry, Kind
 from billing.gate.holds import RequestContext, request_body
 from billing.gate.outcomes import Outcome
 from billing.gate.postings import spend
-from billing.gate.work import Used, Work
+from billing.gate.work import TenantAccount, Used, Work
 from billing.prices.book import MONTHLY, NS, PinnedRate, PriceBook, RateCard, RateRef
 from billing.prices.rating import Charge, Line, rate
 from billing.usage import Usage
@@ -66,12 +66,30 @@ def charge_in(details: Mapping[str, Any], pinned: PinnedRate) -> Charge:
     return rate(Usage.from_record(details.get("usage", {})), pinned, details.get("included", {}))
 
 
-def committing_card(book: PriceBook, tenant: str, currency: str, month: str) -> RateCard | None:
-    """The tenant's own card at the end of a month, if it has a minimum and was valid all month."""
-    card = book.in_force(closing_ns(month), currency, tenant)
-    if card is None or not card.monthly_minimum or card.valid_from_ns > month_ns(month)[0]:
+def committing_card(book: PriceBook, account: TenantAccount, month: str) -> RateCard | None:
+    """The tenant's own card at the end of a month, if its minimum binds in that month.
+
+    It binds from the first full month in which it is valid and applied and the tenant exists. A
+    card applied after the month changes nothing in it.
+    """
+    first_ns, after_ns = month_ns(month)
+    known = PriceBook(tuple(card for card in book.cards if card.applied_ns < after_ns))
+    card = known.in_force(closing_ns(month), account.currency, account.tenant)
+    if card is None or not card.monthly_minimum:
         return None
-    return card
+    return card if binds_from_ns(card, account) <= first_ns else None
+
+
+def binds_from_ns(card: RateCard, account: TenantAccount) -> int:
+    """The instant from which a card's minimum binds a tenant, in full months."""
+    return max(card.valid_from_ns, card.applied_ns, account.created_ns)
+
+
+def first_month(at_ns: int) -> str:
+    """The first full month that begins at an instant or after it."""
+    month = month_of(at_ns)
+    first_ns, after_ns = month_ns(month)
+    return month if at_ns <= first_ns else month_of(after_ns)
 
 
 def commitment_ref(card: RateCard) -> RateRef:
@@ -84,7 +102,7 @@ def close_month(work: Work, command: CloseMonth) -> Entry | None:
     account = work.account(command.tenant)
     reference = REFERENCE + command.month
     standing = work.entry(command.tenant, reference, Kind.CHARGE)
-    card = committing_card(work.book, command.tenant, account.currency, command.month)
+    card = committing_card(work.book, account, command.month)
     if standing is not None or card is None:
         return standing
     if work.now_ns < month_ns(command.month)[1] + GRACE_NS:

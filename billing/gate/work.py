@@ -43,6 +43,7 @@ class TenantAccount:
     held: int = 0
     balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
     grants: dict[int, ScopedGrant] = field(default_factory=dict)  # scoped ones, by number
+    created_ns: int = 0
 
     @property
     def worth(self) -> int:

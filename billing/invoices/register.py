@@ -7,14 +7,15 @@ that issues its document, so the numbers of a series have no gap. Any thread; bl
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import date
+from datetime import UTC, date, datetime
 from enum import StrEnum
 from typing import Any
 
 import orjson
 
-from billing.errors import InvoiceError, PartiesError, UnknownInvoice
+from billing.errors import InvoiceError, MonthOpen, PartiesError, UnknownInvoice
 from billing.gate.entries import Entry, Kind
+from billing.gate.plans import GRACE_NS, REFERENCE, committing_card, month_ns
 from billing.invoices.document import (
     CREDIT_NOTE,
     INVOICE,
@@ -27,8 +28,10 @@ from billing.invoices.document import (
     invoice_document,
 )
 from billing.invoices.parties import Parties, parse_parties
-from billing.money import parse_units, round_half_even
+from billing.money import format_units, parse_units, round_half_even
 from billing.names import check_text
+from billing.prices.book import NS, PriceBook
+from billing.prices.cards import applied_card
 from billing.reports.statement import month_days
 from billing.store import accounts as store_accounts
 from billing.store import invoices as rows
@@ -107,7 +110,7 @@ class InvoiceRegister:
 
     def month(self, tenant: str, month: str) -> Invoice:
         """The issued invoice of a month, else a draft."""
-        month = _canonical(month)
+        month = canonical_month(month)
         with self.store.reading() as connection:
             for found in _documents(connection, tenant):
                 if found.state is not InvoiceState.VOID and _is_of(found.document, month):
@@ -130,9 +133,12 @@ class InvoiceRegister:
     # -- changes -----------------------------------------------------------------------------------
 
     def finalize(self, tenant: str, month: str, *, by: str, reason: str = "") -> Invoice:
-        """Issues the invoice of a past month. If it was issued before, returns that one."""
+        """Issues the invoice of a past month. If it was issued before, returns that one.
+
+        Raises `MonthOpen` while the month's minimum is not booked.
+        """
         check_text(reason, "reason")
-        month = _canonical(month)
+        month = canonical_month(month)
 
         def write(connection: Connection) -> Invoice:
             _lock(connection, tenant)
@@ -145,6 +151,7 @@ class InvoiceRegister:
             document = invoice_document(connection, parties, tenant, month, standing)
             if document["period"]["to_ns"] > now_ns:
                 raise InvoiceError(f"{month} is not over; its invoice is a draft until then")
+            _check_closed(connection, tenant, month)
             days = buyer.payment_days
             days = parties.seller.payment_days if days is None else days
             document = dated(document, now_ns, days, parties)
@@ -272,7 +279,21 @@ def _lock(connection: Connection, tenant: str) -> None:
     lock_trail(connection)
 
 
-def _canonical(month: str) -> str:
+def _check_closed(connection: Connection, tenant: str, month: str) -> None:
+    """Raises `MonthOpen` if a minimum binds in a month and is not booked yet."""
+    account = store_reports.all_accounts(connection)[tenant]
+    book = PriceBook(tuple(map(applied_card, store_accounts.card_rows(connection))))
+    card = committing_card(book, account, month)
+    if card and store_reports.find_request(connection, tenant, REFERENCE + month) is None:
+        closes = datetime.fromtimestamp((month_ns(month)[1] + GRACE_NS) // NS, UTC)
+        minimum = f"{format_units(card.monthly_minimum)} {card.currency}"
+        raise MonthOpen(
+            f"{tenant!r} has a minimum of {minimum} for {month}, which is booked once the month's "
+            f"last requests are settled, at {closes:%Y-%m-%d %H:%M} UTC; issue the invoice then"
+        )
+
+
+def canonical_month(month: str) -> str:
     """A month in the form 2026-11, however it was written, because a month is invoiced once."""
     return month_days(month)[0].strftime("%Y-%m")
 

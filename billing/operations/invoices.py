@@ -1,6 +1,7 @@
 """Invoices: drafts, issued invoices and their states, seller and buyers."""
 
-from billing.invoices.register import InvoiceRegister, InvoiceState
+from billing.errors import MonthOpen
+from billing.invoices.register import InvoiceRegister, InvoiceState, canonical_month
 from billing.invoices.render import Form, render, summary
 from billing.operations.books import Books
 from billing.reports.documents import Document
@@ -31,9 +32,18 @@ def show_month(
 
 
 def finalize_invoice(books: Books, *, tenant: str, month: str, by: str, why: str) -> Document:
-    """Issues the invoice of a past month. If it was issued before, returns that one."""
+    """Issues the invoice of a past month. If it was issued before, returns that one.
+
+    Books the month's minimum first, if the server has not done it.
+    """
     books.accounts.tenant(tenant)
-    return InvoiceRegister(books.store).finalize(tenant, month, by=by, reason=why).as_json()
+    register = InvoiceRegister(books.store)
+    try:
+        issued = register.finalize(tenant, month, by=by, reason=why)
+    except MonthOpen:
+        books.ledger.close_month(tenant, canonical_month(month)).result()
+        issued = register.finalize(tenant, month, by=by, reason=why)
+    return issued.as_json()
 
 
 def mark_invoice(books: Books, *, number: str, state: InvoiceState, by: str, why: str) -> Document:

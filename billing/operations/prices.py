@@ -42,13 +42,20 @@ def lint_card(books: Books, *, card: CardSource) -> list[Document]:
 def plan_card(
     books: Books, *, card: CardSource, days: int = 30, tenant: str | None = None
 ) -> Document:
-    """What the last days' real usage would have cost under a card. Changes nothing."""
+    """What the last days' real usage would have cost under a card, and its monthly minimum.
+
+    Changes nothing.
+    """
     books.accounts.expect(tenant)
     from billing.proof import rerate  # imports the database
 
-    pricing = rerate.under_card(_card(books, card))
-    since_ns = max(0, time.time_ns() - days * 86_400 * NS)
-    return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
+    tried = _card(books, card)
+    now_ns = time.time_ns()
+    since_ns = max(0, now_ns - days * 86_400 * NS)
+    pricing = rerate.under_card(tried)
+    plan = rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant)
+    plan.minimums = rerate.minimums(books.store, tried, now_ns, tenant)
+    return plan_document(plan)
 
 
 def apply_card(books: Books, *, card: CardSource, by: str, why: str) -> Document:
@@ -71,7 +78,8 @@ def _card(books: Books, source: CardSource) -> RateCard:
     if (toml is None) == (name is None):
         raise PriceError("give a card either by `toml` or by `name`")
     if toml is not None:
-        return parse_card(toml)
+        new = parse_card(toml)
+        return next((card for card in books.accounts.book.cards if card.text == new.text), new)
     for card in reversed(books.accounts.book.cards):
         if card.name == name and version in (None, card.version):
             return card

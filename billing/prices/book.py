@@ -231,6 +231,7 @@ class RateCard:
     included: tuple[Included, ...] = ()  # per month and tenant
     monthly_minimum: int = 0  # minimum charges per month and tenant
     text: str = ""
+    applied_ns: int = 0  # when it was put in force; 0 if it was not
 
     def window_at(self, instant_ns: int) -> str:
         """The window open at this instant: the first listed that covers it."""

@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from fractions import Fraction
@@ -66,6 +67,11 @@ def load_card(path: Path) -> RateCard:
     except (OSError, UnicodeDecodeError) as error:
         raise PriceError(f"cannot read rate card {path}: {error}") from error
     return parse_card(text, str(path))
+
+
+def applied_card(row: Mapping[Any, Any]) -> RateCard:
+    """The card in a row of the ledger, with the instant at which it was applied."""
+    return replace(parse_card(row["text"]), applied_ns=row["applied_ns"])
 
 
 def shipped_cards() -> dict[str, str]:

@@ -23,9 +23,8 @@ from typing import Any
 
 from billing.errors import BillingError
 from billing.prices.book import PriceBook, RateCard
-from billing.prices.cards import card_digest, parse_card
+from billing.prices.cards import applied_card, card_digest
 from billing.proof.decisions import check_decisions
-from billing.proof.history import CardHistory
 from billing.proof.invoices import check_invoices
 from billing.proof.projections import (
     check_holds,
@@ -67,13 +66,14 @@ def verify(
         proof = Proof()
         book = _book(connection, proof)
         corrections = store_reports.correction_rows(connection)
-        replay = ProofRun(book, corrections, kept, _history(connection, book))
+        replay = ProofRun(book, corrections, kept, store_accounts.created_ns(connection))
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
             proof.num_entries += 1
             if progress is not None and proof.num_entries % store_reports.CHUNK == 0:
                 progress(proof.num_entries)
         proof.problems += replay.problems.values()
+        proof.problems += replay.unbound()
         proof.problems += _missing_heads(replay, kept)
         proof.problems += readable("holds", lambda: check_holds(book, connection))
         broken = set(replay.problems)
@@ -111,7 +111,7 @@ def rebuild(store: LedgerStore) -> Proof:
         proof = Proof()
         corrections = store_reports.correction_rows(connection)
         book = _book(connection, proof)
-        replay = ProofRun(book, corrections, {}, _history(connection, book))
+        replay = ProofRun(book, corrections, {}, store_accounts.created_ns(connection))
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
         for problem in (*proof.problems, *replay.problems.values()):
@@ -140,16 +140,8 @@ def _book(connection: Connection, proof: Proof) -> PriceBook:
     return PriceBook(tuple(cards))
 
 
-def _history(connection: Connection, book: PriceBook) -> CardHistory:
-    applied = {
-        (row["name"], row["version"]): row["applied_ns"]
-        for row in store_accounts.card_rows(connection)
-    }
-    return CardHistory(book, applied)
-
-
 def _read_card(row: Any, name: str, cards: list[RateCard]) -> Iterator[Problem]:
-    card = parse_card(row["text"])
+    card = applied_card(row)
     cards.append(card)
     said = (row["digest"], row["name"], row["version"])
     if (card_digest(card), card.name, card.version) != said:

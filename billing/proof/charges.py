@@ -33,11 +33,9 @@ from billing.usage import Usage
 class ChargeChecks:
     """`corrected` are the entries, by tenant and number, that later entries correct."""
 
-    def __init__(
-        self, book: PriceBook, history: CardHistory, corrected: set[tuple[str, int]]
-    ) -> None:
+    def __init__(self, book: PriceBook, corrected: set[tuple[str, int]]) -> None:
         self._book = book
-        self._history = history
+        self._history = CardHistory(book)
         self._corrected = corrected
         self._charges: dict[tuple[str, int], dict[str, int]] = {}  # the rest of corrected ones
         self._amounts: dict[tuple[str, int], int] = {}
@@ -47,6 +45,7 @@ class ChargeChecks:
         ] = {}  # month, included tokens
         self.used: dict[Used, int] = {}
         self._spent: dict[tuple[str, str], int] = {}  # by tenant and month
+        self._unbound: dict[tuple[str, int], str] = {}  # the months of minimums that did not bind
         self._has_minimums = any(card.monthly_minimum for card in book.cards)
         self._rates: dict[RateRef, PinnedRate] = {}
 
@@ -55,7 +54,7 @@ class ChargeChecks:
         pinned = self._pinned(rate_ref(details))
         month = month_of(entry.moment_ns)
         if "commitment" in details:
-            charge = self._check_commitment(entry, details, pinned)
+            charge = self._check_commitment(booked, pinned)
         else:
             left = includes(pinned, month, self.used, entry.tenant)
             charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
@@ -127,14 +126,29 @@ class ChargeChecks:
         for name in TENANT_ACCOUNTS:
             taken[name] -= postings.get(name, 0)
 
-    def _check_commitment(
-        self, entry: Entry, details: dict[str, Any], pinned: PinnedRate
-    ) -> Charge:
+    def unbound(self) -> dict[tuple[str, int], str]:
+        """The months of the minimums that bound nobody and were not given back in full."""
+        return {
+            key: month
+            for key, month in self._unbound.items()
+            if key not in self._charges or sum(self._charges[key].values()) != 0
+        }
+
+    def _check_commitment(self, booked: Booked, pinned: PinnedRate) -> Charge:
         """Checks a month's minimum: the card has one, the month was over, and the amount is the
-        shortfall."""
+        shortfall.
+
+        An earlier version booked minimums of months in which the card was not yet applied or the
+        tenant did not yet exist. `unbound` names these.
+        """
+        entry, account, _, details = booked
         month = details["commitment"]
-        card = committing_card(self._book, entry.tenant, entry.currency, month)
-        if card is None or pinned.ref != commitment_ref(card):
+        card = committing_card(self._book, account, month)
+        if card is None:
+            card = self._book.card(pinned.ref.card, pinned.ref.version)
+            if int(details.get("fees", 0)):
+                self._unbound[entry.tenant, entry.seq] = month
+        if pinned.ref != commitment_ref(card) or entry.tenant not in card.tenants:
             raise Differs("rated", f"card {pinned.ref.card} has no minimum for {month}")
         dated = (entry.request_id, entry.moment_ns) == (REFERENCE + month, closing_ns(month))
         if not dated or entry.at_ns < month_ns(month)[1] or details.get("usage"):

@@ -10,11 +10,10 @@ Ref = tuple[str, str]  # a card's name and version
 
 
 class CardHistory:
-    """The applied cards and when each was applied."""
+    """The applied cards, in the order in which they were applied."""
 
-    def __init__(self, book: PriceBook, applied_ns: dict[Ref, int]) -> None:
-        dated = [(applied_ns.get((card.name, card.version), 0), card) for card in book.cards]
-        self._cards = sorted(dated, key=lambda pair: pair[0])
+    def __init__(self, book: PriceBook) -> None:
+        self._cards = sorted(book.cards, key=lambda card: card.applied_ns)
 
     def at(self, model: str, admitted_ns: int, currency: str, tenant: str) -> set[Ref]:
         """The cards that may have priced a request admitted at that instant.
@@ -24,8 +23,8 @@ class CardHistory:
         when it began.
         """
         seen: set[Ref] = set()
-        known = [card for at_ns, card in self._cards if at_ns < admitted_ns - LAG_NS]
-        others = [card for at_ns, card in self._cards if at_ns >= admitted_ns - LAG_NS]
+        known = [card for card in self._cards if card.applied_ns < admitted_ns - LAG_NS]
+        others = [card for card in self._cards if card.applied_ns >= admitted_ns - LAG_NS]
         for more in ([], *([card] for card in others)):  # in any order, because clocks dated them
             _add(seen, [*known, *more], model, admitted_ns, currency, tenant)
         return seen

@@ -3,9 +3,11 @@
 Used by `billing.proof.audit`, which names the invariants.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from billing.gate.entries import CORRECTING, Entry, Kind, digest, genesis, parse_postings
+from billing.gate.plans import REFERENCE
 from billing.gate.rollups import Rollups
 from billing.gate.work import TenantAccount, Used
 from billing.prices.book import PriceBook
@@ -13,7 +15,6 @@ from billing.proof.booked import Booked, Differs
 from billing.proof.charges import ChargeChecks
 from billing.proof.decisions import Decisions
 from billing.proof.deposits import DEPOSITS, DepositChecks
-from billing.proof.history import CardHistory
 from billing.proof.result import UNREADABLE, Problem
 
 KeptHeads = dict[
@@ -29,7 +30,7 @@ class ProofRun:
         book: PriceBook,
         corrections: dict[tuple[str, int], int],
         heads: KeptHeads,
-        history: CardHistory,
+        created_ns: Mapping[str, int],
     ) -> None:
         corrected = {(tenant, seq) for (tenant, _), seq in corrections.items()}
         self.accounts: dict[str, TenantAccount] = {}
@@ -38,13 +39,15 @@ class ProofRun:
         self.decisions = Decisions()
         self._corrections = corrections
         self._heads = heads
-        self._charges = ChargeChecks(book, history, corrected)
+        self._created_ns = created_ns
+        self._charges = ChargeChecks(book, corrected)
         self._deposits = DepositChecks(corrected)
 
     def account(self, tenant: str, currency: str) -> TenantAccount:
         found = self.accounts.get(tenant)
         if found is None:
             found = TenantAccount(tenant, currency, None, False, genesis(tenant))
+            found.created_ns = self._created_ns.get(tenant, 0)
             self.accounts[tenant] = found
         return found
 
@@ -129,6 +132,16 @@ class ProofRun:
             raise Differs("billed", f"its column `billed_ns` is {entry.billed_ns}, unlike its body")
         if entry.kind != Kind.CHARGE and entry.moment_ns > entry.at_ns:
             raise Differs("billed", "it is billed after it was made")
+
+    def unbound(self) -> Iterator[Problem]:
+        """Minimums that bound nobody and were not given back. Their chains are proved further."""
+        for (tenant, seq), month in self._charges.unbound().items():
+            name = REFERENCE + month
+            message = (
+                f"no card's minimum bound {tenant!r} in all of {month}; give it back: "
+                f"`cachesvc ledger correct {tenant} {name} --reason WHY`"
+            )
+            yield Problem(tenant, seq, "rated", message, name)
 
     def used(self) -> dict[Used, int]:
         """The spent included tokens."""

@@ -4,7 +4,7 @@
     decided     credit and rate limits, suspensions, projects, keys and rate cards are those of the
                 trail, no more and no fewer
 
-Key secrets are not in the trail. The creation time of a tenant or project is the trail's own.
+Key secrets are not in the trail. The creation time of a project is the trail's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -80,6 +80,8 @@ def _decided(rows: Iterable[Row]) -> _Facts:
             changed = orjson.loads(row["after"])
             if row["action"] == "prices.apply":
                 changed.setdefault("applied_ns", f"{ABOUT}{row['at_ns']}")
+            if row["action"] == "tenant.create":
+                changed.setdefault("created_ns", f"{ABOUT}{row['at_ns']}")
             facts.setdefault((kind, row["subject"]), {}).update(_texts(changed))
     return facts
 
@@ -89,7 +91,7 @@ def _standing(connection: Connection) -> _Facts:
     facts: _Facts = {}
     for row in store_accounts.tenant_rows(connection):
         facts["tenant", row["tenant"]] = _texts(
-            {name: row[name] for name in ("currency", "credit_limit", "suspended")}
+            {name: row[name] for name in ("currency", "credit_limit", "suspended", "created_ns")}
         )
         for project in store_accounts.project_names(connection, row["tenant"]):
             facts["project", f"{row['tenant']}/{project}"] = {}

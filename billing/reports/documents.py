@@ -227,12 +227,28 @@ def finding_document(finding: CardFinding) -> Document:
 
 
 def plan_document(plan: "Plan") -> Document:
-    """A plan. `unpriced` requests have no price; charges in other currencies are only counted."""
+    """A plan. `unpriced` requests have no price; charges in other currencies are only counted.
+
+    `minimums` says for each tenant of a card from which month its minimum binds, and what the last
+    whole month would have been short of it.
+    """
     return {
         "requests_that_differ": plan.num_differing,
         "examples": plan.differing,
         "rows": [_difference_document(row) for row in plan.rows],
         "unpriced": [_difference_document(row) for row in plan.unpriced],
+        "minimums": [
+            {
+                "tenant": each.tenant,
+                "currency": each.currency,
+                "minimum": format_units(each.minimum),
+                "binds_from": each.binds_from,
+                "month": each.month,
+                "planned": format_units(each.planned),
+                "missing": format_units(each.missing),
+            }
+            for each in plan.minimums
+        ],
         "charges_in_other_currencies": plan.num_other_currency,
     }
 

@@ -3,7 +3,7 @@
 from billing.gate.plans import committing_card, month_of
 from billing.money import format_units
 from billing.prices.book import PriceBook
-from billing.prices.cards import parse_card
+from billing.prices.cards import applied_card
 from billing.reports.documents import Document
 from billing.reports.grants import grant_documents
 from billing.store import accounts as store_accounts
@@ -29,12 +29,12 @@ def plan_document(store: LedgerStore, tenant: str, now_ns: int) -> Document:
     month = month_of(now_ns)
     with store.reading() as connection:
         rows = store_accounts.card_rows(connection)
-        book = PriceBook(tuple(parse_card(row["text"]) for row in rows))
-        currency = store_reports.all_accounts(connection)[tenant].currency
+        book = PriceBook(tuple(map(applied_card, rows)))
+        account = store_reports.all_accounts(connection)[tenant]
         used = store_plans.used_by(connection, [tenant])
         spent = store_plans.spent_in(connection, [(tenant, month)])[tenant, month]
-    own = book.in_force(now_ns, currency, tenant)
-    card = own or book.in_force(now_ns, currency)
+    own = book.in_force(now_ns, account.currency, tenant)
+    card = own or book.in_force(now_ns, account.currency)
     if card is None or not (card.included or card.monthly_minimum):
         return {}
     plan: Document = {"month": month, "rate_card": f"{card.name} {card.version}"}
@@ -48,7 +48,7 @@ def plan_document(store: LedgerStore, tenant: str, now_ns: int) -> Document:
         }
         for item in card.included
     ]
-    if committing_card(book, tenant, currency, month) is not None:
+    if committing_card(book, account, month) is not None:
         plan["minimum"] = format_units(card.monthly_minimum)
         plan["charged"] = format_units(spent)
     return plan

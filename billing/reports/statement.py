@@ -24,7 +24,7 @@ from billing.money import (
     round_half_even,
 )
 from billing.prices.book import MONTHLY, PriceBook, RateRef
-from billing.prices.cards import parse_card
+from billing.prices.cards import applied_card
 from billing.prices.time_zones import zone_name
 from billing.reports.attribution import check_split
 from billing.reports.csv import safe_writer
@@ -168,7 +168,7 @@ def statement_of(
     query = Query(tenant=tenant, since=first, until=last, zone=zone)
     earlier = Query(tenant=tenant, until=first - timedelta(days=1), zone=zone)
     from_ns, to_ns = query.bounds_ns()
-    book = PriceBook(tuple(parse_card(row["text"]) for row in store_accounts.card_rows(connection)))
+    book = PriceBook(tuple(map(applied_card, store_accounts.card_rows(connection))))
     before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
     rows = [row for _, row in charged(connection, query, Unit.ALL)]
     rare = store_reports.rare_entries(connection, tenant, 0, to_ns)

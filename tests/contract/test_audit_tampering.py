@@ -46,7 +46,6 @@ UNPROVEN_TABLES = {
     *("budgets", "outbox", "refused_events"),
 }
 UNPROVEN = {
-    "accounts.created_ns",
     "projects.created_ns",
     "keys.digest",
     "holds.request_id",

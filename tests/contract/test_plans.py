@@ -2,19 +2,23 @@
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from billing.errors import PriceError
+from billing.errors import MonthOpen, PriceError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
-from billing.gate.plans import month_ns
+from billing.gate.plans import closing_ns, month_ns
+from billing.gate.work import TenantAccount
 from billing.invoices.register import InvoiceRegister
 from billing.money import UNITS, format_units
-from billing.prices.book import NS, Terms
+from billing.operations.invoices import finalize_invoice
+from billing.prices.book import NS, PriceBook, RateCard, Terms
 from billing.prices.cards import parse_card, shipped_cards
-from billing.proof import audit
+from billing.proof import audit, rerate
 from billing.reports.export import focus_rows
 from billing.reports.plans import plan_document
 from billing.reports.statement import Statement, statement
@@ -171,6 +175,76 @@ def test_a_card_from_the_middle_of_a_month_binds_from_the_next(house: TestLedger
     assert "minimum:2025-02" == booked.request_id
 
 
+def test_a_minimum_binds_from_the_first_full_month_of_card_and_tenant(house: TestLedger) -> None:
+    """A card with an old `valid_from` bills nothing for months before it was applied, and a new
+    tenant nothing for months before it existed."""
+    house.clock.advance(45 * DAY)
+    both = card().replace('["acme"]', '["acme", "young"]')
+    house.accounts.apply_card(parse_card(both), by="test")
+    house.clock.advance(20 * DAY)  # March
+    house.accounts.create_tenant("young", "CNY", by="test")
+    house.ledger._sweeper.close_months()
+    assert 0 == len(entries(house.ledger.store)) + len(entries(house.ledger.store, "young"))
+    house.clock.advance(30 * DAY)  # April
+    house.ledger._sweeper.close_months()
+    assert ["minimum:2025-03"] == [each.request_id for each in entries(house.ledger.store)]
+    assert [] == entries(house.ledger.store, "young")
+    house.clock.advance(30 * DAY)
+    house.ledger._sweeper.close_months()
+    booked = [each.request_id for each in entries(house.ledger.store, "young")]
+    assert ["minimum:2025-04"] == booked
+
+
+def test_a_card_that_is_applied_later_changes_no_minimum_of_before(plan: TestLedger) -> None:
+    plan.clock.advance(32 * DAY)
+    assert close_month(plan) is not None
+    later = card("2", "2025-01-01T00:00:00.001Z").replace('= "2"\n\n', '= "9"\n\n')
+    plan.accounts.apply_card(parse_card(later), by="test")
+    plan.ledger._sweeper._closed.clear()
+    assert close_month(plan) is None  # proved by the fixture
+
+
+def test_a_minimum_of_an_earlier_version_that_bound_nobody_is_named(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof says to give it back, proves the rest of the chain, and is content then."""
+    house.clock.advance(32 * DAY)
+    house.accounts.apply_card(parse_card(card()), by="test")
+
+    def before(book: PriceBook, account: TenantAccount, month: str) -> RateCard | None:
+        return book.in_force(closing_ns(month), account.currency, account.tenant)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr("billing.gate.plans.committing_card", before)
+        assert close_month(house) is not None
+    house.fund(5 * UNITS)
+    problems = audit.verify(house.ledger.store).problems
+    assert [("acme", 1, "rated")] == [(p.tenant, p.seq, p.invariant) for p in problems]
+    assert "ledger correct acme minimum:2025-01" in problems[0].message
+    back = {"reference": "back", "by": "test", "reason": "never agreed"}
+    house.ledger.correct("acme", "minimum:2025-01", **back).result()
+    assert 5 * UNITS == house.accounts.tenant("acme").balance
+
+
+def test_a_plan_says_what_a_minimum_would_add(house: TestLedger) -> None:
+    house.fund(UNITS)
+    house.clock.advance(20 * DAY)
+    pinned = house.ledger.book.at("small", house.clock(), "CNY")
+    context = RequestContext(admitted_ns=house.clock())
+    held = house.ledger.reserve("acme", "r", 0, pinned, context=context).result()
+    house.ledger.settle(held, Usage(miss=500_000), Outcome.FINISHED).result()
+    house.clock.advance(20 * DAY)
+    store, tried = house.ledger.store, parse_card(card())
+    (found,) = rerate.minimums(store, tried, house.clock())
+    assert ("2025-03", "2025-01") == (found.binds_from, found.month)
+    assert ("0.50", "1.50") == (format_units(found.planned), format_units(found.missing))
+    house.accounts.apply_card(tried, by="test")
+    house.clock.advance(60 * DAY)
+    applied = house.ledger.book.card("plan", "1")
+    assert "2025-03" == rerate.minimums(store, applied, house.clock())[0].binds_from
+    assert [] == rerate.minimums(store, applied, house.clock(), "other")
+
+
 def test_statement_and_invoice_say_what_a_plan_did(plan: TestLedger) -> None:
     charge(plan, "r1", Usage(miss=501_000, output=20))
     plan.clock.advance(32 * DAY)
@@ -189,6 +263,41 @@ def test_statement_and_invoice_say_what_a_plan_did(plan: TestLedger) -> None:
     labels = {line["label"]: line["exact"] for line in invoice["lines"]}
     assert "1.499" == labels["Up to the minimum of the month"]
     assert "2.00" == invoice["net"]
+
+
+def test_an_invoice_closes_its_month_or_waits_for_it(plan: TestLedger) -> None:
+    """Within six hours after the month it is refused; then it books the minimum itself."""
+    charge(plan, "r1", Usage(miss=501_000))
+    plan.clock.advance(31 * DAY + 3600)
+    register = InvoiceRegister(plan.ledger.store, clock_ns=plan.clock)
+    register.apply_parties(PARTIES.format(zone="Europe/Berlin"), **BY)
+    with pytest.raises(MonthOpen, match=r"booked once .* at 2025-02-01 06:00 UTC"):
+        register.finalize("acme", "2025-01", **BY)
+    assert plan.ledger.close_month("acme", "2025-01").result() is None
+    plan.clock.advance(6 * 3600)
+    with pytest.raises(MonthOpen):  # the sweeper was not there yet
+        register.finalize("acme", "2025-01", **BY)
+    assert plan.ledger.close_month("acme", "2025-01").result() is not None
+    assert "2.00" == register.finalize("acme", "2025-01", **BY).document["net"]
+
+
+def test_the_command_that_issues_an_invoice_closes_the_month(
+    plan: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("billing.invoices.register.time.time_ns", plan.clock)
+    register = InvoiceRegister(plan.ledger.store)
+    monkeypatch.setattr(register, "_clock_ns", plan.clock)
+    register.apply_parties(PARTIES.format(zone="UTC"), **BY)
+    books: Any = SimpleNamespace(
+        store=plan.ledger.store, accounts=plan.accounts, ledger=plan.ledger
+    )
+    plan.clock.advance(32 * DAY)
+    issued = finalize_invoice(books, tenant="acme", month="2025-1", by="eve", why="test")
+    assert ("2.00", "final") == (issued["net"], issued["state"])
+    kinds = [each.request_id for each in entries(plan.ledger.store) if each.kind is Kind.CHARGE]
+    assert ["minimum:2025-01"] == kinds
+    again = finalize_invoice(books, tenant="acme", month="2025-01", by="eve", why="test")
+    assert issued["number"] == again["number"]
 
 
 def january(house: TestLedger) -> Statement:
