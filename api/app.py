@@ -43,6 +43,7 @@ from api.shapes.body import refusal
 from api.shapes.messages_format import anthropic_error
 from billing.errors import BillingError
 from engine.errors import EngineError
+from tiers.errors import TierError
 
 AREAS = (
     unserved,  # before the routes with a name in their path
@@ -88,7 +89,7 @@ def create_app(
     app.include_router(invoices.router)
     for router in routers:
         app.include_router(router)
-    for kind in (ApiError, EngineError, BillingError, HTTPException):
+    for kind in (ApiError, EngineError, BillingError, TierError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
     app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)

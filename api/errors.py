@@ -42,6 +42,7 @@ from starlette.exceptions import HTTPException
 
 from billing import errors as billing_errors
 from engine import errors as engine_errors
+from tiers import errors as tier_errors
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +248,14 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
         "ledger_unavailable",
         retry_after_s=5,
         told="The server's clock is wrong, so bills would be too, and nothing is served. Try again "
+        "shortly.",
+    ),
+    tier_errors.NotSaved: Row(
+        503,
+        "server_error",
+        "not_saved",
+        retry_after_s=5,
+        told="The server's disk cannot be written now, so this change is not kept. Try again "
         "shortly.",
     ),
     billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),

@@ -82,7 +82,6 @@ class GroupCommit:
         self._counting = threading.Lock()  # guards the counters, which both threads change
         self._stats = LedgerStats()
         self.is_open = False
-        self.failing = False  # whether the last batch could not be written
 
     def start(self) -> None:
         self._syncer.start()
@@ -187,8 +186,7 @@ class GroupCommit:
         passing = isinstance(error, LedgerUnavailable) and not isinstance(error, Unwritable)
         if len(batch) > 1 and not passing:
             return sum(self._commit([item]) for item in batch) > 0
-        self.failing = passing
-        if passing:  # log the message only: it repeats for each request until the store is back
+        if isinstance(error, LedgerUnavailable):  # it repeats until the store is back
             log.error("a batch of %d ledger commands was not written: %s", len(batch), error)
         else:
             log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)
@@ -204,7 +202,6 @@ class GroupCommit:
             future.set_exception(error)
 
     def _note(self, commands: list[Command], results: list[object], took_ns: int) -> None:
-        self.failing = False
         for command, result in zip(commands, results, strict=True):
             self._applied(command, result)
         self.count(

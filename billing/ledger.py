@@ -129,8 +129,8 @@ class Ledger:
         """Why no request can be admitted now; empty if they can."""
         if closed := self.store.failed:
             return f"the ledger is closed: {closed}"
-        if self._commits.failing and (full := self.store.full_disk):
-            return f"the ledger cannot be written: {full}"
+        if why := self.store.unwritable:
+            return f"the ledger cannot be written: {why}"
         try:
             self._watch.check()
         except ClockJumped as error:
@@ -334,6 +334,8 @@ class Ledger:
 
     def _tick(self) -> None:
         try:
+            if self.store.unwritable:  # readiness keeps requests away, whose commits would tell
+                self.store.probe()
             self.store.check_claim()
             self.store.check_schema()
             self.accounts.refresh()

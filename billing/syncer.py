@@ -75,8 +75,8 @@ class Syncer:
     def _sync_once(self) -> Exception | None:
         try:
             self._store.sync()
-        except Exception as error:  # passed to all that wait
-            log.exception("the ledger's log cannot be synced")
+        except Exception as error:  # noqa: BLE001  passed to all that wait
+            _report("the ledger's log cannot be synced", error)
             if isinstance(error, LedgerUnavailable):
                 return error
             return LedgerUnavailable(f"the ledger cannot be written: {error}")
@@ -94,5 +94,11 @@ class Syncer:
         while not self._closing.wait(CHECKPOINT_S):
             try:
                 self._store.checkpoint()
-            except Exception:  # the top of the thread: the log grows, but nothing is lost
-                log.exception("the ledger's log could not be copied into its database")
+            except Exception as error:  # noqa: BLE001  the top of the thread: nothing is lost
+                _report("the ledger's log grows: it cannot be copied into its database", error)
+
+
+def _report(what: str, error: Exception) -> None:
+    """Logs the fault of a disk as a sentence, and anything else with its traceback."""
+    expected = isinstance(error, OSError | LedgerUnavailable)
+    log.error("%s: %s", what, error, exc_info=None if expected else error)

@@ -288,8 +288,8 @@ class Service:
                     await asyncio.to_thread(self._money.keep_heads)
                 if turn % AUDIT_EVERY == AUDIT_EVERY - 1:
                     self._violations["ledger"] += await asyncio.to_thread(self._money.audit)
-            except BillingError:
-                logger.exception("the ledger cannot be read")
+            except BillingError as error:
+                logger.error(f"a look at the money failed: {error}")
             except Exception:  # the top of this task, which must go on
                 logger.exception("a look at the money failed")
             await asyncio.sleep(MONEY_S)
@@ -383,6 +383,7 @@ def _degraded(disk: TierStats | None) -> dict[str, object]:
     lost = [shard.name for shard in disk.shards if not shard.ready and not shard.checking]
     said = [f"{name} is being checked: it is read, not written" for name in checking]
     said += [f"{name} cannot be used" for name in lost]
+    said += [f"{each.name} takes no blocks: {each.failing}" for each in disk.shards if each.failing]
     return {"degraded": said} if said else {}
 
 

@@ -4,6 +4,7 @@ TierError
 ├── ConfigurationError    a size or path that cannot work; raised at start-up
 ├── DirectoryLocked       another process holds the data directory; names the holder
 ├── OutOfBlocks           every device block is referenced; the scheduler preempts or waits
+├── NotSaved              a change that must survive a restart cannot be written to its file
 ├── TierClosed            an operation on a closed tier
 └── NodeError             a node refuses a message, or a client does not understand its answer
     └── NodeGone          the node cannot be reached, or went away; all its leases are over
@@ -29,6 +30,10 @@ class DirectoryLocked(TierError):
 
 class OutOfBlocks(TierError):
     """Every block of the device pool is referenced."""
+
+
+class NotSaved(TierError):
+    """A change that must survive a restart cannot be written. The message says what stands now."""
 
 
 class TierClosed(TierError):

@@ -113,6 +113,7 @@ class ShardStats:
     map_bytes: int = 0  # the size that the file may reach
     used_bytes: int = 0  # of those, in pages that are used
     checking: bool = False
+    failing: str = ""  # why its last commits failed; empty if they did not
 
 
 @dataclass(frozen=True, slots=True)

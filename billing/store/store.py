@@ -15,7 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, select, text
+import sqlalchemy.exc
+from sqlalchemy import Connection, Engine, delete, select, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from billing.errors import LedgerUnavailable, Unwritable
@@ -29,7 +30,7 @@ from billing.store.batch import load_work, write_work
 from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
 from billing.store.rows import read_advance, read_hold
-from billing.store.schema import advances, holds
+from billing.store.schema import advances, holds, meta
 from billing.store.wal import WriteAheadLog
 
 __all__ = ["Connection", "LedgerStore", "cause_of"]
@@ -37,6 +38,8 @@ __all__ = ["Connection", "LedgerStore", "cause_of"]
 T = TypeVar("T")
 
 RETRIES = 8  # of a transaction after a conflict with another process
+FAILED_COMMITS = 2  # in a row, after which the store counts as unwritable
+PROBE = "probe"  # the name of a row that no transaction leaves behind
 CHECKPOINT_COMMANDS = 1000  # about 5,000 pages, 20 MB of log
 CHECKPOINT_ROUNDS = 4
 LANE_CHECKPOINT_PAGES = 40_000  # 160 MB, if nobody calls `checkpoint`
@@ -61,6 +64,14 @@ class LedgerStore:
         driver: Any = engine.dialect.dbapi  # the hot statements raise its errors unwrapped
         self._passing = (OperationalError, driver.OperationalError)
         self._failures = (DBAPIError, driver.Error)
+        # Raised for what a statement says, not for the state of the database.
+        self._refusals = tuple(
+            getattr(module, name)
+            for module in (sqlalchemy.exc, driver)
+            for name in ("IntegrityError", "DataError", "ProgrammingError", "NotSupportedError")
+        )
+        self._num_failed = 0  # commits that failed since the last that did not
+        self._failure = ""  # why the last of them did
 
     def claim(self, owner: str, *, wait_s: float = store_claim.WAIT_S) -> None:
         """Holds a server's name until `close`. Raises `StoreError` if another server has it."""
@@ -84,7 +95,9 @@ class LedgerStore:
                         text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
                     )
                 yield connection
-        except self._passing as error:
+        except self._failures as error:
+            if isinstance(error, self._refusals):
+                raise
             raise LedgerUnavailable(f"the ledger cannot be read: {self._why(error)}") from error
 
     @contextmanager
@@ -141,18 +154,47 @@ class LedgerStore:
             self._check_open()
             try:
                 with transaction() as connection:
-                    return operation(connection)
+                    result = operation(connection)
+                self._num_failed = 0
+                return result
             except self._passing as error:  # locked, deadlock, serialisation, lost connection
                 if self._log is not None:
                     self._log.note(error)
                 if attempt == RETRIES - 1:
+                    self._note_failure(error)
                     raise LedgerUnavailable(
                         f"the ledger cannot be written now: {self._why(error)}"
                     ) from error
                 time.sleep(0.002 * 2**attempt)
             except self._failures as error:
+                if not isinstance(error, self._refusals):
+                    self._note_failure(error)
                 raise Unwritable(f"the ledger cannot be written: {cause_of(error)}") from error
         raise AssertionError("unreachable")
+
+    def _note_failure(self, error: Exception) -> None:
+        self._failure = cause_of(error)
+        self._num_failed += 1
+
+    @property
+    def unwritable(self) -> str:
+        """Why commits fail; empty if they do not. A single failure may pass, a full disk does
+        not."""
+        if not self._num_failed:
+            return ""
+        return self.full_disk or (self._failure if self._num_failed >= FAILED_COMMITS else "")
+
+    def probe(self) -> None:
+        """Commits nothing of consequence, to learn whether the store can be written again.
+
+        Raises `LedgerUnavailable` if it cannot.
+        """
+
+        def touch(connection: Connection) -> None:
+            connection.execute(self.insert(meta).values(name=PROBE, value=b""))
+            connection.execute(delete(meta).where(meta.c.name == PROBE))
+
+        self.retrying(touch)
 
     @property
     def full_disk(self) -> str:
@@ -256,7 +298,7 @@ class LedgerStore:
                     break
         except sqlite3.Error as error:
             self._log.note(error)
-            raise
+            raise LedgerUnavailable(self._why(error)) from error
         finally:
             connection.close()
 

@@ -58,6 +58,7 @@ REMOVED = {
 
 # Errors of a file: wrong owner, a folder in its place or the reverse, a read-only file system.
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS)
+_FAILED = (errno.EIO, errno.EROFS)  # of a file system, which may name no file
 
 app = lazy_group(
     COMMANDS,
@@ -127,6 +128,8 @@ def run() -> None:
         if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename is not None:
             path = error.filename2 or error.filename
             fail(f"{path} cannot be used: {error.strerror}; repair it, or move it away")
+        if isinstance(error, OSError) and error.errno in _FAILED:
+            fail(f"a disk failed: {error}; see the kernel's log, and repair its file system")
         if not isinstance(error, _user_errors()):
             raise
         fail(str(error))

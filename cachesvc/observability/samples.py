@@ -177,8 +177,9 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
 
 
 def shard_states(shards: Sequence[ShardStats]) -> Iterator[tuple[str, int]]:
-    """The number of shards that are in service, read-only while checked, or being replaced."""
-    num_ready = sum(shard.ready for shard in shards)
+    """The number of shards that are in service, read-only while checked, or unusable: being
+    replaced, or on a disk that takes no writes."""
+    num_ready = sum(shard.ready and not shard.failing for shard in shards)
     num_checking = sum(shard.checking for shard in shards)
     yield "ready", num_ready
     yield "checking", num_checking

@@ -18,6 +18,7 @@ from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.operator.storage_meter import StorageCharges
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
+from tiers.errors import NotSaved
 from tiers.policy.retention import Pin, PinError
 
 T = TypeVar("T")
@@ -60,7 +61,8 @@ class CacheOperator:
         *,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Pins a prefix, durably. Raises PinError, also if its first hour is not paid for."""
+        """Pins a prefix, durably. Raises PinError, also if its first hour is not paid for, and
+        NotSaved; then there is no pin of this name."""
         await self._settle_storage()
         for_s = until_s - self._wall_clock()  # the cache's own clock is not set when this one is
 
@@ -68,7 +70,11 @@ class CacheOperator:
             return cache.pin(name, keys, cache.now_s + for_s, why, scope=scope, owner=owner)
 
         pin = await self._call(set_pin)
-        await self._saved()
+        try:
+            await self._saved()
+        except NotSaved:
+            await self._call(lambda cache: cache.unpin(name))
+            raise
         if name in await self._settle_storage():
             raise UnpaidPin(f"the tenant's balance does not cover an hour of the pin {name!r}")
         return pin
@@ -106,7 +112,10 @@ class CacheOperator:
         self._forget_owner(Kind(kind), name)
         done = await self._purge(roots)
         signed = receipt(self._signer, order, done)
-        await asyncio.to_thread(keep_receipt, self._data_dir, signed)
+        try:
+            await asyncio.to_thread(keep_receipt, self._data_dir, signed)
+        except OSError as error:
+            raise NotSaved(f"the purge is done, but its receipt is lost: {error}") from error
         return signed
 
     async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
@@ -144,5 +153,5 @@ class CacheOperator:
                 self._storage.forget(name)
 
     async def _saved(self) -> None:
-        """Waits until the current pins are on disk."""
+        """Waits until the current pins are on disk. Raises NotSaved."""
         await self._done(lambda cache: cache.saved())

@@ -9,6 +9,7 @@ import contextlib
 import getpass
 import http.client
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "server.json"
 TIMEOUT_S = 30.0
@@ -123,7 +126,10 @@ def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:  # a file of a process that is gone is not taken for a server
+            logger.warning(f"{path} could not be removed: {error.strerror}")
 
 
 def new_token() -> str:

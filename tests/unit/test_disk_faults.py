@@ -1,5 +1,6 @@
 """Whatever fails under the disk tier is a counted miss: never an exception, never wrong bytes."""
 
+import errno
 import os
 import resource
 import shutil
@@ -7,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -14,7 +16,14 @@ from cachesvc.config.quantities import parse_size
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.directory import FORMAT, read_meta, write_meta
+from tiers.disk.directory import (
+    FORMAT,
+    LOCK_NAME,
+    DirectoryLock,
+    is_locked,
+    read_meta,
+    write_meta,
+)
 from tiers.disk.open import open_disk
 from tiers.disk.storage import DataFile, Panic, Storage
 from tiers.disk.tier import DiskTier
@@ -414,5 +423,36 @@ def test_a_directory_that_turns_read_only_is_counted(tmp_path: Path) -> None:
     store(tier, blocks(seed=2))
     assert load(tier, blocks()) == Loaded(4, None)
     assert tier.stats().faults[MissReason.IO_ERROR] == 4
+    store(tier, blocks(seed=2))
+    assert {"[Errno 30] Read-only file system"} == failing(tier)
+    storage.arm(0)
+    store(tier, blocks(seed=3))
+    assert {""} == failing(tier)
     tier.flush()
     tier.close()
+
+
+def failing(tier: DiskTier) -> set[str]:
+    return {shard.failing for shard in tier.stats().shards}
+
+
+def test_a_folder_on_a_failed_disk_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only file system also refuses to empty the file of the lock."""
+    lock = DirectoryLock(tmp_path)
+    with (tmp_path / LOCK_NAME).open() as read_only:
+        monkeypatch.setattr(lock, "_file", Failing(lock._file))
+        lock.release()
+        assert not is_locked(tmp_path)
+        assert read_only.read().startswith("pid"), "the name could not be removed"
+
+
+class Failing:
+    """A file on a file system that became read-only."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self.close = file.close
+
+    def truncate(self, _: int) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")

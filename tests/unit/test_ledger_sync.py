@@ -256,6 +256,55 @@ def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(
     assert audit.verify(house.ledger.store).problems == []
 
 
+@pytest.mark.parametrize("error", [sqlite3.OperationalError, sqlite3.DatabaseError])
+def test_commits_that_fail_twice_refuse_until_one_succeeds(
+    house: TestLedger,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
+) -> None:
+    """As on a file system that became read-only, or whose disk returns errors."""
+
+    def fail(*_: object) -> None:
+        raise error("attempt to write a readonly database")
+
+    def probe() -> None:
+        with pytest.raises(LedgerUnavailable):
+            house.ledger.store.retrying(fail)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("billing.store.store.write_work", fail)
+        patch.setattr(house.ledger.store, "probe", probe)
+        with pytest.raises(LedgerUnavailable):
+            house.reserve("r1", 1)
+        with pytest.raises(LedgerUnavailable):
+            house.reserve("r2", 1)
+        said = "the ledger cannot be written: attempt to write a readonly database"
+        assert said == house.ledger.refuses
+    house.ledger._tick()  # no request comes to a server that is not ready
+    assert "" == house.ledger.refuses
+    assert "Traceback" not in caplog.text
+
+
+def test_rows_that_the_database_refuses_do_not_close_the_ledger(house: TestLedger) -> None:
+    def refuse(_: object) -> None:
+        raise sqlite3.IntegrityError("UNIQUE constraint failed")
+
+    for _ in range(3):
+        with pytest.raises(LedgerUnavailable):
+            house.ledger.store.retrying(refuse)
+    assert "" == house.ledger.refuses
+
+
+def test_a_damaged_database_cannot_be_read(house: TestLedger) -> None:
+    """A typed error, not the driver's: readers would get a 500."""
+    with (
+        pytest.raises(LedgerUnavailable, match=r"cannot be read: .*malformed"),
+        house.ledger.store.reading(),
+    ):
+        raise sqlite3.DatabaseError("database disk image is malformed")
+
+
 def test_a_store_without_its_log_is_durable_already(tmp_path: Path) -> None:
     store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     store.close()  # the last connection copies the log into the database

@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
@@ -70,7 +70,8 @@ class DirectoryLock:
         self._file.flush()
 
     def release(self) -> None:
-        self._file.truncate(0)
+        with suppress(OSError):  # a failed disk keeps our name; without the lock it means nothing
+            self._file.truncate(0)
         self._file.close()
 
 

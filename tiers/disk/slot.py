@@ -25,6 +25,7 @@ from tiers.disk.storage import Doubtful, MapFull, Storage
 logger = logging.getLogger(__name__)
 
 _S = TypeVar("_S", bound=Shard | UncheckedShard)
+FAILED_COMMITS = 2  # in a row, after which the shard counts as failing
 MAX_DOUBTS = 3  # errors of a shard found sound each time, after which it is replaced anyway
 
 
@@ -49,6 +50,8 @@ class ShardSlot:
         self._num_inside = 0
         self._num_blocks = num_expected
         self._num_doubts = 0
+        self._num_failed = 0  # commits that failed since the last that did not
+        self._failure = ""  # why the last of them did
         self._shard: Shard | None = None
         self._unchecked: UncheckedShard | None = None
         self._check: ShardCheck | None = None
@@ -62,6 +65,16 @@ class ShardSlot:
     def damaged(self) -> bool:
         """Whether the file is not known to be sound."""
         return self._doubted or self._shard is None
+
+    @property
+    def failing(self) -> str:
+        """Why its commits fail; empty if they do not. A single failure may pass."""
+        return self._failure if self._num_failed >= FAILED_COMMITS else ""
+
+    def committed(self, error: Exception | None = None) -> None:
+        """Notes the end of a write transaction, and the storage's error if it failed."""
+        self._num_failed = 0 if error is None else self._num_failed + 1
+        self._failure = "" if error is None else str(error)
 
     @contextmanager
     def use(self) -> Iterator[Shard]:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from tiers.blocks.frames import Frame
@@ -187,7 +188,7 @@ class DiskTier:
                     used_bytes += shard.file_bytes()
             except (*StorageError, ShardDamaged):
                 state = ShardStats(slot.path.name, ready=False)
-            shards.append(state)
+            shards.append(replace(state, failing=slot.failing))
         counted = self._counts.snapshot()
         return TierStats(
             name=self.name,

@@ -185,8 +185,11 @@ class BlockWriter:
                     if not more:
                         yield writer
                 part = Pending()
+                self._slots[number].committed()
                 self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StorageError) and not isinstance(error, MapFull):
+                self._slots[number].committed(error)
             self._counts.give_back(number, part)
             self._counts.give_back(number, pending)
             self.recount()

@@ -1,0 +1,99 @@
+"""A server whose file system fails under it: it says so, refuses, and ends without a traceback."""
+
+import ctypes
+import fcntl
+import os
+import shutil
+import signal
+import struct
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+
+from billing.money import UNITS
+from engine.testing.models import save_tiny_model
+from tests.live_server import LiveServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+NO_FLUSH = 2  # of the ioctl: what is not on the disk yet is lost
+EXT4_IOC_SHUTDOWN = 0x8004587D
+MNT_DETACH = 2
+CACHE = {"model": "tiny", "prompt": "a long beginning " * 20, "ttl": 600}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of its own, mounted; needs root and a loop device."""
+    image, folder = tmp_path / "image", tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or not shutil.which("mkfs.ext4"):
+        pytest.skip("needs root and mkfs.ext4, to make a file system that fails")
+    with image.open("wb") as file:
+        file.truncate(400 << 20)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True)
+    mount = ["mount", "-o", "loop,errors=remount-ro", image, folder]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"nothing can be mounted here: {made.stderr}")
+    yield folder
+    ctypes.CDLL(None).umount2(os.fsencode(folder), MNT_DETACH)
+
+
+def turn_read_only(disk: Path) -> None:
+    """As the kernel does when it finds a damaged block."""
+    device = next(
+        line.split()[0]
+        for line in Path("/proc/mounts").read_text().splitlines()
+        if line.split()[1] == str(disk)
+    )
+    Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("1")
+
+
+def return_errors(disk: Path) -> None:
+    """Every later read and write fails with EIO."""
+    handle = os.open(disk, os.O_RDONLY)
+    try:
+        fcntl.ioctl(handle, EXT4_IOC_SHUTDOWN, struct.pack("I", NO_FLUSH))
+    finally:
+        os.close(handle)
+
+
+@pytest.mark.parametrize("fail", [turn_read_only, return_errors])
+def test_a_failed_disk_is_said_and_left_without_a_traceback(
+    tmp_path: Path, disk: Path, fail: Callable[[Path], None]
+) -> None:
+    save_tiny_model(tmp_path / "tiny")
+    server = LiveServer(tmp_path, tmp_path / "tiny")
+    server.data_dir = disk / "data"
+    headers = server.customer("acme", 1000 * UNITS)
+    server.start()
+    try:
+        assert [200, 200] == [complete(server, headers) for _ in range(2)]
+        assert 200 == httpx.get(f"{server.url}/health/ready").status_code
+        fail(disk)
+        assert {503} == {complete(server, headers) for _ in range(3)}
+        ready = httpx.get(f"{server.url}/health/ready")
+        assert 503 == ready.status_code
+        assert "the ledger cannot be written" in ready.json()["reason"]
+        assert 200 == httpx.get(f"{server.url}/health").status_code, "a restart would mend nothing"
+        answers = [
+            httpx.post(f"{server.url}/v1/caches", json=CACHE, headers=headers),
+            httpx.get(f"{server.url}/user/balance", headers=headers),
+            httpx.get(f"{server.url}/v1/usage", headers=headers),
+        ]
+        assert {answer.status_code for answer in answers} <= {200, 503}
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.wait() in (0, 1)
+    finally:
+        server.kill()
+    assert "Traceback" not in server.log
+
+
+def complete(server: LiveServer, headers: Mapping[str, str]) -> int:
+    body = {"model": "tiny", "prompt": os.urandom(40).hex(), "max_tokens": 4}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
+    return answer.status_code
