@@ -12,7 +12,7 @@ side.
     scoped      promotional money for some prices only, spent first
 
 The hash of an entry is `sha256(hash before + json([tenant, seq, kind, request_id, at_ns, currency,
-postings, body]))`; the first follows `genesis(tenant)`. Amounts of money in JSON are texts.
+postings, body]))`; the first follows `genesis(tenant)`. Amounts in a body are units, as texts.
 """
 
 import hashlib
@@ -23,9 +23,12 @@ from typing import Any
 
 import orjson
 
+from billing.money import format_units
+
 TENANT_ACCOUNTS = ("granted", "topup", "receivable", "scoped")
 ACCOUNTS = (*TENANT_ACCOUNTS, "revenue", "cash", "promotion")
 GRANTED = ("granted", "scoped")
+AMOUNTS = {"saved", "fees", "included_amount", "moves"}  # in a body, whole units as texts
 
 
 class Kind(StrEnum):
@@ -86,6 +89,16 @@ class Entry:
     @property
     def details(self) -> dict[str, Any]:
         details: dict[str, Any] = orjson.loads(self.body)
+        return details
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """The details for people and other programs: amounts are decimals of the currency."""
+        details = self.details
+        for name in AMOUNTS & details.keys():
+            details[name] = format_units(int(details[name]))
+        if moved := details.get("scoped"):
+            details["scoped"] = {seq: format_units(int(units)) for seq, units in moved.items()}
         return details
 
 

@@ -313,7 +313,7 @@ def entry_document(entry: Entry) -> Document:
         "currency": entry.currency,
         "amount": format_units(entry.amount),
         "postings": {name: format_units(units) for name, units in entry.amounts.items()},
-        "details": entry.details,
+        "details": entry.stated,
         "hash": entry.hash.hex(),
     }
 

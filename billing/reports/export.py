@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import orjson
 
 from billing.errors import ExportError
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import GRANTED, Entry, Kind
 from billing.gate.holds import rate_ref
 from billing.gate.plans import charge_in
 from billing.money import format_units
@@ -119,7 +119,6 @@ def write_durably(file: BinaryIO, data: bytes) -> None:
 
 def cloud_event(entry: Entry, source: str = "cachesvc") -> dict[str, Any]:
     """An entry as a CloudEvent 1.0 in structured JSON form."""
-    details = entry.details
     return {
         "specversion": "1.0",
         "id": entry_id(entry),
@@ -134,7 +133,7 @@ def cloud_event(entry: Entry, source: str = "cachesvc") -> dict[str, Any]:
             "currency": entry.currency,
             "amount": format_units(entry.amount),
             "hash": entry.hash.hex(),
-            **details,
+            **entry.stated,
         },
     }
 
@@ -149,8 +148,12 @@ def cloud_event_lines(entries: Iterable[Entry], source: str = "cachesvc") -> byt
     return b"".join(orjson.dumps(cloud_event(entry, source)) + b"\n" for entry in entries)
 
 
-PER_REQUEST = ("request", "minimum", "monthly_minimum")
-UNITS_OF = {"storage_token_hours": "Token-Hours", "storage_token_minutes": "Token-Minutes"}
+SHORTFALLS = ("minimum", "monthly_minimum")  # amounts up to a minimum, which have no price
+UNITS_OF = {
+    "storage_token_hours": "Token-Hours",
+    "storage_token_minutes": "Token-Minutes",
+    "request": "Requests",
+}
 FOCUS_COLUMNS = (
     *("BilledCost", "BillingAccountId", "BillingAccountName", "BillingCurrency"),
     *("BillingPeriodEnd", "BillingPeriodStart", "ChargeCategory", "ChargeClass"),
@@ -186,42 +189,54 @@ def corrected_instants(store: LedgerStore, entries: Iterable[Entry]) -> dict[str
 def focus_rows(
     entries: Iterable[Entry], book: PriceBook, corrected: Mapping[str, int]
 ) -> Iterator[dict[str, Any]]:
-    """FOCUS rows: one per line of a charge and one per correction. Deposits are not costs.
+    """FOCUS rows: one per line of a charge, one per correction, and one for what grants paid of
+    either. Deposits are not costs.
 
     `ListCost` is the price of the tokens without a cache; the other costs are the price paid.
     `corrected` is the result of `corrected_instants` for these entries.
     """
     for entry in entries:
+        base, is_earlier = _focus_base(entry), False
         if entry.kind is Kind.CHARGE:
-            ref = rate_ref(entry.details)
-            pinned = book.pinned(ref)
-            price_id = f"{ref.card}/{ref.version}/{ref.model}/{ref.window}"
-            for line in charge_in(entry.details, pinned).lines:
-                name = line.name.removeprefix(INCLUDED)
-                is_fee = name in PER_REQUEST
-                per_token = line.per_token if is_fee else pinned.rates.of(name)
-                uncached = pinned.rates.miss if name.startswith("hit_") else line.per_token
-                if name == "explicit_hit":  # does not exist without a cache
-                    uncached = 0
-                sku = f"{ref.model}:{line.name}"
-                yield _focus_base(entry) | _focus_line(line, uncached, sku, price_id, per_token)
+            yield from (base | row for row in _focus_charge(entry, book))
         elif entry.kind is Kind.CORRECTION:
-            yield _focus_base(entry) | _focus_correction(entry, corrected[entry_id(entry)])
+            charged = _billing_period(corrected[entry_id(entry)])
+            is_earlier = charged != _billing_period(entry.moment_ns)
+            category = "Usage" if is_earlier else "Adjustment"
+            why = entry.details.get("reason", "")
+            yield base | _focus_once(-entry.amount, category, why, is_earlier)
+        else:
+            continue
+        granted = sum(entry.amounts.get(name, 0) for name in GRANTED)
+        if granted:
+            yield base | _focus_once(granted, "Credit", "paid from granted credits", is_earlier)
 
 
-def _focus_correction(entry: Entry, corrected_ns: int) -> dict[str, Any]:
-    """A `Correction` for an earlier billing period; within the period it is an `Adjustment`."""
-    cost = format_units(-entry.amount)
-    is_earlier = _billing_period(corrected_ns) != _billing_period(entry.moment_ns)
-    return {
-        "BilledCost": cost,
-        "EffectiveCost": cost,
-        "ContractedCost": cost,
-        "ListCost": cost,
-        "ChargeCategory": "Usage" if is_earlier else "Adjustment",
+def _focus_charge(entry: Entry, book: PriceBook) -> Iterator[dict[str, Any]]:
+    """The columns of a charge's lines."""
+    ref = rate_ref(entry.details)
+    pinned = book.pinned(ref)
+    price_id = f"{ref.card}/{ref.version}/{ref.model}/{ref.window}"
+    for line in charge_in(entry.details, pinned).lines:
+        if line.name in SHORTFALLS:
+            yield _focus_once(line.amount, "Adjustment", line.name)
+            continue
+        name = line.name.removeprefix(INCLUDED)
+        uncached = pinned.rates.miss if name.startswith("hit_") else line.per_token
+        if name == "explicit_hit":  # does not exist without a cache
+            uncached = 0
+        sku = f"{ref.model}:{line.name}"
+        yield _focus_line(line, uncached, sku, price_id, pinned.rates.of(name))
+
+
+def _focus_once(units: int, category: str, why: str, is_earlier: bool = False) -> dict[str, Any]:
+    """The columns of an amount without a price; a `Correction` if of an earlier billing period."""
+    costs = ("BilledCost", "EffectiveCost", "ContractedCost", "ListCost")
+    return dict.fromkeys(costs, format_units(units)) | {
+        "ChargeCategory": category,
         "ChargeClass": "Correction" if is_earlier else "",
         "ChargeFrequency": "One-Time",
-        "ChargeDescription": entry.details.get("reason", ""),
+        "ChargeDescription": why,
     }
 
 
@@ -268,10 +283,7 @@ def _focus_line(
     cost, unit_price = format_units(line.amount), format_units(line.per_token)
     # Hits of a prompt below the card's minimum have another price, with its own id.
     short = "" if line.per_token == per_token else ":below_minimum"
-    if line.name in PER_REQUEST:
-        short = ""
     unit = UNITS_OF.get(line.name, "Tokens")
-    unit = "Requests" if line.name in PER_REQUEST else unit
     return {
         "BilledCost": cost,
         "EffectiveCost": cost,

@@ -235,14 +235,19 @@ def test_focus_rows_add_up_to_each_request(month: Month, tenant: str) -> None:
     instants = corrected_instants(house.ledger.store, booked)
     data = focus_csv(focus_rows(booked, house.ledger.book, instants)).decode()
     sums: dict[str, Decimal] = {}
+    granted: dict[str, Decimal] = {}
     for row in csv.DictReader(io.StringIO(data)):
         assert row["BillingCurrency"] == house.accounts.tenant(tenant).currency
         name = row["x_RequestId"]
-        sums[name] = sums.get(name, Decimal(0)) + Decimal(row["BilledCost"])
+        into = granted if row["ChargeCategory"] == "Credit" else sums
+        into[name] = into.get(name, Decimal(0)) + Decimal(row["BilledCost"])
         price, count = row["ContractedUnitPrice"], row["PricingQuantity"]
         if price:
             assert Decimal(price) * Decimal(count) == Decimal(row["BilledCost"]), row
-    assert {name: each["all"] for name, each in sheets[tenant].requests.items()} == sums
+    requests = sheets[tenant].requests
+    assert {name: each["all"] for name, each in requests.items()} == sums
+    paid = {name: -each["granted"] for name, each in requests.items() if each["granted"]}
+    assert paid == granted
 
 
 def test_invoices_and_a_credit_note_are_what_the_spreadsheet_says(month: Month) -> None:

@@ -14,13 +14,18 @@ import pytest
 from typer.testing import CliRunner
 
 from billing.errors import ExportError
-from billing.gate.entries import Entry
+from billing.gate.entries import AMOUNTS, Entry
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
+from billing.invoices.document import month_sums
+from billing.invoices.register import InvoiceRegister
 from billing.money import UNITS, parse_amount
+from billing.prices.book import Terms
 from billing.prices.cards import parse_card
 from billing.reports import export
 from billing.reports.csv import safe_cell
+from billing.reports.documents import entry_document
+from billing.reports.statement import month_days
 from billing.store import reports as store_reports
 from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
@@ -75,6 +80,26 @@ def focus(house: TestLedger) -> list[dict[str, str]]:
     corrected = export.corrected_instants(house.ledger.store, entries(house))
     rows = export.focus_rows(entries(house), house.ledger.book, corrected)
     return list(csv.DictReader(io.StringIO(export.focus_csv(rows).decode())))
+
+
+def test_amounts_are_decimals_wherever_an_entry_is_told(house: TestLedger) -> None:
+    """In the ledger's JSON as in events: no amount in units of 1e-12."""
+    house.accounts.apply_card(parse_card(NIGHTS), by="test")
+    grant = {"reference": "g", "by": "eve", "scope": ["*"]}
+    house.ledger.grant("acme", UNITS // 2, **grant).result()
+    house.ledger.pay_into_wallet("acme", 9 * UNITS, "USD", reference="w", by="eve").result()
+    charged(house, "r9", Usage(hit_disk=900, miss=100, output=7))
+    for entry in entries(house):
+        for told in (entry_document(entry)["details"], export.cloud_event(entry)["data"]):
+            amounts = {name: told[name] for name in AMOUNTS & told.keys()}
+            amounts |= told.get("scoped", {})
+            assert all(re.fullmatch(r"-?\d{1,4}\.\d{2,12}", each) for each in amounts.values())
+    told = entry_document(entries(house)[-1])["details"]
+    assert ("0.104965", "0.00045", {"6": "-0.19955"}) == (
+        told["fees"],
+        told["included_amount"],
+        told["scoped"],
+    ), told
 
 
 def words(text: str) -> set[str]:
@@ -178,6 +203,93 @@ def test_one_price_id_is_one_price_of_one_sku(house: TestLedger) -> None:
             prices.setdefault(row["SkuPriceId"], set()).add(said)
     assert {1} == {len(said) for said in prices.values()}, prices
     assert 12 <= len([name for name in prices if name.startswith("models/1/")])
+
+
+NIGHTS = """[card]
+name = "nights"
+version = "1"
+currency = "CNY"
+valid_from = 2025-01-01T00:00:00Z
+tenants = ["acme"]
+[[window]]
+name = "night"
+start = 22:00:00
+end = 10:00:00
+[[group]]
+name = "partners"
+tenants = ["acme"]
+factor = "0.5"
+[[included]]
+name = "hits"
+classes = ["hit"]
+tokens = 9
+[[model]]
+match = "*"
+hit = "100"
+miss = "1000"
+output = "10"
+request = "0.02"
+minimum = "0.4"
+"""
+
+
+def charged(house: TestLedger, name: str, usage: Usage) -> None:
+    pinned = house.ledger.book.at("small", house.clock(), "CNY", Terms(tenant="acme"))
+    context = RequestContext(admitted_ns=house.clock())
+    hold = house.ledger.reserve("acme", name, 0, pinned, context=context).result()
+    house.ledger.settle(hold, usage, Outcome.FINISHED).result()
+
+
+def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house: TestLedger) -> None:
+    house.accounts.apply_card(parse_card(NIGHTS), by="test")
+    for number in range(3):
+        charged(house, f"n{number}", Usage(miss=10 + number, output=7))
+    rows = [row for row in focus(house) if row["x_RequestId"].startswith("n")]
+    lacking = [row for row in rows if row["ChargeDescription"] == "minimum"]
+    assert {("Adjustment", "", "", "")} == {
+        (row["ChargeCategory"], row["SkuPriceId"], row["ListUnitPrice"], row["PricingUnit"])
+        for row in lacking
+    }
+    assert 3 == len({row["BilledCost"] for row in lacking})
+    fees = {
+        (r["SkuPriceId"], r["ContractedUnitPrice"]) for r in rows if r["SkuId"][-7:] == "request"
+    }
+    assert {("nights/1/small/night | partners:request", "0.01")} == fees
+
+
+def test_what_grants_pay_is_a_credit_so_that_billed_costs_meet_the_invoice(
+    house: TestLedger,
+) -> None:
+    """Also if it is given back, and in the next month. The invoice's net subtracts grants."""
+    house.ledger.grant("acme", 10**9, reference="g", by="eve").result()
+    house.charge("g1", Usage(miss=1200))
+    house.charge("g2", Usage(miss=5))
+    about = {"by": "eve", "reason": "why"}
+    house.ledger.correct("acme", "g1", reference="half", amount=700_000_000, **about).result()
+    house.clock.advance(30 * DAY_S)
+    house.ledger.correct("acme", "g1", reference="rest", **about).result()
+    rows = [row for row in focus(house) if row["x_RequestId"] in ("g1", "g2", "half", "rest")]
+    paid = [row for row in rows if row["ChargeCategory"] == "Credit"]
+    assert ["-0.001", "0.0005", "0.0005"] == [row["BilledCost"] for row in paid]
+    assert ["", "", "Correction"] == [row["ChargeClass"] for row in paid]
+    register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
+    register.apply_parties(PARTIES, by="eve", reason="test")
+    for month in ("2025-01", "2025-02", "2025-03"):
+        of_month = [row for row in focus(house) if row["BillingPeriodStart"].startswith(month)]
+        billed = sum(parse_amount(row["BilledCost"]) for row in of_month)
+        with house.ledger.store.reading() as connection:
+            span = [month_days(month)]
+            assert billed == month_sums(connection, "acme", span, register.parties()).net
+
+
+PARTIES = """[seller]
+name = "Example"
+address = ["Street"]
+tax_id = "DE1"
+payment_days = 14
+time_zone = "UTC"
+taxes = []
+"""
 
 
 def test_a_correction_is_one_only_of_an_earlier_billing_period(house: TestLedger) -> None:

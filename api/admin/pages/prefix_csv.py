@@ -1,4 +1,6 @@
-"""The rows of the prefixes page as CSV for a spreadsheet: unrounded numbers, times in seconds."""
+"""The rows of the prefixes page as CSV for a spreadsheet: unrounded numbers, times in seconds,
+amounts as decimals of the currency.
+"""
 
 import io
 
@@ -10,6 +12,7 @@ from api.admin.pages.explorer import IDLE, explorer_of, labels_for
 from api.admin.pages.forms import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, TIERS, Costs, Row, ScopeRows, rows_of
 from api.admin.parts import parts_of
+from billing.money import format_units
 from billing.reports.csv import safe_writer
 from tiers.blocks.tree import TreeQuery
 
@@ -19,7 +22,7 @@ MAX_ROWS = 5_000
 HEADER = (
     *("owner", "model", "level", "key", "last_key", "label", "blocks", "tokens", "bytes"),
     *(f"{tier}_blocks" for tier in TIERS),
-    *("hits", "idle_s", "age_s", "saved_units", "keeping_units_month", "currency", "short_ends"),
+    *("hits", "idle_s", "age_s", "saved", "keeping_a_month", "currency", "short_ends"),
 )
 
 
@@ -67,8 +70,8 @@ def _cells(scope: ScopeRows, row: Row) -> list[object]:
         row.hits,
         round(row.idle_s, 3),
         round(row.age_s, 3),
-        "" if row.saved is None else row.saved,
-        "" if row.keeping is None else row.keeping,
+        "" if row.saved is None else format_units(row.saved),
+        "" if row.keeping is None else format_units(row.keeping),
         scope.currency,
         row.num_folded,
     ]
