@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import FrameArena
+from tiers.blocks.frames import FrameArena, frame_stride
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.errors import ConfigurationError, MissReason
@@ -95,7 +95,7 @@ class TieredCache:
         self._mover = mover
         frames = None
         if settings.host_bytes or disk is not None:
-            num_frames = max(MIN_FRAMES, settings.host_bytes // layout.nbytes)
+            num_frames = max(MIN_FRAMES, settings.host_bytes // frame_stride(layout, device))
             frames = FrameArena(layout, num_frames, device)
         capacities = _capacities(self.pool, frames, disk)
         quotas = _quotas(shares, capacities, layout.nbytes)

@@ -5,6 +5,7 @@ TierError
 ├── DirectoryLocked       another process holds the data directory; names the holder
 ├── OutOfBlocks           every device block is referenced; the scheduler preempts or waits
 ├── NotSaved              a change that must survive a restart cannot be written to its file
+├── CopyFailed            the device refused a copy; nothing has moved
 ├── TierClosed            an operation on a closed tier
 └── NodeError             a node refuses a message, or a client does not understand its answer
     └── NodeGone          the node cannot be reached, or went away; all its leases are over
@@ -36,6 +37,10 @@ class NotSaved(TierError):
     """A change that must survive a restart cannot be written. The message says what stands now."""
 
 
+class CopyFailed(TierError):
+    """The device refused a copy of a block. Its source is as it was, and nothing is under way."""
+
+
 class TierClosed(TierError):
     """The tier was closed before this operation."""
 
@@ -59,6 +64,7 @@ class MissReason(StrEnum):
     LAYOUT = "layout"  # written for another block layout
     IO_ERROR = "io_error"  # the operating system refused the read
     DECODE = "decode"  # the payload does not decompress
+    COPY = "copy"  # the device refused to copy the block
     UNECONOMIC = "uneconomic"  # recomputing is faster than loading
     OVERLOADED = "overloaded"  # the queue of loads was full
     NO_ROOM = "no_room"  # no free frame to load into
@@ -75,6 +81,7 @@ FAULTS: Final = (
     MissReason.LAYOUT,
     MissReason.IO_ERROR,
     MissReason.DECODE,
+    MissReason.COPY,
 )
 
 

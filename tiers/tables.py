@@ -9,7 +9,7 @@ Called by the scheduler, on the engine thread.
 import time
 
 from tiers.blocks.chain import Chain
-from tiers.errors import OutOfBlocks
+from tiers.errors import CopyFailed, OutOfBlocks
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
@@ -34,7 +34,7 @@ class BlockTables:
 
     def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
         """Acquire or copy the result of `find_tail` as block `number` of a sequence. None if no
-        slot is free.
+        slot is free or the copy failed.
 
         If the prompt needs further rows of the block, it is announced as being computed.
         """
@@ -47,7 +47,8 @@ class BlockTables:
     def own_tail(self, block: Block, num_rows: int, chain: Chain) -> Block:
         """Claim a shared block, or copy its rows, before its row `num_rows` is written.
 
-        Raises OutOfBlocks if a copy is needed and no slot is free.
+        Raises OutOfBlocks if a copy is needed and no slot is free, and CopyFailed, with the block
+        still acquired.
         """
         return self._tails.own(block, num_rows, chain, _use(chain, 1))
 
@@ -75,6 +76,11 @@ class BlockTables:
     def new_block(self, chain: Chain) -> Block:
         """A new block to compute into, acquired and known only to its sequence."""
         return _made(chain, time.monotonic())
+
+    def drop_tail(self, block: Block, chain: Chain) -> Block:
+        """Release a shared block that cannot be copied. Returns a new block in its place."""
+        self._residency.release(block, _use(chain, 1))
+        return self.new_block(chain)
 
     def provide(self, block: Block) -> int:
         """Give a planned block its slot. Raises OutOfBlocks."""
@@ -116,17 +122,28 @@ class BlockTables:
 
     def _merge(self, block: Block, held: Block) -> Block:
         """Keep the block that the index has, and free the duplicate."""
+        if held.slot is not None and not held.slot_whole and not self._completed(held, block):
+            return block
         block.writer = None
         if held.slot is None:
             self._residency.hand_over(block, held)
             self._residency.counters.came(held, TierName.DEVICE)
         else:
             self._residency.pool.settle(held.slot)
-            if not held.slot_whole:
-                self._residency.complete(held, block)
         self._residency.acquire(held)
         self._residency.release(block, block.use)
         return held
+
+    def _completed(self, held: Block, whole: Block) -> bool:
+        """Give a block its windows from its equal. False if the copy failed."""
+        assert held.slot is not None
+        self._residency.pool.settle(held.slot)
+        try:
+            self._residency.complete(held, whole)
+        except CopyFailed as error:
+            self._residency.copies.failed(TierName.DEVICE, error)
+            return False
+        return True
 
     def share(self, blocks: list[Block]) -> list[Block]:
         """Acquire a sequence's blocks again, for another sequence with the same tokens."""

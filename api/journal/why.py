@@ -70,6 +70,7 @@ FAULTS = {
     MissReason.LAYOUT: "it was written for another block layout",
     MissReason.IO_ERROR: "the operating system refused to read it",
     MissReason.DECODE: "it does not decompress",
+    MissReason.COPY: "the device refused to copy it",
 }
 
 

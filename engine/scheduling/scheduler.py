@@ -22,7 +22,7 @@ from engine.scheduling.settings import SchedulerSettings
 from engine.scheduling.shares import Backlog, ServedShares
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
-from tiers.errors import OutOfBlocks
+from tiers.errors import CopyFailed, OutOfBlocks
 
 SPAN_WORK = 16.0  # fixed cost of a sequence in a step, in prompt tokens
 
@@ -151,6 +151,7 @@ class Scheduler:
             self._make_room(batch, sequence, end)
         except OutOfBlocks:
             return 0  # the sequence itself was preempted
+        start = sequence.start  # it may have lost a shared tail
         self._served.charge(sequence.share, SPAN_WORK + end - start)
         sample = end == num_tokens and sequence.params.max_tokens != 0
         params, grammar = sequence.params, sequence.grammar
@@ -208,10 +209,13 @@ class Scheduler:
             number = standing // size
             block = blocks[number]
             if block.slot is not None and block.writer is not sequence.chain:
-                block = self._tables.own_tail(block, standing % size, sequence.chain)
+                try:
+                    block = self._tables.own_tail(block, standing % size, sequence.chain)
+                except CopyFailed:  # its rows are computed again
+                    block = self._tables.drop_tail(block, sequence.chain)
+                    sequence.num_standing = number * size
                 blocks[number] = block
-                assert block.slot is not None
-                table[number] = block.slot
+                del table[number:]
         num_blocks = -(-end // size)
         while len(blocks) < num_blocks:
             blocks.append(self._tables.new_block(sequence.chain))

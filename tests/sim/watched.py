@@ -52,6 +52,7 @@ class Watched(ChainRunner):
         self.broken = False
         self.poisoned: set[str] = set()
         self.mad: set[str] = set()
+        self.copies_fail = False  # then a block may stand and be computed again
         self._sampler = Sampler(frozenset({VOCAB_SIZE - 1}))
 
     def step(self, batch: Batch) -> list[Sampled]:
@@ -144,6 +145,8 @@ class Watched(ChainRunner):
         """
         if sequence.chain.private or sequence.params.prompt_logprobs is not None:
             return  # it asked to compute the prompt
+        if self.copies_fail:
+            return
         self.num_checked += 1
         first = sequence.num_standing // BLOCK
         for block in self._cache.index.match(sequence.chain)[first : first + 1]:

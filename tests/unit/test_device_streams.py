@@ -12,6 +12,7 @@ import torch
 
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.layout import BlockLayout
+from tiers.errors import CopyFailed
 from tiers.memory.device import DevicePool
 
 LAYOUT = BlockLayout.uniform(
@@ -32,6 +33,9 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         self.behind |= event.behind
+
+    def synchronize(self) -> None:
+        """Nothing is under way here."""
 
 
 class Event:
@@ -155,3 +159,17 @@ def test_a_frame_comes_up_only_after_it_went_down_and_goes_down_after_it_came_up
     assert "copy in" not in down
     pool.copy_out(2, second)
     assert "copy in" in down
+
+
+def test_after_a_refused_copy_nothing_of_its_batch_is_under_way(
+    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slots and frames of the copies before it in the batch get other owners."""
+    first, second = frames_of(2)
+    waited: list[bool] = []
+    monkeypatch.setattr(Stream, "synchronize", lambda stream: waited.append(stream is pool._up))
+    monkeypatch.setattr(pool, "_pair", lambda target, source, part: (torch.empty(3), source[:, :2]))
+    with pytest.raises(CopyFailed, match="refused to copy a block"):
+        pool.copy_in([first, second], [1, 2])
+    assert [True] == waited
+    assert not pool.is_arriving

@@ -4,6 +4,7 @@ import logging
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.testing.chain_runner import chain_layout
 from tiers.blocks import frames
@@ -36,25 +37,58 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frames, "PIN_BYTES", 4 * PAGE_BYTES)
 
 
-@pytest.mark.parametrize("offset", [0, 1, 16, PAGE_BYTES - 1])
-def test_all_bytes_are_locked_once_and_let_go(offset: int) -> None:
-    memory = np.zeros(40 * PAGE_BYTES + offset + 7, np.uint8)[offset:]
-    cudart = Cudart()
-    assert memory.nbytes == pin(memory, cudart) == sum(cudart.pieces.values())
-    frames._unpin(memory, memory.nbytes, cudart)
+def pages(count: int) -> NDArray[np.uint8]:
+    memory = np.zeros((count + 1) * PAGE_BYTES, np.uint8)
+    return memory[-memory.ctypes.data % PAGE_BYTES :][: count * PAGE_BYTES]
+
+
+@pytest.mark.parametrize("stride", [1, 3, 4, 5, 9])
+def test_all_bytes_are_locked_once_and_let_go(stride: int) -> None:
+    memory, cudart, stride = pages(45), Cudart(), stride * PAGE_BYTES
+    assert memory.nbytes == pin(memory, cudart, stride) == sum(cudart.pieces.values())
+    frames._unpin(memory, memory.nbytes, cudart, stride)
     assert {} == cudart.pieces
 
 
 def test_where_the_system_stops_the_rest_is_not_locked_and_it_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    memory, cudart = np.zeros(40 * PAGE_BYTES, np.uint8), Cudart(limit=10 * PAGE_BYTES)
+    memory, cudart = pages(40), Cudart(limit=10 * PAGE_BYTES)
     with caplog.at_level(logging.WARNING):
         pinned = pin(memory, cudart)
     assert 0 < pinned <= 10 * PAGE_BYTES
     assert "limit on locked memory" in caplog.text
-    frames._unpin(memory, pinned, cudart)
+    frames._unpin(memory, pinned, cudart, PAGE_BYTES)
     assert {} == cudart.pieces
+
+
+@pytest.mark.parametrize("limit", [1 << 60, 33 * PAGE_BYTES])
+@pytest.mark.parametrize("block_size", [4, 64, 200, 300, 1100])
+def test_no_frame_lies_across_two_registrations(
+    block_size: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that spans two, or one and memory that is not registered, is an invalid argument."""
+    cudart, layout = Cudart(limit), chain_layout(block_size)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
+    cleared: list[str] = []
+    monkeypatch.setattr(frames, "clear_error", cleared.append)
+    arena = FrameArena(layout, 60, "cuda")
+    taken = [frame for frame in (arena.take() for _ in range(60)) if frame is not None]
+    for frame in taken:
+        begin = frame.tensor.data_ptr()
+        assert begin == np.frombuffer(frame.buffer, np.uint8).ctypes.data
+        inside = [
+            first <= begin and begin + layout.nbytes <= first + length
+            for first, length in cudart.pieces.items()
+        ]
+        apart = [
+            begin + layout.nbytes <= first or first + length <= begin
+            for first, length in cudart.pieces.items()
+        ]
+        assert any(inside) or all(apart)
+        frame.tensor.fill_(frame.number)
+    assert all(frame.tensor.eq(frame.number).all() for frame in taken)
+    assert cleared == (["cuda"] if arena.num_pinned_bytes < 60 * arena._stride else [])
 
 
 def test_an_arena_for_a_cpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +101,6 @@ def test_an_arena_for_a_gpu_is_locked_while_it_lives(monkeypatch: pytest.MonkeyP
     cudart, layout = Cudart(), chain_layout(4)
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
     arena = FrameArena(layout, 300, "cuda")
-    assert 300 * layout.nbytes == arena.num_pinned_bytes == sum(cudart.pieces.values())
+    assert 300 * PAGE_BYTES == arena.num_pinned_bytes == sum(cudart.pieces.values())
     del arena
     assert {} == cudart.pieces

@@ -9,6 +9,7 @@ import logging
 import weakref
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,8 +60,17 @@ class Frame:
         return self._memory.buffer(self.number)
 
 
+def frame_stride(layout: BlockLayout, device: str = "cpu") -> int:
+    """Bytes from one frame to the next. For a GPU whole pages: memory is registered by pages, and
+    a copy must not lie across two registrations."""
+    if torch.device(device).type != "cuda":
+        return layout.nbytes
+    return -(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class FrameArena:
-    """`num_frames` frames in one allocation. Invariant: free + taken == num_frames."""
+    """`num_frames` frames in one allocation. Invariants: free + taken == num_frames; a frame for a
+    GPU lies wholly in one registration, or in none."""
 
     def __init__(self, layout: BlockLayout, num_frames: int, device: str = "cpu") -> None:
         if num_frames < 1:
@@ -70,15 +80,19 @@ class FrameArena:
             )
         self.layout = layout
         self.num_frames = num_frames
-        memory = _huge_pages(num_frames * layout.nbytes)
+        self._stride = frame_stride(layout, device)
+        memory = _huge_pages(num_frames * self._stride)
         self.num_pinned_bytes = 0
         if torch.device(device).type == "cuda":
             cudart: Any = torch.cuda.cudart()
-            self.num_pinned_bytes = pin(memory, cudart)
-            release = weakref.finalize(self, _unpin, memory, self.num_pinned_bytes, cudart)
+            self.num_pinned_bytes = pin(memory, cudart, self._stride)
+            release = weakref.finalize(
+                self, _unpin, memory, self.num_pinned_bytes, cudart, self._stride
+            )
             release.atexit = False  # the driver releases a process's memory by itself
-        pool = torch.from_numpy(memory).view(layout.torch_dtype).view(num_frames, *layout.shape)
-        self._memory = pool
+            if self.num_pinned_bytes < memory.nbytes:
+                clear_error(device)
+        self._rows = torch.from_numpy(memory).view(num_frames, self._stride)
         self._bytes: memoryview = memory.data
         self._free = array("i", range(num_frames - 1, -1, -1))
 
@@ -88,7 +102,7 @@ class FrameArena:
         Call before any frame is taken. See `TieredCache.warm_up`.
         """
         assert self.num_free == self.num_frames
-        self._memory[: max_bytes // self.layout.nbytes].zero_()
+        self._rows[: max_bytes // self._stride].zero_()
 
     @property
     def num_free(self) -> int:
@@ -105,22 +119,26 @@ class FrameArena:
 
     def tensor(self, number: int) -> torch.Tensor:
         """The memory of a frame."""
-        return self._memory[number]
+        row = self._rows[number, : self.layout.nbytes]
+        return row.view(self.layout.torch_dtype).view(self.layout.shape)
 
     def buffer(self, number: int) -> memoryview:
         """The same as bytes."""
-        size = self.layout.nbytes
-        return self._bytes[number * size : (number + 1) * size]
+        start = number * self._stride
+        return self._bytes[start : start + self.layout.nbytes]
 
 
-def pin(memory: NDArray[np.uint8], cudart: Any) -> int:
+def pin(memory: NDArray[np.uint8], cudart: Any, stride: int = PAGE_BYTES) -> int:
     """Pins memory for GPU copies, piece by piece. Returns the number of leading bytes pinned.
+
+    The memory begins on a page. A piece is some frames, each `stride` bytes and so whole pages: a
+    page can be registered only once, and a copy across two registrations is an invalid argument.
 
     torch's own pinned memory is rounded up to a power of two: an arena of 80 GiB would pin 128.
     Memory that the system refuses to pin (`ulimit -l`, a container's limit) is copied more slowly.
     """
     pinned = 0
-    for address, num_bytes in _pieces(memory):
+    for address, num_bytes in _pieces(memory, stride):
         error = cudart.cudaHostRegister(address, num_bytes, 0)
         if int(error) != 0:
             logger.warning(
@@ -133,25 +151,35 @@ def pin(memory: NDArray[np.uint8], cudart: Any) -> int:
     return pinned
 
 
-def _unpin(memory: NDArray[np.uint8], num_bytes: int, cudart: Any) -> None:
-    for address, _ in _pieces(memory[:num_bytes]):
+def clear_error(device: str) -> None:
+    """Takes the error that a refused registration left behind. CUDA keeps it for the next launch,
+    which would fail in its place."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+def _unpin(memory: NDArray[np.uint8], num_bytes: int, cudart: Any, stride: int) -> None:
+    for address, _ in _pieces(memory[:num_bytes], stride):
         cudart.cudaHostUnregister(address)
 
 
-def _pieces(memory: NDArray[np.uint8]) -> Iterator[tuple[int, int]]:
-    """Address and length of pieces that share no page, because a page can be registered only
-    once."""
+def _pieces(memory: NDArray[np.uint8], stride: int) -> Iterator[tuple[int, int]]:
+    """Address and length of each piece."""
     begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
+    assert begin % PAGE_BYTES == stride % PAGE_BYTES == 0, (begin, stride)
+    piece = max(1, PIN_BYTES // stride) * stride
     while begin < end:
-        border = min(end, (begin + PIN_BYTES) // PAGE_BYTES * PAGE_BYTES)
-        yield begin, border - begin
-        begin = border
+        yield begin, min(piece, end - begin)
+        begin += piece
 
 
 def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory in huge pages, if available. numpy requests them, torch does not.
+    """Memory that begins on a page, in huge pages if available. numpy requests them, torch does
+    not.
 
     The first touch of 190 MiB took 0.30 s in pages of 4 KiB and 0.02 s in huge ones (two cores of a
     virtual machine). The first hits after a start would wait for it.
     """
-    return np.zeros(num_bytes, np.uint8)
+    memory = np.zeros(num_bytes + PAGE_BYTES, np.uint8)
+    skipped = -memory.ctypes.data % PAGE_BYTES
+    return memory[skipped : skipped + num_bytes]

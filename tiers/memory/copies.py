@@ -4,15 +4,19 @@ On a CPU a copy is done when it returns. On a GPU it runs on its own stream, and
 kept until the bytes have arrived.
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tiers.errors import CopyFailed, MissReason
 from tiers.memory.block import Block
 from tiers.memory.counters import MemoryCounters
 from tiers.memory.device import Copy
 from tiers.memory.host_tier import HostTier
 from tiers.tier import TierName
+
+logger = logging.getLogger(__name__)
 
 
 class _Copying(NamedTuple):
@@ -54,6 +58,12 @@ class Copies:
             block.busy += 1
             self._host.sync(block)
         self._under_way.append(copying)
+
+    def failed(self, source: TierName, error: CopyFailed) -> None:
+        """Count a copy out of `source` that the device refused. Logs the first, and ever fewer."""
+        count = self._counters.fault(source, MissReason.COPY)
+        if count & (count - 1) == 0:
+            logger.warning(f"{error} ({count} copies out of the {source} tier failed so far)")
 
     def poll(self) -> None:
         """Releases frames whose copy has arrived."""

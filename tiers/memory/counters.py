@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
+from tiers.errors import MissReason
 from tiers.memory.block import NEVER_USED, Block
 from tiers.telemetry.events import CacheEvent, EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
@@ -23,6 +24,7 @@ class MemoryCounters:
     ) -> None:
         self.stream = stream
         self.events: Counter[tuple[TierName, CacheEvent]] = Counter()
+        self.faults: Counter[tuple[TierName, MissReason]] = Counter()
         self.lives = {TierName.DEVICE: Lives(), TierName.HOST: Lives()}
         self.transfers = TransferCounts(block_bytes)
         self._block_bytes = block_bytes
@@ -31,6 +33,11 @@ class MemoryCounters:
 
     def count(self, tier: TierName, event: CacheEvent, blocks: int = 1) -> None:
         self.events[tier, event] += blocks
+
+    def fault(self, tier: TierName, reason: MissReason) -> int:
+        """Counts a block that a memory tier held and could not give. Returns how many so far."""
+        self.faults[tier, reason] += 1
+        return self.faults[tier, reason]
 
     def came(self, block: Block, tier: TierName, source: TierName | None = None) -> None:
         """The block's KV is now in a memory tier; `source` is the tier it was copied from."""
@@ -67,6 +74,7 @@ class MemoryCounters:
             stored=self.events[tier, CacheEvent.STORED],
             evicted=self.events[tier, CacheEvent.EVICTED],
             hits=lives.reuse_gap.count,
+            faults={reason: count for (of, reason), count in self.faults.items() if of is tier},
             lives=lives,
         )
 

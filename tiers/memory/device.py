@@ -8,14 +8,14 @@ directions run beside compute.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
 from tiers.blocks.part import Part
-from tiers.errors import ConfigurationError
+from tiers.errors import ConfigurationError, CopyFailed
 
 
 class Copy:
@@ -102,10 +102,10 @@ class DevicePool:
 
     def copy_out(self, slot: int, frame: Frame) -> Copy:
         """Copy a block, or the part that the frame is to have, to a host frame. Its rows must not
-        change until `hand_on`."""
+        change until `hand_on`. Raises CopyFailed."""
         target, source = self._pair(frame.tensor, self.tensor[slot], frame.part)
         if self._down is None:
-            target.copy_(source)
+            self._put([(target, source)])
             return DONE
         if (event := self._arriving.get(slot)) is not None:
             self._down.wait_event(event)
@@ -119,15 +119,14 @@ class DevicePool:
         self, frames: Sequence[Frame], slots: Sequence[int], parts: Sequence[Part] = ()
     ) -> Copy:
         """Copy host frames, or `parts` of them, into slots. Compute may read one when it has
-        `arrived`, or after `settle`."""
+        `arrived`, or after `settle`. Raises CopyFailed."""
         parts = parts or [Part.WHOLE] * len(slots)
         pairs = [
             self._pair(self.tensor[slot], frame.tensor, part)
             for frame, slot, part in zip(frames, slots, parts, strict=True)
         ]
         if self._up is None or self._down is None:
-            for target, source in pairs:
-                target.copy_(source)
+            self._put(pairs)
             return DONE
         for frame in frames:
             if (event := self._filling.get(frame.number)) is not None:
@@ -165,24 +164,42 @@ class DevicePool:
         return target.view(-1)[within], source.view(-1)[within]
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
-        """Copy the first `num_rows` token rows of one slot to another, in compute order."""
+        """Copy the first `num_rows` token rows of one slot to another, in compute order. Raises
+        CopyFailed."""
         self.settle(source)
         if len(self.layout.shape) > 1:
-            self.tensor[target, :, :, :num_rows].copy_(self.tensor[source, :, :, :num_rows])
+            rows = self.tensor[:, :, :, :num_rows]
+            self._put([(rows[target], rows[source])])
             return
+        pairs = []
         for part in self._parts:  # a state is copied whole
-            rows = num_rows if part.shape[1] == self.layout.block_size else part.shape[1]
-            part[target, :rows].copy_(part[source, :rows])
+            count = num_rows if part.shape[1] == self.layout.block_size else part.shape[1]
+            pairs.append((part[target, :count], part[source, :count]))
+        self._put(pairs)
+
+    def _put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copies sources to targets on the current stream."""
+        try:
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        except RuntimeError as error:
+            raise CopyFailed(f"{self.device} refused to copy a block: {error}") from error
 
     def _enqueue(
         self, stream: torch.cuda.Stream, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ) -> torch.cuda.Event:
-        """Copies sources to targets after the work already given to compute."""
+        """Copies sources to targets after the work already given to compute.
+
+        If one is refused, waits for those before it, whose slots and frames get other owners.
+        """
         stream.wait_stream(torch.cuda.current_stream(self.device))
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+            try:
+                self._put(pairs)
+            except CopyFailed:
+                stream.synchronize()
+                raise
             event.record(stream)
         return event
 

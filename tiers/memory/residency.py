@@ -201,6 +201,12 @@ class Residency:
         self.device.settle(block, slot)
         return slot
 
+    def take_back(self, block: Block) -> None:
+        """Frees the slot that a block was just given and that was never filled."""
+        self._claims.release_slot(block)
+        self.pool.give(self.device.leave(block))
+        self.host.sync(block)
+
     def hand_over(self, block: Block, to: Block) -> None:
         """The slot of a block that nobody else has is `to`'s from now on."""
         self.device.hand_over(block, to)
@@ -261,6 +267,12 @@ class Residency:
         if block is None:
             return None
         return self._leave_host(block, self._claims.cause(TierName.HOST, block, tenant))
+
+    def give_frame(self, frame: Frame) -> None:
+        """Gives back a frame that was taken and got no owner."""
+        assert self.frames is not None
+        frame.part = Part.WHOLE
+        self.frames.give(frame)
 
     def evict_host(self, block: Block, cause: Cause = Cause.ROOM) -> None:
         """Free an unneeded block's frame."""

@@ -20,7 +20,7 @@ import numpy as np
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
 from tiers.blocks.packing import may_begin, unpack
-from tiers.errors import OutOfBlocks
+from tiers.errors import CopyFailed, OutOfBlocks
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
@@ -88,7 +88,8 @@ class TailSharing:
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
     def adopt(self, tail: Tail, chain: Chain) -> Block | None:
-        """Acquire the block, or copy its matching rows to a new one. None if no slot is free."""
+        """Acquire the block, or copy its matching rows to a new one. None if no slot is free or the
+        copy failed."""
         block = tail.block
         assert tail.case is not TailCase.WAIT
         if block.slot is not None and tail.case is not TailCase.COPY:
@@ -97,13 +98,16 @@ class TailSharing:
             self._residency.pool.settle(block.slot)
             self._residency.acquire(block)
             return block
-        return self._copy(block, tail.num_rows, chain)
+        try:
+            return self._copy(block, tail.num_rows, chain)
+        except CopyFailed:
+            return None
 
     def own(self, block: Block, num_rows: int, chain: Chain, use: Use) -> Block:
         """Make row `num_rows` of the block writable.
 
         Takes over the caller's reference to `block`. Returns the block itself or a copy, with one
-        reference. Raises OutOfBlocks.
+        reference. Raises OutOfBlocks, or CopyFailed: the reference is then still the caller's.
         """
         if block.writer is None and block.num_tokens == num_rows:  # so it is partly filled
             block.writer = chain
@@ -155,23 +159,33 @@ class TailSharing:
         return True
 
     def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:
-        """A new block with one reference, whose first `num_rows` rows are copied from the
-        source."""
+        """A new block with one reference, whose first `num_rows` rows are copied from the source.
+        None if no slot is free. Raises CopyFailed, after it is counted."""
         residency = self._residency
         residency.acquire(source)  # so that it is not evicted to make room for its own copy
         block = Block(time.monotonic())
         slot = residency.take_slot(block, chain.root)
-        if slot is not None:
-            if source.slot is not None:
-                residency.pool.copy_rows(source.slot, slot, num_rows)
-            elif source.frame is not None:
-                self._copy_up(source, slot)
-        residency.release(source, source.use)
+        try:
+            if slot is not None:
+                self._fill(slot, source, num_rows)
+        except CopyFailed as error:
+            residency.take_back(block)
+            here = TierName.HOST if source.slot is None else TierName.DEVICE
+            residency.copies.failed(here, error)
+            raise
+        finally:
+            residency.release(source, source.use)
         if slot is None:
             return None
         block.writer = chain
         block.ref_count = 1
         return block
+
+    def _fill(self, slot: int, source: Block, num_rows: int) -> None:
+        if source.slot is not None:
+            self._residency.pool.copy_rows(source.slot, slot, num_rows)
+        elif source.frame is not None:
+            self._copy_up(source, slot)
 
     def _copy_up(self, source: Block, slot: int) -> None:
         """Copy a host block's frame into a slot of another block."""

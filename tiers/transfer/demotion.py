@@ -14,6 +14,7 @@ from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
+from tiers.errors import CopyFailed
 from tiers.memory.block import Below, Block, DeviceState
 from tiers.memory.host_tier import MIN_LOOKAHEAD
 from tiers.memory.losses import LossLog
@@ -124,7 +125,8 @@ class Demoter:
         return len(self._stores)
 
     def copy_down(self, block: Block, sparing: Collection[Block] = ()) -> bool:
-        """Copy a device block to a host frame. False if only blocks in `sparing` could give one."""
+        """Copy a device block to a host frame. False if only blocks in `sparing` could give one, or
+        if the copy failed."""
         residency = self._residency
         assert block.slot is not None and block.frame is None, f"{block} cannot be copied down"
         frame = residency.take_frame(block.scope, sparing)
@@ -133,7 +135,12 @@ class Demoter:
         started = time.perf_counter()
         frame.part = Part.WHOLE if block.slot_whole else Part.LASTING
         nbytes = residency.pool.layout.part_nbytes(frame.part)
-        copy = residency.pool.copy_out(block.slot, frame)
+        try:
+            copy = residency.pool.copy_out(block.slot, frame)
+        except CopyFailed as error:
+            residency.give_frame(frame)
+            residency.copies.failed(TierName.DEVICE, error)
+            return False
         residency.settle_frame(block, frame)
         residency.copies.watch(copy, (block,), TierName.DEVICE, TierName.HOST, started, nbytes)
         residency.count(TierName.DEVICE, CacheEvent.DEMOTED)

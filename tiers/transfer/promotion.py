@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.part import Part
-from tiers.errors import MissReason
+from tiers.errors import CopyFailed, MissReason
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
@@ -48,6 +48,16 @@ class Promoter:
 
     def advance(self, ticket: Ticket) -> Progress:
         """Advance the ticket one step without waiting for anything."""
+        while True:
+            try:
+                return self._advance(ticket)
+            except CopyFailed as error:
+                self._residency.copies.failed(TierName.HOST, error)
+                self._close_at(ticket)
+
+    def _advance(self, ticket: Ticket) -> Progress:
+        """Advance it one step. Raises CopyFailed, and then the first block that was not copied is
+        that after those known to be on the device."""
         if ticket.is_loading:
             self._drop_lost(ticket)
             if any(block.state is LOADING for block in ticket.blocks):
@@ -92,6 +102,8 @@ class Promoter:
     def _match(self, ticket: Ticket) -> bool:
         """Acquire the blocks that continue the ticket. True if another request is making the next
         block."""
+        if ticket.closed:
+            return False
         start = len(ticket.blocks)
         found = self._residency.index.match(ticket.chain, start)
         makes_next = False
@@ -114,6 +126,9 @@ class Promoter:
     def _ask_disk(self, ticket: Ticket) -> bool:
         start, end = len(ticket.blocks), len(ticket.chain.keys)
         if ticket.state is not TicketState.OPEN or start == end or self._mover is None:
+            return False
+        if ticket.closed:
+            ticket.move(TicketState.SETTLED)
             return False
         job = ProbeJob(ticket.chain.block_ids(start, end))
         if not self._mover.submit(job):
@@ -246,8 +261,16 @@ class Promoter:
                     self._residency.release(lost, lost.use)
                 return
 
+    def _close_at(self, ticket: Ticket) -> None:
+        """Shorten the ticket to before the first block whose copy failed, for good: the block
+        stands where it stood, so that it would be found again."""
+        ticket.closed, ticket.stop = True, MissReason.COPY
+        for block in ticket.cut(ticket.num_on_device):
+            self._residency.release(block, block.use)
+
     def _lift(self, ticket: Ticket) -> bool:
-        """Copy leading blocks from host frames to the device. True when all have a slot."""
+        """Copy leading blocks from host frames to the device. True when all have a slot. Raises
+        CopyFailed."""
         residency = self._residency
         start = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
         if start == len(ticket.blocks):
@@ -269,10 +292,10 @@ class Promoter:
                 parts.append(Part.WINDOW)
             ticket.num_on_device += 1
             if len(lifted) == BLOCKS_PER_LIFT:
-                self._copy_up(lifted, parts)
+                self._copy_up(ticket, lifted, parts)
                 lifted, parts = [], []
         if lifted:
-            self._copy_up(lifted, parts)
+            self._copy_up(ticket, lifted, parts)
         return ticket.num_on_device == len(ticket.blocks)
 
     def _arrived(self, ticket: Ticket) -> bool:
@@ -283,13 +306,21 @@ class Promoter:
             block.slot is not None and pool.arrived(block.slot) for block in ticket.blocks
         )
 
-    def _copy_up(self, blocks: Sequence[Block], parts: Sequence[Part]) -> None:
-        """Copy these parts of host blocks into their slots. The blocks keep their frames."""
+    def _copy_up(self, ticket: Ticket, blocks: Sequence[Block], parts: Sequence[Part]) -> None:
+        """Copy these parts of host blocks into their slots. The blocks keep their frames. Raises
+        CopyFailed, after taking back the slots."""
         residency = self._residency
         frames = [block.frame for block in blocks if block.frame is not None]
         slots = [block.slot for block in blocks if block.slot is not None]
         started = time.perf_counter()
-        copy = residency.pool.copy_in(frames, slots, parts)
+        try:
+            copy = residency.pool.copy_in(frames, slots, parts)
+        except CopyFailed:
+            ticket.num_on_device = ticket.blocks.index(blocks[0])
+            for block, part in zip(blocks, parts, strict=True):
+                if part is not Part.WINDOW:
+                    residency.take_back(block)
+            raise
         num_came = 0
         for block, part in zip(blocks, parts, strict=True):
             block.slot_whole = part is not Part.LASTING

@@ -65,6 +65,7 @@ class Ticket:
     stop: MissReason = MissReason.ABSENT
     probe: ProbeJob | None = None
     num_on_device: int = 0  # leading blocks known to have a slot
+    closed: bool = False  # a copy of its next block failed: it takes no more
     mended: bool = False  # whether the missing windows of its last blocks were requested
 
     @property

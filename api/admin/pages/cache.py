@@ -26,6 +26,7 @@ MEANINGS: Final = {
     MissReason.LAYOUT: "written for another block layout",
     MissReason.IO_ERROR: "the operating system refused the read",
     MissReason.DECODE: "the payload did not decompress",
+    MissReason.COPY: "the device refused to copy it",
 }
 
 

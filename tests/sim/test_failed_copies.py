@@ -1,0 +1,118 @@
+"""A device that refuses a copy costs a miss: answers stay, nothing leaks, and the fault is counted.
+
+Each run is repeated with the first copy refused, then the second, and so on, to the last.
+"""
+
+import random
+from collections.abc import Container, Sequence
+
+import pytest
+import torch
+
+from tests.sim.life import Life
+from tests.sim.world import World
+from tiers.errors import MissReason
+from tiers.memory.device import DevicePool
+
+SHARED = [7] * 14
+
+
+class Refusing:
+    """Counts a pool's copies, and refuses those whose numbers it is told."""
+
+    def __init__(self, pool: DevicePool, refused: Container[int]) -> None:
+        self.num_copies = self.num_refused = 0
+        self._put = pool._put
+        self._refused = refused
+        pool._put = self.put  # type: ignore[method-assign]
+
+    def put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As the pool does, with one target that is not there."""
+        number = self.num_copies
+        self.num_copies += 1
+        if number not in self._refused:
+            return self._put(pairs)
+        self.num_refused += 1
+        return self._put([*list(pairs)[:-1], (torch.empty(2), torch.empty(3))])
+
+
+def lived(refused: Container[int], *, window: int | None = None) -> Refusing:
+    """Prompts that share heads and part inside a block, in little room, some of them twice."""
+    world = World(device_blocks=14, host_blocks=16, disk_blocks=60, window=window)
+    refusing = Refusing(world.cache.pool, refused)
+    world.runner.copies_fail = True
+    for turn in range(2):
+        for number in range(5):
+            prompt = [*SHARED, *([number] * (9 + number))]
+            world.submit(f"{turn} {number}", prompt, n=1 + number % 2, seed=number)
+            if number % 2:
+                world.run()
+        world.run()
+    for number in range(3):
+        world.submit(f"short {number}", SHARED[: 6 + 3 * number], max_tokens=6)
+        world.run()
+    world.check()
+    world.check_idle()
+    world.cache.residency.check()
+    stats = world.cache.stats()
+    counted = [tier.faults.get(MissReason.COPY, 0) for tier in (stats.device, stats.host)]
+    assert refusing.num_refused == sum(counted)
+    return refusing
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_whichever_copy_fails_the_answers_stay_and_nothing_leaks(window: int | None) -> None:
+    num_copies = lived((), window=window).num_copies
+    assert num_copies > 30
+    for number in range(num_copies):
+        assert 1 == lived((number,), window=window).num_refused
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_device_that_refuses_every_copy_computes_everything(window: int | None) -> None:
+    refusing = lived(range(1 << 30), window=window)
+    assert refusing.num_refused == refusing.num_copies > 10
+
+
+@pytest.mark.parametrize("window", [None, 2, 6])
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interleaving_is_exact_where_copies_fail(seed: int, window: int | None) -> None:
+    chance = random.Random(seed)
+    world = World(
+        device_blocks=chance.choice((14, 24)),
+        host_blocks=16,
+        disk_blocks=chance.choice((10, 300)),
+        fault_rate=0.1,
+        seed=seed,
+        window=window,
+    )
+    world.runner.copies_fail = True
+    share = chance.choice((2, 5, 20))
+    refusing = Refusing(
+        world.cache.pool, {n for n in range(20_000) if chance.randrange(share) == 0}
+    )
+    life = Life(world, chance)
+    life.run(100, (life.pin, life.unpin, life.evict, life.trouble_disk, life.break_step))
+    world.check()
+    world.check_idle()
+    assert refusing.num_refused > 3
+
+
+def test_the_tokens_that_a_failed_copy_cost_are_missed_for_that_reason() -> None:
+    world = World(device_blocks=14, host_blocks=40, disk_blocks=1)
+    for number in range(4):
+        world.submit(f"{number}", [number] * 33)
+        world.run()
+    Refusing(world.cache.pool, range(1 << 30))
+    world.runner.copies_fail = True
+    residency = world.cache.residency
+    for block in [*world.cache.index]:
+        if block.slot is not None and block.frame is not None and not block.ref_count:
+            residency.evict_device(block)
+    before = {block: (block.slot, block.frame) for block in world.cache.index}
+    world.submit("again", [0] * 33)
+    world.run()
+    world.check()
+    assert 32 == world.outputs["again"][0].miss_reasons[MissReason.COPY]
+    held = [(block.frame, frame) for block, (slot, frame) in before.items() if slot is None]
+    assert held and all(now is then for now, then in held), "it stands where it stood"
