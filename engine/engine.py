@@ -44,6 +44,10 @@ class Runner(Protocol):
 
     def forget(self, sequence_id: int) -> None: ...
 
+    def fork(self, sequence_id: int, twin_id: int) -> None:
+        """Let another sequence continue from the states of this one, where its last step began."""
+        ...
+
     def probe(self) -> None:
         """Raises if the model can no longer compute anything. Changes no KV."""
         ...
@@ -336,7 +340,9 @@ class Engine:
             self._on_outputs(outputs)
 
     def _forget_left(self) -> None:
-        left = self._scheduler.left
+        left, forked = self._scheduler.left, self._scheduler.forked
+        while forked:
+            self._runner.fork(*forked.pop())
         while left:
             self._runner.forget(left.pop())
 

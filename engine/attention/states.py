@@ -141,13 +141,14 @@ def page_convolutions(model: nn.Module) -> int:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if _is_short_conv(child)
+        if is_short_conv(child)
     ]
     for parent, name, module in found:
         setattr(parent, name, PagedShortConv(module))
     return len(found)
 
 
-def _is_short_conv(module: Any) -> bool:
+def is_short_conv(module: Any) -> bool:
+    """Whether the module is a short convolution, whose rows the pool keeps."""
     needed = ("in_proj", "out_proj", "conv", "conv_kernel_size", "layer_idx")
     return type(module).__name__.endswith("ShortConv") and all(hasattr(module, n) for n in needed)

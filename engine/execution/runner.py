@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
+from engine.attention.recurrent import RecurrentAttention, RecurrentStates
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
@@ -79,11 +80,16 @@ class ModelRunner:
         )
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
+        self._recurrent: RecurrentStates | None = None
+        if loaded.port is not None:
+            recurrent = RecurrentAttention(self._attention, loaded.port)
+            self._attention, self._recurrent = recurrent, recurrent.states
         self._sampler = Sampler(loaded.eos_token_ids)
         self._team = ThreadTeam() if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._graphs: DecodeGraphs | None = None
         in_place = kv.paired or (kv.latent and pool.ndim == 6)
+        in_place = in_place and self._recurrent is None
         if scratch is not None and in_place and cuda_graphs(self._device, self._attention):
             max_blocks = -(-loaded.max_context // kv.block_size)
             self._graphs = DecodeGraphs(
@@ -126,11 +132,12 @@ class ModelRunner:
         Call it before serving: block 0 of the pool must be unowned.
         """
         attention = self._attention
-        if isinstance(attention, StatefulAttention):
+        while isinstance(attention, RecurrentAttention | StatefulAttention):
             attention = attention.attention
         if isinstance(attention, CpuAttention):
             attention.warm_up(self._max_context)
-            self._traced = trace(self._model)
+            if self._recurrent is None:
+                self._traced = trace(self._model)
         self.probe()
         self._try(1)  # a decode step without a graph compiles its own kernel
         if self._graphs is not None:
@@ -150,6 +157,11 @@ class ModelRunner:
     def forget(self, sequence_id: int) -> None:
         """Drop data derived for this sequence. Its blocks may go to others."""
         self._attention.forget(sequence_id)
+
+    def fork(self, sequence_id: int, twin_id: int) -> None:
+        """Let another sequence continue from the recurrent states of this one."""
+        if self._recurrent is not None:
+            self._recurrent.fork(sequence_id, twin_id)
 
     def _forward(self, spans: Sequence[Span]) -> tuple[torch.Tensor | None, list[TokenLogprob]]:
         """Logits [number of sampling spans, vocabulary] in float32, or None if no span samples, and

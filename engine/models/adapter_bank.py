@@ -41,6 +41,8 @@ class AdapterRouting:
     def __init__(self) -> None:
         self.parts: list[AdapterRows] = []
         self.num_rows = 0
+        self.digests: list[bytes | None] = []  # of each sequence, if any has an adapter
+        self.pieces: Sequence[int] | None = None  # the sequences that a module computes alone
 
 
 class Update(nn.Module):
@@ -72,11 +74,25 @@ class AdaptedLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [1, T, in], all rows of the step. Returns [1, T, out]."""
         output: torch.Tensor = self.base(rows)
+        if self._routing.pieces is not None:
+            self._add_each(output, rows, self._routing.pieces)
+            return output
         for part in self._routing.parts:
             update = self.updates.get(part.digest)
             if update is not None:
                 self._add(output, rows, part, update)
         return output
+
+    def _add_each(self, output: torch.Tensor, rows: torch.Tensor, pieces: Sequence[int]) -> None:
+        """rows: [B, T, in], of B sequences."""
+        if not self._routing.parts:
+            return
+        for place, number in enumerate(pieces):
+            update = self.updates.get(self._routing.digests[number] or b"")
+            if update is not None:
+                own = rows[place]
+                padded = own if len(own) >= MIN_ROWS else own.expand(MIN_ROWS, -1)
+                output[place] += update(padded)[: len(own)]
 
     def _add(
         self, output: torch.Tensor, rows: torch.Tensor, part: AdapterRows, update: Update
@@ -105,7 +121,7 @@ class AdapterBank:
         self.shapes = linear_shapes(model)
         self._model = model
         self._device = torch.device(device)
-        self._routing = AdapterRouting()
+        self.routing = self._routing = AdapterRouting()
         self._adapters: dict[str, Adapter] = {}
         self._digests: dict[str, bytes] = {}
         self.digests: Mapping[str, bytes] = MappingProxyType(self._digests)
@@ -147,6 +163,7 @@ class AdapterBank:
             end = first + len(span.tokens)
             runs.setdefault(self._digest_of(span), []).append(range(first, end))
             first = end
+        self._routing.digests = [self._digest_of(span) for span in spans]
         whole = len(runs) == 1
         self._routing.parts = [
             AdapterRows(digest, num_rows) if whole else self._part(digest, own)

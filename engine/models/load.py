@@ -24,6 +24,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from engine.attention import base as attention
+from engine.attention.recurrent import StatePort, page_recurrent
 from engine.batch import Span
 from engine.errors import AdapterError, ModelError
 from engine.models.adapter_bank import AdapterBank
@@ -46,10 +47,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# Kinds of layers (`config.layer_types`) whose only state is the KV of each token.
-_PAGED_LAYERS = frozenset({"full_attention", "sliding_attention"})
+UNBOUNDED = 1 << 20  # the context of a model whose config names none, as of Mamba
+# Kinds of layers (`config.layer_types`) whose state is the KV of each token, a recurrent state,
+# both or nothing.
+_PAGED_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "hybrid", "moe", "mlp"}
+)
 # By model type, layers whose state is stored at the end of each block.
-_STATES = {"lfm2": frozenset({"conv"}), "lfm2_moe": frozenset({"conv"})}
+_STATES = {name: frozenset({"conv"}) for name in ("lfm2", "lfm2_moe", "lfm3")}
 # Types unknown to transformers, whose repositories contain a copy of code that it has.
 _SAME_AS = {"kimi_k2": "deepseek_v3"}
 # Quantizations (`quantization_config.quant_method`) that transformers can dequantize.
@@ -78,6 +83,7 @@ class LoadedModel:
     device: str
     adapters: AdapterBank
     tower: VisionTower | None = None  # None: the model sees no images
+    port: StatePort | None = None  # of the modules with recurrent states; None: there are none
 
     @property
     def images(self) -> "PictureReader | None":
@@ -88,7 +94,8 @@ class LoadedModel:
 
     def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks. `kv_dtype` None means the compute dtype."""
-        return BlockLayout(self.layers, block_size, kv_dtype or self.dtype)
+        recurrent = self.port is not None
+        return BlockLayout(self.layers, block_size, kv_dtype or self.dtype, recurrent=recurrent)
 
 
 def load_model(
@@ -138,11 +145,15 @@ def describe(
     attention.register()
     config: Any = model.config
     text_config = config.get_text_config()
-    max_context = text_config.max_position_embeddings
+    max_context = getattr(text_config, "max_position_embeddings", UNBOUNDED)
     if fix_tables(model, max_context):
         # Keys rotated by another table are different keys.
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
-    layers = prepare(model, max_context)
+    port = page_recurrent(model)
+    layers = prepare(model, max_context, port)
+    adapters = AdapterBank(model, device)
+    if port is not None:
+        port.routing = adapters.routing
     return LoadedModel(
         name=name,
         model=model,
@@ -154,8 +165,9 @@ def describe(
         weights_digest=weights_digest,
         dtype=dtype,
         device=device,
-        adapters=AdapterBank(model, device),
+        adapters=adapters,
         tower=tower,
+        port=port,
     )
 
 
@@ -295,6 +307,8 @@ def _adapted_logits(loaded: LoadedModel, name: str) -> torch.Tensor:
     span = Span(-1, tokens, 0, [], True, SamplingParams(), adapter=name)
     loaded.adapters.begin([span], PROBE_TOKENS)
     try:
-        return probe_logits(loaded.model)
+        return probe_logits(loaded.model, loaded.port)
+    except AttributeError as error:
+        raise AdapterError(f"the model reads the weight of a layer itself ({error})") from error
     finally:
         loaded.adapters.finish()

@@ -7,7 +7,7 @@ it. docs/measurements shows this and the gain.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -59,10 +59,15 @@ class PackedLinear(nn.Module):
             self._plain = self._packed.to_dense().view(self.out_features, self.in_features)
         return self._plain
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias as in `nn.Linear`, for a model that adds it itself."""
+        return self._bias
+
     def __dir__(self) -> list[str]:
         """Without the weight: a recorder looks at whatever is listed, and would unpack each."""
         names: list[str] = super().__dir__()  # type: ignore[no-untyped-call]
-        return [name for name in names if name != "weight"]
+        return [name for name in names if name not in ("weight", "bias")]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         if torch._C._get_tracing_state() is not None:
@@ -72,6 +77,18 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class PaddedLinear(PackedLinear):
+    """The same for layers that may be given a single row, such as those of a recurrent module,
+    which is called for each sequence. It is computed as two."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        num_rows = rows.shape[:-1].numel()
+        if num_rows >= MIN_ROWS:
+            return super().forward(rows)
+        padded = rows.reshape(num_rows, -1).expand(MIN_ROWS, -1).contiguous()
+        return super().forward(padded)[:num_rows].view(*rows.shape[:-1], -1)
 
 
 def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -97,8 +114,12 @@ def can_pack(model: Any) -> bool:
     )
 
 
-def pack(model: nn.Module) -> int:
-    """Replace every `nn.Linear` of `model` by its packed form. Returns how many there were."""
+def pack(model: nn.Module, alone: Iterable[nn.Module] = ()) -> int:
+    """Replace every `nn.Linear` of `model` by its packed form. Returns how many there were.
+
+    Those within the modules `alone` may be given a single row.
+    """
+    padded = {id(child) for module in alone for child in module.modules()}
     linears = [
         (parent, name, child)
         for parent in model.modules()
@@ -107,7 +128,8 @@ def pack(model: nn.Module) -> int:
     ]
     with torch.inference_mode():
         for parent, name, linear in linears:
-            setattr(parent, name, PackedLinear(linear))
+            kind = PaddedLinear if id(linear) in padded else PackedLinear
+            setattr(parent, name, kind(linear))
     _leave_file(model, sum(linear.weight.numel() for _, _, linear in linears))
     return len(linears)
 

@@ -21,6 +21,7 @@ import torch
 from engine.attention import base as attention
 from engine.attention.base import AttentionOptions, attend_dense
 from engine.attention.latent import absorb
+from engine.attention.recurrent import Piece, RecurrentStates, StatePort
 from engine.attention.states import page_convolutions, windows_of
 from engine.batch import Span
 from engine.errors import ModelError
@@ -31,6 +32,8 @@ PROBE_TOKENS = 8
 _HALF = PROBE_TOKENS // 2
 _NARROW = 3  # tokens in a narrowed window
 _MAX_BORDERS = 4
+# A model without attention keeps one number a token, so that its prefixes have blocks.
+NOTHING = LayerLayout(1, 1, 1, shared=True)
 
 Pieces = Sequence[tuple[int, int, int]]  # (sequence's first position, offset in it, tokens)
 
@@ -46,12 +49,15 @@ class ProbeAttention:
     first position.
     """
 
-    def __init__(self, stop_after: int | None = None) -> None:
+    def __init__(self, stop_after: int | None = None, port: StatePort | None = None) -> None:
         self.layers: list[int] = []
         self.options: dict[int, AttentionOptions] = {}
         self.layouts: dict[int, LayerLayout] = {}
         self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._stop_after = stop_after
+        self._port = port
+        self._states = RecurrentStates()
+        self._num_attended = 0
         self._pieces: Pieces = ()
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -60,6 +66,10 @@ class ProbeAttention:
     def take(self, pieces: Pieces) -> None:
         """Set the sequences of the next call, in the order of its tokens."""
         self._pieces = pieces
+        self._num_attended = 0
+        if self._port is not None:
+            self._port.states = self._states
+            self._states.begin([Piece(*piece) for piece in pieces])
 
     def attend(
         self,
@@ -69,6 +79,9 @@ class ProbeAttention:
         value: torch.Tensor,
         options: AttentionOptions,
     ) -> torch.Tensor:
+        if self._port is not None:
+            layer = self._num_attended
+            self._num_attended += 1
         self.layers.append(layer)
         self.options[layer] = options
         self.layouts[layer] = _layout_of(key, value)
@@ -106,24 +119,29 @@ class ProbeAttention:
         return torch.cat(recalled)
 
     def finish(self) -> None:
-        pass
+        if self._port is not None:
+            self._states.finish()
 
     def forget(self, sequence_id: int) -> None:
         pass
 
 
 @torch.inference_mode()
-def prepare(model: Any, max_context: int | None = None) -> tuple[LayerLayout, ...]:
+def prepare(
+    model: Any, max_context: int | None = None, port: StatePort | None = None
+) -> tuple[LayerLayout, ...]:
     """Pack the model and turn paged attention on. Returns what its layers store per token.
 
+    With `port`, the model has recurrent states. Then the pool keeps a layer for each time that a
+    forward attends.
     Raises ModelError unless every layer attends through the interface, in order, and the model's
     results equal those of transformers' own modules and attention, whatever is computed beside it.
     """
     kind = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
+    if port is None and not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{kind} does not support transformers' attention interface")
     try:
-        return _prepare(model, kind, max_context or model.config.max_position_embeddings)
+        return _prepare(model, kind, max_context or model.config.max_position_embeddings, port)
     except ModelError:
         raise
     except Exception as error:  # the model's own code may raise anything
@@ -132,48 +150,78 @@ def prepare(model: Any, max_context: int | None = None) -> tuple[LayerLayout, ..
         ) from error
 
 
-def probe_logits(model: Any) -> torch.Tensor:
+def probe_logits(model: Any, port: StatePort | None = None) -> torch.Tensor:
     """Logits [T, vocabulary] of a few tokens from position 0 on, with paged attention."""
-    return _paged(model, ProbeAttention(), [(0, 0, PROBE_TOKENS)])
+    return _paged(model, ProbeAttention(port=port), [(0, 0, PROBE_TOKENS)])
 
 
-def _prepare(model: Any, kind: str, max_context: int) -> tuple[LayerLayout, ...]:
+def _prepare(
+    model: Any, kind: str, max_context: int, port: StatePort | None
+) -> tuple[LayerLayout, ...]:
     with _narrow_windows(model) as narrowed:
         model.set_attn_implementation("eager")
         expected = _forward(model, [(0, 0, PROBE_TOKENS)])
         absorb(model)
         page_convolutions(model)
         if packing.can_pack(model):
-            packing.pack(model)
+            packing.pack(model, port.modules if port is not None else ())
         model.set_attn_implementation(attention.IMPLEMENTATION)
-        probe = ProbeAttention()
+        probe = ProbeAttention(port=port)
         actual = _paged(model, probe, [(0, 0, PROBE_TOKENS)])
         starts = _starts(model, max_context)
         both = [(start, 0, PROBE_TOKENS) for start in sorted({0, starts[-1]})]
-        beside = _paged(model, ProbeAttention(), both)[:PROBE_TOKENS]
+        beside = _paged(model, ProbeAttention(port=port), both)[:PROBE_TOKENS]
     num_layers = model.config.get_text_config().num_hidden_layers
-    if probe.layers != list(range(num_layers)):
+    if port is None and probe.layers != list(range(num_layers)):
         raise ModelError(
             f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
             f"cannot be paged"
         )
     seen = f"where windows are narrowed to {_NARROW} tokens" if narrowed else ""
     _compare(model, expected, actual, f"gives other logits with paged attention {seen}".strip())
-    _check_neighbours(model, _one_of_each_kind(probe), starts)
+    if port is not None:
+        _check_states(model, port, actual)
+    if probe.layers:
+        _check_neighbours(model, _one_of_each_kind(probe), starts, port)
     _compare(model, actual, beside, "gives other logits beside another sequence than alone")
-    windows = _windows(model, max_context) if narrowed else {}
-    layouts = [probe.layouts[layer] for layer in range(num_layers)]
-    if all(layout.rows for layout in layouts):
+    windows = _windows(model, max_context, port) if narrowed else {}
+    layouts = {layer: probe.layouts[layer] for layer in sorted(probe.layers)} or {0: NOTHING}
+    if all(layout.rows for layout in layouts.values()):
         raise ModelError(f"{kind} keeps states alone, and no keys and values: it cannot be paged")
     return tuple(
         layout if layout.rows else replace(layout, window=windows.get(layer))
-        for layer, layout in enumerate(layouts)
+        for layer, layout in layouts.items()
     )
 
 
-def _windows(model: Any, max_context: int) -> dict[int, int]:
+def _check_states(model: Any, port: StatePort, alone: torch.Tensor) -> None:
+    """Raise ModelError unless the model can go on from its states, beside others and alone: by
+    several tokens, or at least by one at a time."""
+    try:
+        _compare(model, alone, _in_chunks(model, port), "goes on by several tokens")
+    except ModelError:
+        port.runs = False  # transformers' scan of Mamba 1 begins at no state
+        _compare(
+            model,
+            alone,
+            _in_chunks(model, port),
+            "gives other logits in chunks than alone, from its states",
+        )
+
+
+def _in_chunks(model: Any, port: StatePort) -> torch.Tensor:
+    """The probe's logits, of a sequence that is computed in four chunks beside another."""
+    probe = ProbeAttention(port=port)
+    first = _paged(model, probe, [(0, 0, _HALF), (PROBE_TOKENS, 0, _HALF)])[:_HALF]
+    second = _paged(model, probe, [(0, _HALF, 2), (PROBE_TOKENS, _HALF, 1)])[:2]
+    third = _paged(model, probe, [(PROBE_TOKENS, _HALF + 1, 1), (0, _HALF + 2, 1)])[1:]
+    last = _paged(model, probe, [(0, _HALF + 3, PROBE_TOKENS - _HALF - 3)])
+    return torch.cat([first, second, third, last])
+
+
+def _windows(model: Any, max_context: int, port: StatePort | None) -> dict[int, int]:
     """The window of each layer that does not see the whole context."""
-    probe = ProbeAttention()
+    probe = ProbeAttention(port=port)
     _paged(model, probe, [(0, 0, 1)])
     widths = {layer: options.window for layer, options in probe.options.items()}
     return {layer: width for layer, width in widths.items() if width and width < max_context}
@@ -188,15 +236,15 @@ def _layout_of(key: torch.Tensor, value: torch.Tensor) -> LayerLayout:
 # Alone, in chunks, and beside others.
 
 
-def _check_neighbours(model: Any, last: int, starts: Sequence[int]) -> None:
+def _check_neighbours(model: Any, last: int, starts: Sequence[int], port: StatePort | None) -> None:
     """Raise ModelError if a token's keys and values, up to layer `last`, depend on what is computed
     beside it."""
-    together = _kept(model, last, [[(start, 0, PROBE_TOKENS) for start in starts]])
+    together = _kept(model, last, [[(start, 0, PROBE_TOKENS) for start in starts]], port)
     for start in starts:
-        alone = _kept(model, last, [[(start, 0, PROBE_TOKENS)]])
-        chunked = _kept(model, last, [[(start, 0, _HALF)], [(start, _HALF, _HALF)]])
+        alone = _kept(model, last, [[(start, 0, PROBE_TOKENS)]], port)
+        chunked = _kept(model, last, [[(start, 0, _HALF)], [(start, _HALF, _HALF)]], port)
         for kept, how in ((chunked, "in chunks"), (together, "beside other sequences")):
-            for layer in range(last + 1):
+            for layer in sorted({layer for _, layer in alone}):
                 for expected, actual in zip(alone[start, layer], kept[start, layer], strict=True):
                     _compare(
                         model,
@@ -228,16 +276,16 @@ def _lengths(parameters: Any) -> Iterator[int]:
 
 
 def _one_of_each_kind(probe: ProbeAttention) -> int:
-    """The first layer, other than layer 0, up to which every kind of layer has occurred."""
+    """The first layer, other than the first, up to which every kind of layer has occurred."""
     kinds = [(probe.options[layer].window, probe.layouts[layer]) for layer in probe.layers]
     last = max(kinds.index(kind) for kind in set(kinds))
-    return min(max(last, 1), len(kinds) - 1)
+    return probe.layers[min(max(last, 1), len(kinds) - 1)]
 
 
 def _kept(
-    model: Any, last: int, calls: Sequence[Pieces]
+    model: Any, last: int, calls: Sequence[Pieces], port: StatePort | None
 ) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]:
-    probe = ProbeAttention(stop_after=last)
+    probe = ProbeAttention(stop_after=last, port=port)
     for pieces in calls:
         try:
             _paged(model, probe, pieces)
@@ -267,7 +315,10 @@ def _compare(model: Any, expected: torch.Tensor, actual: torch.Tensor, what: str
 
 def _paged(model: Any, probe: ProbeAttention, pieces: Pieces) -> torch.Tensor:
     probe.take(pieces)
-    return _forward(model, pieces, paged=probe)
+    try:
+        return _forward(model, pieces, paged=probe)
+    finally:
+        probe.finish()
 
 
 def _forward(model: Any, pieces: Pieces, **arguments: Any) -> torch.Tensor:

@@ -50,6 +50,7 @@ class Scheduler:
         )
         self.waiting = self._admission.waiting
         self.left: list[int] = []  # ids of sequences that stopped running, for the runner to forget
+        self.forked: list[tuple[int, int]] = []  # ids of sequences and of their twins, likewise
         self.num_preemptions = 0
         self.prompt_tokens_computed = 0
 
@@ -251,7 +252,7 @@ class Scheduler:
         first = sequence.num_standing // self._block_size
         if end <= sequence.num_standing:
             return
-        sequence.num_standing = end
+        sequence.num_standing, sequence.state_at = end, span.start
         if end >= sequence.num_prompt:
             self._images.drop(sequence)
         for number in range(first, end // self._block_size):
@@ -265,7 +266,10 @@ class Scheduler:
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         """Let `twin` continue from the tokens of `sequence`, sharing its blocks."""
         standing = sequence.num_standing
-        if self._cache.layout.has_states:
+        if self._cache.layout.recurrent:
+            standing = sequence.state_at
+            self.forked.append((sequence.sequence_id, twin.sequence_id))
+        elif self._cache.layout.has_states:
             # Only one sequence can continue the last block's state, so the twin computes it again.
             standing -= standing % self._block_size
         num_blocks = -(-standing // self._block_size)

@@ -54,6 +54,7 @@ class Sequence:
     blocks: list[Block] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     num_standing: int = 0
+    state_at: int = 0  # where its last step began, from whose states others can continue
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_done: int = 0  # the most prompt tokens ever served or computed
     ticket: Ticket | None = None

@@ -59,6 +59,9 @@ class ChainRunner:
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)
 
+    def fork(self, sequence_id: int, twin_id: int) -> None:
+        pass
+
     def probe(self) -> None:
         pass
 

@@ -114,6 +114,9 @@ class _TimedRunner:
     def forget(self, sequence_id: int) -> None:
         self.forgotten += 1
 
+    def fork(self, sequence_id: int, twin_id: int) -> None:
+        pass
+
     def probe(self) -> None:
         pass
 

@@ -16,6 +16,7 @@ import xxhash
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from engine.models.load import LoadedModel, describe, load_model
+from engine.models.probe import NOTHING
 from engine.testing.models import bytes_tokenizer, save_tiny_vision_model
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
@@ -98,6 +99,15 @@ _LONGROPE = {
     },
 }
 
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
+
 # By model type: what people know it by, and what its tiny config has besides.
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "afmoe": ("Arcee Trinity", _BOTH),
@@ -105,6 +115,8 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "aria_text": ("Aria, its text model", {}),
     "arcee": ("Arcee AFM", {}),
     "axk1": ("A.X K1", _LATENT),
+    "bailing_hybrid": ("Ling, Ring 2.5 and 3", {**_LATENT, "layer_types": _DELTA["layer_types"]}),
+    "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "bitnet": ("BitNet b1.58", {}),
     "cohere": ("Command R", {}),
     "cohere2": ("Command A, Command R7B", _BOTH),
@@ -121,6 +133,8 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ernie4_5_moe": ("ERNIE 4.5", {}),
     "exaone4": ("EXAONE 4", _BOTH),
     "exaone_moe": ("K-EXAONE", {}),
+    "falcon_h1": ("Falcon-H1", {**_MAMBA, "mamba_d_ssm": 128}),
+    "falcon_mamba": ("Falcon Mamba", {}),
     "flex_olmo": ("FlexOlmo", {}),
     "flint": ("Flint", {}),
     "gemma": ("Gemma", {}),
@@ -146,6 +160,10 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "granite_swa": ("Granite with windows", {}),
     "granitemoe": ("Granite 3 MoE", {}),
     "granitemoe_swa": ("Granite MoE with windows", {}),
+    "granitemoehybrid": (
+        "Granite 4",
+        {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "granitemoeshared": ("Granite MoE, shared experts", {}),
     "helium": ("Helium", {}),
     "hunyuan_v1_dense": ("Hunyuan dense", {}),
@@ -155,7 +173,17 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "internlm3": ("InternLM 3", {}),
     "iquestcoder": ("IQuest-Coder", {}),
     "jais2": ("Jais 2", {}),
+    "jamba": ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "jetmoe": ("JetMoE", {}),
+    "kimi_linear": (
+        "Kimi Linear",
+        {
+            **_LATENT,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_heads": 4,
+            "linear_head_dim": 16,
+        },
+    ),
     "kolibri1": ("Kolibri 1", {}),
     "laguna": ("Laguna", {}),
     "lfm2": (
@@ -170,20 +198,42 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_dense_layers": 1,
         },
     ),
+    "lfm3": ("LFM3", {"layer_types": ["conv", "full_attention"]}),
     "llama": ("Llama 2 and 3, SmolLM 2, Yi, DeepSeek-R1-Distill-Llama", {}),
     "longcat_flash": ("LongCat-Flash", _LATENT),
+    "mamba": ("Mamba", {}),
+    "mamba2": (
+        "Mamba 2, Codestral Mamba",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
+    ),
     "mellum": ("Mellum", {}),
     "mimo_v2_flash": ("MiMo-V2-Flash", {**_BOTH, "v_head_dim": 8}),
     "minicpm3": ("MiniCPM3", _LATENT),
+    "minimax": (
+        "MiniMax M1, Text-01",
+        {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
+    ),
     "minimax_m2": ("MiniMax M2", {}),
     "ministral": ("Ministral", _BOTH),
     "ministral3": ("Ministral 3", {}),
     "mistral": ("Mistral 7B, Mistral Small", {}),
     "mixtral": ("Mixtral", {}),
     "nanochat": ("nanochat", {}),
+    "nemotron_h": (
+        "Nemotron-H, Nemotron 3",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+    ),
     "olmo": ("OLMo", {}),
     "olmo2": ("OLMo 2", {}),
     "olmo3": ("OLMo 3", _BOTH),
+    "olmo_hybrid": ("OLMo Hybrid", _DELTA),
     "olmoe": ("OLMoE", {}),
     "opt": ("OPT", {}),
     "persimmon": ("Persimmon", {}),
@@ -193,14 +243,43 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen2": ("Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen", {}),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", {}),
     "qwen3": ("Qwen3", {}),
+    "qwen3_5_moe_text": ("Qwen3.5 MoE, its text model", _DELTA),
+    "qwen3_5_text": ("Qwen3.5, its text model", _DELTA),
     "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", {}),
+    "qwen3_next": ("Qwen3-Next", _DELTA),
     "seed_oss": ("Seed-OSS", {}),
     "smollm3": ("SmolLM3", {}),
     "solar_open": ("Solar Open", {}),
     "starcoder2": ("StarCoder2", {}),
     "vaultgemma": ("VaultGemma", _BOTH),
     "youtu": ("Youtu-LLM", _LATENT),
+    "zamba": (
+        "Zamba",
+        {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
+    ),
 }
+
+
+RECURRENT = frozenset(
+    {
+        "bailing_hybrid",
+        "bamba",
+        "falcon_h1",
+        "falcon_mamba",
+        "granitemoehybrid",
+        "jamba",
+        "kimi_linear",
+        "mamba",
+        "mamba2",
+        "minimax",
+        "nemotron_h",
+        "olmo_hybrid",
+        "qwen3_5_moe_text",
+        "qwen3_5_text",
+        "qwen3_next",
+        "zamba",
+    }
+)  # of these, the ones with recurrent states: tests/parity/test_recurrent.py
 
 
 def config_of(model_type: str) -> Any:
@@ -273,6 +352,8 @@ def row(loaded: LoadedModel) -> str:
 
 
 def _kept(loaded: LoadedModel) -> str:
+    if loaded.port is not None and loaded.layers == (NOTHING,):
+        return "recurrent states alone"
     notes = []
     layers = [replace(each, window=None) for each in loaded.layers if not each.rows]
     notes.append("latents" if layers[0].shared else "keys and values")
@@ -282,6 +363,8 @@ def _kept(loaded: LoadedModel) -> str:
         notes[0] += " of two sizes"
     if len(layers) < len(loaded.layers):
         notes.append("states of short convolutions")
+    if loaded.port is not None:
+        notes.append("recurrent states")
     config: Any = loaded.model.config
     windows = getattr(config, "layer_types", None) or []
     if "sliding_attention" in windows:

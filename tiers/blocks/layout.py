@@ -65,6 +65,7 @@ class BlockLayout:
     layers: tuple[LayerLayout, ...]
     block_size: int
     dtype: str
+    recurrent: bool = False  # the model also has recurrent states, which blocks do not hold
 
     @classmethod
     def uniform(

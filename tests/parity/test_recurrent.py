@@ -1,0 +1,121 @@
+"""Models with recurrent states answer exactly as transformers does, however they are served."""
+
+import logging
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.models.load import LoadedModel, load_adapter
+from engine.testing.models import save_adapter
+from tests.parity import architectures
+from tests.parity.test_architectures import prompt, stock_tokens
+from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+
+
+@pytest.fixture(params=sorted(architectures.RECURRENT))
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    logging.getLogger("transformers").setLevel(logging.ERROR)  # of kernels that are not installed
+    return architectures.served(request.param)
+
+
+@pytest.fixture
+def house(loaded: LoadedModel, tmp_path: Path) -> Iterator[House]:
+    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
+    yield house
+    house.close()
+
+
+def generated_tokens(model_type: str, tokens: list[int]) -> list[int]:
+    """What transformers generates from its own cache of states."""
+    model = architectures.stock(model_type)
+    model.generation_config.eos_token_id = None
+    given = torch.tensor([tokens])
+    mask = torch.ones_like(given)
+    generated = model.generate(
+        given, attention_mask=mask, do_sample=False, max_new_tokens=NUM_OUT, pad_token_id=0
+    )
+    return generated[0, len(tokens) :].tolist()
+
+
+def test_tokens_are_those_of_transformers_alone_beside_others_and_preempted(
+    loaded: LoadedModel, house: House
+) -> None:
+    tokens = prompt(4 * BLOCK + 11, seed=1)
+    model_type = loaded.name.removeprefix("tiny-")
+    expected = stock_tokens(model_type, tokens)
+    assert expected == generated_tokens(model_type, tokens)
+    assert [expected] * 2 == [house.ask([tokens], cache=cache)[0][0] for cache in (False, True)]
+    # Twelve blocks for four requests of two to six: some are preempted and come back.
+    others = [tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
+    alone = [house.ask([each], cache=False)[0][0] for each in others]
+    for _ in range(2):
+        assert [expected, *alone] == [answer for answer, _ in house.ask([tokens, *others])]
+    assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_sequence_answers_with_its_own_adapter_beside_others(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each sequence's adapter updates the layers of the recurrent modules too."""
+    loaded = architectures.served("qwen3_next")
+    for number in range(2):
+        folder = tmp_path_factory.mktemp("adapter")
+        save_adapter(
+            folder,
+            architectures.stock("qwen3_next"),
+            seed=number,
+            r=4,
+            target_modules=["in_proj_qkvz", "out_proj", "q_proj"],
+        )
+        load_adapter(loaded, f"a{number}", str(folder))
+    names = ("a0", None, "a1", "a0")
+    asked = [prompt(30, seed=1)] * 3 + [prompt(20, seed=2)]
+    house = House(loaded, tmp_path, step_tokens=BLOCK)
+    try:
+        alone = [
+            house.ask([tokens], cache=False, adapters=[name])[0][0]
+            for tokens, name in zip(asked, names, strict=True)
+        ]
+        together = house.ask(asked, adapters=names)
+    finally:
+        house.close()
+        for number in range(2):
+            loaded.adapters.remove(f"a{number}")
+    assert 3 == len({tuple(answer) for answer in alone[:3]})
+    assert alone == [answer for answer, _ in together]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_fails_leaves_the_states_as_they_were(
+    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, one sequence at a time, whether it failed before its end or after."""
+    house = House(architectures.served("qwen3_next"), tmp_path, step_tokens=BLOCK)
+    asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
+    try:
+        expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
+        runner: Any = house.engine._runner
+        owner, name = (runner._sampler, "sample") if late else (runner._recurrent, "finish")
+        whole, calls = getattr(owner, name), count()
+
+        def failing(*arguments: Any) -> Any:
+            if next(calls) % 5 == 3:
+                raise RuntimeError("a step fails")
+            return whole(*arguments)
+
+        monkeypatch.setattr(owner, name, failing)
+        assert expected == [answer for answer, _ in house.ask(asked)]
+        assert next(calls) > 8
+    finally:
+        house.close()
+
+
+def test_samples_of_one_prompt_continue_its_states(house: House) -> None:
+    tokens = prompt(2 * BLOCK + 5, seed=1)
+    [(expected, _)] = house.ask([tokens], cache=False)
+    [(answers, _)] = house.ask([tokens], n=5)
+    assert expected * 5 == answers
