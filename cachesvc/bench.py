@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +151,10 @@ class Scenario:
 
     def _hit(self, running: Core, document: "Document", case: Case) -> Measured:
         times = []
+        to_disk = case is Case.DISK
         for repeat in range(self._repeats):
             if case is not Case.DEVICE:
-                to_disk = case is Case.DISK
-                sunk = running.engine.call(partial(sink, to_disk=to_disk))
+                sunk = running.engine.call(lambda _: sink(running.cache, to_disk=to_disk))
                 sunk.result(TIMEOUT_S)
             question = 1 + repeat + 100 * list(Case).index(case)
             ttft_s, output = self._probe.ask(running, document.ask(question))

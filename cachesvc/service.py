@@ -64,8 +64,8 @@ from cachesvc.server.server_file import announced
 from engine.errors import EngineFailed
 from engine.request import StepOutput
 from engine.text.outline import Outline
-from tiers.cache import TieredCache
 from tiers.disk.pin_file import load_pins
+from tiers.operations.face import CacheOperations
 from tiers.telemetry.events import EventStream
 from tiers.tier import TierStats
 
@@ -130,7 +130,7 @@ class Service:
                 counters=self.metrics.counters,
             ),
             latencies=latencies.spreads,
-            working_set=partial(self.core.engine.call, TieredCache.working_set),
+            working_set=partial(self.core.engine.call, CacheOperations.working_set),
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
             explorer=self._explorer(),
@@ -138,7 +138,7 @@ class Service:
             outline=Outline(loaded.tokenizer),
             cache=self._operator,
         )
-        self.dashboard.remember(self._remembered, self.core.cache.index)
+        self.dashboard.remember(self._remembered, self.core.operations.index)
         self._remembered.start()
         self._turns.start()
         self._encoders = encoder_pool()
@@ -176,7 +176,9 @@ class Service:
             grammars=self._grammars,
             conversations=self._conversations,
             responses=self._responses,
-            survey=CacheSurvey(self.core.engine.call, self.core.cache),
+            survey=CacheSurvey(
+                self.core.engine.call, self.core.operations, self.core.layout.block_size
+            ),
             publisher=self._publisher(),
             readiness=self.readiness,
             render_metrics=self.metrics.render,
@@ -220,7 +222,9 @@ class Service:
         self._closing = True
         started = time.monotonic()
         unsaved = self.core.close()
-        self.dashboard.keep_hits(self.core.cache.index.dump_hits())  # the engine's thread has ended
+        self.dashboard.keep_hits(
+            self.core.operations.index.dump_hits()
+        )  # the engine's thread has ended
         self._encoders.close()
         self._grammars.close()
         if self._tracer is not None:
@@ -270,7 +274,7 @@ class Service:
             if stats.num_running or stats.num_waiting or stats.num_loading:
                 continue
             try:
-                checked = self.core.engine.call(lambda cache: cache.residency.check())
+                checked = self.core.engine.call(lambda cache: cache.check())
                 await asyncio.wrap_future(checked)
                 hits = self.core.engine.call(lambda cache: cache.index.dump_hits())
                 self.dashboard.keep_hits(await asyncio.wrap_future(hits))
@@ -339,7 +343,7 @@ class Service:
             lambda: payers(data_dir, [each.tenant for each in books.accounts.tenants()]),
             books.accounts.trail.record,
             pins=load_pins(disk_path(data_dir)),
-            clock=lambda: self.core.cache.now_s,
+            clock=lambda: self.core.operations.now_s,
         )
 
     def _owners(self) -> Owners:

@@ -117,7 +117,7 @@ class Answers:
             error = STEP_FAILED
         outputs += self.end(request_id, FinishReason.ERROR, error)
         if result.suspect:  # the next request for the prefix computes it anew
-            self._cache.evict(sequence.chain.keys)
+            self._cache.operations.evict(sequence.chain.keys)
 
     def take_looks(self) -> list[StepOutput]:
         """Continue the sequences whose grammar has found the allowed tokens.

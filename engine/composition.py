@@ -27,6 +27,7 @@ from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.inspection.view import DiskView
+from tiers.operations.face import CacheOperations
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
@@ -49,6 +50,10 @@ class Core:
     runner: ModelRunner
     grammars: GrammarCompiler
     disk_view: Callable[[], AbstractContextManager[DiskView]] | None = None  # None: no disk here
+
+    @property
+    def operations(self) -> CacheOperations:
+        return self.cache.operations
 
     @property
     def is_shared(self) -> bool:

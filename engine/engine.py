@@ -27,6 +27,7 @@ from engine.scheduling.sequence import SequenceState
 from engine.settings import EngineSettings
 from engine.vision.encoder import IMAGE_FAILED, PictureEncoder
 from tiers.cache import TieredCache
+from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class Engine:
         """
         self._post(lambda: self._abort(request_id, reason, index=index))
 
-    def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
+    def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
         """Run `function` on the engine thread between two steps, to read or change the cache."""
         future: Future[T] = Future()
         if self.failure is not None:
@@ -185,7 +186,7 @@ class Engine:
 
         def run() -> None:
             try:
-                future.set_result(function(self._cache))
+                future.set_result(function(self._cache.operations))
             except Exception as error:  # noqa: BLE001 - handed to who asked
                 future.set_exception(error)
 

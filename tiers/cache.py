@@ -1,4 +1,4 @@
-"""The facade of the tiers: the engine's calls to the cache, in their order.
+"""The engine's face of the tiers: its calls to the cache, in their order.
 
     open ─► advance ... ─► tables: plan ─► provide, commit as blocks fill ─► release
     (ticket: match, load, lift)     (the blocks of a running sequence)      (evictable from here on)
@@ -7,10 +7,8 @@ Engine thread only, except that any thread may read `CacheStats` snapshots. Noth
 disk. A fault in a lower tier shortens the match found by `advance`; it never raises.
 """
 
-import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,19 +23,16 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.ranking import rank
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
-from tiers.operations.operations import CacheOperations, GroupUse
-from tiers.operations.purge import Purged
+from tiers.operations.operations import TierOperations
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas, QuotaShares
-from tiers.policy.retention import Pin, PinKind
 from tiers.remote.stacked import PUBLISH_HITS, StackedTier
 from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.tables import BlockTables
 from tiers.telemetry.events import EventStream
 from tiers.telemetry.misses import Absence, marks_of
-from tiers.telemetry.working_set import TrafficReport
 from tiers.tier import ManagedTier, TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
@@ -67,7 +62,10 @@ class CacheSettings:
 
 
 class TieredCache:
-    """Device, host and disk as one cache of blocks keyed by prefix."""
+    """Device, host and disk as one cache of blocks keyed by prefix.
+
+    `operations` is what operators ask of it; see `tiers.operations.face`.
+    """
 
     def __init__(
         self,
@@ -105,8 +103,7 @@ class TieredCache:
         # A state belongs to the end of its block, so no prefix can resume in the middle.
         share_tails = settings.share_tails and not layout.has_states
         self._tails = TailSharing(self.residency, enabled=share_tails)
-        self.mark_seed = secrets.randbits(64)
-        self._cache_operations = CacheOperations(
+        self.operations = TierOperations(
             self.residency,
             self._demoter,
             self._mover,
@@ -118,7 +115,7 @@ class TieredCache:
             wall_clock=wall_clock or SteadyClock(),
         )
         self.tables = BlockTables(
-            self.residency, self._tails, self._demoter, self._cache_operations.traffic
+            self.residency, self._tails, self._demoter, self.operations.traffic
         )
 
     def _residency(
@@ -151,6 +148,11 @@ class TieredCache:
         return self._disk
 
     @property
+    def is_shared(self) -> bool:
+        """Whether a shared store is below the disk."""
+        return self._shared is not None
+
+    @property
     def stream(self) -> EventStream:
         """Block events for subscribers."""
         return self.residency.counters.stream
@@ -161,7 +163,7 @@ class TieredCache:
         if self._mover is not None:
             self._mover.set_on_done(on_load)
             self._mover.start()
-            self._cache_operations.start()
+            self.operations.start()
 
     def warm_up(self, max_bytes: int = WARM_BYTES) -> None:
         """Touches memory before the first request does.
@@ -190,29 +192,16 @@ class TieredCache:
         """The number of leading tokens above the disk now. Pins nothing."""
         return len(self.index.match(chain)) * self.layout.block_size
 
-    def sources(self, chain: Chain) -> list[TierName]:
-        """The tiers above the disk of its leading blocks. Pins nothing.
-
-        Blocks being computed count as on the device.
-        """
-        if chain.root in self._cache_operations.blocked:
-            return []
-        host, device = TierName.HOST, TierName.DEVICE
-        return [
-            host if block.slot is None and block.frame is not None else device
-            for block in self.index.match(chain)
-        ]
-
     def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
         """Pins the cached part of the chain's prefix and asks the disk for the rest.
 
         A private chain, or one not to be read, gets an empty ticket.
         """
-        if chain.root in self._cache_operations.blocked:
+        if chain.root in self.operations.blocked:
             chain.private = True
         if chain.private or not reads:
             return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
-        self._cache_operations.traffic.asked(chain.keys)
+        self.operations.traffic.asked(chain.keys)
         ticket = self._promoter.open(chain)
         if self._shared is not None:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
@@ -258,7 +247,7 @@ class TieredCache:
             rows=tail.num_rows if tail is not None else 0,
             parted=parted,
             sibling=tail.block.key if tail is not None and parted else None,
-            marks=marks_of(wanted, self.mark_seed),
+            marks=marks_of(wanted, self.operations.mark_seed),
         )
 
     # Housekeeping and observation.
@@ -267,7 +256,7 @@ class TieredCache:
         """Takes in finished loads and does one step's share of demotion and cleanup."""
         self._promoter.collect()
         self._demoter.step()
-        self._cache_operations.step()
+        self.operations.step()
         if self._shared is not None:
             rate = self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0
             self._shared.remote.economy.prefill_tokens_per_s = rate
@@ -284,102 +273,17 @@ class TieredCache:
             self._promoter.num_loads > 0
             or self.pool.is_arriving
             or self._demoter.num_stores > 0
-            or self._cache_operations.purger.is_active
+            or self.operations.purger.is_active
         )
-
-    # Operators' calls, through `Engine.call`; see `tiers.operations.operations`.
-
-    def pin(
-        self,
-        name: str,
-        prefix: Chain | Sequence[PrefixKey],
-        until_s: float,
-        why: str = "",
-        *,
-        scope: PrefixKey | None = None,
-        owner: str = "",
-    ) -> Pin[PrefixKey]:
-        """Keeps a prefix in at least one tier until `until_s` (Unix seconds). Raises PinError."""
-        return self._cache_operations.pin(name, prefix, until_s, why, scope=scope, owner=owner)
-
-    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
-        """Pins as much of a prefix as its owner may, without waiting. Returns the number of
-        blocks."""
-        if chain.private or chain.root in self._cache_operations.blocked:
-            return 0
-        return self._cache_operations.keeper.retain(
-            name, chain.root, chain.keys, until_s, owner=owner, kind=kind
-        )
-
-    def renew(self, name: str, until_s: float) -> None:
-        """Extends a pin of that name to at least `until_s`, if there is one."""
-        self._cache_operations.keeper.renew(name, until_s)
-
-    @property
-    def now_s(self) -> float:
-        """The clock of pins: Unix seconds, unaffected when the wall clock is set."""
-        return self._cache_operations.keeper.clock()
-
-    def unpin(self, name: str) -> bool:
-        """Ends a pin. Returns whether there was one of that name."""
-        return self._cache_operations.keeper.unpin(name)
-
-    def pins(self) -> list[Pin[PrefixKey]]:
-        return self._cache_operations.keeper.pins()
-
-    def saved(self) -> "Future[None]":
-        """Done once the current pins are on disk; fails if they could not be written."""
-        return self._cache_operations.saved
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether a shared store is below the disk."""
-        return self._shared is not None
-
-    def publish(self, chain: Chain) -> "Future[int] | None":
-        """Sends a prefix to the shared store. The result is the number of its blocks there.
-
-        None while some blocks are still being written to the disk, from which they are sent: call
-        again.
-        """
-        done: Future[int] = Future()
-        if self._shared is None or chain.private:
-            done.set_result(0)
-            return done
-        unwritten = [b for b in self.index.match(chain) if self._demoter.write_now(b)]
-        if unwritten:
-            return None
-        return self._shared.remote.deliver(chain.keys)
-
-    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Removes blocks from every tier, unless in use or pinned. The result is their number by
-        tier."""
-        return self._cache_operations.evict(keys)
-
-    def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        """Removes every block of these scopes from every tier; see `tiers.operations.purge`."""
-        return self._cache_operations.purger.start(roots)
 
     def on_purge(self, detach: Callable[[Collection[PrefixKey]], None]) -> None:
         """Sets the function that makes running requests of some scopes private; called by the
         engine."""
-        self._cache_operations.purger.detach = detach
-
-    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
-        """The scope's root and the keys of the prefix that ends with block `key`."""
-        return self._cache_operations.prefix_of(key)
-
-    def working_set(self) -> TrafficReport:
-        """Hit rate by capacity for the live traffic, and the tiers' points on that curve."""
-        return self._cache_operations.working_set()
-
-    def quotas(self) -> list[GroupUse]:
-        """Each group's use of each tier; empty without quotas."""
-        return self._cache_operations.quotas()
+        self.operations.purger.detach = detach
 
     def stats(self) -> CacheStats:
         layout, residency = self.layout, self.residency
-        counters, keeper = residency.counters, self._cache_operations.keeper
+        counters, keeper = residency.counters, self.operations.keeper
         num_device = self.pool.num_blocks - self.pool.num_free
         num_frames = residency.frames.num_frames if residency.frames else 0
         return CacheStats(
@@ -401,7 +305,7 @@ class TieredCache:
             num_pins=len(keeper.pins()),
             pinned_blocks=keeper.num_blocks,
             pinnable_blocks=keeper.max_blocks,
-            groups=self.quotas(),
+            groups=self.operations.quotas(),
         )
 
 

@@ -21,9 +21,9 @@ from api.journal.why import Finding
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeQuery
 from tiers.blocks.view import BlockView
-from tiers.cache import TieredCache
 from tiers.disk.inspection.view import DiskView
 from tiers.explore import BlockDetail, DiskBlocks, TierForest, read_disk, same_start
+from tiers.operations.face import CacheOperations
 from tiers.tier import TierName
 
 DISK_FRESH_S = 5.0  # how long a snapshot of the disk is reused
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Caller(Protocol):
     """`Engine.call`."""
 
-    def __call__(self, function: Callable[[TieredCache], T]) -> "Future[T]": ...
+    def __call__(self, function: Callable[[CacheOperations], T]) -> "Future[T]": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Explorer:
         disk = await self.fresh_disk()
         owners = await asyncio.to_thread(self._owners.by_root)
 
-        def grow(cache: TieredCache) -> Tree:
+        def grow(cache: CacheOperations) -> Tree:
             forest = TierForest(cache.index, disk)
             if not tenant:
                 return forest.tree(query)
@@ -159,7 +159,7 @@ class Explorer:
         found = [Room(name, model, row) for (name, model), row in rows.items()]
         return sorted(found, key=lambda each: -sum(each.num_bytes.values()))
 
-    async def on_engine(self, function: Callable[[TieredCache], T]) -> T:
+    async def on_engine(self, function: Callable[[CacheOperations], T]) -> T:
         """The result of `function`, run between two steps of the engine."""
         return await asyncio.wrap_future(self._call(function))
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.view import BlockView
-from tiers.cache import TieredCache
 from tiers.memory.block import Block
 from tiers.memory.view import live_blocks
+from tiers.operations.face import CacheOperations
 
 AT_ONCE = 2_000  # blocks in one turn: about 2 ms
 
-Call = Callable[[Callable[[TieredCache], Any]], "Future[Any]"]
+Call = Callable[[Callable[[CacheOperations], Any]], "Future[Any]"]
 
 
 async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[BlockView]:
@@ -34,5 +34,5 @@ async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[B
     return found
 
 
-def _read(blocks: list[Block], _: TieredCache) -> list[BlockView]:
+def _read(blocks: list[Block], _: CacheOperations) -> list[BlockView]:
     return live_blocks(blocks)

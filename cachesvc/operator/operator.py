@@ -17,8 +17,8 @@ from cachesvc.operator.purge import Done, Order, keep_receipt, read_receipt, rec
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.operator.storage_meter import StorageCharges
 from tiers.blocks.keys import PrefixKey
-from tiers.cache import TieredCache
 from tiers.errors import NotSaved
+from tiers.operations.face import CacheOperations
 from tiers.policy.retention import Pin, PinError
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class CacheOperator:
         await self._settle_storage()
         for_s = until_s - self._wall_clock()  # the cache's own clock is not set when this one is
 
-        def set_pin(cache: TieredCache) -> Pin[PrefixKey]:
+        def set_pin(cache: CacheOperations) -> Pin[PrefixKey]:
             return cache.pin(name, keys, cache.now_s + for_s, why, scope=scope, owner=owner)
 
         pin = await self._call(set_pin)
@@ -136,10 +136,10 @@ class CacheOperator:
             live=True,
         )
 
-    async def _call(self, work: Callable[[TieredCache], T]) -> T:
+    async def _call(self, work: Callable[[CacheOperations], T]) -> T:
         return await asyncio.wrap_future(self._call_engine(work))
 
-    async def _done(self, work: "Callable[[TieredCache], Future[T]]") -> T:
+    async def _done(self, work: "Callable[[CacheOperations], Future[T]]") -> T:
         """Waits until the engine has begun, then until the disk is done."""
         return await asyncio.wrap_future(await self._call(work))
 

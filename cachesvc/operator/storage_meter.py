@@ -36,7 +36,7 @@ from billing.store.reports import find_request
 from billing.usage import Usage
 from cachesvc.operator.scopes import Payer
 from tiers.blocks.keys import PrefixKey
-from tiers.cache import TieredCache
+from tiers.operations.face import CacheOperations
 from tiers.policy.retention import Pin
 
 logger = logging.getLogger(__name__)
@@ -254,7 +254,7 @@ class StorageMeter:
         )
         return max(0.0, min([LOOK_S, *(at_s - now_s for at_s in begin)]))
 
-    async def _on_engine(self, function: Callable[[TieredCache], T]) -> T:
+    async def _on_engine(self, function: Callable[[CacheOperations], T]) -> T:
         return await asyncio.wrap_future(self._call(function))
 
 

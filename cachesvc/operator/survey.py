@@ -13,7 +13,7 @@ from api.job import Job
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import BlockId
-from tiers.cache import TieredCache
+from tiers.operations.face import CacheOperations
 from tiers.tier import TierName
 
 AT_ONCE = 2  # concurrent probes of the disk
@@ -22,9 +22,10 @@ AT_ONCE = 2  # concurrent probes of the disk
 class CacheSurvey:
     """A `Survey` of one engine's tiers."""
 
-    def __init__(self, call: Caller, cache: TieredCache) -> None:
+    def __init__(self, call: Caller, cache: CacheOperations, block_size: int) -> None:
         self._call = call
         self._cache = cache
+        self._block_size = block_size
         self._looks = asyncio.Semaphore(AT_ONCE)
 
     async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
@@ -33,26 +34,23 @@ class CacheSurvey:
     async def _found(self, job: Job, number: int) -> Mapping[str, int]:
         prompt = job.prompts[number]
 
-        def look(cache: TieredCache) -> tuple[list[TierName], list[BlockId], int]:
-            size = cache.layout.block_size
+        def look(cache: CacheOperations) -> tuple[list[TierName], list[BlockId]]:
+            size = self._block_size
             contents = block_contents(job.contents[number] if job.contents else (), size)
             chain = Chain(job.scope.root(), prompt, size, contents)
             sources = cache.sources(chain)
-            return sources, chain.block_ids(len(sources), len(chain.keys)), chain.block_size
+            return sources, chain.block_ids(len(sources), len(chain.keys))
 
-        sources, rest, block_size = await asyncio.wrap_future(self._call(look))
+        sources, rest = await asyncio.wrap_future(self._call(look))
         num_below = await self._below(rest) if rest else 0
         tokens: Counter[Any] = Counter()
         for tier in (*sources, *[TierName.DISK] * num_below):
-            tokens[str(tier)] += block_size
+            tokens[str(tier)] += self._block_size
         over = tokens.total() - (len(prompt) - 1)  # the last token is always computed
         if over > 0:
             tokens[str(TierName.DISK if num_below else sources[-1])] -= over
         return tokens
 
     async def _below(self, blocks: Sequence[BlockId]) -> int:
-        disk = self._cache.disk
-        if disk is None:
-            return 0
         async with self._looks:
-            return await asyncio.to_thread(disk.probe, blocks)
+            return await asyncio.to_thread(self._cache.probe_below, blocks)

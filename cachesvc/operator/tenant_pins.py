@@ -15,7 +15,7 @@ from api.job import Kept
 from cachesvc.operator.operator import CacheOperator, UnpaidPin
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
-from tiers.cache import TieredCache
+from tiers.operations.face import CacheOperations
 from tiers.policy.retention import Pin, PinError, PinKind
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class CachePins:
         owner: str,
         kind: PinKind,
     ) -> None:
-        def set_pin(cache: TieredCache) -> object:
+        def set_pin(cache: CacheOperations) -> object:
             chain = Chain(root, tokens, self.block_size)
             return cache.retain(name, chain, cache.now_s + for_s, owner=owner, kind=kind)
 
@@ -75,7 +75,7 @@ class CachePins:
         wall_s = time.time()
         return [_kept(pin, wall_s + pin.until_s - now_s) for pin in pins if pin.owner == owner]
 
-    def _in_passing(self, work: Callable[[TieredCache], object]) -> None:
+    def _in_passing(self, work: Callable[[CacheOperations], object]) -> None:
         self._call(work).add_done_callback(_log_failure)
 
 

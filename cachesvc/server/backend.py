@@ -15,8 +15,8 @@ from engine.request import StepOutput
 from engine.text.tokenizer import Tokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.cache import TieredCache
 from tiers.disk.inspection.view import DiskView
+from tiers.operations.face import CacheOperations
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 
@@ -31,7 +31,7 @@ class ServedEngine(EngineClient, Protocol):
     @property
     def failure(self) -> BaseException | None: ...
 
-    def call(self, function: Callable[[TieredCache], T]) -> "Future[T]": ...
+    def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]": ...
 
     def stats(self) -> EngineStats: ...
 
@@ -78,7 +78,7 @@ class Backend(Protocol):
     def scope(self) -> CacheScope: ...
 
     @property
-    def cache(self) -> TieredCache: ...
+    def operations(self) -> CacheOperations: ...
 
     @property
     def disk_view(self) -> Callable[[], AbstractContextManager[DiskView]] | None:

@@ -80,7 +80,7 @@ class Running:
 
     def stands(self, chain: Chain) -> int:
         """How many leading blocks a later request would find above the disk."""
-        return self.engine.call(lambda cache: cache.peek(chain) // BLOCK).result(5)
+        return self.engine.call(lambda _: self.cache.peek(chain) // BLOCK).result(5)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ async def test_a_pin_that_cannot_be_set_is_explained(
 
 async def test_evicted_blocks_leave_every_tier(client: httpx.AsyncClient, running: Running) -> None:
     chain = running.serve("r1", list(range(18)))
-    running.engine.call(lambda cache: cache.flush()).result(5)
+    running.engine.call(lambda _: running.cache.flush()).result(5)
     keys = [key.hex() for key in chain.keys]
     answer = await client.post("/admin/api/cache/evict", json={"keys": keys, "why": "test"})
     assert answer.json() == {"removed": {"device": 4, "host": 4, "disk": 4}}
@@ -193,7 +193,7 @@ async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
     mine, theirs = list(range(18)), list(range(20, 38))
     chain = running.serve("r1", mine)
     other = running.serve("r2", theirs, tenant="bolt")
-    running.engine.call(lambda cache: cache.flush()).result(5)
+    running.engine.call(lambda _: running.cache.flush()).result(5)
     body = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme", "prompt": mine}
     await client.post("/admin/api/cache/pin", json=body)
     order = {"name": "acme", "why": "the customer asked"}
@@ -214,7 +214,7 @@ async def test_the_page_pins_durably_and_evicts_what_continues_a_block(
     client: httpx.AsyncClient, running: Running, trail: RecordingTrail
 ) -> None:
     chain = running.serve("r1", list(range(18)))
-    running.engine.call(lambda cache: cache.flush()).result(5)
+    running.engine.call(lambda _: running.cache.flush()).result(5)
     first, last = chain.keys[0].hex(), chain.keys[3].hex()
     form = {"name": "house", "hours": "1", "why": "hot"}
     pinned = await client.post(f"/admin/explorer/{last}/pin", data=form)

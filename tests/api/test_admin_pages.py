@@ -34,6 +34,7 @@ from tests.api.test_money_routes import House, serving
 from tests.unit.test_tree import BLOCK, add
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import CacheSettings, TieredCache
+from tiers.operations.face import CacheOperations
 
 books_of_acme = test_money_routes.house  # the fixture
 SALTS = Salts(b"secret of the tests")
@@ -52,10 +53,10 @@ class Cache:
         self.owners = Owners({"bytes": byte_model()}, SALTS, lambda: ["acme"])
         self.explorer = Explorer(self.call, self.owners, None, block_bytes=layout.nbytes)
 
-    def call(self, function: Callable[[TieredCache], Any]) -> "Future[Any]":
+    def call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
         future: Future[Any] = Future()
         try:
-            future.set_result(function(self.tiers))
+            future.set_result(function(self.tiers.operations))
         except Exception as error:  # noqa: BLE001  as `Engine.call` does
             future.set_exception(error)
         return future
@@ -272,7 +273,7 @@ async def test_a_prefix_is_pinned_and_unpinned(
     )
     assert "Unpin system" in await text(client, "explorer")
     assert 303 == (await client.post("explorer-pins/system/end")).status_code
-    assert [] == cache.tiers.pins()
+    assert [] == cache.tiers.operations.pins()
     assert ["cache.pin", "cache.unpin"] == [action for action, _ in trail.actions]
 
 
@@ -290,7 +291,7 @@ async def test_a_pin_that_cannot_be_is_refused_on_its_page(
 ) -> None:
     answer = await client.post(f"explorer/{cache.fill().hex()}/pin", data=form)
     assert 200 == answer.status_code and words in answer.text
-    assert [] == trail.actions and [] == cache.tiers.pins()
+    assert [] == trail.actions and [] == cache.tiers.operations.pins()
 
 
 async def test_a_purge_needs_the_name_typed_again(

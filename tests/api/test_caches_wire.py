@@ -22,6 +22,7 @@ from engine.testing.chain_runner import chain_layout
 from tests.api.conftest import running
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
+from tiers.operations.face import CacheOperations
 from tiers.policy.retention import Pin
 
 CACHES = "/v1/caches"
@@ -61,16 +62,16 @@ class Kitchen:
         self.retention = Retention(CachePins(self._call, operator), clock=self.clock)
         self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
 
-    def _call(self, function: Callable[[TieredCache], Any]) -> "Future[Any]":
+    def _call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
         done: Future[Any] = Future()
         try:
-            done.set_result(function(self.cache))
+            done.set_result(function(self.cache.operations))
         except Exception as error:  # noqa: BLE001  as the engine hands it on
             done.set_exception(error)
         return done
 
     def pins(self, kind: str) -> list[Pin[Any]]:
-        return [pin for pin in self.cache.pins() if pin.kind == kind]
+        return [pin for pin in self.cache.operations.pins() if pin.kind == kind]
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ async def test_a_cache_is_made_shown_changed_and_deleted(
     gone = await client.delete(f"{CACHES}/law", headers=by("a"))
     assert {"id": "law", "object": "cache", "deleted": True} == gone.json()
     assert 404 == (await client.get(f"{CACHES}/law", headers=by("a"))).status_code
-    assert [] == kitchen.cache.pins()
+    assert [] == kitchen.cache.operations.pins()
 
 
 async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: Kitchen) -> None:
@@ -137,8 +138,8 @@ async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: K
         answer = await client.request(method, f"{CACHES}/law", json=asked, headers=by("b"))
         assert (404, "cache_not_found") == (answer.status_code, answer.json()["error"]["code"])
     assert 200 == (await client.post(CACHES, json=body, headers=by("b"))).status_code
-    assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.cache.pins()]
-    scopes = {pin.scope for pin in kitchen.cache.pins()}
+    assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.cache.operations.pins()]
+    scopes = {pin.scope for pin in kitchen.cache.operations.pins()}
     assert 2 == len(scopes)
 
 
@@ -162,7 +163,7 @@ async def test_an_invalid_cache_request_names_the_field(
     answer = await client.post(CACHES, json=body, headers=by("a"))
     assert answer.status_code in (400, 404), answer.text
     assert param == answer.json()["error"]["param"]
-    assert [] == kitchen.cache.pins()
+    assert [] == kitchen.cache.operations.pins()
 
 
 async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is_refused(
@@ -179,7 +180,7 @@ async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is
         assert (409, "cache_not_kept") == (answer.status_code, answer.json()["error"]["code"])
         assert said in answer.json()["error"]["message"]
     assert num_asked == len(house.engine.requests)
-    assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.cache.pins()]
+    assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.cache.operations.pins()]
 
 
 async def test_a_cache_whose_prompt_is_refused_is_not_kept(
@@ -188,7 +189,7 @@ async def test_a_cache_whose_prompt_is_refused_is_not_kept(
     house.engine.script = Script(refuse=QueueFull("not now"))
     body = {"model": "bytes", "prompt": "p" * 64}
     assert 503 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
-    assert [] == kitchen.cache.pins()
+    assert [] == kitchen.cache.operations.pins()
 
 
 async def test_breakpoints_pin_what_lies_before_them(

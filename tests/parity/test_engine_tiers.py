@@ -123,7 +123,8 @@ class House:
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""
 
-        def down(cache: TieredCache) -> None:
+        def down(_: object) -> None:
+            cache = self.cache
             if to_disk:
                 assert cache.flush() == 0
             for block in [*cache.index, *cache.index.iter_partials()]:

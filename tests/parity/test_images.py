@@ -203,7 +203,7 @@ def test_a_preempted_answer_computes_its_image_again_where_its_blocks_have_gone(
         for sequence in [*scheduler.running]:
             if sequence.num_generated == 3 and not scheduler.num_preemptions:
                 scheduler._preempt(sequence)
-                house.cache.evict(sequence.chain.keys)
+                house.cache.operations.evict(sequence.chain.keys)
         return schedule()
 
     try:

@@ -43,13 +43,13 @@ def quoted(house: House, prompt: list[int], **fields: Any) -> Any:
         contents=(),
         **fields,
     )
-    return asyncio.run(CacheSurvey(house.engine.call, house.cache)(job))  # type: ignore[arg-type]
+    return asyncio.run(CacheSurvey(house.engine.call, house.cache.operations, BLOCK)(job))  # type: ignore[arg-type]
 
 
 def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house: House) -> None:
     (prompt,) = prompts_over(LOADED, 1)
     house.ask([prompt])
-    house.engine.call(spread).result(60)
+    house.engine.call(lambda _: spread(house.cache)).result(60)
     for _ in range(2):  # to quote moves nothing
         assert [{"device": BLOCK, "host": BLOCK, "disk": 2 * BLOCK}] == quoted(house, prompt)
     [(_, counts)] = house.ask([prompt])
@@ -59,7 +59,7 @@ def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house:
 def test_the_last_token_of_a_fully_cached_prompt_is_not_quoted(house: House) -> None:
     prompt = prompts_over(LOADED, 1)[0][: 3 * BLOCK]
     house.ask([prompt])
-    house.engine.call(spread).result(60)
+    house.engine.call(lambda _: spread(house.cache)).result(60)
     assert [{"device": BLOCK, "host": BLOCK, "disk": BLOCK - 1}] == quoted(house, prompt)
 
 

@@ -20,7 +20,6 @@ from engine.testing.models import bytes_tokenizer
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
 from tests.parity.test_engine_tiers import BLOCK, House
-from tiers.cache import TieredCache
 from tiers.tier import TierName
 
 NUM_BLOCKS = 20
@@ -78,7 +77,8 @@ def sink(house: House, *, to_disk: bool) -> None:
     """Everything off the device; what memory is then nobody's holds no numbers."""
     house.sink(to_disk=to_disk)
 
-    def spoil(cache: TieredCache) -> None:
+    def spoil(_: object) -> None:
+        cache = house.cache
         pool, frames = cache.pool, cache.residency.frames
         assert frames is not None
         for slot in pool._free:
@@ -90,7 +90,7 @@ def sink(house: House, *, to_disk: bool) -> None:
 
 
 def moved(house: House) -> dict[Any, int]:
-    stats = house.engine.call(lambda cache: cache.stats()).result(60)
+    stats = house.engine.call(lambda _: house.cache.stats()).result(60)
     told = {lane: transfer.nbytes for lane, transfer in stats.transfers.items()}
     return {**told, "read": stats.disk.read_bytes}
 
@@ -160,7 +160,8 @@ def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(
     sink(house, to_disk=True)
     house.ask([LONG])
 
-    def lose(cache: TieredCache) -> None:
+    def lose(_: object) -> None:
+        cache = house.cache
         assert cache.disk is not None
         keys = [block.key for block in cache.index if block.key is not None]
         assert len(keys) <= cache.disk.discard(keys)

@@ -100,20 +100,22 @@ class Life:
         chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
         name, until_s = self.chance.choice("abc"), self.world.now_s + self.chance.randrange(5, 60)
         try:
-            self.world.cache.pin(name, chain, until_s)
+            self.world.cache.operations.pin(name, chain, until_s)
         except PinError:
             return
 
     def unpin(self) -> None:
-        self.world.cache.unpin(self.chance.choice("abc"))
+        self.world.cache.operations.unpin(self.chance.choice("abc"))
 
     def evict(self) -> None:
         tenant = self.chance.choice(TENANTS)
         chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
-        self.world.cache.evict(chain.keys)
+        self.world.cache.operations.evict(chain.keys)
 
     def purge(self) -> None:
-        self.purges.append(self.world.cache.purge([root_of(self.chance.choice(TENANTS))]))
+        self.purges.append(
+            self.world.cache.operations.purge([root_of(self.chance.choice(TENANTS))])
+        )
 
     def break_step(self) -> None:
         """Now and then: the next step fails, and none of those who run in it."""
@@ -227,7 +229,7 @@ class Life:
         Where the disk is behind, one may be lost to a running request; then it is counted. A purge
         that is under way takes what is pinned meanwhile.
         """
-        pinned = {key for pin in self.world.cache.pins() for key in pin.keys}
+        pinned = {key for pin in self.world.cache.operations.pins() for key in pin.keys}
         self.stood &= pinned
         events = self.world.cache.residency.counters.events
         before = self.num_lost

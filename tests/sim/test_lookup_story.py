@@ -80,7 +80,7 @@ def test_marks_tell_where_two_blocks_part_under_one_seed_only() -> None:
     world = World()
     absence = ask(world, "a", FIRST).absence
     assert absence is not None
-    seed = world.cache.mark_seed
+    seed = world.cache.operations.mark_seed
     other = marks_of(token_bytes([*FIRST[:2], 40, 41]), seed)
     assert 2 == absence.common(other)
     assert BLOCK == absence.common(marks_of(token_bytes(FIRST[:BLOCK]), seed))

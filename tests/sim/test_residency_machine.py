@@ -113,10 +113,10 @@ class Walk:
 
     def pin(self) -> None:
         with suppress(PinError):  # too much is pinned already
-            self.cache.pin(f"p{self.chance.randrange(3)}", self.chain(), self.now_s + 20)
+            self.cache.operations.pin(f"p{self.chance.randrange(3)}", self.chain(), self.now_s + 20)
 
     def purge(self) -> None:
-        self.cache.purge([ROOT])
+        self.cache.operations.purge([ROOT])
 
     def _detach(self, roots: Collection[PrefixKey]) -> None:
         for chain, _, _ in self.running:
@@ -125,7 +125,7 @@ class Walk:
             self.close()
 
     def evict(self) -> None:
-        self.cache.evict(self.chain().keys)
+        self.cache.operations.evict(self.chain().keys)
 
     def step(self) -> None:
         self.now_s += 1.0
@@ -155,9 +155,7 @@ class Walk:
             assert block.ref_count == refs[block], block
         private = [b for b in refs if b not in blocks]
         slots = sum(block.slot is not None for block in private)
-        if (
-            not self.cache._cache_operations.purger.is_active
-        ):  # which has blocks that are in no index
+        if not self.cache.operations.purger.is_active:  # which has blocks that are in no index
             self.cache.residency.check(slots)
 
     def finish(self) -> None:

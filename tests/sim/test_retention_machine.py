@@ -100,7 +100,7 @@ def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> 
     world.check()
     world.check_idle()
     check_quotas(world)
-    used = {(use.tier, use.group): use for use in world.cache.quotas()}
+    used = {(use.tier, use.group): use for use in world.cache.operations.quotas()}
     assert used[TierName.DEVICE, None].used_bytes > used[TierName.DEVICE, None].share_bytes * 0.9
 
 
@@ -115,7 +115,7 @@ def test_a_purged_tenants_running_request_finishes_and_is_not_kept() -> None:
     world.submit("waiting", [*prompt, 8], max_tokens=10, tenant=b"acme")
     for _ in range(3):
         world.step()
-    done = world.cache.purge([root_of(b"acme")])
+    done = world.cache.operations.purge([root_of(b"acme")])
     world.submit("meanwhile", [*prompt, 9], max_tokens=2, tenant=b"acme")
     world.run()
     world.settle()
@@ -143,8 +143,8 @@ def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays() -
     world.run()
     world.settle()
     chain = Chain(root_of(b"acme"), list(range(8)), BLOCK)
-    evicted = world.cache.evict(chain.keys)
-    world.cache.pin("a", chain, world.now_s + 60)
+    evicted = world.cache.operations.evict(chain.keys)
+    world.cache.operations.pin("a", chain, world.now_s + 60)
     world.mover.run(10)
     assert 0 == evicted.result(0)[TierName.DISK]
     assert [True, True] == world.stands(chain.keys)
@@ -155,7 +155,7 @@ def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() ->
     world = World(device_blocks=60)
     world.submit("before", list(range(30)), max_tokens=1, tenant=b"acme")
     world.run()
-    done = world.cache.purge([root_of(b"acme")])
+    done = world.cache.operations.purge([root_of(b"acme")])
     world.submit("scored", list(range(30)), max_tokens=1, tenant=b"acme", prompt_logprobs=0)
     world.engine.turn()
     world.run()
@@ -181,7 +181,7 @@ def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
     world.engine.turn()
     assert world.cache.stats().num_loads
     num_on_disk = world.tier.count([root_of(b"acme")])
-    done = world.cache.purge([root_of(b"acme")])
+    done = world.cache.operations.purge([root_of(b"acme")])
     assert not done.done()
     world.run()
     world.settle()
@@ -200,7 +200,7 @@ def test_a_purge_that_the_disk_refuses_says_so() -> None:
         raise OSError("the disk is gone")
 
     world.tier.purge = refuse  # type: ignore[method-assign, assignment]
-    done = world.cache.purge([root_of(b"acme")])
+    done = world.cache.operations.purge([root_of(b"acme")])
     world.settle()
     with pytest.raises(OSError, match="the disk is gone"):
         done.result(0)

@@ -21,6 +21,7 @@ from engine.testing.chain_runner import chain_layout
 from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins
+from tiers.operations.face import CacheOperations
 from tiers.operations.pins import MAX_CACHES
 from tiers.policy.retention import Pin, PinError
 from tiers.testing.memory_tier import MemoryTier, SteppedMover
@@ -79,9 +80,9 @@ class Life:
     def now_s(self) -> float:
         return self.clock() / NS
 
-    def call(self, function: Callable[[TieredCache], Any]) -> "Future[Any]":
+    def call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
         future: Future[Any] = Future()
-        future.set_result(function(self.tiers))
+        future.set_result(function(self.tiers.operations))
         self.mover.run(100)
         return future
 
@@ -94,11 +95,11 @@ class Life:
     async def wait(self, seconds: int) -> None:
         """Time passes; the cache ends pins whose time is over, the meter looks."""
         self.clock.advance(seconds)
-        self.call(lambda cache: cache.step())
+        self.call(lambda _: self.tiers.step())
         await self.meter.settle()
 
     def names(self) -> list[str]:
-        return sorted(pin.name for pin in self.tiers.pins())
+        return sorted(pin.name for pin in self.tiers.operations.pins())
 
 
 @pytest.fixture
@@ -326,20 +327,20 @@ async def test_the_sum_is_tokens_times_hours_times_rate_whatever_the_restarts(
             life = Life(tmp_path, money)
             await life.meter.settle()
             for _ in range(chance.randrange(6)):
-                before = {pin.name: pin for pin in life.tiers.pins()}
+                before = {pin.name: pin for pin in life.tiers.operations.pins()}
                 name = chance.choice("abc")
                 if chance.random() < 0.3:
                     await life.hands.unpin(name)
                 elif chance.random() < 0.6:
                     await life.pin(name, chance.randint(1, 4), chance.uniform(0.1, 6))
-                after = {(pin.name, pin.since_s): pin for pin in life.tiers.pins()}
+                after = {(pin.name, pin.since_s): pin for pin in life.tiers.operations.pins()}
                 gone = [p for p in before.values() if (p.name, p.since_s) not in after]
                 ended += [(pin, life.now_s()) for pin in gone]
                 still = list(after.values())
                 await life.wait(chance.randrange(3 * HOUR_S))
-                left = {(pin.name, pin.since_s) for pin in life.tiers.pins()}
+                left = {(pin.name, pin.since_s) for pin in life.tiers.operations.pins()}
                 ended += [(p, p.until_s) for p in still if (p.name, p.since_s) not in left]
-            standing = [(pin, life.now_s()) for pin in life.tiers.pins()]
+            standing = [(pin, life.now_s()) for pin in life.tiers.operations.pins()]
             assert sum(charges(money).values()) == total(ended + standing)
         clock.advance(chance.randrange(4 * HOUR_S))
         still = [pin for pin, _ in standing]
@@ -348,5 +349,5 @@ async def test_the_sum_is_tokens_times_hours_times_rate_whatever_the_restarts(
         for _ in range(2):
             life = Life(tmp_path, money)
             await life.meter.settle()
-            standing = [(pin, life.now_s()) for pin in life.tiers.pins()]
+            standing = [(pin, life.now_s()) for pin in life.tiers.operations.pins()]
             assert sum(charges(money).values()) == total(ended + standing)

@@ -60,6 +60,7 @@ class Bench:
             pin_folder=folder,
             wall_clock=self.clock,
         )
+        self.operations = self.cache.operations
 
     def chain(self, first: int, num_blocks: int, root: PrefixKey = ROOT) -> Chain:
         return Chain(root, array("i", range(first, first + num_blocks * BLOCK)), BLOCK)
@@ -110,10 +111,10 @@ def test_a_pin_that_a_smaller_tier_has_no_room_for_does_not_stop_the_start(
 ) -> None:
     bench = Bench(folder=tmp_path)
     for name, first in (("small", 0), ("large", 500)):
-        bench.cache.pin(name, bench.chain(first, 6), bench.clock.now_s + 3600)
+        bench.operations.pin(name, bench.chain(first, 6), bench.clock.now_s + 3600)
     bench.settle()
     assert ["small", "large"] == [pin.name for pin in load_pins(tmp_path)]
-    assert ["small"] == [pin.name for pin in Bench(folder=tmp_path, disk=40).cache.pins()]
+    assert ["small"] == [pin.name for pin in Bench(folder=tmp_path, disk=40).operations.pins()]
 
 
 def test_a_pinned_prefix_outlives_a_scan_of_many_capacities() -> None:
@@ -121,7 +122,7 @@ def test_a_pinned_prefix_outlives_a_scan_of_many_capacities() -> None:
     pinned, other = bench.chain(0, 6), bench.chain(500, 6)
     bench.serve(pinned)
     bench.serve(other)
-    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
     bench.scan(400)
     assert [True] * 6 == bench.stands(pinned)
     assert not any(bench.stands(other))
@@ -133,7 +134,7 @@ def test_without_a_disk_the_host_keeps_what_is_pinned() -> None:
     bench = Bench(disk=0, host=40)
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
-    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
     bench.scan(400)
     assert bench.serve(pinned) == 6
 
@@ -141,7 +142,7 @@ def test_without_a_disk_the_host_keeps_what_is_pinned() -> None:
 def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on() -> None:
     bench = Bench()
     pinned = bench.chain(0, 5)
-    bench.cache.pin("later", pinned, bench.clock.now_s + 3600)
+    bench.operations.pin("later", pinned, bench.clock.now_s + 3600)
     bench.scan(40)
     bench.serve(pinned)
     bench.scan(400)
@@ -150,11 +151,11 @@ def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on() -> None:
 
 def test_a_pin_that_is_renewed_has_been_there_since_it_was_first_set() -> None:
     bench = Bench()
-    first = bench.cache.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
+    first = bench.operations.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
     bench.settle(50)
-    renewed = bench.cache.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
+    renewed = bench.operations.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
     assert first.since_s == renewed.since_s < renewed.until_s - 100
-    changed = bench.cache.pin("system", bench.chain(0, 5), bench.clock.now_s + 100)
+    changed = bench.operations.pin("system", bench.chain(0, 5), bench.clock.now_s + 100)
     assert bench.clock.now_s == changed.since_s
 
 
@@ -164,7 +165,7 @@ def test_a_pin_does_not_hold_a_block_that_was_never_filled() -> None:
     chain = bench.chain(0, 3)
     blocks = bench.cache.tables.plan(chain, 0)
     bench.cache.tables.provide(blocks[0])
-    bench.cache.pin("system", chain, bench.clock.now_s + 3600)
+    bench.operations.pin("system", chain, bench.clock.now_s + 3600)
     bench.cache.tables.release(chain, blocks, BLOCK // 2)
     assert 1 == bench.cache.index.num_partials
     bench.cache.residency.check()
@@ -177,11 +178,11 @@ def test_what_is_pinned_is_written_at_once() -> None:
         bench.serve(bench.chain(first, 4))
     for name, first in (("a", 0), ("b", 500)):
         pinned = bench.chain(first, 4)
-        bench.cache.pin(name, pinned, bench.clock.now_s + 3600)
+        bench.operations.pin(name, pinned, bench.clock.now_s + 3600)
         bench.settle()
         assert [True] * 4 == bench.tier.held(pinned.keys)
     later = bench.chain(900, 4)  # computed under its pin
-    bench.cache.pin("c", later, bench.clock.now_s + 3600)
+    bench.operations.pin("c", later, bench.clock.now_s + 3600)
     bench.serve(later)
     assert [True] * 4 == bench.tier.held(later.keys)
 
@@ -191,7 +192,7 @@ def test_what_the_disk_refuses_is_offered_to_it_once_a_second() -> None:
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
     bench.tier.fault_rate = 1.0
-    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
     bench.settle()
     stores: list[object] = []
     submit = bench.mover.submit
@@ -210,7 +211,7 @@ def test_pins_may_not_fill_the_device() -> None:
     bench = Bench(device=8)
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
-    bench.cache.pin("system", pinned, bench.clock.now_s + 3600)
+    bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
     bench.serve(bench.chain(900, 8))
     assert all(bench.stands(pinned))
     assert bench.serve(pinned) == 6
@@ -221,14 +222,14 @@ def test_a_pin_that_ends_lets_its_blocks_go() -> None:
         bench = Bench()
         pinned = bench.chain(0, 6)
         bench.serve(pinned)
-        bench.cache.pin("system", pinned, bench.clock.now_s + 100)
+        bench.operations.pin("system", pinned, bench.clock.now_s + 100)
         bench.scan(100)
         if end == "unpin":
-            assert bench.cache.unpin("system")
-            assert not bench.cache.unpin("system")
+            assert bench.operations.unpin("system")
+            assert not bench.operations.unpin("system")
         else:
             bench.settle(101)
-        assert bench.cache.pins() == []
+        assert bench.operations.pins() == []
         bench.scan(400)
         assert not any(bench.stands(pinned)), end
         bench.cache.residency.check()
@@ -238,28 +239,28 @@ def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
     bench = Bench(folder=tmp_path)
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
-    pin = bench.cache.pin("system", pinned, bench.clock.now_s + 3600, "the house's prompt")
+    pin = bench.operations.pin("system", pinned, bench.clock.now_s + 3600, "the house's prompt")
     bench.mover.run(10)
-    assert bench.cache.saved().result(0) is None
+    assert bench.operations.saved().result(0) is None
     bench.settle()
     bench.tier.keep([])  # a new process has heard of none
     again = Bench(folder=tmp_path, tier=bench.tier)
-    assert again.cache.pins() == [pin]
+    assert again.operations.pins() == [pin]
     again.scan(400)
     assert again.serve(pinned) == 6
 
 
 def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path: Path) -> None:
     bench = Bench(folder=tmp_path)
-    pin = bench.cache.pin("system", bench.chain(0, 2), bench.clock.now_s + 10)
+    pin = bench.operations.pin("system", bench.chain(0, 2), bench.clock.now_s + 10)
     save_pins(tmp_path, [pin])
     late = Bench(folder=tmp_path)
-    assert late.cache.pins() == [pin]
+    assert late.operations.pins() == [pin]
     late.settle(11)
-    assert late.cache.pins() == []
+    assert late.operations.pins() == []
     later = Clock()
     later.now_s += 11
-    assert Bench(folder=tmp_path, clock=later).cache.pins() == []
+    assert Bench(folder=tmp_path, clock=later).operations.pins() == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 9, "pins": []}'])
@@ -268,7 +269,7 @@ def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path: Path, damag
     assert len(load_pins(tmp_path)) == 1
     (tmp_path / PINS_NAME).write_bytes(damage)
     assert load_pins(tmp_path) == []
-    assert Bench(folder=tmp_path).cache.pins() == []
+    assert Bench(folder=tmp_path).operations.pins() == []
 
 
 @pytest.mark.parametrize("damage", [b"{", b'{"format": 9, "pins": []}'])
@@ -292,7 +293,7 @@ def test_a_damaged_file_of_pins_is_kept_beside_the_next_and_said_once(
 def retain(
     bench: Bench, chain: Chain, name: str, owner: str = "a", kind: PinKind = PinKind.SESSION
 ) -> int:
-    return bench.cache.retain(name, chain, bench.clock.now_s + 60, owner=owner, kind=kind)
+    return bench.operations.retain(name, chain, bench.clock.now_s + 60, owner=owner, kind=kind)
 
 
 def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers() -> None:
@@ -316,7 +317,7 @@ def test_the_blocks_of_a_session_leave_together_when_it_ends() -> None:
         retain(bench, session, "s")
         bench.scan(400)
         if end == "unpin":
-            assert bench.cache.unpin("s")
+            assert bench.operations.unpin("s")
         else:
             bench.settle(61)
         bench.scan(400)
@@ -332,7 +333,7 @@ def test_of_pinned_blocks_the_tail_leaves_before_the_head() -> None:
         retain(bench, bench.chain(0, num_blocks), "s")
     device = bench.cache.residency.device
     assert [5, 4, 3, 2, 1, 0] == [block.depth for block in device._pinned]
-    bench.cache.unpin("s")
+    bench.operations.unpin("s")
     assert [5, 4, 3, 2, 1, 0] == [block.depth for block in device.policy.coldest(6)]
 
 
@@ -340,9 +341,9 @@ def test_a_turn_takes_the_place_of_the_turn_before() -> None:
     bench = Bench()
     assert 3 == retain(bench, bench.chain(0, 3), "t1", kind=PinKind.BREAKPOINT)
     assert 6 == retain(bench, bench.chain(0, 6), "t2", kind=PinKind.BREAKPOINT)
-    assert ["t2"] == [pin.name for pin in bench.cache.pins()]
+    assert ["t2"] == [pin.name for pin in bench.operations.pins()]
     assert 4 == retain(bench, bench.chain(900, 4), "other", "b")
-    assert ["t2", "other"] == [pin.name for pin in bench.cache.pins()]
+    assert ["t2", "other"] == [pin.name for pin in bench.operations.pins()]
 
 
 def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_path: Path) -> None:
@@ -351,17 +352,17 @@ def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_p
     for number in range(20):
         assert 2 == retain(bench, bench.chain(number * 100, 2), f"s{number}")
         bench.clock.now_s += 1
-    standing = [pin.name for pin in bench.cache.pins()]
+    standing = [pin.name for pin in bench.operations.pins()]
     assert standing == ["s17", "s18", "s19"]
     late = bench.clock.now_s + 3600
-    bench.cache.pin("a:mine", bench.chain(5000, 6), late, owner="a")
-    assert "a:mine" in [pin.name for pin in bench.cache.pins()]
+    bench.operations.pin("a:mine", bench.chain(5000, 6), late, owner="a")
+    assert "a:mine" in [pin.name for pin in bench.operations.pins()]
     assert 3 == retain(bench, bench.chain(7000, 6), "sb", "b")  # as much as it may
     with pytest.raises(PinError):
-        bench.cache.pin("b:mine", bench.chain(8000, 8), late, owner="b")
-    assert "sb" in [pin.name for pin in bench.cache.pins()]  # refused, and nothing is lost
-    bench.cache.pin("house", bench.chain(9000, 9), late)
-    assert ["a:mine", "house"] == [pin.name for pin in bench.cache.pins()]
+        bench.operations.pin("b:mine", bench.chain(8000, 8), late, owner="b")
+    assert "sb" in [pin.name for pin in bench.operations.pins()]  # refused, and nothing is lost
+    bench.operations.pin("house", bench.chain(9000, 9), late)
+    assert ["a:mine", "house"] == [pin.name for pin in bench.operations.pins()]
     bench.cache.residency.check()
 
 
@@ -369,13 +370,13 @@ def test_a_tenant_has_so_many_pins_and_no_more() -> None:
     bench = Bench(disk=4000)
     for number in range(300):
         retain(bench, bench.chain(number * 100, 1), f"s{number}")
-    assert 256 == len(bench.cache.pins())
+    assert 256 == len(bench.operations.pins())
     late = bench.clock.now_s + 3600
     for number in range(64):
-        bench.cache.pin(f"a:{number}", bench.chain(number * 100, 1), late, owner="a")
+        bench.operations.pin(f"a:{number}", bench.chain(number * 100, 1), late, owner="a")
     with pytest.raises(PinError, match="has 64 caches"):
-        bench.cache.pin("a:64", bench.chain(6400, 1), late, owner="a")
-    bench.cache.pin("a:63", bench.chain(6400, 1), late, owner="a")  # replaces one
+        bench.operations.pin("a:64", bench.chain(6400, 1), late, owner="a")
+    bench.operations.pin("a:63", bench.chain(6400, 1), late, owner="a")  # replaces one
 
 
 def test_breakpoints_are_saved_and_sessions_are_not(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_breakpoints_are_saved_and_sessions_are_not(tmp_path: Path) -> None:
     bench.settle(2)
     saved = [(pin.name, pin.owner, pin.kind) for pin in load_pins(tmp_path)]
     assert saved == [("b", "a", PinKind.BREAKPOINT)]
-    assert ["b"] == [pin.name for pin in Bench(folder=tmp_path).cache.pins()]
+    assert ["b"] == [pin.name for pin in Bench(folder=tmp_path).operations.pins()]
 
 
 def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path: Path) -> None:
@@ -397,39 +398,39 @@ def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path: Path) -
     assert clock() == 1_000_005.0
     # Over a restart there is the wall clock alone. Set back a year, the pin lasts its hour.
     bench = Bench(folder=tmp_path)
-    save_pins(tmp_path, [bench.cache.pin("p", bench.chain(0, 2), bench.clock.now_s + 3600)])
+    save_pins(tmp_path, [bench.operations.pin("p", bench.chain(0, 2), bench.clock.now_s + 3600)])
     earlier = Clock()
     earlier.now_s -= 365 * 86_400
     again = Bench(folder=tmp_path, clock=earlier)
-    assert [earlier.now_s + 3600] == [pin.until_s for pin in again.cache.pins()]
+    assert [earlier.now_s + 3600] == [pin.until_s for pin in again.operations.pins()]
 
 
 def test_a_pin_that_cannot_be_set_is_explained() -> None:
     bench = Bench()
     late = bench.clock.now_s + 10
     with pytest.raises(PinError, match="16 pinned blocks, and 15 may be"):
-        bench.cache.pin("much", bench.chain(0, 16), late)
+        bench.operations.pin("much", bench.chain(0, 16), late)
     with pytest.raises(PinError, match="shorter than one block"):
-        bench.cache.pin("none", bench.chain(0, 0), late)
+        bench.operations.pin("none", bench.chain(0, 0), late)
     with pytest.raises(PinError, match="end in the past"):
-        bench.cache.pin("past", bench.chain(0, 2), bench.clock.now_s)
+        bench.operations.pin("past", bench.chain(0, 2), bench.clock.now_s)
     with pytest.raises(PinError, match="give its root"):
-        bench.cache.pin("unknown", [PrefixKey(b"k" * 16)], late)
+        bench.operations.pin("unknown", [PrefixKey(b"k" * 16)], late)
     layout = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=0)
     with pytest.raises(PinError, match=r"set cache\.host_bytes"):
-        TieredCache(LAYOUT, layout).pin("p", bench.chain(0, 1), 9e12)
+        TieredCache(LAYOUT, layout).operations.pin("p", bench.chain(0, 1), 9e12)
 
 
 def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk() -> None:
     bench = Bench()
     chain = bench.chain(0, 6)
     bench.serve(chain)
-    assert bench.cache.prefix_of(chain.keys[3]).result(0) == (ROOT, chain.keys[:4])
+    assert bench.operations.prefix_of(chain.keys[3]).result(0) == (ROOT, chain.keys[:4])
     bench.scan(20)
-    later = bench.cache.prefix_of(chain.keys[5])
+    later = bench.operations.prefix_of(chain.keys[5])
     bench.mover.run(10)
     assert later.result(0) == (ROOT, chain.keys)
-    missing = bench.cache.prefix_of(PrefixKey(b"?" * 16))
+    missing = bench.operations.prefix_of(PrefixKey(b"?" * 16))
     bench.mover.run(10)
     assert missing.result(0)[1] == []
 
@@ -439,9 +440,9 @@ def test_evict_takes_blocks_from_every_tier_but_pinned_ones() -> None:
     pinned, other = bench.chain(0, 3), bench.chain(500, 3)
     bench.serve(pinned)
     bench.serve(other)
-    bench.cache.pin("p", pinned, bench.clock.now_s + 100)
+    bench.operations.pin("p", pinned, bench.clock.now_s + 100)
     bench.settle()
-    told = bench.cache.evict([*pinned.keys, *other.keys])
+    told = bench.operations.evict([*pinned.keys, *other.keys])
     bench.mover.run(10)
     assert sum(told.result(0).values()) >= 3
     assert (bench.stands(pinned), bench.stands(other)) == ([True] * 3, [False] * 3)

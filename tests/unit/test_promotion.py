@@ -92,7 +92,7 @@ def test_a_purge_takes_blocks_that_are_loading(bench: Bench, fails: bool) -> Non
     chain = on_disk(bench, 4)
     ticket = probed(bench, chain)
     bench.cache.on_purge(lambda roots: bench.cache.close_ticket(ticket))
-    purged = bench.cache.purge([ROOT])
+    purged = bench.cache.operations.purge([ROOT])
     bench.mover.run_job(0, fails=fails)
     bench.settle()
     assert purged.result(0).num_left == 0
@@ -122,7 +122,7 @@ def test_what_a_request_asks_for_is_in_the_working_set(bench: Bench) -> None:
     private = bench.chain(500, 3)
     private.private = True
     bench.cache.open(private)
-    assert bench.cache.working_set().num_uses == 3
+    assert bench.cache.operations.working_set().num_uses == 3
 
 
 def test_a_block_being_computed_counts_against_its_tenant_s_quota() -> None:
@@ -132,5 +132,5 @@ def test_a_block_being_computed_counts_against_its_tenant_s_quota() -> None:
     )
     for block in cache.tables.plan(Bench().chain(0, 3), 0):
         cache.tables.provide(block)
-    used = {(use.group, use.used_bytes) for use in cache.quotas()}
+    used = {(use.group, use.used_bytes) for use in cache.operations.quotas()}
     assert used == {("acme", 3 * LAYOUT.nbytes), (None, 0)}

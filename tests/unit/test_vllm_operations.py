@@ -11,14 +11,13 @@ import pytest
 
 from cachesvc.server.vllm import operations as module
 from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
-from cachesvc.server.vllm.tiers import TiersElsewhere
+from cachesvc.server.vllm.tiers import OperationsElsewhere
 from cachesvc.vllm.identity import rank_roots
 from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, block_ids
 from tiers.node.client import NodeClient
 from tiers.policy.retention import PinError
-from tiers.telemetry.events import EventStream
 from tiers.tier import TierName
 
 
@@ -102,7 +101,7 @@ def test_a_purge_that_vllm_does_not_follow_has_failed(
 def test_a_pin_set_through_the_cache_is_the_nodes(engine: NodeClient, path: Path) -> None:
     write(engine, prompt(1))
     with closing(operations(path, Vllm())) as hands:
-        cache = TiersElsewhere(LAYOUT, EventStream(), hands)
+        cache = OperationsElsewhere(LAYOUT, hands, 0)
         chain = Chain(ROOT, [1] * 13, 4)
         pin = cache.pin("system", chain, cache.now_s + 3600, "a test")
         cache.saved().result(120)
@@ -113,7 +112,6 @@ def test_a_pin_set_through_the_cache_is_the_nodes(engine: NodeClient, path: Path
         assert cache.unpin("system") and not cache.unpin("system")
         with pytest.raises(PinError, match="may be"):
             cache.pin("all", Chain(ROOT, range(12_000), 4), cache.now_s + 3600)
-        cache.close(flush=False)
 
 
 def test_pins_stay_shown_while_the_node_is_away(path: Path) -> None:

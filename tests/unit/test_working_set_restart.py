@@ -41,7 +41,7 @@ def run(folder: Path) -> float:
         tokens = array("i", range(first, first + LENGTH * TOKENS))
         serve(cache, Chain(ROOT, tokens, TOKENS))
         settle(cache)
-    report = cache.working_set()
+    report = cache.operations.working_set()
     cache.close()
     return report.tiers[-1].hit_rate
 

@@ -1,24 +1,24 @@
-"""Operators' commands on a running cache: pins, purges, quotas, the working set.
+"""The operators' face of the tiers in this process. `TieredCache` owns one. Engine thread only."""
 
-`TieredCache` owns one and passes operators' calls to it. Engine thread only.
-"""
-
+import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.block import Block
+from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
 from tiers.operations.below import ask_writer, done, evict_below
 from tiers.operations.pins import Keeper
-from tiers.operations.purge import Purger
+from tiers.operations.purge import Purged, Purger
 from tiers.policy.quota import Quotas
-from tiers.policy.retention import Pin, PinError
+from tiers.policy.retention import Pin, PinError, PinKind
+from tiers.remote.stacked import StackedTier
 from tiers.telemetry.working_set import Traffic, TrafficReport
 from tiers.tier import ManagedTier, Sample, TierName
 from tiers.transfer.demotion import Demoter
@@ -37,8 +37,8 @@ class GroupUse:
     share_bytes: int
 
 
-class CacheOperations:
-    """The commands of one cache, and their state. `blocked` holds the scopes being purged."""
+class TierOperations:
+    """A `CacheOperations`. `blocked` holds the scopes being purged."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class CacheOperations:
         """`capacities`: blocks of each tier, hottest first. `pinned_share`: the share of the lowest
         tier that pins may take."""
         self._residency = residency
+        self._demoter = demoter
         self._mover = mover
         self._disk = disk
         self._capacities = capacities
@@ -76,12 +77,17 @@ class CacheOperations:
         )
         self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
         self.traffic = Traffic()
-        self.saved: Future[None] = done(None)
+        self.mark_seed = secrets.randbits(64)
+        self._saved: Future[None] = done(None)
         self._pins_now: tuple[Pin[PrefixKey], ...] = ()
         if disk is not None:
             residency.on_left_host = self._left_host
         if pin_folder is not None:
             self.keeper.restore(load_pins(pin_folder))
+
+    @property
+    def index(self) -> BlockIndex:
+        return self._residency.index
 
     @property
     def blocked(self) -> frozenset[PrefixKey]:
@@ -100,6 +106,25 @@ class CacheOperations:
         self.purger.step()
         self.traffic.step()
 
+    def sources(self, chain: Chain) -> list[TierName]:
+        if chain.root in self.blocked:
+            return []
+        host, device = TierName.HOST, TierName.DEVICE
+        return [
+            host if block.slot is None and block.frame is not None else device
+            for block in self.index.match(chain)
+        ]
+
+    def probe_below(self, ids: Sequence[BlockId]) -> int:
+        return self._disk.probe(ids) if self._disk is not None else 0
+
+    def check(self) -> None:
+        self._residency.check()
+
+    @property
+    def now_s(self) -> float:
+        return self.keeper.clock()
+
     def pin(
         self,
         name: str,
@@ -110,13 +135,6 @@ class CacheOperations:
         scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        """Pin a prefix in at least one tier until `until_s` (Unix seconds); see
-        `tiers.operations.pins`.
-
-        `prefix` is a chain, or the keys of its blocks from the first on, with their scope's root if
-        that is not in memory. A pin of the same name is replaced. The pin is in force at once. It
-        survives a restart once `saved` is done. Raises PinError.
-        """
         if self._disk is None and self._residency.frames is None:
             raise PinError("pins need a host or a disk tier; set cache.host_bytes")
         keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
@@ -129,9 +147,34 @@ class CacheOperations:
             raise PinError(f"the scope of {name!r} is unknown here; give its root")
         return self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
 
+    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
+        if chain.private or chain.root in self.blocked:
+            return 0
+        return self.keeper.retain(name, chain.root, chain.keys, until_s, owner=owner, kind=kind)
+
+    def renew(self, name: str, until_s: float) -> None:
+        self.keeper.renew(name, until_s)
+
+    def unpin(self, name: str) -> bool:
+        return self.keeper.unpin(name)
+
+    def pins(self) -> list[Pin[PrefixKey]]:
+        return self.keeper.pins()
+
+    def saved(self) -> "Future[None]":
+        return self._saved
+
+    def publish(self, chain: Chain) -> "Future[int] | None":
+        if not isinstance(self._disk, StackedTier) or chain.private:
+            return done(0)
+        if [block for block in self.index.match(chain) if self._demoter.write_now(block)]:
+            return None
+        return self._disk.remote.deliver(chain.keys)
+
+    def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
+        return self.purger.start(roots)
+
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Remove blocks from every tier, except those in use or pinned. The result counts them by
-        tier."""
         index = self._residency.index
         above = [tier for tier in self._capacities if tier is not TierName.DISK]
         removed: dict[TierName, int] = dict.fromkeys(above, 0)
@@ -145,10 +188,7 @@ class CacheOperations:
         return evict_below(self._mover, removed, [key for key in keys if index.get(key) is None])
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
-        """The scope's root and the keys of the prefix that ends with block `key`.
-
-        Looks in memory, then on disk. The list is empty if a block of the prefix is missing.
-        """
+        """Looks in memory, then below."""
         keys: list[PrefixKey] = []
         scope = parent = PrefixKey(b"")
         while (block := self._residency.index.get(key)) is not None:
@@ -160,7 +200,6 @@ class CacheOperations:
         return ask_writer(self._mover, lambda tier: _traced(tier, scope, key, keys), (scope, []))
 
     def working_set(self) -> TrafficReport:
-        """The live traffic's hit rate by capacity, and where on that curve the tiers are."""
         return self.traffic.report(
             self._capacities,
             block_tokens=self._residency.pool.layout.block_size,
@@ -188,7 +227,7 @@ class CacheOperations:
         if folder is not None:
             # Saves what is pinned when the writer gets to it, so that two saves cannot swap places.
             self._pins_now = tuple(pins)
-            self.saved = ask_writer(
+            self._saved = ask_writer(
                 self._mover, lambda tier: save_pins(folder, self._pins_now), None
             )
 

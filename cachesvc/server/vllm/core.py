@@ -23,7 +23,7 @@ from cachesvc.server.vllm.grammars import CheckedGrammars
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
 from cachesvc.server.vllm.operations import NodeOperations
 from cachesvc.server.vllm.relay import NodeRelay
-from cachesvc.server.vllm.tiers import TiersElsewhere, cache_stats
+from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
 from cachesvc.vllm.reports import Reports
 from engine.bounds import check_params
 from engine.errors import ModelError
@@ -78,11 +78,11 @@ class VllmCore:
     loaded: VllmModel
     layout: BlockLayout
     scope: CacheScope
-    cache: TiersElsewhere
+    operations: OperationsElsewhere
     engine: VllmEngine
     grammars: CheckedGrammars
     node: NodeWatch | None
-    operations: NodeOperations | None
+    node_operations: NodeOperations | None
     relay: NodeRelay | None
     disk_view: None = None  # the node has the disk
 
@@ -100,21 +100,20 @@ class VllmCore:
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
         """Passes the owners to the node for quotas, now and after its next start."""
-        if self.operations is not None and self.node is not None:
-            self.operations.owners = owners
+        if self.node_operations is not None and self.node is not None:
+            self.node_operations.owners = owners
             self.node.join_again()
 
     def close(self, drain_s: float = 0.0) -> int:
         """Stops vLLM. The node keeps running with the blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
-        if self.operations is not None:
-            self.operations.close()
+        if self.node_operations is not None:
+            self.node_operations.close()
         if self.relay is not None:
             self.relay.close()
         if self.node is not None:
             self.node.close()
-        self.cache.close(flush=False)
         return 0
 
     def detokenizer(
@@ -165,35 +164,34 @@ def build(
     )
     engine.open()
     layout, scope = _blocks(engine, reports, spoken)
-    node = operations = relay = None
+    node = node_operations = relay = None
     if socket is not None and reports is not None:
         relay = NodeRelay(socket, stream)
         if reports.engine is not None:
-            operations = NodeOperations(
+            node_operations = NodeOperations(
                 socket,
                 layout,
                 reports.engine.num_ranks,
                 forget=engine.forget_prefixes,
                 in_flight=engine.in_flight,
             )
-            operations.pins()  # the first request makes the node open this layout's tiers
-        node = (
-            NodeWatch(socket, operations.introduce) if operations is not None else NodeWatch(socket)
-        )
+            node_operations.pins()  # the first request makes the node open this layout's tiers
+        introduce = [node_operations.introduce] if node_operations is not None else []
+        node = NodeWatch(socket, *introduce)
         node.look()
-    cache = TiersElsewhere(layout, stream, operations)
     num_blocks = int(engine.vllm_config.cache_config.num_gpu_blocks or 0)
-    engine.use(cache, partial(cache_stats, cache, engine.counts, node, lambda: num_blocks))
+    operations = OperationsElsewhere(layout, node_operations, num_blocks)
+    engine.use(operations, partial(cache_stats, layout, stream, engine.counts, node, num_blocks))
     digests = {name: adapter.digest for name, adapter in adapters.items()}
     return VllmCore(
         loaded=VllmModel(settings.model.name, spoken, engine.max_tokens, Adapters(digests)),
         layout=layout,
         scope=scope,
-        cache=cache,
+        operations=operations,
         engine=engine,
         grammars=CheckedGrammars(compiler_for(spoken)),
         node=node,
-        operations=operations,
+        node_operations=node_operations,
         relay=relay,
     )
 

@@ -36,7 +36,7 @@ from engine.errors import (
 )
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.shares import Backlog
-from tiers.cache import TieredCache
+from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class VllmEngine:
         self._closing = False
         self._failed: BaseException | None = None
         self.counts = Counts(self._look_at_backlog)
-        self._cache: TieredCache | None = None
+        self._operations: CacheOperations | None = None
         self._read_cache: Callable[[], CacheStats] | None = None
         self.block_size = 0
         self.max_tokens = 0
@@ -94,9 +94,9 @@ class VllmEngine:
         asyncio.run_coroutine_threadsafe(self._open(opened), self._loop)
         opened.result()
 
-    def use(self, cache: TieredCache, stats: Callable[[], CacheStats]) -> None:
-        """Sets the cache for `call` and the tiers' stats for `stats`."""
-        self._cache, self._read_cache = cache, stats
+    def use(self, operations: CacheOperations, stats: Callable[[], CacheStats]) -> None:
+        """Sets what `call` hands out, and the tiers' stats for `stats`."""
+        self._operations, self._read_cache = operations, stats
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises like `engine.engine.Engine.submit`."""
@@ -131,17 +131,17 @@ class VllmEngine:
             waiting = Counter(self._arriving)
         return Backlog(waiting, self.counts.begin_rate.tokens_per_s).wait_s(share, num_tokens)
 
-    def call(self, function: Callable[[TieredCache], T]) -> "Future[T]":
-        """Runs `function` on the engine's thread, with the tiers' stand-in."""
+    def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
+        """Runs `function` on the engine's thread."""
         future: Future[T] = Future()
         if self._failed is not None:
             future.set_exception(EngineFailed(f"the engine has failed: {self._failed}"))
             return future
 
         def run() -> None:
-            assert self._cache is not None, "`use` comes before"
+            assert self._operations is not None, "`use` comes before"
             try:
-                future.set_result(function(self._cache))
+                future.set_result(function(self._operations))
             except Exception as error:  # noqa: BLE001 - handed to who asked
                 future.set_exception(error)
 

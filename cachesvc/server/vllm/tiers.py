@@ -1,39 +1,69 @@
-"""The stand-in for the tiers in a server whose blocks are in vLLM and in a node.
+"""The operators' face of a server whose blocks are in vLLM and in a node, and its counters.
 
-It reads like an empty cache, so that every page and command works. Its counters come from vLLM and
-the node. Changes go to the node.
+This process has no blocks. What operators see comes from vLLM and the node, and what they change is
+changed in the node.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 
 from cachesvc.server.vllm.counts import Counts
 from cachesvc.server.vllm.node import NodeWatch
 from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.cache import CacheSettings, TieredCache
+from tiers.memory.index import BlockIndex
+from tiers.node.counters import NodeCounters
+from tiers.operations.below import done
 from tiers.operations.purge import Purged
-from tiers.policy.retention import Pin, PinError
+from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.stats import CacheStats
+from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
+from tiers.telemetry.working_set import Traffic, TrafficReport
 from tiers.tier import TierName, TierStats
 
 
-class TiersElsewhere(TieredCache):
-    """An empty cache of vLLM's block layout.
+class OperationsElsewhere:
+    """A `CacheOperations` of the node below vLLM; `node` is None if there is none.
 
-    `operations` are the node's, or None.
+    Nothing is retained in passing: the node keeps the pins of operators and tenants only.
     """
 
+    mark_seed = 0  # nothing here explains a miss
+
     def __init__(
-        self, layout: BlockLayout, stream: EventStream, operations: NodeOperations | None
+        self, layout: BlockLayout, node: NodeOperations | None, num_device_blocks: int
     ) -> None:
-        settings = CacheSettings(device_bytes=2 * layout.nbytes, host_bytes=0)
-        super().__init__(layout, settings, stream=stream)
-        self._operations = operations
+        self._layout = layout
+        self._node = node
+        self._num_device_blocks = num_device_blocks
+        self._clock = SteadyClock()
+        self.index = BlockIndex()
+
+    def sources(self, chain: Chain) -> list[TierName]:
+        return []
+
+    def probe_below(self, ids: Sequence[BlockId]) -> int:
+        return 0
+
+    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
+        return done((PrefixKey(b""), []))
+
+    def working_set(self) -> TrafficReport:
+        return Traffic().report(
+            {TierName.DEVICE: self._num_device_blocks},
+            block_tokens=self._layout.block_size,
+            block_bytes=self._layout.nbytes,
+        )
+
+    def check(self) -> None:
+        pass
+
+    @property
+    def now_s(self) -> float:
+        return self._clock()
 
     def pin(
         self,
@@ -45,71 +75,74 @@ class TiersElsewhere(TieredCache):
         scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
-        if self._operations is None:
+        if self._node is None:
             raise PinError("pins need a node below vLLM; set cache.host_bytes")
         keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
         root = prefix.root if isinstance(prefix, Chain) else scope
         if root is None:
             raise PinError(f"the scope of {name!r} is unknown here; give its root")
-        return self._operations.pin(name, root, keys, until_s - self.now_s, why, owner)
+        return self._node.pin(name, root, keys, until_s - self.now_s, why, owner)
+
+    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
+        return 0
+
+    def renew(self, name: str, until_s: float) -> None:
+        pass
 
     def unpin(self, name: str) -> bool:
-        return self._operations.unpin(name) if self._operations is not None else False
+        return self._node.unpin(name) if self._node is not None else False
 
     def pins(self) -> list[Pin[PrefixKey]]:
-        return self._operations.pins() if self._operations is not None else []
+        return self._node.pins() if self._node is not None else []
 
     def saved(self) -> "Future[None]":
-        return self._operations.saved() if self._operations is not None else super().saved()
+        return self._node.saved() if self._node is not None else done(None)
 
-    def publish(self, chain: Chain) -> "Future[int] | None":
-        if self._operations is None or chain.private:
-            return super().publish(chain)
-        return self._operations.publish(chain)
+    def publish(self, chain: Chain) -> "Future[int]":
+        return done(0) if self._node is None or chain.private else self._node.publish(chain)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        return self._hands.evict(keys)
+        return self._reached().evict(keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        return self._hands.purge(roots)
+        return self._reached().purge(roots)
 
-    @property
-    def _hands(self) -> NodeOperations:
-        if self._operations is None:
+    def _reached(self) -> NodeOperations:
+        if self._node is None:
             raise ElsewhereError(
                 "only vLLM keeps blocks, and there is no node below it: restart this server"
             )
-        return self._operations
+        return self._node
 
 
 def cache_stats(
-    empty: TieredCache,
+    layout: BlockLayout,
+    stream: EventStream,
     counts: Counts,
     node: NodeWatch | None,
-    num_device_blocks: Callable[[], int],
+    num_device_blocks: int,
 ) -> CacheStats:
     """Stats with vLLM's own cache as device, and the node's host and disk, which all its users
     share."""
-    nbytes, capacity = empty.layout.nbytes, num_device_blocks()
-    used = round(counts.kv_usage * capacity)
-    device = TierStats(
-        name=TierName.DEVICE,
-        num_blocks=used,
-        used_bytes=used * nbytes,
-        logical_bytes=used * nbytes,
-        capacity_bytes=capacity * nbytes,
-    )
-    stats = replace(empty.stats(), device=device)
-    if node is None:
-        return stats
-    told = node.counters
-    return replace(
-        stats,
+    nbytes = layout.nbytes
+    used = round(counts.kv_usage * num_device_blocks)
+    told = node.counters if node is not None else NodeCounters()
+    return CacheStats(
+        device=TierStats(
+            name=TierName.DEVICE,
+            num_blocks=used,
+            used_bytes=used * nbytes,
+            logical_bytes=used * nbytes,
+            capacity_bytes=num_device_blocks * nbytes,
+        ),
         host=told.host(),
         disk=told.disk(),
         remote=told.remote(),
         events=told.events(),
         collisions=told.total("collisions"),
+        num_listeners=stream.num_subscribers,
+        events_missed=stream.num_missed,
+        block_bytes=nbytes,
         num_pins=told.total("num_pins"),
         pinned_blocks=told.total("pinned_blocks"),
         pinnable_blocks=told.total("pinnable_blocks"),

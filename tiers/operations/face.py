@@ -1,0 +1,122 @@
+"""What operators and the server ask of the cache, wherever its blocks are.
+
+`tiers.operations.operations.TierOperations` has the tiers in this process. A server over vLLM has
+them elsewhere. `Engine.call` runs a function with it on the engine's thread, and only there may it
+be used, except for `probe_below`. A call with a future waits for a disk or for another process.
+"""
+
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.memory.index import BlockIndex
+from tiers.operations.purge import Purged
+from tiers.policy.retention import Pin, PinKind
+from tiers.telemetry.working_set import TrafficReport
+from tiers.tier import TierName
+
+
+class CacheOperations(Protocol):
+    """The operators' face of a cache. `index` holds the blocks in this process's memory."""
+
+    @property
+    def index(self) -> BlockIndex: ...
+
+    @property
+    def mark_seed(self) -> int:
+        """The seed of `tiers.telemetry.misses.marks_of` in this cache's findings."""
+        ...
+
+    # Looking.
+
+    def sources(self, chain: Chain) -> list[TierName]:
+        """The tiers above the disk of its leading blocks. Pins nothing.
+
+        Blocks being computed count as on the device.
+        """
+        ...
+
+    def probe_below(self, ids: Sequence[BlockId]) -> int:
+        """How many leading blocks the tiers below memory hold. Waits for them. Any thread."""
+        ...
+
+    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
+        """The scope's root and the keys of the prefix that ends with block `key`.
+
+        The list is empty if a block of the prefix is missing.
+        """
+        ...
+
+    def working_set(self) -> TrafficReport:
+        """Hit rate by capacity for the live traffic, and the tiers' points on that curve."""
+        ...
+
+    def check(self) -> None:
+        """Assert that blocks are conserved. Call it while nothing runs."""
+        ...
+
+    # Pins.
+
+    @property
+    def now_s(self) -> float:
+        """The clock of pins: Unix seconds, unaffected when the wall clock is set."""
+        ...
+
+    def pin(
+        self,
+        name: str,
+        prefix: Chain | Sequence[PrefixKey],
+        until_s: float,
+        why: str = "",
+        *,
+        scope: PrefixKey | None = None,
+        owner: str = "",
+    ) -> Pin[PrefixKey]:
+        """Pin a prefix in at least one tier until `until_s` (Unix seconds); see
+        `tiers.operations.pins`.
+
+        `prefix` is a chain, or the keys of its blocks from the first on, with their scope's root if
+        that is not in memory. A pin of the same name is replaced. The pin is in force at once. It
+        survives a restart once `saved` is done. Raises PinError.
+        """
+        ...
+
+    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
+        """Pin as much of a prefix as its owner may, without waiting. Returns the number of
+        blocks."""
+        ...
+
+    def renew(self, name: str, until_s: float) -> None:
+        """Extend a pin of that name to at least `until_s`, if there is one."""
+        ...
+
+    def unpin(self, name: str) -> bool:
+        """End a pin. Returns whether there was one of that name."""
+        ...
+
+    def pins(self) -> list[Pin[PrefixKey]]: ...
+
+    def saved(self) -> "Future[None]":
+        """Done once the current pins are on disk. Fails if they could not be written."""
+        ...
+
+    # Changing.
+
+    def publish(self, chain: Chain) -> "Future[int] | None":
+        """Send a prefix to the shared store. The result is the number of its blocks there.
+
+        None while some blocks are still being written to the disk, from which they are sent: call
+        again.
+        """
+        ...
+
+    def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
+        """Remove blocks from every tier, except those in use or pinned. The result counts them by
+        tier."""
+        ...
+
+    def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
+        """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
+        ...
