@@ -27,13 +27,13 @@ from tiers.operations.operations import TierOperations
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.policy import Policy, Use
 from tiers.policy.quota import Quotas, QuotaShares
-from tiers.remote.stacked import PUBLISH_HITS, StackedTier
+from tiers.remote.stacked import PUBLISH_HITS
 from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.tables import BlockTables
 from tiers.telemetry.events import EventStream
 from tiers.telemetry.misses import Absence, marks_of
-from tiers.tier import ManagedTier, TierName
+from tiers.tier import MEMORY, ManagedTier, TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import Mover
@@ -87,7 +87,7 @@ class TieredCache:
         self.pool = DevicePool(layout, _num_slots(layout, settings), device)
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
         self._disk = disk
-        self._shared = disk if isinstance(disk, StackedTier) else None
+        self._levels = disk.levels() if disk is not None else ()
         if mover is None and disk is not None:
             mover = Mover(disk, num_readers=settings.num_readers)
         self._mover = mover
@@ -149,8 +149,8 @@ class TieredCache:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a shared store is below the disk."""
-        return self._shared is not None
+        """Whether other machines can load what is published here."""
+        return self._disk is not None and self._disk.is_shared
 
     @property
     def stream(self) -> EventStream:
@@ -203,9 +203,9 @@ class TieredCache:
             return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
         self.operations.traffic.asked(chain.keys)
         ticket = self._promoter.open(chain)
-        if self._shared is not None:
+        if self._disk is not None and self._disk.is_shared:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
-            self._shared.used([block.key for block in few if block.key is not None])
+            self._disk.used([block.key for block in few if block.key is not None])
         return ticket
 
     def advance(self, ticket: Ticket) -> Progress:
@@ -257,9 +257,8 @@ class TieredCache:
         self._promoter.collect()
         self._demoter.step()
         self.operations.step()
-        if self._shared is not None:
-            rate = self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0
-            self._shared.remote.economy.prefill_tokens_per_s = rate
+        if self._disk is not None:
+            self._disk.paced(self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0)
 
     def flush(self, deadline_s: float = 60.0) -> int:
         """Writes every full block to disk and waits. Returns the number that could not be
@@ -289,8 +288,7 @@ class TieredCache:
         return CacheStats(
             device=counters.stats(TierName.DEVICE, num_device, self.pool.num_blocks),
             host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames),
-            disk=self._disk.stats() if self._disk is not None else None,
-            remote=self._shared.remote.stats() if self._shared is not None else None,
+            below=tuple(level.stats() for level in self._levels),
             events=dict(counters.events),
             transfers=counters.transfers.stats(),
             num_loads=self._promoter.num_loads,
@@ -326,12 +324,12 @@ def _capacities(
     pool: DevicePool, frames: FrameArena | None, disk: ManagedTier | None
 ) -> dict[TierName, int]:
     """The capacity of each tier in blocks, hottest first."""
-    disk_bytes = disk.stats().capacity_bytes if disk is not None else 0
     sizes = {
         TierName.DEVICE: pool.num_blocks,
         TierName.HOST: frames.num_frames if frames is not None else 0,
-        TierName.DISK: disk_bytes // pool.layout.nbytes,
     }
+    for level in disk.levels() if disk is not None else ():
+        sizes[level.name] = level.stats().capacity_bytes // pool.layout.nbytes
     return {tier: blocks for tier, blocks in sizes.items() if blocks}
 
 
@@ -344,13 +342,14 @@ def _quotas(
     return {
         tier: Quotas(shares, blocks * block_bytes)
         for tier, blocks in capacities.items()
-        if tier is not TierName.DISK
+        if tier in MEMORY
     }
 
 
 def _demotion(settings: CacheSettings, capacities: Mapping[TierName, int]) -> DemotionSettings:
+    below = sum(blocks for tier, blocks in capacities.items() if tier not in MEMORY)
     return DemotionSettings(
         write_policy=settings.write_policy,
         ahead=settings.ahead,
-        num_ghosts=min(MAX_GHOSTS, GHOSTS_PER_BLOCK * capacities.get(TierName.DISK, 0)),
+        num_ghosts=min(MAX_GHOSTS, GHOSTS_PER_BLOCK * below),
     )

@@ -11,13 +11,12 @@ from tiers.tier import TierName, TierStats
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """A snapshot of the cache. The cache counts `device` and `host`; the disk tier counts
-    `disk`."""
+    """A snapshot of the cache. The cache counts `device` and `host`. Each tier in `below` counts
+    itself; a shared one counts this server's use of it."""
 
     device: TierStats
     host: TierStats
-    disk: TierStats | None
-    remote: TierStats | None = None  # this server's use of the shared store
+    below: tuple[TierStats, ...] = ()  # the tiers beneath memory, hottest first
     events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
     transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
     num_loads: int = 0
@@ -33,3 +32,7 @@ class CacheStats:
     pinned_blocks: int = 0
     pinnable_blocks: int = 0
     groups: Sequence[GroupUse] = ()
+
+    @property
+    def disk(self) -> TierStats | None:
+        return next((tier for tier in self.below if tier.name is TierName.DISK), None)

@@ -2,6 +2,7 @@
 threads."""
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -32,6 +33,9 @@ class TierName(StrEnum):
     HOST = "host"
     DISK = "disk"
     REMOTE = "remote"
+
+
+MEMORY = (TierName.DEVICE, TierName.HOST)  # every other tier is below memory
 
 
 class Cause(StrEnum):
@@ -175,9 +179,48 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
+class Leveled(Protocol):
+    """One of the tiers beneath memory, as its counters are read."""
+
+    name: TierName
+
+    def stats(self) -> TierStats: ...
+
+
 class ManagedTier(Tier, Protocol):
     """A tier as the cache runs it: with operators' calls, and with the idle work of its writer.
-    Every tier directly below memory is one."""
+
+    Every tier directly below memory is one. It may have further tiers beneath it, and then it
+    answers for all of them. A tier that stands alone inherits what it does not write.
+    """
+
+    def levels(self) -> "Sequence[Leveled]":
+        """The tiers in this one, hottest first. Each has a name and stats of its own."""
+        return (self,)
+
+    def places(self, ids: Sequence[BlockId]) -> list[TierName]:
+        """The tier of each block in the leading run held. Like `probe`, it may be optimistic."""
+        return [self.name] * self.probe(ids)
+
+    def used(self, keys: Sequence[PrefixKey]) -> None:
+        """Note hits on these keys, here or above. Any thread. Returns at once."""
+        return
+
+    def paced(self, prefill_tokens_per_s: float) -> None:
+        """Note how fast tokens are computed now (0: unknown), which a slow tier must beat."""
+        return
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines can load what is published here."""
+        return False
+
+    def publish(self, keys: Sequence[PrefixKey]) -> "Future[int]":
+        """Send a prefix to the tier that machines share. The result is how many leading blocks are
+        there."""
+        nowhere: Future[int] = Future()
+        nowhere.set_result(0)
+        return nowhere
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
         """From now on keep these keys: do not drop them for room, for age or on request. Any

@@ -6,6 +6,7 @@ Pure; called at each scrape, on the thread that scrapes.
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import cachesvc
@@ -13,7 +14,7 @@ from billing.group_commit import LedgerStats
 from tiers.errors import FAULTS
 from tiers.histogram import Spread
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import Cause, ShardStats, TierName, TierStats
+from tiers.tier import MEMORY, Cause, ShardStats, TierStats
 
 if TYPE_CHECKING:
     from engine.engine import EngineStats
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 _SECOND = 1e9  # nanoseconds
 # Counters of possible events are exported from the start. If a counter appeared with its first
 # event, Prometheus' `increase` would miss the first fault.
-_MEMORY = (TierName.DEVICE, TierName.HOST)
 
 
 class MetricSample(NamedTuple):
@@ -95,26 +95,20 @@ def _engine_samples(stats: "EngineStats") -> Iterator[MetricSample]:
 
 
 def _cache_samples(cache: "CacheStats") -> Iterator[MetricSample]:
-    tiers = (cache.device, cache.host, cache.disk, cache.remote)
-    present = [tier for tier in tiers if tier is not None]
-    for tier in present:
+    tiers = (cache.device, cache.host, *cache.below)
+    for tier in tiers:
         yield from _tier_samples(tier)
-    none = {(tier.name, event): 0 for tier in present for event in CacheEvent}
+    none = {(tier.name, event): 0 for tier in tiers for event in CacheEvent}
     for (name, event), count in {**none, **cache.events}.items():
         yield MetricSample("cachesvc_cache_events_total", (name, event), count)
-    if cache.disk is not None:
-        yield MetricSample("cachesvc_transfer_bytes_total", ("disk", "host"), cache.disk.read_bytes)
-        yield MetricSample(
-            "cachesvc_transfer_bytes_total", ("host", "disk"), cache.disk.written_bytes
-        )
-        yield from _shard_samples(cache.disk.shards)
-    if cache.remote is not None:
-        read, written = cache.remote.read_bytes, cache.remote.written_bytes
-        yield MetricSample("cachesvc_transfer_bytes_total", ("remote", "host"), read)
-        yield MetricSample("cachesvc_transfer_bytes_total", ("disk", "remote"), written)
+    for above, tier in pairwise((cache.host, *cache.below)):
+        up, down = (tier.name, cache.host.name), (above.name, tier.name)
+        yield MetricSample("cachesvc_transfer_bytes_total", up, tier.read_bytes)
+        yield MetricSample("cachesvc_transfer_bytes_total", down, tier.written_bytes)
+        yield from _shard_samples(tier.shards)
     for lane, moved in cache.transfers.items():
         yield MetricSample("cachesvc_transfer_seconds", lane, moved.seconds)
-        if TierName.DISK not in lane:
+        if set(lane) <= set(MEMORY):  # the other tiers count what they store
             yield MetricSample("cachesvc_transfer_bytes_total", lane, moved.nbytes)
     yield MetricSample("cachesvc_load_bytes_per_second", (), cache.load_bytes_per_s)
     yield MetricSample("cachesvc_prefill_tokens_per_second", (), cache.prefill_tokens_per_s)
@@ -134,9 +128,8 @@ def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
         return
     yield MetricSample("cachesvc_build_info", (cachesvc.__version__, ""), 1)
     yield MetricSample("cachesvc_event_listeners", (), node.num_listeners)
-    for tier in (node.host(), node.disk(), node.remote()):
-        if tier is not None:
-            yield from _tier_samples(tier)
+    for tier in (node.host(), *node.below()):
+        yield from _tier_samples(tier)
     for (name, event), count in node.events().items():
         yield MetricSample("cachesvc_cache_events_total", (name, event), count)
     yield MetricSample("cachesvc_collisions_total", (), node.total("collisions"))
@@ -166,7 +159,7 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
     yield MetricSample("cachesvc_tier_served_blocks_total", labels, tier.hits)
     yield MetricSample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
-    faults = dict.fromkeys(FAULTS if tier.name not in _MEMORY else (), 0)
+    faults = dict.fromkeys(FAULTS if tier.name not in MEMORY else (), 0)
     for reason, count in {**faults, **tier.faults}.items():
         yield MetricSample("cachesvc_tier_faults_total", (*labels, reason), count)
     for cause, count in {**dict.fromkeys(Cause, 0), **tier.lives.causes}.items():

@@ -1,4 +1,4 @@
-"""Finds the blocks of a prompt for quotes: first in memory, then on disk.
+"""Finds the blocks of a prompt for quotes: first in memory, then below.
 
 Event loop only. A few threads probe the disk; nothing is loaded.
 """
@@ -42,15 +42,13 @@ class CacheSurvey:
             return sources, chain.block_ids(len(sources), len(chain.keys))
 
         sources, rest = await asyncio.wrap_future(self._call(look))
-        num_below = await self._below(rest) if rest else 0
+        if rest:
+            async with self._looks:
+                sources += await asyncio.to_thread(self._cache.places_below, rest)
         tokens: Counter[Any] = Counter()
-        for tier in (*sources, *[TierName.DISK] * num_below):
+        for tier in sources:
             tokens[str(tier)] += self._block_size
         over = tokens.total() - (len(prompt) - 1)  # the last token is always computed
         if over > 0:
-            tokens[str(TierName.DISK if num_below else sources[-1])] -= over
+            tokens[str(sources[-1])] -= over
         return tokens
-
-    async def _below(self, blocks: Sequence[BlockId]) -> int:
-        async with self._looks:
-            return await asyncio.to_thread(self._cache.probe_below, blocks)

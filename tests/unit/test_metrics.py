@@ -46,7 +46,7 @@ def stats() -> EngineStats:
             lives=lives.stats(),
         ),
         host=TierStats(TierName.HOST, num_blocks=5),
-        disk=disk,
+        below=(disk,),
         events={(TierName.DEVICE, CacheEvent.EVICTED): 4},
         transfers=transfers.stats(),
         collisions=1,

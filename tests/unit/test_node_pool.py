@@ -154,7 +154,7 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     assert [TierName.DISK] * 4 == probe.tiers
     frames = finished(pool, pool.lease(ids, 2))
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
-    assert 4 == pool.counts.disk_hits
+    assert 4 == pool.counts.hits[TierName.DISK]
     pool.release(frames)
     pool.residency.check()
 
@@ -168,7 +168,7 @@ def test_two_clients_wait_for_one_load(below: Mover) -> None:
     settle_writes(pool)
     first, second = pool.lease(ids, 2), pool.lease(ids, 3)
     assert finished(pool, first) == finished(pool, second)
-    assert 4 == pool.counts.disk_hits
+    assert 4 == pool.counts.hits[TierName.DISK]
     pool.residency.check()
 
 

@@ -23,7 +23,7 @@ from tiers.disk.inspection.view import DiskView
 from tiers.disk.sampling import merged
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
-from tiers.tier import Age, Loaded, Removed, Sample, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, ManagedTier, Removed, Sample, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ READERS = 2  # threads per disk for loads
 T = TypeVar("T")
 
 
-class DiskArray:
+class DiskArray(ManagedTier):
     """Disks by folder. Made by `open_array`; a disk that did not open is None."""
 
     name = TierName.DISK

@@ -36,12 +36,12 @@ from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
 from tiers.disk.writer import BlockWriter
 from tiers.errors import TierClosed
-from tiers.tier import Age, Loaded, Removed, Sample, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, ManagedTier, Removed, Sample, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
 
-class DiskTier:
+class DiskTier(ManagedTier):
     """An opened folder of shards. Made by `tiers.disk.open.open_disk`."""
 
     name = TierName.DISK

@@ -6,18 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.array import DiskArray, open_array
+from tiers.disk.array import open_array
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import NodeError, TierError
 from tiers.node.settings import NodeSettings
 from tiers.policy.quota import QuotaShares
-from tiers.remote.stacked import StackedTier, stack
+from tiers.remote.stacked import stack
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier, TierName, TierStats
 from tiers.transfer.mover import ProbeJob
-
-Below = DiskTier | DiskArray | StackedTier
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +25,8 @@ class PlaceJob(ProbeJob):
     tiers: Sequence[TierName] = ()
 
     def run(self, tier: ManagedTier) -> None:
-        ProbeJob.run(self, tier)
-        if not isinstance(tier, StackedTier):
-            self.tiers = [tier.name] * self.held
-            return
-        on_disk = tier.held([block.key for block in self.ids[: self.held]])
-        self.tiers = [TierName.DISK if there else TierName.REMOTE for there in on_disk]
+        self.tiers = tier.places(self.ids)
+        self.held = len(self.tiers)
 
     def fail(self) -> None:
         self.held, self.tiers = 0, ()
@@ -45,7 +39,7 @@ def disk_folder(root: Path, layout: BlockLayout) -> Path:
 
 def open_below(
     settings: NodeSettings, layout: BlockLayout, shares: QuotaShares | None, stream: EventStream
-) -> Below:
+) -> ManagedTier:
     """Open the tiers of a layout. Raises NodeError."""
     folders = [disk_folder(root, layout) for root in settings.disk_dirs]
 
@@ -61,14 +55,11 @@ def open_below(
     return disk if remote is None or opened is None else stack(disk, layout, opened, remote)
 
 
-def stats_below(below: Below | None) -> dict[str, Any]:
+def stats_below(below: ManagedTier | None) -> dict[str, Any]:
     """The counters of the tiers below, by tier, as JSON."""
     if below is None:
         return {}
-    told = {"disk": _told(below.stats())}
-    if isinstance(below, StackedTier):
-        told["remote"] = _told(below.remote.stats())
-    return told
+    return {str(level.name): _told(level.stats()) for level in below.levels()}
 
 
 def _told(stats: TierStats) -> dict[str, Any]:

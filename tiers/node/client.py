@@ -22,7 +22,6 @@ from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op, run_of
 from tiers.tier import TierName
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
-_TIERS = (TierName.HOST, TierName.DISK, TierName.REMOTE)
 
 
 class NodeClient:
@@ -80,7 +79,7 @@ class NodeClient:
         """The tier of each block in the leading run that the node holds."""
         if not ids:
             return []
-        return [_TIERS[code] for code in self._run(Op.PROBE, ids)]
+        return [messages.TIERS[code] for code in self._run(Op.PROBE, ids)]
 
     def lease(self, ids: Sequence[BlockId]) -> list[int]:
         """Frames of the leading run that the node holds, filled and verified. They stay until

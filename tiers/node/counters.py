@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiers.errors import MissReason
+from tiers.node.messages import TIERS
 from tiers.operations.operations import GroupUse
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName, TierStats
 
-_DISK_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
+_SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
 COMMON = "common"  # the node's name for the owners without a quota
 
 
@@ -43,7 +44,7 @@ class NodeCounters:
     @property
     def is_shared(self) -> bool:
         """Whether a store that machines share stands below the node."""
-        return any("remote" in pool for pool in self.pools)
+        return any(TierName.REMOTE in pool for pool in self.pools)
 
     def total(self, counter: str) -> int:
         """The sum of a counter over all layouts."""
@@ -63,25 +64,16 @@ class NodeCounters:
             evicted=self.total("evicted"),
         )
 
-    def disk(self) -> TierStats | None:
-        disks = [pool["disk"] for pool in self.pools if "disk" in pool]
-        if not disks:
-            return None
-        total = {name: sum(disk[name] for disk in disks) for name in _DISK_SUMS}
-        hits = self.total("disk_hits")
-        return TierStats(name=TierName.DISK, hits=hits, faults=_faults(disks), **total)
-
-    def remote(self) -> TierStats | None:
-        """The node's use of the store that machines share. None if there is none."""
-        tiers = [pool["remote"] for pool in self.pools if "remote" in pool]
-        if not tiers:
-            return None
-        return TierStats(
-            name=TierName.REMOTE,
-            hits=self.total("remote_hits"),
-            stored=sum(tier["stored"] for tier in tiers),
-            faults=_faults(tiers),
-        )
+    def below(self) -> tuple[TierStats, ...]:
+        """The tiers beneath the node's memory, hottest first."""
+        found = []
+        for tier in TIERS[1:]:
+            told = [pool[tier] for pool in self.pools if tier in pool]
+            if told:
+                total = {name: sum(each[name] for each in told) for name in _SUMS}
+                hits = self.total(f"{tier}_hits")
+                found.append(TierStats(name=tier, hits=hits, faults=_faults(told), **total))
+        return tuple(found)
 
     def events(self) -> dict[tuple[TierName, CacheEvent], int]:
         return {

@@ -28,10 +28,12 @@ from typing import Any
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, child_key
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
 from tiers.errors import NodeError
+from tiers.tier import TierName
 
 HEADER = struct.Struct("<IB")  # bytes of the body, operation
 MAX_BODY = 64 << 20
 VERSION = 2
+TIERS = tuple(tier for tier in TierName if tier is not TierName.DEVICE)  # by their number here
 _RUN = struct.Struct("<B16s16sIII")  # pool, scope, parent, tokens of a block, blocks, content bytes
 _CONTENT = struct.Struct("<IH")  # block, bytes
 _PAIR = struct.Struct("<II")

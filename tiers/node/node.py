@@ -31,7 +31,6 @@ from tiers.node.pool import Lease, NodeProbe, Pool
 from tiers.node.pools import NodePools
 from tiers.node.settings import NodeSettings
 from tiers.telemetry.events import EventStream
-from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,6 @@ MAX_SHARE = 1 / 2  # of the memory, that one connection may lease and reserve at
 TICK_S = 1.0  # how often pins are checked, and clients listening without events answered
 MAX_NAME = 200  # characters of an owner's name
 _READ_BYTES = 1 << 18
-_TIER_CODES = {TierName.HOST: 0, TierName.DISK: 1, TierName.REMOTE: 2}
 
 
 @dataclass(slots=True, eq=False)
@@ -285,7 +283,7 @@ class NodeServer:
         client.waits = None
         try:
             if isinstance(asked, NodeProbe):
-                codes = bytes(_TIER_CODES[tier] for tier in asked.tiers)
+                codes = bytes(messages.TIERS.index(tier) for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
             elif isinstance(asked, Operated | HeardEvents):
                 self._send(client, client.asked, messages.pack_json(asked.told()))

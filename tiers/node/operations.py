@@ -17,16 +17,15 @@ from typing import Any
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.pin_file import load_pins, pin_fields, save_pins
 from tiers.errors import NodeError
-from tiers.node.below import Below, disk_folder
+from tiers.node.below import disk_folder
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
 from tiers.operations.below import ask_writer, done, evict_below, purge_below
 from tiers.operations.pins import Keeper
 from tiers.policy.quota import QuotaShares
 from tiers.policy.retention import Pin, PinError
-from tiers.remote.stacked import StackedTier
 from tiers.steady_clock import SteadyClock
-from tiers.tier import Removed, TierName
+from tiers.tier import ManagedTier, Removed, TierName
 from tiers.transfer.mover import WriterTask
 
 PINNED_SHARE = 1 / 4  # share of the lowest tier that pins may take
@@ -56,7 +55,7 @@ class PoolOperations:
     """Operators' commands on one pool. `below` is the tier that `pool.mover` writes to."""
 
     pool: Pool
-    below: Below | None
+    below: ManagedTier | None
     folder: Path | None  # of the disk, where pins are kept
     capacity_blocks: int  # of the lowest tier
     closed: dict[int, frozenset[PrefixKey]] = field(default_factory=dict)  # scopes, by client
@@ -104,7 +103,7 @@ class PoolOperations:
     def publish(self, keys: Sequence[PrefixKey]) -> Operated:
         """Send a prefix to the store that machines share. The answer counts the leading blocks
         there."""
-        if not isinstance(self.below, StackedTier):
+        if self.below is None or not self.below.is_shared:
             return Operated(done({"published": 0}))
         if any(self.pool.is_unwritten(key) for key in keys):
             return Operated(done({"published": 0}))
@@ -114,7 +113,7 @@ class PoolOperations:
             answer.set_result({"published": sent.result()})
             self.pool.wake()
 
-        self.below.remote.deliver(keys).add_done_callback(tell)
+        self.below.publish(keys).add_done_callback(tell)
         return Operated(answer)
 
     def _most_owned(self, scope: PrefixKey) -> int | None:
@@ -181,15 +180,17 @@ class PoolOperations:
         nbytes = self.pool.memory.layout.nbytes
         host = {TierName.HOST: Removed.whole(removed, nbytes)}
 
+        mover = self.pool.mover
+
         def told(below: Removed | None, num_left: int) -> dict[str, Any]:
-            tiers = host if below is None else {**host, TierName.DISK: below}
+            tiers = host if below is None or mover is None else {**host, mover.below: below}
             left = num_left + self.pool.count(wanted)
             return {"removed": tiers, "in_use": in_use, "pins": pins, "num_left": left}
 
-        if self.pool.mover is None:
+        if mover is None:
             return done(told(None, 0))
         task = WriterTask(lambda tier: told(*purge_below(tier, wanted)))
-        self.pool.mover.submit(task)
+        mover.submit(task)
         return task.result
 
     def _tell_closed(self) -> None:
@@ -197,7 +198,7 @@ class PoolOperations:
 
 
 def operations_on(
-    pool: Pool, below: Below | None, settings: NodeSettings, shares: QuotaShares | None
+    pool: Pool, below: ManagedTier | None, settings: NodeSettings, shares: QuotaShares | None
 ) -> PoolOperations:
     """Make the operations of a pool. Its lowest tier on this machine bounds how much may be
     pinned."""

@@ -9,6 +9,7 @@ the tier below. `residency` says which frame holds which block. A FILLING block 
 client and is served to nobody. When that client leaves, the block is dropped.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,6 +19,7 @@ from tiers.node.arena import SharedMemory
 from tiers.node.below import PlaceJob
 from tiers.node.block import NodeBlock, NodeBlockState
 from tiers.node.capacity import Capacity
+from tiers.node.messages import TIERS
 from tiers.node.residency import NodeResidency
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.tier import Cause, TierName
@@ -30,12 +32,19 @@ STORE_BLOCKS = 8  # blocks in one write to the tier below
 class PoolCounts:
     """Counters that only grow, in blocks."""
 
-    host_hits: int = 0
-    disk_hits: int = 0
-    remote_hits: int = 0
     stored: int = 0
     collisions: int = 0
     overloaded: int = 0  # loads refused because the tier below's queue was full
+    hits: Counter[TierName] = field(default_factory=Counter)
+
+    def told(self) -> dict[str, int]:
+        """As JSON, with the hits of each tier by its name."""
+        return {
+            **{f"{tier}_hits": self.hits[tier] for tier in TIERS},
+            "stored": self.stored,
+            "collisions": self.collisions,
+            "overloaded": self.overloaded,
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +117,7 @@ class Pool:
         blocks = list(self._run(ids))
         for block in blocks:
             self.residency.take(block)
-        self.counts.host_hits += len(blocks)
+        self.counts.hits[TierName.HOST] += len(blocks)
         self.used([block.id.key for block in blocks])
         blocks += self._load(ids[len(blocks) :])
         return Lease(client, blocks, len(ids) - len(blocks))
@@ -276,15 +285,15 @@ class Pool:
 
     def _loaded(self, job: LoadJob, blocks: list[NodeBlock]) -> None:
         num_loaded = job.loaded.num_blocks
-        sources = job.loaded.sources or (TierName.DISK,) * num_loaded
-        num_remote = sources.count(TierName.REMOTE)
-        self.counts.disk_hits += num_loaded - num_remote
-        self.counts.remote_hits += num_remote
+        assert self.mover is not None
+        below = self.mover.below
+        sources = job.loaded.sources or (below,) * num_loaded
+        self.counts.hits.update(sources)
         for block, source in zip(blocks[:num_loaded], sources, strict=True):
-            block.state, block.is_below = NodeBlockState.HELD, source is TierName.DISK
+            block.state, block.is_below = NodeBlockState.HELD, source is below
             if not block.detached:
                 self.residency.tell(EventKind.MOVED, block, source=source)
-            if not block.is_below:  # so that the next hit comes from this machine's disk
+            if not block.is_below:  # so that the next hit comes from the tier below
                 self.write(block)
         for block in reversed(blocks[:num_loaded]):
             self.residency.rest(block)

@@ -6,7 +6,7 @@ A layout's pool, disk and operations are made on its first use. The node's threa
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from tiers.blocks.keys import PrefixKey
@@ -14,16 +14,15 @@ from tiers.blocks.layout import BlockLayout
 from tiers.errors import NodeError, mib
 from tiers.node import messages
 from tiers.node.arena import create, frame_stride
-from tiers.node.below import Below, open_below, stats_below
+from tiers.node.below import open_below, stats_below
 from tiers.node.capacity import Capacity
 from tiers.node.operations import PoolOperations, operations_on
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
 from tiers.policy.owners import SCOPE, ScopeOwners
 from tiers.policy.quota import Quotas
-from tiers.remote.stacked import StackedTier
 from tiers.telemetry.events import EventStream
-from tiers.tier import TierName
+from tiers.tier import ManagedTier, TierName
 from tiers.transfer.mover import Mover, WriterTask
 
 MAX_POOLS = 16  # the most layouts that one node serves
@@ -35,7 +34,7 @@ DRAIN_S = 30.0  # how long a stopping node writes blocks that only memory holds
 class _LayoutPool:
     layout: BlockLayout
     pool: Pool
-    below: Below | None
+    below: ManagedTier | None
     operations: PoolOperations
 
 
@@ -145,7 +144,7 @@ class NodePools:
         pool = Pool(
             create(layout, num_frames), self.capacity, mover, wake=self._wake, stream=self._stream
         )
-        if isinstance(below, StackedTier):
+        if below is not None:
             pool.used = below.used
         operations = operations_on(pool, below, self._settings, self._shares)
         return _LayoutPool(layout, pool, below, operations)
@@ -157,8 +156,8 @@ class NodePools:
             return []
         totals: dict[tuple[str, str], Counter[str]] = {}
         usages = [(TierName.HOST, self.capacity.quotas.usage())]
-        disks = [entry.below for entry in self._entries if entry.below is not None]
-        usages += [(TierName.DISK, dict(disk.quotas())) for disk in disks]
+        belows = [entry.below for entry in self._entries if entry.below is not None]
+        usages += [(below.name, dict(below.quotas())) for below in belows]
         for tier, usage in usages:
             for group, (used, share) in usage.items():
                 name = "common" if group is None else str(group)
@@ -178,6 +177,6 @@ def _stats(entry: _LayoutPool) -> dict[str, Any]:
         "num_pins": len(keeper.pins()),
         "pinned_blocks": keeper.num_blocks,
         "pinnable_blocks": keeper.max_blocks,
-        **asdict(entry.pool.counts),
+        **entry.pool.counts.told(),
         **stats_below(entry.below),
     }

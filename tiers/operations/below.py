@@ -34,7 +34,7 @@ def evict_below(
     `loose` must leave out blocks that memory still has: their users may count on the copy below.
     """
     return ask_writer(
-        mover, lambda tier: {**removed, TierName.DISK: tier.discard(loose)}, dict(removed)
+        mover, lambda tier: {**removed, tier.name: tier.discard(loose)}, dict(removed)
     )
 
 

@@ -2,7 +2,7 @@
 
 `tiers.operations.operations.TierOperations` has the tiers in this process. A server over vLLM has
 them elsewhere. `Engine.call` runs a function with it on the engine's thread, and only there may it
-be used, except for `probe_below`. A call with a future waits for a disk or for another process.
+be used, except for `places_below`. A call with a future waits for a disk or for another process.
 """
 
 from collections.abc import Collection, Sequence
@@ -32,14 +32,15 @@ class CacheOperations(Protocol):
     # Looking.
 
     def sources(self, chain: Chain) -> list[TierName]:
-        """The tiers above the disk of its leading blocks. Pins nothing.
+        """The memory tiers of its leading blocks. Pins nothing.
 
         Blocks being computed count as on the device.
         """
         ...
 
-    def probe_below(self, ids: Sequence[BlockId]) -> int:
-        """How many leading blocks the tiers below memory hold. Waits for them. Any thread."""
+    def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
+        """The tier below memory of each block in the leading run held there. Waits for the disk.
+        Any thread."""
         ...
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":

@@ -18,9 +18,8 @@ from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purged, Purger
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
-from tiers.remote.stacked import StackedTier
 from tiers.telemetry.working_set import Traffic, TrafficReport
-from tiers.tier import ManagedTier, Sample, TierName
+from tiers.tier import MEMORY, ManagedTier, Sample, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Mover
 
@@ -115,8 +114,8 @@ class TierOperations:
             for block in self.index.match(chain)
         ]
 
-    def probe_below(self, ids: Sequence[BlockId]) -> int:
-        return self._disk.probe(ids) if self._disk is not None else 0
+    def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
+        return self._disk.places(ids) if self._disk is not None else []
 
     def check(self) -> None:
         self._residency.check()
@@ -165,19 +164,18 @@ class TierOperations:
         return self._saved
 
     def publish(self, chain: Chain) -> "Future[int] | None":
-        if not isinstance(self._disk, StackedTier) or chain.private:
+        if self._disk is None or not self._disk.is_shared or chain.private:
             return done(0)
         if [block for block in self.index.match(chain) if self._demoter.write_now(block)]:
             return None
-        return self._disk.remote.deliver(chain.keys)
+        return self._disk.publish(chain.keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         return self.purger.start(roots)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         index = self._residency.index
-        above = [tier for tier in self._capacities if tier is not TierName.DISK]
-        removed: dict[TierName, int] = dict.fromkeys(above, 0)
+        removed = {tier: 0 for tier in MEMORY if tier in self._capacities}
         for key in keys:
             block = index.get(key)
             if block is not None and not (block.ref_count or block.busy or block.pinned):

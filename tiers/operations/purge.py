@@ -105,13 +105,14 @@ class Purger:
             self._finish(purge, *purge.task.result.result())
         return True
 
-    def _finish(self, purge: _Purge, from_disk: Removed, left_on_disk: int) -> None:
+    def _finish(self, purge: _Purge, from_below: Removed, left_below: int) -> None:
         nbytes = self._residency.pool.layout.nbytes
         removed = {tier: Removed.whole(count, nbytes) for tier, count in purge.counts.items()}
         if self._mover is not None:
-            removed[TierName.DISK] = from_disk
-            self._residency.count(TierName.DISK, CacheEvent.PURGED, from_disk.num_blocks)
-        num_left = left_on_disk + len(self._blocks_of(purge.roots))
+            below = self._mover.below
+            removed[below] = from_below
+            self._residency.count(below, CacheEvent.PURGED, from_below.num_blocks)
+        num_left = left_below + len(self._blocks_of(purge.roots))
         roots = tuple(sorted(purge.roots))
         purge.result.set_result(Purged(roots, removed, purge.in_use, purge.pins, num_left))
 

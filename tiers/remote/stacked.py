@@ -8,6 +8,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 
 from tiers.blocks.frames import Frame
@@ -21,7 +22,7 @@ from tiers.remote.objects import ObjectStore
 from tiers.remote.seal import Seal
 from tiers.remote.settings import RemoteSettings, RemoteWrites
 from tiers.remote.tier import RemoteTier
-from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
+from tiers.tier import Age, Leveled, Loaded, ManagedTier, Removed, Sample, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MAX_SEEN = 1 << 17  # keys whose hits are counted: 20 MB
 PUBLISH_HITS = 2
 
 
-class StackedTier:
+class StackedTier(ManagedTier):
     """A disk tier with a remote tier below it."""
 
     name = TierName.DISK
@@ -51,6 +52,23 @@ class StackedTier:
     def probe(self, ids: Sequence[BlockId]) -> int:
         held = self.disk.probe(ids)
         return held if held == len(ids) else held + self.remote.probe(ids[held:])
+
+    def levels(self) -> Sequence[Leveled]:
+        return (*self.disk.levels(), self.remote)
+
+    def places(self, ids: Sequence[BlockId]) -> list[TierName]:
+        on_disk = self.disk.held([block.key for block in ids[: self.probe(ids)]])
+        return [self.disk.name if there else self.remote.name for there in on_disk]
+
+    def paced(self, prefill_tokens_per_s: float) -> None:
+        self.remote.economy.prefill_tokens_per_s = prefill_tokens_per_s
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    def publish(self, keys: Sequence[PrefixKey]) -> "Future[int]":
+        return self.remote.deliver(keys)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
         wanted = ids[: len(into)]
@@ -86,7 +104,6 @@ class StackedTier:
         return dropped
 
     def used(self, keys: Sequence[PrefixKey]) -> None:
-        """Note hits on these keys in this tier or above it. Any thread. Returns at once."""
         if self._writes is RemoteWrites.ALL:
             return
         reused: list[PrefixKey] = []

@@ -15,11 +15,11 @@ from tiers.disk.guard import DiskGuard
 from tiers.disk.sampling import WHOLE, in_order
 from tiers.errors import MissReason, TierClosed
 from tiers.policy.quota import Quotas, QuotaShares
-from tiers.tier import Age, Loaded, Removed, Sample, TierName, TierStats
+from tiers.tier import Age, Loaded, ManagedTier, Removed, Sample, TierName, TierStats
 from tiers.transfer.mover import Job, LoadJob, Mover, StoreJob, WriterTask
 
 
-class MemoryTier:
+class MemoryTier(ManagedTier):
     """A `Tier` of at most `capacity_blocks` blocks. First in, first out, as far as its guard
     allows. Any thread.
 

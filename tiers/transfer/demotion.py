@@ -322,9 +322,11 @@ class Demoter:
         if not store.job.done:
             return False
         residency = self._residency
+        assert self._mover is not None
+        below = self._mover.below
         if not store.job.failed:
             num_blocks, seconds = len(store.blocks), store.job.seconds
-            residency.counters.transfers.observe(TierName.HOST, TierName.DISK, num_blocks, seconds)
+            residency.counters.transfers.observe(TierName.HOST, below, num_blocks, seconds)
         self._num_busy -= len(store.blocks)
         dropped = set(store.job.dropped)
         for block in store.blocks:
@@ -332,16 +334,16 @@ class Demoter:
             self._written(block, Below.HELD if stands else Below.REFUSED)
             if stands:
                 residency.count(TierName.HOST, CacheEvent.DEMOTED)
-                residency.count(TierName.DISK, CacheEvent.STORED)
+                residency.count(below, CacheEvent.STORED)
         for key in dropped:
             held = residency.index.get(key)
             if held is not None:
                 residency.queue.dropped(held)
                 residency.host.sync(held)
             else:
-                residency.evicted_keys.note(key, TierName.DISK, Cause.ROOM)
+                residency.evicted_keys.note(key, below, Cause.ROOM)
         mine = {block.key for block in store.blocks}
-        residency.count(TierName.DISK, CacheEvent.EVICTED, len(dropped - mine))
+        residency.count(below, CacheEvent.EVICTED, len(dropped - mine))
         full = bool(dropped - mine)
         self._stores_while_full = FULL_MEMORY if full else max(0, self._stores_while_full - 1)
         return True

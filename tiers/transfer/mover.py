@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.errors import MissReason
-from tiers.tier import Age, Loaded, ManagedTier
+from tiers.tier import Age, Loaded, ManagedTier, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +140,11 @@ class Mover:
         self._lock = threading.Lock()
         self._loads_idle = threading.Event()
         self._loads_idle.set()
+
+    @property
+    def below(self) -> TierName:
+        """The name of the tier directly below memory."""
+        return self._tier.name
 
     def start(self) -> None:
         for number in range(self._num_readers):

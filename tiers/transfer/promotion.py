@@ -205,17 +205,20 @@ class Promoter:
         for block in blocks:
             residency.acquire(block)
             ticket.blocks.append(block)
-            ticket.sources.append(TierName.DISK)
+            ticket.sources.append(self._mover.below)
         return len(blocks) == end - start
 
     def _collect_one(self, job: LoadJob, blocks: list[Block], ticket: Ticket) -> bool:
         if not job.done:
             return False
         num_loaded, reason = job.loaded.num_blocks, job.loaded.reason
-        sources = job.loaded.sources or (TierName.DISK,) * num_loaded
-        slowest = TierName.REMOTE if TierName.REMOTE in sources else TierName.DISK
+        assert self._mover is not None
+        below = self._mover.below
+        sources = job.loaded.sources or (below,) * num_loaded
+        others = set(sources) - {below}
+        slowest = max(others, key=list(TierName).index) if others else below
         nbytes = sum(self._layout.part_nbytes(frame.part) for frame in job.frames[:num_loaded])
-        if slowest is TierName.DISK:
+        if not others:
             self._economy.observe_load(nbytes, job.seconds)
         else:
             _tell_sources(ticket, blocks[0], sources)
@@ -228,8 +231,7 @@ class Promoter:
         for number, block in enumerate(blocks):
             if number < num_loaded:
                 block.state = READY
-                on_disk = sources[number] is TierName.DISK
-                self._residency.queue.loaded(block, held=on_disk)
+                self._residency.queue.loaded(block, held=sources[number] is below)
                 block.hits += 1
                 block.busy -= 1
                 self._residency.host.sync(block)
@@ -334,7 +336,7 @@ class Promoter:
 
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:
-    """Correct the ticket's sources for blocks that did not come from disk, for billing."""
+    """Correct the ticket's sources for blocks from further below, for billing."""
     if first in ticket.blocks:
         start = ticket.blocks.index(first)
         ticket.sources[start : start + len(sources)] = sources

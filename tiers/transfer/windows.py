@@ -89,7 +89,8 @@ class WindowMender:
         if num_loaded:
             nbytes = num_loaded * self._layout.part_nbytes(Part.WINDOW)
             transfers = self._residency.counters.transfers
-            transfers.observe(TierName.DISK, TierName.HOST, num_loaded, job.seconds, nbytes)
+            assert self._mover is not None
+            transfers.observe(self._mover.below, TierName.HOST, num_loaded, job.seconds, nbytes)
         if num_loaded < len(blocks):
             blocks[num_loaded].fault = reason
         return True

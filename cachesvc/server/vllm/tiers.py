@@ -45,8 +45,8 @@ class OperationsElsewhere:
     def sources(self, chain: Chain) -> list[TierName]:
         return []
 
-    def probe_below(self, ids: Sequence[BlockId]) -> int:
-        return 0
+    def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
+        return []
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         return done((PrefixKey(b""), []))
@@ -136,8 +136,7 @@ def cache_stats(
             capacity_bytes=num_device_blocks * nbytes,
         ),
         host=told.host(),
-        disk=told.disk(),
-        remote=told.remote(),
+        below=told.below(),
         events=told.events(),
         collisions=told.total("collisions"),
         num_listeners=stream.num_subscribers,
