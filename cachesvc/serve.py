@@ -1,7 +1,8 @@
 """`serve`: runs a server from settings until a signal stops it. Main thread.
 
-First it rejects what cannot work: a data directory in use, a missing model, a foreign address, a
-remote tier that cannot be opened. Then the port answers. Slow imports and loading come last.
+First it rejects what cannot work: a data directory in use, a full disk, a missing GPU or model, a
+foreign address, a remote tier that cannot be opened. Then the port answers. Slow imports and
+loading come last.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from cachesvc.server.money import open_money
 from cachesvc.server.remote import check_remote
 from cachesvc.server.startup import Startup, answering
 from cachesvc.server.supervisor import notify
+from engine.driver import check_device
 from engine.models.files import check
 from tiers.telemetry.events import EventStream
 
@@ -39,6 +41,7 @@ def serve(
     """
     server, startup = settings.server, startup or Startup()
     make_data_dir(server.data_dir)
+    check_device(settings.model.device)
     check(settings.model.name, settings.model.adapters)
     check_remote(settings.cache)
     with contextlib.closing(open_money(settings)) as money:

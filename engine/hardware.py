@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.driver import NO_GPU
 from engine.errors import ModelError
 
 CPU_CACHE_BYTES = 1 << 30  # of the device tier, if not configured
@@ -39,10 +40,7 @@ def pick_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            "no CUDA device can be used; run with --device cpu, or install a driver and a build "
-            "of torch for CUDA"
-        )
+        raise ModelError(NO_GPU)
     return name
 
 

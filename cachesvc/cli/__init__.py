@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import cachesvc
+from cachesvc.cli.exits import exit_code
 from cachesvc.cli.lazy import Command, lazy_group
 from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
@@ -132,7 +133,7 @@ def run() -> None:
             fail(f"a disk failed: {error}; see the kernel's log, and repair its file system")
         if not isinstance(error, _user_errors()):
             raise
-        fail(str(error))
+        fail(str(error), exit_code(error))
 
 
 def _skip_last_collection() -> None:

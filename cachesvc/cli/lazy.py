@@ -40,6 +40,9 @@ class LazyGroup(Group):
     def load(self, name: str) -> Any:
         return load(name, self.entries[name])
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        return [_without_bool(each) for each in super().get_params(ctx)]
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, stub, rest = super().resolve_command(ctx, args)
         return name, self.load(name) if name and name in self.entries else stub, rest
@@ -88,11 +91,19 @@ def unescaped(help_text: str) -> str:
 
 def _literal(command: Any) -> Any:
     """The command with its help as text: Rich takes `[all time]` for a style, and drops it."""
-    for each in (command, *command.params):
+    for each in (command, *command.get_params(typer.Context(command))):
         each.help = _STYLE.sub(r"\\\g<0>", getattr(each, "help", None) or "") or None
+        _without_bool(each)
     for child in getattr(command, "commands", {}).values():
         _literal(child)
     return command
+
+
+def _without_bool(option: Any) -> Any:
+    """The same option; if it takes no value, `--help` shows no type for it."""
+    if getattr(option, "is_flag", False) and option.metavar is None:
+        option.metavar = ""
+    return option
 
 
 def _stub() -> None:

@@ -13,7 +13,7 @@ import typer
 from api.format import size
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import fail, note, print_json
-from cachesvc.config.errors import ConfigError
+from cachesvc.config.errors import WrongOption
 from cachesvc.config.quantities import parse_size
 from tiers.remote.settings import RemoteWrites
 
@@ -147,7 +147,7 @@ def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> Non
 def _quota(told: str) -> tuple[str, int]:
     name, sign, quota = told.partition("=")
     if not name or not sign:
-        raise ConfigError(f"--quota {told!r} is not a quota; write it like acme=10GiB or *=1GiB")
+        raise WrongOption(f"--quota {told!r} is not a quota; write it like acme=10GiB or *=1GiB")
     return name, _bytes("--quota", quota)
 
 
@@ -163,7 +163,7 @@ def _events(told: str) -> "EventsSection":
         return EventsSection(zmq=ZmqTable.model_validate_json(told))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors())
-        raise ConfigError(
+        raise WrongOption(
             f"--events {told}: {wrong.strip()}; write an address, or a table like "
             f'{{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}}'
         ) from None
@@ -173,7 +173,7 @@ def _bytes(option: str, told: str) -> int:
     try:
         return parse_size(told)
     except ValueError as error:
-        raise ConfigError(f"{option}: {error}") from None
+        raise WrongOption(f"{option}: {error}") from None
 
 
 def _stop(path: Path) -> None:

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from cachesvc.cli.render import progress
-from cachesvc.cli.replay_fleet import fleet_json, fleet_table, fleets
-from cachesvc.cli.replay_report import Prices, as_json, as_table
+from cachesvc.cli.replay_fleet import fleet_json, fleets, print_fleet
+from cachesvc.cli.replay_report import Prices, as_json, print_results
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
 from tiers.policy.names import PolicyName, unknown_policy
@@ -82,7 +81,7 @@ def replay(
     if json:
         typer.echo(as_json(results, prices, block_bytes))
         return
-    Console().print(as_table(loaded, results, prices, block_bytes))
+    print_results(loaded, results, prices, block_bytes)
 
 
 def _print_fleet(
@@ -104,8 +103,8 @@ def _print_fleet(
         return
     for plan, results in zip(plans, found, strict=True):
         sizes = ", ".join(f"{tier.name} {tier.capacity_blocks:,} ({tier.policy})" for tier in plan)
-        Console().print(f"Each server: {sizes} blocks")
-        Console().print(fleet_table(trace, results, block_bytes))
+        typer.echo(f"Each server: {sizes} blocks")
+        print_fleet(trace, results, block_bytes)
 
 
 def _run(

@@ -4,8 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from rich.table import Table
-
+from cachesvc.cli.render import print_table
 from tiers.replay.fleet import FleetReplay, Routing, replay_fleet
 from tiers.replay.replay import TierPlan
 from tiers.replay.trace import Trace
@@ -31,27 +30,31 @@ def fleet_json(results: Sequence[FleetReplay], block_bytes: int) -> str:
     return json.dumps([_row(result, block_bytes) for result in results], indent=2)
 
 
-def fleet_table(trace: Trace, results: Sequence[FleetReplay], block_bytes: int) -> Table:
-    first = results[0]
-    table = Table(
-        title=f"{trace.name}: {len(trace.requests):,} requests over {first.num_servers} servers",
-        title_justify="left",
+def print_fleet(trace: Trace, results: Sequence[FleetReplay], block_bytes: int) -> None:
+    """A row for each routing. Figures are never cut; a narrow window gets fewer columns."""
+    figures = ["shared", "hit", "from it", "read MB/s", "written MB/s", "lookups/s", "busiest"]
+    print_table(
+        ["routing", *figures],
+        [_cells(result, block_bytes) for result in results],
+        title=f"{trace.name}: {len(trace.requests):,} requests over "
+        f"{results[0].num_servers} servers",
+        right=figures,
+        spare=("lookups/s", "from it"),
     )
-    for name in ("routing", "shared", "hit", "from it", "read", "written", "lookups", "busiest"):
-        table.add_column(name, justify="left" if name == "routing" else "right")
-    for result in results:
-        row = _row(result, block_bytes)
-        table.add_row(
-            str(result.routing),
-            f"{result.shared_blocks:,}" if result.shared_blocks else "none",
-            f"{result.hit_rate:.1%}",
-            f"{result.shared_hit_tokens / result.tokens:.1%}",
-            f"{row['read_mb_per_s']:.1f} MB/s",
-            f"{row['written_mb_per_s']:.1f} MB/s",
-            f"{row['lookups_per_s']:.1f}/s",
-            f"{result.imbalance:.2f}x",
-        )
-    return table
+
+
+def _cells(result: FleetReplay, block_bytes: int) -> list[str]:
+    row = _row(result, block_bytes)
+    return [
+        str(result.routing),
+        f"{result.shared_blocks:,}" if result.shared_blocks else "none",
+        f"{result.hit_rate:.1%}",
+        f"{result.shared_hit_tokens / result.tokens:.1%}",
+        f"{row['read_mb_per_s']:.1f}",
+        f"{row['written_mb_per_s']:.1f}",
+        f"{row['lookups_per_s']:.1f}",
+        f"{result.imbalance:.2f}x",
+    ]
 
 
 def _row(result: FleetReplay, block_bytes: int) -> dict[str, object]:

@@ -6,9 +6,8 @@ from decimal import Decimal
 from typing import Any
 
 import orjson
-from rich import box
-from rich.table import Table
 
+from cachesvc.cli.render import print_table
 from tiers.replay.replay import ReplayResult
 from tiers.replay.trace import Trace
 
@@ -68,37 +67,39 @@ def _record(result: ReplayResult, prices: Prices, block_bytes: int) -> dict[str,
     }
 
 
-def as_table(
+def print_results(
     trace: Trace, results: Sequence[ReplayResult], prices: Prices, block_bytes: int
-) -> Table:
+) -> None:
+    """A row for each result. Figures are never cut; a narrow window gets fewer columns."""
     working_set = trace.working_set_blocks()
-    table = Table(
-        box=box.SIMPLE,
+    names = [str(tier.name) for tier in results[0].tiers] if len(results[0].tiers) > 1 else []
+    cost = f"cost {prices.currency}"
+    figures = ["blocks", "of all", "hit rate", *names, "moved GB", "disk GB", cost, "saved"]
+    print_table(
+        ["policy", *figures],
+        [_cells(result, names, working_set, prices, block_bytes) for result in results],
         title=f"{trace.name}: {len(trace.requests):,} requests, {trace.input_tokens:,} tokens, "
         f"{working_set:,} distinct blocks of {trace.block_tokens} tokens",
+        right=figures,
+        spare=("of all", "moved GB", "saved", "blocks"),
     )
-    table.add_column("policy")
-    for heading in ("blocks", "of all", "hit rate"):
-        table.add_column(heading, justify="right")
-    names = [tier.name for tier in results[0].tiers] if len(results[0].tiers) > 1 else []
-    for heading in (*names, "moved GB", "disk GB", f"cost {prices.currency}", "saved"):
-        table.add_column(heading, justify="right")
-    for result in results:
-        by_tier = (
-            [f"{tier.hit_tokens / result.tokens:.4f}" for tier in result.tiers] if names else []
-        )
-        table.add_row(
-            result.policy,
-            f"{result.capacity_blocks:,}",
-            f"{result.capacity_blocks / working_set:.1%}",
-            f"{result.hit_rate:.4f}",
-            *by_tier,
-            f"{_moved_blocks(result) * block_bytes / 1e9:,.1f}",
-            f"{_disk_writes(result) * block_bytes / 1e9:,.1f}",
-            f"{prices.cost(result):,.2f}",
-            f"{prices.saved(result):,.2f}",
-        )
-    return table
+
+
+def _cells(
+    result: ReplayResult, names: Sequence[str], working_set: int, prices: Prices, block_bytes: int
+) -> list[str]:
+    tiers = result.tiers if names else ()
+    return [
+        result.policy,
+        f"{result.capacity_blocks:,}",
+        f"{result.capacity_blocks / working_set:.1%}",
+        f"{result.hit_rate:.4f}",
+        *(f"{tier.hit_tokens / result.tokens:.4f}" for tier in tiers),
+        f"{_moved_blocks(result) * block_bytes / 1e9:,.1f}",
+        f"{_disk_writes(result) * block_bytes / 1e9:,.1f}",
+        f"{prices.cost(result):,.2f}",
+        f"{prices.saved(result):,.2f}",
+    ]
 
 
 def _moved_blocks(result: ReplayResult) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 import cachesvc
 from api.format import seconds, size
 from cachesvc.cli.startup_bar import StartupBar
-from cachesvc.config.errors import ConfigError
+from cachesvc.config.errors import WrongOption
 from cachesvc.config.settings import Settings, known_settings
 from cachesvc.config.sources import load_settings
 from cachesvc.serve import serve as run
@@ -89,7 +89,7 @@ def serve(
         "cache.disk_dirs": [path.absolute() for path in disk_cache_dir or ()] or None,
         "cache.block_size": block_size,
         "engine.backend": engine,
-        "engine.vllm": read_options(context.args) or None,
+        "engine.vllm": read_options(context.args, _options_of(context)) or None,
         "engine.max_running": max_running,
         "engine.chunk_tokens": chunk_tokens,
         "log.level": log_level,
@@ -115,13 +115,17 @@ serve.context_settings = {  # type: ignore[attr-defined]
 }
 
 
+def _options_of(context: typer.Context) -> list[str]:
+    return [name for each in context.command.params for name in (*each.opts, *each.secondary_opts)]
+
+
 def _adapters(given: list[str]) -> dict[str, str]:
-    """Sources by name, from `NAME=SOURCE`. Raises ConfigError for any other form."""
+    """Sources by name, from `NAME=SOURCE`. Raises WrongOption for any other form."""
     adapters: dict[str, str] = {}
     for one in given:
         name, equals, source = one.partition("=")
         if not (name and equals and source) or name in adapters:
-            raise ConfigError(
+            raise WrongOption(
                 f"--adapter {one}: write NAME=SOURCE, a name for each, as in --adapter sql=./sql"
             )
         adapters[name] = source

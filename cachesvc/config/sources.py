@@ -16,10 +16,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, SettingsError
 
-from cachesvc.config.errors import ConfigError
+from cachesvc.config.errors import ConfigError, WrongOption
 from cachesvc.config.places import ENV_PREFIX
 from cachesvc.config.settings import Settings, env_name, known_settings
 
+FLAG = "flag"  # the origin of an option of the command line
 ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
 _PASSWORD = re.compile(r"(:/{1,2}[^:/@]*:)[^\n]*@")  # also where a slash of the URL is forgotten
 
@@ -59,7 +60,7 @@ def load_settings(
     path = config_file or (Path(os.environ[ENV_CONFIG]) if os.environ.get(ENV_CONFIG) else None)
     layers = [_file_layer(path)] if path else []
     layers.append(_env_layer())
-    layers.append({name: (value, "flag") for name, value in given.items()})
+    layers.append({name: (value, FLAG) for name, value in given.items()})
     merged = {name: entry for layer in layers for name, entry in layer.items()}
     nested: dict[str, dict[str, Any]] = {}
     for name, (value, _) in merged.items():
@@ -69,7 +70,9 @@ def load_settings(
     try:
         return LoadedSettings(Settings.model_validate(nested), origins)
     except ValidationError as error:
-        raise ConfigError(_explain(error, origins)) from None
+        wrong = ".".join(map(str, error.errors()[0]["loc"][:2]))
+        kind = WrongOption if origins.get(wrong) == FLAG else ConfigError
+        raise kind(_explain(error, origins)) from None
 
 
 _Layer = dict[str, tuple[Any, str]]

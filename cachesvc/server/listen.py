@@ -3,10 +3,12 @@
 Imports no torch, so that errors are reported within half a second.
 """
 
+import errno
 import ipaddress
 import logging
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 from cachesvc.config.errors import ConfigError
@@ -17,13 +19,15 @@ from tiers.errors import DirectoryLocked
 
 logger = logging.getLogger(__name__)
 
+ROOM_BYTES = 1 << 20  # that must be free at a start
 BACKLOG = 2048  # connections waiting to be accepted; uvicorn's default
 
 
 def make_data_dir(path: Path) -> None:
     """Creates the data directory for its owner only: it holds prompts' KV and the ledger.
 
-    Raises ConfigError if it cannot be created, DirectoryLocked if another server runs on it.
+    Raises ConfigError if it cannot be created or written, DirectoryLocked if another server runs on
+    it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -36,6 +40,7 @@ def make_data_dir(path: Path) -> None:
             f"this user cannot write {path}; change its owner to the user that serves "
             f"(`chown`), or choose another --data-dir"
         )
+    _check_room(path)
     if is_locked(disk_path(path)):
         raise DirectoryLocked(
             f"{path} is served by {read_holder(disk_path(path))}; stop that server or choose "
@@ -46,6 +51,20 @@ def make_data_dir(path: Path) -> None:
             f"{path} is on {kind}: a command on another machine would damage the ledger and the "
             f"disk cache, which are mapped and locked on this one; use a local disk"
         )
+
+
+def _check_room(path: Path) -> None:
+    """Raises ConfigError if a full disk or a quota would keep the ledger from being written."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"the disk of {path} is full: there is no room for {ROOM_BYTES >> 20} MiB, and every "
+            "request writes to the ledger; free some space, or choose another --data-dir"
+        ) from None
 
 
 def check_address(server: ServerSection, *, requires_keys: bool) -> None:

@@ -35,6 +35,10 @@ class ServerSilent(LiveError):
     """The server did not answer in time, although something listens at its address."""
 
 
+class ServerFoundWrong(LiveError):
+    """The server refused a value that it was given."""
+
+
 @dataclass(frozen=True, slots=True)
 class LiveServer:
     """A running server with full access to it."""
@@ -167,7 +171,11 @@ def _taken(status: int, text: bytes) -> Any:
     if status < 300:
         return body
     error = body.get("error") if isinstance(body, dict) else None
-    raise LiveError(error["message"] if isinstance(error, dict) else f"the server said {status}")
+    if not isinstance(error, dict):
+        raise LiveError(f"the server said {status}")
+    raise (ServerFoundWrong if error.get("code") == "invalid_value" else LiveError)(
+        error["message"]
+    )
 
 
 def _file(data: bytes) -> str | bytes:

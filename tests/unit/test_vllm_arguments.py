@@ -21,7 +21,7 @@ from tiers.blocks.keys import CacheScope
 
 def test_options_are_read_with_their_values_and_without() -> None:
     words = ["--vllm.tensor-parallel-size", "4", "--vllm.enforce-eager", "--vllm.seed=7"]
-    options = read_options(words)
+    options = read_options(words, [])
     assert {"tensor-parallel-size": "4", "enforce-eager": True, "seed": "7"} == options
     assert ["--tensor-parallel-size", "4", "--enforce-eager", "--seed", "7"] == vllm_flags(options)
 
@@ -36,7 +36,7 @@ def test_settings_of_a_file_are_options_too() -> None:
 @pytest.mark.parametrize("words", [["--devise", "cpu"], ["cpu"], ["--vllm.", "4"]])
 def test_whatever_else_stands_there_is_refused(words: list[str]) -> None:
     with pytest.raises(ConfigError):
-        read_options(words)
+        read_options(words, [])
 
 
 @pytest.mark.parametrize("name", ["model", "kv-transfer-config", "kv_transfer_config"])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from billing.errors import BillingError
+from cachesvc.cli.exits import exit_code
 from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import fail
 from cachesvc.importing import importing
@@ -65,7 +66,7 @@ def books(
         with open_books(path, database, create=create) as found:
             yield found
     except BillingError as error:
-        fail(str(error))
+        fail(str(error), exit_code(error))
 
 
 @contextmanager

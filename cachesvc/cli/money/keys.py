@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from billing.errors import BillingError
 from billing.keys import Scope
 from billing.operations import keys
 from billing.prices.book import NS
@@ -111,7 +110,9 @@ def _seconds(text: str | None) -> int | None:
         return None
     found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd])", text)
     if not found:
-        raise BillingError(f"{text!r} is not a duration such as 12h or 90d")
+        raise typer.BadParameter(
+            f"{text!r} is not a duration such as 12h or 90d", param_hint="--expires-in"
+        )
     return int(found[1]) * _UNITS_S[found[2]]
 
 

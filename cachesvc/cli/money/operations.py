@@ -14,6 +14,7 @@ from urllib.parse import quote, urlencode
 from api.admin.routes.paths import PREFIX, path_of
 from billing.errors import BillingError
 from billing.operations.books import Books
+from cachesvc.cli.exits import exit_code
 from cachesvc.cli.money.books import open_books
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import fail
@@ -85,4 +86,4 @@ def operations(
         with open_books(path, database, create=create) as books:
             yield LocalOperations(books)
     except (BillingError, LiveError) as error:
-        fail(str(error))
+        fail(str(error), exit_code(error))

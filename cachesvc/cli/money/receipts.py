@@ -72,7 +72,8 @@ def _check(path: Path, public_key: str | None, data_dir: Path | None) -> None:
     except ValueError:
         fail(
             "--public-key is 64 hexadecimal digits, as `cachesvc usage receipt --public-keys` "
-            "prints them"
+            "prints them",
+            2,
         )
     if not verify_receipt(signed, key):
         fail("NOT genuine: the receipt was changed, or another key signed it")

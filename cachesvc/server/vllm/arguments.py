@@ -3,12 +3,13 @@
 vLLM's own parser reads them, so they mean the same as in `vllm serve`.
 """
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cachesvc.config.errors import ConfigError
+from cachesvc.config.errors import ConfigError, WrongOption
 
 # Arguments that would repeat or contradict the server's, and what to use instead.
 OURS: Mapping[str, str] = {
@@ -59,20 +60,22 @@ def engine_arguments(given: Mapping[str, Any], ours: Mapping[str, Any]) -> Any:
     return AsyncEngineArgs.from_cli_args(parsed)
 
 
-def read_options(rest: Sequence[str]) -> dict[str, Any]:
+def read_options(rest: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """Settings from `--vllm.NAME VALUE`, `--vllm.NAME=VALUE` and `--vllm.NAME` on a command line.
 
-    Raises ConfigError for anything else.
+    Raises WrongOption for anything else, with the nearest of the known `options`.
     """
     found: dict[str, Any] = {}
     left = list(rest)
     while left:
         word = left.pop(0)
         if not word.startswith("--vllm."):
-            raise ConfigError(f"unexpected argument {word}; `cachesvc serve --help` lists them all")
+            near = difflib.get_close_matches(word.partition("=")[0], options, n=1)
+            hint = f"did you mean {near[0]}?" if near else "`cachesvc serve --help` lists them all"
+            raise WrongOption(f"unexpected argument {word}; {hint}")
         name, equals, value = word.removeprefix("--vllm.").partition("=")
         if not name:
-            raise ConfigError("--vllm. needs the name of one of vLLM's arguments after the dot")
+            raise WrongOption("--vllm. needs the name of one of vLLM's arguments after the dot")
         if equals:
             found[name] = value
         elif left and not left[0].startswith("--"):

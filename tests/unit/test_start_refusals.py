@@ -1,0 +1,171 @@
+"""What keeps a server from starting is found before torch is imported, and a wrong option is 2."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from cachesvc.cli.exits import exit_code
+from cachesvc.config.errors import ConfigError
+from cachesvc.server.listen import make_data_dir
+from engine import driver
+from engine.driver import check_device
+from engine.errors import AdapterError, ModelError
+from engine.models.files import check
+from tests.terminal import on_a_terminal
+
+SCRIPT = Path(sys.executable).with_name("cachesvc")
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(SCRIPT), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"COLUMNS": "80"} | variables,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("serve", "--prot", "80"), "unexpected argument --prot; did you mean --port?"),
+        (("serve", "--dtype", "float99"), "model.dtype = 'float99'"),
+        (("serve", "--device-cache", "lots"), "cache.device_bytes = 'lots'"),
+        (("serve", "--adapter", "sql"), "write NAME=SOURCE"),
+        (("balance", "topup", "x", "ten"), "'ten' is not an amount of money"),
+        (("tenants", "create", "a/b"), "a/b"),
+        (("node", "--quota", "x"), "--quota 'x' is not a quota"),
+        (("top", "--dta-dir", "x"), "--data-dir"),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2_and_says_the_nearest(
+    tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    made = run("tenants", "create", "x", "--data-dir", str(tmp_path))
+    assert 0 == made.returncode, made.stderr
+    failed = run(*words, *(() if words[0] in {"node", "top"} else ("--data-dir", str(tmp_path))))
+    assert (2, True) == (failed.returncode, told in failed.stderr), failed.stderr
+
+
+def test_a_wrong_value_in_the_file_is_no_wrong_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('[model]\ndtype = "float99"\n')
+    failed = run("serve", "--config", str(file), "--data-dir", str(tmp_path / "data"))
+    assert 1 == failed.returncode, failed.stderr
+    assert 1 == exit_code(ConfigError("x"))
+
+
+@pytest.mark.parametrize("command", ["", "serve", "cache purge", "replay", "balance topup"])
+def test_an_option_without_a_value_shows_no_type(command: str) -> None:
+    shown = run(*command.split(), "--help").stdout
+    assert "--help" in shown
+    assert "bool" not in shown.lower()
+
+
+@pytest.mark.skipif(driver._has_driver(), reason="a driver is here")
+def test_cuda_without_a_driver_is_refused_before_torch(tmp_path: Path) -> None:
+    failed = run("serve", "--device", "cuda", "--data-dir", str(tmp_path))
+    assert 1 == failed.returncode
+    assert "error: no CUDA device can be used; run with --device cpu" in failed.stderr
+    assert "importing torch" not in failed.stderr
+
+
+def test_a_build_of_torch_for_cpus_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "_has_driver", lambda: True)
+    monkeypatch.setattr(driver.metadata, "version", lambda name: "2.13.0+cpu")
+    with pytest.raises(ModelError, match="no CUDA device"):
+        check_device("cuda")
+    monkeypatch.setattr(driver.metadata, "version", lambda name: "2.13.0")
+    check_device("cuda")
+    check_device("auto")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model, one that is gated, and no others."""
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/api/models/").partition("?")[0]
+        status, code = {"o/there": (200, ""), "o/gated": (403, "GatedRepo")}.get(
+            name, (401, "RepoNotFound")
+        )
+        body = json.dumps({"id": name, "modelId": name, "siblings": [], "tags": []}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        if code:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import huggingface_hub.constants as constants
+    import huggingface_hub.hf_api as hf_api
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        monkeypatch.setattr(hf_api.constants, "ENDPOINT", url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        yield
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_hub_id_that_is_not_there_is_refused_at_once() -> None:
+    check("o/there", {})
+    with pytest.raises(ModelError, match="'o/none' is not on the hub"):
+        check("o/none", {})
+    with pytest.raises(ModelError, match="'o/gated' is gated: accept its terms"):
+        check("o/gated", {})
+    with pytest.raises(AdapterError, match="adapter sql: o/none is not on the hub"):
+        check("o/there", {"sql": "o/none"})
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_found_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    make_data_dir(tmp_path)
+    assert [] == list(tmp_path.iterdir())
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"is full: .* free some space"):
+        make_data_dir(tmp_path)
+
+
+def test_replay_cuts_no_figure_piped_or_in_a_narrow_window(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    request = {"timestamp": 0, "input_length": 512 * 3, "hash_ids": [0, 1, 2]}
+    trace.write_text("\n".join([json.dumps(request)] * 3))
+    words = ["replay", str(trace), "--tiers", "device=1,host=1,disk=1", "--miss-price", "123456789"]
+    piped = run(*words)
+    assert 0 == piped.returncode, piped.stderr
+    (figures,) = json.loads(run(*words, "--json").stdout)
+    cost = f"{float(figures['cost']):,.2f}"
+    for shown in (cost, "device", "host", "disk", "moved GB", "disk GB", "saved"):
+        assert shown in piped.stdout
+    with on_a_terminal(["env", "COLUMNS=80", str(SCRIPT), *words], tmp_path) as terminal:
+        terminal.read_to_end()
+        text = "\n".join(terminal.lines)
+    assert cost in text
+    assert "…" not in piped.stdout + text
+    assert 80 >= max(len(line) for line in terminal.lines if "lru" in line)
+    assert "not shown here, but in a wider window and with --json: of all" in text
