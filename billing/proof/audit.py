@@ -4,10 +4,12 @@
 every entry. A tenant's proof ends at its first entry that differs, because later ones depend on it.
 
     gapless     numbers run 1, 2, 3, ... and times never go back
+    once        a request is charged once, and a reference booked once
     chained     the hash is that of the entry after the one before it
     balanced    postings name known accounts and sum to zero
     rated       a charge is its usage times the card in force at its admission, in that window,
-                taken from the accounts in their order; what was saved is as said
+                taken from the accounts in their order; what was saved is as said; each month's
+                minimum is booked
     billed      a charge belongs to the month of its admission
     corrected   a correction names a charge and gives back no more than is left of it; an
                 adjustment names a deposit
@@ -73,8 +75,9 @@ def verify(
             if progress is not None and proof.num_entries % store_reports.CHUNK == 0:
                 progress(proof.num_entries)
         proof.problems += replay.problems.values()
-        proof.problems += replay.unbound()
+        proof.problems += replay.minimums()
         proof.problems += _missing_heads(replay, kept)
+        proof.problems += readable("entries", lambda: _repeated(connection))
         proof.problems += readable("holds", lambda: check_holds(book, connection))
         broken = set(replay.problems)
         proof.problems += readable("accounts", lambda: compare_accounts(replay, connection))
@@ -138,6 +141,12 @@ def _book(connection: Connection, proof: Proof) -> PriceBook:
         name = f"rate card {row['name']} {row['version']}"
         proof.problems += readable(name, partial(_read_card, row, name, cards))
     return PriceBook(tuple(cards))
+
+
+def _repeated(connection: Connection) -> Iterator[Problem]:
+    for tenant, kind, request_id, seq in store_reports.repeated(connection):
+        message = f"another {kind} has the same id"
+        yield Problem(tenant, seq, "once", message, request_id)
 
 
 def _read_card(row: Any, name: str, cards: list[RateCard]) -> Iterator[Problem]:

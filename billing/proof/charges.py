@@ -3,31 +3,38 @@
 Used by `billing.proof.replay`, in the order of the entries.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from billing.gate.corrections import OWN_REFERENCES
 from billing.gate.entries import TENANT_ACCOUNTS, Entry
 from billing.gate.holds import rate_ref
-from billing.gate.plans import (
-    REFERENCE,
-    charge_in,
-    closing_ns,
-    commitment_ref,
-    committing_card,
-    includes,
-    month_ns,
-    month_of,
-)
+from billing.gate.plans import includes, month_of
 from billing.gate.postings import refund, spend
 from billing.gate.scoped import given_back, moved_by, taken_from
 from billing.gate.work import SYSTEM, Used
-from billing.money import format_units
 from billing.prices.book import ABOVE, AND, PinnedRate, PriceBook, RateRef, Terms
 from billing.prices.rating import Charge, rate
 from billing.proof.booked import Booked, Differs, same
 from billing.proof.history import CardHistory
+from billing.proof.minimums import MinimumChecks
+from billing.proof.result import Problem
 from billing.usage import Usage
+
+
+@dataclass(slots=True)
+class _Corrected:
+    """A charge that later entries correct. `left` is what it still takes from each account."""
+
+    request_id: str
+    fingerprint: str
+    is_retry: bool
+    month: str
+    amount: int
+    included: dict[str, int]  # tokens by item
+    left: dict[str, int]
+    scoped: dict[int, int]  # by the grant's number
 
 
 class ChargeChecks:
@@ -36,17 +43,12 @@ class ChargeChecks:
     def __init__(self, book: PriceBook, corrected: set[tuple[str, int]]) -> None:
         self._book = book
         self._history = CardHistory(book)
+        self._minimums = MinimumChecks(book)
         self._corrected = corrected
-        self._charges: dict[tuple[str, int], dict[str, int]] = {}  # the rest of corrected ones
-        self._amounts: dict[tuple[str, int], int] = {}
-        self._scoped: dict[tuple[str, int], dict[int, int]] = {}  # by the grant's number
-        self._taken: dict[
-            tuple[str, int], tuple[str, dict[str, int]]
-        ] = {}  # month, included tokens
+        self._charges: dict[tuple[str, int], _Corrected] = {}
+        self._retried: set[tuple[str, str]] = set()  # tenants and fingerprints of charged retries
+        self._after_retry: set[str] = set()  # tenants whose last settled request is a retry
         self.used: dict[Used, int] = {}
-        self._spent: dict[tuple[str, str], int] = {}  # by tenant and month
-        self._unbound: dict[tuple[str, int], str] = {}  # the months of minimums that did not bind
-        self._has_minimums = any(card.monthly_minimum for card in book.cards)
         self._rates: dict[RateRef, PinnedRate] = {}
 
     def check_charge(self, booked: Booked) -> None:
@@ -54,7 +56,7 @@ class ChargeChecks:
         pinned = self._pinned(rate_ref(details))
         month = month_of(entry.moment_ns)
         if "commitment" in details:
-            charge = self._check_commitment(booked, pinned)
+            charge = self._minimums.check(booked, pinned)
         else:
             left = includes(pinned, month, self.used, entry.tenant)
             charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
@@ -77,87 +79,88 @@ class ChargeChecks:
             self._check_terms(entry, details, pinned.ref, admitted_ns)
         key = (entry.tenant, entry.seq)
         self._use(entry.tenant, month, pinned.ref.card, charge.taken)
-        if self._has_minimums:
-            sums = (entry.tenant, month)
-            self._spent[sums] = self._spent.get(sums, 0) + charge.amount
+        self._minimums.add(booked, month, charge.amount)
+        fingerprint, is_retry = details.get("fingerprint", ""), details.get("retry", False)
+        self._settled(entry.tenant, fingerprint, is_retry)
         if key in self._corrected:
-            self._taken[key] = month, dict(charge.taken)
-            self._charges[key] = {name: -postings.get(name, 0) for name in TENANT_ACCOUNTS}
-            self._amounts[key] = charge.amount
-            self._scoped[key] = scoped
+            self._charges[key] = _Corrected(
+                entry.request_id,
+                fingerprint,
+                is_retry,
+                month,
+                charge.amount,
+                dict(charge.taken),
+                {name: -postings.get(name, 0) for name in TENANT_ACCOUNTS},
+                scoped,
+            )
+
+    def _settled(self, tenant: str, fingerprint: str, is_retry: bool) -> None:
+        if is_retry:
+            self._retried.add((tenant, fingerprint))
+            self._after_retry.add(tenant)
+        else:
+            self._after_retry.discard(tenant)
 
     def check_correction(self, booked: Booked) -> None:
         entry, account, postings, details = booked
         key = (entry.tenant, details["corrects"])
-        taken = self._charges.get(key)
-        if taken is None:
+        charged = self._charges.get(key)
+        if charged is None:
             raise Differs("corrected", f"it corrects {details['corrects']}, not an earlier charge")
-        amount = postings.get("revenue", 0)
+        amount, rest = postings.get("revenue", 0), sum(charged.left.values())
         if "usage" in details or "card" in details:
-            usage = Usage.from_record(details.get("usage", {}))
-            pinned = self._pinned(rate_ref(details))
-            month, took = self._taken[key]
-            left = includes(pinned, month, self.used, entry.tenant)
-            left = {name: tokens + took.get(name, 0) for name, tokens in left.items()}
-            charge = rate(usage, pinned, left)
-            self._check_included(details, charge)
-            more = {n: charge.taken.get(n, 0) - took.get(n, 0) for n in {*took, *charge.taken}}
-            self._use(entry.tenant, month, pinned.ref.card, more)
-            self._taken[key] = month, dict(charge.taken)
-            if amount != charge.amount - self._amounts[key]:
-                raise Differs("corrected", "it is not the difference of the two usages")
+            self._check_late(booked, charged, amount)
         elif details.get("by") == SYSTEM:
-            own = entry.request_id.startswith(OWN_REFERENCES)
-            if not own or -amount != sum(taken.values()):
+            self._check_own(entry, charged)
+            if -amount != rest:
                 raise Differs("corrected", "the server refunds only whole charges")
-        if amount < 0 and -amount > sum(taken.values()):
-            raise Differs("corrected", f"it refunds more than the {sum(taken.values())} left")
+        if amount < 0 and -amount > rest:
+            raise Differs("corrected", f"it refunds more than the {rest} left")
         if amount > 0:
             ref = self._pinned(rate_ref(details)).ref
             scoped, sign = taken_from(account.grants, ref, amount), -1
             due = spend(account, amount, sum(scoped.values()))
         else:
-            due, sign = refund(account, taken, -amount), 1
-            scoped = given_back(account.grants, self._scoped[key], due["scoped"])
+            due, sign = refund(account, charged.left, -amount), 1
+            scoped = given_back(account.grants, charged.scoped, due["scoped"])
         _check_scoped("corrected", details, scoped, sign)
         same("corrected", postings, due)
         for seq, units in scoped.items():
-            self._scoped[key][seq] = self._scoped[key].get(seq, 0) - sign * units
+            charged.scoped[seq] = charged.scoped.get(seq, 0) - sign * units
         for name in TENANT_ACCOUNTS:
-            taken[name] -= postings.get(name, 0)
+            charged.left[name] -= postings.get(name, 0)
 
-    def unbound(self) -> dict[tuple[str, int], str]:
-        """The months of the minimums that bound nobody and were not given back in full."""
-        return {
-            key: month
-            for key, month in self._unbound.items()
-            if key not in self._charges or sum(self._charges[key].values()) != 0
-        }
+    def _check_late(self, booked: Booked, charged: _Corrected, amount: int) -> None:
+        """Checks the difference to what the server settled itself, later."""
+        entry, details = booked.entry, booked.details
+        if entry.request_id != f"late:{charged.request_id}":
+            raise Differs("corrected", f"it does not settle {charged.request_id!r} again")
+        pinned, took = self._pinned(rate_ref(details)), charged.included
+        left = includes(pinned, charged.month, self.used, entry.tenant)
+        left = {name: tokens + took.get(name, 0) for name, tokens in left.items()}
+        charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
+        self._check_included(details, charge)
+        more = {n: charge.taken.get(n, 0) - took.get(n, 0) for n in {*took, *charge.taken}}
+        self._use(entry.tenant, charged.month, pinned.ref.card, more)
+        charged.included = dict(charge.taken)
+        if amount != charge.amount - charged.amount:
+            raise Differs("corrected", "it is not the difference of the two usages")
+        self._settled(entry.tenant, charged.fingerprint, charged.is_retry)
 
-    def _check_commitment(self, booked: Booked, pinned: PinnedRate) -> Charge:
-        """Checks a month's minimum: the card has one, the month was over, and the amount is the
-        shortfall.
+    def _check_own(self, entry: Entry, charged: _Corrected) -> None:
+        """Checks that the server may have given this charge back: it names the charge, and a retry
+        was charged instead."""
+        if entry.request_id not in {f"{own}{charged.request_id}" for own in OWN_REFERENCES}:
+            raise Differs("corrected", f"the server gives back {charged.request_id!r} by its id")
+        is_paid = (entry.tenant, charged.fingerprint) in self._retried
+        is_paid |= entry.tenant in self._after_retry  # of another key, under one Idempotency-Key
+        if entry.request_id.startswith("retry:") and not is_paid:
+            raise Differs("corrected", f"no retry of {charged.request_id!r} was charged before it")
 
-        An earlier version booked minimums of months in which the card was not yet applied or the
-        tenant did not yet exist. `unbound` names these.
-        """
-        entry, account, _, details = booked
-        month = details["commitment"]
-        card = committing_card(self._book, account, month)
-        if card is None:
-            card = self._book.card(pinned.ref.card, pinned.ref.version)
-            if int(details.get("fees", 0)):
-                self._unbound[entry.tenant, entry.seq] = month
-        if pinned.ref != commitment_ref(card) or entry.tenant not in card.tenants:
-            raise Differs("rated", f"card {pinned.ref.card} has no minimum for {month}")
-        dated = (entry.request_id, entry.moment_ns) == (REFERENCE + month, closing_ns(month))
-        if not dated or entry.at_ns < month_ns(month)[1] or details.get("usage"):
-            raise Differs("rated", f"it is not the minimum of {month}")
-        missing = max(0, card.monthly_minimum - self._spent.get((entry.tenant, month), 0))
-        if int(details.get("fees", 0)) != missing:
-            said = format_units(missing)
-            raise Differs("rated", f"the charges of {month} are {said} short of the minimum")
-        return charge_in(details, pinned)
+    def minimums(self) -> Iterator[Problem]:
+        """What is wrong with minimums, beyond one entry."""
+        refunded = {k for k, charged in self._charges.items() if not sum(charged.left.values())}
+        yield from self._minimums.problems(refunded)
 
     def _check_included(self, details: dict[str, Any], charge: Charge) -> None:
         said = details.get("included", {}), int(details.get("included_amount", 0))

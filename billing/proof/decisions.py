@@ -5,7 +5,7 @@ If one of the two is missing, somebody has changed the database.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -20,8 +20,19 @@ from billing.store.store import Connection
 
 _PREFIX = "balance."
 
-# action, who, why, when, gain, of a wallet, and the scope
-_Decision = tuple[str, str, str, int, int, str, tuple[str, ...]]
+
+class _Decision(NamedTuple):
+    """What a decision and its entry both say. Earlier versions' trails had no last two."""
+
+    kind: str
+    actor: str
+    reason: str
+    time: int
+    amount: int
+    wallet: str
+    scope: tuple[str, ...]
+    reference: str | None
+    expiry: int | None
 
 
 class Decisions:
@@ -36,9 +47,10 @@ class Decisions:
         if is_deposit or decided_by != SYSTEM:
             what = f"{_PREFIX}{entry.kind}"
             why = details.get("reason", "")
-            subject = f"{entry.tenant}/{entry.seq}"
             gain = (entry.amount, told(details), scope_of(details))
-            self.booked[subject] = what, decided_by, why, entry.at_ns, *gain
+            about = (entry.request_id, details.get("expires_ns"))
+            decision = _Decision(what, decided_by, why, entry.at_ns, *gain, *about)
+            self.booked[f"{entry.tenant}/{entry.seq}"] = decision
 
 
 def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Problem]:
@@ -52,9 +64,8 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
         if booked is None:
             message = f"{row['action']} of {row['subject']} was decided, but no entry books it"
             yield Problem(f"trail entry {seq}", 0, "decided", message)
-        elif booked != (decided := _decision(row)):
-            names = ("kind", "actor", "reason", "time", "amount", "wallet", "scope")
-            pairs = zip(names, booked, decided, strict=True)
+        elif booked != (decided := _decision(row, booked)):
+            pairs = zip(_Decision._fields, booked, decided, strict=True)
             differing = next(name for name, found, said in pairs if found != said)
             message = f"its {differing} differs from trail entry {seq}"
             yield _problem(row["subject"], message)
@@ -62,13 +73,19 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
         yield _problem(subject, "it has no decision in the admin trail")
 
 
-def _decision(row: Any) -> _Decision:
+def _decision(row: Any, booked: _Decision) -> _Decision:
+    """A row of the trail. What an earlier version did not write down is as booked."""
     before, after = (
         parse_units(orjson.loads(row[name])["balance"]) for name in ("before", "after")
     )
-    told_after = orjson.loads(row["after"])
-    of = told_after.get("wallet", ""), tuple(told_after.get("scope", ()))
-    return row["action"], row["actor"], row["reason"], row["at_ns"], after - before, *of
+    said = orjson.loads(row["after"])
+    about = (booked.reference, booked.expiry)
+    if "reference" in said:
+        about = (said["reference"], said.get("expires_ns"))
+    of = said.get("wallet", ""), tuple(said.get("scope", ()))
+    return _Decision(
+        row["action"], row["actor"], row["reason"], row["at_ns"], after - before, *of, *about
+    )
 
 
 def _problem(subject: str, message: str) -> Problem:

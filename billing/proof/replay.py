@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from billing.gate.entries import CORRECTING, Entry, Kind, digest, genesis, parse_postings
-from billing.gate.plans import REFERENCE
 from billing.gate.rollups import Rollups
 from billing.gate.work import TenantAccount, Used
 from billing.prices.book import PriceBook
@@ -133,15 +132,9 @@ class ProofRun:
         if entry.kind != Kind.CHARGE and entry.moment_ns > entry.at_ns:
             raise Differs("billed", "it is billed after it was made")
 
-    def unbound(self) -> Iterator[Problem]:
-        """Minimums that bound nobody and were not given back. Their chains are proved further."""
-        for (tenant, seq), month in self._charges.unbound().items():
-            name = REFERENCE + month
-            message = (
-                f"no card's minimum bound {tenant!r} in all of {month}; give it back: "
-                f"`cachesvc ledger correct {tenant} {name} --reason WHY`"
-            )
-            yield Problem(tenant, seq, "rated", message, name)
+    def minimums(self) -> Iterator[Problem]:
+        """What is wrong with minimums, beyond one entry. Their chains are proved further."""
+        return self._charges.minimums()
 
     def used(self) -> dict[Used, int]:
         """The spent included tokens."""

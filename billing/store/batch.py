@@ -167,7 +167,11 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     """Adds the trail entry of a deposit, grant or correction that a person decided."""
     details = entry.details
     wallet = {"wallet": told(details)} if told(details) else {}
-    scope = {"scope": list(scope_of(details))} if scope_of(details) else {}
+    about: dict[str, object] = {"reference": entry.request_id}
+    if scope_of(details):
+        about["scope"] = list(scope_of(details))
+    if "expires_ns" in details:
+        about["expires_ns"] = details["expires_ns"]
     add_trail(
         connection,
         at_ns=entry.at_ns,
@@ -175,7 +179,7 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
         action=f"balance.{entry.kind}",
         subject=f"{entry.tenant}/{entry.seq}",
         before={"balance": format_units(worth)},
-        after={"balance": format_units(worth + entry.amount)} | wallet | scope,
+        after={"balance": format_units(worth + entry.amount)} | wallet | about,
         reason=details.get("reason", ""),
     )
 

@@ -17,7 +17,7 @@ from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.invoices.register import InvoiceRegister
 from billing.money import UNITS
-from billing.prices.book import Terms
+from billing.prices.book import NS, Terms
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.store.opening import open_store
@@ -28,7 +28,7 @@ from tests.contract.test_plans import card
 from tests.contract.test_tampering_table import Sql, change, copy, rehash
 
 DAY = 86_400
-PINS = 'output = "100"\nstorage_minute = "0.5"'
+PINS = 'output = "100"\nstorage_minute = "0.5"\n[[service]]\nname = "flex"\nfactor = "0.5"'
 
 
 def charge(house: TestLedger, name: str, usage: Usage) -> None:
@@ -44,7 +44,8 @@ def hold(house: TestLedger, name: str, amount: int = 0) -> Hold:
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Entries 1: a top-up, 2: paid into a wallet, 3: converted, 4 to 7: charges of January (6: a
-    pin), 8: its minimum, 9: a correction of 7 that a credit note tells of."""
+    pin), 8: its minimum, 9: a correction of 7 that a credit note tells of, 10 and 11: charges of
+    February, 12: a grant that ends."""
     path = tmp_path_factory.mktemp("ledger") / "original"
     with running_ledger(f"sqlite:///{path}") as house:
         house.accounts.apply_card(parse_card(card().replace('output = "100"', PINS)), by="ops")
@@ -63,6 +64,11 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         register.apply_parties(PARTIES.format(zone="UTC"), **BY)
         issued = register.finalize("acme", "2025-01", **BY)
         ledger.correct("acme", "r3", reference="back", **BY).result()
+        charge(house, "r4", Usage(miss=1_000_000))
+        house.clock.advance(3600)
+        charge(house, "r5", Usage(miss=1_000_000))
+        ends_ns = house.clock() + 30 * DAY * NS
+        ledger.grant("acme", 5 * UNITS, reference="g", expires_ns=ends_ns, **BY).result()
         register.credit(issued.number, **BY)
         hold(house, "open", 10**9)
         house.ledger.store.apply(
@@ -89,6 +95,43 @@ def untold(plain: Sql) -> None:
     """The last of its series, with the last decision in the trail."""
     change(plain, "DELETE FROM invoices WHERE number = 'CN-000001'")
     change(plain, "DELETE FROM trail WHERE subject = 'CN-000001'")
+
+
+COPIED = "'acme', 13, '{kind}', '{name}', at_ns, currency, '{postings}', {body}, hash"
+
+
+def append(plain: Sql, kind: str, name: str, postings: str, body: str, corrects: str) -> None:
+    """One more entry, at the instant of the last."""
+    said = COPIED.format(kind=kind, name=name, postings=postings, body=body)
+    change(
+        plain,
+        f"INSERT INTO entries SELECT {said}, {corrects}, billed_ns FROM entries WHERE seq = 12",
+    )
+
+
+def give_back(plain: Sql, reference: str) -> None:
+    """All of entry 11, which cost 1.00."""
+    body = '{"by":"system","corrects":11,"reason":"why"}'
+    append(plain, "correction", reference, UNPAID, f"'{body}'", "11")
+
+
+UNPAID = "topup:1000000000000 revenue:-1000000000000"
+
+
+def charge_again(plain: Sql) -> None:
+    plain.execute("DROP INDEX entries_once")
+    body = "(SELECT body FROM entries WHERE seq = 11)"
+    append(plain, "charge", "r5", "granted:-1000000000000 revenue:1000000000000", body, "NULL")
+    change(plain, "UPDATE entries SET billed_ns = (SELECT billed_ns FROM entries WHERE seq = 11) "
+                  "WHERE seq = 13")  # fmt: skip
+
+
+def without_minimum(plain: Sql) -> None:
+    """Entry 8, and every later number with it."""
+    change(plain, "DELETE FROM entries WHERE seq = 8")
+    for seq in range(9, 13):
+        change(plain, f"UPDATE entries SET seq = {seq - 1} WHERE seq = {seq}")
+        plain.execute(f"UPDATE trail SET subject = 'acme/{seq - 1}' WHERE subject = 'acme/{seq}'")
 
 
 @dataclass(frozen=True)
@@ -154,6 +197,36 @@ FORGERIES = {
             postings(8, "topup:-999795000000 revenue:999795000000"),
         ),
         None,
+    ),
+    "deletes the minimum of a month": Forgery(without_minimum, "rated"),
+    "gives a charge back as the server does if its retry was answered": Forgery(
+        lambda plain: give_back(plain, "retry:r5"), "corrected"
+    ),
+    "gives a charge back under another request's id": Forgery(
+        lambda plain: give_back(plain, "failed:r4"), "corrected"
+    ),
+    "gives a charge back as the server does if it could not send the answer": Forgery(
+        lambda plain: give_back(plain, "failed:r5"), None
+    ),
+    "appends a charge under an id that exists": Forgery(charge_again, "once"),
+    "takes the price of a service tier that the request did not ask for": Forgery(
+        (
+            body(11, '"window":"standard"', '"window":"standard | flex"'),
+            postings(11, "topup:-500000000000 revenue:500000000000"),
+        ),
+        None,
+    ),
+    "moves the end of a grant": Forgery(
+        (
+            (
+                "UPDATE entries SET body = json_set(body, '$.expires_ns', 4102444800000000000) "
+                "WHERE seq = 12"
+            ),
+        ),
+        "decided",
+    ),
+    "renames the reference of a payment": Forgery(
+        ("UPDATE entries SET request_id = 'other' WHERE seq = 1",), "decided"
     ),
     "takes the price of a pin by the minute for one by the hour": Forgery(
         (body(6, "storage_token_minutes", "storage_token_hours"),), "rated"

@@ -186,9 +186,11 @@ def test_the_trail_of_a_wallet_is_proved(tmp_path: Path) -> None:
         pay(house, 10 * UNITS)
         convert(house, 4 * UNITS)
         trail = house.accounts.trail.newest(1)[0]
-        assert {"balance": "28.40", "wallet": "USD -4.00 at 7.1 of 2024-12-31 by ECB"} == (
-            json.loads(trail["after"])
-        )
+        assert {
+            "balance": "28.40",
+            "reference": "c",
+            "wallet": "USD -4.00 at 7.1 of 2024-12-31 by ECB",
+        } == json.loads(trail["after"])
 
 
 def test_a_wallets_row_is_proved_and_derived_again(house: TestLedger) -> None:
