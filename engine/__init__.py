@@ -1,11 +1,15 @@
 """Token ids in, token ids out: scheduler, paged attention, runner. Knows no HTTP and no money.
 
 `from engine import LLM, SamplingParams` is the offline interface. Its names are imported on first
-use, so that importing only `engine.request` does not load torch.
+use, so that importing only `engine.request` does not load torch. The import sets how OpenMP's
+threads wait (`engine.openmp`), which has to happen before torch is loaded.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from engine import openmp
 
 if TYPE_CHECKING:
     from engine.offline.llm import LLM
@@ -22,6 +26,8 @@ __all__ = [
     "SamplingParams",
     "StructuredOutputs",
 ]
+
+openmp.configure(os.environ)  # noqa: TID251  before any module here imports torch
 
 _MODULES = {
     "LLM": "engine.offline.llm",

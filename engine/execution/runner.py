@@ -23,6 +23,7 @@ from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
 from engine.execution.team import ThreadTeam
 from engine.execution.traced import TracedForward, trace
+from engine.execution.waiting import Waiting
 from engine.hardware import upload
 from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS
@@ -85,7 +86,7 @@ class ModelRunner:
             recurrent = RecurrentAttention(self._attention, loaded.port)
             self._attention, self._recurrent = recurrent, recurrent.states
         self._sampler = Sampler(loaded.eos_token_ids)
-        self._team = ThreadTeam() if self._device.type == "cpu" else None
+        self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._graphs: DecodeGraphs | None = None
         in_place = kv.paired or (kv.latent and pool.ndim == 6)

@@ -19,6 +19,9 @@ from statistics import median
 
 import torch
 
+from engine.execution.waiting import Waiting
+from engine.openmp import num_processors
+
 logger = logging.getLogger(__name__)
 
 SAMPLE = 4  # steps of each size that a trial compares
@@ -55,11 +58,13 @@ class ThreadTeam:
         *,
         resize: Callable[[int], None] = torch.set_num_threads,
         clock_s: Callable[[], float] = time.perf_counter,
+        waiting: Waiting | None = None,
     ) -> None:
-        """`most`: the full size. None means torch's own."""
+        """`most`: the full size. None means torch's own, or fewer under a quota."""
         self._most = most
         self._resize = resize
         self._clock_s = clock_s
+        self._waiting = waiting
         self.size = most or 0
         self._kinds: dict[int, _Kind] = {}  # by the bit length of their number of rows
         self._begun: tuple[_Kind, float] | None = None
@@ -67,7 +72,8 @@ class ThreadTeam:
     def begin(self, num_rows: int) -> None:
         """Begin a step of `num_rows` rows."""
         if self._most is None:
-            self._most = self.size = torch.get_num_threads()
+            self.size = torch.get_num_threads()
+            self._most = min(self.size, num_processors())
         kind = self._kinds.setdefault(num_rows.bit_length(), _Kind(self._most))
         if kind.tried is None and kind.rest <= 0 and self._most > 1:
             self._try(kind)
@@ -75,6 +81,8 @@ class ThreadTeam:
         if size != self.size:
             self._resize(size)
             self.size = size
+        if self._waiting is not None:
+            self._waiting.begin(size)
         self._begun = kind, self._clock_s()
 
     def end(self) -> None:

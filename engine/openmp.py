@@ -1,0 +1,71 @@
+"""Settings of OpenMP, whose threads compute on a CPU. libgomp reads them once, when torch loads it.
+
+`engine` applies them as it is imported, before it imports torch. In a program that imported torch
+first, waiting threads spin for longer when other processes interrupt them; the number of threads
+follows the quota all the same (`engine.execution.team`). No torch here.
+"""
+
+import math
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+# How often a waiting thread looks before it sleeps, while there are no more threads than
+# processors: about 1 ms on Intel, where a look takes 140 cycles, and half of it on AMD. libgomp's
+# own 300,000 outlast the turn that a system gives a process (docs/measurements, "Threads").
+SPINS = "20000"
+_CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def configure(environ: MutableMapping[str, str]) -> None:
+    """Set what the user has not set."""
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    if (usable := num_processors()) < len(allowed_processors()):
+        environ.setdefault("OMP_NUM_THREADS", str(usable))
+
+
+def num_processors() -> int:
+    """How many processors this process may use, by its affinity and its cgroups' quotas. Part of a
+    processor counts as one."""
+    found = quotas(_OWN, _CGROUPS)
+    return max(1, min([len(allowed_processors()), *(math.ceil(quota) for quota in found)]))
+
+
+def allowed_processors() -> set[int]:
+    """The numbers of the processors that the calling thread may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def quotas(own: Path, root: Path) -> Iterator[float]:
+    """The quotas in processors of this process's cgroups and of those above them."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not path or (controllers and "cpu" not in controllers.split(",")):
+            continue
+        # In a container, the path may be one of the host's, which cannot be seen.
+        tree = root / "cpu" if controllers else root
+        folder = tree / path.lstrip("/")
+        while folder.is_relative_to(tree):
+            if (quota := _quota(folder)) is not None:
+                yield quota
+            folder = folder.parent
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+            period = (folder / "cpu.cfs_period_us").read_text().strip()
+        return int(quota) / int(period) if quota not in ("max", "-1") else None
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,173 @@
+"""Threads of a team spin for each other only while nothing else needs the processors."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.execution.waiting import WINDOW_S, Waiting, others_used_s
+from engine.openmp import SPINS, allowed_processors, configure, num_processors, quotas
+
+CORES = len(allowed_processors())
+TEAM = max(2, CORES)
+
+
+class Machine:
+    """Steps beside processes that use so many of the processors."""
+
+    def __init__(self, *, told: bool = True) -> None:
+        self.now_s, self.used_s = 1000.0, 5.0
+        self.waiting = Waiting(
+            others_s=lambda: self.used_s if told else None, clock_s=lambda: self.now_s
+        )
+
+    def step(self, others: float, *, size: int = TEAM) -> bool:
+        """Whether the threads spin after a window with so many processors used by others."""
+        self.now_s += WINDOW_S
+        self.used_s += (others + CORES - TEAM) * WINDOW_S
+        self.waiting.begin(size)
+        return self.waiting.spins
+
+
+def test_threads_spin_only_while_others_leave_them_the_processors() -> None:
+    machine = Machine()
+    steps = [0.0, 0.1, 0.9, 0.2, 0.1, 0.2, 1.7, 0.9, 0.0]
+    expected = [True, True, False, False, True, True, False, False, True]
+    assert expected == [machine.step(others) for others in steps]
+
+
+def test_a_team_that_leaves_processors_free_spins_beside_others() -> None:
+    machine = Machine()
+    assert machine.step(0.9, size=TEAM - 1)
+
+
+def test_a_short_time_is_not_judged() -> None:
+    machine = Machine()
+    machine.now_s += WINDOW_S / 2
+    machine.used_s += 100
+    machine.waiting.begin(TEAM)
+    assert machine.waiting.spins
+
+
+def test_threads_spin_where_the_system_tells_nothing() -> None:
+    machine = Machine(told=False)
+    assert all(machine.step(2.0) for _ in range(3))
+
+
+def test_the_second_team_ends_with_what_it_serves() -> None:
+    before = set(threading.enumerate())
+    machine = Machine()
+    assert not machine.step(2.0)
+    [second] = set(threading.enumerate()) - before
+    del machine
+    gc.collect()  # its clock refers to it
+    second.join(10)
+    assert not second.is_alive()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it")
+def test_a_busy_process_is_seen_and_this_one_is_not() -> None:
+    def used(count: int) -> float:
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+        before_s, begun_s = others_used_s(), time.perf_counter()
+        while time.perf_counter() - begun_s < 0.5:
+            sum(range(1000))
+        after_s = others_used_s()
+        for process in busy:
+            process.kill()
+            process.wait()
+        assert before_s is not None and after_s is not None
+        return (after_s - before_s) / (time.perf_counter() - begun_s)
+
+    assert used(2 * CORES) > 0.3 * CORES
+
+
+SLEEPS = """
+import resource, threading
+from engine.execution.waiting import Waiting
+import torch
+def work():
+    torch.set_num_threads(2)
+    rows = torch.zeros(1 << 17)
+    def slept():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+        for _ in range(500):
+            rows.mul_(1.0)
+            sum(range(9000))  # longer than a polite thread looks
+        return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
+    waiting = Waiting()
+    slept()
+    spinning = slept()
+    waiting._sleep_soon(2)
+    print(spinning, slept())
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(CORES != 2 or sys.platform != "linux", reason="libgomp, two cores")
+def test_a_second_team_lets_libgomps_threads_sleep() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SLEEPS],
+        env={**os.environ, "GOMP_SPINCOUNT": "100000000", "OMP_NUM_THREADS": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    spinning, polite = map(int, done.stdout.split())
+    assert polite > 400 > 4 * spinning
+
+
+def test_what_the_user_has_set_stays() -> None:
+    environ = {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3"}
+    configure(environ)
+    assert environ == {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3"}
+    environ = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
+    configure(environ)
+    assert environ["GOMP_SPINCOUNT"] == "7"
+
+
+def test_the_spins_are_set_before_torch_is_loaded() -> None:
+    program = "import engine, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    environ = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [SPINS, "False"]
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, [0.5]),
+        ("0::/\n", {"cpu.max": "150000 100000"}, [1.5]),
+        ("0::/of/the/host\n", {"cpu.max": "200000 100000"}, [2.0]),
+        (
+            "2:cpuacct,cpu:/a\n1:memory:/a\n",
+            {"cpu/a/cpu.cfs_quota_us": "100000", "cpu/a/cpu.cfs_period_us": "50000"},
+            [2.0],
+        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, []),
+        ("nonsense\n", {}, []),
+        ("0::/\n", {"cpu.max": "what"}, []),
+    ],
+)
+def test_a_quota_of_either_version_of_cgroups_is_found(
+    tmp_path: Path, own: str, files: dict[str, str], expected: list[float]
+) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert list(quotas(tmp_path / "own", tmp_path / "root")) == expected
+
+
+def test_there_is_always_a_processor() -> None:
+    assert 1 <= num_processors() <= CORES <= (os.cpu_count() or 1)
