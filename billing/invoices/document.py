@@ -107,8 +107,8 @@ def invoice_document(
 
 def credit_document(invoiced: Document, back: Sequence[Entry], net: int, reason: str) -> Document:
     """A credit note for `net` of an invoice: the rounded refunds of these corrections."""
-    places = invoiced["places"]
-    owed = min(net, max(0, round_half_even(-corrected_sums(back).owed, places)))
+    places, sums = invoiced["places"], corrected_sums(back)
+    owed = min(net, max(0, round_half_even(-sums.owed, places)))
     taxes = [Tax(tax["name"], tax["rate"]) for tax in invoiced["taxes"]]
     kept = ("tenant", "currency", "places", "period", "seller", "buyer")
     label = f"Credit for invoice {invoiced['number']}: {reason}"
@@ -119,14 +119,9 @@ def credit_document(invoiced: Document, back: Sequence[Entry], net: int, reason:
         "reason": reason,
         "corrections": [entry.seq for entry in back],
         "lines": [],
-        "adjustments": [
-            {
-                "name": "credit",
-                "label": label,
-                "exact": format_units(net),
-                "amount": format_units(net, places),
-            }
-        ],
+        "adjustments": _adjustments(
+            [("credit", label, -sums.net)], 0, -sums.net - net, net, places
+        ),
         **_totals(net, owed, taxes, places),
     }
 

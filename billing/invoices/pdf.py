@@ -11,6 +11,7 @@ from typing import Any
 
 from billing.errors import InvoiceError
 from billing.money import grouped
+from billing.names import shown_model
 
 # Common font files, plain and bold, the one with the fewest scripts first.
 FONTS = (
@@ -26,12 +27,25 @@ FAMILY = "invoice"
 WIDTHS = (80, 28, 22, 28, 24)  # of the table's columns, in millimetres
 WIDTH = sum(WIDTHS)
 GREY = 105
+ROWS_WITH_TOTALS = 4
 
 Document = dict[str, Any]
+_Row = tuple[str, tuple[str, ...]]  # the heading of its group, and its cells
 
 
 def invoice_pdf(document: Document, title: str, watermark: str) -> bytes:
     """The PDF's bytes. Raises `InvoiceError` if fpdf2 or a font is missing."""
+    pdf, is_apart = _drawn(document, title, watermark, num_kept=0)
+    if is_apart:  # totals on a page of their own: the last rows go with them
+        pdf, _ = _drawn(document, title, watermark, num_kept=ROWS_WITH_TOTALS)
+    return bytes(pdf.output())
+
+
+def _drawn(document: Document, title: str, watermark: str, *, num_kept: int) -> tuple[Any, bool]:
+    """The pages, and whether the last one has totals or notes without a row of the table.
+
+    With `num_kept`, a page begins before this many last rows.
+    """
     pdf = _new_pdf(title)
     pdf.set_author(document["seller"]["name"])
     day = document.get("issued_on", document["period"]["last"])
@@ -39,11 +53,16 @@ def invoice_pdf(document: Document, title: str, watermark: str) -> bytes:
     _choose_font(pdf, title + watermark + _texts(document))
     pdf.add_page()
     _head(pdf, document, title, watermark)
-    if document["lines"] or document["adjustments"]:
-        _table(pdf, document)
+    rows = _rows(document)
+    first, last = (rows[:-num_kept], rows[-num_kept:]) if num_kept else (rows, [])
+    for part in filter(None, (first, last)):
+        if first and part is last:
+            pdf.add_page()
+        _table(pdf, part)
+    page = pdf.page_no()
     _sums(pdf, document)
     _notes(pdf, document)
-    return bytes(pdf.output())
+    return pdf, bool(rows) and pdf.page_no() > page
 
 
 def _new_pdf(title: str) -> Any:
@@ -151,7 +170,23 @@ def _grey(pdf: Any, text: str) -> None:
     pdf.set_text_color(0)
 
 
-def _table(pdf: Any, document: Document) -> None:
+def _rows(document: Document) -> list[_Row]:
+    """The rows of the table, each with the heading of its group."""
+    rows: list[_Row] = []
+    for line in document["lines"]:
+        of = (shown_model(line["model"]), line["rate_card"], line["window"])
+        group = ", ".join(part for part in of if part != "standard")
+        quantity = grouped(line["quantity"]) if line["quantity"] else ""
+        exact, amount = grouped(line["exact"]), grouped(line["amount"])
+        rows.append((group, (line["label"], quantity, line["per_million"], exact, amount)))
+    rows += (
+        ("", (row["label"], "", "", grouped(row["exact"]), grouped(row["amount"])))
+        for row in document["adjustments"]
+    )
+    return rows
+
+
+def _table(pdf: Any, rows: list[_Row]) -> None:
     from fpdf.fonts import FontFace
 
     strong, pale = FontFace(emphasis="BOLD"), FontFace(emphasis="BOLD", color=GREY)
@@ -168,18 +203,12 @@ def _table(pdf: Any, document: Document) -> None:
     pdf.set_draw_color(215)
     with pdf.table(**options) as table:
         table.row(("Description", "Quantity", "Per million", "Exact", "Amount"))
-        group = None
-        for line in document["lines"]:
-            of = (line["model"], line["rate_card"], line["window"])
-            if of != group:
-                group = of
-                shown = ", ".join(part for part in of if part != "standard")
-                table.row(style=strong).cell(shown, colspan=5)
-            quantity = grouped(line["quantity"]) if line["quantity"] else ""
-            exact, amount = grouped(line["exact"]), grouped(line["amount"])
-            table.row((line["label"], quantity, line["per_million"], exact, amount))
-        for row in document["adjustments"]:
-            table.row((row["label"], "", "", grouped(row["exact"]), grouped(row["amount"])))
+        heading = ""
+        for group, cells in rows:
+            if group and group != heading:
+                table.row(style=strong).cell(group, colspan=5)
+            heading = group
+            table.row(cells)
 
 
 def _sums(pdf: Any, document: Document) -> None:
@@ -203,7 +232,9 @@ def _sums(pdf: Any, document: Document) -> None:
 
 
 def _notes(pdf: Any, document: Document) -> None:
-    notes = [document["seller"]["payment"], document["buyer"]["note"], document["seller"]["note"]]
+    notes = [document["buyer"]["note"], document["seller"]["note"]]
+    if document["kind"] == "invoice":
+        notes.insert(0, document["seller"]["payment"])
     pdf.ln(4)
     pdf.set_font(style="", size=9)
     for note in filter(None, notes):

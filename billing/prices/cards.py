@@ -71,7 +71,8 @@ def load_card(path: Path) -> RateCard:
 
 def applied_card(row: Mapping[Any, Any]) -> RateCard:
     """The card in a row of the ledger, with the instant at which it was applied."""
-    return replace(parse_card(row["text"]), applied_ns=row["applied_ns"])
+    card = parse_card(row["text"], was_applied=True)
+    return replace(card, applied_ns=row["applied_ns"])
 
 
 def shipped_cards() -> dict[str, str]:
@@ -102,13 +103,16 @@ def card_digest(card: RateCard) -> str:
     return hashlib.sha256(card.text.encode()).hexdigest()
 
 
-def parse_card(text: str, origin: str = "rate card") -> RateCard:
-    """A card from TOML text. Raises `PriceError`, naming `origin` and the line."""
+def parse_card(text: str, origin: str = "rate card", *, was_applied: bool = False) -> RateCard:
+    """A card from TOML text. Raises `PriceError`, naming `origin` and the line.
+
+    A card that an earlier version applied is read as that version read it.
+    """
     try:
         data = tomllib.loads(text, parse_float=Decimal)
     except ValueError as error:  # invalid syntax, or a number with thousands of digits
         raise PriceError(f"{origin}: not TOML: {error}") from error
-    return _Reader(origin, _field_lines(text)).card(data, text)
+    return _Reader(origin, _field_lines(text), was_applied).card(data, text)
 
 
 def _field_lines(text: str) -> dict[str, int]:
@@ -131,9 +135,10 @@ def _field_lines(text: str) -> dict[str, int]:
 class _Reader:
     """Turns tables into values. Errors begin with `origin` and the line of the path `at`."""
 
-    def __init__(self, origin: str, lines: Mapping[str, int]) -> None:
+    def __init__(self, origin: str, lines: Mapping[str, int], was_applied: bool) -> None:
         self.origin = origin
         self.lines = lines
+        self.was_applied = was_applied
 
     def fail(self, message: str, at: str = "") -> NoReturn:
         line = self.lines.get(at) or self.lines.get(at.rpartition(".")[0])
@@ -344,6 +349,13 @@ class _Reader:
         instant_ns = (span.days * 86_400 + span.seconds) * NS + span.microseconds * 1000
         if instant_ns not in _INSTANTS_NS:
             self.fail(f"{name} {value} is not between the years 1678 and 2262", at)
+        back = moment.astimezone(UTC).astimezone(moment.tzinfo)
+        if not self.was_applied and back.replace(tzinfo=None) != moment.replace(tzinfo=None):
+            self.fail(
+                f"{name} {value} does not exist in {zone.key}, where clocks are set forward then; "
+                "write another time, or one with an offset such as +01:00",
+                at,
+            )
         return instant_ns
 
     def days_off(self, values: object) -> frozenset[date]:

@@ -4,6 +4,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from billing.money import grouped
+from billing.names import shown_model
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -25,4 +26,5 @@ def _environment() -> "Environment":
         lstrip_blocks=True,
     )
     environment.filters["grouped"] = grouped
+    environment.filters["shown_model"] = shown_model
     return environment

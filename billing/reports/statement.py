@@ -8,6 +8,7 @@ difference is shown, so every column sums exactly.
 
 import io
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
@@ -15,6 +16,8 @@ from typing import Any
 
 from billing.errors import InvalidSpan, UnknownTenant
 from billing.gate.entries import Entry, Kind
+from billing.gate.holds import rate_ref
+from billing.gate.plans import charge_in
 from billing.gate.rollups import Row
 from billing.gate.work import TenantAccount
 from billing.money import (
@@ -25,6 +28,7 @@ from billing.money import (
 )
 from billing.prices.book import MONTHLY, PriceBook, RateRef
 from billing.prices.cards import applied_card
+from billing.prices.rating import INCLUDED
 from billing.prices.time_zones import zone_name
 from billing.reports.attribution import check_split
 from billing.reports.csv import safe_writer
@@ -48,6 +52,9 @@ _LABELS = {
     "explicit_hit": "Of the hits, explicit ones: difference",
     "explicit_write": "Written to the cache as marked",
 }
+
+
+_IncludedTokens = dict[RateRef, Counter[tuple[str, int]]]  # by class and price, below zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +178,7 @@ def statement_of(
     book = PriceBook(tuple(map(applied_card, store_accounts.card_rows(connection))))
     before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
     rows = [row for _, row in charged(connection, query, Unit.ALL)]
+    included = _included(connection, tenant, (from_ns, to_ns), book) if _has_plan(rows) else {}
     rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
     places = minor_places(account.currency)
     now = [entry for entry in rare if entry.moment_ns >= from_ns]
@@ -183,7 +191,7 @@ def statement_of(
         is_over=to_ns <= time.time_ns(),
         currency=account.currency,
         places=places,
-        lines=_lines(rows, book, places),
+        lines=_lines(rows, book, places, included),
         movements=tuple(_movement(entry, zone) for entry in now),
         requests=sum(row["requests"] for row in rows),
         exact=sum(row["amount"] for row in rows),
@@ -204,19 +212,40 @@ def month_days(month: str) -> tuple[date, date]:
     return first, (first + timedelta(days=31)).replace(day=1) - timedelta(days=1)
 
 
-def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[StatementLine, ...]:
+def _has_plan(rows: Iterable[Row]) -> bool:
+    return any(row["included"] for row in rows)
+
+
+def _included(
+    connection: Connection, tenant: str, span_ns: tuple[int, int], book: PriceBook
+) -> _IncludedTokens:
+    """The included tokens, which the rollups have as amounts only, from their charges."""
+    found: _IncludedTokens = {}
+    charges = store_reports.charges_between(connection, tenant, *span_ns, saying='"included":')
+    for entry in charges:
+        ref = rate_ref(entry.details)
+        for line in charge_in(entry.details, book.pinned(ref)).lines:
+            if line.name.startswith(INCLUDED):
+                sums = found.setdefault(ref, Counter())
+                sums[line.name.removeprefix(INCLUDED), line.per_token] += line.tokens
+    return found
+
+
+def _lines(
+    rows: Sequence[Row], book: PriceBook, places: int, included: _IncludedTokens
+) -> tuple[StatementLine, ...]:
     groups: dict[RateRef, Period] = {}
     for row in rows:
         ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
         groups.setdefault(ref, Period(row["tenant"], "", "")).add(row)
     lines: list[StatementLine] = []
     for ref in sorted(groups):
-        lines += _group_lines(ref, groups[ref], book, places)
+        lines += _group_lines(ref, groups[ref], book, places, included.get(ref, Counter()))
     return tuple(lines)
 
 
 def _group_lines(
-    ref: RateRef, sums: Period, book: PriceBook, places: int
+    ref: RateRef, sums: Period, book: PriceBook, places: int, included: Counter[tuple[str, int]]
 ) -> Iterable[StatementLine]:
     rates = book.pinned(ref).rates
     left = sums.amount - sums.fees + sums.included
@@ -232,9 +261,10 @@ def _group_lines(
         if ref.window == MONTHLY:
             label = "Up to the minimum of the month"
         yield _line(ref, "fees", label, 0, "", sums.fees, rounded)
-    if sums.included:
-        rounded = round_half_even(-sums.included, places)
-        yield _line(ref, "included", "Included tokens", 0, "", -sums.included, rounded)
+    for (name, per_token), tokens in included.items():  # below zero
+        rate, amount = rate_per_million(per_token), tokens * per_token
+        rounded, label = round_half_even(amount, places), f"{_LABELS[name]}, included"
+        yield _line(ref, INCLUDED + name, label, tokens, rate, amount, rounded)
     if left:
         label = "Hits below the minimum cached size, at the price of computed tokens"
         rounded = round_half_even(left, places)

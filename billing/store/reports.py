@@ -58,10 +58,15 @@ def _stream(connection: Connection, wanted: ColumnElement[bool]) -> Iterator[Ent
 
 
 def charges_between(
-    connection: Connection, tenant: str, from_ns: int, to_ns: int
+    connection: Connection, tenant: str, from_ns: int, to_ns: int, *, saying: str = ""
 ) -> Iterator[Entry]:
-    """A tenant's charges billed in `from_ns <= moment < to_ns`; reads no others."""
+    """A tenant's charges billed in `from_ns <= moment < to_ns`; reads no others.
+
+    Only those whose body has the text `saying`, if one is given.
+    """
     charges = (entries.c.tenant == tenant) & (entries.c.kind == Kind.CHARGE.value)
+    if saying:
+        charges &= entries.c.body.contains(saying, autoescape=True)
     billed = (entries.c.billed_ns >= from_ns) & (entries.c.billed_ns < to_ns)
     yield from _stream(connection, charges & billed)
     dated = entries.c.billed_ns.is_(None) & (entries.c.at_ns < to_ns)

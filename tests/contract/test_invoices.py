@@ -195,8 +195,14 @@ def test_a_credit_note_tells_what_corrections_gave_back(
     house.clock.now_ns = at("2025-03-01T00:00")
     february = register.finalize("acme", "2025-02", **BY)
     assert "0.00" == february.document["net"]  # what was credited is not credited again
-    house.ledger.correct("acme", "r2", reference="c2", **BY).result()
-    assert "1.00" == register.credit(issued.number, **BY).document["net"]
+    part = {"reference": "c2", "amount": 123_456_789_012, **BY}
+    house.ledger.correct("acme", "r2", **part).result()
+    note = register.credit(issued.number, **BY)
+    check(note)
+    exact = [row["exact"] for row in note.document["adjustments"]]
+    assert ("0.12", ["0.123456789012", "-0.003456789012"]) == (note.document["net"], exact)
+    house.ledger.correct("acme", "r2", reference="c3", **BY).result()
+    assert "0.88" == register.credit(issued.number, **BY).document["net"]
 
 
 def test_an_invoice_behind_a_credit_note_does_not_ask_for_what_was_credited(

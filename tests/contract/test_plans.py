@@ -253,9 +253,12 @@ def test_statement_and_invoice_say_what_a_plan_did(plan: TestLedger) -> None:
     assert lines == {
         "Prompt, computed": "0.501",
         "Output": "0.002",
-        "Included tokens": "-0.002",
+        "Prompt, computed, included": "-0.001",
+        "Output, included": "-0.001",
         "Up to the minimum of the month": "1.499",
     }
+    included = [line for line in january(plan).lines if line.name.startswith("included_")]
+    assert [(-1000, "1.00"), (-10, "100.00")] == [(line.tokens, line.rate) for line in included]
     assert 2 * UNITS == january(plan).exact == january(plan).total
     register = InvoiceRegister(plan.ledger.store, clock_ns=plan.clock)
     register.apply_parties(PARTIES.format(zone="Europe/Berlin"), **BY)

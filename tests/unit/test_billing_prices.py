@@ -6,7 +6,14 @@ import pytest
 
 from billing.errors import CardConflict, NoPrice, PriceError
 from billing.prices.book import NS, PriceBook, RateRef
-from billing.prices.cards import card_digest, default_card, find_card, parse_card, shipped_cards
+from billing.prices.cards import (
+    applied_card,
+    card_digest,
+    default_card,
+    find_card,
+    parse_card,
+    shipped_cards,
+)
 from billing.prices.lint import Severity, lint
 from billing.reports.documents import differences
 
@@ -320,3 +327,14 @@ def test_every_difference_of_two_cards_is_told() -> None:
         found["window night"]["before"],
         found["window night"]["after"],
     )
+
+
+@pytest.mark.parametrize("when", ["2027-03-28T02:30:00", '"2027-03-28T02:00:00"'])
+def test_a_local_time_that_does_not_exist_is_refused(when: str) -> None:
+    """Clocks in Berlin go from two to three."""
+    berlin = BASE.format(version="1", valid_from=when, zone="Europe/Berlin", more="", rates="")
+    with pytest.raises(PriceError, match="does not exist in Europe/Berlin"):
+        parse_card(berlin)
+    applied_card({"text": berlin, "applied_ns": 5})  # in an old ledger it stays readable
+    parse_card(berlin.replace("T02:", "T03:"))
+    parse_card(berlin.replace("2027-03-28", "2027-10-31"))  # twice: the first
