@@ -95,6 +95,7 @@ class TieredCache:
         if settings.host_bytes or disk is not None:
             num_frames = max(MIN_FRAMES, settings.host_bytes // frame_stride(layout, device))
             frames = FrameArena(layout, num_frames, device)
+        self._frames = frames
         capacities = _capacities(self.pool, frames, disk)
         quotas = _quotas(shares, capacities, layout.nbytes)
         self.residency = self._residency(frames, capacities, quotas, stream)
@@ -173,8 +174,8 @@ class TieredCache:
         frames and in the device's blocks.
         """
         self.pool.touch(max_bytes)
-        if self.residency.frames is not None:
-            self.residency.frames.touch(max_bytes)
+        if self._frames is not None:
+            self._frames.touch(max_bytes)
 
     def close(self, *, flush: bool = True) -> int:
         """Flushes to disk, ends the threads and closes the disk tier. Returns the number of blocks

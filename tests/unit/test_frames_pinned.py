@@ -88,7 +88,7 @@ def test_no_frame_lies_across_two_registrations(
         assert any(inside) or all(apart)
         frame.tensor.fill_(frame.number)
     assert all(frame.tensor.eq(frame.number).all() for frame in taken)
-    assert cleared == (["cuda"] if arena.num_pinned_bytes < 60 * arena._stride else [])
+    assert cleared == (["cuda"] if arena.num_pinned_bytes < 60 * arena.stride else [])
 
 
 def test_an_arena_for_a_cpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

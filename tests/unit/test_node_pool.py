@@ -11,11 +11,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.disk.open import open_disk
+from tiers.memory.block import Block, BlockState
 from tiers.node.arena import create, frame_stride
-from tiers.node.block import NodeBlockState
 from tiers.node.capacity import Capacity
 from tiers.node.messages import engine_layout
 from tiers.node.pool import Lease, Pool
+from tiers.operations.purge import Purger
+from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 from tiers.transfer.mover import Mover
 
@@ -36,7 +38,7 @@ def pool_of(num_frames: int, mover: Mover | None = None) -> Pool:
 
 def write(pool: Pool, ids: Sequence[BlockId], client: int = 1) -> list[int]:
     """Store blocks whose bytes tell their key; the frames written."""
-    pairs = pool.reserve(ids, client)
+    pairs = pool.reserve(ids)
     for position, frame in pairs:
         pool.memory.rows[frame, :16] = bytes_of(ids[position].key)
     pool.commit([frame for _, frame in pairs])
@@ -59,26 +61,36 @@ def finished(pool: Pool, lease: Lease) -> list[int]:
     return pool.settle(lease)
 
 
+def of_scopes(pool: Pool, *roots: PrefixKey) -> list[Block]:
+    return [block for block in pool.residency.index if block.scope in roots]
+
+
+def purge(pool: Pool, root: PrefixKey) -> tuple[int, int]:
+    """Blocks of a scope removed from memory, and how many of them are in use."""
+    purged = Purger(pool.residency, None, lambda roots: []).start([root]).result(0)
+    return purged.removed[TierName.HOST].num_blocks, purged.in_use
+
+
 def test_a_committed_run_is_leased_with_its_bytes() -> None:
     pool = pool_of(8)
     ids = prompt(1)
     write(pool, ids)
-    frames = finished(pool, pool.lease(ids, 2))
+    frames = finished(pool, pool.lease(ids))
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
     pool.release(frames)
-    pool.residency.check()
+    pool.check()
 
 
 def test_what_is_being_written_is_served_to_nobody() -> None:
     pool = pool_of(8)
     ids = prompt(1)
-    pairs = pool.reserve(ids, 1)
+    pairs = pool.reserve(ids)
     assert [] == pool.probe(ids).tiers
-    assert [] == finished(pool, pool.lease(ids, 2))
-    assert [] == pool.reserve(ids, 2), "another client need not write it too"
+    assert [] == finished(pool, pool.lease(ids))
+    assert [] == pool.reserve(ids), "another client need not write it too"
     pool.abandon([frame for _, frame in pairs])
-    assert 0 == pool.residency.num_blocks
-    pool.residency.check()
+    assert 0 == pool.residency.host.num_blocks
+    pool.check()
 
 
 def test_an_equal_key_of_another_block_is_a_miss() -> None:
@@ -88,10 +100,10 @@ def test_an_equal_key_of_another_block_is_a_miss() -> None:
     forged = [each._replace(tokens=each.tokens[::-1] + b"") for each in ids]
     forged[0] = forged[0]._replace(scope=PrefixKey(bytes(16)))
     assert [] == pool.probe(forged).tiers
-    assert [] == pool.settle(pool.lease(forged, 2))
-    assert [] == pool.reserve(forged, 2)
+    assert [] == pool.settle(pool.lease(forged))
+    assert [] == pool.reserve(forged)
     assert 0 < pool.counts.collisions
-    pool.residency.check()
+    pool.check()
 
 
 def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
@@ -99,19 +111,19 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
     write(pool, prompt(1, 4))
     write(pool, prompt(2, 2))
     assert [TierName.HOST] * 2 == pool.probe(prompt(1, 4)).tiers
-    assert (2, 0) == (pool.residency.evicted, pool.residency.lost)
-    pool.residency.check()
+    assert (2, 0) == (pool.count_of(CacheEvent.EVICTED), pool.lost)
+    pool.check()
 
 
 def test_a_leased_block_stays_when_room_is_needed() -> None:
     pool = pool_of(3)
     ids = prompt(1)
     write(pool, ids)
-    frames = finished(pool, pool.lease(ids, 2))
-    assert [] == pool.reserve(prompt(2), 1)
+    frames = finished(pool, pool.lease(ids))
+    assert [] == pool.reserve(prompt(2))
     pool.release(frames)
-    assert 3 == len(pool.reserve(prompt(2), 1))
-    pool.residency.check()
+    assert 3 == len(pool.reserve(prompt(2)))
+    pool.check()
 
 
 def test_pools_of_two_layouts_share_one_capacity() -> None:
@@ -121,9 +133,9 @@ def test_pools_of_two_layouts_share_one_capacity() -> None:
     large = Pool(create(other, 4), capacity)
     write(small, prompt(1, 3))
     write(large, prompt(2, 4))
-    assert 0 == small.residency.num_blocks
-    small.residency.check()
-    large.residency.check()
+    assert 0 == small.residency.host.num_blocks
+    small.check()
+    large.check()
 
 
 @pytest.fixture
@@ -147,16 +159,16 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     settle_writes(pool)
     write(pool, prompt(2, 4))
     settle_writes(pool)
-    assert 0 == pool.residency.lost
+    assert 0 == pool.lost
     probe = pool.probe(ids)
     while not probe.is_ready:
         pool.work()
     assert [TierName.DISK] * 4 == probe.tiers
-    frames = finished(pool, pool.lease(ids, 2))
+    frames = finished(pool, pool.lease(ids))
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
     assert 4 == pool.counts.hits[TierName.DISK]
     pool.release(frames)
-    pool.residency.check()
+    pool.check()
 
 
 def test_two_clients_wait_for_one_load(below: Mover) -> None:
@@ -166,10 +178,10 @@ def test_two_clients_wait_for_one_load(below: Mover) -> None:
     settle_writes(pool)
     write(pool, prompt(2, 4))
     settle_writes(pool)
-    first, second = pool.lease(ids, 2), pool.lease(ids, 3)
+    first, second = pool.lease(ids), pool.lease(ids)
     assert finished(pool, first) == finished(pool, second)
     assert 4 == pool.counts.hits[TierName.DISK]
-    pool.residency.check()
+    pool.check()
 
 
 def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: Mover) -> None:
@@ -179,39 +191,39 @@ def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: M
     settle_writes(pool)
     write(pool, prompt(2, 4))
     settle_writes(pool)
-    lease = pool.lease(ids, 2)
+    lease = pool.lease(ids)
     pool.give_up(lease)
     while not lease.is_ready:
         pool.work()
     assert 4 == pool.capacity.num_idle
-    pool.residency.check()
+    pool.check()
 
 
 def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user() -> None:
     pool = pool_of(4)
     ids = prompt(1)
     write(pool, ids)
-    frames = finished(pool, pool.lease(ids, 2))
+    frames = finished(pool, pool.lease(ids))
     write(pool, prompt(2, 1))
-    assert (3, 3) == pool.purge(frozenset({OTHER}))
+    assert (3, 3) == purge(pool, OTHER)
     assert [] == pool.probe(ids).tiers
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
-    pool.residency.check()
+    pool.check()
     pool.release(frames)
-    pool.residency.check()
-    assert (1, 0) == (pool.residency.num_blocks, pool.count(frozenset({OTHER})))
+    pool.check()
+    assert (1, 0) == (pool.residency.host.num_blocks, len(of_scopes(pool, OTHER)))
 
 
 def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept() -> None:
     pool = pool_of(4)
-    pairs = pool.reserve(prompt(1), 1)
+    pairs = pool.reserve(prompt(1))
     pool.closed = frozenset({OTHER})
-    pool.purge(pool.closed)
+    purge(pool, OTHER)
     pool.commit([frame for _, frame in pairs])
-    assert (0, []) == (pool.residency.num_blocks, pool.reserve(prompt(1), 1))
+    assert (0, []) == (pool.residency.host.num_blocks, pool.reserve(prompt(1)))
     pool.closed = frozenset()
-    assert 3 == len(pool.reserve(prompt(1), 1))
-    pool.residency.check()
+    assert 3 == len(pool.reserve(prompt(1)))
+    pool.check()
 
 
 def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> None:
@@ -223,9 +235,9 @@ def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> 
         assert block is not None
         pool.residency.pin(block)
     write(pool, prompt(2, 1))
-    assert 1 == len(pool.reserve(prompt(4, 3), 1)), "what is not pinned made room"
+    assert 1 == len(pool.reserve(prompt(4, 3))), "what is not pinned made room"
     assert 2 == len(pool.probe(prompt(1, 2)).tiers)
-    pool.residency.check()
+    pool.check()
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -240,7 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 4), size=st.integers(1, 4), client=st.integers(1, 3))
     def reserve(self, number: int, size: int, client: int) -> None:
         ids = prompt(number, size)
-        pairs = self.pool.reserve(ids, client)
+        pairs = self.pool.reserve(ids)
         for position, frame in pairs:
             self.pool.memory.rows[frame, :16] = bytes_of(ids[position].key)
         if pairs:
@@ -258,7 +270,7 @@ class PoolMachine(RuleBasedStateMachine):
     def lease(self, number: int, size: int, client: int) -> None:
         ids = prompt(number, size)
         probed = len(self.pool.probe(ids).tiers)
-        frames = self.pool.settle(self.pool.lease(ids, client))
+        frames = self.pool.settle(self.pool.lease(ids))
         assert probed == len(frames)
         if frames:
             self.leased.append((ids, frames))
@@ -271,22 +283,22 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(other=st.booleans())
     def purge(self, other: bool) -> None:
-        roots = frozenset({OTHER if other else ROOT})
-        self.pool.purge(roots)
-        assert 0 == self.pool.count(roots)
+        root = OTHER if other else ROOT
+        purge(self.pool, root)
+        assert [] == of_scopes(self.pool, root)
 
     @rule(number=st.integers(0, 4), size=st.integers(1, 4))
     def pin(self, number: int, size: int) -> None:
         self.pinned = {each.key for each in prompt(number, size)}
         self.pool.residency.pinned_keys = self.pinned
-        for block in self.pool.residency.of_scopes(frozenset({ROOT, OTHER})):
-            if block.state is NodeBlockState.HELD:
+        for block in of_scopes(self.pool, ROOT, OTHER):
+            if block.state is BlockState.READY:
                 residency = self.pool.residency
                 (residency.pin if block.key in self.pinned else residency.unpin)(block)
 
     @invariant()
     def frames_are_conserved_and_leases_hold_their_bytes(self) -> None:
-        self.pool.residency.check()
+        self.pool.check()
         for ids, frames in self.leased:
             for block, frame in zip(ids, frames, strict=False):
                 assert block.key == read(self.pool, frame)

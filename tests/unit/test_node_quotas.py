@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.unit.test_node_pool import purge
 from tests.unit.test_node_socket import LAYOUT, joined, serving
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.errors import ConfigurationError, NodeError
@@ -41,8 +42,8 @@ def fair(num_frames: int, quotas: Mapping[str, int], default: int = 0) -> tuple[
 
 
 def put(pool: Pool, ids: list[BlockId]) -> None:
-    pool.commit([frame for _, frame in pool.reserve(ids, 1)])
-    pool.residency.check()
+    pool.commit([frame for _, frame in pool.reserve(ids)])
+    pool.check()
 
 
 def held(pool: Pool, tenant: str, numbers: range) -> int:
@@ -88,7 +89,7 @@ def test_blocks_are_counted_anew_when_their_owner_becomes_known() -> None:
         put(pool, prompt("a" if number % 2 else "b", number))
     owners.learn(OWNERS)
     pool.capacity.regroup()
-    pool.residency.check()
+    pool.check()
     for number in range(8, 30):
         put(pool, prompt("b", number))
     assert 4 == held(pool, "a", range(8))
@@ -172,14 +173,14 @@ class FairMachine(RuleBasedStateMachine):
         assert quotas is not None
         before = quotas.usage()
         ids = prompt(tenant, number, size)
-        self.pool.commit([frame for _, frame in self.pool.reserve(ids, 1)])
+        self.pool.commit([frame for _, frame in self.pool.reserve(ids)])
         asks, after = quotas.group(ROOTS[tenant]), quotas.usage()
         for group, (used, share) in before.items():
             assert group == asks or after[group][0] >= min(used, share), (group, before, after)
 
     @rule(tenant=st.sampled_from("abc"), number=st.integers(0, 9))
     def lease(self, tenant: str, number: int) -> None:
-        frames = self.pool.settle(self.pool.lease(prompt(tenant, number), 1))
+        frames = self.pool.settle(self.pool.lease(prompt(tenant, number)))
         if frames and len(self.leased) < 4:
             self.leased.append(frames)
         else:
@@ -197,11 +198,11 @@ class FairMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from("abc"))
     def purge(self, tenant: str) -> None:
-        self.pool.purge(frozenset({ROOTS[tenant]}))
+        purge(self.pool, ROOTS[tenant])
 
     @invariant()
     def what_is_counted_is_there(self) -> None:
-        self.pool.residency.check()
+        self.pool.check()
 
 
 TestFairMachine = FairMachine.TestCase

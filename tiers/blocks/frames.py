@@ -27,11 +27,34 @@ PAGE_BYTES = 4096
 
 
 class FrameMemory(Protocol):
-    """Memory cut into frames."""
+    """Memory cut into frames. `stride` is the bytes from one to the next."""
+
+    stride: int
 
     def tensor(self, number: int) -> torch.Tensor: ...
 
     def buffer(self, number: int) -> memoryview: ...
+
+
+class Arena(FrameMemory, Protocol):
+    """Frames to take and to give back: private memory, or memory that clients share."""
+
+    num_frames: int
+
+    @property
+    def num_free(self) -> int: ...
+
+    def take(self) -> "Frame | None":
+        """A free frame, or None. Its bytes are left over from its last holder."""
+        ...
+
+    def give(self, frame: "Frame") -> None:
+        """Give a frame back. The caller must not use it again."""
+        ...
+
+    def reuse(self, frame: "Frame") -> "Frame | None":
+        """A frame for a new owner, in place of this one. None: more frames must be given up."""
+        ...
 
 
 class Frame:
@@ -42,22 +65,22 @@ class Frame:
     load, will hold.
     """
 
-    __slots__ = ("_memory", "number", "part")
+    __slots__ = ("memory", "number", "part")
 
     def __init__(self, memory: FrameMemory, number: int) -> None:
-        self._memory = memory
+        self.memory = memory
         self.number = number
         self.part = Part.WHOLE
 
     @property
     def tensor(self) -> torch.Tensor:
         """The frame with the layout's shape and dtype; a new view each time."""
-        return self._memory.tensor(self.number)
+        return self.memory.tensor(self.number)
 
     @property
     def buffer(self) -> memoryview:
         """The same memory as writable bytes, for code without torch."""
-        return self._memory.buffer(self.number)
+        return self.memory.buffer(self.number)
 
 
 def frame_stride(layout: BlockLayout, device: str = "cpu") -> int:
@@ -80,19 +103,19 @@ class FrameArena:
             )
         self.layout = layout
         self.num_frames = num_frames
-        self._stride = frame_stride(layout, device)
-        memory = _huge_pages(num_frames * self._stride)
+        self.stride = frame_stride(layout, device)
+        memory = _huge_pages(num_frames * self.stride)
         self.num_pinned_bytes = 0
         if torch.device(device).type == "cuda":
             cudart: Any = torch.cuda.cudart()
-            self.num_pinned_bytes = pin(memory, cudart, self._stride)
+            self.num_pinned_bytes = pin(memory, cudart, self.stride)
             release = weakref.finalize(
-                self, _unpin, memory, self.num_pinned_bytes, cudart, self._stride
+                self, _unpin, memory, self.num_pinned_bytes, cudart, self.stride
             )
             release.atexit = False  # the driver releases a process's memory by itself
             if self.num_pinned_bytes < memory.nbytes:
                 clear_error(device)
-        self._rows = torch.from_numpy(memory).view(num_frames, self._stride)
+        self._rows = torch.from_numpy(memory).view(num_frames, self.stride)
         self._bytes: memoryview = memory.data
         self._free = array("i", range(num_frames - 1, -1, -1))
 
@@ -102,7 +125,7 @@ class FrameArena:
         Call before any frame is taken. See `TieredCache.warm_up`.
         """
         assert self.num_free == self.num_frames
-        self._rows[: max_bytes // self._stride].zero_()
+        self._rows[: max_bytes // self.stride].zero_()
 
     @property
     def num_free(self) -> int:
@@ -117,6 +140,10 @@ class FrameArena:
         assert len(self._free) < self.num_frames, "a frame was given back twice"
         self._free.append(frame.number)
 
+    def reuse(self, frame: Frame) -> Frame:
+        """The same frame: all are alike."""
+        return frame
+
     def tensor(self, number: int) -> torch.Tensor:
         """The memory of a frame."""
         row = self._rows[number, : self.layout.nbytes]
@@ -124,7 +151,7 @@ class FrameArena:
 
     def buffer(self, number: int) -> memoryview:
         """The same as bytes."""
-        start = number * self._stride
+        start = number * self.stride
         return self._bytes[start : start + self.layout.nbytes]
 
 

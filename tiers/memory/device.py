@@ -15,7 +15,7 @@ import torch
 from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
 from tiers.blocks.part import Part
-from tiers.errors import ConfigurationError, CopyFailed
+from tiers.errors import CopyFailed
 
 
 class Copy:
@@ -37,15 +37,11 @@ DONE = Copy()
 class DevicePool:
     """`[num_blocks, *layout.shape]` on `device`, and on a GPU one block more, `scratch`.
 
-    Invariant: every slot is either free here or owned by exactly one `Block`.
+    Invariant: every slot is either free here or owned by exactly one `Block`. A node's pool has no
+    slots.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: str = "cpu") -> None:
-        if num_blocks < 2:
-            raise ConfigurationError(
-                f"the device cache must hold at least two blocks of {layout.nbytes} bytes; "
-                f"raise --device-cache or lower --block-size"
-            )
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = torch.device(device)

@@ -6,7 +6,7 @@ Only this module changes `Block.host`. Engine thread only.
 from collections import OrderedDict, deque
 from collections.abc import Collection
 
-from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.part import Part
 from tiers.memory.block import HOST_MOVES, Below, Block, HostState
 from tiers.memory.index import BlockIndex
@@ -26,7 +26,7 @@ class HostTier:
     def __init__(
         self,
         index: BlockIndex,
-        frames: FrameArena | None,
+        frames: Arena | None,
         policy: Policy[Block],
         queue: WriteQueue,
     ) -> None:

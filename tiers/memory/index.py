@@ -7,7 +7,7 @@ index is the disk tier's own B-tree, which a reader thread queries.
 from collections.abc import Iterator
 
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.packing import pack
 from tiers.memory.block import Block, Following
 from tiers.memory.past_hits import PastHits
@@ -71,10 +71,13 @@ class BlockIndex:
 
     def add(self, block: Block, chain: Chain, number: int) -> None:
         """Adds a block as full block `number` of the chain, whose key must be free."""
-        identity = chain.block_id(number)
+        self.insert(block, chain.block_id(number), chain.packed()[number], number)
+
+    def insert(self, block: Block, identity: BlockId, packed: bytes, depth: int) -> None:
+        """Adds a block under its key, which must be free. `packed` are its tokens."""
         key, blocks = identity.key, self._blocks
         assert key not in blocks, f"{key.hex()} is in the index already"
-        block.name(identity, chain.packed()[number], number)
+        block.name(identity, packed, depth)
         blocks[key] = block
         if self._first:
             block.following = self._first.pop(key, None)

@@ -8,7 +8,7 @@ common part is here.
 import time
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 
-from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.memory.block import NEVER_USED, Below, Block, BlockState, DeviceState, HostState
@@ -40,7 +40,7 @@ class Residency:
         self,
         index: BlockIndex,
         pool: DevicePool,
-        frames: FrameArena | None,
+        frames: Arena | None,
         device_policy: Policy[Block],
         host_policy: Policy[Block],
         stream: EventStream | None = None,
@@ -70,7 +70,15 @@ class Residency:
         self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
         self.num_slots_taken = self.num_frames_taken = 0  # count up, from blocks that had to leave
         self.host_moves = host_moves
+        # Residencies that share one order of eviction may have to give up each other's blocks.
+        self.holder_of: Callable[[Block], Residency] = lambda block: self
         self._claims = Claims(quotas or {}, pool.layout.nbytes)
+
+    @property
+    def tiers(self) -> list[TierName]:
+        """The memory tiers with room for a block, hottest first."""
+        sizes = {TierName.DEVICE: self.pool.num_blocks, TierName.HOST: self.frames is not None}
+        return [tier for tier, size in sizes.items() if size]
 
     def count(self, tier: TierName, event: CacheEvent, blocks: int = 1) -> None:
         self.counters.count(tier, event, blocks)
@@ -125,7 +133,10 @@ class Residency:
             if block.frame is not None and not block.held_below:
                 self.host.sync(block)  # a use may have made it worth writing
         elif block.frame is not None:
-            self.host.sync(block)
+            if block.key is None and block.parent is None and not block.busy:
+                self.host.free(block)  # it was detached, and this was its last user
+            else:
+                self.host.sync(block)
 
     def release_run(self, blocks: Iterable[Block], use: Use) -> None:
         """Releases a sequence's blocks, tail first; optimised for blocks that nobody else has."""
@@ -259,14 +270,15 @@ class Residency:
         if self.frames is None:
             return None
         frame = self.frames.take()
-        if frame is not None:
-            return frame
-        self._claims.weigh_frame(tenant, 1)
-        block = self.host.victim(sparing)
-        self._claims.weigh_frame(tenant, -1)
-        if block is None:
-            return None
-        return self._leave_host(block, self._claims.cause(TierName.HOST, block, tenant))
+        while frame is None:
+            self._claims.weigh_frame(tenant, 1)
+            block = self.host.victim(sparing)
+            self._claims.weigh_frame(tenant, -1)
+            if block is None:
+                return None
+            cause = self._claims.cause(TierName.HOST, block, tenant)
+            frame = self.frames.reuse(self.holder_of(block)._leave_host(block, cause))
+        return frame
 
     def give_frame(self, frame: Frame) -> None:
         """Gives back a frame that was taken and got no owner."""
@@ -344,10 +356,10 @@ class Residency:
             self.pool.give(self.device.leave(block))
         return True
 
-    def check(self, private_slots: int = 0) -> None:
+    def check(self, private_slots: int = 0, detached: Iterable[Block] = ()) -> None:
         """Assert that slots and frames are conserved and that every state is what it should be;
-        `private_slots` are running sequences'."""
-        blocks = [*self.index, *self.index.iter_partials()]
+        `private_slots` are running sequences', `detached` blocks have users left."""
+        blocks = [*self.index, *self.index.iter_partials(), *detached]
         self.device.check(blocks, private_slots)
         self.host.check(blocks)
         self.queue.check(blocks)

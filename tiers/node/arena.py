@@ -13,6 +13,7 @@ import torch
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout
+from tiers.node.capacity import Capacity
 
 
 def frame_stride(layout: BlockLayout) -> int:
@@ -31,10 +32,6 @@ class SharedMemory:
         self.stride = frame_stride(layout)
         self._map = mmap.mmap(file, self.stride * num_frames)
         self.rows = torch.frombuffer(self._map, dtype=torch.uint8).view(num_frames, self.stride)
-
-    def frame(self, number: int) -> Frame:
-        """The frame in the form that the tiers below use."""
-        return Frame(self, number)
 
     def tensor(self, number: int) -> torch.Tensor:
         block = self.rows[number, : self.layout.nbytes]
@@ -66,3 +63,48 @@ def create(layout: BlockLayout, num_frames: int) -> SharedMemory:
         file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     )
     return SharedMemory(file, layout, num_frames)
+
+
+class SharedArena:
+    """An `Arena` over shared memory, within a capacity that several layouts share."""
+
+    def __init__(self, memory: SharedMemory, capacity: Capacity) -> None:
+        self.memory = memory
+        self.num_frames = memory.num_frames
+        self.stride = memory.stride
+        self._capacity = capacity
+        self._free: list[int] = []
+        self._fresh = 0  # frames from this number on were never used
+
+    @property
+    def num_free(self) -> int:
+        """Frames of the file that no block has. The capacity may allow fewer."""
+        return self.num_frames - self._fresh + len(self._free)
+
+    def take(self) -> Frame | None:
+        if not self.num_free or not self._capacity.reserve(self.stride):
+            return None
+        if self._free:
+            return Frame(self, self._free.pop())
+        self._fresh += 1
+        return Frame(self, self._fresh - 1)
+
+    def give(self, frame: Frame) -> None:
+        """Give a frame back, and its memory to the system."""
+        self._free.append(frame.number)
+        self.memory.give_back(frame.number)
+        self._capacity.used_bytes -= self.stride
+
+    def reuse(self, frame: Frame) -> Frame | None:
+        """The same frame if it is of this layout. Otherwise its memory may be enough for one."""
+        if frame.memory is self:
+            return frame
+        assert isinstance(frame.memory, SharedArena)
+        frame.memory.give(frame)
+        return self.take()
+
+    def tensor(self, number: int) -> torch.Tensor:
+        return self.memory.tensor(number)
+
+    def buffer(self, number: int) -> memoryview:
+        return self.memory.buffer(number)

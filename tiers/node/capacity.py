@@ -1,171 +1,129 @@
-"""The memory that all layouts of a node share: its use, its owners, and the order of eviction.
+"""The memory that all layouts of a node share: its use, its owners, and one order of eviction.
 
     by group of owners: the one furthest over its share first, and none within its share
-        by use: the coldest first; among the coldest 64, one that is held below, so nothing is lost
-    pinned blocks, once no other block is idle
+        by use: the coldest first
 
 Without quotas there is one group. The node's thread only.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
-from typing import Protocol
+from collections.abc import Hashable
+from itertools import islice
 
-from tiers.blocks.keys import PrefixKey
-from tiers.node.block import NodeBlock
+from tiers.blocks.frames import FrameMemory
+from tiers.memory.block import Block
+from tiers.memory.residency import Residency
+from tiers.policy.policy import Use
 from tiers.policy.quota import COMMON, Quotas
-from tiers.tier import Cause
 
-LOOK_FOR_CLEAN = 64  # coldest blocks searched for one that is held below
-
-
-class BlockHolder(Protocol):
-    """The blocks of one layout, as the order of eviction needs them."""
-
-    @property
-    def frame_bytes(self) -> int: ...
-
-    def blocks(self) -> Iterable[NodeBlock]:
-        """Every block that has a frame."""
-
-    def evict(self, block: NodeBlock, cause: Cause, *, keeps_memory: bool) -> None: ...
-
-
-Idle = OrderedDict[NodeBlock, BlockHolder]
+Idle = OrderedDict[Block, None]
 
 
 class Capacity:
-    """`used_bytes` is what the frames of all layouts take. `quotas` divide it among owners."""
+    """A `Policy[Block]` over the blocks of all layouts. `used_bytes` is what their frames take.
+    `quotas` divide it among owners."""
 
     def __init__(self, capacity_bytes: int, quotas: Quotas | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.quotas = quotas
-        self.sharers: list[BlockHolder] = []
+        self.holders: dict[FrameMemory, Residency] = {}
+        self._groups: dict[Block, tuple[Hashable, int]] = {}  # and the bytes of its frame
         self._idle: dict[Hashable, Idle] = {}
-        self._pinned: Idle = OrderedDict()
         self._victims: Hashable = COMMON  # the group now losing blocks
-        self._tick = 0
 
-    def make_room(self, num_bytes: int, asker: BlockHolder, scope: PrefixKey) -> bool:
-        """Evict until `num_bytes` fit. Returns False if they cannot.
+    def reserve(self, num_bytes: int) -> bool:
+        """Count a frame of so many bytes. False if it does not fit."""
+        fits = self.used_bytes + num_bytes <= self.capacity_bytes
+        self.used_bytes += num_bytes if fits else 0
+        return fits
 
-        The requester counts as having them already, so among equal shares its own block leaves. An
-        owner over its share whose blocks are all in use gets no more while all others are within
-        theirs.
-        """
-        group = self._group(scope)
+    def holder_of(self, block: Block) -> Residency:
+        """The residency of the block's layout."""
+        assert block.frame is not None, f"{block} has no frame"
+        return self.holders[block.frame.memory]
+
+    # The order of eviction.
+
+    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
+        assert key.frame is not None, f"{key} has no frame"
+        num_bytes = key.frame.memory.stride
+        group = self._group(key)
+        self._groups[key] = group, num_bytes
         if self.quotas is not None:
             self.quotas.charge(group, num_bytes)
-        try:
-            while self.used_bytes + num_bytes > self.capacity_bytes:
-                victim = self._victim()
-                if victim is None:
-                    return False
-                block, holder = victim
-                cause = Cause.ROOM if block.group == group else Cause.QUOTA
-                holder.evict(block, cause, keeps_memory=holder is asker)
-        finally:
-            if self.quotas is not None:
-                self.quotas.credit(group, num_bytes)
-        return True
+        self.release(key, use)
 
-    def take(self, block: NodeBlock, num_bytes: int) -> None:
-        """Count the frame that the block now has."""
-        self.used_bytes += num_bytes
-        block.group = self._group(block.id.scope)
+    def hold(self, key: Block) -> None:
+        self._idle_of(key).pop(key)
+
+    def release(self, key: Block, use: Use) -> None:
+        self._idle_of(key)[key] = None
+
+    def touch(self, key: Block, use: Use) -> None:
+        self._idle_of(key).move_to_end(key)
+
+    def remove(self, key: Block) -> None:
+        if key not in self._groups:
+            return
+        self._idle_of(key).pop(key, None)
+        group, num_bytes = self._groups.pop(key)
         if self.quotas is not None:
-            self.quotas.charge(block.group, num_bytes)
+            self.quotas.credit(group, num_bytes)
 
-    def give_back(self, block: NodeBlock, num_bytes: int) -> None:
-        """Uncount the frame that the block had."""
-        self.used_bytes -= num_bytes
-        self.set_busy(block)
-        if self.quotas is not None:
-            self.quotas.credit(block.group, num_bytes)
+    def victim(self) -> Block | None:
+        block = next(iter(self._coldest_group()), None)
+        if block is not None:
+            self.remove(block)
+        return block
 
-    def touch(self, block: NodeBlock) -> None:
-        """Make the block the hottest. It takes that place when it is idle again."""
-        self._tick += 1
-        block.tick = self._tick
-        self.set_busy(block)
-
-    def set_idle(self, block: NodeBlock, holder: BlockHolder) -> None:
-        """Allow the unused block to leave. It keeps its place if it was idle already."""
-        place, other = self._idle_of(block), self._pinned
-        if block.pinned:
-            place, other = other, place
-        other.pop(block, None)
-        place.setdefault(block, holder)
-
-    def set_busy(self, block: NodeBlock) -> None:
-        """Forbid the block to leave: it is in use, or must stay."""
-        self._idle_of(block).pop(block, None)
-        self._pinned.pop(block, None)
-
-    def is_idle(self, block: NodeBlock) -> bool:
-        return block in self._idle_of(block) or block in self._pinned
+    def coldest(self, count: int) -> list[Block]:
+        return list(islice(self._coldest_group(), count))
 
     @property
     def num_idle(self) -> int:
-        return sum(map(len, self._idle.values())) + len(self._pinned)
+        return sum(map(len, self._idle.values()))
 
     def regroup(self) -> None:
         """Recount each owner's blocks after the owners of scopes have changed."""
         if self.quotas is None:
             return
+        idle = [block for each in self._idle.values() for block in each]
         used: dict[Hashable, int] = {}
-        idle = {block: holder for each in self._idle.values() for block, holder in each.items()}
-        for sharer in self.sharers:
-            for block in sharer.blocks():
-                block.group = self._group(block.id.scope)
-                used[block.group] = used.get(block.group, 0) + sharer.frame_bytes
+        for block, (_, num_bytes) in self._groups.items():
+            group = self._group(block)
+            self._groups[block] = group, num_bytes
+            used[group] = used.get(group, 0) + num_bytes
         self.quotas.reset(used)
         self._idle.clear()
-        for block in sorted(idle, key=lambda each: each.tick):
-            self._idle_of(block)[block] = idle[block]
+        for block in sorted(idle, key=lambda each: each.use.time_s):
+            self._idle_of(block)[block] = None
 
     def check(self) -> None:
         """Assert that the counts equal what the frames take."""
         used: dict[Hashable, int] = {}
-        for sharer in self.sharers:
-            for block in sharer.blocks():
-                used[block.group] = used.get(block.group, 0) + sharer.frame_bytes
+        for group, num_bytes in self._groups.values():
+            used[group] = used.get(group, 0) + num_bytes
         assert sum(used.values()) == self.used_bytes <= self.capacity_bytes
         if self.quotas is not None:
             counted = {group: used_ for group, (used_, _) in self.quotas.usage().items() if used_}
             assert used == counted, (used, counted)
 
-    def _group(self, scope: PrefixKey) -> Hashable:
-        return self.quotas.group(scope) if self.quotas is not None else COMMON
+    def _group(self, block: Block) -> Hashable:
+        return self.quotas.group(block.scope) if self.quotas is not None else COMMON
 
-    def _idle_of(self, block: NodeBlock) -> Idle:
-        return self._idle.setdefault(block.group, OrderedDict())
+    def _idle_of(self, block: Block) -> Idle:
+        return self._idle.setdefault(self._groups[block][0], OrderedDict())
 
-    def _victim(self) -> tuple[NodeBlock, BlockHolder] | None:
-        coldest = self._furthest_over() or self._pinned_over()
-        for number, entry in enumerate(coldest.items()):
-            if entry[0].is_below:
-                return entry
-            if number == LOOK_FOR_CLEAN:
-                break
-        return next(iter(coldest.items()), None)
-
-    def _furthest_over(self) -> Idle | None:
+    def _coldest_group(self) -> Idle:
         """The idle blocks of the group furthest over its share, among groups that have idle
         blocks."""
         quotas = self.quotas
         if quotas is None:
-            return self._idle.get(COMMON)
+            return self._idle.get(COMMON, OrderedDict())
         if not (self._idle.get(self._victims) and quotas.is_over(self._victims)):
             over = [g for g, blocks in self._idle.items() if blocks and quotas.is_over(g)]
             if not over:
-                return None
+                return OrderedDict()
             self._victims = max(over, key=quotas.pressure)
         return self._idle[self._victims]
-
-    def _pinned_over(self) -> Idle:
-        quotas = self.quotas
-        if quotas is None:
-            return self._pinned
-        return OrderedDict(each for each in self._pinned.items() if quotas.is_over(each[0].group))

@@ -256,11 +256,11 @@ class NodeServer:
             return
         ids = ids[: self._room_of(client, pool, asks_only=op is Op.PROBE)]
         if op is Op.RESERVE:
-            pairs = pool.reserve(ids, client.number)
+            pairs = pool.reserve(ids)
             client.filling |= {(number, frame) for _, frame in pairs}
             self._send(client, op, messages.pack_pairs(pairs))
             return
-        asked = pool.probe(ids) if op is Op.PROBE else pool.lease(ids, client.number)
+        asked = pool.probe(ids) if op is Op.PROBE else pool.lease(ids)
         client.waits = (number, asked)
         self._answer_if_ready(client)
 

@@ -9,7 +9,7 @@ node's thread only.
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from tiers.errors import NodeError
 from tiers.node.below import disk_folder
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
-from tiers.operations.below import ask_writer, done, evict_below, purge_below
+from tiers.operations.below import ask_writer, done, evict
 from tiers.operations.pins import Keeper
+from tiers.operations.purge import Purged, Purger
 from tiers.policy.quota import QuotaShares
 from tiers.policy.retention import Pin, PinError
 from tiers.steady_clock import SteadyClock
-from tiers.tier import ManagedTier, Removed, TierName
-from tiers.transfer.mover import WriterTask
+from tiers.tier import ManagedTier
 
 PINNED_SHARE = 1 / 4  # share of the lowest tier that pins may take
 LONGEST_TOLD = 500  # characters of a refused request that its error repeats
@@ -62,6 +62,7 @@ class PoolOperations:
     shares: QuotaShares | None = None
     saved: "Future[None]" = field(default_factory=Future)
     keeper: Keeper = field(init=False)
+    purger: Purger = field(init=False)
 
     def __post_init__(self) -> None:
         self.saved.set_result(None)
@@ -75,8 +76,14 @@ class PoolOperations:
             clock=SteadyClock(),
             most_owned=self._most_owned,
         )
+        self.purger = Purger(self.pool.residency, self.pool.mover, self.keeper.unpin_scopes)
         if self.folder is not None:
             self.keeper.restore(load_pins(self.folder))
+
+    def step(self) -> None:
+        """Do what is due: pins that end, purges under way."""
+        self.keeper.step()
+        self.purger.step()
 
     def operate(self, client: int, asked: Mapping[str, Any]) -> Operated:
         """Begin a client's operation. Raises NodeError if it is unknown or malformed."""
@@ -166,32 +173,24 @@ class PoolOperations:
             self.saved = ask_writer(self.pool.mover, lambda tier: save_pins(folder, pins), None)
 
     def _evict(self, asked: Mapping[str, Any]) -> "Future[Any]":
-        keys = _keys(asked["keys"])
-        removed = {TierName.HOST: self.pool.evict_keys(keys)}
-        find = self.pool.residency.find
-        return evict_below(self.pool.mover, removed, [key for key in keys if find(key) is None])
+        return evict(self.pool.residency, self.pool.mover, _keys(asked["keys"]))
 
     def _purge(self, client: int, roots: Sequence[PrefixKey]) -> "Future[dict[str, Any]]":
         wanted = frozenset(roots)
-        pins = self.keeper.unpin_scopes(wanted)
         self.closed[client] = self.closed.get(client, frozenset()) | wanted
         self._tell_closed()
-        removed, in_use = self.pool.purge(wanted)
-        nbytes = self.pool.memory.layout.nbytes
-        host = {TierName.HOST: Removed.whole(removed, nbytes)}
+        answer: Future[dict[str, Any]] = Future()
 
-        mover = self.pool.mover
+        def tell(done: "Future[Purged]") -> None:
+            if (error := done.exception()) is not None:
+                answer.set_exception(error)
+                return
+            told = asdict(done.result())
+            del told["roots"]
+            answer.set_result(told)
 
-        def told(below: Removed | None, num_left: int) -> dict[str, Any]:
-            tiers = host if below is None or mover is None else {**host, mover.below: below}
-            left = num_left + self.pool.count(wanted)
-            return {"removed": tiers, "in_use": in_use, "pins": pins, "num_left": left}
-
-        if mover is None:
-            return done(told(None, 0))
-        task = WriterTask(lambda tier: told(*purge_below(tier, wanted)))
-        mover.submit(task)
-        return task.result
+        self.purger.start(wanted).add_done_callback(tell)
+        return answer
 
     def _tell_closed(self) -> None:
         self.pool.closed = frozenset(root for roots in self.closed.values() for root in roots)

@@ -1,31 +1,37 @@
 """The blocks of one layout as a node's clients use them, and their moves to and from the tier
 below.
 
-    absent ──reserve──► FILLING ──commit──► HELD ──evict──► absent        from clients
-    absent ──lease────► LOADING ──loaded──► HELD                          from the tier below
+    absent ──reserve──► COMPUTING ──commit──► READY ──evict──► absent     from clients
+    absent ──lease────► LOADING ────loaded──► READY                       from the tier below
 
 Only the node's thread calls a pool, so it has no locks. The threads of its `Mover` read and write
-the tier below. `residency` says which frame holds which block. A FILLING block belongs to one
-client and is served to nobody. When that client leaves, the block is dropped.
+the tier below. Its `Residency` is that of the embedded engine, without a device and over shared
+frames. A COMPUTING block belongs to one client and is served to nobody. When that client leaves,
+the block is dropped.
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from tiers.blocks.keys import BlockId, PrefixKey
-from tiers.node.arena import SharedMemory
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
+from tiers.blocks.packing import pack_blocks
+from tiers.memory.block import Block, BlockState
+from tiers.memory.device import DevicePool
+from tiers.memory.index import BlockIndex
+from tiers.memory.lru import DeviceLru
+from tiers.memory.residency import Residency
+from tiers.node.arena import SharedArena, SharedMemory
 from tiers.node.below import PlaceJob
-from tiers.node.block import NodeBlock, NodeBlockState
 from tiers.node.capacity import Capacity
 from tiers.node.messages import TIERS
-from tiers.node.residency import NodeResidency
-from tiers.telemetry.events import EventKind, EventStream
-from tiers.tier import Cause, TierName
-from tiers.transfer.mover import LoadJob, Mover, StoreJob
-
-STORE_BLOCKS = 8  # blocks in one write to the tier below
+from tiers.policy.admission import WritePolicy
+from tiers.policy.policy import Use
+from tiers.telemetry.events import CacheEvent, EventStream
+from tiers.tier import TierName
+from tiers.transfer.demotion import Demoter, DemotionSettings
+from tiers.transfer.mover import LoadJob, Mover
 
 
 @dataclass(slots=True)
@@ -51,13 +57,11 @@ class PoolCounts:
 class Lease:
     """A run of blocks that a client asked for. `is_ready` once none of them is being loaded."""
 
-    client: int
-    blocks: list[NodeBlock]
-    missing: int  # blocks asked for that follow these and are not held
+    blocks: list[Block]
 
     @property
     def is_ready(self) -> bool:
-        return all(block.state is not NodeBlockState.LOADING for block in self.blocks)
+        return all(block.state is not BlockState.LOADING for block in self.blocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -77,26 +81,38 @@ class NodeProbe:
         return [TierName.HOST] * self.in_memory + list(below)
 
 
-@dataclass(slots=True, eq=False)
 class Pool:
     """The blocks of one layout. `mover` reaches the tier below; it is None if there is none."""
 
-    memory: SharedMemory
-    capacity: Capacity
-    mover: Mover | None = None
-    used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # tells the tier below of hits
-    wake: Callable[[], None] = lambda: None  # wakes the node's thread; any thread may call it
-    closed: frozenset[PrefixKey] = frozenset()  # scopes being purged: not served, not kept
-    stream: EventStream = field(default_factory=EventStream)
-    counts: PoolCounts = field(default_factory=PoolCounts)
-    residency: NodeResidency = field(init=False)
-    _loads: list[tuple[LoadJob, list[NodeBlock]]] = field(default_factory=list)
-    _stores: list[tuple[StoreJob, list[NodeBlock]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.residency = NodeResidency(
-            self.memory, self.capacity, has_below=self.mover is not None, stream=self.stream
+    def __init__(
+        self,
+        memory: SharedMemory,
+        capacity: Capacity,
+        mover: Mover | None = None,
+        *,
+        wake: Callable[[], None] = lambda: None,
+        stream: EventStream | None = None,
+    ) -> None:
+        """`wake` wakes the node's thread. Any thread may call it."""
+        self.memory = memory
+        self.capacity = capacity
+        self.mover = mover
+        self.wake = wake
+        self.used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # tells the tier below
+        self.closed: frozenset[PrefixKey] = frozenset()  # scopes being purged: not served, not kept
+        self.counts = PoolCounts()
+        arena = SharedArena(memory, capacity)
+        quotas = {TierName.HOST: capacity.quotas} if capacity.quotas is not None else None
+        device = DevicePool(memory.layout, 0)
+        self.residency = Residency(
+            BlockIndex(), device, arena, DeviceLru(), capacity, stream, quotas=quotas
         )
+        self.residency.holder_of = capacity.holder_of
+        capacity.holders[arena] = self.residency
+        writes = DemotionSettings(write_policy=WritePolicy.WRITE_THROUGH)
+        self._demoter = Demoter(self.residency, mover, writes)
+        self._by_frame: dict[int, Block] = {}  # the last block of each frame
+        self._loads: list[tuple[LoadJob, list[Block]]] = []
 
     # Requests of clients.
 
@@ -107,237 +123,219 @@ class Pool:
         rest = ids[in_memory:]
         if not rest or self._is_closed(rest) or self.mover is None:
             return NodeProbe(in_memory, None)
-        if self.residency.find(rest[0].key) is not None:
+        if self.residency.index.get(rest[0].key) is not None:
             return NodeProbe(in_memory, None)
         job = PlaceJob(rest)
         return NodeProbe(in_memory, job if self.mover.submit(job) else None)
 
-    def lease(self, ids: Sequence[BlockId], client: int) -> Lease:
+    def lease(self, ids: Sequence[BlockId]) -> Lease:
         """Lease the leading run of these blocks. Blocks held only below are loaded first."""
         blocks = list(self._run(ids))
-        for block in blocks:
-            self.residency.take(block)
+        if blocks:
+            self.residency.acquire_run(blocks)
         self.counts.hits[TierName.HOST] += len(blocks)
-        self.used([block.id.key for block in blocks])
-        blocks += self._load(ids[len(blocks) :])
-        return Lease(client, blocks, len(ids) - len(blocks))
+        self.used([block.key for block in ids[: len(blocks)]])
+        return Lease(blocks + self._load(ids[len(blocks) :]))
 
     def settle(self, lease: Lease) -> list[int]:
         """The frames of a ready lease, for its leading run that is held. The other blocks are
         released."""
         held = 0
-        while held < len(lease.blocks) and lease.blocks[held].state is NodeBlockState.HELD:
+        while held < len(lease.blocks) and lease.blocks[held].state is BlockState.READY:
             held += 1
         for block in lease.blocks[held:]:
-            self.residency.drop(block)
-        return [block.frame for block in lease.blocks[:held]]
+            self.residency.release(block, block.use)
+        return [block.frame.number for block in lease.blocks[:held] if block.frame is not None]
 
     def give_up(self, lease: Lease) -> None:
         """Drop a lease whose client left before it was ready."""
-        for block in reversed(lease.blocks):
-            self.residency.drop(block)
+        self._release(lease.blocks)
 
     def release(self, frames: Sequence[int]) -> None:
         """End the lease of these frames. The last block of a run becomes its coldest."""
-        for frame in reversed(frames):
-            self.residency.drop(self.residency.at(frame))
+        self._release([self._by_frame[frame] for frame in frames])
 
-    def reserve(self, ids: Sequence[BlockId], client: int) -> list[tuple[int, int]]:
+    def reserve(self, ids: Sequence[BlockId]) -> list[tuple[int, int]]:
         """Reserve frames for the blocks not in memory yet. Returns (position, frame) for each."""
         pairs: list[tuple[int, int]] = []
         if self._is_closed(ids):
             return pairs
-        for position, block_id in enumerate(ids):
-            standing = self.residency.find(block_id.key)
+        for position, (block_id, packed) in enumerate(zip(ids, _packed(ids), strict=True)):
+            standing = self.residency.index.get(block_id.key)
             if standing is not None:
-                self.counts.collisions += standing.id != block_id
+                self.counts.collisions += not _is(standing, block_id, packed)
                 continue
-            frame = self.residency.take_frame(block_id.scope)
-            if frame is None:
+            block = self._add(block_id, packed, BlockState.COMPUTING)
+            if block is None or block.frame is None:
                 break
-            self.residency.add(NodeBlock(block_id, frame, NodeBlockState.FILLING, client))
-            pairs.append((position, frame))
+            pairs.append((position, block.frame.number))
         return pairs
 
     def commit(self, frames: Sequence[int]) -> None:
         """Serve frames that the client has written, from now on, and write them below."""
-        blocks = [self.residency.at(frame) for frame in frames]
+        blocks = [self._by_frame[frame] for frame in frames]
         for block in blocks:
-            block.state = NodeBlockState.HELD
-            if not block.detached:
-                self.residency.tell(EventKind.STORED, block)
-        for block in reversed(blocks):
-            self.residency.rest(block)
+            block.state = BlockState.READY
+            if block.key is not None:
+                self.residency.counters.came(block, TierName.HOST)
+                self.residency.entered(block)
+        self._release(blocks)
         for block in blocks:
-            self.write(block)
+            self._demoter.write(block)
         self.counts.stored += len(frames)
         self.work()
 
     def abandon(self, frames: Sequence[int]) -> None:
         """Drop unfinished blocks whose writer has left."""
         for frame in frames:
-            self.residency.forget(self.residency.at(frame))
+            self._drop(self._by_frame[frame])
 
     # Results from the threads of the tier below.
 
     def work(self) -> None:
         """Process finished loads and writes, and start the next writes."""
-        for load in _take_done(self._loads):
-            self._loaded(*load)
-        for store in _take_done(self._stores):
-            self._stored(*store)
-        self._write()
+        self._loads = [load for load in self._loads if not self._loaded(*load)]
+        self._demoter.step()
 
-    def write(self, block: NodeBlock) -> bool:
+    def write(self, block: Block) -> bool:
         """Queue the block to be written below. Returns whether it has to be."""
-        if self.mover is None or block.is_below or block.detached:
-            return False
-        self.residency.unwritten[block.key] = block
-        return True
+        return self._demoter.write(block)
 
     def is_unwritten(self, key: PrefixKey) -> bool:
         """Whether the block is in memory and not yet below."""
-        block = self.residency.find(key)
-        return block is not None and not block.is_below
+        block = self.residency.index.get(key)
+        return block is not None and not block.held_below
 
     @property
     def is_writing(self) -> bool:
         """Whether any block is still waiting for its write below or being written."""
-        return bool(self.residency.unwritten or self._stores)
+        return self._demoter.is_writing
 
-    # Requests of operators.
+    def count_of(self, event: CacheEvent) -> int:
+        """How often this happened to a block in memory."""
+        return self.residency.counters.events[TierName.HOST, event]
 
-    def evict_keys(self, keys: Sequence[PrefixKey]) -> int:
-        """Drop those of these blocks that are unused and not pinned. Returns how many."""
-        found = [self.residency.ready(key) for key in keys]
-        idle = [b for b in found if b is not None and not b.leases and not b.pinned]
-        for block in idle:
-            self.residency.tell(EventKind.REMOVED, block, cause=Cause.REQUEST)
-            self.residency.remove(block)
-        return len(idle)
+    @property
+    def lost(self) -> int:
+        """Blocks that were evicted before the tier below had them."""
+        return self.count_of(CacheEvent.LOST) if self.mover is not None else 0
 
-    def purge(self, roots: frozenset[PrefixKey]) -> tuple[int, int]:
-        """Remove every block of these scopes from memory.
-
-        Returns how many, and how many of them are in use. Those are freed when their last user
-        releases them.
-        """
-        blocks = self.residency.of_scopes(roots)
-        for block in blocks:
-            self.residency.detach(block)
-        return len(blocks), sum(map(self.residency.holds, blocks))
-
-    def count(self, roots: frozenset[PrefixKey]) -> int:
-        """The number of blocks of these scopes that can be found."""
-        return len(self.residency.of_scopes(roots))
+    def check(self) -> None:
+        """Assert that frames are conserved, and every state is what it should be."""
+        blocks = self._by_frame.values()
+        detached = [each for each in blocks if each.key is None and each.frame is not None]
+        self.residency.check(detached=detached)
+        self.capacity.check()
 
     # Internals.
 
-    def _run(self, ids: Sequence[BlockId]) -> Iterator[NodeBlock]:
+    def _run(self, ids: Sequence[BlockId]) -> Iterator[Block]:
         """The leading blocks that memory can serve. The identity of each is compared."""
-        for block_id in ids:
-            block = self.residency.find(block_id.key)
-            if block is None or block.state is not NodeBlockState.HELD:
+        if not ids or self.residency.index.get(ids[0].key) is None:
+            return  # before anything is packed
+        for block_id, packed in zip(ids, _packed(ids), strict=True):
+            block = self.residency.ready(block_id.key)
+            if block is None:
                 return
-            if block.id != block_id:
+            if not _is(block, block_id, packed):
                 self.counts.collisions += 1
                 return
             yield block
 
-    def _load(self, ids: Sequence[BlockId]) -> list[NodeBlock]:
+    def _add(self, block_id: BlockId, packed: bytes, state: BlockState) -> Block | None:
+        """A new block with a frame and one user. None if no block can leave to make room."""
+        frame = self.residency.take_frame(block_id.scope)
+        if frame is None:
+            return None
+        index = self.residency.index
+        above = index.get(block_id.parent)
+        block = Block(time.monotonic())
+        block.state, block.ref_count = state, 1
+        block.busy = state is BlockState.LOADING
+        depth = above.depth + 1 if above is not None else 0
+        index.insert(block, block_id, packed, depth)
+        self.residency.settle_frame(block, frame)
+        self._by_frame[frame.number] = block
+        return block
+
+    def _drop(self, block: Block) -> None:
+        """Forget a block that was never complete."""
+        block.state, block.busy = BlockState.LOST, 0
+        if block.frame is not None:
+            self.residency.host.free(block)
+        if block.key is not None:
+            self.residency.index.remove(block)
+
+    def _release(self, blocks: Sequence[Block]) -> None:
+        use = Use(time.monotonic(), len(blocks), blocks[0].scope if blocks else None)
+        for block in reversed(blocks):
+            self.residency.release(block, use)
+
+    def _load(self, ids: Sequence[BlockId]) -> list[Block]:
         """Start loading these blocks from the tier below. Blocks already being loaded are
         included."""
-        rising: list[NodeBlock] = []
-        while len(rising) < len(ids):
-            block = self.residency.find(ids[len(rising)].key)
-            if (
-                block is None
-                or block.state is NodeBlockState.FILLING
-                or block.id != ids[len(rising)]
-            ):
+        index = self.residency.index
+        rising: list[Block] = []
+        packed = _packed(ids)
+        for block_id in ids:
+            block = index.get(block_id.key)
+            filling = block is None or block.state is BlockState.COMPUTING
+            if block is None or filling or not _is(block, block_id, packed[len(rising)]):
                 break
-            self.residency.take(block)
+            self.residency.acquire(block)
             rising.append(block)
-        rest = [each for each in ids[len(rising) :] if self.residency.find(each.key) is None]
-        if (
-            self.mover is None
-            or self._is_closed(rest)
-            or len(rest) != len(ids) - len(rising)
-            or not rest
-        ):
+        rest = ids[len(rising) :]
+        known = self._is_closed(rest) or any(index.get(each.key) is not None for each in rest)
+        if self.mover is None or known or not rest:
             return rising
-        fresh: list[NodeBlock] = []
-        for block_id in rest:
-            frame = self.residency.take_frame(block_id.scope)
-            if frame is None:
+        fresh: list[Block] = []
+        for block_id, tokens in zip(rest, packed[len(rising) :], strict=True):
+            block = self._add(block_id, tokens, BlockState.LOADING)
+            if block is None:
                 break
-            fresh.append(
-                self.residency.add(NodeBlock(block_id, frame, NodeBlockState.LOADING, leases=1))
-            )
-        job = LoadJob([b.id for b in fresh], [self.memory.frame(b.frame) for b in fresh])
+            fresh.append(block)
+        frames = [block.frame for block in fresh if block.frame is not None]
+        job = LoadJob(rest[: len(fresh)], frames)
         if not fresh or not self.mover.submit(job):
             self.counts.overloaded += bool(fresh)
             for block in fresh:
-                self.residency.forget(block)
+                self._drop(block)
             return rising
         self._loads.append((job, fresh))
         return rising + fresh
 
-    def _loaded(self, job: LoadJob, blocks: list[NodeBlock]) -> None:
-        num_loaded = job.loaded.num_blocks
+    def _loaded(self, job: LoadJob, blocks: list[Block]) -> bool:
+        if not job.done:
+            return False
         assert self.mover is not None
-        below = self.mover.below
+        below, num_loaded = self.mover.below, job.loaded.num_blocks
         sources = job.loaded.sources or (below,) * num_loaded
         self.counts.hits.update(sources)
         for block, source in zip(blocks[:num_loaded], sources, strict=True):
-            block.state, block.is_below = NodeBlockState.HELD, source is below
-            if not block.detached:
-                self.residency.tell(EventKind.MOVED, block, source=source)
-            if not block.is_below:  # so that the next hit comes from the tier below
-                self.write(block)
-        for block in reversed(blocks[:num_loaded]):
-            self.residency.rest(block)
+            block.state = BlockState.READY
+            self.residency.queue.loaded(block, held=source is below)
+            block.busy -= 1
+            self.residency.host.sync(block)
+            if block.key is not None:
+                self.residency.counters.came(block, TierName.HOST, source)
+                self.residency.entered(block)
+                self._demoter.write(block)  # so that the next hit comes from the tier below
         for block in blocks[num_loaded:]:
-            self.residency.forget(block)
-
-    def _write(self) -> None:
-        while self.residency.unwritten and self.mover is not None and self.mover.store_room:
-            unwritten = self.residency.unwritten
-            size = min(STORE_BLOCKS, len(unwritten))
-            batch = [unwritten.popitem(last=False)[1] for _ in range(size)]
-            frames = [self.memory.frame(block.frame) for block in batch]
-            job = StoreJob([block.id for block in batch], frames)
-            for block in batch:
-                self.residency.take(block)
-            if not self.mover.submit(job):
-                self._stored(job, batch)
-                return
-            self._stores.append((job, batch))
-
-    def _stored(self, job: StoreJob, blocks: list[NodeBlock]) -> None:
-        written = job.done and not job.failed
-        for block in reversed(blocks):
-            block.is_below = written
-            self.residency.drop(block)
-        for key in job.dropped:
-            dropped = self.residency.find(key)
-            if dropped is not None:
-                dropped.is_below = False
-                self.residency.relist(dropped)
+            self._drop(block)
+        return True
 
     def _is_closed(self, ids: Sequence[BlockId]) -> bool:
         return bool(ids and self.closed) and ids[0].scope in self.closed
 
 
-J = TypeVar("J", LoadJob, StoreJob)
+def _packed(ids: Sequence[BlockId]) -> Sequence[bytes]:
+    """The tokens of each block as resident blocks store them."""
+    if not ids:
+        return ()
+    return pack_blocks(b"".join(each.tokens for each in ids), len(ids[0].tokens) // TOKEN_BYTES)
 
 
-def _take_done(jobs: list[tuple[J, list[NodeBlock]]]) -> list[tuple[J, list[NodeBlock]]]:
-    """Remove and return the jobs that are done. Each is checked once, since one may end
-    meanwhile."""
-    done: list[tuple[J, list[NodeBlock]]] = []
-    waiting: list[tuple[J, list[NodeBlock]]] = []
-    for entry in jobs:
-        (done if entry[0].done else waiting).append(entry)
-    jobs[:] = waiting
-    return done
+def _is(block: Block, block_id: BlockId, packed: bytes) -> bool:
+    scope, parent, _, _, content = block_id
+    same = block.packed == packed and block.parent == parent
+    return same and block.scope == scope and block.content == content

@@ -21,7 +21,7 @@ from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
 from tiers.policy.owners import SCOPE, ScopeOwners
 from tiers.policy.quota import Quotas
-from tiers.telemetry.events import EventStream
+from tiers.telemetry.events import CacheEvent, EventStream
 from tiers.tier import ManagedTier, TierName
 from tiers.transfer.mover import Mover, WriterTask
 
@@ -86,7 +86,7 @@ class NodePools:
         """Process what the threads below have finished, and check pins."""
         for entry in self._entries:
             entry.pool.work()
-            entry.operations.keeper.step()
+            entry.operations.step()
 
     def leave(self, client: int) -> None:
         for entry in self._entries:
@@ -170,9 +170,9 @@ def _stats(entry: _LayoutPool) -> dict[str, Any]:
     keeper = entry.operations.keeper
     return {
         "layout": messages.describe_layout(entry.layout),
-        "num_blocks": entry.pool.residency.num_blocks,
-        "evicted": entry.pool.residency.evicted,
-        "lost": entry.pool.residency.lost,
+        "num_blocks": entry.pool.residency.host.num_blocks,
+        "evicted": entry.pool.count_of(CacheEvent.EVICTED),
+        "lost": entry.pool.lost,
         "is_writing": entry.pool.is_writing,
         "num_pins": len(keeper.pins()),
         "pinned_blocks": keeper.num_blocks,

@@ -1,14 +1,14 @@
-"""Operators' commands on the tiers below memory, for both the embedded engine and a node.
+"""Operators' commands on memory and on the tiers below it, in an engine and in a node.
 
-Their memories differ: the engine has slots and frames, the node has leases. Each handles its own
-memory first. Below that stands one tier, and only its writer thread changes it.
+Below memory stands one tier, and only its writer thread changes it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from tiers.blocks.keys import PrefixKey
+from tiers.memory.residency import Residency
 from tiers.tier import ManagedTier, Removed, TierName
 from tiers.transfer.mover import Mover, WriterTask
 
@@ -25,17 +25,26 @@ def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T
     return task.result
 
 
-def evict_below(
-    mover: Mover | None, removed: Mapping[TierName, int], loose: Sequence[PrefixKey]
+def evict(
+    residency: Residency, mover: Mover | None, keys: Sequence[PrefixKey]
 ) -> "Future[dict[TierName, int]]":
-    """Remove blocks from below, except those pinned by then. Returns how many were removed by tier,
-    with those `removed` from memory.
+    """Remove blocks from every tier, except those in use or pinned. Returns how many were removed,
+    by tier.
 
-    `loose` must leave out blocks that memory still has: their users may count on the copy below.
+    Below, blocks that memory still has are left out: their users may count on the copy there.
     """
-    return ask_writer(
-        mover, lambda tier: {**removed, tier.name: tier.discard(loose)}, dict(removed)
-    )
+    removed: dict[TierName, int] = dict.fromkeys(residency.tiers, 0)
+    index = residency.index
+    for key in keys:
+        block = index.get(key)
+        if block is not None and not (block.ref_count or block.busy or block.pinned):
+            if block.slot is not None:
+                removed[TierName.DEVICE] += 1
+            if block.frame is not None:
+                removed[TierName.HOST] += 1
+            residency.forget_everywhere(block)
+    loose = [key for key in keys if index.get(key) is None]
+    return ask_writer(mover, lambda tier: {**removed, tier.name: tier.discard(loose)}, removed)
 
 
 def purge_below(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:

@@ -13,13 +13,13 @@ from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.block import Block
 from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
-from tiers.operations.below import ask_writer, done, evict_below
+from tiers.operations.below import ask_writer, done, evict
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purged, Purger
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.telemetry.working_set import Traffic, TrafficReport
-from tiers.tier import MEMORY, ManagedTier, Sample, TierName
+from tiers.tier import ManagedTier, Sample, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Mover
 
@@ -174,16 +174,7 @@ class TierOperations:
         return self.purger.start(roots)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        index = self._residency.index
-        removed = {tier: 0 for tier in MEMORY if tier in self._capacities}
-        for key in keys:
-            block = index.get(key)
-            if block is not None and not (block.ref_count or block.busy or block.pinned):
-                removed[TierName.DEVICE] += block.slot is not None
-                if block.frame is not None:
-                    removed[TierName.HOST] += 1
-                self._residency.forget_everywhere(block)
-        return evict_below(self._mover, removed, [key for key in keys if index.get(key) is None])
+        return evict(self._residency, self._mover, keys)
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         """Looks in memory, then below."""

@@ -15,11 +15,12 @@ seconds.
 """
 
 import logging
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
 
 from tiers.blocks.keys import PrefixKey
+from tiers.memory.block import Block
+from tiers.memory.residency import Residency
 from tiers.policy.retention import Pin, PinError, PinKind, Pins
 
 logger = logging.getLogger(__name__)
@@ -29,31 +30,16 @@ MAX_IN_PASSING = 256  # pins in passing of one owner; those that end soonest go 
 MAX_CACHES = 64  # named caches of one owner
 
 
-class Resident(Protocol):
-    """The holder of blocks in memory: the embedded engine's residency, or a node's pool. Its blocks
-    have `key` and `held_below`."""
-
-    pinned_keys: Container[PrefixKey]
-
-    def ready(self, key: PrefixKey) -> Any | None:
-        """The block under a key, if it is in memory and complete."""
-        ...
-
-    def pin(self, block: Any) -> None: ...
-
-    def unpin(self, block: Any) -> None: ...
-
-
 class Keeper:
     """Owns the pins. `changed` receives the pins to save when a change must survive a restart."""
 
     def __init__(
         self,
-        residency: Resident,
+        residency: Residency,
         *,
         max_blocks: int,
         block_tokens: int,
-        write: Callable[[Any], bool],
+        write: Callable[[Block], bool],
         keep_below: Callable[[Collection[PrefixKey]], None],
         changed: Callable[[Sequence[Pin[PrefixKey]]], None],
         clock: Callable[[], float],
@@ -292,6 +278,6 @@ class Keeper:
         lasting = (pin for pin in self.pins() if pin.kind is not PinKind.SESSION)
         self._keep_below(list({key: None for pin in lasting for key in pin.keys}))
 
-    def _resident(self, keys: Collection[PrefixKey]) -> list[Any]:
+    def _resident(self, keys: Collection[PrefixKey]) -> list[Block]:
         found = (self._residency.ready(key) for key in keys)
         return [block for block in found if block is not None]

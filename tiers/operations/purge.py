@@ -3,9 +3,10 @@
     block the scopes ─► running requests go private ─► memory ─► loads and stores under way end
          ─► the disk, on the writer thread ─► a second look at every tier ─► unblock them
 
-A running request of these scopes keeps its blocks until it ends. No other request finds them, and
-they are not stored. A request that arrives during a purge is served without the cache. The bytes of
-freed blocks are overwritten when their room is used again. Engine thread only.
+A running request of these scopes keeps its blocks until it ends, and so does a node's lease. No
+other request finds them, and they are not stored. A request that arrives during a purge is served
+without the cache. The bytes of freed blocks are overwritten when their room is used again. The
+thread of the engine or of the node.
 """
 
 from collections import Counter
@@ -37,9 +38,9 @@ class Purged:
 class _Purge:
     roots: frozenset[PrefixKey]
     pins: tuple[str, ...]
+    counts: Counter[TierName]
     result: "Future[Purged]" = field(default_factory=Future)
     pending_free: list[Block] = field(default_factory=list)  # detached, but their frames are busy
-    counts: Counter[TierName] = field(default_factory=Counter)
     in_use: int = 0
     task: "WriterTask[tuple[Removed, int]] | None" = None
 
@@ -67,13 +68,16 @@ class Purger:
     def start(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         """Begin a purge. A later step sets its result."""
         wanted = frozenset(roots)
-        purge = _Purge(wanted, tuple(self._unpin_scopes(wanted)))
+        counts = Counter(dict.fromkeys(self._residency.tiers, 0))
+        purge = _Purge(wanted, tuple(self._unpin_scopes(wanted)), counts)
         self._purges.append(purge)
         self.blocked |= wanted
         self.detach(wanted)
         for block in self._blocks_of(wanted):
-            purge.counts[TierName.DEVICE] += block.slot is not None
-            purge.counts[TierName.HOST] += block.frame is not None
+            if block.slot is not None:
+                purge.counts[TierName.DEVICE] += 1
+            if block.frame is not None:
+                purge.counts[TierName.HOST] += 1
             purge.in_use += block.ref_count > 0
             self._residency.detach(block)
             purge.pending_free.append(block)

@@ -124,6 +124,11 @@ class Demoter:
     def num_stores(self) -> int:
         return len(self._stores)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a block that was to be written soon is not written yet."""
+        return bool(self._eager or self._stores)
+
     def copy_down(self, block: Block, sparing: Collection[Block] = ()) -> bool:
         """Copy a device block to a host frame. False if only blocks in `sparing` could give one, or
         if the copy failed."""
