@@ -111,6 +111,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._planner is not None:
+            short = self._planner.fell_short(connector_output.invalid_block_ids)
+            if self._reporter is not None:
+                self._reporter.fell_short(short)
             self._planner.moved(
                 connector_output.finished_recving or set(),
                 connector_output.finished_sending or set(),

@@ -7,7 +7,7 @@ a request ends, and vLLM keeps them until then, so a save never delays a step an
 reused block.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +28,14 @@ class Transfer:
     request_id: str
     ids: tuple[tuple[BlockId, ...], ...]
     blocks: tuple[int, ...]  # vLLM's numbers
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A load under way: vLLM's numbers of its blocks, and the tiers that hold them."""
+
+    blocks: tuple[int, ...]
+    tiers: tuple[TierName, ...]
 
 
 @dataclass(slots=True)
@@ -64,19 +72,23 @@ class Planner:
     _hits: dict[str, dict[str, int]] = field(default_factory=dict)
     _loads: list[Transfer] = field(default_factory=list)
     _saves: list[Transfer] = field(default_factory=list)
-    _loading: set[str] = field(default_factory=set)
+    _loading: dict[str, _Load] = field(default_factory=dict)
+    _failed: set[str] = field(default_factory=set)  # requests whose load failed, until they end
     _saving: set[str] = field(default_factory=set)
 
     def match(self, request: Any, num_computed_tokens: int) -> int | None:
         """The number of tokens the node has beyond `num_computed_tokens`. The last token is always
         computed.
 
-        None while the node has not answered, because it reads a disk or asks a remote store.
+        None while the node has not answered, because it reads a disk or asks a remote store. 0
+        after a load of this request has failed: the node might promise the same blocks again.
         """
         size = self.identity.layout.block_size
         start, end = num_computed_tokens // size, (request.num_tokens - 1) // size
         self._matches.pop(request.request_id, None)
         if end <= start or not _has_identity(request) or request.skip_reading_prefix_cache:
+            return 0
+        if request.request_id in self._failed:
             return 0
         tiers = self._ask(request, start, end)
         if tiers:
@@ -113,15 +125,32 @@ class Planner:
         size = self.identity.layout.block_size
         end = match.start + num_tokens // size
         tiers = match.tiers[: end - match.start]
-        self._hits[request.request_id] = {
-            str(tier): tiers.count(tier) * size for tier in dict.fromkeys(tiers)
-        }
+        self._hits[request.request_id] = self._tokens_of(tiers)
         ids = self._ids(request, match.start, end)
-        self._loads.append(_transfer(request, ids, blocks[match.start : end]))
-        self._loading.add(request.request_id)
+        transfer = _transfer(request, ids, blocks[match.start : end])
+        self._loads.append(transfer)
+        self._loading[request.request_id] = _Load(transfer.blocks, tuple(tiers))
+
+    def _tokens_of(self, tiers: Sequence[TierName]) -> dict[str, int]:
+        size = self.identity.layout.block_size
+        return {str(tier): tiers.count(tier) * size for tier in dict.fromkeys(tiers)}
+
+    def fell_short(self, blocks: Collection[int]) -> dict[str, dict[str, int]]:
+        """These blocks of vLLM's could not be loaded. It computes them and all behind them.
+
+        Returns what was loaded, by the requests concerned. Call before `moved`.
+        """
+        short: dict[str, dict[str, int]] = {}
+        for name, load in self._loading.items():
+            places = (place for place, block in enumerate(load.blocks) if block in blocks)
+            first = next(places, None)
+            if first is not None:
+                short[name] = self._hits[name] = self._tokens_of(load.tiers[:first])
+        self._failed.update(short)
+        return short
 
     def hits(self, request: Any) -> dict[str, int]:
-        """Prompt tokens requested from the node, by tier."""
+        """Prompt tokens from the node, by tier: requested, and without what failed to load."""
         return self._hits.get(request.request_id, {})
 
     def finished(self, request: Any, blocks: Sequence[int]) -> tuple[bool, dict[str, Any]]:
@@ -130,6 +159,7 @@ class Planner:
         hits = self._hits.pop(request.request_id, {})
         self._matches.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
+        self._failed.discard(request.request_id)
         params = {"cachesvc": {"hit_tokens": hits}}
         in_flight = getattr(request, "num_in_flight_tokens", 0)
         computed = (request.num_computed_tokens - in_flight) // self.identity.layout.block_size
@@ -150,7 +180,8 @@ class Planner:
 
     def moved(self, loaded: set[str], saved: set[str]) -> None:
         """The workers have finished these requests."""
-        self._loading -= loaded
+        for name in loaded:
+            self._loading.pop(name, None)
         self._saving -= saved
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ class Report:
 
     local: int = 0  # from vLLM's own prefix cache, in whole blocks
     hits: Mapping[str, int] = field(default_factory=dict)  # from the node, by tier
+    is_short: bool = False  # not all that was requested from the node could be loaded
     admitted_ns: int = 0  # 0: not admitted yet
     computed: int | None = None  # completed prompt tokens, once the request is over
 
@@ -64,6 +65,9 @@ class Reporter:
         self._socket.setblocking(False)
         self._local: dict[str, int] = {}  # looked up, not admitted yet
         self._told: set[str] = set()
+        # In their first admission: id and local tokens.
+        self._first: dict[str, tuple[str, int]] = {}
+        self._again: set[str] = set()  # of these, back in the queue: nothing of a load stands
         self.lost = 0
 
     def ready(self, identity: EngineIdentity) -> None:
@@ -80,20 +84,41 @@ class Reporter:
 
     def looked(self, request: Any, num_local: int) -> None:
         """vLLM looks up a request's prefix and has `num_local` tokens of it itself."""
+        if request.request_id in self._again:
+            self._correct(self._first[request.request_id][0], num_local, {})
         if request.request_id not in self._told and "id" in tag_of(request):
             self._local[request.request_id] = num_local
 
     def admitted(self, request: Any, hits: Mapping[str, int]) -> None:
         """The request has its blocks. Reports only the first admission."""
         local = self._local.pop(request.request_id, None)
+        self._leave(request.request_id)
         if local is not None:
             self._told.add(request.request_id)
+            self._first[request.request_id] = (tag_of(request)["id"], local)
             told = {"local": local, "hits": dict(hits), "at_ns": time.monotonic_ns()}
             self._send({"id": tag_of(request)["id"], **told})
+
+    def fell_short(self, short: Mapping[str, Mapping[str, int]]) -> None:
+        """What was loaded of these requests, by vLLM's names, is less than was reported."""
+        for name, hits in short.items():
+            if name in self._first:
+                told, local = self._first[name]
+                self._correct(told, local, hits)
+                if not local and not hits:
+                    self._again.add(name)
+
+    def _correct(self, told: str, local: int, hits: Mapping[str, int]) -> None:
+        self._send({"id": told, "local": local, "hits": dict(hits)})
+
+    def _leave(self, name: str) -> None:
+        self._first.pop(name, None)
+        self._again.discard(name)
 
     def finished(self, request: Any) -> None:
         """The request is over, with or without a complete answer."""
         self._local.pop(request.request_id, None)
+        self._leave(request.request_id)
         self._told.discard(request.request_id)
         tag = tag_of(request)
         if "id" in tag:
@@ -165,9 +190,13 @@ class Reports:
         if name not in self._expected:
             return
         known = self._known.get(name, Report())
-        if "at_ns" in told:
+        if "hits" in told:
             hits = {str(tier): int(tokens) for tier, tokens in told["hits"].items()}
-            known = Report(int(told["local"]), hits, int(told["at_ns"]), known.computed)
+            known = replace(known, local=int(told["local"]), hits=hits)
+            if "at_ns" in told:
+                known = replace(known, admitted_ns=int(told["at_ns"]))
+            else:
+                known = replace(known, is_short=True)
         else:
-            known = Report(known.local, known.hits, known.admitted_ns, int(told["computed"]))
+            known = replace(known, computed=int(told["computed"]))
         self._known[name] = known

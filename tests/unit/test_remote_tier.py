@@ -221,6 +221,8 @@ def test_another_blocks_record_is_never_served(server: Servers, objects: Objects
     for block in (blocks(seed=5, count=1)[0], stranger[0]):
         objects.held[name] = objects.held[object_name(block.scope, block.key)]
         assert load(two, wanted) == Loaded(0, MissReason.COLLISION)
+        assert name not in objects.held, "it would be found, and refused, each time"
+        assert 0 == two.probe(wanted)
 
 
 def test_sealed_records_are_read_with_the_key_only(server: Servers, objects: Objects) -> None:

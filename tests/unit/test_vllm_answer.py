@@ -50,10 +50,23 @@ def test_without_a_report_all_that_was_cached_was_on_the_device() -> None:
     assert (40, 0, 24) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
-def test_a_hit_that_the_node_failed_to_deliver_stays_a_hit() -> None:
-    """A fault never raises the bill: what was asked for at admission is fixed."""
+def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered() -> None:
+    """The connector's report of it is lost."""
     counts = admitted(64, Report(hits={"host": 48}, admitted_ns=1), 16).output(0, 20).counts
     assert (0, 48, 16) == (counts.hit_device, counts.hit_host, counts.miss)
+
+
+@pytest.mark.parametrize("num_cached", [16, 64])
+def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached: int) -> None:
+    """If a part was loaded, vLLM counts all that it asked for as cached."""
+    report = Report(local=16, hits={"host": 16}, is_short=True, admitted_ns=1)
+    counts = admitted(100, report, num_cached).output(0, 20).counts
+    assert (16, 16, 0, 68) == (
+        counts.hit_device,
+        counts.hit_host,
+        counts.hit_remote,
+        counts.miss,
+    )
 
 
 def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed() -> None:

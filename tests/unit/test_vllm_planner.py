@@ -118,6 +118,29 @@ def test_a_block_is_held_when_every_rank_has_its_part(link: Link) -> None:
     planner.close()
 
 
+@pytest.mark.parametrize(
+    ("bad", "hits"),
+    [({7}, {}), ({8, 9}, {"host": SIZE}), ({9}, {"host": SIZE, "disk": SIZE})],
+)
+def test_a_failed_load_is_not_tried_again_for_its_request(
+    planner: Planner, link: Link, bad: set[int], hits: dict[str, int]
+) -> None:
+    """The node would promise the same blocks again, and vLLM would ask for ever."""
+    link.may_answer.set()
+    asked, other = request(), request(name="b")
+    planner.allocated(asked, [7, 8, 9, 10], matched(planner, asked))
+    planner.allocated(other, [3, 4, 5, 6], matched(planner, other))
+    assert {"a": hits} == planner.fell_short(bad)
+    planner.moved({"a", "b"}, set())
+    assert hits == planner.hits(asked), "what vLLM computes is no hit"
+    assert 0 == planner.match(asked, 0)
+    assert 3 == len(planner.hits(other))
+    _, params = planner.finished(asked, [7, 8, 9, 10])
+    assert {"cachesvc": {"hit_tokens": hits}} == params
+    assert 3 * SIZE == matched(planner, request()), "a later request may try"
+    assert {} == planner.fell_short({7, 8, 9})
+
+
 def test_ranks_tenants_and_adapters_have_roots_of_their_own() -> None:
     identity = EngineIdentity(SCOPE, LAYOUT, 3)
     roots = [*identity.roots_of(request()), *identity.roots_of(request(salt="t"))]

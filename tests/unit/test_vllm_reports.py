@@ -63,6 +63,35 @@ def test_a_preempted_request_keeps_what_it_was_admitted_with(
     assert report is not None and (16, 32) == (report.local, report.external)
 
 
+def test_a_load_that_fell_short_is_told(ends: tuple[Reporter, Reports]) -> None:
+    reporter, reports = ends
+    reports.expect("r:0")
+    reporter.looked(request(), 16)
+    reporter.admitted(request(), {"host": 32, "remote": 16})
+    reporter.fell_short({"r:0-1234": {"host": 16}, "of another": {}})
+    reports.take()
+    report = reports.of("r:0")
+    assert report is not None and report.admitted_ns > 0
+    assert (16, {"host": 16}, True) == (report.local, report.hits, report.is_short)
+
+
+def test_a_request_that_begins_again_after_its_load_has_what_stands_by_then(
+    ends: tuple[Reporter, Reports],
+) -> None:
+    """Another one has computed the same prefix meanwhile. A later preemption changes nothing."""
+    reporter, reports = ends
+    reports.expect("r:0")
+    reporter.looked(request(), 0)
+    reporter.admitted(request(), {"remote": 48})
+    reporter.fell_short({"r:0-1234": {}})
+    for local in (32, 64):
+        reporter.looked(request(), local)
+        reporter.admitted(request(), {})
+    reports.take()
+    report = reports.of("r:0")
+    assert report is not None and (32, {}) == (report.local, report.hits)
+
+
 def test_requests_of_others_are_not_told_and_not_kept(ends: tuple[Reporter, Reports]) -> None:
     reporter, reports = ends
     reporter.looked(request(ours=False), 16)

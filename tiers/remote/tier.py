@@ -161,10 +161,12 @@ class RemoteTier:
         return codec
 
     def _refuse(self, block: BlockId, why: MissReason) -> None:
-        """Count an invalid record and delete it, so that a valid one can replace it."""
+        """Count an invalid record and delete it, so that a valid one can replace it.
+
+        Also a valid record of another block: it would be found, loaded and refused each time.
+        """
         self._fault(why, 1, f"block {block.key.hex()} is not as it was written")
-        if why not in (MissReason.COLLISION, MissReason.LAYOUT):
-            self._call(lambda: self._objects.delete([_name(block)]))
+        self._call(lambda: self._objects.delete([_name(block)]))
 
     # Publishing.
 

@@ -1,7 +1,7 @@
 """Turns vLLM's outputs of one request into the engine's: counts, hits by tier, logprobs.
 
 Pure except for the clock; used on the engine's loop. The prompt's counts are fixed at its first
-output or its end. What was requested from the node by then stays a hit, whatever happens to it.
+output or its end. What the node could not deliver by then, vLLM computed: it is no hit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,6 +67,8 @@ class Answer:
         below = dict(report.hits) if report is not None else {}
         external = sum(below.values())
         device = max(0, num_cached - external)
+        if report is not None and report.is_short:  # vLLM counts what failed to load as cached
+            device = report.local
         self._fix(len(self.request.tokens), device, below)
         admitted_ns = report.admitted_ns if report is not None else 0
         began_ns = admitted_ns or self._when.arrival_ns
