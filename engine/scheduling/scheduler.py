@@ -264,7 +264,19 @@ class Scheduler:
             self._tables.computed_tail(sequence.blocks[end // self._block_size])
 
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
-        """Let `twin` continue from the tokens of `sequence`, sharing its blocks."""
+        """Let `twin` continue from the tokens of `sequence`, sharing its blocks.
+
+        Without a free place it waits in line, and finds the prompt in the cache when it begins.
+        """
+        twin.counts, twin.miss_reasons = sequence.counts, sequence.miss_reasons
+        twin.lookup, twin.prompt_done = sequence.lookup, sequence.num_standing
+        twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns
+        twin.admitted_ns = sequence.admitted_ns
+        self._served.enter(twin.share)
+        if len(self.running) >= self._admission.num_places:
+            twin.work = SPAN_WORK + twin.num_tokens - self._admission.num_cached(twin)
+            self.waiting.add(twin)
+            return
         standing = sequence.num_standing
         if self._cache.layout.recurrent:
             standing = sequence.state_at
@@ -275,11 +287,6 @@ class Scheduler:
         num_blocks = -(-standing // self._block_size)
         twin.blocks = self._tables.share(sequence.blocks[:num_blocks])
         twin.block_table = sequence.block_table[:num_blocks]
-        twin.num_standing, twin.prompt_done = standing, sequence.num_standing
-        twin.counts, twin.miss_reasons = sequence.counts, sequence.miss_reasons
-        twin.lookup = sequence.lookup
-        twin.queued_ns, twin.loaded_ns = sequence.queued_ns, sequence.loaded_ns
-        twin.admitted_ns = sequence.admitted_ns
+        twin.num_standing = standing
         twin.state = PREFILL
-        self._served.enter(twin.share)
         self.running.append(twin)

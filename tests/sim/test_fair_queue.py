@@ -44,6 +44,29 @@ def test_a_long_prompt_of_another_share_does_not_hold_up_a_short_one() -> None:
     world.check()
 
 
+def test_a_storm_of_samples_takes_no_more_places_than_there_are() -> None:
+    """Twelve requests of 64 samples each, and one of a share that was seen before."""
+    world = World(device_blocks=4000, max_running=16, step_tokens=16)
+    world.submit("first", [40] * 20, max_tokens=8, share="polite")
+    turns_of(world, "first")
+    most = 0
+    for number in range(12):
+        world.submit(f"storm{number}", [number] * 20, max_tokens=60, n=64, share="storm")
+    for _ in range(20):
+        world.step()
+    world.submit("polite", [40] * 20, max_tokens=8, share="polite")
+    turns = 0
+    while "polite" in world.live():
+        world.step()
+        turns += 1
+        most = max(most, len(world.engine._scheduler.running))
+    assert most <= 16
+    assert turns <= 8 + 4, "it begins at once, and decodes in every step"
+    world.run()
+    world.check()
+    world.check_idle()
+
+
 def test_shares_get_equal_parts_of_the_work() -> None:
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     for number in range(20):
