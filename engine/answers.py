@@ -78,7 +78,7 @@ class Answers:
         self.sequences[sequence.sequence_id] = sequence
         self._scheduler.add(sequence)
         if sequence.grammar is not None and sequence.grammar.stuck is not None:
-            return self.end(request.request_id, FinishReason.ERROR, sequence.grammar.stuck)
+            return self.end(request.request_id, FinishReason.UNMATCHED, sequence.grammar.stuck)
         return []
 
     def end(
@@ -181,7 +181,7 @@ class Answers:
         request_id = sequence.request.request_id
         if state.stuck is not None:
             group = self.groups[request_id]
-            self._end(sequence, FinishReason.ERROR)
+            self._end(sequence, FinishReason.UNMATCHED)
             now_ns = self._clock_ns()
             outputs.append(group.output(sequence, None, now_ns, error=state.stuck))
             if group.done:
@@ -218,7 +218,7 @@ class Answers:
                 self._matching.append(sequence)
                 return tokens, None, None
             if state.stuck is not None:
-                return tokens, FinishReason.ERROR, state.stuck
+                return tokens, FinishReason.UNMATCHED, state.stuck
             if not (jumps and state.forced) or len(tokens) > MAX_JUMP:
                 return tokens, None, None
             token = state.forced[0]

@@ -28,6 +28,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens, the context, or the budget
     ABORT = "abort"  # the client left
     ERROR = "error"  # the engine failed
+    UNMATCHED = "unmatched"  # its grammar allows no token, or takes too long to say which
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

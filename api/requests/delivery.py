@@ -21,7 +21,14 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from api.errors import Answer, GenerationFailed, answer_to, log_untold
+from api.errors import (
+    Answer,
+    ApiError,
+    GenerationFailed,
+    InvalidRequest,
+    answer_to,
+    log_untold,
+)
 from api.headers import EVENT_STREAM
 from api.job import Asked, Bill, Delivered, Delta, Served
 from api.requests.generation import Generation
@@ -29,6 +36,7 @@ from api.requests.metering import RunningCharge
 from api.requests.publishing import PUBLISHED, Publisher
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
+from engine.request import FinishReason
 
 KEEPALIVE = b": keep-alive\n\n"
 
@@ -110,7 +118,7 @@ class Delivery:
             delivered = not self._lost(served.outcome)
             bill = await self.charge.settle(served, delivered=delivered)
             if error is None and served.outcome is Outcome.FAILED:
-                error = GenerationFailed(f"The engine ended this request: {served.error}.")
+                error = _failure_of(served)
             if error is None:
                 await self._end(send, tail, served, bill)
                 if delivered and self._lost(served.outcome):  # it disconnected during settlement
@@ -262,3 +270,10 @@ def _start(status: int, content_type: str, headers: Mapping[str, str]) -> dict[s
 
 def _part(body: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _failure_of(served: Served) -> ApiError:
+    """What the client is told of a request that the engine ended."""
+    if FinishReason.UNMATCHED in served.finishes:
+        return InvalidRequest(f"The answer ends without its form: {served.error}.")
+    return GenerationFailed(f"The engine ended this request: {served.error}.")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from engine.errors import EngineClosed, EngineFailed
+from engine.errors import EngineClosed, EngineFailed, InvalidParameter
 from engine.request import (
     FinishReason,
     Request,
@@ -136,8 +136,11 @@ class PendingRequest:
     def take(self, output: StepOutput) -> bool:
         """Add an output. True if its sequence must be stopped in the engine.
 
-        Raises EngineFailed or EngineClosed if the engine ended an unfinished request.
+        Raises EngineFailed or EngineClosed if the engine ended an unfinished request, and
+        InvalidParameter if its grammar cannot be followed.
         """
+        if output.finish is FinishReason.UNMATCHED:
+            raise InvalidParameter(output.error or "the grammar cannot be followed")
         if output.finish is FinishReason.ERROR:
             raise EngineFailed(output.error or "the engine failed")
         if output.finish is FinishReason.ABORT:

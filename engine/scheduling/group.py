@@ -60,7 +60,7 @@ class SequenceGroup:
 
     def ended(self, sequence: Sequence) -> None:
         self.sequences.remove(sequence)
-        if sequence.finish in (FinishReason.ABORT, FinishReason.ERROR):
+        if sequence.finish not in (FinishReason.STOP, FinishReason.LENGTH):
             self._num_due = 0
 
     def output(

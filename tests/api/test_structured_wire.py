@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +13,9 @@ from api.requests.grammars import MAX_PENDING, NUM_THREADS, GrammarPool
 from api.testing import FakeHouse, fake_house
 from engine.errors import InvalidParameter, StructureUnavailable
 from engine.structure import GrammarSource, SourceKind
+from engine.testing.models import save_tiny_model
 from tests.api.conftest import running
+from tests.api.real_service import served
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -176,3 +179,20 @@ async def test_without_a_compiler_it_is_refused() -> None:
     async with running(fake_house()) as (_, client):
         answer = await client.post(CHAT, json=chat(regex="a"))
         assert (400, "regex") == (answer.status_code, answer.json()["error"]["param"])
+
+
+async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path: Path) -> None:
+    """It compiles, and matching takes longer with each token of the answer."""
+    save_tiny_model(tmp_path / "tiny")
+    body = {
+        "model": str(tmp_path / "tiny"),
+        "messages": [{"role": "user", "content": "hi"}],
+        "max_tokens": 900,
+        "temperature": 1.0,
+        "seed": 1,
+        "guided_grammar": 'root ::= s\ns ::= s s s s | "a" | "" | [^b]*',
+    }
+    async with served(tmp_path / "data", tmp_path / "tiny") as (_, client):
+        answer = await client.post("/v1/chat/completions", json=body, timeout=120)
+    assert 400 == answer.status_code, answer.text
+    assert "the grammar is too ambiguous" in answer.json()["error"]["message"]

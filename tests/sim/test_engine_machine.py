@@ -168,7 +168,7 @@ def test_a_grammar_that_allows_nothing_ends_its_request_alone() -> None:
     world.submit("dead", [1, 2, 3], grammar=Dead(1), n=2)
     world.run()
     [output] = world.outputs.pop("dead")
-    assert (FinishReason.ERROR, "nothing can follow") == (output.finish, output.error)
+    assert (FinishReason.UNMATCHED, "nothing can follow") == (output.finish, output.error)
     world.check()
     world.check_idle()
 

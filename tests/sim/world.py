@@ -40,7 +40,7 @@ from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
 
 MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits
-CUT = (FinishReason.ABORT, FinishReason.ERROR)
+CUT = (FinishReason.ABORT, FinishReason.ERROR, FinishReason.UNMATCHED)
 PLACEHOLDER = 49  # the token that stands for a picture
 PICTURES = (b"a cat" * 4, b"a dog" * 4)
 

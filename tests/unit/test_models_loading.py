@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    LlamaConfig,
+    MambaConfig,
+    MptConfig,
+    PreTrainedConfig,
+)
 
 from engine.batch import Batch, Span
 from engine.errors import ModelError
@@ -117,6 +124,24 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "t5"}))
     with pytest.raises(ModelError, match="encoder-decoder"):
+        load(tmp_path / "model", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=258, hidden_size=32, n_layer=1, n_head=2),
+        MptConfig(vocab_size=258, d_model=32, n_layers=1, n_heads=2),
+    ],
+    ids=["bloom", "mpt"],
+)
+def test_a_model_without_position_embeddings_is_refused(
+    tmp_path: Path, config: PreTrainedConfig
+) -> None:
+    """Its config names no longest context, and it computes attention by itself."""
+    save_tiny_model(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match="attention interface"):
         load(tmp_path / "model", tmp_path)
 
 
