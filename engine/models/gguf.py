@@ -6,8 +6,6 @@ through transformers' GGUF support. The tokenizer does not: see `gguf_tokenizer`
 
 import json
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -23,6 +21,7 @@ from transformers import modeling_gguf_pytorch_utils as modeling_gguf
 
 from engine.errors import ModelError
 from engine.models.gguf_tokenizer import bos_token, build_tokenizer
+from engine.models.partial import partial_folder
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +43,7 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
     If two processes convert at once, one wins and both find the same contents.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with partial_folder(folder, "gguf-") as partial:
         progress("reading the GGUF file", 0.0)
         reader = _read(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -61,8 +59,6 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
         _save_tokenizer(tokenizer, fields, partial)
         _move(partial, folder)
         progress("ready", 1.0)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextmanager
