@@ -143,6 +143,7 @@ def compose(
             weights=loaded.weights_digest,
             tokenizer=loaded.tokenizer.digest,
             layout=layout.digest(),
+            arithmetic=loaded.arithmetic.digest(),
         ),
         cache=tiers,
         engine=Engine(

@@ -65,6 +65,7 @@ class MissReason(StrEnum):
     IO_ERROR = "io_error"  # the operating system refused the read
     DECODE = "decode"  # the payload does not decompress
     COPY = "copy"  # the device refused to copy the block
+    ARITHMETIC = "arithmetic"  # held, but computed by another processor, device or torch
     UNECONOMIC = "uneconomic"  # recomputing is faster than loading
     OVERLOADED = "overloaded"  # the queue of loads was full
     NO_ROOM = "no_room"  # no free frame to load into

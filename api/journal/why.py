@@ -28,6 +28,7 @@ class Kind(StrEnum):
     REFUSED = "refused"  # it is cached and was not loaded
     FAULT = "fault"  # it is cached and could not be read
     DISABLED = "disabled"
+    OTHER_ARITHMETIC = "other_arithmetic"  # cached, but computed by another processor or torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,12 @@ def _reason(
             "computed: the answer begins with what it predicts."
         )
     block = f"Block {computed.start // lookup.block_size}"
+    if stop is MissReason.ARITHMETIC:
+        return Kind.OTHER_ARITHMETIC, (
+            "The prompt is cached, but was computed by another processor, device or version of "
+            "torch, whose numbers differ in their last bits. It was computed again, so that a hit "
+            "never changes an answer."
+        )
     if stop in REFUSALS:
         return Kind.REFUSED, f"{block} was not loaded. {REFUSALS[stop]}"
     if stop in FAULTS:

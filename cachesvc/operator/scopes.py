@@ -43,6 +43,7 @@ class Scoped(Protocol):
     def scope(self) -> CacheScope: ...
 
 
+MAX_OTHERS = 4  # arithmetics that a miss is looked up under
 MAX_SCOPES = 200  # of models served over time; the oldest are dropped
 
 
@@ -59,6 +60,15 @@ def note_scopes(data_dir: Path, models: Iterable[Scoped]) -> None:
     fresh.replace(path)
 
 
+def other_arithmetics(data_dir: Path, scope: CacheScope) -> tuple[bytes, ...]:
+    """The arithmetics of earlier runs with the weights of `scope`, newest first. Their blocks are
+    not served."""
+    known = [_scope(each) for each in reversed(_read(data_dir / FILE_NAME))]
+    same = [each for each in known if each.weights == scope.weights]
+    others = dict.fromkeys(each.arithmetic for each in same)
+    return tuple(each for each in others if each != scope.arithmetic)[:MAX_OTHERS]
+
+
 def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]:
     """The possible roots of a tenant's or sharing group's blocks, with the model of each.
 
@@ -69,8 +79,7 @@ def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]
     salts = Salts(read_secret(data_dir))
     roots: dict[PrefixKey, str] = {}
     for each in _read(data_dir / FILE_NAME):
-        fields = {name: bytes.fromhex(value) for name, value in each["scope"].items()}
-        scope = CacheScope(**fields)
+        scope = _scope(each)
         for kind in kinds or Kind:
             salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
             roots[replace(scope, tenant=salt).root()] = each["model"]
@@ -84,6 +93,11 @@ def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:
         for tenant in tenants
         for root, model in roots_of(data_dir, tenant, Kind.TENANT).items()
     }
+
+
+def _scope(recorded: Mapping[str, Any]) -> CacheScope:
+    fields = {name: bytes.fromhex(value) for name, value in recorded["scope"].items()}
+    return CacheScope(**fields)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
+from cachesvc.operator.scopes import other_arithmetics
 from cachesvc.server.backend import MakeBackend
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
@@ -19,6 +20,7 @@ from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
+from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings
 from tiers.disk.array import DiskArray, open_array
@@ -26,6 +28,7 @@ from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
+from tiers.errors import MissReason
 from tiers.policy.admission import WritePolicy, keeps_copies
 from tiers.policy.quota import QuotaShares
 from tiers.remote.stacked import StackedTier, stack
@@ -119,7 +122,7 @@ def build(
         cache=_cache_settings(cache),
         disk=disk,
         pin_folder=disk_path(data_dir),
-        engine=_engine_settings(engine),
+        engine=_engine_settings(engine, _other_arithmetics(data_dir, loaded)),
         stream=stream,
         shares=shares,
     )
@@ -176,12 +179,27 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
     )
 
 
-def _engine_settings(engine: EngineSection) -> EngineSettings:
+def _other_arithmetics(data_dir: Path, loaded: LoadedModel) -> tuple[bytes, ...]:
+    """The arithmetics under which the directory has blocks that this process will not use."""
+    mine = CacheScope(weights=loaded.weights_digest, arithmetic=loaded.arithmetic.digest())
+    others = other_arithmetics(data_dir, mine)
+    if others:
+        logger.info(
+            "the data directory has blocks of this model that another processor, device, version "
+            "of torch or of cachesvc computed; they are not used, their misses are counted as "
+            "%s, and they leave when room is needed",
+            MissReason.ARITHMETIC,
+        )
+    return others
+
+
+def _engine_settings(engine: EngineSection, others: tuple[bytes, ...]) -> EngineSettings:
     return EngineSettings(
         scheduler=SchedulerSettings(
             max_running=engine.max_running,
             step_tokens=engine.chunk_tokens,
             mixed_step_tokens=max(1, engine.chunk_tokens // 4),
+            other_arithmetics=others,
         ),
         max_waiting=engine.max_waiting,
     )

@@ -30,6 +30,7 @@ from engine.errors import AdapterError, ModelError
 from engine.models.adapter_bank import AdapterBank
 from engine.models.adapters import Adapter
 from engine.models.adapters import load_adapter as read_adapter
+from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
 from engine.models.files import find
 from engine.models.gguf import Progress
@@ -68,7 +69,7 @@ class LoadedModel:
     `weights_digest` is 16 bytes over the contents of the weights and the config and over the
     compute dtype. KV is shared only between equal digests. `layers` is what each layer stores per
     token. `max_context` is in tokens. `adapters` are the model's LoRA adapters, which
-    `weights_digest` does not cover.
+    `weights_digest` does not cover. `arithmetic` is what else the bits of KV depend on.
     """
 
     name: str
@@ -82,6 +83,7 @@ class LoadedModel:
     dtype: str
     device: str
     adapters: AdapterBank
+    arithmetic: Arithmetic
     tower: VisionTower | None = None  # None: the model sees no images
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
 
@@ -151,6 +153,7 @@ def describe(
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
     port = page_recurrent(model)
     layers = prepare(model, max_context, port)
+    arithmetic = arithmetic_of(model, device)
     adapters = AdapterBank(model, device)
     if port is not None:
         port.routing = adapters.routing
@@ -166,6 +169,7 @@ def describe(
         dtype=dtype,
         device=device,
         adapters=adapters,
+        arithmetic=arithmetic,
         tower=tower,
         port=port,
     )

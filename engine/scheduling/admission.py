@@ -5,15 +5,17 @@ into fit, they become the head of the sequence's block table.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from engine.request import Lookup
 from engine.scheduling.embeddings import PromptImages
-from engine.scheduling.lookup import count_hits, miss_reasons, runs_of
+from engine.scheduling.lookup import computed_otherwise, count_hits, miss_reasons, runs_of
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Sequence
 from engine.scheduling.settings import SchedulerSettings
 from engine.scheduling.shares import BeginRate, ServedShares
 from tiers.cache import TieredCache
+from tiers.errors import MissReason
 from tiers.memory.tails import Tail, TailCase
 from tiers.transfer.ticket import Progress, Ticket
 
@@ -180,8 +182,10 @@ class Admission:
                 ticket.sources, source, num_rows, sequence.num_prompt, self._block_size
             )
             sequence.counts = counts
-            sequence.miss_reasons = miss_reasons(counts, ticket.stop, self._block_size)
-            sequence.lookup = self._look_back(sequence, ticket, tail, num_rows)
+            stop = self._stop_of(sequence, ticket)
+            sequence.miss_reasons = miss_reasons(counts, stop, self._block_size)
+            lookup = self._look_back(sequence, ticket, tail, num_rows)
+            sequence.lookup = replace(lookup, stop=stop)
         sequence.blocks += self._tables.plan(sequence.chain, len(sequence.blocks))
         now_ns = self._clock_ns()
         sequence.loaded_ns = sequence.loaded_ns or now_ns
@@ -189,6 +193,17 @@ class Admission:
         self.waiting.admit(sequence, now_ns)
         self.begin_rate.begun(sequence.work)
         self._running.append(sequence)
+
+    def _stop_of(self, sequence: Sequence, ticket: Ticket) -> MissReason:
+        """Why the ticket's run ended. A prompt of which nothing is held may be on disk all the
+        same, computed by another processor or version."""
+        others, disk = self._settings.other_arithmetics, self._cache.disk
+        if ticket.stop is not MissReason.ABSENT or ticket.sources or not others or disk is None:
+            return ticket.stop
+        scope, local = sequence.request.scope, disk.levels()[0]
+        ids = computed_otherwise(sequence.chain, scope, others)
+        held = any(local.probe([first]) for first in ids)
+        return MissReason.ARITHMETIC if held else ticket.stop
 
     def _look_back(
         self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int

@@ -1,10 +1,12 @@
 """A prompt's hits and misses: counts, reasons and runs. Pure."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from engine.request import BlockRun, TokenCounts
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, child_key
 from tiers.errors import MissReason
 from tiers.tier import TierName
 
@@ -44,6 +46,19 @@ def miss_reasons(counts: TokenCounts, stop: MissReason, block_size: int) -> dict
     missed_full = max(0, (counts.prompt - 1) // block_size * block_size - counts.hit)
     reasons = {stop: missed_full, MissReason.TAIL: counts.miss - missed_full}
     return {reason: tokens for reason, tokens in reasons.items() if tokens}
+
+
+def computed_otherwise(
+    chain: Chain, scope: CacheScope, arithmetics: Sequence[bytes]
+) -> Iterator[BlockId]:
+    """The identities of a prompt's first full block under other arithmetics."""
+    if not chain.keys:
+        return
+    first = chain.block_id(0)
+    for arithmetic in arithmetics:
+        root = replace(scope, arithmetic=arithmetic).root()
+        key = child_key(root, first.tokens, first.content)
+        yield first._replace(scope=root, parent=root, key=key)
 
 
 def runs_of(

@@ -24,4 +24,6 @@ class SchedulerSettings:
     # another request is computing do not count, since they pin the same blocks as that one.
     max_tickets: int = 8
     order: QueueOrder = QueueOrder.CACHED_FIRST
+    # Arithmetics of blocks that a disk may hold from before: told apart, never served.
+    other_arithmetics: tuple[bytes, ...] = ()
     max_passed_s: float = 5.0  # the longest time a request is passed by for better cached ones

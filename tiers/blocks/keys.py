@@ -35,13 +35,16 @@ class CacheScope:
     layout: bytes = b""
     tenant: bytes = b""
     content: bytes = b""
+    arithmetic: bytes = b""  # what the bits of a block depend on: `engine.models.arithmetic`
 
     def root(self) -> PrefixKey:
         """The root key: xxh3_128 over tagged, length-prefixed fields, so different scopes never
-        encode alike."""
+        encode alike. A scope without `arithmetic` has the root of the versions that knew none."""
         hasher = xxhash.xxh3_128(b"cachesvc.scope.v1")
         for field in fields(self):
             value = getattr(self, field.name)
+            if field.name == "arithmetic" and not value:
+                continue
             hasher.update(field.name.encode() + b"\0" + len(value).to_bytes(8, "little") + value)
         return PrefixKey(hasher.digest())
 

@@ -14,6 +14,7 @@ router = APIRouter(include_in_schema=False)
 
 MEANINGS: Final = {
     MissReason.ABSENT: "no tier held the block",
+    MissReason.ARITHMETIC: "held, but computed by another processor, device or torch",
     MissReason.TAIL: "the last, partly filled block, or the one token that is always computed",
     MissReason.UNECONOMIC: "computing was faster than loading",
     MissReason.OVERLOADED: "the queue of loads was full",

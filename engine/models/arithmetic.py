@@ -1,0 +1,128 @@
+"""What the bits of a model's KV depend on besides weights and tokens, as a part of every key.
+
+Two machines may sum the products of a row in different orders, so a block that one computed may
+change the other's answers. The names (processor, GPU, versions) come from the machine. A sample of
+the model's own arithmetic covers what names do not show: limits set from outside
+(`ONEDNN_MAX_CPU_ISA`), packing, and which kernels a library picks. docs/exactness.md has the
+measurements. Read once, by the thread that loads the model.
+"""
+
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+
+from engine.attention.dense import attend_one
+from engine.models.packing import PackedLinear
+
+_SAMPLE_ROWS = (2, 65)  # of a decode step, and of a chunk
+_MAX_WEIGHTS = 1 << 26  # larger layers than this, such as heads, are not sampled
+_PROCESSOR = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU architecture", "CPU part")
+_SETS = ("sse4", "avx", "fma", "amx", "f16c", "sve", "asimd", "bf16", "i8mm")
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """`names` are facts of the device and its libraries. `sample` is the digest of computed bits,
+    empty on a GPU, where a start may choose other kernels than the one before."""
+
+    names: tuple[tuple[str, str], ...]
+    sample: bytes = b""
+
+    def digest(self) -> bytes:
+        """16 bytes, equal where blocks may be shared."""
+        text = "\n".join(f"{name}: {value}" for name, value in self.names)
+        return xxhash.xxh3_128_digest(b"cachesvc.arithmetic.v1\n" + text.encode() + self.sample)
+
+
+def arithmetic_of(model: nn.Module, device: str) -> Arithmetic:
+    """The arithmetic of a model that is packed for its device."""
+    if torch.device(device).type == "cpu":
+        return Arithmetic(tuple(_cpu_names()), _sample(model))
+    return Arithmetic(tuple(_gpu_names(torch.device(device))))
+
+
+def _cpu_names() -> Iterator[tuple[str, str]]:
+    yield "torch", torch.__version__
+    yield (
+        "built",
+        xxhash.xxh3_64_hexdigest(torch.__config__.show().encode()),
+    )  # with oneDNN's and MKL's
+    yield "capability", torch.backends.cpu.get_cpu_capability()
+    yield "machine", platform.machine()
+    yield from _processor()
+
+
+def _processor(path: Path = Path("/proc/cpuinfo")) -> Iterator[tuple[str, str]]:
+    """The processor and its vector instructions. Linux says them in a file."""
+    try:
+        first = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        yield "processor", platform.processor()
+        return
+    for line in first.splitlines():
+        name, _, value = (part.strip() for part in line.partition(":"))
+        if name in _PROCESSOR:
+            yield name, value
+        elif name in ("flags", "Features"):
+            sets = sorted(flag for flag in value.split() if flag.startswith(_SETS))
+            yield "vectors", " ".join(sets)
+
+
+def _gpu_names(device: torch.device) -> Iterator[tuple[str, str]]:
+    yield "torch", torch.__version__
+    yield "device", device.type
+    if device.type != "cuda":
+        return
+    yield "gpu", torch.cuda.get_device_name(device)
+    yield "cuda", str(torch.version.cuda)
+    yield "cudnn", str(torch.backends.cudnn.version())
+    yield "precision", torch.get_float32_matmul_precision()
+
+
+@torch.inference_mode()
+def _sample(model: nn.Module) -> bytes:
+    """A digest of the outputs of one layer of each shape, of attention, and of the functions that
+    models apply to single numbers."""
+    hasher = xxhash.xxh3_128()
+    config: Any = model.config
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    seen = set()
+    for module in model.modules():
+        if not isinstance(module, PackedLinear) and type(module) is not nn.Linear:
+            continue
+        shape = module.in_features, module.out_features
+        if shape in seen or shape[0] * shape[1] > _MAX_WEIGHTS:
+            continue
+        seen.add(shape)
+        for num_rows in _SAMPLE_ROWS:
+            _add(hasher, module(_numbers(num_rows, module.in_features).to(dtype)))
+    heads = getattr(config.get_text_config(), "num_attention_heads", None) or 1
+    query, keys = _numbers(heads * 2, 64).view(2, heads, 64), _numbers(2 * 200, 64).view(2, 200, 64)
+    output = torch.empty_like(query)
+    attend_one(query, keys.transpose(1, 2), keys, 199, None, None, None, output)
+    _add(hasher, output)
+    for num_queries in _SAMPLE_ROWS:
+        tile = _numbers(num_queries, 64) @ keys[0].t()
+        _add(hasher, torch.softmax(tile, -1) @ keys[0])
+    line = _numbers(8, 200).to(dtype)
+    for function in (torch.exp, torch.cos, torch.sin, torch.tanh, nn.functional.silu):
+        _add(hasher, function(line))
+    _add(hasher, nn.functional.gelu(line))
+    _add(hasher, torch.rsqrt(line.float().pow(2).mean(-1, keepdim=True) + 1e-5))
+    return hasher.digest()
+
+
+def _numbers(num_rows: int, width: int) -> torch.Tensor:
+    """Numbers in [-1, 1) that every machine makes alike. [num_rows, width] in float32."""
+    whole = torch.arange(num_rows * width) * 7919 % 2048 - 1024
+    return (whole.float() / 1024).view(num_rows, width)
+
+
+def _add(hasher: xxhash.xxh3_128, numbers: torch.Tensor) -> None:
+    hasher.update(numbers.contiguous().view(torch.uint8).numpy().tobytes())

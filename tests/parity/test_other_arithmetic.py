@@ -1,0 +1,65 @@
+"""A data directory that another processor, or an older version, filled: misses with a reason."""
+
+import queue
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cachesvc.config.sections import CacheSection, EngineSection
+from cachesvc.operator.scopes import note_scopes
+from cachesvc.server.compute import build
+from engine.models.arithmetic import Arithmetic
+from engine.models.load import LoadedModel
+from engine.request import Request, SamplingParams, StepOutput
+from engine.testing.models import tiny_model
+from tiers.errors import MissReason
+
+MIB = 1 << 20
+PROMPT = [7 * number % 250 for number in range(100)]
+
+
+def asked(loaded: LoadedModel, folder: Path, *, older: bool = False) -> StepOutput:
+    """The first output for the prompt, of a server's life over `folder`. It flushes at its end."""
+    outputs: queue.Queue[StepOutput] = queue.Queue()
+    core = build(
+        loaded,
+        kv_dtype="auto",
+        cache=CacheSection(
+            block_size=16, device_bytes=MIB, host_bytes=MIB, disk_bytes=64 * MIB, weigh_loads=False
+        ),
+        engine=EngineSection(),
+        data_dir=folder,
+        on_outputs=lambda several: [outputs.put(each) for each in several] and None,
+    )
+    scope = replace(core.scope, arithmetic=b"") if older else core.scope
+    note_scopes(folder, [SimpleNamespace(name="tiny", scope=scope)])
+    core.start()
+    try:
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        core.engine.submit(
+            Request(request_id="1", tokens=array("i", PROMPT), params=params, scope=scope)
+        )
+        return outputs.get(timeout=60)
+    finally:
+        assert core.close() == 0
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_blocks_of_another_processor_or_version_are_misses_with_a_reason(
+    tmp_path: Path, older: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = tiny_model()
+    theirs = replace(mine, arithmetic=Arithmetic((("vendor_id", "another"),)))
+    first = asked(mine if older else theirs, tmp_path, older=older)
+    assert set(first.miss_reasons) == {MissReason.ABSENT, MissReason.TAIL}
+    with caplog.at_level("INFO"):
+        there = asked(mine, tmp_path)
+    assert there.counts is not None and there.counts.hit == 0
+    assert there.miss_reasons == {MissReason.ARITHMETIC: 96, MissReason.TAIL: 4}
+    assert there.lookup is not None and there.lookup.stop is MissReason.ARITHMETIC
+    assert "another processor" in caplog.text
+    again = asked(mine, tmp_path)
+    assert again.counts is not None and again.counts.hit_disk == 96

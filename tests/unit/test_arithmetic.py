@@ -1,0 +1,106 @@
+"""Blocks are shared only where a processor, device and version compute the same bits."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cachesvc.operator.scopes import FILE_NAME, other_arithmetics
+from engine.batch import Batch, Span
+from engine.execution.runner import ModelRunner
+from engine.models import arithmetic
+from engine.models.arithmetic import Arithmetic, arithmetic_of
+from engine.request import SamplingParams
+from engine.scheduling.lookup import computed_otherwise
+from engine.testing.models import new_pool, tiny_model
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
+
+
+def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads() -> None:
+    loaded = tiny_model()
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        again = arithmetic_of(loaded.model, "cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert again == loaded.arithmetic
+    assert dict(again.names)["torch"] == torch.__version__
+
+
+def test_every_fact_and_every_bit_of_the_sample_is_in_the_digest() -> None:
+    mine = Arithmetic((("torch", "2.13"), ("capability", "AVX512")), b"bits")
+    others = [
+        Arithmetic((("torch", "2.14"), ("capability", "AVX512")), b"bits"),
+        Arithmetic((("torch", "2.13"), ("capability", "AVX2")), b"bits"),
+        Arithmetic(mine.names, b"bite"),
+    ]
+    assert len({each.digest() for each in (mine, *others)}) == 4
+
+
+def test_another_kernel_gives_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_model()
+
+    def summed_backwards(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+        whole = packed.to_dense()
+        return (rows[:, None, :].flip(-1) * whole.flip(-1)).sum(-1)
+
+    kind = arithmetic.PackedLinear
+    monkeypatch.setattr(kind, "forward", lambda self, rows: summed_backwards(rows, self._packed))
+    assert arithmetic_of(loaded.model, "cpu").digest() != loaded.arithmetic.digest()
+
+
+def test_a_processor_is_named_by_model_and_vectors_not_by_its_clock(tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    text = "vendor_id\t: AuthenticAMD\nmodel\t\t: 2\ncpu MHz\t: {}\nflags\t: fpu avx2 sse4_1 {}\n\n"
+    info.write_text(text.format(2100, "tsc") + "vendor_id\t: another\n")
+    first = dict(arithmetic._processor(info))
+    info.write_text(text.format(3000, "constant_tsc"))
+    assert dict(arithmetic._processor(info)) == first
+    assert first == {"vendor_id": "AuthenticAMD", "model": "2", "vectors": "avx2 sse4_1"}
+
+
+def test_a_directory_of_an_older_version_lists_its_arithmetic_as_another(tmp_path: Path) -> None:
+    mine = CacheScope(weights=b"w", arithmetic=b"now")
+    assert other_arithmetics(tmp_path, mine) == ()
+    old = {name: value.hex() for name, value in asdict(mine).items() if name != "arithmetic"}
+    elsewhere = {
+        name: value.hex() for name, value in asdict(replace(mine, arithmetic=b"b")).items()
+    }
+    stranger = {**elsewhere, "weights": b"other".hex()}
+    recorded = [{"model": "m", "scope": scope} for scope in (old, elsewhere, stranger)]
+    (tmp_path / FILE_NAME).write_text(json.dumps(recorded))
+    assert other_arithmetics(tmp_path, mine) == (b"b", b"")
+
+
+def test_a_scope_without_arithmetic_has_the_root_of_older_versions() -> None:
+    old = CacheScope(weights=b"w", tokenizer=b"t", layout=b"l", tenant=b"a")
+    assert old.root().hex() == "38e9f0b87efeb3077af1ccdfb9ce62e6"
+    assert replace(old, arithmetic=b"a").root() != old.root()
+
+
+def test_a_prompts_first_block_is_found_under_another_arithmetic() -> None:
+    mine, theirs = CacheScope(weights=b"w", arithmetic=b"1"), CacheScope(weights=b"w")
+    chain, other = (Chain(scope.root(), range(10), 4) for scope in (mine, theirs))
+    assert list(computed_otherwise(chain, mine, [b""])) == [other.block_id(0)]
+    assert not list(computed_otherwise(Chain(mine.root(), range(3), 4), mine, [b""]))
+
+
+def test_threads_change_no_bit_of_the_kv() -> None:
+    loaded = tiny_model()
+    tokens = np.arange(150, dtype=np.int32) * 7 % 250
+    before, kept = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            pool = new_pool(loaded, 10).zero_()
+            span = Span(1, tokens, 0, list(range(10)), True, SamplingParams(temperature=0))
+            ModelRunner(loaded, pool).step(Batch([span]))
+            kept.append(pool)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
