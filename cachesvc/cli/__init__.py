@@ -32,6 +32,9 @@ COMMANDS = {
     "cache": Command("cachesvc.cli.cache.app:app", "Inspect and maintain the disk tier"),
     "config": Command("cachesvc.cli.config:app", "Show every setting, its value and its origin"),
     "bench": Command("cachesvc.cli.bench:app", "Measure time to first token from each tier"),
+    "conform": Command(
+        "cachesvc.cli.conform:conform", "Check that a server's cache never changes an answer"
+    ),
     "replay": Command("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),
     "usage": Command(
         "cachesvc.cli.money.usage:app", "Show tokens by class, their cost and the savings"

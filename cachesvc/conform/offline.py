@@ -1,0 +1,81 @@
+"""A server of our own for a run without one: small tiers, a folder of its own, and restarts."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from cachesvc.conform.target import TargetError
+
+START_S, STOP_S = 900.0, 120.0
+# So small that a run reaches every tier: the default model's KV takes 3 MB a block.
+_SIZES = ("--device-cache", "128MiB", "--host-cache", "128MiB", "--disk-cache", "8GiB")
+# Whatever the disk holds is loaded, also where computing is faster: loading is what is proved.
+_ENVIRONMENT = {"CACHESVC_CACHE__WEIGH_LOADS": "false"}
+
+
+class OwnServer:
+    """`cachesvc serve` as a child. `folder` keeps its data across restarts."""
+
+    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+        self._folder = folder
+        program = Path(sys.executable).with_name("cachesvc")
+        data = ("--data-dir", str(folder / "data"))
+        self._command = [str(program), "serve", *_SIZES, "--port", "0", *data, *options]
+        self._child: subprocess.Popen[bytes] | None = None
+        self._log = folder / "serve.log"
+        self.url = ""
+
+    def start(self) -> None:
+        """Start it and wait until it serves. Raises TargetError with the end of its log."""
+        environment = {**_ENVIRONMENT, **os.environ}  # noqa: TID251  the child's
+        with self._log.open("wb") as out:
+            self._child = subprocess.Popen(
+                self._command, stdout=out, stderr=out, start_new_session=True, env=environment
+            )
+        give_up = time.monotonic() + START_S
+        while not self._ready():
+            if self._child.poll() is not None or time.monotonic() > give_up:
+                self.stop()
+                said = self._log.read_text(errors="replace")[-1500:]
+                raise TargetError(f"the server does not start:\n{said}")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        child, self._child = self._child, None
+        if child is None or child.poll() is not None:
+            return
+        child.send_signal(signal.SIGTERM)
+        try:
+            child.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def _ready(self) -> bool:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            self.url = json.loads((self._folder / "data" / "server.json").read_text())["url"]
+            return True
+        return False
+
+
+@contextlib.contextmanager
+def own_server(options: Sequence[str]) -> Iterator[OwnServer]:
+    """A started server in a temporary folder, stopped and removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="cachesvc-conform-") as folder:
+        server = OwnServer(Path(folder), options)
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()

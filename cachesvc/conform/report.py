@@ -1,0 +1,85 @@
+"""What a run found, as text and JSON."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachesvc.conform.question import Check
+
+_SHOWN = 20  # flips that a report lists in full
+
+
+@dataclass
+class Report:
+    """Checks by kind. A flip is an answer whose tokens differ from the cold one's."""
+
+    cases: Counter[str] = field(default_factory=Counter)
+    flips: Counter[str] = field(default_factory=Counter)
+    moves: Counter[str] = field(default_factory=Counter)  # equal tokens, other log-probabilities
+    moved: float = 0.0  # the largest change of a log-probability
+    num_compared: int = 0  # checks with log-probabilities
+    served: Counter[str] = field(default_factory=Counter)  # prompt tokens by tier
+    cached: int = 0  # prompt tokens that the server says it had
+    shown: list[Check] = field(default_factory=list)
+    shown_moves: list[Check] = field(default_factory=list)
+
+    def add(self, check: Check) -> None:
+        self.cases[check.kind] += 1
+        self.num_compared += check.moved is not None
+        if check.moved and check.at is None:
+            self.moves[check.kind] += 1
+            if len(self.shown_moves) < _SHOWN:
+                self.shown_moves.append(check)
+        self.moved = max(self.moved, check.moved or 0.0)
+        self.cached += check.given.cached or 0
+        self.served.update({tier: num for tier, num in check.given.tiers.items() if num})
+        if check.at is not None:
+            self.flips[check.kind] += 1
+            if len(self.shown) < _SHOWN:
+                self.shown.append(check)
+
+    @property
+    def num_flips(self) -> int:
+        return self.flips.total()
+
+    def faults(self, *, bits: bool, tiers: Iterable[str] = ()) -> list[str]:
+        """Why the run does not conform, in sentences; empty if it does. `tiers` had to serve."""
+        said = []
+        if self.num_flips:
+            total = self.cases.total()
+            said.append(f"{self.num_flips} of {total} answers differ from the cold one")
+        if bits and not self.num_compared:
+            said.append("the server serves no log-probabilities, so bits cannot be compared")
+        if bits and self.moves.total():
+            said.append(f"log-probabilities moved in {self.moves.total()} further answers")
+        unproved = [tier for tier in tiers if not self.served[tier]]
+        said += [f"no token was served from the {tier} tier" for tier in unproved]
+        if not self.cases:
+            said.append("nothing was compared")
+        return said
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "cases": self.cases.total(),
+            "flips": self.num_flips,
+            "moves": self.moves.total(),
+            "largest_move": self.moved if self.num_compared else None,
+            "cached_tokens": self.cached,
+            "tiers": dict(self.served),
+            "kinds": {
+                kind: {"cases": num, "flips": self.flips[kind], "moves": self.moves[kind]}
+                for kind, num in self.cases.items()
+            },
+            "first_flips": [check.as_json() for check in self.shown],
+            "first_moves": [check.as_json() for check in self.shown_moves],
+        }
+
+    def flip_lines(self) -> list[str]:
+        """A sentence for each flip that is shown."""
+        return [
+            f"{check.kind}, a prompt of {len(check.question.prompt)}: token {check.at} is "
+            f"{told['given']!r}, cold {told['expected']!r}"
+            for check in self.shown
+            for told in [check.as_json()]
+        ]

@@ -1,0 +1,98 @@
+"""The server that is asked, over HTTP. Any number of threads."""
+
+import http.client
+import itertools
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from cachesvc.conform.question import Answer, Question, read_answer
+
+ANSWER_S = 600.0
+UNIQUE = "{unique}"  # in a dialect, stands for a text that no other request has
+
+# What makes a request read nothing from a cache, by the `owned_by` of the server's models.
+COLD: Mapping[str, Mapping[str, Any]] = {
+    "cachesvc": {"cachesvc": {"cache": False}},
+    "vllm": {"cache_salt": UNIQUE},
+    "sglang": {"extra_key": UNIQUE},
+    "llamacpp": {"cache_prompt": False},
+}
+
+
+class TargetError(Exception):
+    """The server cannot be reached or refuses. The message says what it answered."""
+
+
+@dataclass
+class Target:
+    """A server. `cold` is what a body needs to read nothing from the cache; None if unknown."""
+
+    url: str
+    model: str
+    owner: str
+    key: str | None = None
+    cold: Mapping[str, Any] | None = None
+    _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.owner == "cachesvc"
+
+    def ask(self, question: Question, *, cold: bool = False) -> Answer:
+        """The server's answer. Raises TargetError."""
+        body = question.body(self.model)
+        if self.owner in COLD:
+            body["ignore_eos"] = True
+        if cold and self.cold is not None:
+            unique = f"conform-{time.time_ns()}-{next(self._numbers)}"
+            body |= json.loads(json.dumps(self.cold).replace(UNIQUE, unique))
+        try:
+            return read_answer(_json(self.url, "/v1/completions", self.key, body))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TargetError(f"{self.url} answered what is no completion: {error}") from error
+
+
+def find_target(
+    url: str, *, model: str | None, key: str | None, cold: Mapping[str, Any] | None
+) -> Target:
+    """The server at `url` and the model to ask, its first if none is named. Raises TargetError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    models = _json(url, "/v1/models", key).get("data") or []
+    named = [each for each in models if model in (None, each.get("id"))]
+    if not named:
+        served = ", ".join(str(each.get("id")) for each in models) or "none"
+        raise TargetError(f"{url} does not serve {model}; it serves {served}")
+    owner = str(named[0].get("owned_by", ""))
+    return Target(url, str(named[0]["id"]), owner, key, cold or COLD.get(owner))
+
+
+def _json(url: str, path: str, key: str | None, body: Any = None) -> Any:
+    parts = urlsplit(url)
+    if parts.hostname is None or parts.scheme not in ("http", "https"):
+        raise TargetError(f"{url} is not the URL of a server; write http://HOST:PORT")
+    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = kind(parts.hostname, parts.port, timeout=ANSWER_S)
+    headers = {"content-type": "application/json"}
+    if key is not None:
+        headers["authorization"] = f"Bearer {key}"
+    try:
+        method = "GET" if body is None else "POST"
+        data = None if body is None else json.dumps(body)
+        connection.request(method, parts.path + path, data, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise TargetError(f"{url} does not answer: {type(error).__name__} {error}") from error
+    finally:
+        connection.close()
+    if answer.status != 200:
+        said = text[:300].decode("utf-8", "replace")
+        raise TargetError(f"{url}{path} answered {answer.status}: {said}")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TargetError(f"{url}{path} answered no JSON: {text[:80]!r}") from error

@@ -1,0 +1,234 @@
+"""`cachesvc conform`: an honest server passes, and each kind of dishonesty is found and named."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from cachesvc.cli import app
+from cachesvc.conform.prompts import rounds
+from cachesvc.conform.question import Answer, Question, compare, read_answer
+from cachesvc.conform.report import Report
+
+Answers = Callable[[list[int], dict[str, Any], int], list[int]]
+
+
+def tokens_of(prompt: list[int], body: dict[str, Any]) -> list[int]:
+    """What a model without a cache says: all of the prompt and the seed count."""
+    start = sum(token * (place + 1) for place, token in enumerate(prompt)) + body.get("seed", 0)
+    return [(start + 31 * number) % 97 for number in range(body["max_tokens"])]
+
+
+class Server:
+    """A server with the wire of `owner`. `answers` gets the prompt, the body and how many leading
+    tokens earlier prompts had; cold requests have none."""
+
+    def __init__(self, owner: str, answers: Answers, *, logprob: float = -1.0) -> None:
+        self.owner, self.answers, self.logprob = owner, answers, logprob
+        self.seen: list[list[int]] = []
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self._send({"data": [{"id": "m", "owned_by": outer.owner}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+                self._send(outer.completion(body))
+
+            def _send(self, body: Any) -> None:
+                data = json.dumps(body).encode()
+                self.send_response(200)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+        self._thread = threading.Thread(target=self._http.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body["prompt"]
+        if isinstance(prompt, str):
+            prompt = [ord(letter) for letter in prompt]
+        cold = body.get("cachesvc") == {"cache": False}
+        with self.lock:
+            known = 0 if cold else max((_common(prompt, each) for each in self.seen), default=0)
+            if not cold:
+                self.seen.append(prompt)
+        tokens = [str(each) for each in self.answers(prompt, body, known)]
+        moved = 0.0 if not known else self.logprob + 1.0
+        told = {"tokens": tokens, "token_logprobs": [-1.0 + moved] * len(tokens)}
+        details = {"cached_tokens": known, "cached_tokens_details": {"device": known}}
+        return {
+            "choices": [{"text": " ".join(tokens), "logprobs": told}],
+            "usage": {"prompt_tokens_details": details},
+        }
+
+    def close(self) -> None:
+        self._http.shutdown()
+        self._thread.join()
+        self._http.server_close()
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*given: Any, **options: Any) -> Server:
+        servers.append(Server(*given, **options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def honest(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+    return tokens_of(prompt, body)
+
+
+def conform(url: str, *options: str) -> tuple[int, dict[str, Any]]:
+    told = CliRunner().invoke(
+        app, ["conform", url, "--block", "8", "--longest", "40", "--json", *options]
+    )
+    return told.exit_code, json.loads(told.stdout)
+
+
+@pytest.mark.parametrize("owner", ["cachesvc", "someone"])
+def test_an_honest_server_conforms_in_every_way_of_asking(
+    serve: Callable[..., Server], owner: str
+) -> None:
+    code, told = conform(serve(owner, honest).url, "--cases", "150", "--bits")
+    assert (code, told["flips"], told["moves"], told["faults"]) == (0, 0, 0, [])
+    assert told["cases"] >= 150 and told["cold_known"] == (owner == "cachesvc")
+    cold = {"first", "extended"} if owner == "cachesvc" else set()
+    assert set(told["kinds"]) == {"repeated", "together", "interleaved", "later"} | cold
+    assert told["tiers"]["device"] > 0
+
+
+def test_a_hit_that_changes_an_answer_is_found_with_its_place(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    def at_a_border(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+        tokens = tokens_of(prompt, body)
+        return tokens if known != 16 else [*tokens[:2], 0, *tokens[3:]]
+
+    server = serve("cachesvc", at_a_border)
+    code, told = conform(server.url, "--cases", "100", "--output", str(tmp_path / "out.json"))
+    assert code == 1 and 0 < told["flips"] < told["cases"]
+    assert {flip["at"] for flip in told["first_flips"]} == {2}
+    assert {flip["cached"] for flip in told["first_flips"]} == {16}
+    assert json.loads((tmp_path / "out.json").read_text()) == told
+
+
+def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("cachesvc", honest, logprob=-1.000001)
+    code, told = conform(server.url, "--cases", "60")
+    assert code == 0 and told["moves"] > 0 and told["largest_move"] == pytest.approx(1e-6)
+    code, told = conform(server.url, "--cases", "60", "--bits", "--seed", "2")
+    assert code == 1 and told["faults"][0].startswith("log-probabilities moved in")
+
+
+def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(
+    serve: Callable[..., Server],
+) -> None:
+    def forgets(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+        return tokens_of(prompt, body | ({"seed": 0} if known and "seed" in body else {}))
+
+    code, told = conform(serve("cachesvc", forgets).url, "--cases", "60")
+    assert code == 1
+    assert all(flip["sampling"].startswith("seed") for flip in told["first_flips"])
+
+
+def test_a_restart_is_a_command_and_what_comes_after_it_is_checked(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    mark = tmp_path / "restarted"
+
+    def stale_after(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+        return [1, 2, 3] if mark.exists() else tokens_of(prompt, body)
+
+    server = serve("cachesvc", stale_after)
+    code, told = conform(server.url, "--cases", "60", "--restart", f"touch {mark}")
+    kinds = {kind for kind, found in told["kinds"].items() if found["flips"]}
+    assert (code, kinds) == (1, {"restarted"})
+    failed = CliRunner().invoke(app, ["conform", server.url, "--cases", "9", "--restart", "false"])
+    assert failed.exit_code == 1 and "ended with 1" in failed.stderr
+
+
+def test_by_text_the_prompts_are_words(serve: Callable[..., Server]) -> None:
+    code, told = conform(serve("someone", honest).url, "--cases", "20", "--text")
+    assert code == 0 and told["cases"] >= 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give either the URL of a server, or --offline"),
+        (["http://127.0.0.1:9", "--offline"], "give either the URL of a server, or --offline"),
+        (["http://127.0.0.1:9"], "does not answer"),
+        (["ftp://x"], "not the URL of a server"),
+        (["http://127.0.0.1:9", "--cold", "{"], "--cold is not JSON"),
+        (["http://127.0.0.1:9", "--cold", "3"], "--cold is a JSON object"),
+    ],
+)
+def test_wrong_input_is_said_in_a_sentence(arguments: list[str], says: str) -> None:
+    told = CliRunner().invoke(app, ["conform", *arguments])
+    assert told.exit_code != 0
+    assert says in told.stderr + str(told.exception)
+
+
+def test_a_model_that_is_not_served_is_named(serve: Callable[..., Server]) -> None:
+    told = CliRunner().invoke(app, ["conform", serve("x", honest).url, "--model", "other"])
+    assert told.exit_code == 1 and "does not serve other; it serves m" in told.stderr
+
+
+def test_answers_part_at_the_first_token_that_differs() -> None:
+    asked = Question((1, 2), 3)
+    cold, hit = Answer(("a", "b", "c"), (-1.0, -2.0, -3.0)), Answer(("a", "b"), (-1.0, -2.5))
+    assert compare("k", asked, cold, cold).at is None
+    check = compare("k", asked, cold, hit)
+    assert (check.at, check.moved) == (2, 0.5)
+    assert compare("k", asked, Answer(("a",)), Answer(("a",))).moved is None
+
+
+def test_answers_are_read_from_each_servers_form() -> None:
+    content = [{"token": "x", "logprob": -0.5}]
+    llama = {"choices": [{"text": "x", "logprobs": {"content": content}}]}
+    assert read_answer(llama) == Answer(("x",), (-0.5,))
+    assert read_answer({"choices": [{"text": "all of it"}]}) == Answer(("all of it",))
+    with pytest.raises(ValueError, match="no choices"):
+        read_answer({"error": "busy"})
+
+
+def test_trunks_end_at_borders_and_beside_them_and_never_begin_alike() -> None:
+    made = rounds(block=8, max_tokens=2, seed=3, longest=40, as_text=False)
+    trunks = [next(made).questions[0].prompt for _ in range(24)]
+    assert {8, 7, 9, 16, 15, 17, 24, 23, 25, 40, 39} <= {len(trunk) for trunk in trunks}
+    assert len({tuple(trunk[:4]) for trunk in trunks}) == len(trunks)
+
+
+def test_nothing_compared_and_a_tier_that_never_served_do_not_conform() -> None:
+    assert Report().faults(bits=False, tiers=["disk"]) == [
+        "no token was served from the disk tier",
+        "nothing was compared",
+    ]
