@@ -57,8 +57,9 @@ class StackedTier(ManagedTier):
         return (*self.disk.levels(), self.remote)
 
     def places(self, ids: Sequence[BlockId]) -> list[TierName]:
-        on_disk = self.disk.held([block.key for block in ids[: self.probe(ids)]])
-        return [self.disk.name if there else self.remote.name for there in on_disk]
+        found = self.disk.places(ids)
+        rest = ids[len(found) :]
+        return found + [self.remote.name] * (self.remote.probe(rest) if rest else 0)
 
     def paced(self, prefill_tokens_per_s: float) -> None:
         self.remote.economy.prefill_tokens_per_s = prefill_tokens_per_s
@@ -80,7 +81,7 @@ class StackedTier(ManagedTier):
             for tier in (self.disk, self.remote):
                 at = len(sources)
                 loaded = tier.load(wanted[at:], into[at : len(wanted)])
-                sources += [tier.name] * loaded.num_blocks
+                sources += loaded.sources or [tier.name] * loaded.num_blocks
                 ages += loaded.ages or [0.0] * loaded.num_blocks
                 if tier is self.disk:
                     self.used([block.key for block in wanted[at : len(sources)]])
