@@ -19,8 +19,10 @@ from engine.attention.kv_pool import KvPool
 from engine.attention.recurrent import RecurrentAttention, RecurrentStates
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
+from engine.errors import ModelError
 from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
+from engine.execution.shrinking import NO_MEMORY, Shrinking
 from engine.execution.team import ThreadTeam
 from engine.execution.traced import TracedForward, trace
 from engine.execution.waiting import Waiting
@@ -86,6 +88,7 @@ class ModelRunner:
             recurrent = RecurrentAttention(self._attention, loaded.port)
             self._attention, self._recurrent = recurrent, recurrent.states
         self._sampler = Sampler(loaded.eos_token_ids)
+        self._shrinking = Shrinking(self._step, kv.block_size)
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._graphs: DecodeGraphs | None = None
@@ -103,18 +106,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, batch: Batch) -> list[Sampled]:
-        """Compute the batch's spans. Returns one `Sampled` for each, in order."""
-        if self._team is None or not batch.spans:
-            return self._step(batch.spans)
+        """Compute the batch's spans. Returns one `Sampled` for each, in order.
+
+        What does not fit into memory at once is computed in parts.
+        """
+        if not batch.spans:
+            return []
+        if self._team is None:
+            return self._shrinking(batch.spans)
         self._team.begin(batch.num_tokens)
         try:
-            return self._step(batch.spans)
+            return self._shrinking(batch.spans)
         finally:
             self._team.end()
 
     def _step(self, spans: Sequence[Span]) -> list[Sampled]:
-        if not spans:
-            return []
         logits, told = self._forward(spans)
         sampling = [span for span in spans if span.sample]
         chosen = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
@@ -139,10 +145,22 @@ class ModelRunner:
             attention.warm_up(self._max_context)
             if self._recurrent is None:
                 self._traced = trace(self._model)
-        self.probe()
-        self._try(1)  # a decode step without a graph compiles its own kernel
+        self._try_kernels(attention)
         if self._graphs is not None:
             self._graphs.warm_up()
+
+    def _try_kernels(self, attention: Any) -> None:
+        """Compile what tails and decode steps without a graph launch. Where a GPU has no room for a
+        kernel, or the machine no compiler, attention does without."""
+        try:
+            self._try(2)
+            self._try(1)
+        except Exception as error:
+            if not getattr(attention, "in_place", False):
+                raise
+            attention.give_up_kernel(error)
+            self._graphs = None
+            self._try(2)
 
     def probe(self) -> None:
         """Compute two tokens over the contents of block 0, and write nothing. Raises errors of the
@@ -152,8 +170,10 @@ class ModelRunner:
     def _try(self, num_tokens: int) -> None:
         params = SamplingParams(temperature=0)
         tokens = np.zeros(num_tokens, np.int32)
-        self.step(Batch([Span(-1, tokens, 0, [0], True, params, write_kv=False)]))
+        [one] = self.step(Batch([Span(-1, tokens, 0, [0], True, params, write_kv=False)]))
         self.forget(-1)
+        if one.error == NO_MEMORY:
+            raise ModelError(NO_MEMORY)
 
     def forget(self, sequence_id: int) -> None:
         """Drop data derived for this sequence. Its blocks may go to others."""

@@ -1,0 +1,128 @@
+"""Computes in parts what does not fit into the device's memory at once. Engine thread only.
+
+A step's memory grows with its tokens, and by some paths with the prefix that they read. How much is
+free depends on the allocator's history. So a step that runs out of memory is halved: first by
+sequences, then at the border of a block, as the scheduler's own chunks are. Only a sequence that
+cannot compute one block fails.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.batch import Embedded, Sampled, Span
+
+logger = logging.getLogger(__name__)
+
+NO_MEMORY = "the device has too little free memory to compute this request"
+CALM_STEPS = 64  # steps that fit, after which twice as many tokens are tried again
+
+Compute = Callable[[Sequence[Span]], list[Sampled]]
+
+
+class Shrinking:
+    """`compute`, for steps of any size. `max_tokens` is the most that are tried at once after a
+    step did not fit, or None."""
+
+    def __init__(self, compute: Compute, block_size: int) -> None:
+        self._compute = compute
+        self._block_size = block_size
+        self.max_tokens: int | None = None
+        self._num_calm = 0
+
+    def __call__(self, spans: Sequence[Span]) -> list[Sampled]:
+        """One `Sampled` for each span, in order."""
+        if self.max_tokens is None or _num_tokens(spans) <= self.max_tokens:
+            done = self._try(spans)
+            if done is not None:
+                self._calm(spans)
+                return done
+        return self._in_halves(spans)
+
+    def _try(self, spans: Sequence[Span]) -> list[Sampled] | None:
+        """The results, or None if the memory is too small for them."""
+        num_tokens = _num_tokens(spans)
+        try:
+            return self._compute(spans)
+        except torch.OutOfMemoryError as error:
+            most = max(self._block_size, num_tokens // 2)
+            self.max_tokens = min(most, self.max_tokens or most)
+            self._num_calm = 0
+            logger.warning(f"a step of {num_tokens} tokens does not fit, so it is halved: {error}")
+        # The handler has ended, so the failed step's tensors are free and can be given back.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
+
+    def _in_halves(self, spans: Sequence[Span]) -> list[Sampled]:
+        if len(spans) > 1:
+            half = len(spans) // 2
+            return self(spans[:half]) + self(spans[half:])
+        [span] = spans
+        border = self._border(span)
+        if border is None:
+            done = self._try(spans)
+            return [Sampled(span.sequence_id, None, error=NO_MEMORY)] if done is None else done
+        [first] = self([_head(span, border)])
+        if first.error is not None:
+            return [first]
+        [second] = self([_tail(span, border)])
+        return [second._replace(targets=first.targets + second.targets)]
+
+    def _border(self, span: Span) -> int | None:
+        """The offset in the span of the block border nearest its middle; None if it has none."""
+        size, end = self._block_size, span.start + len(span.tokens)
+        lowest, highest = span.start // size + 1, (end - 1) // size
+        if lowest > highest or not span.write_kv:
+            return None
+        middle = round((span.start + end) / 2 / size)
+        return min(max(middle, lowest), highest) * size - span.start
+
+    def _calm(self, spans: Sequence[Span]) -> None:
+        """Count a step that was about as large as is tried."""
+        if self.max_tokens is None or 2 * _num_tokens(spans) < self.max_tokens:
+            return
+        self._num_calm += 1
+        if self._num_calm >= CALM_STEPS:
+            self.max_tokens, self._num_calm = 2 * self.max_tokens, 0
+
+
+def _num_tokens(spans: Sequence[Span]) -> int:
+    return sum(len(span.tokens) for span in spans)
+
+
+def _head(span: Span, count: int) -> Span:
+    """The span's first `count` tokens, after which nothing is chosen."""
+    return replace(
+        span,
+        tokens=span.tokens[:count],
+        sample=False,
+        history=None,
+        allowed=None,
+        targets=None if span.targets is None else span.targets[:count],
+        embedded=_embedded(span, 0, count),
+    )
+
+
+def _tail(span: Span, count: int) -> Span:
+    """The span without its first `count` tokens."""
+    targets = None if span.targets is None else span.targets[count:]
+    return replace(
+        span,
+        tokens=span.tokens[count:],
+        start=span.start + count,
+        targets=None if targets is None or not len(targets) else targets,
+        embedded=_embedded(span, count, len(span.tokens)),
+    )
+
+
+def _embedded(span: Span, begin: int, end: int) -> tuple[Embedded, ...]:
+    """The embedded rows of the span's tokens [begin, end)."""
+    cut = []
+    for offset, rows in span.embedded:
+        low, high = max(begin, offset), min(end, offset + len(rows))
+        if low < high:
+            cut.append(Embedded(low - begin, rows[low - offset : high - offset]))
+    return tuple(cut)

@@ -1,0 +1,137 @@
+"""A step that runs out of memory is computed in parts, with the KV and the tokens of its parts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.batch import Batch, Embedded, Sampled, Span
+from engine.execution.runner import ModelRunner
+from engine.execution.shrinking import CALM_STEPS, NO_MEMORY, Shrinking
+from engine.request import SamplingParams
+from engine.testing.models import new_pool, tiny_model
+
+BLOCK = 16
+PARAMS = SamplingParams(temperature=0)
+
+
+def span(number: int, start: int, count: int, **fields: Any) -> Span:
+    tokens = np.arange(start, start + count, dtype=np.int32) % 60 + number
+    table = list(range(8 * number, 8 * number + 8))
+    return Span(number, tokens, start, table, fields.pop("sample", True), PARAMS, **fields)
+
+
+def small(runner: ModelRunner, max_tokens: int) -> list[int]:
+    """Lets the model's forward run out of memory above so many tokens; notes what it computed."""
+    computed: list[int] = []
+    forward = runner._forward
+
+    def limited(spans: Sequence[Span]) -> Any:
+        count = sum(len(each.tokens) for each in spans)
+        if count > max_tokens:
+            raise torch.OutOfMemoryError(f"no room for {count} tokens")
+        computed.append(count)
+        return forward(spans)
+
+    runner._forward = limited  # type: ignore[method-assign]
+    return computed
+
+
+def pair() -> tuple[list[ModelRunner], list[torch.Tensor]]:
+    loaded = tiny_model()
+    pools = [new_pool(loaded, 40) for _ in range(2)]
+    return [ModelRunner(loaded, pool) for pool in pools], pools
+
+
+def test_a_batch_is_halved_until_it_fits_and_long_spans_at_borders_of_blocks() -> None:
+    (whole, limited), pools = pair()
+    spans = [span(0, 0, 70), span(1, 0, 5), span(2, 0, 33), span(3, 0, 21, sample=False)]
+    computed = small(limited, 40)
+    expected, actual = whole.step(Batch(spans)), limited.step(Batch(spans))
+    assert [one.token for one in expected] == [one.token for one in actual]
+    assert sum(computed) == 129 and max(computed) <= 40
+    torch.testing.assert_close(pools[1], pools[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+def test_the_next_steps_do_not_try_what_did_not_fit_until_many_fitted() -> None:
+    tried: list[int] = []
+    limit = 40
+
+    def compute(spans: Sequence[Span]) -> list[Sampled]:
+        count = sum(len(each.tokens) for each in spans)
+        tried.append(count)
+        if count > limit:
+            raise torch.OutOfMemoryError
+        return [Sampled(each.sequence_id, 1) for each in spans]
+
+    shrinking = Shrinking(compute, BLOCK)
+    shrinking([span(0, 0, 64)])
+    assert [64, 32, 32] == tried
+    tried.clear()
+    for _ in range(CALM_STEPS // 2):
+        shrinking([span(0, 0, 64)])
+    assert {32, 64} >= set(tried) and tried.count(64) <= 1
+    limit = 1000
+    for _ in range(CALM_STEPS):
+        shrinking([span(0, 0, 64)])
+    tried.clear()
+    shrinking([span(0, 0, 64)])
+    assert [64] == tried
+
+
+def test_a_sequence_that_cannot_compute_one_block_fails_alone() -> None:
+    (_, limited), _ = pair()
+    small(limited, 3)
+    results = limited.step(Batch([span(0, 0, 2), span(1, 0, 20), span(2, 0, 3)]))
+    assert [None, NO_MEMORY, None] == [one.error for one in results]
+    assert results[0].token is not None and results[2].token is not None
+
+
+def test_the_parts_have_their_own_targets_and_embedded_rows() -> None:
+    given: list[Span] = []
+
+    def compute(spans: Sequence[Span]) -> list[Sampled]:
+        if sum(len(each.tokens) for each in spans) > BLOCK:
+            raise torch.OutOfMemoryError
+        given.extend(spans)
+        return [
+            Sampled(
+                each.sequence_id,
+                7 if each.sample else None,
+                targets=() if each.targets is None else tuple(each.targets.tolist()),
+            )
+            for each in spans
+        ]
+
+    rows = torch.arange(20)[:, None]
+    whole = span(
+        1,
+        4,
+        40,
+        targets=np.arange(30, dtype=np.int32),
+        embedded=(Embedded(3, rows), Embedded(39, rows[:1])),
+        allowed=np.ones(2, np.int32),
+    )
+    [result] = Shrinking(compute, BLOCK)([whole])
+    assert 7 == result.token
+    assert list(range(30)) == list(result.targets)
+    assert [4, 16, 32] == [part.start for part in given]
+    assert [False, False, True] == [part.sample for part in given]
+    assert [None, None] == [part.allowed for part in given[:2]]
+    seen = {
+        part.start + piece.offset + n: int(row)
+        for part in given
+        for piece in part.embedded
+        for n, row in enumerate(piece.rows[:, 0])
+    }
+    assert {**{4 + 3 + n: n for n in range(20)}, 43: 0} == seen
+
+
+def test_other_errors_are_not_retried() -> None:
+    def compute(spans: Sequence[Span]) -> list[Sampled]:
+        raise RuntimeError("another fault")
+
+    with pytest.raises(RuntimeError, match="another fault"):
+        Shrinking(compute, BLOCK)([span(0, 0, 64)])
