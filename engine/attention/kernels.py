@@ -1,43 +1,24 @@
 """Triton kernels that read the block-first pool in place, and the functions that launch them.
 
-One kernel reads keys and values. Another reads latents with a rotated key, which all heads share.
-Both split a sequence's keys among programs, and `_merge` joins the results. `attention.triton`
-decides which spans go where. Nothing here waits for the device.
+One kernel reads keys and values, or latents with a rotated key, which all heads share. A sequence's
+keys are cut into pieces (`attention.pieces`), whose results another kernel joins.
+`attention.tiling` decides how much a program takes at once, `attention.triton` which spans go
+where. Nothing here waits for the device.
 """
 # ruff: noqa: N803  compile-time arguments are written as constants, as in Triton's own kernels
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.attention.base import AttentionOptions
+from engine.attention.pieces import Pieces
+from engine.attention.tiling import padded, tiling
 
-_TILE = 64  # keys that a program processes at once
-_MIN_DOT = 16  # the fewest rows that `tl.dot` accepts
-LATENT_ROWS = 16  # heads of a token that share a program over latents, 512 numbers wide
-_LATENT_TILE_BYTES = 32 << 10  # of the latents that a program processes at once
-_WIDE_ROWS = 64 * 128  # numbers in a program's queries above which it uses eight warps
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _bounds(  # type: ignore[no-untyped-def]
-    lengths, counts, window, QUERIES: tl.constexpr, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
-    """How many keys the sequence's first query sees, and the first key and the end of the split.
-
-    The program's axes are (sequence, _, split). Each split takes whole tiles.
-    """
-    sequence, split = tl.program_id(0), tl.program_id(2)
-    length = tl.load(lengths + sequence)
-    first_seen = length
-    if QUERIES > 1:
-        first_seen = length - tl.load(counts + sequence) + 1
-    share = tl.cdiv(tl.cdiv(length, TILE), tl.num_programs(2)) * TILE
-    low = split * share
-    high = tl.minimum(length, low + share)
-    if HAS_WINDOW:
-        low = tl.maximum(low, tl.maximum(0, first_seen - window) // TILE * TILE)
-    return first_seen, low, high
+_MERGED = 2048  # numbers of the output that a merging program takes at once
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,7 +26,7 @@ def _live(  # type: ignore[no-untyped-def]
     position, there, seen, window, HAS_WINDOW: tl.constexpr
 ):
     """[ROWS, TILE]: the keys of a tile that each row attends to. `there` marks the keys of the
-    split."""
+    piece."""
     live = there[None, :] & (position[None, :] < seen[:, None])
     if HAS_WINDOW:
         live = live & (position[None, :] >= seen[:, None] - window)
@@ -88,6 +69,7 @@ def _paged_kernel(  # type: ignore[no-untyped-def]
     query,
     pool,
     tables,
+    pieces,
     lengths,
     counts,
     partial,
@@ -109,26 +91,47 @@ def _paged_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PADDED_ROTATED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """One program per (sequence, KV head, split): the group's queries over the split's keys.
+    """One program per (piece of a sequence, tile of a KV head's rows): some of the queries of the
+    head's group over the piece's keys.
 
-    Writes the unnormalised output, the maximum score and the sum of exponentials, for `_merge`. It
+    Without ROTATED, keys and values are DIM wide. With it, a latent of DIM numbers is both key and
+    value, so it is read once for both, and ROTATED numbers more belong to the key.
+
+    Writes the unnormalised output, the maximum score and the sum of exponentials, to be merged. It
     has four steps: find its keys, load its queries, loop over tiles of keys with a running softmax,
     write the results. The compiler inlines the functions it calls.
     """
-    sequence, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_seen, low, high = _bounds(lengths, counts, window, QUERIES, TILE, HAS_WINDOW)
-    row = tl.arange(0, ROWS)  # the group's heads of the first query, of the second, ...
+    piece = tl.program_id(0)
+    sequence = tl.load(pieces + piece)
+    low = tl.load(pieces + tl.num_programs(0) + piece)
+    high = tl.load(pieces + 2 * tl.num_programs(0) + piece)
+    num_tiles: tl.constexpr = (QUERIES * GROUPS + ROWS - 1) // ROWS
+    head, tile = tl.program_id(1) // num_tiles, tl.program_id(1) % num_tiles
+    first_seen = tl.load(lengths + sequence)  # how many keys the sequence's first query sees
+    if QUERIES > 1:
+        first_seen = first_seen - tl.load(counts + sequence) + 1
+    row = tile * ROWS + tl.arange(0, ROWS)  # the group's heads of the first query, of the second...
+    real = row < QUERIES * GROUPS
     seen = first_seen + row // GROUPS  # keys before which each row stops
-    dim = tl.arange(0, PADDED_DIM)
-    inside = (row < QUERIES * GROUPS)[:, None] & (dim < DIM)[None, :]
+    dim, turn = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_ROTATED)
+    inside = real[:, None] & (dim < DIM)[None, :]
     query_at = query + sequence * query_sequence_stride + head * GROUPS * query_head_stride
     query_at += row // GROUPS * query_row_stride + row % GROUPS * query_head_stride
     queries = tl.load(query_at[:, None] + dim[None, :], mask=inside, other=0.0)
+    turned = queries
+    if ROTATED:
+        turned = tl.load(
+            query_at[:, None] + DIM + turn[None, :],
+            mask=real[:, None] & (turn < ROTATED)[None, :],
+            other=0.0,
+        )
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -148,169 +151,101 @@ def _paged_kernel(  # type: ignore[no-untyped-def]
         at = key_at[:, None] + dim[None, :]
         readable = there[:, None] & (dim < DIM)[None, :]
         keys = tl.load(at, mask=readable, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scaling
-        scores = _seen(scores, live, softcap, HAS_SOFTCAP)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        values = keys
+        if ROTATED:
+            rotated = tl.load(
+                key_at[:, None] + DIM + turn[None, :],
+                mask=there[:, None] & (turn < ROTATED)[None, :],
+                other=0.0,
+            ).to(queries.dtype)
+            scores += tl.dot(turned, tl.trans(rotated), input_precision="ieee")
+        scores = _seen(scores * scaling, live, softcap, HAS_SOFTCAP)
         weights, shrink, maximum = _weights(scores, maximum)
-        values = tl.load(at + pool_kv_stride, mask=readable, other=0.0).to(queries.dtype)
+        if not ROTATED:
+            values = tl.load(at + pool_kv_stride, mask=readable, other=0.0).to(queries.dtype)
         weighted = tl.dot(weights.to(queries.dtype), values, input_precision="ieee")
         output = output * shrink[:, None] + weighted
         total = total * shrink + tl.sum(weights, 1)
-    program = (sequence * tl.num_programs(1) + head) * tl.num_programs(2) + split
-    to = program * QUERIES * GROUPS + row
+    to = (piece * (tl.num_programs(1) // num_tiles) + head) * QUERIES * GROUPS + row
     tl.store(partial + to[:, None] * DIM + dim[None, :], output, mask=inside)
-    tl.store(maxima + to, maximum, mask=row < QUERIES * GROUPS)
-    tl.store(sums + to, total, mask=row < QUERIES * GROUPS)
-
-
-@triton.jit(do_not_specialize=_VARYING)  # type: ignore[untyped-decorator]
-def _latent_kernel(  # type: ignore[no-untyped-def]
-    query,
-    kept,
-    tables,
-    lengths,
-    counts,
-    partial,
-    maxima,
-    sums,
-    scaling,
-    window,
-    softcap,
-    query_sequence_stride,
-    query_row_stride,
-    query_head_stride,
-    kept_block_stride,
-    kept_row_stride,
-    table_stride,
-    QUERIES: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    PADDED_RANK: tl.constexpr,
-    ROTATED: tl.constexpr,
-    PADDED_ROTATED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-):
-    """One program per (sequence, tile of its queries' heads, split), over latents with a rotated
-    key each.
-
-    Steps and results as in `_paged_kernel`. All heads share the cached rows. A latent is both key
-    and value, so it is read once for both.
-    """
-    sequence, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    first_seen, low, high = _bounds(lengths, counts, window, QUERIES, TILE, HAS_WINDOW)
-    row = tile * ROWS + tl.arange(0, ROWS)  # all heads of the first query, of the second, ...
-    real = row < QUERIES * HEADS
-    seen = first_seen + row // HEADS  # keys before which each row stops
-    rank, turn = tl.arange(0, PADDED_RANK), tl.arange(0, PADDED_ROTATED)
-    query_at = query + sequence * query_sequence_stride
-    query_at += row // HEADS * query_row_stride + row % HEADS * query_head_stride
-    inside = real[:, None] & (rank < RANK)[None, :]
-    plain = tl.load(query_at[:, None] + rank[None, :], mask=inside, other=0.0)
-    turned = tl.load(
-        query_at[:, None] + RANK + turn[None, :],
-        mask=real[:, None] & (turn < ROTATED)[None, :],
-        other=0.0,
-    )
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    output = tl.zeros([ROWS, PADDED_RANK], tl.float32)
-    for first in range(low, high, TILE):
-        position = first + tl.arange(0, TILE)
-        there = position < high
-        live = _live(position, there, seen, window, HAS_WINDOW)
-        block = tl.load(
-            tables + sequence * table_stride + position // BLOCK_SIZE, mask=there, other=0
-        )
-        at = kept + block.to(tl.int64) * kept_block_stride
-        at += (position % BLOCK_SIZE) * kept_row_stride
-        latents = tl.load(
-            at[:, None] + rank[None, :],
-            mask=there[:, None] & (rank < RANK)[None, :],
-            other=0.0,
-        ).to(plain.dtype)
-        keys = tl.load(
-            at[:, None] + RANK + turn[None, :],
-            mask=there[:, None] & (turn < ROTATED)[None, :],
-            other=0.0,
-        ).to(plain.dtype)
-        scores = tl.dot(plain, tl.trans(latents), input_precision="ieee")
-        scores += tl.dot(turned, tl.trans(keys), input_precision="ieee")
-        scores = _seen(scores * scaling, live, softcap, HAS_SOFTCAP)
-        weights, shrink, maximum = _weights(scores, maximum)
-        weighted = tl.dot(weights.to(plain.dtype), latents, input_precision="ieee")
-        output = output * shrink[:, None] + weighted
-        total = total * shrink + tl.sum(weights, 1)
-    to = (sequence * tl.num_programs(2) + split) * QUERIES * HEADS + row
-    tl.store(partial + to[:, None] * RANK + rank[None, :], output, mask=inside)
     tl.store(maxima + to, maximum, mask=real)
     tl.store(sums + to, total, mask=real)
 
 
-def attend_latents(
-    query: torch.Tensor,
-    kept: torch.Tensor,
-    rank: int,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    counts: torch.Tensor,
-    options: AttentionOptions,
-    num_splits: int,
-) -> torch.Tensor:
-    """`attend_paged` for a cache of one head, whose values are the first `rank` numbers of its
-    keys.
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_kernel(  # type: ignore[no-untyped-def]
+    partial,
+    maxima,
+    sums,
+    firsts,
+    sinks,
+    output,
+    QUERIES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Joins a sequence's pieces by a softmax, as FlashDecoding does. One program per (sequence, KV
+    head, tile of its rows)."""
+    sequence, head, num_heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    real = row < QUERIES * GROUPS
+    dim = tl.arange(0, PADDED_DIM)
+    inside = real[:, None] & (dim < DIM)[None, :]
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    joined = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    if HAS_SINKS:
+        highest = tl.load(sinks + head * GROUPS + row % GROUPS).to(tl.float32)
+        total += 1.0
+    for piece in range(tl.load(firsts + sequence), tl.load(firsts + sequence + 1)):
+        at = (piece * num_heads + head) * QUERIES * GROUPS + row
+        maximum = tl.load(maxima + at, mask=real, other=float("-inf"))
+        higher = tl.maximum(highest, maximum)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink, grow = tl.exp(highest - base), tl.exp(maximum - base)
+        there = tl.load(partial + at[:, None] * DIM + dim[None, :], mask=inside, other=0.0)
+        joined = joined * shrink[:, None] + there * grow[:, None]
+        total = total * shrink + tl.load(sums + at, mask=real, other=0.0) * grow
+        highest = higher
+    to = (sequence * QUERIES + row // GROUPS) * num_heads * GROUPS + head * GROUPS + row % GROUPS
+    joined = joined / tl.where(real, total, 1.0)[:, None]
+    tl.store(output + to[:, None] * DIM + dim[None, :], joined, mask=inside)
 
-    query: [S, Q, H, D]; kept: [num_blocks, block_size, 1, D]. Returns [S, Q, H, rank].
-    """
-    num_sequences, num_queries, num_heads, dim = query.shape
-    rows = num_queries * num_heads
-    shape = (num_sequences, 1, num_splits, rows)
-    partial = torch.empty((*shape, rank), dtype=torch.float32, device=query.device)
-    maxima = torch.empty(shape, dtype=torch.float32, device=query.device)
-    sums = torch.empty_like(maxima)
-    padded_rank = max(_MIN_DOT, triton.next_power_of_2(rank))
-    tile = _LATENT_TILE_BYTES // (padded_rank * query.dtype.itemsize)
-    _latent_kernel[(num_sequences, triton.cdiv(rows, LATENT_ROWS), num_splits)](
-        query,
-        kept,
-        tables,
-        lengths,
-        counts,
-        partial,
-        maxima,
-        sums,
-        options.scaling,
-        options.window or 0,
-        options.softcap or 1.0,
-        query.stride(0),
-        query.stride(1),
-        query.stride(2),
-        kept.stride(0),
-        kept.stride(1),
-        tables.stride(0),
-        QUERIES=num_queries,
-        HEADS=num_heads,
-        ROWS=LATENT_ROWS,
-        RANK=rank,
-        PADDED_RANK=padded_rank,
-        ROTATED=dim - rank,
-        PADDED_ROTATED=max(_MIN_DOT, triton.next_power_of_2(dim - rank)),
-        BLOCK_SIZE=kept.shape[1],
-        TILE=min(_TILE, max(_MIN_DOT, tile)),
-        HAS_WINDOW=options.window is not None,
-        HAS_SOFTCAP=options.softcap is not None,
-        num_warps=4,
-        num_stages=2
-        if query.dtype.itemsize == 2
-        else 1,  # not every device has shared memory for more
-    )
-    sinks = options.sinks
-    if sinks is not None:
-        sinks = sinks.float().repeat(num_queries).view(1, 1, rows)
-    merged = _merge(partial, maxima, sums, sinks)  # [S, 1, Q * H, rank]
-    return merged.view(num_sequences, num_queries, num_heads, rank).to(query.dtype)
+
+def constants(
+    num_queries: int,
+    groups: int,
+    dim: int,
+    itemsize: int,
+    options: AttentionOptions,
+    *,
+    block_size: int,
+    capability: tuple[int, int],
+    rotated: int = 0,
+) -> dict[str, Any]:
+    """The kernel's compile-time arguments, and those of its compiler, for heads of `dim` numbers
+    in a query of `itemsize` bytes each."""
+    latent = rotated > 0
+    fit = tiling(num_queries * groups, dim, itemsize, capability=capability, latent=latent)
+    return {
+        "QUERIES": num_queries,
+        "GROUPS": groups,
+        "ROWS": fit.rows,
+        "DIM": dim,
+        "PADDED_DIM": padded(dim),
+        "ROTATED": rotated,
+        "PADDED_ROTATED": padded(max(1, rotated)),
+        "BLOCK_SIZE": block_size,
+        "TILE": fit.tile,
+        "HAS_WINDOW": options.window is not None,
+        "HAS_SOFTCAP": options.softcap is not None,
+        "num_warps": fit.num_warps,
+        "num_stages": fit.num_stages,
+    }
 
 
 def attend_paged(
@@ -318,30 +253,50 @@ def attend_paged(
     pool: torch.Tensor,
     tables: torch.Tensor,
     lengths: torch.Tensor,
-    counts: torch.Tensor,
+    counts: torch.Tensor | None,
     options: AttentionOptions,
-    num_splits: int,
+    cut: Callable[[int, int | None], Pieces],
+    *,
+    rank: int | None = None,
 ) -> torch.Tensor:
     """A few successive queries for each sequence over its keys in the pool, read in place.
 
     query: [S, Q, Hq, D], last axis contiguous; pool: one layer, [num_blocks, 2, block_size, Hkv,
     D]; tables: [S, max_blocks] int32; lengths: [S] int32, the keys that a sequence's last query
     sees, including its own; counts: [S] int32, how many leading queries of a sequence's Q are real
-    (not read if Q is 1). `num_splits` programs share each sequence's keys. Returns [S, Q, Hq, D].
+    (None if Q is 1). `cut` gives the pieces of the sequences' keys for so many programs each and a
+    window. Returns [S, Q, Hq, D].
+
+    With `rank`, the layer is [num_blocks, 1, block_size, 1, D], whose values are the first `rank`
+    numbers of its keys. Returns [S, Q, Hq, rank].
     """
     num_sequences, num_queries, num_heads, dim = query.shape
     num_kv_heads = pool.shape[3]
     groups = num_heads // num_kv_heads
-    shape = (num_sequences, num_kv_heads, num_splits, num_queries * groups)
-    partial = torch.empty((*shape, dim), dtype=torch.float32, device=query.device)
+    wide = dim if rank is None else rank
+    chosen = constants(
+        num_queries,
+        groups,
+        wide,
+        query.dtype.itemsize,
+        options,
+        block_size=pool.shape[2],
+        capability=capability_of(query.device),
+        rotated=dim - wide,
+    )
+    num_programs = num_kv_heads * triton.cdiv(num_queries * groups, chosen["ROWS"])
+    pieces = cut(num_programs, options.window)
+    shape = (len(pieces.rows[0]), num_kv_heads, num_queries * groups)
+    partial = torch.empty((*shape, wide), dtype=torch.float32, device=query.device)
     maxima = torch.empty(shape, dtype=torch.float32, device=query.device)
     sums = torch.empty_like(maxima)
-    _paged_kernel[(num_sequences, num_kv_heads, num_splits)](
+    _paged_kernel[(shape[0], num_programs)](
         query,
         pool,
         tables,
+        pieces.rows,
         lengths,
-        counts,
+        lengths if counts is None else counts,
         partial,
         maxima,
         sums,
@@ -356,36 +311,35 @@ def attend_paged(
         pool.stride(2),
         pool.stride(3),
         tables.stride(0),
-        QUERIES=num_queries,
-        GROUPS=groups,
-        ROWS=max(_MIN_DOT, triton.next_power_of_2(num_queries * groups)),
-        DIM=dim,
-        PADDED_DIM=max(_MIN_DOT, triton.next_power_of_2(dim)),
-        BLOCK_SIZE=pool.shape[2],
-        TILE=_TILE,
-        HAS_WINDOW=options.window is not None,
-        HAS_SOFTCAP=options.softcap is not None,
-        num_warps=8 if num_queries * groups * dim > _WIDE_ROWS else 4,
+        **chosen,
     )
-    sinks = options.sinks
-    if sinks is not None:
-        sinks = sinks.float().view(num_kv_heads, 1, 1, groups)
-        sinks = sinks.expand(num_kv_heads, 1, num_queries, groups).flatten(2)
-    merged = _merge(partial, maxima, sums, sinks)  # [S, Hkv, Q * G, D]
-    merged = merged.view(num_sequences, num_kv_heads, num_queries, groups, dim).transpose(1, 2)
-    return merged.reshape(query.shape).to(query.dtype)
+    output = query.new_empty(num_sequences, num_queries, num_heads, wide)
+    merging = merge_constants(num_queries, groups, wide, sinks=options.sinks is not None)
+    num_tiles = triton.cdiv(num_queries * groups, merging["ROWS"])
+    _merge_kernel[(num_sequences, num_kv_heads, num_tiles)](
+        partial,
+        maxima,
+        sums,
+        pieces.firsts,
+        maxima if options.sinks is None else options.sinks,
+        output,
+        **merging,
+    )
+    return output
 
 
-def _merge(
-    partial: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor | None
-) -> torch.Tensor:
-    """Join splits (axis 2) by a softmax, as FlashDecoding does. partial: [S, Hkv, splits, R, D];
-    sinks: [Hkv, 1, R]. Returns [S, Hkv, R, D]."""
-    highest = maxima.amax(2, keepdim=True)
-    if sinks is not None:
-        highest = torch.maximum(highest, sinks)
-    weights = torch.exp(maxima - highest)
-    total = (weights * sums).sum(2)
-    if sinks is not None:
-        total += torch.exp(sinks - highest)[:, :, 0]
-    return (weights[..., None] * partial).sum(2) / total[..., None]
+def merge_constants(num_queries: int, groups: int, dim: int, *, sinks: bool) -> dict[str, Any]:
+    """The merging kernel's compile-time arguments."""
+    return {
+        "QUERIES": num_queries,
+        "GROUPS": groups,
+        "ROWS": min(padded(num_queries * groups), max(1, _MERGED // padded(dim))),
+        "DIM": dim,
+        "PADDED_DIM": padded(dim),
+        "HAS_SINKS": sinks,
+    }
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The generation of a GPU; in the interpreter, one that the usual tiling fits."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)

@@ -8,26 +8,27 @@ here waits for the device. Imported only with a CUDA device, or under Triton's i
 Engine thread only.
 """
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import triton
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import AttentionOptions, attend_dense, first_seen, gather_blocks
-from engine.attention.kernels import LATENT_ROWS, attend_latents, attend_paged
+from engine.attention.kernels import attend_paged
 from engine.attention.kv_pool import KvPool
+from engine.attention.pieces import Pieces, cut
 from engine.attention.varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
 from engine.hardware import upload
 from tiers.blocks.layout import LayerLayout
 
-_SPLIT_KEYS = 512  # the fewest keys per program when a sequence is split
-_PROGRAMS = 264  # programs worth launching: two per multiprocessor of an H100, which has 132
-_TILE_SCORES = 64 << 20  # scores computed at once if no kernel fits
+logger = logging.getLogger(__name__)
+
+_TILE_SCORES = 32 << 20  # computed at once if no kernel fits: with what becomes of them, 0.6 GB
 _SHORT = 64  # the longest span for the kernel; a longer one is worth gathering its prefix
 _QUERIES = 8  # of a span that share a program; with groups of 8 heads, 64 rows in registers
 
@@ -42,8 +43,15 @@ class _Launch:
     wanted: torch.Tensor  # [N] their rows in the step
     tables: torch.Tensor  # [S, max_blocks] int32
     lengths: torch.Tensor  # [S] int32
-    counts: torch.Tensor  # [S] int32
-    longest: int  # keys, of all S
+    counts: torch.Tensor | None  # [S] int32; None if Q is 1
+    pieces: dict[tuple[int, int | None], Pieces] = field(default_factory=dict)
+
+    def cut(self, num_programs: int, window: int | None) -> Pieces:
+        """The pieces of the keys. Layers of one shape share them."""
+        key = num_programs, window
+        if key not in self.pieces:
+            self.pieces[key] = cut(self.lengths, self.counts, window, num_programs)
+        return self.pieces[key]
 
 
 @dataclass(slots=True)
@@ -65,7 +73,7 @@ class TritonAttention:
         gathered."""
         self._pool = pool
         self._kv = KvPool(pool, layers)
-        self._in_place = self._kv.paired or self._kv.latent
+        self.in_place = self._kv.paired or self._kv.latent  # whether the kernel reads the pool
         self._varlen = self._kv.paired and varlen_works(pool)
         self._step: _Step | None = None
 
@@ -77,7 +85,7 @@ class TritonAttention:
         written, positions, owners = [], [], []
         for span, first in zip(spans, firsts, strict=False):
             count = len(span.tokens)
-            if self._in_place and count <= _SHORT:
+            if self.in_place and count <= _SHORT:
                 paged[1 if count == 1 else _QUERIES].append((span, first))
             else:
                 whole = np.array(span.block_table[: -(-(span.start + count) // block_size)])
@@ -120,8 +128,7 @@ class TritonAttention:
             self._upload(_joined(wanted)),
             self._upload(padded),
             self._upload(np.array(lengths, np.int32)),
-            self._upload(np.array(counts, np.int32)),
-            max(lengths),
+            None if num_queries == 1 else self._upload(np.array(counts, np.int32)),
         )
 
     def begin_decode(
@@ -137,8 +144,7 @@ class TritonAttention:
         others: [S].
         """
         everyone = torch.arange(len(lengths), device=lengths.device)
-        longest = tables.shape[1] * self._kv.block_size
-        launch = _Launch(1, everyone, None, everyone, tables, lengths, lengths, longest)
+        launch = _Launch(1, everyone, None, everyone, tables, lengths, None)
         self._step = _Step([], [launch], everyone, blocks, rows)
 
     def attend(
@@ -163,6 +169,14 @@ class TritonAttention:
             output[launch.wanted] = self._attend_launch(layer, launch, query, options)
         return output
 
+    def give_up_kernel(self, error: Exception) -> None:
+        """Gathers every span from now on: the kernel does not fit this GPU or cannot be built."""
+        logger.warning(
+            f"the attention kernel cannot be used here, so blocks are gathered and decode steps "
+            f"are not recorded, which is slower: {error}"
+        )
+        self.in_place = False
+
     def finish(self) -> None:
         self._step = None
 
@@ -174,16 +188,19 @@ class TritonAttention:
     ) -> torch.Tensor:
         """query: [T, Hq, Dk], of the step; returns [N, Hq, Dv], of the launch."""
         chosen = query[launch.queries].unflatten(0, (-1, launch.num_queries))
-        told = (launch.tables, launch.lengths, launch.counts, options)
-        if self._kv.latent:
-            kept = self._kv.layers[layer]
-            tiles = triton.cdiv(chosen.shape[1] * chosen.shape[2], LATENT_ROWS)
-            num_splits = _splits(len(chosen) * tiles, launch.longest)
-            output = attend_latents(chosen, kept.key, kept.value.shape[-1], *told, num_splits)
-        else:
-            pool = self._pool[:, self._kv.places[layer]]
-            num_splits = _splits(len(chosen) * pool.shape[3], launch.longest)
-            output = attend_paged(chosen, pool, *told, num_splits)
+        kept = self._kv.layers[layer]
+        rank = kept.value.shape[-1] if self._kv.latent else None
+        pool = kept.key[:, None] if rank is not None else self._pool[:, self._kv.places[layer]]
+        output = attend_paged(
+            chosen,
+            pool,
+            launch.tables,
+            launch.lengths,
+            launch.counts,
+            options,
+            launch.cut,
+            rank=rank,
+        )
         output = output.flatten(0, 1)
         return output if launch.kept is None else output[launch.kept]
 
@@ -205,7 +222,7 @@ class TritonAttention:
         end = span.start + len(span.tokens)
         keys, values = gather_blocks(self._kv.layers[layer], table[first:], end - before)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-        if not self._kv.paired:
+        if not self._kv.paired or options.softcap is not None or options.sinks is not None:
             return _attend_tiled(query, keys, values, span.start - before, options)
         if options == AttentionOptions(options.scaling):
             return _attend_causal(query, keys, values, options.scaling)
@@ -215,12 +232,6 @@ class TritonAttention:
         return upload(values, self._pool.device)
 
 
-def _splits(num_programs: int, longest: int) -> int:
-    """How many programs share one sequence's keys: enough to fill the device, each with some
-    work."""
-    return min(-(-_PROGRAMS // max(1, num_programs)), -(-longest // _SPLIT_KEYS))
-
-
 def _attend_tiled(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -228,14 +239,17 @@ def _attend_tiled(
     start: int,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """`attend_dense`, a few queries at a time. No flash kernel takes heads as wide as latents, and
-    all scores of a chunk over a long prefix would take gigabytes."""
+    """`attend_dense`, a few queries at a time. No flash kernel takes caps, sinks, or heads as wide
+    as latents, and all scores of a chunk over a long prefix would take gigabytes."""
     tile = max(1, _TILE_SCORES // (query.shape[1] * key.shape[0]))
     outputs = []
     for low in range(0, len(query), tile):
         rows = query[low : low + tile]
         end = start + low + len(rows)
-        outputs.append(attend_dense(rows, key[:end], value[:end], start + low, options))
+        first = first_seen(start + low, options.window)
+        outputs.append(
+            attend_dense(rows, key[first:end], value[first:end], start + low - first, options)
+        )
     return torch.cat(outputs)
 
 

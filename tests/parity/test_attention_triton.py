@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention import pieces as attention_pieces
 from engine.attention import varlen as attention_varlen
 from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention, attend_dense
 from engine.batch import Batch, Span
@@ -32,6 +33,8 @@ PARAMS = SamplingParams(temperature=0)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
+    from triton.runtime.errors import OutOfResources
+
     from engine.attention import triton as paged
 
 # Triton 3.6's interpreter turns one-element arrays into the bounds of a range. NumPy warned of that
@@ -41,14 +44,19 @@ CANNOT_LOOP = triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__)
 in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
 
 
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter runs programs one after another, also those that find nothing to do."""
+    monkeypatch.setattr(attention_pieces, "PROGRAMS", 2)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_nothing_that_varies_in_service_recompiles_the_kernel() -> None:
-    from engine.attention.kernels import _latent_kernel, _paged_kernel
+    from engine.attention.kernels import _paged_kernel
 
     strides = {f"query_{of}_stride" for of in ("sequence", "row", "head")}
-    for kernel in (_paged_kernel, _latent_kernel):
-        plain = {p.name for p in kernel.params if p.do_not_specialize}
-        assert {"window", "table_stride"} | strides == plain
+    plain = {p.name for p in _paged_kernel.params if p.do_not_specialize}
+    assert {"window", "table_stride"} | strides == plain
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the child process")
@@ -68,7 +76,7 @@ def test_the_kernel_under_the_interpreter() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert "26 passed" in child.stdout
+    assert "29 passed" in child.stdout
 
 
 def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:
@@ -213,19 +221,47 @@ def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
 
 
 @in_child
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("scores", ["cap", "sinks"])
+def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(
+    scores: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once are 6 GB for a chunk of 512 over 32k keys of 32 heads."""
+    limit = 6 * 100 * 3
+    monkeypatch.setattr(paged, "_TILE_SCORES", limit)
+    sizes = []
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *others: Any) -> torch.Tensor:
+        sizes.append(query.shape[0] * query.shape[1] * key.shape[0])
+        return attend_dense(query, key, *others)
+
+    monkeypatch.setattr(paged, "attend_dense", noted)
+    options = AttentionOptions(0.3, window=window, softcap=4.0 if scores == "cap" else None)
+    if scores == "sinks":
+        options = replace(options, sinks=torch.linspace(-2, 9, KV_HEADS * 3))
+    pool = torch.randn(12, LAYERS, 2, BLOCK, KV_HEADS, 16)
+    pools = pool.clone(), pool.clone()
+    spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
+    expected = run(ReferenceAttention(pools[0]), spans, 3, 16, options)
+    actual = run(paged.TritonAttention(pools[1]), spans, 3, 16, options)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert len(sizes) > 20 and max(sizes) <= limit
+
+
+@in_child
 def test_a_model_of_latents_decodes_by_graphs_as_by_launches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from tests.parity.architectures import served
 
     launched = set()
-    attend_latents = paged.attend_latents
+    attend_paged = paged.attend_paged
 
-    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    def counted(query: torch.Tensor, *others: Any, rank: int) -> torch.Tensor:
         launched.add(query.shape[1])
-        return attend_latents(query, *others)
+        return attend_paged(query, *others, rank=rank)
 
-    monkeypatch.setattr(paged, "attend_latents", counted)
+    monkeypatch.setattr(paged, "attend_paged", counted)
     loaded = served("deepseek_v3")
     pools = [new_pool(loaded, 12) for _ in range(3)]
     reference = ReferenceAttention(pools[0], loaded.layers)
@@ -255,26 +291,31 @@ def test_a_model_of_latents_decodes_by_graphs_as_by_launches(
 
 @in_child
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_sequence_split_over_programs_is_the_whole(window: int | None) -> None:
-    """Also where the window leaves a split nothing to see."""
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_sequence_cut_into_pieces_is_the_whole(
+    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside short ones, with several queries each, and where a window leaves little to see."""
     generator = torch.Generator().manual_seed(2)
-    pool = torch.randn(16, 2, BLOCK, KV_HEADS, 16, generator=generator)
-    query = torch.randn(2, KV_HEADS * 3, 16, generator=generator)
-    tables = torch.randperm(16, generator=generator).view(1, 16).repeat(2, 1).int()
-    lengths = torch.tensor([250, 7], dtype=torch.int32)
+    pool = torch.randn(40, 2, BLOCK, KV_HEADS, 16, generator=generator)
+    query = torch.randn(3, 4, KV_HEADS * 3, 16, generator=generator)
+    tables = torch.stack([torch.randperm(40, generator=generator) for _ in range(3)]).int()
+    lengths, counts = (torch.tensor(n, dtype=torch.int32) for n in ([630, 7, 129], [4, 1, 3]))
     options = AttentionOptions(scaling=0.25, window=window)
-    whole, split = (
-        paged.attend_paged(query[:, None], pool, tables, lengths, lengths, options, splits)
-        for splits in (1, 4)
-    )
-    torch.testing.assert_close(split, whole, rtol=1e-5, atol=1e-6)
-
-
-@in_child
-@pytest.mark.parametrize("longest", [1, 511, 513, 8192])
-def test_few_sequences_are_split_to_fill_the_device_and_many_are_not(longest: int) -> None:
-    assert -(-longest // 512) == paged._splits(2, longest)
-    assert 1 == paged._splits(600, longest)
+    if sinks:
+        options = replace(options, sinks=torch.linspace(-2, 5, KV_HEADS * 3))
+    results = []
+    for least, programs in ((1 << 20, 1), (64, 100), (64, 12)):
+        monkeypatch.setattr(attention_pieces, "LEAST_KEYS", least)
+        monkeypatch.setattr(attention_pieces, "PROGRAMS", programs)
+        launch = paged._Launch(4, query, None, query, tables, lengths, counts)
+        results.append(
+            paged.attend_paged(query, pool, tables, lengths, counts, options, launch.cut)
+        )
+        for row, count in enumerate(counts.tolist()):
+            results[-1][row, count:] = 0
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=1e-6)
 
 
 @in_child
@@ -336,13 +377,37 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
     launched = set()
     attend_paged = paged.attend_paged
 
-    def counted(query: torch.Tensor, *others: Any) -> torch.Tensor:
+    def counted(query: torch.Tensor, *others: Any, **fields: Any) -> torch.Tensor:
         launched.add(query.shape[1])
-        return attend_paged(query, *others)
+        return attend_paged(query, *others, **fields)
 
     monkeypatch.setattr(paged, "attend_paged", counted)
     ModelRunner(loaded, pool, paged.TritonAttention(pool)).warm_up()
     assert launched == {1, paged._QUERIES}
+
+
+@in_child
+def test_a_kernel_that_does_not_fit_is_given_up_before_serving(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_large(*_: Any, **__: Any) -> torch.Tensor:
+        raise OutOfResources(106_752, 101_376, "shared memory")
+
+    monkeypatch.setattr(paged, "attend_paged", too_large)
+    loaded = tiny_model()
+    pools = [new_pool(loaded, 8) for _ in range(2)]
+    runners = [
+        ModelRunner(loaded, pools[0], ReferenceAttention(pools[0])),
+        ModelRunner(loaded, pools[1], paged.TritonAttention(pools[1])),
+    ]
+    runners[1].warm_up()
+    assert "out of resource" in caplog.text
+    prompt = np.arange(5, 25, dtype=np.int32)
+    one, other = (r.step(Batch([Span(1, prompt, 0, [3, 4], True, PARAMS)])) for r in runners)
+    assert one == other
+    decode = [Span(1, np.array([40], np.int32), 20, [3, 4], True, PARAMS)]
+    one, other = (runner.step(Batch(decode)) for runner in runners)
+    assert one == other
 
 
 @in_child
