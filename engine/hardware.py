@@ -35,6 +35,18 @@ def read_hardware() -> Hardware:
     return Hardware(threads, gpu.name, gpu.total_memory)
 
 
+def default_dtype(device: str) -> str:
+    """The compute dtype for `auto`: float32 on a CPU, half precision on a GPU.
+
+    bfloat16, or float16 where the GPU does not multiply bfloat16 (before Ampere): there every
+    bfloat16 operation is converted, and Triton compiles none.
+    """
+    if torch.device(device).type != "cuda":
+        return "float32"
+    major, _ = torch.cuda.get_device_capability(device)
+    return "bfloat16" if major >= 8 else "float16"
+
+
 def pick_device(name: str) -> str:
     """Resolve `auto`, `cpu` or `cuda` to a device. Raises ModelError if there is no GPU."""
     if name == "auto":

@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,7 +23,7 @@ from rich.console import Console
 from api.format import size
 from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, print_json
-from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system
+from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
 from cachesvc.config.sources import load_settings
 from engine.hardware import CPU_CACHE_BYTES, Hardware, read_hardware
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
@@ -114,6 +115,7 @@ def check_versions() -> Iterator[Finding]:
 def check_compute(hardware: Hardware) -> Iterator[Finding]:
     if hardware.gpu:
         yield Finding("gpu", Level.OK, f"{hardware.gpu}, {size(hardware.gpu_bytes)}")
+        yield check_compiler(c_compiler(), Path(sysconfig.get_paths()["include"]) / "Python.h")
     else:
         yield Finding("gpu", Level.OK, "none; the CPU stands in for it")
     cores = len(os.sched_getaffinity(0))
@@ -139,6 +141,25 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
         )
     elif available is not None:
         yield Finding("memory", Level.OK, f"{size(available)} available, tiers take {size(needed)}")
+
+
+def check_compiler(compiler: str | None, header: Path) -> Finding:
+    """Triton builds its launcher with a C compiler when it first runs a kernel."""
+    if compiler is not None and header.exists():
+        return Finding("compiler", Level.OK, compiler)
+    lacking = f"no C compiler (CC, gcc or clang on PATH) and {header}"
+    if compiler is not None:
+        lacking = f"{compiler}, but not {header}"
+    elif header.exists():
+        lacking = "no C compiler (CC, gcc or clang on PATH)"
+    return Finding(
+        "compiler",
+        Level.WARNING,
+        f"{lacking}: Triton cannot build its launcher, so attention on the GPU gathers its blocks "
+        f"and decode steps are slow",
+        "install a C compiler and Python's headers, on Debian `apt-get install gcc libc6-dev "
+        "python3-dev`",
+    )
 
 
 def check_disk(data_dir: Path) -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from engine.attention import base as attention
 from engine.attention.recurrent import StatePort, page_recurrent
 from engine.batch import Span
 from engine.errors import AdapterError, ModelError
+from engine.hardware import default_dtype
 from engine.models.adapter_bank import AdapterBank
 from engine.models.adapters import Adapter
 from engine.models.adapters import load_adapter as read_adapter
@@ -110,13 +111,15 @@ def load_model(
 ) -> LoadedModel:
     """Load the model `name`: an alias, a folder (safetensors or GGUF), a GGUF file, or a hub id.
 
-    `dtype` is a name from `tiers.blocks.layout.DTYPES`, or "auto" (float32 on a CPU, bfloat16
-    elsewhere). A GGUF file is converted once into `cache_dir`. `progress(what, fraction)` is called
-    during slow work. Raises ModelError, with the reason, for a model that cannot be served.
+    `dtype` is a name from `tiers.blocks.layout.DTYPES`, or "auto" (see `default_dtype`). A GGUF
+    file is converted once into `cache_dir`. `progress(what, fraction)` is called during slow work.
+    Raises ModelError, with the reason, for a model that cannot be served.
     """
     report = progress or (lambda what, fraction: None)
     if dtype == "auto":
-        dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+        dtype = default_dtype(device)
+    elif dtype == "bfloat16" and default_dtype(device) == "float16":
+        raise ModelError("this GPU does not multiply bfloat16; run with --dtype float16")
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()

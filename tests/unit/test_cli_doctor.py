@@ -98,3 +98,17 @@ def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
     ledger.chmod(0o644)
     tmp_path.chmod(0o700)
     assert doctor.check_privacy(tmp_path).level is Level.OK
+
+
+def test_a_gpu_without_a_c_compiler_or_headers_is_a_warning(tmp_path: Path) -> None:
+    header = tmp_path / "Python.h"
+    lacking_both = doctor.check_compiler(None, header)
+    lacking_headers = doctor.check_compiler("/usr/bin/gcc", header)
+    header.touch()
+    lacking_compiler = doctor.check_compiler(None, header)
+    for finding in (lacking_both, lacking_headers, lacking_compiler):
+        assert finding.level is Level.WARNING
+        assert "apt-get install gcc" in finding.fix
+    assert str(header) in lacking_both.message and str(header) in lacking_headers.message
+    assert str(header) not in lacking_compiler.message
+    assert doctor.check_compiler("/usr/bin/gcc", header).level is Level.OK

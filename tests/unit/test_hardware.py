@@ -8,7 +8,7 @@ import torch
 from cachesvc.config.settings import Settings
 from cachesvc.server import compute
 from engine.errors import ModelError
-from engine.hardware import CPU_CACHE_BYTES, STEP_BYTES, spare_bytes
+from engine.hardware import CPU_CACHE_BYTES, STEP_BYTES, default_dtype, spare_bytes
 from engine.testing.models import save_tiny_model
 
 GIB = 1 << 30
@@ -46,3 +46,14 @@ def test_a_size_that_was_given_is_served_and_a_missing_one_is_told(tmp_path: Pat
 
     assert served(device_bytes=8 << 20).cache.device_bytes == 8 << 20
     assert served().cache.device_bytes == CPU_CACHE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"), [((7, 5), "float16"), ((8, 0), "bfloat16"), ((12, 0), "bfloat16")]
+)
+def test_a_gpu_that_does_not_multiply_bfloat16_computes_in_float16(
+    capability: tuple[int, int], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+    assert expected == default_dtype("cuda")
+    assert "float32" == default_dtype("cpu")
