@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 
 from engine.answers import STEP_FAILED, Answers
 from engine.batch import Batch, Sampled, Span
-from engine.errors import EngineFailed, InvalidImage
+from engine.errors import EngineClosed, EngineFailed, InvalidImage
 from engine.intake import Intake
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.scheduler import Scheduler
@@ -105,6 +105,7 @@ class Engine:
         self._wake = threading.Event()
         if encoder is not None:
             encoder.on_ready = self._wake.set
+        self._ended = False  # nobody takes commands any more
         self._failures = 0  # failed turns in a row
         self._num_steps = 0
         self._prefilled = (0, 0.0)  # tokens and seconds of steps that did not wait for the device
@@ -138,6 +139,8 @@ class Engine:
         self._post(self._stop)
         if self._thread.is_alive():
             self._thread.join()
+        self._ended = True
+        self._take_last_commands()
         if self._encoder is not None:
             self._encoder.close()
 
@@ -186,11 +189,15 @@ class Engine:
 
         def run() -> None:
             try:
+                if self._ended:
+                    raise EngineClosed("the engine is closed")
                 future.set_result(function(self._cache.operations))
             except Exception as error:  # noqa: BLE001 - handed to who asked
                 future.set_exception(error)
 
         self._post(run)
+        if self._ended:  # perhaps after the last commands were taken
+            self._take_last_commands()
         return future
 
     def stats(self) -> EngineStats:
@@ -239,6 +246,16 @@ class Engine:
         if computed:
             self._failures = 0
         return computed
+
+    def _take_last_commands(self) -> None:
+        """Answer who called when the engine had ended. On any thread: nothing else is left."""
+        while True:
+            try:
+                self._commands.popleft()()
+            except IndexError:
+                return
+            except _Stopped:
+                continue
 
     def _take_commands(self) -> None:
         while self._commands:

@@ -44,8 +44,14 @@ class Recorder:
             work()  # compiles kernels and fills caches, which recording forbids
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            result = work()
+        before = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                result = work()
+        except BaseException:
+            # Ending a capture that failed raises, and then torch leaves the thread on its stream.
+            torch.cuda.set_stream(before)
+            raise
 
         def replay() -> torch.Tensor:
             graph.replay()

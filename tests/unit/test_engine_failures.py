@@ -11,7 +11,7 @@ import pytest
 from engine.answers import STEP_FAILED
 from engine.batch import Batch, Sampled
 from engine.engine import MAX_FAILURES, Engine
-from engine.errors import EngineFailed
+from engine.errors import EngineClosed, EngineFailed
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.testing.chain_runner import ChainRunner, chain_layout
@@ -179,3 +179,21 @@ def test_the_engine_warms_up_on_the_thread_that_computes() -> None:
     house.engine.start(lambda: seen.append(threading.current_thread().name))
     assert ["cachesvc-engine"] == seen
     house.engine.close()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_call_to_an_engine_that_has_ended_is_answered(*, started: bool) -> None:
+    """Before, its future stayed open, and who waited for it waited for ever."""
+    house = House(started=started)
+    house.engine.close()
+    with pytest.raises(EngineClosed):
+        house.engine.call(lambda cache: None).result(timeout=5)
+
+
+def test_a_call_behind_the_stop_is_answered(house: House) -> None:
+    house.engine._post(house.engine._stop)
+    wait_for(lambda: not house.engine._thread.is_alive())
+    late = house.engine.call(lambda cache: None)
+    house.engine.close()
+    with pytest.raises(EngineClosed):
+        late.result(timeout=5)
