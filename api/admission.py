@@ -70,9 +70,9 @@ def request_context(
         project=principal.project,
         key_id=principal.key_id,
         session=session if FIT_NAME.fullmatch(session) else "",
-        user=_label(body.user, USER_CHARS),
-        tags=_tags((body.model_extra or {}).get("metadata")),
-        service_tier=_label((body.model_extra or {}).get("service_tier"), USER_CHARS),
+        user=_label(body.user_id or body.user or body.safety_identifier, USER_CHARS),
+        tags=_tags(body.metadata),
+        service_tier=_label(body.service_tier, USER_CHARS),
         fingerprint=fingerprint,
         is_retry=name is not None or re.fullmatch(r"0*[1-9][0-9]*", retries) is not None,
     )

@@ -105,8 +105,10 @@ class Bill:
     cost: str | None = None
     saved: str | None = None  # compared with the same tokens uncached
     price_version: str | None = None
+    service_tier: str = ""  # whose factor is in the price; empty: none
     rate: RateRef | None = None  # the price it was rated at
     lines: tuple[Line, ...] = ()
+    note: str | None = None  # why hits cost as much as misses
     receipt: Callable[[], Mapping[str, Any]] | None = None  # signs when called
 
 

@@ -45,7 +45,12 @@ class RequestLogger:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", shown_id.encode())]
+                ignored = ", ".join(log.facts.get("ignored_fields") or ()).encode()
+                message["headers"] = [
+                    *message["headers"],
+                    (b"x-request-id", shown_id.encode()),
+                    *([(b"x-cachesvc-ignored", ignored)] if ignored else ()),
+                ]
             await send(message)
 
         try:

@@ -1,4 +1,4 @@
-"""Generates reference pages from code: settings, commands, metrics, errors. See `make docs`.
+"""Generates reference pages from code: settings, commands, metrics, errors and fields: `make docs`.
 
 `tests/unit/test_docs.py` fails if a page in `docs/` is out of date.
 """
@@ -11,6 +11,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 from api.errors import TABLE, UNEXPECTED
+from api.shapes.protocols import PROTOCOLS
 from cachesvc.cli import COMMANDS, load
 from cachesvc.cli.config import shown
 from cachesvc.cli.lazy import LazyGroup, unescaped
@@ -46,6 +47,16 @@ for the same status.
 """
 
 
+FIELDS_INTRO = """# Fields of a request
+
+Every field that a protocol's body may have, and what this server does with it. Honoured: it has the
+effect that its protocol documents, or the one in [the API page](api.md). Refused: any value other
+than a neutral one is a 400 that names the field. Ignored: it changes no answer, for the reason
+given. The header `X-Cachesvc-Ignored` of an answer names the fields of its request that were
+ignored or unknown.
+"""
+
+
 def pages() -> dict[str, str]:
     """The text of each page by file name."""
     return {
@@ -53,6 +64,7 @@ def pages() -> dict[str, str]:
         "commands.md": f"{COMMANDS_INTRO}\n{_commands()}",
         "metrics.md": f"{METRICS_INTRO}\n{_metrics()}",
         "errors.md": f"{ERRORS_INTRO}\n{_errors()}",
+        "fields.md": f"{FIELDS_INTRO}\n{_fields()}",
     }
 
 
@@ -114,6 +126,17 @@ def _metrics() -> str:
         for name, spec in SPECS.items()
     ]
     return table(("metric", "kind", "labels", "meaning"), rows)
+
+
+def _fields() -> str:
+    return "\n".join(
+        f"## {protocol.name}\n\n`POST {protocol.path}`\n\n"
+        + table(
+            ("field", "handling", "why, or what to do instead"),
+            [(f"`{name}`", str(handling), why) for name, handling, why in protocol.fields()],
+        )
+        for protocol in PROTOCOLS
+    )
 
 
 def _errors() -> str:

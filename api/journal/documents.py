@@ -147,6 +147,7 @@ def _bill(bill: Bill) -> dict[str, Any]:
         "card": rate.card if rate is not None else None,
         "version": rate.version if rate is not None else None,
         "window": rate.window if rate is not None else None,
+        "note": bill.note,
         "lines": [
             {
                 "class": line.name,

@@ -26,7 +26,7 @@ from billing.keys import Principal
 from billing.ledger import DEFAULT_TTL_S, Ledger
 from billing.money import format_units
 from billing.prices.book import PinnedRate, Terms
-from billing.prices.rating import hold_amount, rate
+from billing.prices.rating import hold_amount, rate, short_hits
 from billing.usage import Usage
 
 Made = TypeVar("Made")
@@ -194,8 +194,10 @@ class LedgerCharge:
             cost=format_units(charge.amount),
             saved=format_units(charge.saved),
             price_version=f"{ref.card} {ref.version}",
+            service_tier=tier if (tier := self._hold.context.service_tier) in ref.terms else "",
             rate=ref,
             lines=charge.lines,
+            note=short_hits(settled.usage, self._hold.pinned),
             receipt=partial(self._receipts, settled) if self._receipts else None,
         )
 

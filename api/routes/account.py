@@ -17,16 +17,23 @@ router = APIRouter()
 @router.get("/user/balance", tags=["balance"])
 @router.get("/v1/user/balance", include_in_schema=False)
 async def user_balance(request: Request) -> dict[str, Any]:
-    """Amounts are decimal strings. Debt is subtracted; holds of running requests are not."""
+    """Amounts are decimal strings. Debt is subtracted; holds of running requests are not.
+
+    A tenant without a credit limit, such as that of a server without keys, never shows less than 0:
+    it owes nothing that would stop it. `/v1/usage/account` has its debt.
+    """
     principal = await authorised(request, Scope.USAGE)
     account = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     available = account.available
     has_money = available is None or available > 0 or account.scoped > 0
+    total, topped_up = account.balance, account.topup - account.owed
+    if available is None:
+        total, topped_up = max(0, total), max(0, topped_up)
     balance = {
         "currency": account.currency,
-        "total_balance": format_units(account.balance),
+        "total_balance": format_units(total),
         "granted_balance": format_units(account.granted + account.scoped),
-        "topped_up_balance": format_units(account.topup - account.owed),
+        "topped_up_balance": format_units(topped_up),
     }
     return {
         "is_available": not account.suspended and has_money,

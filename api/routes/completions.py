@@ -22,7 +22,7 @@ from api.shapes.contents import contents_of
 from api.shapes.logprobs import prompt_logprobs, text_logprobs
 from api.shapes.schemas import CompletionBody, sampling_params
 from api.shapes.structured import source_asked
-from api.shapes.usage import closing
+from api.shapes.usage import closing, tier_answered
 from billing.gate.outcomes import Outcome
 from billing.keys import Principal
 from billing.usage import Usage
@@ -54,6 +54,7 @@ async def completion_job(
     """The job of a body. Raises what is wrong with it, by field."""
     wire, story = wire_of(request), request_log_of(request)
     body.refuse_unserved()
+    story.add(ignored_fields=body.ignored or None)
     model = find_model(wire.models, body.model)
     given = body.prompts()
     check_size(wire, body, len(given))
@@ -76,7 +77,7 @@ async def completion_job(
         stream=bool(body.stream),
         arrival_ns=story.arrival_ns,
         context=request_context(request, principal, raw, body),
-        contents=contents_of(body.extension, prompts),
+        contents=contents_of(body.extension, prompts, body.apart),
     )
 
 
@@ -144,7 +145,7 @@ class CompletionFormat:
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         if not self._usage_follows and asked == Asked():
             return DONE
-        return event(self._head | {"choices": []} | closing(served, bill, asked)) + DONE
+        return event(self._head | {"choices": []} | self._closing(served, bill, asked)) + DONE
 
     def error(self, answer: Answer) -> bytes:
         return event(answer.body()) + DONE
@@ -171,7 +172,10 @@ class CompletionFormat:
             for number, choice in enumerate(choices):
                 shown = served.prompt_logprobs[number // self._job.params.n]
                 choice["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, shown)
-        return self._head | {"choices": choices} | closing(served, bill, asked)
+        return self._head | {"choices": choices} | self._closing(served, bill, asked)
+
+    def _closing(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+        return tier_answered(self._job, bill) | closing(served, bill, asked)
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:
         """The delta's logprobs; advances the choice's text offset."""

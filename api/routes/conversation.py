@@ -40,9 +40,6 @@ SESSION_CHARS = 256  # limit of a client's name for its conversation
 _TAIL_TOKENS = 8  # of a prompt, enough to contain the marker of reasoning
 
 
-DAY_S = 86_400
-
-
 @dataclass(frozen=True, slots=True)
 class Mark:
     """A point up to which a client asks to keep its prompt: the chat cut there; None: the end."""
@@ -79,11 +76,12 @@ async def chat_of(
     check_size(wire, body, 1)
     prompt = chat_prompt(wire, model, body)
     _refuse_named_images(prompt, body)
+    log.add(ignored_fields=body.ignored or log.facts.get("ignored_fields"))
     scope = scope_for(wire.salts, model, principal, body.extension.share)
     turn = _turn(wire, body, scope, prompt)
     if turn is not None and wire.conversations is not None:
         await wire.conversations.recall(turn)
-    replays = (replays or wire.settings.replay_turns) and not body.extension.contents
+    replays = (replays or wire.settings.replay_turns) and not _is_named(body)
     replay = _replay(wire, prompt, turn) if replays else None
     encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
     tokens, seen = encoded.tokens, bool(encoded.pictures)
@@ -99,7 +97,7 @@ async def chat_of(
         scope=scope,
         stop=body.stop_strings,
         source=source,
-        cache=body.extension.cache is not False,
+        cache=body.uses_cache,
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(request, principal, raw, body),
@@ -121,11 +119,16 @@ async def chat_of(
 
 
 def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:
-    if prompt.images and body.extension.contents:
+    if prompt.images and _is_named(body):
+        given = body.apart[0] if body.apart else "cachesvc.contents"
         raise InvalidRequest(
-            "The chat has images, which the server names itself; leave out cachesvc.contents.",
-            param="cachesvc.contents",
+            f"The chat has images, which the server names itself; leave out {given}.", param=given
         )
+
+
+def _is_named(body: ChatBody) -> bool:
+    """Whether the prompt's tokens alone do not tell whose blocks it may use."""
+    return bool(body.extension.contents or body.apart)
 
 
 def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
@@ -138,7 +141,7 @@ def _named_contents(
     wire: Collaborators, body: ChatBody, tokens: "array[int]"
 ) -> tuple[tuple[Content, ...], ...]:
     """The contents behind placeholder tokens, from the request."""
-    return contents_of(body.extension, (tokens,))
+    return contents_of(body.extension, (tokens,), body.apart)
 
 
 def _remembered(
@@ -167,7 +170,8 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
         )
     template = model.tokenizer.chat_template
     tooling = tooling_of(body)
-    continues = bool(body.continue_final_message)
+    last = body.messages[-1]
+    continues = bool(body.continue_final_message or last.prefix or last.partial)
     if continues and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
         raise InvalidRequest(
             "continue_final_message needs a last message of the assistant, and no "
@@ -197,7 +201,7 @@ def session_of(request: Request, body: ChatBody) -> Session | None:
     """
     name = single_header(request, "X-Session-Id") or body.prompt_cache_key or ""
     extension = body.extension
-    if not name or extension.share or extension.contents or extension.cache is False:
+    if not name or extension.share or _is_named(body) or not body.uses_cache:
         return None
     parent = single_header(request, "X-Parent-Session-Id") or ""
     return Session(name[:SESSION_CHARS], parent[:SESSION_CHARS], extension.pause_s)
@@ -213,10 +217,10 @@ async def _keeps(
     tenant: str,
 ) -> tuple[Keep, ...]:
     """The marks in tokens: the common beginning of the whole chat and the chat cut at each mark."""
-    if body.extension.share or body.extension.contents:
+    if body.extension.share or _is_named(body):
         return ()
-    keeps = [Keep(len(tokens), DAY_S)] if body.prompt_cache_retention == "24h" else []
-    for mark in marks:
+    keeps = []
+    for mark in (*marks, *(Mark(each.for_s, body.until(each)) for each in body.breakpoints())):
         same = len(tokens)
         if mark.cut is not None:
             try:
@@ -233,8 +237,9 @@ def _turn(
     wire: Collaborators, body: ChatBody, scope: CacheScope, prompt: ChatPrompt
 ) -> Turn | None:
     """The chat as a turn of its conversation; None if turns are not remembered."""
-    if wire.conversations is None or body.extension.cache is False or prompt.images:
-        return None  # tokens do not identify images
+    unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
+    if wire.conversations is None or not body.uses_cache or unknown:
+        return None
     return turn_of(scope, prompt.messages, prompt.told_tools)
 
 

@@ -6,12 +6,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admission import deliver
-from api.context import authorised, read_body, wire_of
+from api.context import authorised, read_body, request_log_of, wire_of
 from api.routes.conversation import Mark, chat_of, chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
 from api.shapes.body import parse
-from api.shapes.messages import TTL_S, Breakpoint, CountBody, MessagesBody
+from api.shapes.breakpoints import TTL_S
+from api.shapes.fields import ignored_names
+from api.shapes.messages import Breakpoint, CountBody, MessagesBody
 from api.shapes.messages_format import MessagesFormat
 from api.shapes.template_arguments import fitting_thinking
 
@@ -26,11 +28,13 @@ async def messages(request: Request) -> Response:
     wire.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, MessagesBody)
+    request_log_of(request).add(ignored_fields=ignored_names(body.model_extra or {}) or None)
     model = find_model(wire.models, body.model)
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
     asked = body.generation().model_copy(update={"thinking": thinking})
     chat = await chat_of(request, principal, asked, raw, marks=_marks(body))
-    wire_format = MessagesFormat(chat.job, chat.new_reply)
+    diagnosed = body.diagnostics is not None and body.diagnostics.previous_message_id is not None
+    wire_format = MessagesFormat(chat.job, chat.new_reply, diagnosed=diagnosed)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
 
 

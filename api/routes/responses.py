@@ -8,13 +8,14 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import authorised, read_body, wire_of
+from api.context import authorised, read_body, request_log_of, wire_of
 from api.errors import ResponseNotFound
 from api.requests.responses import Kept
 from api.routes.conversation import chat_of, chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
 from api.shapes.body import parse
+from api.shapes.fields import ignored_names
 from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.responses_format import ResponsesFormat
 
@@ -33,6 +34,7 @@ async def responses(request: Request) -> Response:
     wire.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, ResponsesBody)
+    request_log_of(request).add(ignored_fields=ignored_names(body.model_extra or {}) or None)
     history = await _history(wire, principal.tenant, body)
     asked = body.generation(history)
     replays = body.previous_response_id is not None

@@ -9,7 +9,7 @@ from api.headers import DONE, event
 from api.job import Asked, Bill, Delta, Job, Served
 from api.shapes.logprobs import chat_logprobs, prompt_logprobs
 from api.shapes.reply import Call, Reply
-from api.shapes.usage import closing
+from api.shapes.usage import closing, tier_answered
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
@@ -77,7 +77,8 @@ class ChatFormat:
 
     def _closing(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         thought = sum(reply.reasoning_tokens for reply in self._replies)
-        return closing(served, bill, asked, reasoning_tokens=thought)
+        told = closing(served, bill, asked, reasoning_tokens=thought)
+        return tier_answered(self._job, bill) | told
 
     def _delta(self, reply: Reply, piece: Piece) -> dict[str, Any]:
         match piece:

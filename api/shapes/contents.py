@@ -4,6 +4,7 @@ For an upstream engine that turns images or sound into placeholder tokens. It na
 a digest, and KV is shared only if tokens and content are equal. Event loop only.
 """
 
+import hashlib
 from collections.abc import Sequence
 
 from api.errors import InvalidRequest
@@ -14,13 +15,36 @@ MIN_BYTES = 16  # 128 bits: shorter digests of different contents could be equal
 
 
 def contents_of(
-    extension: Extension, prompts: Sequence[Sequence[int]]
+    extension: Extension, prompts: Sequence[Sequence[int]], apart: Sequence[str] = ()
 ) -> tuple[tuple[Content, ...], ...]:
-    """The contents of each prompt, in order. Raises InvalidRequest."""
+    """The contents of each prompt, in order. Raises InvalidRequest.
+
+    `apart` are texts that keep blocks apart within the tenant (a salt, an end user). They become a
+    content of the first token, so the blocks stay the tenant's own, for purges and quotas too.
+    """
     given = list(enumerate(extension.contents or ()))
     for number, span in given:
         _check_span(f"cachesvc.contents[{number}]", span, len(prompts))
-    return tuple(_of_prompt(number, tokens, given) for number, tokens in enumerate(prompts))
+    found = tuple(_of_prompt(number, tokens, given) for number, tokens in enumerate(prompts))
+    if not apart:
+        return found
+    if any(contents and contents[0].start == 0 for contents in found):
+        raise InvalidRequest(
+            f"{apart[0]} marks a prompt's first token, and cachesvc.contents covers it; leave out "
+            "one of the two.",
+            param=apart[0],
+        )
+    first = Content(0, 1, _digest(apart))
+    return tuple((first, *contents) for contents in found)
+
+
+def _digest(texts: Sequence[str]) -> bytes:
+    """32 bytes over the texts, each with its length."""
+    hasher = hashlib.blake2b(digest_size=32)
+    for text in texts:
+        data = text.encode()
+        hasher.update(len(data).to_bytes(4, "little") + data)
+    return hasher.digest()
 
 
 def _of_prompt(

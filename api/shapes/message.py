@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from api.errors import Unsupported
 from api.shapes.body import Body, Items
+from api.shapes.breakpoints import Marked
 from api.shapes.images import ImageAsked
 
 
@@ -12,19 +13,21 @@ class ImageUrl(Body):
     detail: str | None = None  # ignored: the model's processor decides
 
 
-class ContentPart(Body):
+class ContentPart(Marked):
     type: str
     text: str | None = None
     image_url: ImageUrl | None = None
 
 
-class Message(Body):
+class Message(Marked):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Items[ContentPart] | None = None
     name: str | None = None
     tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    prefix: bool | None = None  # DeepSeek's: the answer continues this last message
+    partial: bool | None = None  # Qwen's and Kimi's name for the same
 
     def text(self, number: int) -> str:
         """The content as one string. Raises for parts other than text, by position."""

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
+from api.shapes.breakpoints import CacheControl
+from api.shapes.fields import MESSAGES, refuse_unserved
 from api.shapes.schemas import ChatBody, Extension
 from api.shapes.translation import (
     Plain,
@@ -18,22 +20,10 @@ from api.shapes.translation import (
     merged_systems,
     text_part,
 )
-from api.shapes.unserved import Unserved, refuse_unserved
 from engine.bounds import MAX_COUNT
 from engine.structure import check_document
 
-TTL_S: Final = {"5m": 300.0, "1h": 3600.0}
 TEXTS_JOIN = "\n\n"  # between the text blocks of one message
-_UNSERVED = {
-    "container": Unserved("leave it out", ({}, "")),
-    "mcp_servers": Unserved("give their tools as tools", ([],)),
-    "inference_geo": Unserved("leave it out", ("",)),
-}
-
-
-class CacheControl(Body):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
 
 
 class Block(Body):
@@ -75,6 +65,10 @@ class Metadata(Body):
     user_id: str | None = None
 
 
+class Diagnostics(Body):
+    previous_message_id: str | None = None  # the answer says that there is no comparison
+
+
 class OutputConfig(Body):
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -114,7 +108,7 @@ class CountBody(Body):
 
     def as_chat(self, **more: object) -> ChatBody:
         """The body as a chat. Raises InvalidRequest or Unsupported, by field."""
-        refuse_unserved(self.model_extra or {}, _UNSERVED)
+        refuse_unserved(self.model_extra or {}, MESSAGES)
         self._refuse_edits()
         output = self.output_config or OutputConfig()
         choice = self.tool_choice
@@ -209,6 +203,7 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     metadata: Metadata | None = None
     service_tier: str | None = None
+    diagnostics: Diagnostics | None = None
     cachesvc: Extension | None = None
 
     def generation(self) -> ChatBody:

@@ -9,7 +9,7 @@ from api.errors import Answer
 from api.headers import event
 from api.job import Asked, Bill, Delta, Job, Served
 from api.shapes.reply import Reply
-from api.shapes.usage import vendor_block
+from api.shapes.usage import hit_classes, vendor_block, write_classes
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
@@ -39,27 +39,32 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
     return {"type": "error", "error": error, **answer.told}
 
 
-def anthropic_usage(usage: Usage) -> dict[str, Any]:
+def anthropic_usage(usage: Usage, service_tier: str = "") -> dict[str, Any]:
     """Usage in Anthropic's classes: cache read, cache written and other input sum to the prompt."""
     written = usage.written
     return {
         "input_tokens": usage.miss - written,
         "cache_read_input_tokens": usage.hit,
+        "cache_read_input_tokens_details": hit_classes(usage),
         "cache_creation_input_tokens": written,
         "cache_creation": {
             "ephemeral_5m_input_tokens": usage.cache_write + usage.explicit_write,
             "ephemeral_1h_input_tokens": usage.cache_write_1h,
         },
+        **write_classes(usage),
         "output_tokens": usage.output,
-        "service_tier": "standard",
+        "service_tier": service_tier or "standard",
     }
 
 
 class MessagesFormat:
     """One message; see `api.requests.delivery.WireFormat`."""
 
-    def __init__(self, job: Job, new_reply: Callable[[], Reply]) -> None:
+    def __init__(
+        self, job: Job, new_reply: Callable[[], Reply], *, diagnosed: bool = False
+    ) -> None:
         self._job = job
+        self._diagnosed = diagnosed  # the request names a message to compare with
         self._reply = new_reply()
         self._blocks = 0  # number opened so far
         self._open: str | None = None  # the kind of the block that is open
@@ -78,7 +83,11 @@ class MessagesFormat:
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         reason = {"stop_reason": self._reason(), "stop_sequence": self._stop}
-        ended = {"type": "message_delta", "delta": reason, "usage": anthropic_usage(bill.usage)}
+        ended = {
+            "type": "message_delta",
+            "delta": reason,
+            "usage": anthropic_usage(bill.usage, bill.service_tier),
+        }
         block = vendor_block(served, bill, asked)
         ended |= {"cachesvc": block} if block else {}
         return self._close() + _event(ended) + _event({"type": "message_stop"})
@@ -102,14 +111,18 @@ class MessagesFormat:
         for call in reply.calls:
             given = _read(call.written)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
-        message = self._message(content, self._reason(), anthropic_usage(bill.usage))
+        message = self._message(
+            content, self._reason(), anthropic_usage(bill.usage, bill.service_tier)
+        )
         block = vendor_block(served, bill, asked)
         return message | ({"cachesvc": block} if block else {})
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        return {
+        # Nothing is compared with an earlier message; Anthropic has a reason that says so.
+        reason_unknown = {"cache_miss_reason": {"type": "unavailable"}}
+        return ({"diagnostics": reason_unknown} if self._diagnosed else {}) | {
             "id": f"msg_{self._job.request_id}",
             "type": "message",
             "role": "assistant",

@@ -7,6 +7,8 @@ from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, Body, Items
+from api.shapes.breakpoints import CacheOptions, mark_of
+from api.shapes.fields import RESPONSES, refuse_unserved
 from api.shapes.schemas import ChatBody, Extension
 from api.shapes.translation import (
     Plain,
@@ -16,17 +18,8 @@ from api.shapes.translation import (
     merged_systems,
     text_part,
 )
-from api.shapes.unserved import Unserved, refuse_unserved
 from engine.bounds import MAX_COUNT
 
-_UNSERVED = {
-    "background": Unserved("leave it out, and stream instead"),
-    "conversation": Unserved("use previous_response_id", ("",)),
-    "max_tool_calls": Unserved("this server runs no tools of its own", ()),
-    "prompt": Unserved("send the prompt's text as instructions and input", ({},)),
-    "top_logprobs": Unserved("use /v1/chat/completions", (0,)),
-    "truncation": Unserved("shorten the input yourself", ("disabled",)),
-}
 _INCLUDES = frozenset({"reasoning.encrypted_content"})  # accepted; reasoning is never encrypted
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 
@@ -77,6 +70,7 @@ class InputBody(Body):
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
+    include: Items[str] | None = None
 
     @property
     def namespaces(self) -> dict[str, str]:
@@ -114,10 +108,10 @@ class InputBody(Body):
 
     def as_chat(self, history: Sequence[Plain], **more: object) -> ChatBody:
         """The chat after `history`, the chat up to `previous_response_id`."""
-        refuse_unserved(self.model_extra or {}, _UNSERVED)
-        for name in (self.model_extra or {}).get("include") or []:
+        refuse_unserved(self.model_extra or {}, RESPONSES)
+        for name in self.include or []:
             if name not in _INCLUDES:
-                raise Unsupported(f"include {str(name)[:60]!r} is not served.", param="include")
+                raise Unsupported(f"include {name[:60]!r} is not served.", param="include")
         said = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages = merged_systems([*said, *history, *self.messages()])
         if not messages:
@@ -145,6 +139,8 @@ class ResponsesBody(InputBody):
     metadata: Metadata | None = None
     prompt_cache_key: Label | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    safety_identifier: Label | None = None
     service_tier: Label | None = None
     user: Label | None = None
     cachesvc: Extension | None = None
@@ -162,6 +158,8 @@ class ResponsesBody(InputBody):
             service_tier=self.service_tier,
             prompt_cache_key=self.prompt_cache_key,
             prompt_cache_retention=self.prompt_cache_retention,
+            prompt_cache_options=self.prompt_cache_options,
+            safety_identifier=self.safety_identifier,
             cachesvc=self.cachesvc.model_dump() if self.cachesvc else None,
         )
 
@@ -248,14 +246,15 @@ def _summary(extra: Plain) -> str:
 
 
 def _content(item: Item, where: str) -> str | list[Plain]:
-    """A message's text; for a user's message with images, its parts in order."""
+    """A message's text; with a mark or, for a user, with images, its parts in order."""
     parts = item.content if isinstance(item.content, list) else []
-    if item.role != "user" or all(part.get("type") != "input_image" for part in parts):
+    shows = item.role == "user" and any(part.get("type") == "input_image" for part in parts)
+    if not shows and not any(map(mark_of, parts)):
         return _text(item.content, where)
     return [
-        image_part(_image_url(part, f"{where}[{number}]"))
-        if part.get("type") == "input_image"
-        else text_part(_text([part], where))
+        image_part(_image_url(part, f"{where}[{number}]")) | mark_of(part)
+        if part.get("type") == "input_image" and item.role == "user"
+        else text_part(_text([part], where)) | mark_of(part)
         for number, part in enumerate(parts)
     ]
 

@@ -11,7 +11,7 @@ from api.job import Asked, Bill, Delta, Job, Served
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
 from api.shapes.responses import ResponsesBody
-from api.shapes.usage import vendor_block
+from api.shapes.usage import hit_classes, tier_answered, vendor_block, write_classes
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
@@ -70,6 +70,7 @@ class ResponsesFormat:
     def _ended(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         cut = self._reply.finish is FinishReason.LENGTH
         response = self._response("incomplete" if cut else "completed", bill.usage)
+        response |= tier_answered(self._job, bill)
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._keep is not None:
@@ -170,6 +171,7 @@ def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        **_cache_options(body),
         "reasoning": {
             "effort": reasoning.effort if reasoning else None,
             "summary": reasoning.summary if reasoning else None,
@@ -185,12 +187,31 @@ def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
     }
 
 
+def _cache_options(body: ResponsesBody) -> dict[str, Any]:
+    """The options that were applied. Nothing is compared with an earlier response."""
+    options = body.prompt_cache_options
+    if options is None:
+        return {}
+    shown: dict[str, Any] = {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
+    if options.comparison_response_id is None:
+        return {"prompt_cache_options": shown}
+    shown["comparison_response_id"] = options.comparison_response_id
+    return {
+        "prompt_cache_options": shown,
+        "prompt_cache_diagnostics": {"type": "unavailable"},
+    }
+
+
 def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     """The billed usage in the classes of Responses."""
-    written = usage.written
     return {
         "input_tokens": usage.prompt,
-        "input_tokens_details": {"cached_tokens": usage.hit, "cache_write_tokens": written},
+        "input_tokens_details": {
+            "cached_tokens": usage.hit,
+            "cache_write_tokens": usage.written,
+            "cached_tokens_details": hit_classes(usage),
+            **write_classes(usage),
+        },
         "output_tokens": usage.output,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt + usage.output,

@@ -4,15 +4,24 @@ Unknown fields are ignored. Wrong types and values out of range are refused with
 known field that would change the answer and is not served is refused, never silently dropped.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
+from api.shapes.breakpoints import TTL_S, WRITES_MOST, CacheOptions
+from api.shapes.fields import (
+    CHAT,
+    COMPLETIONS,
+    GENERATION,
+    Unserved,
+    ignored_names,
+    refuse_unserved,
+)
 from api.shapes.message import Message
-from api.shapes.unserved import CHAT, COMPLETIONS, GENERATION, Unserved, refuse_unserved
 from engine.bounds import (
     MAX_COUNT,
     MAX_REPETITION_PENALTY,
@@ -26,6 +35,7 @@ TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 512  # of one stop string; searching takes time in its length at each token
 BIASES_MAX = 10_000
+SALT_CHARS = 1_024
 IDS_MAX = 1 << 20  # token ids in a body
 
 Probability = Annotated[float, Field(gt=0, le=1)]
@@ -113,6 +123,11 @@ class GenerationBody(Body):
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
     user: str | None = None
+    user_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9\-_]{1,512}$")] | None = None
+    safety_identifier: str | None = None
+    cache_salt: Annotated[str, Field(max_length=SALT_CHARS)] | None = None
+    metadata: Any = None
+    service_tier: Any = None
     cachesvc: Extension | None = None
 
     @field_validator("stop")
@@ -156,6 +171,17 @@ class GenerationBody(Body):
         return self.prompt_logprobs
 
     @property
+    def ignored(self) -> list[str]:
+        """The names of fields that this server does not know or ignores on purpose."""
+        return ignored_names(self.model_extra or {})
+
+    @property
+    def apart(self) -> tuple[str, ...]:
+        """What keeps the request's blocks apart from others of its tenant; empty: nothing."""
+        given = ("cache_salt", self.cache_salt), ("user_id", self.user_id)
+        return tuple(part for name, value in given if value for part in (name, value))
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
@@ -166,6 +192,24 @@ class GenerationBody(Body):
     @property
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """A point of a chat: after `messages` messages and `parts` parts of the last (0: all)."""
+
+    for_s: float
+    messages: int
+    parts: int = 0
+
+
+def _marks(number: int, message: Message, options: CacheOptions) -> Iterator[Breakpoint]:
+    parts = message.content if isinstance(message.content, list) else []
+    for place, part in enumerate(parts):
+        if (for_s := part.keep_s(options)) is not None:
+            yield Breakpoint(for_s, number + 1, place + 1)
+    if (for_s := message.keep_s(options)) is not None:
+        yield Breakpoint(for_s, number + 1)
 
 
 class ChatBody(GenerationBody):
@@ -182,28 +226,52 @@ class ChatBody(GenerationBody):
     thinking: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Items[str] | None = None
-    web_search_options: Any = None
-    store: bool | None = None
     add_generation_prompt: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_options: CacheOptions | None = None
+    enable_thinking: bool | None = None  # Qwen's name for `thinking`
 
     def refuse_unserved(self) -> None:
         super().refuse_unserved()
-        for name in ("functions", "function_call"):
-            if getattr(self, name) is not None:
-                raise Unsupported(f"{name} is not served; use tools.", param=name)
-        for name in ("audio", "web_search_options"):
-            if getattr(self, name) is not None:
-                raise Unsupported(f"{name} is not served; leave it out.", param=name)
-        if set(self.modalities or ()) - {"text"}:
-            raise Unsupported("Only the modality 'text' is served.", param="modalities")
-        if self.store:
-            raise Unsupported("Answers are not stored here; leave out store.", param="store")
+        if self.prompt_cache_options and self.prompt_cache_retention:
+            raise InvalidRequest(
+                "prompt_cache_options and prompt_cache_retention both say how long: send one.",
+                param="prompt_cache_options",
+            )
+
+    @property
+    def uses_cache(self) -> bool:
+        """False if the body turns the cache off: explicit breakpoints, and none is given."""
+        options = self.prompt_cache_options or CacheOptions()
+        if self.extension.cache is False:
+            return False
+        return options.mode != "explicit" or bool(self.breakpoints())
+
+    def breakpoints(self) -> "list[Breakpoint]":
+        """The points up to which to keep the prompt: the latest four, the whole prompt included."""
+        options = self.prompt_cache_options or CacheOptions()
+        found = [
+            point for n, each in enumerate(self.messages) for point in _marks(n, each, options)
+        ]
+        if self.prompt_cache_retention == "24h":
+            found.append(Breakpoint(TTL_S["24h"], len(self.messages)))
+        elif self.prompt_cache_options and options.mode != "explicit":
+            found.append(Breakpoint(options.for_s, len(self.messages)))
+        return found[-WRITES_MOST:]
+
+    def until(self, point: "Breakpoint") -> "ChatBody | None":
+        """The chat cut at a breakpoint; None if that is its end."""
+        *before, last = self.messages[: point.messages]
+        parts = last.content if isinstance(last.content, list) else []
+        num_parts = point.parts or len(parts)
+        if point.messages == len(self.messages) and num_parts == len(parts):
+            return None
+        cut = last.model_copy(update={"content": parts[:num_parts]}) if parts else last
+        messages = [*before, cut]
+        if all(each.role in ("system", "developer") for each in messages):
+            messages.append(Message(role="user", content=""))  # templates need one
+        return self.model_copy(update={"messages": messages, "continue_final_message": None})
 
     @property
     def completion_limit(self) -> int | None:

@@ -51,9 +51,9 @@ def _check(name: str, value: object, template: str) -> None:
 
 
 def _thinking(body: ChatBody, template: str | None) -> dict[str, Any]:
-    if body.thinking is None:
+    if body.thinking is None and body.enable_thinking is None:
         return {}
-    enabled = _enabled(body.thinking)
+    enabled = _enabled(body.thinking) if body.thinking else bool(body.enable_thinking)
     switch = next((name for name in SWITCHES if _reads(template, name)), None)
     if switch is not None:
         return {switch: enabled}

@@ -1,6 +1,7 @@
 """Shared parts of the translations of other protocols into a chat."""
 
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any
 
 import orjson
@@ -10,6 +11,7 @@ from api.shapes.body import refusal
 from api.shapes.schemas import ChatBody
 
 Plain = dict[str, Any]
+SYSTEMS_JOIN = "\n\n"
 
 
 def chat_body(fields: Mapping[str, Any]) -> ChatBody:
@@ -30,15 +32,26 @@ def image_part(url: str) -> Plain:
 
 
 def merged_systems(messages: list[Plain]) -> list[Plain]:
-    """Merges the leading system messages into one, because templates accept only one."""
-    texts = []
-    for message in messages:
-        if message["role"] not in ("system", "developer"):
-            break
-        texts.append(message["content"])
-    if len(texts) < 2:
+    """Merges the leading system messages into one, because templates accept only one.
+
+    Their parts keep their marks.
+    """
+    leading = list(takewhile(lambda each: each["role"] in ("system", "developer"), messages))
+    if len(leading) < 2:
         return messages
-    return [{"role": "system", "content": "\n\n".join(texts)}, *messages[len(texts) :]]
+    contents = [each["content"] for each in leading]
+    if all(isinstance(content, str) for content in contents):
+        merged: object = SYSTEMS_JOIN.join(contents)
+    else:
+        merged = [
+            part
+            for number, content in enumerate(contents)
+            for part in (
+                *([text_part(SYSTEMS_JOIN)] if number else ()),
+                *([text_part(content)] if isinstance(content, str) else content),
+            )
+        ]
+    return [{"role": "system", "content": merged}, *messages[len(leading) :]]
 
 
 def call_message(name: str, call_id: str, arguments: object) -> Plain:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from api.job import Asked, Bill, Served
+from api.job import Asked, Bill, Job, Served
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import Timeline
@@ -10,9 +10,6 @@ from engine.request import Timeline
 
 def wire_usage(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
     """OpenAI's and DeepSeek's usage fields. hit + miss == prompt; the tiers sum to the hits."""
-    tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
-    if usage.hit_remote:
-        tiers["remote"] = usage.hit_remote
     thought = {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {
         "prompt_tokens": usage.prompt,
@@ -20,8 +17,37 @@ def wire_usage(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.output,
         "prompt_cache_hit_tokens": usage.hit,
         "prompt_cache_miss_tokens": usage.miss,
-        "prompt_tokens_details": {"cached_tokens": usage.hit, "cached_tokens_details": tiers},
+        "prompt_tokens_details": {
+            "cached_tokens": usage.hit,
+            "cache_write_tokens": usage.written,
+            "cached_tokens_details": hit_classes(usage),
+            **write_classes(usage),
+        },
     } | (thought if reasoning_tokens else {})
+
+
+def hit_classes(usage: Usage) -> dict[str, int]:
+    """The hits by tier, and those within the part that the request marked to keep."""
+    tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
+    others = {"remote": usage.hit_remote, "explicit": usage.explicit_hit}
+    return tiers | {name: count for name, count in others.items() if count}
+
+
+def write_classes(usage: Usage) -> dict[str, dict[str, int]]:
+    """The written tokens by class, if the request marked any to keep; else they are all plain."""
+    classes = {
+        "implicit": usage.cache_write,
+        "explicit": usage.explicit_write,
+        "explicit_1h": usage.cache_write_1h,
+    }
+    marked = usage.explicit_write or usage.cache_write_1h
+    return {"cache_write_tokens_details": classes} if marked else {}
+
+
+def tier_answered(job: Job, bill: Bill) -> dict[str, str]:
+    """The service tier that was billed, if the request named one."""
+    named = job.context.service_tier
+    return {"service_tier": bill.service_tier or "default"} if named else {}
 
 
 def closing(

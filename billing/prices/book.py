@@ -163,6 +163,11 @@ class RateRef(NamedTuple):
     model: str
     window: str
 
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """The names that `window` consists of."""
+        return tuple(self.window.split(AND))
+
 
 ABOVE = "above "
 AND = " | "  # between the terms of a price

@@ -66,6 +66,15 @@ def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None
     return Charge(tuple(lines), amount, saved, pinned.currency, fees, included, taken)
 
 
+def short_hits(usage: Usage, pinned: PinnedRate) -> str | None:
+    """Why hits cost as much as misses; None if they do not."""
+    least = pinned.minimum_cached_tokens
+    if not usage.hit or usage.hit >= least:
+        return None
+    hits = "1 hit" if usage.hit == 1 else f"{usage.hit} hits"
+    return f"{hits}, fewer than the card's {least}: priced as misses"
+
+
 def _include(lines: list[Line], pinned: PinnedRate, left: Mapping[str, int]) -> dict[str, int]:
     """Subtracts the included tokens, item by item. Returns the number of each."""
     priced = {line.name: line for line in lines}

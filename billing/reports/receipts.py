@@ -23,6 +23,7 @@ from billing.gate.holds import rate_ref
 from billing.gate.plans import charge_in
 from billing.money import format_units, rate_per_million
 from billing.prices.book import PriceBook
+from billing.prices.rating import short_hits
 from billing.reports.published import PUBLIC_FILE, published_keys
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -112,8 +113,10 @@ def describe(entry: Entry, book: PriceBook) -> dict[str, Any]:
     details = entry.details
     ref = rate_ref(details)
     usage = Usage.from_record(details.get("usage", {}))
-    charge = charge_in(details, book.pinned(ref))
-    return {
+    pinned = book.pinned(ref)
+    charge = charge_in(details, pinned)
+    note = short_hits(usage, pinned)
+    return ({"note": note} if note else {}) | {
         "tenant": entry.tenant,
         "request_id": entry.request_id,
         "entry": entry.seq,

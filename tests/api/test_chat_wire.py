@@ -54,6 +54,7 @@ async def test_hits_and_misses_make_up_the_prompt(
         "prompt_cache_miss_tokens": PROMPT_TOKENS - 9,
         "prompt_tokens_details": {
             "cached_tokens": 9,
+            "cache_write_tokens": 0,
             "cached_tokens_details": {"device": 4, "host": 3, "disk": 2},
         },
     } == usage

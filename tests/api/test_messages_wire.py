@@ -118,6 +118,7 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(
     assert {
         "input_tokens": prompt - 6,
         "cache_read_input_tokens": 6,
+        "cache_read_input_tokens_details": {"device": 4, "host": 0, "disk": 2},
         "cache_creation_input_tokens": 0,
         "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
         "output_tokens": 2,

@@ -123,6 +123,30 @@ async def test_a_charge_is_exact_and_the_balance_shows_it(bank: Bank) -> None:
     } == balance
 
 
+async def test_hits_that_cost_as_much_as_misses_say_why(bank: Bank) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        house.engine.script = Script(answer="hello", hits={"hit_device": 27})
+        body = {"model": "bytes", "prompt": "p" * 100, "cachesvc": {"receipt": True}}
+        answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
+        assert bank.spent(UNITS) == 100 * MISS + 6 * OUTPUT
+        path = f"/v1/cache/requests/{answer['id']}"
+        told = (await client.get(path, headers=headers)).json()
+    note = "27 hits, fewer than the card's 64: priced as misses"
+    assert note == told["bill"]["note"]
+
+
+async def test_a_server_without_keys_owes_nothing_that_would_stop_it(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _house):
+        for _ in range(2):
+            told = (await client.get("/user/balance")).json()
+            assert told["is_available"]
+            [info] = told["balance_infos"]
+            assert ("0.00", "0.00") == (info["total_balance"], info["topped_up_balance"])
+            answer = await client.post("/v1/completions", json={"model": "bytes", "prompt": "hi"})
+            assert 200 == answer.status_code
+
+
 async def test_the_instant_of_the_price_is_that_of_the_admission(bank: Bank) -> None:
     """Two looks at the clock may fall into two windows of a card, and the charge into neither."""
     instant_ns = bank.ledger._clock_ns() - 3600 * NS

@@ -22,7 +22,7 @@ from billing.money import (
 )
 from billing.prices.book import STANDARD
 from billing.prices.cards import default_card, parse_card, shipped_cards
-from billing.prices.rating import hold_amount, rate
+from billing.prices.rating import hold_amount, rate, short_hits
 from billing.testing import START_NS
 from billing.usage import CLASSES, HIT_CLASSES, Usage
 
@@ -168,6 +168,11 @@ def test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage() -> N
     assert rate(small, pinned).amount == 64 * pinned.rates.miss
     assert rate(enough, pinned).amount == 64 * pinned.rates.hit_host
     assert rate(small, pinned).lines[0].name == "hit_host"
+    assert short_hits(small, pinned) == "63 hits, fewer than the card's 64: priced as misses"
+    assert (
+        short_hits(Usage(hit_disk=1), pinned) == "1 hit, fewer than the card's 64: priced as misses"
+    )
+    assert short_hits(enough, pinned) is short_hits(Usage(miss=9), pinned) is None
 
 
 def test_every_tier_has_its_price() -> None:

@@ -122,7 +122,7 @@ def test_receipts_are_checked_from_the_command_line(house: TestLedger, tmp_path:
     told("receipt", "--check", str(file), "--public-key", key["public_key"])
     file.write_text(file.read_text().replace("0.000214", "0.000213"))
     assert "NOT genuine" in told("receipt", "--check", str(file), code=1)
-    assert "hexadecimal" in told("receipt", "--check", str(file), "--public-key", "x", code=1)
+    assert "hexadecimal" in told("receipt", "--check", str(file), "--public-key", "x", code=2)
     file.write_text('{"key_id": "00"}')
     assert "never signed here" in told("receipt", "--check", str(file), code=1)
     file.write_text("no")

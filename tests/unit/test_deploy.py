@@ -90,7 +90,8 @@ def test_kustomize_builds_what_kubernetes_knows(
     tmp_path: Path, components: tuple[str, ...]
 ) -> None:
     """Each document by the schema of its kind, where `kubernetes-validate` is installed."""
-    shutil.copytree(K8S, tmp_path / "k8s")
+    for folder in ("k8s", "grafana"):
+        shutil.copytree(OPS / folder, tmp_path / folder)
     chosen = tmp_path / "k8s" / "chosen"
     chosen.mkdir()
     parts = [f"../components/{name}" for name in components]
@@ -107,7 +108,14 @@ def test_kustomize_builds_what_kubernetes_knows(
     (stateful,) = (each for each in documents if each["kind"] == "StatefulSet")
     (container,) = stateful["spec"]["template"]["spec"]["containers"]
     names = {each["name"] for each in container["env"]}
-    assert ("postgres" in components) == (env_name("billing.database_url") in names)
+    shared = {env_name("billing.database_url"), env_name("limits.url")}
+    assert ("postgres" in components) == (shared <= names)
+    mounts = {each["mountPath"] for each in container["volumeMounts"]}
+    assert ("postgres" in components) == ({"/data/secret", "/data/receipt_key"} <= mounts)
+    boards = {each["metadata"]["name"] for each in documents if each["kind"] == "ConfigMap"}
+    stems = {path.stem for path in (OPS / "grafana" / "dashboards").glob("*.json")}
+    expected = {f"cachesvc-board-{stem}" for stem in stems}
+    assert (expected if "monitoring" in components else set()) == boards
     assert ("gpu" in components) == ("nvidia.com/gpu" in container["resources"]["limits"])
     assert {env_name("server.require_keys"), env_name("server.data_dir")} <= names
     if "monitoring" in components:  # each pod is scraped once: Prometheus reads one service
@@ -120,8 +128,14 @@ def test_kustomize_builds_what_kubernetes_knows(
         "kubernetes_validate", reason="needs kubernetes-validate, which CI installs"
     )
     for document in documents:
-        if document["kind"] != "ServiceMonitor":  # the Prometheus operator's own
+        if document["kind"] not in {"ServiceMonitor", "PrometheusRule"}:  # the operator's own
             validator.validate(document, "1.32", strict=True)
+
+
+def test_the_operators_rules_are_prometheus_own() -> None:
+    """One is a copy of the other, because kustomize reads no files outside its folder."""
+    rule = yaml.safe_load((K8S / "components" / "monitoring" / "rules.yaml").read_text())
+    assert yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text()) == rule["spec"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")

@@ -20,7 +20,9 @@ DOCUMENTS = (
 )
 
 
-@pytest.mark.parametrize("name", ["settings.md", "commands.md", "metrics.md", "errors.md"])
+@pytest.mark.parametrize(
+    "name", ["settings.md", "commands.md", "metrics.md", "errors.md", "fields.md"]
+)
 def test_a_reference_page_is_what_the_code_says(name: str) -> None:
     written = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert pages()[name] == written, "run `make docs`"

@@ -29,8 +29,8 @@ def check_served(request: Request) -> None:
     """Raises InvalidParameter for parameters that this engine does not support."""
     if request.contents:
         raise InvalidParameter(
-            "contents are not served by the vLLM engine; leave them out, or use the embedded "
-            "engine (engine.backend = embedded)",
+            "contents, cache_salt and user_id are not served by the vLLM engine; leave them out, "
+            "or use the embedded engine (engine.backend = embedded)",
             param="contents",
         )
 

@@ -1,0 +1,313 @@
+"""Every field that a provider documents is honoured, refused, or ignored on purpose."""
+
+from typing import Any
+
+import httpx
+import openai.types.chat.completion_create_params as openai_chat
+import openai.types.completion_create_params as openai_text
+import openai.types.responses.response_create_params as openai_responses
+import pytest
+from anthropic.types import message_create_params as anthropic_messages
+from anthropic.types.beta import message_create_params as anthropic_beta
+
+from api.shapes.protocols import PROTOCOLS, Handling
+from api.testing import FakeHouse, Script
+
+CHAT = "/v1/chat/completions"
+HELLO: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: HELLO,
+    "/v1/completions": {"model": "bytes", "prompt": "hi"},
+    "/v1/responses": {"model": "bytes", "input": "hi"},
+    "/v1/messages": HELLO | {"max_tokens": 5},
+}
+
+# api-docs.deepseek.com, "Create Chat Completion" and "Rate Limit & Isolation", 2026
+DEEPSEEK = [
+    "messages",
+    "model",
+    "thinking",
+    "reasoning_effort",
+    "frequency_penalty",
+    "max_tokens",
+    "presence_penalty",
+    "response_format",
+    "stop",
+    "stream",
+    "stream_options",
+    "temperature",
+    "top_p",
+    "tools",
+    "tool_choice",
+    "logprobs",
+    "top_logprobs",
+    "user_id",
+]
+# alibabacloud.com, Model Studio, "OpenAI Chat", 2026
+QWEN = [
+    "model",
+    "messages",
+    "stream",
+    "stream_options",
+    "modalities",
+    "audio",
+    "temperature",
+    "top_p",
+    "top_k",
+    "presence_penalty",
+    "response_format",
+    "max_tokens",
+    "max_completion_tokens",
+    "vl_high_resolution_images",
+    "n",
+    "enable_thinking",
+    "preserve_thinking",
+    "thinking_budget",
+    "enable_code_interpreter",
+    "seed",
+    "logprobs",
+    "top_logprobs",
+    "stop",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "enable_search",
+    "search_options",
+    "skill",
+    "tool_stream",
+    "max_input_tokens",
+    "asr_options",
+    "translation_options",
+]
+PROVIDERS = [
+    (CHAT, openai_chat.CompletionCreateParamsBase.__annotations__),
+    (CHAT, DEEPSEEK),
+    (CHAT, QWEN),
+    ("/v1/completions", openai_text.CompletionCreateParamsBase.__annotations__),
+    ("/v1/responses", openai_responses.ResponseCreateParamsBase.__annotations__),
+    ("/v1/messages", anthropic_messages.MessageCreateParamsBase.__annotations__),
+    ("/v1/messages", anthropic_beta.MessageCreateParamsBase.__annotations__),
+]
+
+
+@pytest.mark.parametrize(("path", "names"), PROVIDERS)
+def test_every_field_of_a_provider_is_in_the_table(path: str, names: Any) -> None:
+    (protocol,) = (each for each in PROTOCOLS if each.path == path)
+    known = {name for name, _, _ in protocol.fields()}
+    assert set() == set(names) - known
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda each: each.path)
+async def test_the_table_is_what_the_routes_do(client: httpx.AsyncClient, protocol: Any) -> None:
+    """A refused field is refused by name; an ignored one is named in the header, and no other."""
+    body = BODIES[protocol.path]
+    for name, handling, why in protocol.fields():
+        if handling is Handling.HONOURED:
+            continue
+        answer = await client.post(protocol.path, json=body | {name: {"x": 1}})
+        if handling is Handling.REFUSED:
+            assert 400 == answer.status_code, name
+            assert name in answer.text
+            assert why in answer.json()["error"]["message"]
+        else:
+            assert (200, name) == (answer.status_code, answer.headers["x-cachesvc-ignored"])
+    answer = await client.post(protocol.path, json=body | {"no_such_field": 1, "a b\n": 2})
+    assert (200, "no_such_field") == (answer.status_code, answer.headers["x-cachesvc-ignored"])
+    assert "x-cachesvc-ignored" not in (await client.post(protocol.path, json=body)).headers
+
+
+async def test_a_salt_or_an_end_user_keeps_blocks_apart(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    """They name a content of the first token, so equal prompts have other keys."""
+
+    async def named(path: str = CHAT, **fields: object) -> object:
+        answer = await client.post(path, json=BODIES[path] | fields)
+        assert 200 == answer.status_code, answer.text
+        request = house.engine.requests[-1]
+        assert all((0, 1) == (each.start, each.length) for each in request.contents)
+        return request.scope, tuple(each.digest for each in request.contents)
+
+    for path in (CHAT, "/v1/completions"):
+        plain = await named(path)
+        salted = await named(path, cache_salt="a")
+        assert salted == await named(path, cache_salt="a")
+        different = {
+            plain,
+            salted,
+            await named(path, cache_salt="b"),
+            await named(path, user_id="a"),
+            await named(path, user_id="a", cache_salt="b"),
+        }
+        assert 5 == len(different)
+        assert plain == await named(path, user="a", safety_identifier="b", cache_salt="")
+
+
+async def test_a_salt_that_cannot_be_honoured_is_refused(client: httpx.AsyncClient) -> None:
+    contents = {"contents": [{"start": 0, "length": 1, "digest": "00" * 16}]}
+    answer = await client.post(CHAT, json=HELLO | {"cache_salt": "a", "cachesvc": contents})
+    assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
+    for path in ("/v1/responses", "/v1/messages"):
+        answer = await client.post(path, json=BODIES[path] | {"cache_salt": "a"})
+        assert 400 == answer.status_code
+    answer = await client.post(CHAT, json=HELLO | {"user_id": "a b"})
+    assert (400, "user_id") == (answer.status_code, answer.json()["error"]["param"])
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "plain"),
+    [
+        (CHAT, ("service_tier",), "default"),
+        ("/v1/completions", ("service_tier",), "default"),
+        ("/v1/responses", ("service_tier",), "default"),
+        ("/v1/messages", ("usage", "service_tier"), "standard"),
+    ],
+)
+async def test_the_service_tier_is_answered(
+    client: httpx.AsyncClient, path: str, place: tuple[str, ...], plain: str
+) -> None:
+    """The card of these tests has no tier of that name."""
+    told = (await client.post(path, json=BODIES[path] | {"service_tier": "flex"})).json()
+    for name in place:
+        told = told[name]
+    assert plain == told
+
+
+async def test_writes_and_marked_tokens_are_in_every_usage(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    house.engine.script = Script(answer="x", hits={"hit_device": 1})
+    for path, name in (
+        (CHAT, "prompt_tokens_details"),
+        ("/v1/completions", "prompt_tokens_details"),
+        ("/v1/responses", "input_tokens_details"),
+    ):
+        usage = (await client.post(path, json=BODIES[path])).json()["usage"]
+        details = usage[name]
+        assert {"cached_tokens", "cache_write_tokens", "cached_tokens_details"} == details.keys()
+        assert 1 == details["cached_tokens"] == details["cached_tokens_details"]["device"]
+    usage = (await client.post("/v1/messages", json=BODIES["/v1/messages"])).json()["usage"]
+    assert 1 == usage["cache_read_input_tokens_details"]["device"]
+
+
+@pytest.mark.parametrize("name", ["prefix", "partial"])
+async def test_the_last_message_is_continued(
+    client: httpx.AsyncClient, house: FakeHouse, name: str
+) -> None:
+    said = {"role": "assistant", "content": "Once"}
+    asked = HELLO | {"messages": [*HELLO["messages"], said]}
+    await client.post(CHAT, json=asked | {"continue_final_message": True})
+    expected = house.engine.requests[-1].tokens
+    asked["messages"][-1] = said | {name: True}
+    assert 200 == (await client.post(CHAT, json=asked)).status_code
+    assert expected == house.engine.requests[-1].tokens
+
+
+async def test_no_comparison_is_said_in_the_providers_own_words(client: httpx.AsyncClient) -> None:
+    options = {"comparison_response_id": "resp_1"}
+    body = BODIES["/v1/responses"] | {"prompt_cache_options": options}
+    told = (await client.post("/v1/responses", json=body)).json()
+    assert {"type": "unavailable"} == told["prompt_cache_diagnostics"]
+    assert "resp_1" == told["prompt_cache_options"]["comparison_response_id"]
+    body = BODIES["/v1/messages"] | {"diagnostics": {"previous_message_id": "msg_1"}}
+    told = (await client.post("/v1/messages", json=body)).json()
+    assert {"cache_miss_reason": {"type": "unavailable"}} == told["diagnostics"]
+
+
+def part(text: str, **mark: object) -> dict[str, Any]:
+    return {"type": "text", "text": text, **mark}
+
+
+BREAKPOINT = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+
+
+async def kept(client: httpx.AsyncClient, house: FakeHouse, **fields: Any) -> list[Any]:
+    """(seconds, tokens) of each point that the request keeps its prompt up to."""
+    answer = await client.post(CHAT, json=HELLO | fields)
+    assert 200 == answer.status_code, answer.text
+    return [(keep.for_s, keep.num_tokens) for keep in house.meter.last.job.keeps]
+
+
+async def test_marked_parts_are_kept_for_their_ttl(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    law = "law " * 20
+    upto = len(f"system: {law}")
+    user = {"role": "user", "content": "hi"}
+
+    def asked(*parts: dict[str, Any]) -> list[Any]:
+        return [{"role": "system", "content": list(parts)}, user]
+
+    marked = asked(part(law, **BREAKPOINT), part("2026"))
+    assert [(1800, upto)] == await kept(client, house, messages=marked)
+    whole = len(house.engine.requests[-1].tokens)
+    hour = {"ttl": "1h"}
+    assert [(3600, upto), (3600, whole)] == await kept(
+        client, house, messages=marked, prompt_cache_options=hour
+    )
+    explicit = {"mode": "explicit", "ttl": "24h"}
+    assert [(86_400, upto)] == await kept(
+        client, house, messages=marked, prompt_cache_options=explicit
+    )
+    marked = asked(part(law, **EPHEMERAL), part("2026"))
+    assert [(300, upto)] == await kept(client, house, messages=marked)
+    marked = asked(part(law, cache_control={"type": "ephemeral", "ttl": "1h"}))
+    assert 3600 == (await kept(client, house, messages=marked))[0][0]
+    marked = [{"role": "system", "content": law, **EPHEMERAL}, user]
+    [(for_s, num_tokens)] = await kept(client, house, messages=marked)
+    assert (300, True) == (for_s, num_tokens >= upto)
+    assert [] == await kept(client, house)
+
+
+async def test_at_most_the_latest_four_are_kept(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    parts = [part(f"page {number} ", **EPHEMERAL) for number in range(7)]
+    asked = [{"role": "user", "content": parts}]
+    assert 4 == len(await kept(client, house, messages=asked))
+    found = await kept(client, house, messages=asked, prompt_cache_options={})
+    assert [300, 300, 300, 1800] == [for_s for for_s, _ in found]
+
+
+async def test_explicit_without_a_mark_does_not_use_the_cache(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    await kept(client, house, prompt_cache_options={"mode": "explicit"})
+    assert not house.engine.requests[-1].cache
+    await kept(client, house, prompt_cache_options={"mode": "implicit"})
+    assert house.engine.requests[-1].cache
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt_cache_options": {"ttl": "2m"}},
+        {"prompt_cache_options": {"mode": "often"}},
+        {"prompt_cache_options": {"prewarm": True}},
+        {"prompt_cache_options": {}, "prompt_cache_retention": "24h"},
+        {"messages": [{"role": "user", "content": [part("a", **BREAKPOINT, **EPHEMERAL)]}]},
+    ],
+)
+async def test_what_cannot_be_kept_is_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    assert 400 == (await client.post(CHAT, json=HELLO | fields)).status_code
+
+
+async def test_responses_keep_what_their_parts_mark(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    law = "law " * 20
+    said = [{"type": "input_text", "text": law, **BREAKPOINT}]
+    body = {
+        "model": "bytes",
+        "instructions": "Be short.",
+        "input": [{"role": "system", "content": said}, {"role": "user", "content": "hi"}],
+    }
+    answer = await client.post("/v1/responses", json=body)
+    assert 200 == answer.status_code, answer.text
+    [keep] = house.meter.last.job.keeps
+    # As with Messages: up to the text of the first message after the system's.
+    upto = len(f"system: Be short.\n\n{law}\nuser: ")
+    assert (1800, upto) == (keep.for_s, keep.num_tokens)
