@@ -12,7 +12,7 @@ the block is dropped.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
@@ -32,6 +32,8 @@ from tiers.telemetry.events import CacheEvent, EventStream
 from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.mover import LoadJob, Mover
+
+READY = BlockState.READY
 
 
 @dataclass(slots=True)
@@ -119,7 +121,7 @@ class Pool:
     def probe(self, ids: Sequence[BlockId]) -> NodeProbe:
         """Find how many leading blocks are held, and where. Ready when the tier below has
         answered."""
-        in_memory = len(list(self._run(ids)))
+        in_memory = len(self._run(ids))
         rest = ids[in_memory:]
         if not rest or self._is_closed(rest) or self.mover is None:
             return NodeProbe(in_memory, None)
@@ -130,7 +132,7 @@ class Pool:
 
     def lease(self, ids: Sequence[BlockId]) -> Lease:
         """Lease the leading run of these blocks. Blocks held only below are loaded first."""
-        blocks = list(self._run(ids))
+        blocks = self._run(ids)
         if blocks:
             self.residency.acquire_run(blocks)
         self.counts.hits[TierName.HOST] += len(blocks)
@@ -141,7 +143,7 @@ class Pool:
         """The frames of a ready lease, for its leading run that is held. The other blocks are
         released."""
         held = 0
-        while held < len(lease.blocks) and lease.blocks[held].state is BlockState.READY:
+        while held < len(lease.blocks) and lease.blocks[held].state is READY:
             held += 1
         for block in lease.blocks[held:]:
             self.residency.release(block, block.use)
@@ -175,7 +177,7 @@ class Pool:
         """Serve frames that the client has written, from now on, and write them below."""
         blocks = [self._by_frame[frame] for frame in frames]
         for block in blocks:
-            block.state = BlockState.READY
+            block.state = READY
             if block.key is not None:
                 self.residency.counters.came(block, TierName.HOST)
                 self.residency.entered(block)
@@ -229,18 +231,20 @@ class Pool:
 
     # Internals.
 
-    def _run(self, ids: Sequence[BlockId]) -> Iterator[Block]:
+    def _run(self, ids: Sequence[BlockId]) -> list[Block]:
         """The leading blocks that memory can serve. The identity of each is compared."""
-        if not ids or self.residency.index.get(ids[0].key) is None:
-            return  # before anything is packed
+        get, run = self.residency.index.get, list[Block]()
+        if not ids or get(ids[0].key) is None:
+            return run  # before anything is packed
         for block_id, packed in zip(ids, _packed(ids), strict=True):
-            block = self.residency.ready(block_id.key)
-            if block is None:
-                return
+            block = get(block_id.key)
+            if block is None or block.state is not READY:
+                break
             if not _is(block, block_id, packed):
                 self.counts.collisions += 1
-                return
-            yield block
+                break
+            run.append(block)
+        return run
 
     def _add(self, block_id: BlockId, packed: bytes, state: BlockState) -> Block | None:
         """A new block with a frame and one user. None if no block can leave to make room."""
@@ -312,7 +316,7 @@ class Pool:
         sources = job.loaded.sources or (below,) * num_loaded
         self.counts.hits.update(sources)
         for block, source in zip(blocks[:num_loaded], sources, strict=True):
-            block.state = BlockState.READY
+            block.state = READY
             self.residency.queue.loaded(block, held=source is below)
             block.busy -= 1
             self.residency.host.sync(block)
