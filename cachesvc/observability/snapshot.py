@@ -43,7 +43,7 @@ def snapshot(sources: Sources) -> dict[str, Any]:
         "version": cachesvc.__version__,
         "model": sources.model,
         "engine": engine_state,
-        "cache": _cache(engine.cache),
+        "cache": cache_state(engine.cache),
         "traffic": traffic(sources.counters()),
         "money": plain(sources.money()),
         "violations": dict(sources.violations()),
@@ -68,11 +68,13 @@ def traffic(counters: Counters) -> dict[str, Any]:
     return totals | {"responses": responses}
 
 
-def _cache(stats: CacheStats) -> dict[str, Any]:
+def cache_state(stats: CacheStats) -> dict[str, Any]:
     state: dict[str, Any] = plain(stats)
-    tiers = {name: state.pop(name) for name in ("device", "host", "disk")}
+    below = {tier["name"]: tier for tier in state.pop("below")}
+    tiers = {name: state.pop(name) for name in ("device", "host")} | {"disk": below.get("disk")}
     shards = stats.disk.shards if stats.disk is not None else ()
     return state | {
+        "remote": below.get("remote"),
         "tiers": {name: tier for name, tier in tiers.items() if tier is not None},
         "shards": dict(shard_states(shards)),
     }

@@ -9,6 +9,7 @@ from cachesvc.observability.latency import NAMES, Latencies
 from cachesvc.observability.metrics import Metrics, hit_class
 from cachesvc.observability.names import SPECS, VLLM_ALIASES
 from cachesvc.observability.samples import MoneyStats, Snapshots
+from cachesvc.observability.snapshot import cache_state
 from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.errors import MissReason
@@ -278,3 +279,13 @@ def test_metrics_are_exposed_under_vllms_names_too() -> None:
     assert 1 == value(seen, "vllm:request_success_total", {**model, "finished_reason": "stop"})
     text = seen.render()[0].decode()
     assert [] == [alias for alias in VLLM_ALIASES if alias not in text]
+
+
+def test_the_dashboards_snapshot_has_each_tier_below_by_its_name() -> None:
+    tier = {name: TierStats(name=name) for name in TierName}
+    below = (tier[TierName.DISK], tier[TierName.REMOTE])
+    state = cache_state(CacheStats(tier[TierName.DEVICE], tier[TierName.HOST], below))
+    assert ["device", "host", "disk"] == list(state["tiers"])
+    assert "remote" == state["remote"]["name"]
+    alone = cache_state(CacheStats(tier[TierName.DEVICE], tier[TierName.HOST]))
+    assert (["device", "host"], None) == (list(alone["tiers"]), alone["remote"])
