@@ -46,6 +46,15 @@ def confirm(question: str, *, yes: bool) -> None:
         fail("nothing was changed")
 
 
+def must_ask(yes: bool) -> bool:
+    """Whether to ask before money moves: only a person at a terminal, who did not say --yes."""
+    return not yes and _at_terminal()
+
+
+def _at_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """A progress bar while the block runs, if standard error is a terminal.

@@ -6,7 +6,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from importlib.util import find_spec
@@ -242,9 +242,10 @@ def test_everything_fits_80_columns(shell: Shell, monkeypatch: pytest.MonkeyPatc
 def test_the_trail_says_when_what_was_and_is_and_why(shell: Shell) -> None:
     shell("tenants", "create", "acme", "--reason", "signed up")
     shell("balance", "topup", "acme", "12.5", "--reason", "invoice 7")
-    newest, was, why, *_ = shell("ledger", "show", "--trail").splitlines()
+    newest, was, named, why, *_ = shell("ledger", "show", "--trail").splitlines()
     assert re.match(r" +\d+  \d{4}-\d\d-\d\d \d\d:\d\d:\d\dZ  .*  balance.topup  acme/1$", newest)
     assert ("balance 0.00 -> 12.50", "why: invoice 7") == (was.strip(), why.strip())
+    assert named.strip().startswith("reference topup_")
 
 
 def test_one_is_one(shell: Shell) -> None:
@@ -279,7 +280,7 @@ def test_a_grant_for_some_requests_and_a_top_up_to_ask_for(shell: Shell) -> None
     said = shell("balance", "grant", "acme", "5", "--for", "*@nights", code=2)
     assert "no rate card in CNY has a window" in said
     asks = ("tenants", "budget", "refill", "acme", "20", "--per", "topup")
-    assert "only a budget per topup" in shell(*asks, code=1)
+    assert "only a budget per topup" in shell(*asks, code=2)
     shell(*asks, "--ask", "100")
     (budget,) = shell.json("tenants", "budget")
     assert ("topup", "20.00", "100.00", 3) == tuple(
@@ -433,3 +434,64 @@ def test_a_card_that_was_wrong_is_mended_by_a_batch_of_refunds(
     batch.write_text(changed)
     assert "not a batch of refunds" in refund(code=1)
     assert "proved" in shell("ledger", "verify")
+
+
+@pytest.fixture
+def person(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A person at a terminal, who answers; returns what the terminal shows."""
+
+    def types(answers: str, *args: str, code: int = 0) -> str:
+        command = [*args, "--data-dir", str(shell.data_dir)]
+        with monkeypatch.context() as sitting:
+            sitting.setattr(render, "_at_terminal", lambda: True)
+            result = CliRunner().invoke(app, command, input="".join(f"{a}\n" for a in answers))
+        assert result.exit_code == code, result.output + repr(result.exception)
+        return " ".join(result.output.split())
+
+    return types
+
+
+def test_a_person_is_shown_and_asked_before_money_moves(
+    shell: Shell, person: Callable[..., str], tmp_path: Path
+) -> None:
+    shell("tenants", "create", "acme")
+    topup = ("balance", "topup", "acme", "10")
+    said = person("n", *topup, code=1)
+    assert "acme has 0.00 CNY" in said and "Book a topup of 10.00 CNY for acme?" in said
+    assert "nothing was changed" in said
+    person("y", *topup, "--why", "bank")
+    said = person("yn", *topup, code=1)  # within a minute
+    assert "The same was booked" in said
+    person("yy", *topup)
+    person("", *topup, "--yes")
+    assert "30.00" == shell.json("tenants", "show", "acme")["balance"]
+    assert "bank" in shell("ledger", "show", "--trail")
+    assert "Let acme owe up to 5?" in person(
+        "n", "tenants", "set", "acme", "--postpaid", "5", code=1
+    )
+    card = tmp_path / "card.toml"
+    card.write_text(CARD + 'tenants=["acme"]\nmonthly_minimum="20"\n' + MODEL)
+    said = person("n", "prices", "apply", str(card), code=1)
+    assert "'acme' pays at least 20.00 CNY a month from" in said
+    assert "Apply c 9, for good?" in said
+    shell("prices", "apply", "deepseek-launch")
+    use(shell)
+    correct = ("ledger", "correct", "acme", "r1", "--why", "slow")
+    said = person("n", *correct, code=1)
+    assert "request 'r1' of acme was charged, and 0.000204 CNY are left of it" in said
+    assert "gives back 0.000204 CNY" in person("y", *correct)
+
+
+def test_a_person_is_shown_an_invoice_before_it_is_issued(
+    shell: Shell, person: Callable[..., str], tmp_path: Path
+) -> None:
+    shell("tenants", "create", "acme")
+    shell("prices", "apply", "deepseek-launch")
+    parties = tmp_path / "parties.toml"
+    parties.write_text(PARTIES)
+    shell("invoice", "parties", str(parties))
+    said = person("n", "invoice", "issue", "acme", LAST_MONTH, code=1)
+    assert "net 0.00" in said and f"Issue the invoice of acme for {LAST_MONTH}?" in said
+    person("y", "invoice", "issue", "acme", LAST_MONTH)
+    said = person("n", "invoice", "mark", "INV-000001", "void", "--why", "w", code=1)
+    assert "Mark INV-000001 as void?" in said

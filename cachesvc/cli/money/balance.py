@@ -1,17 +1,29 @@
 """`cachesvc balance`: money in and out of a tenant's balance."""
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from billing.operations import balance
+from billing.money import format_units, parse_positive, parse_units
+from billing.operations import balance, ledger
 from billing.operations.balance import Booking
+from billing.prices.book import NS
 from cachesvc.cli.lazy import without
-from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, TenantName, actor
-from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.books import (
+    NO_REASON,
+    DatabaseUrl,
+    DataDir,
+    Reason,
+    TenantName,
+    Why,
+    Yes,
+    actor,
+)
+from cachesvc.cli.money.operations import Operations, operations
 from cachesvc.cli.money.tenants import print_tenant
-from cachesvc.cli.render import AsJson
+from cachesvc.cli.render import AsJson, confirm, must_ask, note
 
 _REMOVED = {
     "adjust": "`cachesvc ledger correct TENANT REFERENCE --to AMOUNT`",
@@ -22,12 +34,19 @@ _REMOVED = {
 app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Book money in and out")
 
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
-Why = Annotated[str, typer.Option("--reason", help="Reason for the entry and the admin trail")]
 Reference = Annotated[
     str | None,
     typer.Option(help="Your own id of the payment; each id is booked once"),
 ]
 
+RECENT = 20  # entries in which a repeated booking is looked for
+A_MINUTE_S = 60
+_KINDS = {
+    Booking.GRANT: "grant",
+    Booking.TOPUP: "topup",
+    Booking.WITHDRAW: "withdrawal",
+    Booking.CHARGEBACK: "chargeback",
+}
 Currency = Annotated[
     str | None, typer.Option(help="Currency of the wallet, if not the tenant's own")
 ]
@@ -49,6 +68,7 @@ def grant(
         ),
     ] = None,
     reason: Reason = NO_REASON,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
@@ -58,7 +78,7 @@ def grant(
     With --for it pays only for these requests, and before all other money.
     """
     about = {"expires": expires, "scope": scope}
-    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, **about)
+    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, yes, **about)
 
 
 @app.command()
@@ -75,6 +95,7 @@ def topup(
     rate_source: Annotated[str | None, typer.Option(help="Who publishes it, such as ECB")] = None,
     reference: Reference = None,
     reason: Reason = NO_REASON,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
@@ -85,7 +106,7 @@ def topup(
     """
     wallet = {"currency": currency, "rate": rate}
     wallet |= {"rate_date": rate_date, "rate_source": rate_source}
-    _book(Booking.TOPUP, tenant, amount, reference, reason, data_dir, database, json, **wallet)
+    _book(Booking.TOPUP, tenant, amount, reference, reason, data_dir, database, json, yes, **wallet)
 
 
 @app.command()
@@ -99,13 +120,14 @@ def withdraw(
     ] = False,
     currency: Currency = None,
     reference: Reference = None,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
     """Book money that you paid back, at most what is neither spent nor on hold."""
     kind = Booking.CHARGEBACK if chargeback else Booking.WITHDRAW
-    _book(kind, tenant, amount, reference, reason, data_dir, database, json, currency=currency)
+    _book(kind, tenant, amount, reference, reason, data_dir, database, json, yes, currency=currency)
 
 
 def _book(
@@ -117,9 +139,12 @@ def _book(
     data_dir: Path | None,
     database: str | None,
     json: bool,
+    yes: bool,
     **about: Any,
 ) -> None:
     with operations(data_dir, database) as call:
+        if must_ask(yes):
+            _show_before(call, kind, tenant, amount, reference, about.get("currency"))
         booked = call(
             balance.book_deposit,
             tenant=tenant,
@@ -131,3 +156,29 @@ def _book(
             why=reason,
         )
         print_tenant(booked, json)
+
+
+def _show_before(
+    call: Operations,
+    kind: Booking,
+    tenant: str,
+    amount: str,
+    reference: str | None,
+    currency: str | None,
+) -> None:
+    """Says what the tenant has, and asks; twice if the same was booked within a minute."""
+    units = parse_positive(amount)
+    has = call(balance.show_balance, tenant=tenant)
+    note(f"{tenant} has {has['balance']} {has['currency']}, and {has['held']} of it on hold")
+    sum_ = f"{format_units(units)} {currency or has['currency']}"
+    confirm(f"Book a {kind} of {sum_} for {tenant}?", yes=False)
+    for entry in call(ledger.list_entries, tenant=tenant, limit=RECENT):
+        age_s = (time.time_ns() - entry["at_ns"]) // NS
+        told = entry["details"]
+        same = entry["kind"] in (_KINDS[kind], "wallet", "conversion")
+        same &= told.get("wallet", has["currency"]) == (currency or has["currency"])
+        same &= units == abs(parse_units(told.get("moves", entry["amount"])))
+        if same and age_s < A_MINUTE_S and entry["request_id"] != reference:
+            name = entry["request_id"]
+            confirm(f"The same was booked {age_s} s ago, as {name!r}. Book it again?", yes=False)
+            return

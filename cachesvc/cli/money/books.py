@@ -34,7 +34,10 @@ DatabaseUrl = Annotated[
         show_default=False,
     ),
 ]
-Reason = Annotated[str, typer.Option(help="Reason for the audit trail", show_default=False)]
+_WHY = ("--why", "--reason")
+Reason = Annotated[str, typer.Option(*_WHY, help="Reason for the audit trail", show_default=False)]
+Why = Annotated[str, typer.Option(*_WHY, help="Reason for the entry and the audit trail")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, for scripts on a terminal")]
 TenantName = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
 RequestId = Annotated[str, typer.Argument(help="Id of the request", show_default=False)]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Only this tenant")]
@@ -49,6 +52,8 @@ __all__ = [
     "RequestId",
     "TenantName",
     "TenantOption",
+    "Why",
+    "Yes",
     "actor",
     "books",
     "limit_text",

@@ -19,10 +19,12 @@ from cachesvc.cli.money.books import (
     DataDir,
     Reason,
     TenantOption,
+    Why,
+    Yes,
     actor,
 )
 from cachesvc.cli.money.operations import Operations, operations
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import AsJson, confirm, fail, must_ask, note, print_json, print_table
 
 _REMOVED = {
     "list": "`cachesvc invoice show`, without a number",
@@ -38,7 +40,6 @@ app = typer.Typer(
 
 Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
 Month = Annotated[str | None, typer.Argument(help="Such as 2026-11", show_default=False)]
-Why = Annotated[str, typer.Option("--reason", help="Reason for the audit trail")]
 COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", "due on")
 
 
@@ -100,8 +101,12 @@ def issue(
     ],
     month: Month = None,
     reason: Annotated[
-        str | None, typer.Option(help="Reason for the audit trail; a credit note needs one")
+        str | None,
+        typer.Option(
+            "--why", "--reason", help="Reason for the audit trail; a credit note needs one"
+        ),
     ] = None,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
@@ -113,6 +118,10 @@ def issue(
     """
     by = actor()
     with operations(data_dir, database) as call:
+        if must_ask(yes):
+            of = "the invoice" if month is not None else "a credit note"
+            note(_sums(_made(call, what, month, Form.JSON)))
+            confirm(f"Issue {of} of {what}{f' for {month}' if month else ''}?", yes=False)
         if month is not None:
             why = reason or NO_REASON
             issued = call(invoices.finalize_invoice, tenant=what, month=month, by=by, why=why)
@@ -128,12 +137,16 @@ def mark(
     number: Number,
     state: Annotated[InvoiceState, typer.Argument(help="paid or void")],
     reason: Why,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
 ) -> None:
     """Mark an invoice as paid, or as void because it was wrong. Books no money."""
     with operations(data_dir, database) as call:
+        if must_ask(yes):
+            note(_sums(call(invoices.show_invoice, number=number)))
+            confirm(f"Mark {number} as {state}?", yes=False)
         marked = call(invoices.mark_invoice, number=number, state=state, by=actor(), why=reason)
     _one(marked, json)
 
@@ -153,6 +166,13 @@ def parties(
         applied = call(invoices.apply_parties, toml=_read(file), by=actor(), why=reason)
         named = len(applied["buyers"])
         note(f"invoices are from {applied['seller']}; {named} tenants are named")
+
+
+def _sums(found: Any) -> str:
+    """A document's totals, in one line."""
+    name = f"{found.get('number', 'draft')} of {found['tenant']} for {found['period']['month']}"
+    sums = f"net {found['net']}, total {found['total']}, due {found['due']} {found['currency']}"
+    return f"{name}, {found['state']}: {sums}"
 
 
 def _read(file: Path) -> str:

@@ -12,9 +12,9 @@ import typer
 
 from api.format import number_of
 from billing.errors import BillingError
-from billing.money import format_units
+from billing.money import format_units, parse_units
 from billing.operations import ledger as ledgers
-from billing.operations.balance import adjust_deposit
+from billing.operations.balance import adjust_deposit, show_balance
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.documents import Document, proof_document
@@ -25,13 +25,15 @@ from cachesvc.cli.money.books import (
     MOST_ROWS,
     DatabaseUrl,
     DataDir,
+    Why,
+    Yes,
     actor,
     books,
 )
-from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.operations import Operations, operations
 from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import AsJson, confirm, fail, must_ask, note, print_json, print_table
 
 _REMOVED = {
     "heads": "`cachesvc ledger verify --print-heads`",
@@ -148,7 +150,7 @@ def show(
 
 @app.command()
 def correct(
-    reason: Annotated[str, typer.Option(help="Why; kept in the entry")],
+    reason: Why,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[
         str | None, typer.Argument(help="Id of the request; or with --to a deposit's reference")
@@ -166,6 +168,7 @@ def correct(
     approve: Annotated[
         str | None, typer.Option(help="The batch's digest; books it  [show only]")
     ] = None,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
@@ -179,9 +182,11 @@ def correct(
             return
         if tenant is None or request_id is None:
             fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
+        if to is not None and amount is not None:
+            fail("--amount gives a charge back, --to corrects a deposit: leave one out", 2)
+        if must_ask(yes):
+            _show_before(call, tenant, request_id, amount, to)
         if to is not None:
-            if amount is not None:
-                fail("--amount gives a charge back, --to corrects a deposit: leave one out", 2)
             adjusted = call(
                 adjust_deposit,
                 tenant=tenant,
@@ -203,6 +208,23 @@ def correct(
             why=reason,
         )
     note(f"entry {entry['entry']} gives back {entry['amount']} {entry['currency']}")
+
+
+def _show_before(
+    call: Operations, tenant: str, name: str, amount: str | None, to: str | None
+) -> None:
+    """Says what would be corrected, and asks."""
+    if to is not None:
+        has = call(show_balance, tenant=tenant)
+        note(f"{tenant} has {has['balance']} {has['currency']}")
+        confirm(f"Correct deposit {name!r} to {to} {has['currency']}?", yes=False)
+        return
+    found = call(ledgers.list_entries, tenant=tenant, request_id=name)
+    if found:
+        left = format_units(-sum(parse_units(entry["amount"]) for entry in found))
+        currency = found[0]["currency"]
+        note(f"request {name!r} of {tenant} was charged, and {left} {currency} are left of it")
+        confirm(f"Give back {amount or left} {currency}?", yes=False)
 
 
 def _print_trail(found: list[Document], json: bool) -> None:
@@ -234,7 +256,7 @@ def print_trail(row: Document) -> None:
     before, after = (row[name] or {} for name in ("before", "after"))
     changes = [
         f"{name} {_word(before, name)} -> {_word(after, name)}"
-        if before
+        if name in before
         else f"{name} {_word(after, name)}"
         for name in sorted(before | after)
         if before.get(name) != after.get(name)

@@ -29,11 +29,12 @@ from cachesvc.cli.money.books import (
     DataDir,
     Reason,
     TenantOption,
+    Yes,
     actor,
 )
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.money.refunds import write_batch
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import AsJson, confirm, fail, must_ask, note, print_json, print_table
 
 _REMOVED = {
     "diff": "`cachesvc prices show CARD --diff CARD`",
@@ -136,6 +137,7 @@ def plan(
 def apply(
     card: Card,
     reason: Reason = NO_REASON,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
@@ -146,6 +148,9 @@ def apply(
     if _errors(found):
         fail(f"{new.name} {new.version} was not applied")
     with operations(data_dir, database, create=True) as call:
+        if must_ask(yes):
+            print_plan(call(prices.plan_card, card={"toml": new.text}))
+            confirm(f"Apply {new.name} {new.version}, for good?", yes=False)
         applied = call(prices.apply_card, card={"toml": new.text}, by=actor(), why=reason)
     if applied["is_new"]:
         note(f"{new.name} {new.version} is applied, in force from {_instant(applied)}")

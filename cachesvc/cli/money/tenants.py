@@ -19,12 +19,22 @@ from cachesvc.cli.money.books import (
     DataDir,
     Reason,
     TenantName,
+    Yes,
     actor,
     limit_text,
 )
 from cachesvc.cli.money.operations import operations
 from cachesvc.cli.options import data_dir_of
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_pairs, print_table
+from cachesvc.cli.render import (
+    AsJson,
+    confirm,
+    fail,
+    must_ask,
+    note,
+    print_json,
+    print_pairs,
+    print_table,
+)
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.tier import TierName
 
@@ -168,6 +178,7 @@ def set_(
         ),
     ] = None,
     reason: Reason = NO_REASON,
+    yes: Yes = False,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
     json: AsJson = False,
@@ -180,6 +191,8 @@ def set_(
     with operations(data_dir, database) as call:
         if postpaid is not None:
             credit = credit_limit(postpaid)
+            if must_ask(yes):
+                confirm(f"Let {tenant} owe up to {postpaid}?", yes=False)
             call(tenants.set_credit_limit, tenant=tenant, credit_limit=credit, by=by, why=reason)
         if limits:
             call(tenants.set_rate_limits, tenant=tenant, limits=limits, by=by, why=reason)
