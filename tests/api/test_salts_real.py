@@ -1,0 +1,44 @@
+"""A salt over the real engine: blocks apart within a tenant, and still the tenant's to purge."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.testing.models import save_tiny_model
+from tests.api.real_service import served
+
+pytestmark = pytest.mark.timeout(120)
+PROMPT = [number * 7 % 250 for number in range(300)]
+
+
+async def test_salts_share_no_block_and_are_purged_with_their_tenant(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path / "tiny")
+    async with served(tmp_path / "data", tmp_path / "tiny") as (service, client):
+
+        async def hits(**fields: str) -> int:
+            body = {
+                "model": str(tmp_path / "tiny"),
+                "prompt": PROMPT,
+                "max_tokens": 1,
+                "temperature": 0,
+            }
+            answer = await client.post("/v1/completions", json=body | fields)
+            assert 200 == answer.status_code, answer.text
+            usage = answer.json()["usage"]
+            assert len(PROMPT) == usage["prompt_tokens"]
+            return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+        assert [0, 0, 0, 0] == [
+            await hits(),
+            await hits(cache_salt="a"),
+            await hits(cache_salt="b"),
+            await hits(user_id="a"),
+        ]
+        for fields in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"user_id": "a"}):
+            assert len(PROMPT) - 1 == await hits(**fields), fields
+        order = {"kind": "tenant", "name": "default", "why": "the customer asked"}
+        headers = {"Authorization": f"Bearer {service.dashboard.parts.operator_token}"}
+        purged = await client.post("/admin/api/cache/purge", json=order, headers=headers)
+        assert 200 == purged.status_code, purged.text
+        assert 0 == purged.json()["blocks_left"]
+        assert [0, 0, 0] == [await hits(), await hits(cache_salt="a"), await hits(user_id="a")]
