@@ -88,6 +88,7 @@ class BlockTables:
         slot = self._residency.take_slot(block, tenant)
         if slot is None:
             raise OutOfBlocks(f"all {self._residency.pool.num_blocks} device blocks are in use")
+        self._residency.pool.settle(slot)
         return slot
 
     def computed_tail(self, block: Block) -> None:

@@ -111,7 +111,23 @@ def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(
         assert slot == pool.take()
     else:
         assert slot == pool.hand_on(slot)
+    assert "copy out" not in compute(), "nobody has written yet"
+    pool.settle(slot)
     assert "copy out" in compute()
+
+
+def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool: DevicePool) -> None:
+    """Of 4 GB that leave, compute would wait 80 ms."""
+    first, second = frames_of(2)
+    slot = pool.take()
+    assert slot is not None
+    pool.copy_out(slot, first)
+    pool.hand_on(slot)
+    pool.copy_in([second], [slot])
+    assert pool._up is not None and "copy out" in pool._up.behind  # type: ignore[attr-defined]
+    assert set() == compute()
+    pool.settle(slot)
+    assert "copy in" in compute()
 
 
 def frames_of(count: int) -> list[Frame]:
@@ -141,7 +157,7 @@ def test_who_uses_a_slot_before_it_has_arrived_waits_for_it(pool: DevicePool, us
     elif use == "copy_rows":
         pool.copy_rows(1, 2, 1)
     else:
-        pool.hand_on(1)
+        pool.settle(pool.hand_on(1))
     assert "copy in" in compute()
 
 

@@ -288,3 +288,23 @@ def test_a_flush_passes_over_what_was_being_written_as_it_began(
     assert bench.cache.flush() == 0
     assert all(block.held_below for block in bench.cache.index)
     assert bench.tier.stats().stored == 4 * LENGTH
+
+
+def test_what_chunks_push_out_has_been_copied_down_before() -> None:
+    """However large the chunks: a slot is taken without a copy in its step."""
+    world = World(device_blocks=256, host_blocks=400, step_tokens=32)
+    residency = world.cache.residency
+    demote, late = residency.demote, []
+
+    def noted(block: Block) -> bool:
+        late.append(block)
+        return demote(block)
+
+    residency.demote = noted
+    for number in range(20):
+        world.submit(f"{number}", [number % 40] * 101, max_tokens=1, tenant=bytes([number]))
+        world.run()
+        if residency.num_slots_taken < 30:
+            late.clear()  # nothing is clean before the first blocks leave
+    assert residency.num_slots_taken > 200
+    assert 0 == len(late)

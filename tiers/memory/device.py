@@ -3,8 +3,8 @@
 Engine thread only. On a CPU the "device" is ordinary memory and a copy is a memcpy, done when it
 returns. On CUDA copies run on their own streams, and events order them against the compute stream,
 so the host never waits. Compute does not wait for a copy in, because nobody uses its blocks before
-they have `arrived`. It waits for a copy out only if the slot has a new owner. Copies in both
-directions run beside compute.
+they have `arrived`. It waits for a copy out only if it writes to the slot for a new owner. Copies
+in both directions run beside compute.
 """
 
 from array import array
@@ -83,13 +83,10 @@ class DevicePool:
         return self.hand_on(self._free.pop()) if self._free else None
 
     def hand_on(self, slot: int) -> int:
-        """Passes the slot to a new owner: compute waits until the last one's rows are copied
-        out."""
+        """Passes the slot to a new owner. The last one's rows may still be on their way in or out:
+        `copy_in` waits for them on its own stream, and compute only at `settle`."""
         self._num_owners += 1
         self.owners[slot] = self._num_owners
-        self.settle(slot)
-        if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
         return slot
 
     def give(self, slot: int) -> None:
@@ -125,6 +122,9 @@ class DevicePool:
         if self._up is None or self._down is None:
             self._put(pairs)
             return DONE
+        for slot in slots:
+            if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
+                self._up.wait_event(event)
         for frame in frames:
             if (event := self._filling.get(frame.number)) is not None:
                 self._up.wait_event(event)  # it is still on its way down
@@ -147,9 +147,11 @@ class DevicePool:
         return event is None
 
     def settle(self, slot: int) -> None:
-        """Makes compute wait for the slot's rows, if they are still being copied in."""
-        if self._arriving and (event := self._arriving.pop(slot, None)) is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+        """Makes compute wait for the slot's rows, if they are still being copied in, or out for an
+        owner before. Call it before compute reads the slot, or writes to it first."""
+        for under_way in (self._arriving, self._leaving):
+            if under_way and (event := under_way.pop(slot, None)) is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
 
     def _pair(
         self, target: torch.Tensor, source: torch.Tensor, part: Part
@@ -164,6 +166,7 @@ class DevicePool:
         """Copy the first `num_rows` token rows of one slot to another, in compute order. Raises
         CopyFailed."""
         self.settle(source)
+        self.settle(target)
         if len(self.layout.shape) > 1:
             rows = self.tensor[:, :, :, :num_rows]
             self._put([(rows[target], rows[source])])

@@ -39,7 +39,7 @@ class DemotionSettings:
 
     write_policy: WritePolicy = WritePolicy.ON_EVICT
     ahead: float = 1 / 16  # share of a memory tier, at its cold end, to keep clean
-    device_copies_per_step: int = 4
+    device_copies_per_step: int = 4  # at least
     num_ghosts: int = 1  # keys of departed blocks that ON_SECOND_HIT remembers
 
 
@@ -63,6 +63,7 @@ class Demoter:
         self._admission: Demotion[PrefixKey] = Demotion(settings.write_policy, settings.num_ghosts)
         self._device_window = max(2, int(residency.pool.num_blocks * settings.ahead))
         self._device_looked_at = -self._device_window  # `num_slots_taken` then
+        self._slots_taken = 0  # `num_slots_taken` at the last step
         self._to_copy: deque[Block] = deque()
         self._spared: Collection[Block] = ()
         num_frames = residency.frames.num_frames if residency.frames else 0
@@ -178,9 +179,12 @@ class Demoter:
         return sum(block.is_dirty for block in todo)
 
     def _clean_device(self) -> None:
-        """Copy down the next blocks to leave the device, a few per step. The cold end is checked
+        """Copy down the next blocks to leave the device: a few per step, or twice as many as the
+        last step took slots. The cold end is checked
         again once an eighth of it has left, so a check costs little per block."""
         residency = self._residency
+        taken = residency.num_slots_taken - self._slots_taken
+        self._slots_taken = residency.num_slots_taken
         if residency.pool.num_free >= self._device_window:
             return
         if not self._to_copy:
@@ -191,8 +195,10 @@ class Demoter:
             cold = residency.device.policy.coldest(self._device_window)
             self._spared = frozenset(cold)  # otherwise two would take turns in one frame for ever
             self._to_copy = deque(cold)
+        # Of a chunk of eight blocks, each would else be copied when its slot is taken.
+        most = max(self._settings.device_copies_per_step, 2 * taken)
         copies = 0
-        while self._to_copy and copies < self._settings.device_copies_per_step:
+        while self._to_copy and copies < most:
             block = self._to_copy.popleft()
             idle = block.device >= DeviceState.EVICTABLE
             if idle and block.frame is None and block.key is not None:
