@@ -1,7 +1,7 @@
 """Scores in half precision: every way that a span may go, against float32 on the same numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -25,6 +25,7 @@ class Case:
     dim: int
     window: int | None
     softcap: float | None
+    sinks: bool = False
     rank: int | None = None  # of latents, which all heads share; `dim` has the rotated key too
 
     @property
@@ -37,7 +38,8 @@ def check(device: str, small: bool) -> list[dict[str, Any]]:
     shapes = product(groups, dims, (None, 100), (None, 30.0))
     latents = ((20, 40, 32),) if small else ((128, 576, 512), (16, 576, 512), (40, 288, 256))
     cases = [Case(*shape) for shape in shapes]
-    cases += [Case(heads, dim, None, None, rank) for heads, dim, rank in latents]
+    cases += [Case(heads, dim, None, None, rank=rank) for heads, dim, rank in latents]
+    cases += [Case(8, 64, window, None, sinks=True) for window in (None, 128)]  # gpt-oss
     return [_of(case, device) for case in cases]
 
 
@@ -74,10 +76,14 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
     key, value = torch.randn(2, rows, heads, case.dim, generator=generator).bfloat16()
     if case.rank is not None:
         value = key[..., : case.rank]
-    options = AttentionOptions(case.dim**-0.5, window=case.window, softcap=case.softcap)
+    num_heads = heads * case.groups
+    sinks = torch.linspace(-2, 3, num_heads) if case.sinks else None
+    options = AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
     exact = ReferenceAttention(pool.float(), layers)
     exact.begin(spans)
     expected = exact.attend(0, query.float(), key.float(), value.float(), options)
+    if sinks is not None:
+        options = replace(options, sinks=sinks.to(device, torch.bfloat16))
     there = pool.to(device)
     path = pick_attention(there, layers, torch.bfloat16)
     on_device = [each.to(device) for each in (query, key, value)]

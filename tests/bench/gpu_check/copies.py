@@ -16,13 +16,17 @@ from engine.execution.runner import ModelRunner
 from engine.testing.models import tiny_model
 from tests.bench.gpu_check.device import BLOCK, GREEDY, timed
 from tests.bench.gpu_check.parity import moved
+from tiers.blocks import frames
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.memory.device import DevicePool
 
+LEAST_SHARE = 0.9  # of a plain copy's rate in the same run
+
 
 def check(device: str, small: bool) -> dict[str, Any]:
     return {
+        "borders": _borders(device),
         "rates": _rates(device, num_blocks=8 if small else 256),
         "hashes": _hashes(device, num_blocks=8 if small else 64, rounds=2 if small else 20),
     }
@@ -34,25 +38,52 @@ def _rates(device: str, num_blocks: int) -> dict[str, Any]:
         num_layers=32, block_size=BLOCK, num_kv_heads=8, head_dim=128, dtype="bfloat16"
     )
     pool, arena = DevicePool(layout, num_blocks, device), FrameArena(layout, num_blocks, device)
-    frames = [frame for _ in range(num_blocks) if (frame := arena.take()) is not None]
+    taken = [frame for _ in range(num_blocks) if (frame := arena.take()) is not None]
     slots = list(range(num_blocks))
     pinned = torch.cuda.is_available()
     plain = torch.empty(pool.tensor.shape, dtype=layout.torch_dtype, pin_memory=pinned)
     times = {
         "plain_up": timed(device, lambda: pool.tensor.copy_(plain, non_blocking=True)),
         "plain_down": timed(device, lambda: plain.copy_(pool.tensor, non_blocking=True)),
-        "promote": timed(device, lambda: pool.copy_in(frames, slots)),
+        "promote": timed(device, lambda: pool.copy_in(taken, slots)),
         "demote": timed(
-            device, lambda: [pool.copy_out(s, f) for s, f in zip(slots, frames, strict=True)]
+            device, lambda: [pool.copy_out(s, f) for s, f in zip(slots, taken, strict=True)]
         ),
     }
     nbytes = num_blocks * layout.nbytes
     return {
         "block_bytes": layout.nbytes,
         "gb_per_s": {name: nbytes / seconds / 1e9 for name, seconds in times.items()},
-        "promote_share": times["plain_up"] / times["promote"],
-        "demote_share": times["plain_down"] / times["demote"],
+        "promote_share": (up := times["plain_up"] / times["promote"]),
+        "demote_share": (down := times["plain_down"] / times["demote"]),
+        "what": f"promotion and demotion at {LEAST_SHARE} of a plain copy's rate",
+        "ok": device != "cuda" or min(up, down) >= LEAST_SHARE,
     }
+
+
+def _borders(device: str) -> dict[str, Any]:
+    """Every frame of an arena registered in many pieces, of blocks that are no whole pages."""
+    layout = BlockLayout.uniform(
+        num_layers=3, block_size=16, num_kv_heads=1, head_dim=40, dtype="float16"
+    )
+    before, frames.PIN_BYTES = frames.PIN_BYTES, 1 << 16
+    try:
+        arena = FrameArena(layout, 200, device)
+        pool = DevicePool(layout, 200, device)
+        wrong = 0
+        random = np.random.default_rng(5)
+        for slot in range(200):
+            frame = arena.take()
+            assert frame is not None
+            expected = random.bytes(layout.nbytes)
+            frame.buffer[:] = expected
+            _wait([pool.copy_in([frame], [slot])])
+            frame.buffer[:] = bytes(layout.nbytes)
+            _wait([pool.copy_out(slot, frame)])
+            wrong += bytes(frame.buffer) != expected
+    finally:
+        frames.PIN_BYTES = before
+    return {"what": "copies at the borders of registrations", "ok": wrong == 0, "wrong": wrong}
 
 
 def _hashes(device: str, num_blocks: int, rounds: int) -> dict[str, Any]:
@@ -66,8 +97,8 @@ def _hashes(device: str, num_blocks: int, rounds: int) -> dict[str, Any]:
     arena = FrameArena(layout, 2 * num_blocks, device)
     runner = ModelRunner(loaded, pool.tensor, scratch=pool.scratch)
     runner.warm_up()
-    frames = [frame for _ in range(2 * num_blocks) if (frame := arena.take()) is not None]
-    there, back = frames[:num_blocks], frames[num_blocks:]
+    taken = [frame for _ in range(2 * num_blocks) if (frame := arena.take()) is not None]
+    there, back = taken[:num_blocks], taken[num_blocks:]
     slots = list(range(8, 8 + num_blocks))
     random = np.random.default_rng(3)
     wrong, steps = 0, 0
