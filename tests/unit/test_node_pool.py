@@ -138,6 +138,21 @@ def test_pools_of_two_layouts_share_one_capacity() -> None:
     large.check()
 
 
+def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room() -> None:
+    other = engine_layout(4, 256, 4, "float32")
+    capacity = Capacity(4 * frame_stride(other))
+    small = Pool(create(LAYOUT, 8), capacity)
+    large = Pool(create(other, 4), capacity)
+    ids = prompt(1, 8)
+    write(small, ids)
+    small.residency.pinned_keys = {each.key for each in ids}
+    for block in of_scopes(small, OTHER):
+        small.residency.queue.loaded(block, held=True)  # the tier below has it too
+        small.residency.pin(block)
+    assert 4 == len(large.reserve(prompt(2, 4)))
+    assert 0 == small.residency.host.num_blocks
+
+
 @pytest.fixture
 def below(tmp_path: Path) -> Iterator[Mover]:
     with closing(open_disk(tmp_path / "disk", LAYOUT, 64 << 20)) as disk:

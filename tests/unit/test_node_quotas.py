@@ -95,6 +95,22 @@ def test_blocks_are_counted_anew_when_their_owner_becomes_known() -> None:
     assert 4 == held(pool, "a", range(8))
 
 
+def test_a_pinned_block_within_its_owners_share_stays_in_memory() -> None:
+    pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
+    ids = prompt("a", 0, 3)
+    put(pool, ids)
+    pool.residency.pinned_keys = {each.key for each in ids}
+    for each in ids:
+        block = pool.residency.ready(each.key)
+        assert block is not None
+        pool.residency.queue.loaded(block, held=True)  # the tier below has it too
+        pool.residency.pin(block)
+    assert 5 == len(pool.reserve(prompt("b", 1, 5))), "what is in use cannot leave"
+    assert [] == pool.reserve(prompt("b", 2))
+    assert 3 == len(pool.probe(ids).tiers)
+    pool.check()
+
+
 def below(folder: Path) -> dict[str, object]:
     return {"disk_dirs": (folder,), "disk_bytes": 1 << 20}
 

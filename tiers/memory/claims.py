@@ -44,6 +44,11 @@ class Claims:
         if quotas is not None:
             quotas.charge(quotas.group(tenant), num_blocks * self._block_bytes)
 
+    def may_lose_frame(self, block: Block) -> bool:
+        """Whether a block may leave the host although it is pinned."""
+        quotas = self._quotas.get(TierName.HOST)
+        return quotas is None or quotas.is_over(quotas.group(block.scope))
+
     def cause(self, tier: TierName, victim: Block, tenant: Hashable) -> Cause:
         """Why a victim leaves for `tenant`: for its own group, or because its group is over its
         share."""

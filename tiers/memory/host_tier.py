@@ -4,7 +4,7 @@ Only this module changes `Block.host`. Engine thread only.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.part import Part
@@ -91,8 +91,8 @@ class HostTier:
         """Choose the block that leaves next and make the policy forget it.
 
         Duplicated blocks go first. Then comes the policy's choice, but a block waiting for the disk
-        is passed over while another, nearly as cold, does not wait. Pinned blocks that the disk
-        also has go last. The caller takes the frame with `leave`.
+        is passed over while another, nearly as cold, does not wait. Pinned blocks go last, by
+        `pinned_victim`. The caller takes the frame with `leave`.
         """
         block = next((b for b in self._duplicated if b.below is not Below.WRITING), None)
         queue = self._queue
@@ -102,8 +102,14 @@ class HostTier:
                 return block
         if block is None:
             block = self._cold(sparing)
-        if block is None and not sparing:
-            block = next((b for b in self._pinned if b.held_below), None)
+        if block is not None:
+            self.policy.remove(block)
+        return block
+
+    def pinned_victim(self, may_lose: Callable[[Block], bool]) -> Block | None:
+        """Choose a pinned block that a lower tier also has, and make the policy forget it."""
+        clean = (b for b in self._pinned if b.held_below and may_lose(b))
+        block = next(clean, None)
         if block is not None:
             self.policy.remove(block)
         return block

@@ -72,6 +72,7 @@ class Residency:
         self.host_moves = host_moves
         # Residencies that share one order of eviction may have to give up each other's blocks.
         self.holder_of: Callable[[Block], Residency] = lambda block: self
+        self.sharers: Collection[Residency] = (self,)
         self._claims = Claims(quotas or {}, pool.layout.nbytes)
 
     @property
@@ -273,6 +274,8 @@ class Residency:
         while frame is None:
             self._claims.weigh_frame(tenant, 1)
             block = self.host.victim(sparing)
+            if block is None and not sparing:
+                block = self._pinned_victim()
             self._claims.weigh_frame(tenant, -1)
             if block is None:
                 return None
@@ -285,6 +288,12 @@ class Residency:
         assert self.frames is not None
         frame.part = Part.WHOLE
         self.frames.give(frame)
+
+    def _pinned_victim(self) -> Block | None:
+        """A pinned block to leave the host: none of an owner within its share."""
+        may_lose = self._claims.may_lose_frame
+        victims = (each.host.pinned_victim(may_lose) for each in self.sharers)
+        return next((block for block in victims if block is not None), None)
 
     def evict_host(self, block: Block, cause: Cause = Cause.ROOM) -> None:
         """Free an unneeded block's frame."""

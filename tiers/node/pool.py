@@ -111,6 +111,7 @@ class Pool:
         )
         self.residency.holder_of = capacity.holder_of
         capacity.holders[arena] = self.residency
+        self.residency.sharers = capacity.holders.values()
         writes = DemotionSettings(write_policy=WritePolicy.WRITE_THROUGH)
         self._demoter = Demoter(self.residency, mover, writes)
         self._by_frame: dict[int, Block] = {}  # the last block of each frame
