@@ -71,8 +71,7 @@ class Answers:
         return [unbegun(request, STEP_FAILED, self._clock_ns())]
 
     def _begin(self, request: Request) -> list[StepOutput]:
-        layout = self._cache.layout
-        group = SequenceGroup(request, layout.block_size, private=layout.recurrent)
+        group = SequenceGroup(request, self._cache.layout.block_size)
         self.groups[request.request_id] = group
         sequence = group.first(self._new_id())
         self.sequences[sequence.sequence_id] = sequence

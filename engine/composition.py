@@ -99,6 +99,7 @@ def compose(
     *,
     cache: CacheSettings,
     disk: ManagedTier | None,
+    checkpoint_disk: ManagedTier | None = None,
     pin_folder: Path,
     engine: EngineSettings,
     stream: EventStream | None = None,
@@ -107,8 +108,9 @@ def compose(
     """Make tiers and an engine for a loaded model. The model fills in the rest of the settings
     `engine`.
 
-    Takes ownership of `disk`: it is closed with the rest, and also if the tiers raise an error
-    about sizes here. With a disk tier, pins are saved in `pin_folder` across a restart.
+    Takes ownership of `disk`, and of `checkpoint_disk` for a model with recurrent states: they are
+    closed with the rest, and also if the tiers raise an error about sizes here. With a disk tier,
+    pins are saved in `pin_folder` across a restart.
     """
     try:
         tiers = run_apart(
@@ -117,17 +119,24 @@ def compose(
                 cache,
                 device=loaded.device,
                 disk=disk,
+                checkpoint_disk=checkpoint_disk,
                 stream=stream or EventStream(),
                 shares=shares,
                 pin_folder=pin_folder if disk is not None else None,
             )
         )
     except BaseException:
-        if disk is not None:
-            disk.close()
+        for tier in (disk, checkpoint_disk):
+            if tier is not None:
+                tier.close()
         raise
+    states = tiers.checkpoint_pool
     runner = ModelRunner(
-        loaded, tiers.pool.tensor, scratch=tiers.pool.scratch, owners=tiers.pool.owners
+        loaded,
+        tiers.pool.tensor,
+        scratch=tiers.pool.scratch,
+        owners=tiers.pool.owners,
+        checkpoints=states.tensor if states is not None else None,
     )
     settings = replace(
         engine,

@@ -24,6 +24,7 @@ from engine.intake import Intake
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
+from engine.scheduling.states import StateRunner
 from engine.settings import EngineSettings
 from engine.vision.encoder import IMAGE_FAILED, PictureEncoder
 from tiers.cache import TieredCache
@@ -38,16 +39,13 @@ MOVING_S = 0.002  # the same while loads or stores are under way, whose end also
 T = TypeVar("T")
 
 
-class Runner(Protocol):
-    """What the engine needs from the code that computes; see `engine.execution.runner`."""
+class Runner(StateRunner, Protocol):
+    """What the engine needs from the code that computes; see `engine.execution.runner`. Only a
+    model with recurrent states is asked about states."""
 
     def step(self, batch: Batch) -> list[Sampled]: ...
 
     def forget(self, sequence_id: int) -> None: ...
-
-    def fork(self, sequence_id: int, twin_id: int) -> None:
-        """Let another sequence continue from the states of this one, where its last step began."""
-        ...
 
     def probe(self) -> None:
         """Raises if the model can no longer compute anything. Changes no KV."""
@@ -358,11 +356,13 @@ class Engine:
             self._on_outputs(outputs)
 
     def _forget_left(self) -> None:
-        left, forked = self._scheduler.left, self._scheduler.forked
-        while forked:
-            self._runner.fork(*forked.pop())
+        left, states = self._scheduler.left, self._scheduler.states
+        if states is not None:
+            states.keep(self._runner)
         while left:
             self._runner.forget(left.pop())
+        if states is not None:
+            states.resume(self._runner)
 
     # Commands.
 

@@ -9,13 +9,14 @@ disk. A fault in a lower tier shortens the match found by `advance`; it never ra
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena, frame_stride
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.checkpoints import Checkpoints
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
 from tiers.memory.device import DevicePool
@@ -36,13 +37,16 @@ from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import MEMORY, ManagedTier, TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.economy import LoadEconomy
-from tiers.transfer.mover import Mover
+from tiers.transfer.mover import Job, Mover
 from tiers.transfer.promotion import Promoter
 from tiers.transfer.ticket import Progress, Ticket, TicketState
 
 GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers per block on disk ...
 MAX_GHOSTS = 1 << 18  # ... and in total, 40 MB
 WARM_BYTES = 256 << 20  # of each memory tier: 0.3 s at start, and prefixes of some 4,000 tokens
+MIN_STATE_FRAMES = 2  # of checkpoints, which are loaded one at a time
+CHECKPOINT_SHARE = 1 / 4  # of each tier, for the checkpoints of a model with recurrent states
+MIN_SLOTS = 4  # of checkpoints
 MIN_FRAMES = 16  # a smaller host tier could not hold a load and a store at once
 
 
@@ -59,6 +63,7 @@ class CacheSettings:
     share_tails: bool = True
     weigh_loads: bool = True  # load from disk only if that is faster than computing
     pinned_share: float = 1 / 4  # share of the lowest tier for pins
+    checkpoint_share: float = CHECKPOINT_SHARE  # of each memory tier
 
 
 class TieredCache:
@@ -79,8 +84,22 @@ class TieredCache:
         shares: QuotaShares | None = None,
         pin_folder: Path | None = None,
         wall_clock: Callable[[], float] | None = None,
+        checkpoint_disk: ManagedTier | None = None,
+        checkpoint_mover: Mover | None = None,
     ) -> None:
-        """`shares` are the quotas of groups of scopes. Pins are stored in `pin_folder`."""
+        """`shares` are the quotas of groups of scopes. Pins are stored in `pin_folder`. A layout
+        with recurrent states has a second group of parts, with a disk of its own."""
+        self.group: TieredCache | None = None
+        if layout.states:
+            settings, own = _divided(layout, settings)
+            self.group = TieredCache(
+                layout.checkpoint,
+                own,
+                device=device,
+                disk=checkpoint_disk,
+                mover=checkpoint_mover,
+                shares=shares,
+            )
         self.layout = layout
         self.settings = settings
         self.index = BlockIndex()
@@ -93,7 +112,8 @@ class TieredCache:
         self._mover = mover
         frames = None
         if settings.host_bytes or disk is not None:
-            num_frames = max(MIN_FRAMES, settings.host_bytes // frame_stride(layout, device))
+            fewest = MIN_STATE_FRAMES if layout.is_checkpoint else MIN_FRAMES
+            num_frames = max(fewest, settings.host_bytes // frame_stride(layout, device))
             frames = FrameArena(layout, num_frames, device)
         self._frames = frames
         capacities = _capacities(self.pool, frames, disk)
@@ -102,9 +122,12 @@ class TieredCache:
         self._promoter = Promoter(self.residency, self._mover, self.economy)
         self._demoter = Demoter(self.residency, self._mover, _demotion(settings, capacities))
         # A state belongs to the end of its block, so no prefix can resume in the middle.
-        share_tails = settings.share_tails and not layout.has_states
+        share_tails = settings.share_tails and not layout.has_states and not layout.states
         self._tails = TailSharing(self.residency, enabled=share_tails)
-        self.operations = TierOperations(
+        self.checkpoints: Checkpoints | None = None
+        if self.group is not None:
+            self.checkpoints = Checkpoints(self.group, self.residency, self._promoter)
+        self.operations: TierOperations = TierOperations(
             self.residency,
             self._demoter,
             self._mover,
@@ -114,6 +137,7 @@ class TieredCache:
             pinned_share=settings.pinned_share,
             pin_folder=pin_folder,
             wall_clock=wall_clock or SteadyClock(),
+            checkpoints=self.group.operations if self.group is not None else None,
         )
         self.tables = BlockTables(
             self.residency, self._tails, self._demoter, self.operations.traffic
@@ -144,6 +168,11 @@ class TieredCache:
         )
 
     @property
+    def checkpoint_pool(self) -> DevicePool | None:
+        """The checkpoints on the device, for a layout with recurrent states."""
+        return self.group.pool if self.group is not None else None
+
+    @property
     def disk(self) -> ManagedTier | None:
         """The disk tier, for its own view of its contents."""
         return self._disk
@@ -165,6 +194,8 @@ class TieredCache:
             self._mover.set_on_done(on_load)
             self._mover.start()
             self.operations.start()
+        if self.group is not None:
+            self.group.start(on_load)
 
     def warm_up(self, max_bytes: int = WARM_BYTES) -> None:
         """Touches memory before the first request does.
@@ -176,6 +207,8 @@ class TieredCache:
         self.pool.touch(max_bytes)
         if self._frames is not None:
             self._frames.touch(max_bytes)
+        if self.group is not None:
+            self.group.warm_up(max_bytes)
 
     def close(self, *, flush: bool = True) -> int:
         """Flushes to disk, ends the threads and closes the disk tier. Returns the number of blocks
@@ -185,12 +218,16 @@ class TieredCache:
             self._mover.close()
         if self._disk is not None:
             self._disk.close()
+        if self.group is not None:
+            unsaved += self.group.close(flush=flush)
         return unsaved
 
     # A request's prefix: ticket by ticket.
 
     def peek(self, chain: Chain) -> int:
         """The number of leading tokens above the disk now. Pins nothing."""
+        if self.checkpoints is not None:
+            return self.checkpoints.peek(chain)
         return len(self.index.match(chain)) * self.layout.block_size
 
     def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
@@ -203,6 +240,8 @@ class TieredCache:
         if chain.private or not reads:
             return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
         self.operations.traffic.asked(chain.keys)
+        if self.checkpoints is not None:
+            return self.checkpoints.open(chain)
         ticket = self._promoter.open(chain)
         if self._disk is not None and self._disk.is_shared:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
@@ -211,10 +250,20 @@ class TieredCache:
 
     def advance(self, ticket: Ticket) -> Progress:
         """Advances the ticket by one step. When READY, all of its blocks are on the device."""
-        return self._promoter.advance(ticket) if ticket.reads else Progress.READY
+        if not ticket.reads:
+            return Progress.READY
+        if ticket.resume is not None and self.checkpoints is not None:
+            return self.checkpoints.advance(ticket)
+        return self._promoter.advance(ticket)
+
+    def submit(self, job: Job) -> bool:
+        """Ask the tiers below memory. False if there are none, or they are overloaded."""
+        return self._mover is not None and self._mover.submit(job)
 
     def close_ticket(self, ticket: Ticket) -> None:
         """Releases the ticket's blocks; its request does not run for now."""
+        if self.checkpoints is not None:
+            self.checkpoints.close(ticket)
         chain = ticket.chain
         self._promoter.close(ticket, Use(time.monotonic(), len(chain.keys), chain.root))
 
@@ -258,13 +307,16 @@ class TieredCache:
         self._promoter.collect()
         self._demoter.step()
         self.operations.step()
+        if self.group is not None:
+            self.group.step()
         if self._disk is not None:
             self._disk.paced(self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0)
 
     def flush(self, deadline_s: float = 60.0) -> int:
         """Writes every full block to disk and waits. Returns the number that could not be
         written."""
-        return self._demoter.flush(deadline_s)
+        unsaved = self._demoter.flush(deadline_s)
+        return unsaved + (self.group.flush(deadline_s) if self.group is not None else 0)
 
     @property
     def is_moving(self) -> bool:
@@ -274,6 +326,7 @@ class TieredCache:
             or self.pool.is_arriving
             or self._demoter.num_stores > 0
             or self.operations.purger.is_active
+            or (self.group is not None and self.group.is_moving)
         )
 
     def on_purge(self, detach: Callable[[Collection[PrefixKey]], None]) -> None:
@@ -306,6 +359,21 @@ class TieredCache:
             pinnable_blocks=keeper.max_blocks,
             groups=self.operations.quotas(),
         )
+
+
+def _divided(layout: BlockLayout, settings: CacheSettings) -> tuple[CacheSettings, CacheSettings]:
+    """The settings of the blocks and those of the checkpoints."""
+    share, nbytes = settings.checkpoint_share, layout.checkpoint.nbytes
+    on_device = max(MIN_SLOTS * nbytes, int(share * settings.device_bytes))
+    on_host = int(share * settings.host_bytes)
+    blocks = replace(
+        settings,
+        device_bytes=max(0, settings.device_bytes - on_device),
+        host_bytes=settings.host_bytes - on_host,
+    )
+    # A checkpoint saves all tokens before it, so it always pays to load one.
+    own = replace(settings, device_bytes=on_device, host_bytes=on_host, weigh_loads=False)
+    return blocks, own
 
 
 def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:

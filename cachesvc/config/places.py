@@ -33,6 +33,11 @@ def disk_path(data_dir: Path) -> Path:
     return data_dir / "disk"
 
 
+def states_path(data_dir: Path) -> Path:
+    """The folder of the checkpoints of recurrent states on disk."""
+    return data_dir / "checkpoints"
+
+
 def found_disk(data_dir: Path) -> Path:
     """The disk tier for commands: the server's own, or else a node's.
 

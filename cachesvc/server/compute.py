@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cachesvc.config.places import disk_path, models_path
+from cachesvc.config.places import disk_path, models_path, states_path
 from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import other_arithmetics
@@ -22,7 +22,7 @@ from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
-from tiers.cache import CacheSettings
+from tiers.cache import CHECKPOINT_SHARE, CacheSettings
 from tiers.disk.array import DiskArray, open_array
 from tiers.disk.directory import note_elsewhere
 from tiers.disk.open import open_disk
@@ -114,6 +114,10 @@ def build(
     """Tiers and engine for a loaded model. Raises the tiers' errors on sizes and directories."""
     layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
+    states = _open_states(layout, cache, data_dir, shares)
+    if states is not None:
+        left = cache.disk_bytes - states.stats().capacity_bytes
+        cache = cache.model_copy(update={"disk_bytes": left})
     disk = _open_disk(layout, cache, data_dir, stream, shares)
     core = compose(
         loaded,
@@ -121,12 +125,28 @@ def build(
         on_outputs,
         cache=_cache_settings(cache),
         disk=disk,
+        checkpoint_disk=states,
         pin_folder=disk_path(data_dir),
         engine=_engine_settings(engine, _other_arithmetics(data_dir, loaded)),
         stream=stream,
         shares=shares,
     )
     return core if disk is None else replace(core, disk_view=disk.view)
+
+
+def _open_states(
+    layout: BlockLayout, cache: CacheSection, data_dir: Path, shares: QuotaShares | None
+) -> DiskTier | None:
+    """The disk tier of the checkpoints of recurrent states, if the model has any."""
+    if not (layout.states and cache.disk_bytes and cache.host_bytes):
+        return None
+    return open_disk(
+        states_path(data_dir),
+        layout.checkpoint,
+        int(CHECKPOINT_SHARE * cache.disk_bytes),
+        settings=DiskSettings(idle_ttl_s=int(cache.idle_ttl) or None),
+        shares=shares,
+    )
 
 
 def _open_disk(
@@ -163,7 +183,8 @@ def _open_disk(
     others = [path.expanduser() for path in cache.disk_dirs]
     disk = open_array([folder, *others], open_one) if others else open_one(folder)
     shared = [remote.shown_url] if remote is not None else []
-    note_elsewhere(folder, [*map(str, others), *shared])
+    states = [str(states_path(data_dir))] if layout.states else []
+    note_elsewhere(folder, [*map(str, others), *states, *shared])
     if remote is None or opened is None:
         return disk
     return stack(disk, layout, opened, remote)

@@ -13,6 +13,7 @@ and sequences may share them. Engine thread only.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from engine.attention.base import AttentionOptions, PagedAttention
 from engine.attention.states import is_short_conv
 from engine.batch import Span
+from tiers.blocks.layout import DTYPES, StateTensor
 
 
 class StateName(NamedTuple):
@@ -33,6 +35,29 @@ class StateName(NamedTuple):
 
 # A sequence's state at one position, each tensor [1, ...]. Empty at position 0. Never changed.
 State = Mapping[StateName, torch.Tensor]
+
+
+def tensors_of(state: State) -> tuple[StateTensor, ...]:
+    """What a state consists of, in the order of a checkpoint."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    return tuple(
+        StateTensor(*name, tuple(state[name].shape[1:]), names[state[name].dtype])
+        for name in sorted(state)
+    )
+
+
+def state_views(
+    slot: torch.Tensor, tensors: Sequence[StateTensor]
+) -> dict[StateName, torch.Tensor]:
+    """The tensors of a checkpoint, [1, ...] each, over the memory of its slot."""
+    memory = slot.view(-1).view(torch.uint8)
+    views, first = {}, 0
+    for tensor in tensors:
+        dtype, count = DTYPES[tensor.dtype], prod(tensor.shape)
+        own = memory[first : first + count * dtype.itemsize].view(dtype).view(1, *tensor.shape)
+        views[StateName(tensor.layer, tensor.kind, tensor.number)] = own
+        first += tensor.nbytes
+    return views
 
 
 class Piece(NamedTuple):
@@ -116,23 +141,34 @@ class StateCache:
 
 
 class RecurrentStates:
-    """The states of sequences, each at its last two positions, of which a step starts at one.
+    """The states of sequences, each at its last two positions, of which a step starts at one, and
+    at its last block boundary, where a checkpoint may be taken.
 
     A step is `begin`, then `compute` once per module in order, then `finish`. If it fails, it can
     begin again at the same positions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int = 1) -> None:
+        self._block_size = block_size
+        self._firsts: dict[int, int] = {}  # where the engine's step began, of each sequence
         self._kept: dict[int, dict[int, State]] = {}
         self._pieces: Sequence[Piece] = ()
         self._before: list[State] = []
         self._made: list[dict[StateName, torch.Tensor]] = []
+
+    def begin_step(self) -> None:
+        """Begin a step of the engine, which may be computed in parts."""
+        self._firsts.clear()
 
     def begin(self, pieces: Sequence[Piece]) -> None:
         """Begin a step over these pieces, which follow one another along its rows."""
         self._pieces = pieces
         self._before = [self.at(piece.sequence_id, piece.start) for piece in pieces]
         self._made = [{} for _ in pieces]
+
+    def holds(self, sequence_id: int, position: int) -> bool:
+        """Whether the state of a sequence at that position is kept."""
+        return position in self._kept.get(sequence_id, ())
 
     def at(self, sequence_id: int, position: int) -> State:
         """The state of a sequence after its first `position` tokens."""
@@ -179,7 +215,16 @@ class RecurrentStates:
         """Keep what the step computed."""
         for piece, before, made in zip(self._pieces, self._before, self._made, strict=True):
             end = piece.start + piece.num_tokens
-            self._kept[piece.sequence_id] = {piece.start: before, end: {**before, **made}}
+            border = end - end % self._block_size
+            if end == border:  # it stays longer than those with which it was computed
+                made = {name: tensor.clone() for name, tensor in made.items()}
+            kept = {piece.start: before, end: {**before, **made}}
+            known = self._kept.get(piece.sequence_id, {})
+            first = self._firsts.setdefault(piece.sequence_id, piece.start)
+            for position in (first, border):
+                if position in known:
+                    kept.setdefault(position, known[position])
+            self._kept[piece.sequence_id] = kept
         self.drop()
 
     def drop(self) -> None:
@@ -210,6 +255,7 @@ class StatePort:
         self.states: RecurrentStates | None = None
         self.runs = True
         self.modules: list[nn.Module] = []
+        self.tensors: tuple[StateTensor, ...] = ()  # of a sequence's state, in a checkpoint's order
         self.routing: Routing | None = None
 
 
@@ -264,9 +310,9 @@ class RecurrentAttention:
     for each time that a step attends, in order.
     """
 
-    def __init__(self, attention: PagedAttention, port: StatePort) -> None:
+    def __init__(self, attention: PagedAttention, port: StatePort, block_size: int) -> None:
         self.attention = attention
-        self.states = RecurrentStates()
+        self.states = RecurrentStates(block_size)
         self._port = port
         self._num_attended = 0
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
-from engine.attention.recurrent import RecurrentAttention, RecurrentStates
+from engine.attention.recurrent import RecurrentAttention, RecurrentStates, state_views
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
@@ -59,7 +59,8 @@ class ModelRunner:
     `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device. `attention`
     None picks the fastest path for the device. `scratch` is an unowned block of the pool. Without
     one, a GPU's decode steps are launched kernel by kernel. `owners` are those of the pool's slots.
-    With them, a working copy can serve the next prompt that begins the same way.
+    With them, a working copy can serve the next prompt that begins the same way. `checkpoints` is
+    the pool of those of the recurrent states, one to a row.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class ModelRunner:
         *,
         scratch: int | None = None,
         owners: Sequence[int] = (),
+        checkpoints: torch.Tensor | None = None,
     ) -> None:
         kv = KvPool(pool, loaded.layers)
         assert pool.shape[1:] == loaded.layout(kv.block_size).shape, pool.shape
@@ -84,8 +86,10 @@ class ModelRunner:
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._recurrent: RecurrentStates | None = None
+        self._checkpoints = checkpoints
+        self._tensors = loaded.port.tensors if loaded.port is not None else ()
         if loaded.port is not None:
-            recurrent = RecurrentAttention(self._attention, loaded.port)
+            recurrent = RecurrentAttention(self._attention, loaded.port, kv.block_size)
             self._attention, self._recurrent = recurrent, recurrent.states
         self._sampler = Sampler(loaded.eos_token_ids)
         self._shrinking = Shrinking(self._step, kv.block_size)
@@ -112,6 +116,8 @@ class ModelRunner:
         """
         if not batch.spans:
             return []
+        if self._recurrent is not None:
+            self._recurrent.begin_step()
         if self._team is None:
             return self._shrinking(batch.spans)
         self._team.begin(batch.num_tokens)
@@ -183,6 +189,27 @@ class ModelRunner:
         """Let another sequence continue from the recurrent states of this one."""
         if self._recurrent is not None:
             self._recurrent.fork(sequence_id, twin_id)
+
+    def holds(self, sequence_id: int, position: int) -> bool:
+        """Whether `save` can keep the states of a sequence after its first `position` tokens."""
+        return self._recurrent is not None and self._recurrent.holds(sequence_id, position)
+
+    @torch.inference_mode()
+    def save(self, sequence_id: int, position: int, slot: int) -> None:
+        """Copy these states into a slot of the checkpoints."""
+        assert self._recurrent is not None and self._checkpoints is not None
+        state = self._recurrent.at(sequence_id, position)
+        for name, view in state_views(self._checkpoints[slot], self._tensors).items():
+            view.copy_(state[name])
+
+    @torch.inference_mode()
+    def resume(self, sequence_id: int, position: int, slot: int) -> None:
+        """Let a sequence continue after its first `position` tokens, from a copy of a
+        checkpoint."""
+        assert self._recurrent is not None and self._checkpoints is not None
+        views = state_views(self._checkpoints[slot], self._tensors)
+        state = {name: view.clone() for name, view in views.items()}
+        self._recurrent.put(sequence_id, position, state)
 
     def _forward(self, spans: Sequence[Span]) -> tuple[torch.Tensor | None, list[TokenLogprob]]:
         """Logits [number of sampling spans, vocabulary] in float32, or None if no span samples, and

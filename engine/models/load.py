@@ -97,8 +97,8 @@ class LoadedModel:
 
     def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks. `kv_dtype` None means the compute dtype."""
-        recurrent = self.port is not None
-        return BlockLayout(self.layers, block_size, kv_dtype or self.dtype, recurrent=recurrent)
+        states = self.port.tensors if self.port is not None else ()
+        return BlockLayout(self.layers, block_size, kv_dtype or self.dtype, states)
 
 
 def load_model(

@@ -21,7 +21,7 @@ import torch
 from engine.attention import base as attention
 from engine.attention.base import AttentionOptions, attend_dense
 from engine.attention.latent import absorb
-from engine.attention.recurrent import Piece, RecurrentStates, StatePort
+from engine.attention.recurrent import Piece, RecurrentStates, State, StatePort, tensors_of
 from engine.attention.states import page_convolutions, windows_of
 from engine.batch import Span
 from engine.errors import ModelError
@@ -56,7 +56,7 @@ class ProbeAttention:
         self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._stop_after = stop_after
         self._port = port
-        self._states = RecurrentStates()
+        self.states = RecurrentStates()
         self._num_attended = 0
         self._pieces: Pieces = ()
 
@@ -68,8 +68,8 @@ class ProbeAttention:
         self._pieces = pieces
         self._num_attended = 0
         if self._port is not None:
-            self._port.states = self._states
-            self._states.begin([Piece(*piece) for piece in pieces])
+            self._port.states = self.states
+            self.states.begin([Piece(*piece) for piece in pieces])
 
     def attend(
         self,
@@ -120,7 +120,7 @@ class ProbeAttention:
 
     def finish(self) -> None:
         if self._port is not None:
-            self._states.finish()
+            self.states.finish()
 
     def forget(self, sequence_id: int) -> None:
         pass
@@ -207,6 +207,20 @@ def _check_states(model: Any, port: StatePort, alone: torch.Tensor) -> None:
             _in_chunks(model, port),
             "gives other logits in chunks than alone, from its states",
         )
+    tensors = [tensors_of(state) for state in _states(model, port)]
+    if any(each != tensors[0] for each in tensors):
+        raise ModelError(f"{type(model).__name__} keeps other states after a chunk than a token")
+    port.tensors = tensors[0]
+
+
+def _states(model: Any, port: StatePort) -> list[State]:
+    """A sequence's states after a chunk, one token more, and a chunk more."""
+    probe, found, first = ProbeAttention(port=port), [], 0
+    for count in (_HALF, 1, 2):
+        _paged(model, probe, [(0, first, count)])
+        first += count
+        found.append(probe.states.at(0, first))
+    return found
 
 
 def _in_chunks(model: Any, port: StatePort) -> torch.Tensor:

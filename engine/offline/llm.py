@@ -31,7 +31,7 @@ from engine.offline.prompts import Message, Prompt, PromptDict, PromptReader
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.structure import source_of
-from tiers.cache import CacheSettings
+from tiers.cache import CHECKPOINT_SHARE, CacheSettings
 from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError
 
@@ -78,7 +78,12 @@ class LLM:
         if device_cache_bytes is None:
             device_cache_bytes = spare_bytes(loaded.device)
         layout = loaded.layout(block_size, kv_dtype)
-        disk = open_disk(folder / "disk", layout, disk_cache_bytes) if disk_cache_bytes else None
+        disk = states = None
+        if disk_cache_bytes:
+            of_states = int(CHECKPOINT_SHARE * disk_cache_bytes) if layout.states else 0
+            disk = open_disk(folder / "disk", layout, disk_cache_bytes - of_states)
+            if of_states:
+                states = open_disk(folder / "checkpoints", layout.checkpoint, of_states)
         self._outputs: SimpleQueue[Seq[StepOutput]] = SimpleQueue()
         # The engine thread refers to the queue, not to this object, so that it can be collected.
         core = compose(
@@ -87,6 +92,7 @@ class LLM:
             self._outputs.put,
             cache=CacheSettings(device_bytes=device_cache_bytes, host_bytes=host_cache_bytes),
             disk=disk,
+            checkpoint_disk=states,
             pin_folder=folder / "disk",
             # The prompts are in memory already, so refusing one would gain nothing.
             engine=EngineSettings(max_waiting=sys.maxsize),

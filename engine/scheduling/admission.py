@@ -14,6 +14,7 @@ from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Sequence
 from engine.scheduling.settings import SchedulerSettings
 from engine.scheduling.shares import BeginRate, ServedShares
+from engine.scheduling.states import StatePlans
 from tiers.cache import TieredCache
 from tiers.errors import MissReason
 from tiers.memory.tails import Tail, TailCase
@@ -35,6 +36,7 @@ class Admission:
         served: ServedShares,
         images: PromptImages,
         running: list[Sequence],
+        states: StatePlans | None = None,
     ) -> None:
         self._cache = cache
         self._tables = cache.tables
@@ -44,6 +46,7 @@ class Admission:
         self._served = served
         self._images = images
         self._running = running
+        self._states = states
         self.waiting = WaitingQueue(
             settings.order, max_passed_s=settings.max_passed_s, served=served
         )
@@ -166,6 +169,8 @@ class Admission:
         assert ticket is not None
         sequence.ticket = None
         sequence.blocks = list(ticket.blocks)
+        if self._states is not None:
+            self._states.begin(sequence, ticket)
         num_rows = 0
         if tail is not None:
             block = self._tables.adopt_tail(tail, sequence.chain, len(sequence.blocks))

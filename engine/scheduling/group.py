@@ -22,13 +22,11 @@ class SequenceGroup:
     The first sequence computes the prompt once. The others fork from it afterwards.
     """
 
-    def __init__(self, request: Request, block_size: int, *, private: bool = False) -> None:
-        """`private`: its blocks are neither found nor kept."""
+    def __init__(self, request: Request, block_size: int) -> None:
         self.request = request
         self.sequences: list[Sequence] = []
         self.num_output = 0
         self._block_size = block_size
-        self._private = private or not request.cache
         self._num_due = request.params.n - 1
         self._told_reasons = False
 
@@ -40,13 +38,13 @@ class SequenceGroup:
     def first(self, sequence_id: int) -> Sequence:
         """The sequence that computes the prompt."""
         request = self.request
-        root = PrefixKey(os.urandom(16)) if self._private else request.scope.root()
+        root = request.scope.root() if request.cache else PrefixKey(os.urandom(16))
         chain = Chain(
             root,
             request.tokens,
             self._block_size,
             block_contents(request.contents, self._block_size),
-            private=self._private,
+            private=not request.cache,
         )
         return self._make(sequence_id, 0, chain)
 

@@ -20,6 +20,7 @@ from engine.scheduling.embeddings import Embeddings, PromptImages
 from engine.scheduling.sequence import DECODE, FINISHED, PREFILL, WAITING, Sequence
 from engine.scheduling.settings import SchedulerSettings
 from engine.scheduling.shares import Backlog, ServedShares
+from engine.scheduling.states import StatePlans
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import TieredCache
 from tiers.errors import CopyFailed, OutOfBlocks
@@ -45,12 +46,14 @@ class Scheduler:
         self._block_size = cache.layout.block_size
         self._served = ServedShares()
         self.running: list[Sequence] = []
+        self.states: StatePlans | None = None  # of a model with recurrent states
+        if cache.checkpoints is not None:
+            self.states = StatePlans(cache, cache.checkpoints)
         self._admission = Admission(
-            cache, settings, clock_ns, self._served, self._images, self.running
+            cache, settings, clock_ns, self._served, self._images, self.running, self.states
         )
         self.waiting = self._admission.waiting
         self.left: list[int] = []  # ids of sequences that stopped running, for the runner to forget
-        self.forked: list[tuple[int, int]] = []  # ids of sequences and of their twins, likewise
         self.num_preemptions = 0
         self.prompt_tokens_computed = 0
 
@@ -148,6 +151,8 @@ class Scheduler:
         """Add the sequence's next tokens, at most about `budget`. Returns how many."""
         start, num_tokens = sequence.start, sequence.num_tokens
         end = self._chunk_end(start, num_tokens, budget)
+        if self.states is not None:
+            end = self.states.chunk_end(sequence, start, end)
         try:
             self._make_room(batch, sequence, end)
         except OutOfBlocks:
@@ -236,6 +241,8 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self.left.append(sequence.sequence_id)
+        if self.states is not None:
+            self.states.leave(sequence)
         self._tables.release(sequence.chain, sequence.blocks, sequence.num_standing)
         sequence.block_table = []
         sequence.num_standing = 0
@@ -260,6 +267,8 @@ class Scheduler:
             sequence.blocks[number] = block
             assert block.slot is not None
             sequence.block_table[number] = block.slot
+        if self.states is not None:
+            self.states.computed(sequence, end)
         if end % self._block_size and end == sequence.num_tokens:
             self._tables.computed_tail(sequence.blocks[end // self._block_size])
 
@@ -278,9 +287,9 @@ class Scheduler:
             self.waiting.add(twin)
             return
         standing = sequence.num_standing
-        if self._cache.layout.recurrent:
+        if self.states is not None:
             standing = sequence.state_at
-            self.forked.append((sequence.sequence_id, twin.sequence_id))
+            self.states.fork(sequence, twin)
         elif self._cache.layout.has_states:
             # Only one sequence can continue the last block's state, so the twin computes it again.
             standing -= standing % self._block_size

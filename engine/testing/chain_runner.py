@@ -60,7 +60,16 @@ class ChainRunner:
         self.forgotten.append(sequence_id)
 
     def fork(self, sequence_id: int, twin_id: int) -> None:
-        pass
+        raise AssertionError("this model has no recurrent states")
+
+    def holds(self, sequence_id: int, position: int) -> bool:
+        return False
+
+    def save(self, sequence_id: int, position: int, slot: int) -> None:
+        raise AssertionError("this model has no recurrent states")
+
+    def resume(self, sequence_id: int, position: int, slot: int) -> None:
+        raise AssertionError("this model has no recurrent states")
 
     def probe(self) -> None:
         pass

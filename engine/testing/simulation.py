@@ -115,7 +115,16 @@ class _TimedRunner:
         self.forgotten += 1
 
     def fork(self, sequence_id: int, twin_id: int) -> None:
-        pass
+        raise AssertionError("this model has no recurrent states")
+
+    def holds(self, sequence_id: int, position: int) -> bool:
+        return False
+
+    def save(self, sequence_id: int, position: int, slot: int) -> None:
+        raise AssertionError("this model has no recurrent states")
+
+    def resume(self, sequence_id: int, position: int, slot: int) -> None:
+        raise AssertionError("this model has no recurrent states")
 
     def probe(self) -> None:
         pass

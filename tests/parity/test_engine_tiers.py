@@ -48,19 +48,35 @@ class House:
         above: Callable[[DiskTier], Tier] = lambda disk: disk,
     ) -> None:
         layout = loaded.layout(BLOCK, kv_dtype)
+        device_bytes, host_bytes = device_blocks * layout.nbytes, 64 * layout.nbytes
+        share = 0.0
+        states = None
+        if layout.states:
+            own = layout.checkpoint
+            share = 20 * own.nbytes / (device_bytes + 20 * own.nbytes)
+            device_bytes = round(device_bytes / (1 - share))
+            host_bytes = round(host_bytes / (1 - share))
+            states = open_disk(folder.with_name(f"{folder.name}-states"), own, 64 << 20)
         settings = CacheSettings(
-            device_bytes=device_blocks * layout.nbytes,
-            host_bytes=64 * layout.nbytes,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
             weigh_loads=False,
             share_tails=share_tails,
+            checkpoint_share=share,
         )
         disk = above(open_disk(folder, layout, 64 << 20))
-        self.cache = TieredCache(layout, settings, disk=disk)
+        self.cache = TieredCache(layout, settings, disk=disk, checkpoint_disk=states)
+        states_pool = self.cache.checkpoint_pool
         scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
         self.encoder = PictureEncoder(loaded.tower) if loaded.tower is not None else None
         self.engine = Engine(
-            ModelRunner(loaded, self.cache.pool.tensor, owners=self.cache.pool.owners),
+            ModelRunner(
+                loaded,
+                self.cache.pool.tensor,
+                owners=self.cache.pool.owners,
+                checkpoints=states_pool.tensor if states_pool is not None else None,
+            ),
             self.cache,
             EngineSettings(scheduler=scheduler, max_context=1024, adapters=loaded.adapters.digests),
             lambda outputs: [self._outputs.put(output) for output in outputs] and None,
@@ -123,8 +139,9 @@ class House:
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""
 
-        def down(_: object) -> None:
-            cache = self.cache
+        def down(cache: TieredCache) -> None:
+            if cache.group is not None:
+                down(cache.group)
             if to_disk:
                 assert cache.flush() == 0
             for block in [*cache.index, *cache.index.iter_partials()]:
@@ -134,7 +151,7 @@ class House:
                 if to_disk and block.frame is not None:
                     cache.residency.evict_host(block)
 
-        self.engine.call(down).result(60)
+        self.engine.call(lambda _: down(self.cache)).result(60)
 
 
 @pytest.fixture(params=ARCHITECTURES)

@@ -1,7 +1,6 @@
 """Models with recurrent states answer exactly as transformers does, however they are served."""
 
 import logging
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,6 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return architectures.served(request.param)
 
 
-@pytest.fixture
-def house(loaded: LoadedModel, tmp_path: Path) -> Iterator[House]:
-    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
-    yield house
-    house.close()
-
-
 def generated_tokens(model_type: str, tokens: list[int]) -> list[int]:
     """What transformers generates from its own cache of states."""
     model = architectures.stock(model_type)
@@ -41,20 +33,71 @@ def generated_tokens(model_type: str, tokens: list[int]) -> list[int]:
     return generated[0, len(tokens) :].tolist()
 
 
-def test_tokens_are_those_of_transformers_alone_beside_others_and_preempted(
-    loaded: LoadedModel, house: House
+def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
+    loaded: LoadedModel, tmp_path: Path
 ) -> None:
     tokens = prompt(4 * BLOCK + 11, seed=1)
     model_type = loaded.name.removeprefix("tiny-")
     expected = stock_tokens(model_type, tokens)
     assert expected == generated_tokens(model_type, tokens)
-    assert [expected] * 2 == [house.ask([tokens], cache=cache)[0][0] for cache in (False, True)]
-    # Twelve blocks for four requests of two to six: some are preempted and come back.
-    others = [tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
-    alone = [house.ask([each], cache=False)[0][0] for each in others]
-    for _ in range(2):
-        assert [expected, *alone] == [answer for answer, _ in house.ask([tokens, *others])]
+    first = House(loaded, tmp_path, step_tokens=2 * BLOCK)
+    try:
+        served = [first.ask([tokens], cache=False), first.ask([tokens]), first.ask([tokens])]
+        for to_disk in (False, True):
+            first.sink(to_disk=to_disk)
+            served.append(first.ask([tokens]))
+        longer = tokens + expected + prompt(20, seed=4)
+        [(turn, counts)] = first.ask([longer])
+        assert stock_tokens(model_type, longer) == turn
+        assert 5 * BLOCK == counts.hit_device  # where the answer before it ended
+    finally:
+        first.close()
+    second = House(loaded, tmp_path, step_tokens=2 * BLOCK)
+    try:
+        served.append(second.ask([tokens]))
+    finally:
+        second.close()
+    assert [expected] * 6 == [answer for [(answer, _)] in served]
+    hits = [counts for [(_, counts)] in served]
+    assert [0, 0] == [counts.hit for counts in hits[:2]]
+    tiers = [hits[2].hit_device, hits[3].hit_host, hits[4].hit_disk, hits[5].hit_disk]
+    assert [4 * BLOCK] * 4 == tiers
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """Twelve blocks for four requests of one to six."""
+    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
+    tokens = prompt(4 * BLOCK + 11, seed=1)
+    asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
+    try:
+        alone = [house.ask([each], cache=False)[0][0] for each in asked]
+        for _ in range(3):
+            assert alone == [answer for answer, _ in house.ask(asked)]
+    finally:
+        house.close()
+
+
+def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> None:
+    """At the second sight the prompt's own part is computed; a third one resumes there."""
+    loaded = architectures.served("qwen3_next")
+    house = House(loaded, tmp_path, device_blocks=200, step_tokens=2 * BLOCK)
+    trunk = prompt(6 * BLOCK, seed=1)
+    try:
+        house.ask([trunk + prompt(20, seed=2)])
+        for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7, 6 * BLOCK):
+            shared = length // BLOCK * BLOCK
+            for seed in (3, 4, 5):
+                asked = trunk[:length] + prompt(25, seed=seed + 10 * length)
+                [(expected, _)] = house.ask([asked], cache=False)
+                [(answer, counts)] = house.ask([asked])
+                assert expected == answer
+                if seed > 3:
+                    assert shared == counts.hit
+    finally:
+        house.close()
 
 
 def test_a_sequence_answers_with_its_own_adapter_beside_others(
@@ -114,8 +157,13 @@ def test_a_step_that_fails_leaves_the_states_as_they_were(
         house.close()
 
 
-def test_samples_of_one_prompt_continue_its_states(house: House) -> None:
+def test_samples_of_one_prompt_continue_its_states(loaded: LoadedModel, tmp_path: Path) -> None:
+    house = House(loaded, tmp_path, step_tokens=2 * BLOCK)
     tokens = prompt(2 * BLOCK + 5, seed=1)
-    [(expected, _)] = house.ask([tokens], cache=False)
-    [(answers, _)] = house.ask([tokens], n=5)
-    assert expected * 5 == answers
+    try:
+        [(expected, _)] = house.ask([tokens], cache=False)
+        for cache in (False, True, True):
+            [(answers, _)] = house.ask([tokens], n=5, cache=cache)
+            assert expected * 5 == answers
+    finally:
+        house.close()

@@ -59,6 +59,22 @@ class Chain:
         twin._tail, twin._packed = bytearray(self._tail), list(self._packed)
         return twin
 
+    def head(self, num_blocks: int) -> "Chain":
+        """Its first full blocks alone."""
+        head = Chain(self.root, (), self.block_size, self.contents, private=self.private)
+        head.keys, head.chunks = self.keys[:num_blocks], self.chunks[:num_blocks]
+        head._packed = self._packed[:num_blocks]
+        return head
+
+    def link(self, number: int) -> "Chain":
+        """Full block `number` alone, as the continuation of the prefix before it."""
+        link = _Link(self.root, (), self.block_size, private=self.private)
+        link.before = self.parent(number)
+        link.keys, link.chunks = [self.keys[number]], [self.chunks[number]]
+        if self.contents:
+            link.contents = [self.content(number)]
+        return link
+
     def append(self, token: int) -> None:
         """Appends a generated token. A block that it fills gets its key."""
         self._tail += token.to_bytes(TOKEN_BYTES, "little", signed=True)
@@ -117,3 +133,13 @@ class Chain:
                 keys.append(parent)
         self.chunks += cut
         self._tail += data[len(cut) * step :]
+
+
+class _Link(Chain):
+    """A chain of one block that need not be the first of its scope."""
+
+    __slots__ = ("before",)
+    before: PrefixKey
+
+    def parent(self, number: int) -> PrefixKey:
+        return self.before

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Self
+from math import prod
+from typing import NamedTuple, Self
 
 import torch
 import xxhash
@@ -50,6 +51,21 @@ class LayerLayout:
         return self.token_items * (self.rows or block_size)
 
 
+class StateTensor(NamedTuple):
+    """One tensor of a sequence's recurrent state. `dtype` is a name from `DTYPES`."""
+
+    layer: int
+    kind: str
+    number: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes in a checkpoint, where tensors begin at multiples of 16."""
+        return -(-prod(self.shape) * DTYPES[self.dtype].itemsize // 16) * 16
+
+
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
     """Layer after layer, part after part, each `[block_size, num_heads, dim]`; contiguous.
@@ -60,12 +76,15 @@ class BlockLayout:
     If all layers have parts of one shape, `shape` has an axis for each dimension. For most models
     it is `[num_layers, 2, block_size, num_kv_heads, head_dim]`, with (key, value) on axis 1.
     Otherwise it is flat. `dtype` is a name from `DTYPES`.
+
+    `states` are the recurrent states of a sequence, which blocks do not hold. If there are any, a
+    prefix can be resumed only where a checkpoint of them was taken.
     """
 
     layers: tuple[LayerLayout, ...]
     block_size: int
     dtype: str
-    recurrent: bool = False  # the model also has recurrent states, which blocks do not hold
+    states: tuple[StateTensor, ...] = ()
 
     @classmethod
     def uniform(
@@ -110,6 +129,19 @@ class BlockLayout:
         block."""
         return any(layer.rows for layer in self.layers)
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is that of checkpoints, and no tokens have a part in it."""
+        return all(layer.rows for layer in self.layers)
+
+    @property
+    def checkpoint(self) -> "BlockLayout":
+        """The layout of a checkpoint of all states: a part of its own, which belongs to the block
+        that ends at its position."""
+        assert self.states
+        size = sum(state.nbytes for state in self.states) // DTYPES["float32"].itemsize
+        return BlockLayout((LayerLayout(1, size, size, True, rows=1),), self.block_size, "float32")
+
     def part_nbytes(self, part: Part) -> int:
         """Bytes of a part of a block."""
         if part is Part.WHOLE:
@@ -136,6 +168,8 @@ class BlockLayout:
             text = f"cachesvc.layout.v2:{self.block_size}:{layers}:{self.dtype}"
         else:
             text = f"cachesvc.layout.v1:{self.shape}:{self.dtype}"
+        if self.states:
+            text += f":{[tuple(state) for state in self.states]}"
         return xxhash.xxh3_128_digest(text.encode())
 
     @property
@@ -156,7 +190,8 @@ def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
 def block_size_of(num_items: int, layers: Sequence[LayerLayout]) -> int:
     """The number of tokens in a block of `num_items` numbers."""
     states = sum(layer.items(0) for layer in layers if layer.rows)
-    return (num_items - states) // sum(layer.token_items for layer in layers if not layer.rows)
+    per_token = sum(layer.token_items for layer in layers if not layer.rows)
+    return (num_items - states) // per_token if per_token else 0
 
 
 def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list[torch.Tensor]]:

@@ -15,7 +15,7 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
 from tiers.operations.below import ask_writer, done, evict
 from tiers.operations.pins import Keeper
-from tiers.operations.purge import Purged, Purger
+from tiers.operations.purge import Purged, Purger, both
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.telemetry.working_set import Traffic, TrafficReport
@@ -51,9 +51,12 @@ class TierOperations:
         pinned_share: float,
         pin_folder: Path | None,
         wall_clock: Callable[[], float],
+        checkpoints: "TierOperations | None" = None,
     ) -> None:
         """`capacities`: blocks of each tier, hottest first. `pinned_share`: the share of the lowest
-        tier that pins may take."""
+        tier that pins may take. `checkpoints` are those of recurrent states, which are evicted and
+        purged with the blocks."""
+        self._checkpoints = checkpoints
         self._residency = residency
         self._demoter = demoter
         self._mover = mover
@@ -171,9 +174,14 @@ class TierOperations:
         return self._disk.publish(chain.keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
-        return self.purger.start(roots)
+        purged = self.purger.start(roots)
+        if self._checkpoints is not None:
+            purged = both(purged, self._checkpoints.purge(roots))
+        return purged
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
+        if self._checkpoints is not None:
+            self._checkpoints.evict(keys)
         return evict(self._residency, self._mover, keys)
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":

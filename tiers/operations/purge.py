@@ -12,7 +12,7 @@ thread of the engine or of the node.
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tiers.blocks.keys import PrefixKey
 from tiers.memory.block import Block
@@ -123,3 +123,23 @@ class Purger:
     def _blocks_of(self, roots: frozenset[PrefixKey]) -> list[Block]:
         index = self._residency.index
         return [block for block in [*index, *index.iter_partials()] if block.scope in roots]
+
+
+def both(first: "Future[Purged]", second: "Future[Purged]") -> "Future[Purged]":
+    """The result of the first, once both are done, with what the second has left. Fails if either
+    does."""
+    result: Future[Purged] = Future()
+
+    def finish(_: "Future[Purged]") -> None:
+        if not (first.done() and second.done()) or result.done():
+            return
+        error = first.exception() or second.exception()
+        if error is not None:
+            result.set_exception(error)
+            return
+        num_left = first.result().num_left + second.result().num_left
+        result.set_result(replace(first.result(), num_left=num_left))
+
+    first.add_done_callback(finish)
+    second.add_done_callback(finish)
+    return result

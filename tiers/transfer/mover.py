@@ -46,6 +46,21 @@ class ProbeJob:
 
 
 @dataclass(slots=True, eq=False)
+class HeldJob:
+    """Find which of `keys` the tier holds."""
+
+    keys: Sequence[PrefixKey]
+    held: Sequence[bool] = ()
+    done: bool = False
+
+    def run(self, tier: ManagedTier) -> None:
+        self.held = tier.held(self.keys)
+
+    def fail(self) -> None:
+        self.held = ()
+
+
+@dataclass(slots=True, eq=False)
 class LoadJob:
     """Fill `frames` with the blocks `ids`. The frames belong to this job until it is done."""
 
@@ -107,7 +122,7 @@ class WriterTask(Generic[T]):
         raise AssertionError("a task keeps its failure to itself")
 
 
-Job = ProbeJob | LoadJob | StoreJob | WriterTask[Any]
+Job = ProbeJob | HeldJob | LoadJob | StoreJob | WriterTask[Any]
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
 from tiers.memory.block import Block
 from tiers.tier import TierName
-from tiers.transfer.mover import ProbeJob
+from tiers.transfer.mover import HeldJob, ProbeJob
 
 
 class Progress(Enum):
@@ -50,6 +50,20 @@ _MOVES = {
 
 
 @dataclass(slots=True, eq=False)
+class Resume:
+    """Where the prompt of a ticket can be resumed; see `tiers.checkpoints`.
+
+    `positions` are block counts at which there are checkpoints, the longest last. `part` is the
+    ticket of the one that is to be used.
+    """
+
+    chain: Chain  # of the whole prompt
+    positions: list[int]
+    job: HeldJob | None = None
+    part: "Ticket | None" = None
+
+
+@dataclass(slots=True, eq=False)
 class Ticket:
     """One request's claim on its cached prefix. Invariant: it has one reference to each of
     `blocks`, and it has a probe exactly while it is PROBING.
@@ -67,6 +81,7 @@ class Ticket:
     num_on_device: int = 0  # leading blocks known to have a slot
     closed: bool = False  # a copy of its next block failed: it takes no more
     mended: bool = False  # whether the missing windows of its last blocks were requested
+    resume: "Resume | None" = None  # for a model with recurrent states
 
     @property
     def reads(self) -> bool:

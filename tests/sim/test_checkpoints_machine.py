@@ -1,0 +1,300 @@
+"""Whatever parts of a prefix leave, and whenever, a model with recurrent states answers as cold.
+
+The model is `ChainRunner` with a state beside its KV, both of which prove the prefix that they were
+computed from. Blocks and checkpoints are evicted one by one, from each tier on its own.
+"""
+
+import random
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from engine.attention.recurrent import Piece, RecurrentStates, StateCache, StateName, state_views
+from engine.batch import Batch, Sampled
+from engine.engine import Engine
+from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.scheduling.settings import SchedulerSettings
+from engine.settings import EngineSettings
+from engine.testing.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import StateTensor
+from tiers.cache import CacheSettings, TieredCache
+from tiers.memory.block import Block
+from tiers.testing.memory_tier import MemoryTier, SteppedMover
+
+BLOCK = 4
+STATE = StateName(0, "recurrent", 0)
+LAYOUT = replace(chain_layout(BLOCK), states=(StateTensor(*STATE, (1,), "float32"),))
+
+
+class StatefulRunner(ChainRunner):
+    """Reads a sequence's last KV from its state too. `failing` steps fail at their end."""
+
+    def __init__(self, pool: torch.Tensor, checkpoints: torch.Tensor) -> None:
+        super().__init__(pool)
+        self._slots = checkpoints
+        self._states = RecurrentStates(BLOCK)
+        self.failing = 0
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        spans = batch.spans
+        self._states.begin([Piece(s.sequence_id, s.start, len(s.tokens)) for s in spans])
+        tokens = [int(token) for span in spans for token in span.tokens]
+        self._states.compute(self._advance, torch.tensor(tokens)[None, :, None])
+        if self.failing:
+            self.failing -= 1
+            raise RuntimeError("a step fails")
+        for span in spans:
+            before = self._states.at(span.sequence_id, span.start)
+            value = int(before[STATE].view(torch.int32)) if span.start else SEED
+            if span.start and value != self._read(span, span.start - 1):
+                raise WrongKv(f"the state of sequence {span.sequence_id} at {span.start}")
+        sampled = super().step(batch)
+        self._states.finish()
+        return sampled
+
+    def _advance(self, rows: torch.Tensor, cache: StateCache) -> torch.Tensor:
+        before = cache.get_recurrent_state(0)
+        values = [SEED] * len(rows) if before is None else before.view(torch.int32)[:, 0].tolist()
+        for tokens in rows[:, :, 0].t().tolist():
+            values = [advance(v, token) for v, token in zip(values, tokens, strict=True)]
+        after = torch.tensor(values, dtype=torch.int32)[:, None].view(torch.float32)
+        cache.update_recurrent_state(after, 0)
+        return rows
+
+    def forget(self, sequence_id: int) -> None:
+        super().forget(sequence_id)
+        self._states.forget(sequence_id)
+
+    def fork(self, sequence_id: int, twin_id: int) -> None:
+        self._states.fork(sequence_id, twin_id)
+
+    def holds(self, sequence_id: int, position: int) -> bool:
+        return self._states.holds(sequence_id, position)
+
+    def save(self, sequence_id: int, position: int, slot: int) -> None:
+        view = state_views(self._slots[slot], LAYOUT.states)[STATE]
+        view.copy_(self._states.at(sequence_id, position)[STATE])
+
+    def resume(self, sequence_id: int, position: int, slot: int) -> None:
+        view = state_views(self._slots[slot], LAYOUT.states)[STATE]
+        self._states.put(sequence_id, position, {STATE: view.clone()})
+
+
+class World:
+    """An engine driven turn by turn over tiers in memory, which outlive it."""
+
+    def __init__(self, seed: int, device_blocks: int, slots: int, fault_rate: float) -> None:
+        self.chance = random.Random(seed)
+        self._device_blocks, self._slots = device_blocks, slots
+        own = LAYOUT.checkpoint
+        self.tiers = [
+            MemoryTier(300, fault_rate=fault_rate, seed=seed, block_bytes=nbytes)
+            for nbytes in (LAYOUT.nbytes, own.nbytes)
+        ]
+        self.asked: dict[str, tuple[list[int], int, int]] = {}
+        self.answers: dict[str, dict[int, list[int]]] = {}
+        self.ended: dict[str, FinishReason | None] = {}
+        self.hits = 0
+        self.open()
+
+    def open(self) -> None:
+        """Start an engine over the tiers, with empty memory."""
+        states = self._slots * LAYOUT.checkpoint.nbytes
+        device = self._device_blocks * LAYOUT.nbytes + states
+        host = 40 * LAYOUT.nbytes
+        self.movers = [SteppedMover(tier, seed=1) for tier in self.tiers]
+        self.cache = TieredCache(
+            LAYOUT,
+            CacheSettings(
+                device_bytes=device,
+                host_bytes=host,
+                weigh_loads=False,
+                checkpoint_share=states / device,
+            ),
+            disk=self.tiers[0],
+            mover=self.movers[0],
+            checkpoint_disk=self.tiers[1],
+            checkpoint_mover=self.movers[1],
+        )
+        assert self.cache.group is not None
+        self.groups = [self.cache, self.cache.group]
+        self.runner = StatefulRunner(self.cache.pool.tensor, self.cache.group.pool.tensor)
+        scheduler = SchedulerSettings(max_running=4, step_tokens=12, mixed_step_tokens=6)
+        self.engine = Engine(
+            self.runner, self.cache, EngineSettings(scheduler=scheduler), self._take
+        )
+
+    def submit(self, prompt: Seq[int], max_tokens: int, n: int) -> None:
+        name = str(len(self.asked))
+        self.asked[name] = list(prompt), max_tokens, n
+        self.answers[name] = {index: [] for index in range(n)}
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, n=n)
+        scope = CacheScope(layout=LAYOUT.digest())
+        request = Request(request_id=name, tokens=array("i", prompt), params=params, scope=scope)
+        self.engine.submit(request)
+
+    def abort(self, name: str) -> None:
+        self.engine.abort(name)
+
+    def _take(self, outputs: Seq[StepOutput]) -> None:
+        for output in outputs:
+            self.answers[output.request_id][output.index] += output.tokens
+            if output.last:
+                self.ended[output.request_id] = output.finish
+                prompt, _, _ = self.asked[output.request_id]
+                assert len(prompt) == output.counts.hit + output.counts.miss
+                self.hits += output.counts.hit
+
+    def turn(self) -> None:
+        self.engine.turn()
+        for mover in self.movers:
+            mover.run(self.chance.randrange(4))
+
+    def finish(self) -> None:
+        """Run until every request has ended, and compare what it got."""
+        for _ in range(3000):
+            if len(self.ended) == len(self.asked):
+                break
+            self.turn()
+        assert len(self.ended) == len(self.asked)
+        self.engine.turn()
+        for name, (prompt, max_tokens, _) in self.asked.items():
+            expected = replay(prompt, max_tokens)
+            for tokens in self.answers[name].values():
+                whole = self.ended[name] is FinishReason.LENGTH
+                assert expected == tokens if whole else expected[: len(tokens)] == tokens
+        for group in self.groups:
+            group.residency.check()
+            assert all(block.ref_count == 0 for block in group.index)
+
+    def restart(self) -> None:
+        self.finish()
+        self.cache.flush(0)
+        for mover in self.movers:
+            mover.run(1000)
+        self.engine.turn()
+        self.open()
+
+    def evict(self, group: int, tier: str, number: int) -> None:
+        """Take one part from one tier, if nobody needs it."""
+        cache = self.groups[group]
+        if tier == "disk":
+            keys = list(self.tiers[group]._blocks)
+            if keys:
+                self.tiers[group].discard([keys[number % len(keys)]])
+            return
+        blocks: list[Block] = [b for b in cache.index if not b.ref_count and not b.busy]
+        blocks = [b for b in blocks if (b.slot if tier == "device" else b.frame) is not None]
+        if blocks:
+            block = blocks[number % len(blocks)]
+            if tier == "device":
+                cache.residency.evict_device(block)
+            else:
+                cache.residency.evict_host(block)
+
+
+TRUNKS = [[(7 * i * i + 5 * t + i) % 50 for i in range(60)] for t in range(3)]
+
+
+class Parts(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(seed=3, device_blocks=26, slots=5, fault_rate=0.05)
+
+    @rule(
+        trunk=st.integers(0, 2),
+        length=st.integers(0, 45),
+        own=st.lists(st.integers(0, 49), min_size=1, max_size=9),
+        max_tokens=st.integers(1, 9),
+        n=st.sampled_from([1, 1, 1, 3]),
+    )
+    def ask(self, trunk: int, length: int, own: list[int], max_tokens: int, n: int) -> None:
+        self.world.submit(TRUNKS[trunk][:length] + own, max_tokens, n)
+
+    @rule(number=st.integers(0, 100))
+    def go_on(self, number: int) -> None:
+        """The next turn of an answered request, or the same prompt again."""
+        ended = [n for n, why in self.world.ended.items() if why is FinishReason.LENGTH]
+        if ended:
+            name = ended[number % len(ended)]
+            prompt, max_tokens, _ = self.world.asked[name]
+            if len(prompt) < 70:
+                more = self.world.answers[name][0] + [number % 50] if number % 3 else []
+                self.world.submit(prompt + more, max_tokens, 1)
+
+    @rule(count=st.integers(1, 12))
+    def turns(self, count: int) -> None:
+        for _ in range(count):
+            self.world.turn()
+
+    @rule(
+        group=st.integers(0, 1),
+        tier=st.sampled_from(["device", "host", "disk"]),
+        number=st.integers(0, 1000),
+        count=st.integers(1, 12),
+    )
+    def evict(self, group: int, tier: str, number: int, count: int) -> None:
+        for each in range(count):
+            self.world.evict(group, tier, number + 7 * each)
+
+    @rule(number=st.integers(0, 100))
+    def abort(self, number: int) -> None:
+        going = [name for name in self.world.asked if name not in self.world.ended]
+        if going:
+            self.world.abort(going[number % len(going)])
+
+    @rule()
+    def fail_a_step(self) -> None:
+        self.world.runner.failing = 1
+
+    @rule()
+    def settle(self) -> None:
+        self.world.finish()
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart()
+
+    @invariant()
+    def slots_are_conserved(self) -> None:
+        for group in self.world.groups:
+            assert group.pool.num_free <= group.pool.num_blocks
+
+    def teardown(self) -> None:
+        self.world.finish()
+
+
+Parts.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+TestParts: Any = Parts.TestCase
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_long_life_of_evictions_hits_and_is_exact(seed: int) -> None:
+    chance = random.Random(seed)
+    world = World(seed, chance.choice((26, 60)), chance.choice((4, 12)), (0.0, 0.2)[seed % 2])
+    for step in range(150):
+        trunk = TRUNKS[chance.randrange(3)][: chance.randrange(46)]
+        world.submit([*trunk, chance.randrange(50)], 1 + chance.randrange(8), 1 + seed % 2)
+        for _ in range(chance.randrange(6)):
+            world.turn()
+        for _ in range(chance.randrange(5)):
+            tier = chance.choice(("device", "host", "disk"))
+            world.evict(chance.randrange(2), tier, chance.randrange(1000))
+        if step % 40 == 39:
+            world.restart()
+    world.finish()
+    assert world.hits > 300
