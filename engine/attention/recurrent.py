@@ -239,7 +239,7 @@ class RecurrentStates:
         self._kept.pop(sequence_id, None)
 
 
-class Routing(Protocol):
+class RowRouting(Protocol):
     """Tells layers with adapters which sequences they compute."""
 
     pieces: Sequence[int] | None  # their numbers in the step, one for each row of B; None: all
@@ -256,7 +256,7 @@ class StatePort:
         self.runs = True
         self.modules: list[nn.Module] = []
         self.tensors: tuple[StateTensor, ...] = ()  # of a sequence's state, in a checkpoint's order
-        self.routing: Routing | None = None
+        self.routing: RowRouting | None = None
 
 
 class RecurrentForward:

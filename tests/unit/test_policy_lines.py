@@ -152,7 +152,7 @@ LINES: dict[str, list[str]] = {
     "how far exports have come": [f"{TAMPERING}::{COLUMNS}"],
     "budgets and their undelivered": [f"{TAMPERING}::{COLUMNS}"],
     "the secret and digests of keys": [f"{TAMPERING}::{COLUMNS}"],
-    "when a tenant or project": [f"{TAMPERING}::{COLUMNS}"],
+    "when a project": [f"{TAMPERING}::{COLUMNS}"],
     "`tests/contract/test_audit_tampering.py`": [f"{TAMPERING}::{COLUMNS}"],
     "SQLite": [f"{SYNC}::test_a_settlement_waits_for_the_disk_and_a_hold_does_not"],
     "The ledger closes if": [
