@@ -37,7 +37,7 @@ from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Replay
 from billing.keys import Principal
-from billing.usage import EMPTY
+from billing.usage import EMPTY, HIT_CLASSES
 from engine.bounds import check_params
 from engine.structure import Grammar, GrammarSource
 from tiers.blocks.keys import CacheScope
@@ -246,10 +246,7 @@ class _Ending:
             delivered=delivered.complete,
             settled=bill is not None,
             completion_tokens=usage.output,
-            hit_device=usage.hit_device,
-            hit_host=usage.hit_host,
-            hit_disk=usage.hit_disk,
-            hit_remote=usage.hit_remote,
+            **{name: getattr(usage, name) for name in HIT_CLASSES},
             miss=usage.miss,
             miss_reasons={str(why): tokens for why, tokens in served.miss_reasons.items()},
             cost=bill.cost if bill else None,

@@ -3,14 +3,14 @@ the ledger.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Protocol, Self
+from dataclasses import asdict, dataclass
+from typing import NamedTuple, Protocol, Self
 
 from billing.errors import InvalidUsage
 
 
 class Counts(Protocol):
-    """The interface of the engine's counts.
+    """The interface of the engine's counts, besides a number for each of `HIT_CLASSES`.
 
     `engine.request.TokenCounts` implements it, so billing does not import the engine.
     """
@@ -18,15 +18,36 @@ class Counts(Protocol):
     @property
     def prompt(self) -> int: ...
     @property
-    def hit_device(self) -> int: ...
-    @property
-    def hit_host(self) -> int: ...
-    @property
-    def hit_disk(self) -> int: ...
-    @property
-    def hit_remote(self) -> int: ...
-    @property
     def output(self) -> int: ...
+
+
+class TokenClass(NamedTuple):
+    """One class of tokens. `rate` is the name of its price, if it is not its own."""
+
+    name: str  # in records, JSON, columns and metrics
+    heading: str  # on statements and invoices
+    tier: str = ""  # that served it
+    rate: str = ""
+
+
+TOKEN_CLASSES = (  # a class is one line here, a field of `Usage` and `Rates`, and a migration
+    TokenClass("hit_device", "Prompt, hit in device memory", tier="device"),
+    TokenClass("hit_host", "Prompt, hit in host memory", tier="host"),
+    TokenClass("hit_disk", "Prompt, hit on disk", tier="disk"),
+    TokenClass("hit_remote", "Prompt, hit on a remote tier", tier="remote"),
+    TokenClass("miss", "Prompt, computed"),
+    TokenClass("output", "Output"),
+    TokenClass("cache_write", "Written to the cache"),
+    TokenClass("cache_write_1h", "Written to the cache for an hour"),
+    TokenClass("storage_token_hours", "Pinned, token-hours", rate="storage"),
+    TokenClass("storage_token_minutes", "Pinned, token-minutes", rate="storage_minute"),
+    TokenClass("explicit_hit", "Of the hits, explicit ones: difference"),
+    TokenClass("explicit_write", "Written to the cache as marked"),
+)
+CLASSES = tuple(each.name for each in TOKEN_CLASSES)
+HIT_CLASSES = tuple(each.name for each in TOKEN_CLASSES if each.tier)  # the hottest tier first
+RATE_OF = {each.name: each.rate or each.name for each in TOKEN_CLASSES}  # names of prices
+_ALWAYS_TOLD = ("device", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +89,13 @@ class Usage:
 
     @property
     def hit(self) -> int:
-        return self.hit_device + self.hit_host + self.hit_disk + self.hit_remote
+        return sum(getattr(self, name) for name in HIT_CLASSES)
+
+    @property
+    def hit_by_tier(self) -> dict[str, int]:
+        """Hits by tier, as clients read them; a remote tier only if it served some."""
+        hits = {each.tier: getattr(self, each.name) for each in TOKEN_CLASSES if each.tier}
+        return {tier: n for tier, n in hits.items() if n or tier in _ALWAYS_TOLD}
 
     @property
     def written(self) -> int:
@@ -93,14 +120,12 @@ class Usage:
         `marked` is the number of leading tokens that the request marked to keep; hits are leading
         too.
         """
-        hit = counts.hit_device + counts.hit_host + counts.hit_disk + counts.hit_remote
+        hits = {name: getattr(counts, name) for name in HIT_CLASSES}
+        hit = sum(hits.values())
         if hit > counts.prompt:
             raise InvalidUsage(f"{hit} hits in a prompt of {counts.prompt} tokens")
         return cls(
-            hit_device=counts.hit_device,
-            hit_host=counts.hit_host,
-            hit_disk=counts.hit_disk,
-            hit_remote=counts.hit_remote,
+            **hits,
             miss=counts.prompt - hit,
             output=counts.output,
             cache_write=written,
@@ -126,6 +151,4 @@ class Usage:
         return Usage(**{name: mine[name] + theirs[name] for name in CLASSES})
 
 
-CLASSES = tuple(field.name for field in fields(Usage))
-HIT_CLASSES = tuple(name for name in CLASSES if name.startswith("hit_"))
 EMPTY = Usage()

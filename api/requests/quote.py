@@ -55,15 +55,12 @@ class Quote:
 
     def told(self) -> dict[str, Any]:
         usage, priced, ref = self.usage, self.priced, self.priced.ref
-        tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
-        if usage.hit_remote:
-            tiers["remote"] = usage.hit_remote
         return {
             "object": "cache.quote",
             "model": self.model,
             "prompt_tokens": usage.prompt,
             "hit_tokens": usage.hit,
-            "hit_tokens_by_tier": tiers,
+            "hit_tokens_by_tier": usage.hit_by_tier,
             "miss_tokens": usage.miss,
             "hit_rate": round(self.hit_rate, 4),
             "max_output_tokens": self.max_output,

@@ -28,9 +28,8 @@ def wire_usage(usage: Usage, reasoning_tokens: int = 0) -> dict[str, Any]:
 
 def hit_classes(usage: Usage) -> dict[str, int]:
     """The hits by tier, and those within the part that the request marked to keep."""
-    tiers = {"device": usage.hit_device, "host": usage.hit_host, "disk": usage.hit_disk}
-    others = {"remote": usage.hit_remote, "explicit": usage.explicit_hit}
-    return tiers | {name: count for name, count in others.items() if count}
+    marked = {"explicit": usage.explicit_hit} if usage.explicit_hit else {}
+    return usage.hit_by_tier | marked
 
 
 def write_classes(usage: Usage) -> dict[str, dict[str, int]]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
 from billing.errors import CardConflict, NoPrice
+from billing.usage import RATE_OF
 
 NS = 10**9
 _STEP_NS = 1800 * NS  # clocks change at full or half hours of UTC
@@ -59,13 +60,11 @@ class Rates:
         return Rates(**scaled)  # type: ignore[arg-type]
 
     def of(self, usage_class: str) -> int:
-        """The price of one token of a class."""
+        """The price of one token of a class, or the fee of a request."""
         found: int | None = getattr(self, RATE_OF.get(usage_class, usage_class))
         return found or 0
 
 
-# Classes whose rate has another name.
-RATE_OF = {"storage_token_hours": "storage", "storage_token_minutes": "storage_minute"}
 RATE_NAMES = tuple(field.name for field in fields(Rates))
 
 

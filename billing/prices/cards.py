@@ -35,7 +35,7 @@ from billing.prices.book import (
     Window,
 )
 from billing.prices.time_zones import find_zone
-from billing.usage import HIT_CLASSES
+from billing.usage import HIT_CLASSES, RATE_OF
 
 DEFAULT_CARD = "deepseek-launch"
 
@@ -43,12 +43,8 @@ _CARD_FIELDS = {
     *("name", "version", "valid_from", "currency", "time_zone", "holidays"),
     *("minimum_cached_tokens", "note", "tenants", "valid_until", "monthly_minimum"),
 }
-_PER_TOKEN = {
-    *(*HIT_CLASSES, "explicit_hit", "miss", "output"),
-    *("cache_write", "explicit_write", "cache_write_1h", "storage", "storage_minute"),
-}
 _PER_REQUEST = {"request", "minimum"}  # amounts, not rates per million tokens
-_RATE_FIELDS = {"hit", *_PER_TOKEN, *_PER_REQUEST}
+_RATE_FIELDS = {"hit", *RATE_OF.values(), *_PER_REQUEST}
 _MOST_FEE = 10**6
 _MOST_INCLUDED = 10**15
 _INCLUDABLE = (*HIT_CLASSES, "miss", "output", "cache_write", "explicit_write", "cache_write_1h")

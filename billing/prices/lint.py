@@ -52,7 +52,7 @@ def lint(card: RateCard) -> list[CardFinding]:
 
 
 def _cheapest_hit(rates: Rates) -> int:
-    return min(rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
+    return min(rates.of(name) for name in HIT_CLASSES)
 
 
 def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:

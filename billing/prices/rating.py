@@ -116,7 +116,7 @@ def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -
     the fee and up to the minimum of a request. Without a prompt it is a further slice of output.
     """
     rates = pinned.rates
-    hit = max(rates.hit_device, rates.hit_host, rates.hit_disk, rates.hit_remote)
+    hit = max(rates.of(name) for name in HIT_CLASSES)
     write = max(rates.cache_write, rates.explicit_write, rates.cache_write_1h)
     dearest = max(rates.miss + write, hit + max(0, rates.explicit_hit))
     amount = prompt_tokens * dearest + output_tokens * rates.output

@@ -19,19 +19,13 @@ from billing.prices.book import ABOVE, DAYS, NS, ModelPrice, RateCard, Rates
 from billing.prices.lint import CardFinding
 from billing.proof.result import Proof
 from billing.tenants import Tenant
+from billing.usage import HIT_CLASSES, RATE_OF
 
 if TYPE_CHECKING:
     from billing.proof.rerate import Difference, Plan
 
-RATES = ("hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output")
-EXTRAS = (
-    "explicit_hit",
-    "cache_write",
-    "explicit_write",
-    "cache_write_1h",
-    "storage",
-    "storage_minute",
-)
+RATES = (*HIT_CLASSES, "miss", "output")  # that every card has
+EXTRAS = tuple(name for name in RATE_OF.values() if name not in RATES)
 FEES = ("request", "minimum")  # amounts of each request
 
 Document = dict[str, Any]

@@ -37,23 +37,9 @@ from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, char
 from billing.store import accounts as store_accounts
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
+from billing.usage import TOKEN_CLASSES
 
-_LABELS = {
-    "hit_device": "Prompt, hit in device memory",
-    "hit_host": "Prompt, hit in host memory",
-    "hit_disk": "Prompt, hit on disk",
-    "hit_remote": "Prompt, hit on a remote tier",
-    "miss": "Prompt, computed",
-    "output": "Output",
-    "cache_write": "Written to the cache",
-    "cache_write_1h": "Written to the cache for an hour",
-    "storage_token_hours": "Pinned, token-hours",
-    "storage_token_minutes": "Pinned, token-minutes",
-    "explicit_hit": "Of the hits, explicit ones: difference",
-    "explicit_write": "Written to the cache as marked",
-}
-
-
+_LABELS = {each.name: each.heading for each in TOKEN_CLASSES}
 _IncludedTokens = dict[RateRef, Counter[tuple[str, int]]]  # by class and price, below zero
 
 

@@ -35,6 +35,7 @@ from cachesvc.observability.samples import MetricSample, Snapshots, samples
 from engine.request import FinishReason, StepOutput, TokenCounts
 from tiers.errors import MissReason
 from tiers.histogram import Spread
+from tiers.tier import TierName
 
 _SECOND = 1e9  # nanoseconds
 
@@ -171,7 +172,7 @@ def hit_class(counts: TokenCounts) -> str:
     return served[-1] if served else "cold"
 
 
-SOURCES = ("device", "host", "disk", "remote", "computed")
+SOURCES = (*TierName, "computed")
 # Present with 0 from the start, because a rate misses growth before the first sample.
 _LABELS: Mapping[str, Sequence[str]] = {
     "cachesvc_requests_total": tuple(FinishReason),
@@ -193,7 +194,7 @@ _OBSERVED = frozenset(
 
 
 def _by_source(counts: TokenCounts) -> tuple[tuple[str, int], ...]:
-    hits = (counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote)
+    hits = (getattr(counts, f"hit_{tier}") for tier in TierName)
     return tuple(zip(SOURCES, (*hits, counts.miss), strict=True))
 
 

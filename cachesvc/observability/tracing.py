@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from api.journal.journal import RequestRecord, State
-from billing.usage import Usage
+from billing.usage import TOKEN_CLASSES, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import TracingSection
 from engine.request import Timeline
@@ -173,12 +173,8 @@ def _usage(usage: Usage) -> Attributes:
 
 
 def _hits(usage: Usage) -> Attributes:
-    return {
-        "cachesvc.hit_tokens.device": usage.hit_device,
-        "cachesvc.hit_tokens.host": usage.hit_host,
-        "cachesvc.hit_tokens.disk": usage.hit_disk,
-        "cachesvc.hit_tokens.remote": usage.hit_remote,
-    }
+    tiers = [each for each in TOKEN_CLASSES if each.tier]
+    return {f"cachesvc.hit_tokens.{each.tier}": getattr(usage, each.name) for each in tiers}
 
 
 def _offset_ns() -> int:

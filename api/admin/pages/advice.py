@@ -73,16 +73,10 @@ def _month(
     curve: MissRatioCurve, levels: Sequence[Level], rates: Rates, tokens: float
 ) -> tuple[float, int]:
     """The hit rate over all tiers, and what a month's hits save against misses."""
-    prices = {
-        TierName.DEVICE: rates.hit_device,
-        TierName.HOST: rates.hit_host,
-        TierName.DISK: rates.hit_disk,
-        TierName.REMOTE: rates.hit_remote,
-    }
     blocks, reached, worth = 0.0, 0.0, 0.0
     for level in levels:
         blocks += level.blocks
         rate = hit_rate(curve, blocks)
-        worth += (rate - reached) * tokens * (rates.miss - prices[level.tier])
+        worth += (rate - reached) * tokens * (rates.miss - rates.of(f"hit_{level.tier}"))
         reached = rate
     return reached, round(worth)

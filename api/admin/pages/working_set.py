@@ -21,6 +21,7 @@ from api.errors import Unsupported
 from billing.errors import NoPrice
 from billing.money import format_units
 from billing.prices.book import Rates
+from billing.usage import HIT_CLASSES
 from tiers.telemetry.working_set import TrafficReport
 from tiers.tier import TierName
 
@@ -28,7 +29,7 @@ router = APIRouter(tags=["admin: cache"])
 
 WINDOW_S = 86_400.0  # of traffic, scaled to a month; a day has busy and quiet hours
 MIN_USES = 100  # blocks requested; a curve from fewer says little
-NO_RATES = Rates(hit_device=0, hit_host=0, hit_disk=0, hit_remote=0, miss=0, output=0)
+NO_RATES = Rates(**dict.fromkeys((*HIT_CLASSES, "miss", "output"), 0))
 
 
 @router.get("/admin/working-set", include_in_schema=False)

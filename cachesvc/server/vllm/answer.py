@@ -130,7 +130,7 @@ class Answer:
         """The lookup's result, as one run per tier. vLLM reports no reason for a miss except
         absence."""
         size, runs, start = self._block_size, [], 0
-        hits = (counts.hit_device, counts.hit_host, counts.hit_disk, counts.hit_remote)
+        hits = (getattr(counts, f"hit_{tier}") for tier in TierName)
         keys = prefix_keys(self.request.scope.root(), token_bytes(self.request.tokens), size)
         for tier, tokens in zip(TierName, hits, strict=True):
             if tokens:
