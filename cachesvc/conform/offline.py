@@ -14,10 +14,15 @@ from pathlib import Path
 from cachesvc.conform.target import TargetError
 
 START_S, STOP_S = 900.0, 120.0
-# So small that a run reaches every tier: the default model's KV takes 3 MB a block.
-_SIZES = ("--device-cache", "128MiB", "--host-cache", "128MiB", "--disk-cache", "8GiB")
-# Whatever the disk holds is loaded, also where computing is faster: loading is what is proved.
-_ENVIRONMENT = {"CACHESVC_CACHE__WEIGH_LOADS": "false"}
+# Defaults of the child, which a variable set outside replaces. The tiers are so small that a run
+# reaches each: the default model's KV takes 3 MB a block. Whatever the disk holds is loaded, also
+# where computing is faster: loading is what is proved.
+_ENVIRONMENT = {
+    "CACHESVC_CACHE__DEVICE_BYTES": "128MiB",
+    "CACHESVC_CACHE__HOST_BYTES": "128MiB",
+    "CACHESVC_CACHE__DISK_BYTES": "8GiB",
+    "CACHESVC_CACHE__WEIGH_LOADS": "false",
+}
 
 
 class OwnServer:
@@ -27,7 +32,7 @@ class OwnServer:
         self._folder = folder
         program = Path(sys.executable).with_name("cachesvc")
         data = ("--data-dir", str(folder / "data"))
-        self._command = [str(program), "serve", *_SIZES, "--port", "0", *data, *options]
+        self._command = [str(program), "serve", "--port", "0", *data, *options]
         self._child: subprocess.Popen[bytes] | None = None
         self._log = folder / "serve.log"
         self.url = ""
