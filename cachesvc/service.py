@@ -65,7 +65,6 @@ from engine.errors import EngineFailed
 from engine.request import StepOutput
 from engine.text.outline import Outline
 from tiers.disk.pin_file import load_pins
-from tiers.operations.face import CacheOperations
 from tiers.telemetry.events import EventStream
 from tiers.tier import TierStats
 
@@ -130,7 +129,7 @@ class Service:
                 counters=self.metrics.counters,
             ),
             latencies=latencies.spreads,
-            working_set=partial(self.core.engine.call, CacheOperations.working_set),
+            working_set=partial(self.core.engine.call, lambda cache: cache.working_set()),
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
             explorer=self._explorer(),
