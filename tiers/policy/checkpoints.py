@@ -7,7 +7,7 @@ A checkpoint is tens of MB, so not every block gets one. These are taken:
 - at a coarse stride, so that a hit never falls back by more than that.
 
 The scheduler takes one more where a sequence stops running. See Marconi (arXiv 2411.19379), whose
-choice is the first two, and docs/measurements/policies.md for the choice by replay.
+choice is the first two. The stride is an estimate; it has not been compared by replay yet.
 """
 
 
