@@ -1,7 +1,7 @@
 """Finds where a prefix can be resumed by a model with recurrent states, and keeps checkpoints.
 
 A checkpoint is the state after some block. It has that block's identity, and slots, frames, records
-and an order of its own: `Group` is a cache of blocks whose layout is a checkpoint.
+and an order of its own: `CheckpointCache` is a cache of blocks whose layout is a checkpoint.
 
     positions of checkpoints, in memory and below ─► the longest ─► its blocks and the checkpoint
          ▲                                                               │ one of them is gone
@@ -23,7 +23,7 @@ from tiers.transfer.promotion import Promoter
 from tiers.transfer.ticket import Progress, Resume, Ticket, TicketState
 
 
-class Group(Protocol):
+class CheckpointCache(Protocol):
     """The cache of the checkpoints; `tiers.cache.TieredCache` is one."""
 
     index: BlockIndex
@@ -43,7 +43,7 @@ class Group(Protocol):
 class Checkpoints:
     """Composes the tickets of blocks with those of checkpoints."""
 
-    def __init__(self, group: Group, residency: Residency, promoter: Promoter) -> None:
+    def __init__(self, group: CheckpointCache, residency: Residency, promoter: Promoter) -> None:
         self._group = group
         self._residency = residency
         self._promoter = promoter

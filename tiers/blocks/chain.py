@@ -68,7 +68,7 @@ class Chain:
 
     def link(self, number: int) -> "Chain":
         """Full block `number` alone, as the continuation of the prefix before it."""
-        link = _Link(self.root, (), self.block_size, private=self.private)
+        link = _OneBlock(self.root, (), self.block_size, private=self.private)
         link.before = self.parent(number)
         link.keys, link.chunks = [self.keys[number]], [self.chunks[number]]
         if self.contents:
@@ -135,7 +135,7 @@ class Chain:
         self._tail += data[len(cut) * step :]
 
 
-class _Link(Chain):
+class _OneBlock(Chain):
     """A chain of one block that need not be the first of its scope."""
 
     __slots__ = ("before",)
