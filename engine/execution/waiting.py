@@ -27,7 +27,7 @@ WINDOW_S = 0.2  # the shortest time over which use is judged; the system counts 
 CROWDED = 0.3  # processors that others may use of the team's before its threads sleep soon
 QUIET = 0.15  # and before they spin again
 _GRAIN = 1 << 15  # elements for which torch adds a thread
-_STAT = Path("/proc/stat")
+_STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
 
 
 class Waiting:
@@ -38,11 +38,14 @@ class Waiting:
         self,
         *,
         others_s: Callable[[], float | None] | None = None,
+        running: Callable[[], int | None] | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`others_s`: how long other processes have used this one's processors, in seconds since
-        any moment. None if the system does not tell."""
+        any moment. `running`: how many threads of the whole system run or want to, this one among
+        them. None if the system does not tell."""
         self._others_s = others_s or others_used_s
+        self._running = running or num_running
         self._clock_s = clock_s
         self._second: _SecondTeam | None = None
         self._window = clock_s(), self._others_s()
@@ -61,10 +64,16 @@ class Waiting:
         if used_s is None or before_s is None:
             return
         taken = (used_s - before_s) / (now_s - begun_s) - len(allowed_processors()) + size
-        if taken > CROWDED:
+        if taken > CROWDED and self._crowded_now(size):
             self._sleep_soon(size)
-        elif taken < QUIET:
+        elif taken < QUIET or taken > CROWDED:
             self._spin()
+
+    def _crowded_now(self, size: int) -> bool:
+        """Whether others still want the team's processors. A window may end long before a step: an
+        engine that was idle saw a neighbour that has gone."""
+        running = self._running()
+        return running is None or running - 1 + size > (os.cpu_count() or 1)
 
     def _spin(self) -> None:
         if self._second is not None:
@@ -102,6 +111,14 @@ def _hold_team(size: int, there: threading.Event, done: threading.Event) -> None
         torch.set_num_threads(usual)
         there.set()
     done.wait()
+
+
+def num_running() -> int | None:
+    """How many threads of the whole system run or want to. None if the system does not tell."""
+    try:
+        return int(_LOAD.read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def others_used_s() -> float | None:

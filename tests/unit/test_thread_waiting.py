@@ -22,8 +22,11 @@ class Machine:
 
     def __init__(self, *, told: bool = True) -> None:
         self.now_s, self.used_s = 1000.0, 5.0
+        self.running: int | None = None
         self.waiting = Waiting(
-            others_s=lambda: self.used_s if told else None, clock_s=lambda: self.now_s
+            others_s=lambda: self.used_s if told else None,
+            running=lambda: self.running,
+            clock_s=lambda: self.now_s,
         )
 
     def step(self, others: float, *, size: int = TEAM) -> bool:
@@ -39,6 +42,14 @@ def test_threads_spin_only_while_others_leave_them_the_processors() -> None:
     steps = [0.0, 0.1, 0.9, 0.2, 0.1, 0.2, 1.7, 0.9, 0.0]
     expected = [True, True, False, False, True, True, False, False, True]
     assert expected == [machine.step(others) for others in steps]
+
+
+def test_threads_spin_beside_a_neighbour_that_has_gone() -> None:
+    machine = Machine()
+    machine.running = 1 + (os.cpu_count() or 1)
+    assert not machine.step(2.0)
+    machine.running = 1  # this thread alone
+    assert machine.step(2.0) is (TEAM <= (os.cpu_count() or 1))
 
 
 def test_a_team_that_leaves_processors_free_spins_beside_others() -> None:
