@@ -25,11 +25,9 @@ import torch
 from engine.attention.base import pieces
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
-from tiers.blocks.frames import huge_pages
 
 _CAPACITY_STEP = 256  # a copy's capacity is a multiple of this, in tokens
 _MOST_KEPT = 64  # the most copies of ended sequences
-_WARM_ITEMS = 32 << 20  # 128 MiB: prompts of some 2,500 tokens of a model of 135M
 DEFAULT_BUDGET_BYTES = 2 << 30
 
 
@@ -110,12 +108,12 @@ class WorkingCopies:
             self._drop_oldest()
 
     def warm_up(self, num_tokens: int) -> None:
-        """Touch the memory of a copy of `num_tokens`, up to `_WARM_ITEMS`.
+        """Touch the memory of a copy of `num_tokens`, up to a quarter of the budget.
 
-        A virtual machine provides fresh memory slowly: at about 1 GB/s in small pages
-        (docs/measurements).
+        A virtual machine provides fresh memory at about 1 GB/s, slower than a prefix is copied from
+        the pool (docs/measurements).
         """
-        self._buffer[: min(_capacity(num_tokens) * self._token_items, _WARM_ITEMS)].zero_()
+        self._buffer[: min(_capacity(num_tokens) * self._token_items, self._usual)].zero_()
 
     @property
     def uniform(self) -> bool:
@@ -320,8 +318,8 @@ def _reserved(size: int) -> torch.Tensor:
     """A buffer of `size` elements, or of half, a quarter and so on, whatever the system grants.
     Only touched pages take memory."""
     try:
-        return torch.from_numpy(huge_pages(size * torch.float32.itemsize)).view(torch.float32)
-    except MemoryError:
+        return torch.empty(size, dtype=torch.float32)
+    except RuntimeError:
         return _reserved(size // 2)
 
 

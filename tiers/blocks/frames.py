@@ -104,7 +104,7 @@ class FrameArena:
         self.layout = layout
         self.num_frames = num_frames
         self.stride = frame_stride(layout, device)
-        memory = huge_pages(num_frames * self.stride)
+        memory = _huge_pages(num_frames * self.stride)
         self.num_pinned_bytes = 0
         if torch.device(device).type == "cuda":
             cudart: Any = torch.cuda.cudart()
@@ -200,7 +200,7 @@ def _pieces(memory: NDArray[np.uint8], stride: int) -> Iterator[tuple[int, int]]
         begin += piece
 
 
-def huge_pages(num_bytes: int) -> NDArray[np.uint8]:
+def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
     """Memory that begins on a page, in huge pages if available. numpy requests them, torch does
     not.
 

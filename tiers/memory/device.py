@@ -9,11 +9,10 @@ in both directions run beside compute.
 
 from array import array
 from collections.abc import Iterable, Sequence
-from math import prod
 
 import torch
 
-from tiers.blocks.frames import Frame, huge_pages
+from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
 from tiers.blocks.part import Part
 from tiers.errors import CopyFailed
@@ -48,10 +47,10 @@ class DevicePool:
         self.device = torch.device(device)
         # A GPU's decode graphs write the rows that fill a batch up to a block that is nobody's.
         self.scratch = num_blocks if self.device.type == "cuda" else None
-        self.tensor = _zeros(
+        self.tensor = torch.zeros(
             (num_blocks + (self.scratch is not None), *layout.shape),
-            layout.torch_dtype,
-            self.device,
+            dtype=layout.torch_dtype,
+            device=self.device,
         )
         self._lasting = layout.lasting_nbytes // layout.torch_dtype.itemsize
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
@@ -207,12 +206,3 @@ class DevicePool:
 def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:
     """The copies that have not ended."""
     return {key: event for key, event in events.items() if not event.query()} if events else events
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Like `torch.zeros`, which on a CPU would touch all of the memory. Here only touched pages
-    take memory."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    memory = huge_pages(prod(shape) * dtype.itemsize)
-    return torch.from_numpy(memory).view(dtype).view(shape)
