@@ -1,9 +1,12 @@
 """A program on a terminal of its own, and the screen that its user sees."""
 
+import fcntl
 import os
-import pty
 import select
 import signal
+import struct
+import subprocess
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +20,7 @@ COLUMNS, ROWS = 120, 40
 class Terminal:
     """A running program, everything it wrote (`written`), and its screen (`lines`)."""
 
-    def __init__(self, process: int, terminal: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], terminal: int) -> None:
         self.process = process
         self.written = ""
         self.screen = pyte.HistoryScreen(COLUMNS, ROWS, history=1000)
@@ -44,9 +47,9 @@ class Terminal:
 
     def stop(self) -> int:
         """SIGTERM, the rest of what it writes, and its exit status."""
-        os.kill(self.process, signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
         self.read_to_end()
-        return os.waitstatus_to_exitcode(os.waitpid(self.process, 0)[1])
+        return self.process.wait()
 
     def _read(self) -> bool:
         ready, _, _ = select.select([self._terminal], [], [], 0.2)
@@ -63,22 +66,27 @@ class Terminal:
 
 @contextmanager
 def on_a_terminal(command: Sequence[str], folder: Path) -> Iterator[Terminal]:
-    """Run `command` in `folder` on a terminal of 120 columns; kill it at the end."""
+    """Run `command` in `folder` on a terminal of 120 columns; kill it at the end.
+
+    The shell opens the terminal as the leader of a new session, which makes it the controlling one.
+    `pty.fork` would copy the page tables of the tests' process: a large one has no room for that.
+    """
+    terminal, slave = os.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", ROWS, COLUMNS, 0, 0))
     size = {"COLUMNS": str(COLUMNS), "LINES": str(ROWS), "TERM": "xterm-256color"}
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(folder)
-        os.execvpe(command[0], list(command), {**os.environ, **size})
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", 'exec <>"$0"; exec "$@"', os.ttyname(slave), *command],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        cwd=folder,
+        env={**os.environ, **size},
+        start_new_session=True,
+    )
+    os.close(slave)
     try:
         yield Terminal(process, terminal)
     finally:
         os.close(terminal)
-        _kill(process)
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
-    except (ProcessLookupError, ChildProcessError):
-        pass
+        process.kill()
+        process.wait()
