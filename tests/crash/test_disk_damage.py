@@ -2,23 +2,21 @@
 
 A folder is filled, copied and damaged from a seed. A child process then opens it, reads, writes,
 and opens it once more, because LMDB answers some damage with a signal. Run 300 by hand:
-`python tests/crash/test_disk_damage.py 300`.
+`python -m tests.crash.test_disk_damage 300`.
 """
 
-import os
 import random
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.children import in_child
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -27,8 +25,6 @@ from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.testing.faulty_storage import chain, fill, holds, take, wipe
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 LAYOUT = BlockLayout.uniform(
     num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
@@ -151,27 +147,11 @@ def live(root: Path) -> None:
         tier.close()
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child: 0, its exit status, or the signal below 0."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException as error:
-            print(repr(error), file=sys.stderr)
-            raise
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 def trial(template: Path, root: Path, seed: int) -> str | None:
     """What went wrong with one damaged copy; None where nothing did."""
     shutil.copytree(template, root)
     done = damage(root, seed)
-    status = in_child(lambda: live(root))
+    status = in_child(live, root)
     shutil.rmtree(root)
     return f"seed {seed}: {done}: status {status}" if status else None
 
@@ -254,9 +234,9 @@ def test_a_power_cut_at_any_moment_on_a_shard_too_large_to_walk(
     for seed in range(start, start + (100 if start else 6)):
         root = tmp_path / str(seed)
         shutil.copytree(template, root)
-        assert in_child(partial(write_until_cut, root, seed)) == 0
+        assert in_child(write_until_cut, root, seed) == 0
         cut_power(root, seed)
-        assert in_child(partial(serve_while_checked, root)) == 0, f"seed {seed}"
+        assert in_child(serve_while_checked, root) == 0, f"seed {seed}"
         shutil.rmtree(root)
 
 

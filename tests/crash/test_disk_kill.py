@@ -1,7 +1,6 @@
 """`kill -9` at every named point of a write: reopened, the tier serves only what was written.
 
-A child process (forked, so that it is quick) writes and dies inside its storage; the parent
-reopens the folder.
+A child process writes and dies inside its storage; the parent reopens the folder.
 """
 
 import errno
@@ -10,13 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from billing.errors import StoreError
 from billing.store.opening import open_store
+from tests.children import FORKS, in_child, start_child
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -26,8 +26,6 @@ from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.testing.faulty_storage import KillingStorage, chain, fill, holds, take, wipe
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 LAYOUT = BlockLayout.uniform(
     num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
@@ -52,15 +50,28 @@ def store(tier: DiskTier, seed: int) -> None:
     tier.store(ids, FRAMES[:8])
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child; returns its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.waitpid(pid, 0)[1]
+def write_until_killed(root: Path, point: str, number: int) -> None:
+    """Write to die at the `number`th `point`; tell in a file what was stored."""
+    tier = opened(root, KillingStorage(point, number))
+    for seed in range(20):
+        store(tier, seed)
+        (root / "stored").write_text(str(seed))
+        if seed % 4 == 3:
+            tier.flush()
+    tier.close()
+
+
+def write_one_life(root: Path, life: int) -> None:
+    tier = opened(root, KillingStorage("commit", 5 + life))
+    for seed in range(life * 3, life * 3 + 20):
+        store(tier, seed)
+
+
+def hold_the_folder(root: Path, parent: Connection) -> None:
+    tier = opened(root)
+    store(tier, 0)
+    parent.send("stored")
+    parent.recv()
 
 
 def num_served(tier: DiskTier, seed: int) -> int:
@@ -79,19 +90,9 @@ def test_killed_at_a_point_of_a_write(tmp_path: Path, point: str) -> None:
     """What was committed before the kill is served, the rest is absent, and nothing is wrong."""
     for number in (1, 2, 3, 7, 20, 60, 150):
         root = tmp_path / str(number)
-
-        def work(root: Path = root, number: int = number) -> None:
-            tier = opened(root, KillingStorage(point, number))
-            for seed in range(20):
-                store(tier, seed)
-                (root / "stored").write_text(str(seed))
-                if seed % 4 == 3:
-                    tier.flush()
-            tier.close()
-
-        status = in_child(work)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        assert killed or os.WIFEXITED(status)
+        status = in_child(write_until_killed, root, point, number)
+        killed = status == -signal.SIGKILL
+        assert killed or status == 0
         tier = opened(root)
         written = root / "stored"
         last = int(written.read_text()) if written.exists() else -1
@@ -112,13 +113,7 @@ def test_killed_at_a_point_of_a_write(tmp_path: Path, point: str) -> None:
 def test_killed_again_and_again(tmp_path: Path) -> None:
     """Each life continues where the last one died; accounts and files stay in step."""
     for life in range(12):
-
-        def work(life: int = life) -> None:
-            tier = opened(tmp_path, KillingStorage("commit", 5 + life))
-            for seed in range(life * 3, life * 3 + 20):
-                store(tier, seed)
-
-        in_child(work)
+        in_child(write_one_life, tmp_path, life)
     tier = opened(tmp_path)
     with tier._slots[0].use() as shard:
         assert shard.walk() is None
@@ -128,24 +123,18 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
 
 def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
     """While the child lives the folder is refused; once it is dead, it is not."""
-    ready, go = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        tier = opened(tmp_path)
-        store(tier, 0)
-        os.write(ready[1], b"x")
-        os.read(go[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    with pytest.raises(DirectoryLocked, match=f"pid {pid} on .* since "):
+    here, there = FORKS.Pipe()
+    child = start_child(hold_the_folder, tmp_path, there)
+    assert here.recv() == "stored"
+    with pytest.raises(DirectoryLocked, match=f"pid {child.pid} on .* since "):
         DirectoryLock(tmp_path)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    child.kill()
+    child.join()
     tier = opened(tmp_path)
     assert num_served(tier, 0) == 8
     tier.close()
-    for end in (*ready, *go):
-        os.close(end)
+    for end in (here, there):
+        end.close()
 
 
 def test_a_look_at_the_lock_does_not_refuse_a_start(

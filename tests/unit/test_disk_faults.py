@@ -13,6 +13,7 @@ from typing import IO
 import pytest
 
 from cachesvc.config.quantities import parse_size
+from tests.children import in_child
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -388,26 +389,21 @@ def test_a_file_system_without_direct_reads_will_do(tmp_path: Path) -> None:
     tier.close()
 
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def write_beyond_the_limit(root: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    tier = opened(root)
+    store(tier, blocks())
+    size = (root / "shard-000" / "data.mdb").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    for seed in range(50, 60):
+        store(tier, blocks(seed=seed))
+    assert tier.stats().faults[MissReason.IO_ERROR] > 0
+    assert load(tier, blocks()) == Loaded(4, None)
+
+
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """The system itself refuses to let the file grow: counted, and served from what is there."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            tier = opened(tmp_path)
-            store(tier, blocks())
-            size = (tmp_path / "shard-000" / "data.mdb").stat().st_size
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-            for seed in range(50, 60):
-                store(tier, blocks(seed=seed))
-            assert tier.stats().faults[MissReason.IO_ERROR] > 0
-            assert load(tier, blocks()) == Loaded(4, None)
-            status = 0
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert in_child(write_beyond_the_limit, tmp_path) == 0
     tier = opened(tmp_path)
     assert load(tier, blocks()) == Loaded(4, None)
     store(tier, blocks(seed=3))
