@@ -19,10 +19,8 @@ from api.admin.pages import tenant_forms as pages_tenant_forms
 from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
-from api.admin.routes import account as account_routes
-from api.admin.routes import blocks, events, stats
+from api.admin.routes import blocks, derived, events, stats
 from api.admin.routes import cache as cache_routes
-from api.admin.routes import invoices as invoice_routes
 from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
 from api.admin.routes import prompts as prompt_routes
@@ -33,8 +31,7 @@ AREAS = (
     cache_routes.router,
     events.router,
     login.router,
-    account_routes.router,
-    invoice_routes.router,
+    derived.router,
     ledger_routes.router,
     price_routes.router,
     prompt_routes.router,

@@ -5,11 +5,12 @@ import secrets
 import time
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any
 
 from billing.errors import InvalidName, InvalidSpan
 from billing.ledger import Ledger
 from billing.money import parse_not_negative, parse_positive
+from billing.operations.arguments import Amount, Argument, Reference, Text, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
 from billing.reports.grants import end_of
@@ -34,7 +35,7 @@ _BOOK: dict[Booking, Any] = {
 
 
 def show_balance(books: Books, *, tenant: str) -> Document:
-    """A tenant's balance, debt and holds, and what is left of its grants and plan."""
+    """What a tenant has, owes and has on hold, and what is left of its grants and plan."""
     found = tenant_document(books.accounts.tenant(tenant))
     return found | standing(books.store, tenant, time.time_ns())
 
@@ -44,18 +45,33 @@ def book_deposit(
     *,
     tenant: str,
     kind: Booking,
-    amount: str,
-    reference: str | None = None,
-    expires: str | None = None,
-    scope: Sequence[str] | None = None,
-    currency: str | None = None,
-    rate: str | None = None,
-    rate_date: str | None = None,
-    rate_source: str | None = None,
+    amount: Amount,
+    reference: Annotated[
+        Reference | None,
+        Argument("Your own id of the payment. It is booked once, however often you send it"),
+    ] = None,
+    expires: Annotated[
+        Annotated[str, text(10)] | None,
+        Argument("Of a grant: its last day (UTC), such as 2027-01-31 or 90d"),
+    ] = None,
+    scope: Annotated[
+        Sequence[Text] | None,
+        Argument("Of a grant: the prices that spend it, each MODEL or MODEL@TERM", max_length=20),
+    ] = None,
+    currency: Annotated[
+        Annotated[str, text(3)] | None,
+        Argument("Another than the tenant's: into its wallet, or out of it"),
+    ] = None,
+    rate: Annotated[
+        Annotated[str, text(40)] | None,
+        Argument("With a top-up: converts so much of the wallet into the balance"),
+    ] = None,
+    rate_date: Annotated[str, text(10)] | None = None,
+    rate_source: Text | None = None,
     by: str,
-    why: str,
+    why: Why,
 ) -> Document:
-    """Books an amount. Returns the tenant afterwards.
+    """Book money: a grant, a top-up, a withdrawal or a chargeback. Returns the tenant afterwards.
 
     What is left of a grant after its last day, `expires`, is removed. With a `scope`, only requests
     at these prices spend it. In another `currency` it goes into or out of the tenant's wallet. With
@@ -91,13 +107,13 @@ def adjust_deposit(
     books: Books,
     *,
     tenant: str,
-    deposit: str,
-    amount: str,
-    reference: str | None = None,
+    deposit: Annotated[str, text(200, "Its reference", least=1)],
+    amount: Annotated[str, text(60, "What it should have been; 0 undoes it")],
+    reference: Reference | None = None,
     by: str,
-    why: str,
+    why: Why,
 ) -> Document:
-    """Corrects a mistyped top-up or grant with an entry for the difference; 0 undoes it."""
+    """Correct a mistyped top-up or grant with an entry for the difference."""
     units = parse_not_negative(amount)
     name = reference or f"adjust_{secrets.token_hex(8)}"
     books.ledger.adjust(tenant, deposit, units, reference=name, by=by, reason=why).result()

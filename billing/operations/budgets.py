@@ -1,10 +1,12 @@
 """Budgets: what tenants, keys, users and tags may spend before an alert."""
 
 import time
+from typing import Annotated, Literal
 
 from billing.alerts import budgets as alerts
 from billing.alerts.budgets import Budget, BudgetSpan, Of
 from billing.money import format_units, parse_positive
+from billing.operations.arguments import Amount, Argument, Name, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document
 
@@ -12,7 +14,7 @@ USUAL_A_DAY = 3  # top-ups
 
 
 def list_budgets(books: Books) -> list[Document]:
-    """Every budget, by name."""
+    """The budgets of tenants, keys, users and tags, by name."""
     return [_document(budget) for budget in alerts.all_budgets(books.store)]
 
 
@@ -20,19 +22,19 @@ def set_budget(
     books: Books,
     *,
     name: str,
-    tenant: str,
-    amount: str,
+    tenant: Name,
+    amount: Amount,
     per: BudgetSpan = BudgetSpan.MONTH,
     of: Of = Of.TENANT,
-    value: str = "",
-    ask: str = "",
-    most: int = 0,
+    value: Annotated[str, text(200, "The key's id, the user, or NAME=VALUE of a tag")] = "",
+    ask: Annotated[Amount | Literal[""], Argument("Per topup: the top-up to ask for")] = "",
+    most: Annotated[int, Argument("Per topup: how often a day; 0 is 3", ge=0, le=100)] = 0,
     by: str,
-    why: str,
+    why: Why,
 ) -> Document:
-    """Creates a budget, or changes the one of that name.
+    """Create or change a budget. A budget alerts; it stops no request.
 
-    A top-up budget requests `ask` when the balance falls below it, at most `most` times a day (3).
+    A top-up budget requests `ask` when the balance falls below it, at most `most` times a day.
     """
     budget = Budget(
         name=name,
@@ -48,8 +50,8 @@ def set_budget(
     return _document(budget)
 
 
-def remove_budget(books: Books, *, name: str, by: str, why: str) -> list[Document]:
-    """Removes a budget. Returns the remaining ones."""
+def remove_budget(books: Books, *, name: str, by: str, why: Why) -> list[Document]:
+    """Remove a budget. Returns the remaining ones."""
     alerts.remove_budget(books.store, name, by=by, now_ns=time.time_ns(), reason=why)
     return list_budgets(books)
 

@@ -2,17 +2,20 @@
 
 import time
 from collections.abc import Sequence
+from typing import Annotated
 
 from billing.errors import InvalidName
 from billing.keys import DEFAULT_SCOPES, Scope
+from billing.operations.arguments import Argument, Name, OfTenant, Text, Why
 from billing.operations.books import Books
 from billing.prices.book import NS
 from billing.reports.documents import Document, key_document
 
-USUAL_SCOPES = tuple(scope.value for scope in Scope if scope in DEFAULT_SCOPES)
+USUAL_SCOPES = tuple(scope for scope in Scope if scope in DEFAULT_SCOPES)
+MAX_VALIDITY_S = 100 * 366 * 86_400
 
 
-def list_keys(books: Books, *, tenant: str | None = None) -> list[Document]:
+def list_keys(books: Books, *, tenant: OfTenant = None) -> list[Document]:
     """Keys, shown by their prefixes only."""
     books.accounts.expect(tenant)
     now_ns = time.time_ns()
@@ -22,13 +25,13 @@ def list_keys(books: Books, *, tenant: str | None = None) -> list[Document]:
 def create_key(
     books: Books,
     *,
-    tenant: str,
-    project: str = "",
-    name: str = "",
-    scopes: Sequence[str] = USUAL_SCOPES,
-    expires_in_s: int | None = None,
+    tenant: Name,
+    project: Text = "",
+    name: Text = "",
+    scopes: Annotated[Sequence[Scope], Argument(min_length=1)] = USUAL_SCOPES,
+    expires_in_s: Annotated[int, Argument(gt=0, le=MAX_VALIDITY_S)] | None = None,
     by: str,
-    why: str,
+    why: Why,
 ) -> Document:
     """A new key. `key` is in this answer only: it is not stored and cannot be shown again."""
     now_ns = time.time_ns()
@@ -36,7 +39,7 @@ def create_key(
         tenant,
         project=project,
         name=name,
-        scopes=frozenset(map(Scope, known_scopes(scopes))),
+        scopes=frozenset(known_scopes(scopes)),
         expires_ns=None if expires_in_s is None else now_ns + expires_in_s * NS,
         by=by,
         reason=why,
@@ -44,13 +47,13 @@ def create_key(
     return {"key": key, **key_document(info, now_ns)}
 
 
-def revoke_key(books: Books, *, key_id: str, by: str, why: str) -> Document:
-    """Revokes a key at once, by its id or its prefix."""
+def revoke_key(books: Books, *, key_id: str, by: str, why: Why) -> Document:
+    """Revoke a key at once, by its id or its prefix."""
     info = books.accounts.revoke_key(key_id, by=by, reason=why)
     return key_document(info, time.time_ns())
 
 
-def known_scopes(names: Sequence[str]) -> list[str]:
+def known_scopes(names: Sequence[str]) -> list[Scope]:
     """These scopes, checked: all known and at least one. Raises `InvalidName`."""
     known = ", ".join(Scope)
     unknown = [name for name in names if name not in list(Scope)]
@@ -58,4 +61,4 @@ def known_scopes(names: Sequence[str]) -> list[str]:
         raise InvalidName(f"scope {unknown[0]!r} is not among {known}")
     if not names:
         raise InvalidName(f"choose at least one scope, which says what the key may do: {known}")
-    return list(names)
+    return [Scope(name) for name in names]

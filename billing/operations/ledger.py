@@ -3,11 +3,22 @@
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Annotated, Any
 
 from billing.errors import BillingError
 from billing.gate.entries import Entry
 from billing.money import parse_positive
+from billing.operations.arguments import (
+    Amount,
+    Argument,
+    Days,
+    Limit,
+    Name,
+    OfTenant,
+    Reference,
+    Text,
+    Why,
+)
 from billing.operations.books import Books
 from billing.prices.book import NS
 from billing.proof import rerate
@@ -24,7 +35,7 @@ from billing.store import reports as store_reports
 AT_ONCE = 256  # corrections submitted to the ledger together
 
 
-def list_holds(books: Books, *, tenant: str | None = None) -> list[Document]:
+def list_holds(books: Books, *, tenant: OfTenant = None) -> list[Document]:
     """Holds of running requests, oldest first."""
     books.accounts.expect(tenant)
     with books.store.reading() as connection:
@@ -38,11 +49,13 @@ def list_entries(
     books: Books,
     *,
     tenant: str,
-    request_id: str | None = None,
-    before: int | None = None,
-    limit: int = 50,
+    request_id: Annotated[str | None, Argument("Its charge and what corrected it")] = None,
+    before: Annotated[
+        Annotated[int, Argument(ge=1, lt=1 << 63)] | None, Argument("Older than this number")
+    ] = None,
+    limit: Limit = 50,
 ) -> list[Document]:
-    """Entries of a tenant, newest first; or a request's charge and its corrections."""
+    """Entries of a tenant or of one request, newest first."""
     books.accounts.tenant(tenant)
     with books.store.reading() as connection:
         if request_id is not None:
@@ -52,12 +65,12 @@ def list_entries(
     return [entry_document(entry) for entry in read]
 
 
-def admin_trail(books: Books, *, limit: int = 50) -> list[Document]:
+def admin_trail(books: Books, *, limit: Limit = 50) -> list[Document]:
     """Changes by administrators: who, what, before, after and why; newest first."""
     return [trail_document(row) for row in books.accounts.trail.newest(limit)]
 
 
-def rerate_history(books: Books, *, tenant: str | None = None, days: int = 31) -> Document:
+def rerate_history(books: Books, *, tenant: OfTenant = None, days: Days = 31) -> Document:
     """What past requests would cost under the current cards. Changes nothing."""
     books.accounts.expect(tenant)
     pricing = rerate.under_book(books.accounts.book)
@@ -65,8 +78,8 @@ def rerate_history(books: Books, *, tenant: str | None = None, days: int = 31) -
     return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
 
 
-def make_refunds(books: Books, *, tenant: str | None = None, days: int = 31, by: str) -> Document:
-    """A batch of refunds for charges above the current cards. Books nothing."""
+def make_refunds(books: Books, *, tenant: OfTenant = None, days: Days = 31, by: str) -> Document:
+    """A batch of corrections for charges above the current cards. Books nothing."""
     books.accounts.expect(tenant)
     pricing = rerate.under_book(books.accounts.book)
     since_ns = _since_ns(days)
@@ -77,23 +90,23 @@ def make_refunds(books: Books, *, tenant: str | None = None, days: int = 31, by:
 def correct_charge(
     books: Books,
     *,
-    tenant: str,
-    request_id: str,
-    amount: str | None = None,
-    reference: str | None = None,
+    tenant: Name,
+    request_id: Text,
+    amount: Annotated[Amount | None, Argument("Gives back so much; without it, all of it")] = None,
+    reference: Reference | None = None,
     by: str,
-    why: str,
+    why: Why,
 ) -> Document:
-    """Refunds a charge or a part of it, with a new entry that refers to it."""
+    """Refund a charge or a part of it, with a new entry that refers to it."""
     books.accounts.tenant(tenant)
     asked = _correction(books, tenant, request_id, amount, reference, by, why)
     return entry_document(asked.result())
 
 
 def correct_charges(
-    books: Books, *, corrections: Sequence[Mapping[str, Any]], by: str, why: str
+    books: Books, *, corrections: Sequence[Mapping[str, Any]], by: str, why: Why
 ) -> list[str]:
-    """Books many corrections, each once. Returns the refused ones with reasons."""
+    """Book many corrections, each reference once. Returns the refused ones with reasons."""
     refused: list[str] = []
     for start in range(0, len(corrections), AT_ONCE):
         chunk = corrections[start : start + AT_ONCE]
@@ -113,7 +126,7 @@ def _correction(
     amount: str | None,
     reference: str | None,
     by: str,
-    why: str,
+    why: Why,
 ) -> "Future[Entry]":
     return books.ledger.correct(
         tenant,

@@ -6,9 +6,10 @@ never a path, because these calls also come over the network.
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from billing.errors import PriceError, UnknownCard
+from billing.operations.arguments import Argument, Name, Why
 from billing.operations.books import Books
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import parse_card, shipped_cards
@@ -40,7 +41,11 @@ def lint_card(books: Books, *, card: CardSource) -> list[Document]:
 
 
 def plan_card(
-    books: Books, *, card: CardSource, days: int = 30, tenant: str | None = None
+    books: Books,
+    *,
+    card: CardSource,
+    days: Annotated[int, Argument(ge=1, le=3660)] = 30,
+    tenant: Name | None = None,
 ) -> Document:
     """What the last days' real usage would have cost under a card, and its monthly minimum.
 
@@ -58,8 +63,8 @@ def plan_card(
     return plan_document(plan)
 
 
-def apply_card(books: Books, *, card: CardSource, by: str, why: str) -> Document:
-    """Puts a card in force from its `valid_from` on. An applied card never changes.
+def apply_card(books: Books, *, card: CardSource, by: str, why: Why) -> Document:
+    """Put a card in force from its `valid_from` on. An applied card never changes.
 
     `is_new` is false if the same card was applied before.
     """

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Mapping
+from typing import Annotated
 
 from billing.money import parse_amount
+from billing.operations.arguments import Amount, Argument, Name, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
+from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS
 
 
 def list_tenants(books: Books) -> list[Document]:
-    """Every tenant with its balance."""
+    """Every tenant and what it has."""
     return [tenant_document(tenant) for tenant in books.accounts.tenants()]
 
 
@@ -26,16 +29,16 @@ def show_tenant(books: Books, *, tenant: str) -> Document:
 def create_tenant(
     books: Books,
     *,
-    tenant: str,
-    currency: str | None = None,
-    credit_limit: str | None = "0",
+    tenant: Name,
+    currency: Annotated[str | None, Argument("Three capitals; without it, the card's own")] = None,
+    credit_limit: Annotated[
+        Amount | None,
+        Argument("0 is prepaid, an amount is postpaid up to it, null is unlimited"),
+    ] = "0",
     by: str,
-    why: str,
+    why: Why,
 ) -> Document:
-    """A new tenant, in the currency of the newest card unless another is named.
-
-    A `credit_limit` of 0 is prepaid, an amount is postpaid up to it, None is unlimited.
-    """
+    """A new tenant; prepaid unless `credit_limit` says otherwise."""
     accounts = books.accounts
     made = accounts.create_tenant(
         tenant,
@@ -48,34 +51,52 @@ def create_tenant(
 
 
 def set_credit_limit(
-    books: Books, *, tenant: str, credit_limit: str | None, by: str, why: str
+    books: Books,
+    *,
+    tenant: str,
+    credit_limit: Annotated[Amount | None, Argument("0 is prepaid, null is unlimited")],
+    by: str,
+    why: Why,
 ) -> Document:
-    """Sets how far below zero a tenant may go; None is unlimited."""
+    """Set how far below zero a tenant may go."""
     limit = _units(credit_limit)
     return tenant_document(books.accounts.set_credit_limit(tenant, limit, by=by, reason=why))
 
 
 def set_rate_limits(
-    books: Books, *, tenant: str, limits: Mapping[str, int | None], by: str, why: str
-) -> Document:
-    """Changes a tenant's limits: requests, miss_tokens or output_tokens a minute, concurrency.
-
-    0 is no limit, None returns to the settings' limit. Limits that are not named stay.
-    """
+    books: Books,
+    *,
+    tenant: str,
+    limits: Annotated[
+        Mapping[
+            Annotated[str, text(32)],
+            Annotated[int, Argument(ge=0, le=MAX_RATE_LIMIT)] | None,
+        ],
+        Argument(
+            "requests, miss_tokens and output_tokens a minute, and concurrency; 0 is no limit, "
+            "null is as the settings say, what is not named stays",
+            min_length=1,
+            max_length=len(RATE_LIMITS),
+        ),
+    ],
+    by: str,
+    why: Why,
+) -> dict[str, int]:
+    """Limit a tenant's requests and tokens a minute. Returns all limits set for it."""
     return dict(books.accounts.set_rate_limits(tenant, limits, by=by, reason=why))
 
 
-def suspend_tenant(books: Books, *, tenant: str, by: str, why: str) -> Document:
+def suspend_tenant(books: Books, *, tenant: str, by: str, why: Why) -> Document:
     """Refuse new requests of a tenant; running ones finish."""
     return tenant_document(books.accounts.set_suspended(tenant, True, by=by, reason=why))
 
 
-def resume_tenant(books: Books, *, tenant: str, by: str, why: str) -> Document:
-    """Resumes a suspended tenant."""
+def resume_tenant(books: Books, *, tenant: str, by: str, why: Why) -> Document:
+    """Serve a suspended tenant again."""
     return tenant_document(books.accounts.set_suspended(tenant, False, by=by, reason=why))
 
 
-def create_project(books: Books, *, tenant: str, project: str, by: str, why: str) -> list[str]:
+def create_project(books: Books, *, tenant: str, project: Name, by: str, why: Why) -> list[str]:
     """A new project, to split a tenant's usage by. Returns all projects of the tenant."""
     books.accounts.create_project(tenant, project, by=by, reason=why)
     return books.accounts.projects(tenant)

@@ -3,6 +3,7 @@
 from datetime import tzinfo
 from enum import StrEnum
 
+from billing.operations.arguments import Breakdown, Limit, Month, OfTenant, Since, Timezone, Until
 from billing.operations.books import Books
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports import usage as reports
@@ -14,11 +15,11 @@ def period_usage(
     books: Books,
     *,
     unit: Unit = Unit.ALL,
-    tenant: str | None = None,
-    since: str | None = None,
-    until: str | None = None,
-    timezone: str = "UTC",
-    breakdown: str | None = None,
+    tenant: OfTenant = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
 ) -> list[Document]:
     """Usage by tenant and by day or month, oldest first. Without `since`, days go back a month."""
     first = since or ("30d" if unit is Unit.DAY else None)
@@ -30,11 +31,11 @@ def period_usage(
 def session_usage(
     books: Books,
     *,
-    tenant: str | None = None,
-    since: str | None = None,
-    until: str | None = None,
-    timezone: str = "UTC",
-    limit: int = 50,
+    tenant: OfTenant = None,
+    since: Since = None,
+    until: Until = None,
+    timezone: Timezone = "UTC",
+    limit: Limit = 50,
 ) -> list[Document]:
     """Usage by session, latest first."""
     query = parse_query(tenant=tenant, since=since, until=until, zone=_zone(timezone))
@@ -53,12 +54,12 @@ def make_statement(
     books: Books,
     *,
     tenant: str,
-    month: str,
-    timezone: str = "UTC",
-    breakdown: str | None = None,
+    month: Month,
+    timezone: Timezone = "UTC",
+    breakdown: Breakdown = None,
     format: StatementForm = StatementForm.JSON,  # noqa: A002  as the wire calls it
 ) -> Document | str:
-    """A tenant's month such as 2026-11, as a document, as CSV or as a printable page."""
+    """A tenant's month, as JSON, CSV or a printable page, with an optional breakdown."""
     from billing.reports import statement as statements  # imports page templates
 
     found = statements.statement(books.store, tenant, month, _zone(timezone), breakdown)

@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from api.admin.router import admin_router
-from api.admin.routes.paths import PATHS, PREFIX, path_of
+from api.admin.routes.operations import PREFIX, TABLE, operation_of
 from api.admin.testing import fake_parts
 from api.app import create_app
 from api.testing import fake_house
@@ -371,11 +371,11 @@ def test_reading_where_nothing_is_says_so(closed: Shell) -> None:
 def test_every_operation_has_the_route_that_commands_call() -> None:
     """Each argument is in the path, a query parameter of the GET, or a field of the POST's body."""
     document = create_app(fake_house().wire, routers=(admin_router(fake_parts()),)).openapi()
-    for name, (method, template) in PATHS.items():
-        module, _, function = name.partition(".")
+    for row in TABLE:
+        module, _, function = row.name.partition(".")
         operation = getattr(importlib.import_module(f"billing.operations.{module}"), function)
-        assert (method, template) == path_of(operation)
-        route = document["paths"][PREFIX + template][method.lower()]
+        assert row is operation_of(operation)
+        route = document["paths"][PREFIX + row.path][row.method.lower()]
         taken = {parameter["name"] for parameter in route.get("parameters", ())}
         if "requestBody" in route:
             body = route["requestBody"]["content"]["application/json"]["schema"]["$ref"]

@@ -52,7 +52,7 @@ def create_key(
             books,
             tenant=tenant,
             name=name.strip(),
-            scopes=scopes or [],
+            scopes=operations.known_scopes(scopes or []),
             expires_in_s=_expires_in_s(days),
             by=admin.name,
             why=reason_in(why),

@@ -6,7 +6,7 @@ its thread pool, because they write to the ledger's database.
 
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import RedirectResponse, Response
@@ -16,10 +16,10 @@ from api.admin.pages.forms import Text, count_in, limit_in, names_in, reason_in,
 from api.admin.pages.tenants import show_tenant
 from api.errors import InvalidRequest
 from billing.alerts.budgets import BudgetSpan, Of
-from billing.invoices.register import InvoiceState
 from billing.operations import balance, budgets, invoices, tenants
 from billing.operations.balance import Booking
 from billing.operations.books import Books
+from billing.operations.invoices import Mark
 from billing.tenants import RATE_LIMITS
 
 router = APIRouter(prefix="/admin/tenants/{tenant}", include_in_schema=False)
@@ -209,7 +209,7 @@ def invoice(form: TenantForm, do: Text = "", month: Text = "", number: Text = ""
             return invoices.credit_invoice(books, number=number, by=by, why=why)
         if do not in ("paid", "void"):
             raise InvalidRequest("an invoice is issued, marked paid or void, or credited")
-        return invoices.mark_invoice(books, number=number, state=InvoiceState(do), by=by, why=why)
+        return invoices.mark_invoice(books, number=number, state=cast(Mark, do), by=by, why=why)
 
     return form.change(do, change)
 

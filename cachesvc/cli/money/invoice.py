@@ -8,9 +8,9 @@ import orjson
 import typer
 
 from billing.errors import InvoiceError
-from billing.invoices.register import InvoiceState
 from billing.invoices.render import Form
 from billing.operations import invoices
+from billing.operations.invoices import Mark
 from billing.reports.documents import Document
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
@@ -135,7 +135,7 @@ def issue(
 @app.command()
 def mark(
     number: Number,
-    state: Annotated[InvoiceState, typer.Argument(help="paid or void")],
+    state: Annotated[Mark, typer.Argument(help="paid or void")],
     reason: Why,
     yes: Yes = False,
     data_dir: DataDir = None,

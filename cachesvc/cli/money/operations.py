@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from api.admin.routes.paths import PREFIX, path_of
+from api.admin.routes.operations import PREFIX, operation_of
 from billing.errors import BillingError
 from billing.operations.books import Books
 from cachesvc.cli.exits import exit_code
@@ -56,7 +56,7 @@ class ServerOperations:
         self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
         assert not args, args
-        method, template = path_of(operation)
+        _, method, template, _ = operation_of(operation)
         arguments: dict[str, Any] = {k: v for k, v in kwargs.items() if k != "by"}
         path = re.sub(
             r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template

@@ -1,0 +1,160 @@
+"""The JSON routes of the table of operations, made from its rows and the functions' signatures.
+
+Plain functions: the server runs them on its thread pool, because they read and write the ledger's
+database. Every change leaves an audit entry in its own transaction.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from enum import EnumType
+from functools import reduce
+from inspect import Parameter
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, Field, create_model
+from starlette.responses import Response
+
+from api.admin.access import Books, MayChange, MayRead
+from api.admin.routes.bodies import FIELDS, AdminBody, StrictBody
+from api.admin.routes.operations import PREFIX, TABLE, Operation
+from api.page_headers import with_style
+from api.shapes.invoice import invoice_answer
+from billing.operations.usage import StatementForm
+
+_TAGS = {"prices": "prices", "invoices": "invoices", "usage": "ledger", "ledger": "ledger"}
+
+
+def _as_made(made: Any, _: Mapping[str, Any]) -> Any:
+    return made
+
+
+def _statement(made: Any, given: Mapping[str, Any]) -> Any:
+    if not isinstance(made, str):
+        return made
+    if given["format"] is StatementForm.HTML:
+        return Response(made, media_type="text/html", headers=with_style(made))
+    return Response(made, media_type="text/csv")
+
+
+def _month(made: Any, given: Mapping[str, Any]) -> Response:
+    return invoice_answer(made, given["format"], f"invoice-{given['month']}")
+
+
+def _invoice(made: Any, given: Mapping[str, Any]) -> Response:
+    return invoice_answer(made, given["format"], given["number"])
+
+
+# Operations that return files as well as documents.
+_ANSWERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+    "usage.make_statement": _statement,
+    "invoices.show_month": _month,
+    "invoices.show_invoice": _invoice,
+}
+
+
+def routes_of(table: Iterable[Operation]) -> APIRouter:
+    """One route for each row of the table."""
+    router = APIRouter(prefix=PREFIX)
+    for row in table:
+        module, _, name = row.name.partition(".")
+        function = getattr(importlib.import_module(f"billing.operations.{module}"), name)
+        router.add_api_route(
+            row.path,
+            _endpoint(row, function),
+            methods=[row.method],
+            status_code=row.status,
+            tags=[f"admin: {_TAGS.get(module, 'accounts')}"],
+        )
+    return router
+
+
+def _endpoint(row: Operation, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a route. FastAPI reads the parameters in its signature."""
+    answer = _ANSWERS.get(row.name, _as_made)
+
+    def endpoint(*, books: Any, by: Any = None, body: BaseModel | None = None, **given: Any) -> Any:
+        given |= body.model_dump() if body is not None else {}
+        given |= {"by": by.name} if by is not None else {}
+        return answer(function(books, **given), given)
+
+    hints = get_type_hints(function, include_extras=True)
+    arguments = [
+        each.replace(annotation=hints[name])
+        for name, each in inspect.signature(function).parameters.items()
+        if name not in ("books", "by")
+    ]
+    returned = Response if row.name in _ANSWERS else hints["return"]
+    endpoint.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*_callers(hints), *_given(row, arguments)], return_annotation=returned
+    )
+    endpoint.__name__, endpoint.__doc__ = function.__name__, function.__doc__
+    return endpoint
+
+
+def _callers(hints: Mapping[str, Any]) -> list[Parameter]:
+    """Who calls, and the books. Only an admin may call what takes a `why`."""
+    found = [_parameter("books", Books)]
+    if "by" in hints:
+        found.insert(0, _parameter("by", MayChange if "why" in hints else MayRead))
+    return found
+
+
+def _given(row: Operation, arguments: list[Parameter]) -> list[Parameter]:
+    """The arguments in the path, in the query, and in the body."""
+    in_path = [each for each in arguments if f"{{{each.name}}}" in row.path]
+    others = [each for each in arguments if each not in in_path]
+    found = [_parameter(each.name, _wire(each.annotation, Path)) for each in in_path]
+    if row.method == "POST":
+        return [*found, _parameter("body", _body(row, others))]
+    return found + [
+        _parameter(each.name, _wire(each.annotation, Query), each.default) for each in others
+    ]
+
+
+def _body(row: Operation, arguments: list[Parameter]) -> type[BaseModel]:
+    """The model of a POST's body, named for its operation."""
+    fields: dict[str, Any] = {
+        each.name: (
+            FIELDS.get(each.name) or _wire(each.annotation, Field),
+            ... if each.default is Parameter.empty else each.default,
+        )
+        for each in arguments
+    }
+    base = AdminBody if fields.pop("why", None) else StrictBody
+    name = row.name.partition(".")[2].title().replace("_", "")
+    return create_model(name, __base__=base, **fields) if fields else base
+
+
+def _wire(annotation: Any, kind: Callable[..., Any]) -> Any:
+    """The annotation for pydantic. `kind` takes what the outermost `Argument` says."""
+    if get_origin(annotation) is Annotated:
+        inner, argument = get_args(annotation)
+        rules = {name: rule for name, rule in asdict(argument).items() if rule is not None}
+        return Annotated[_within(inner), kind(**rules)]
+    return Annotated[_within(annotation), kind()]
+
+
+def _within(annotation: Any) -> Any:
+    """The same with the arguments inside it, as in `Amount | None`."""
+    if get_origin(annotation) is Annotated:
+        return _wire(annotation, Field)
+    if isinstance(annotation, EnumType):
+        return Annotated[annotation, Field(strict=False)]
+    parts = tuple(map(_within, get_args(annotation)))
+    if not parts or get_origin(annotation) is Literal:
+        return annotation
+    if get_origin(annotation) in (Union, UnionType):
+        return reduce(or_, parts)
+    return get_origin(annotation)[parts]
+
+
+def _parameter(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+router = routes_of(TABLE)

@@ -1,0 +1,82 @@
+"""The operations on accounts and the ledger, one row each.
+
+A row names a function of `billing.operations` and its JSON route below /admin/api. The rest is in
+the function's signature. An argument that the path names is there; the others are a GET's query
+parameters or the fields of a POST's body. Words and bounds are `billing.operations.arguments`.
+`by` is the caller. A `why` means that the function changes something, which only an admin may.
+`api.admin.routes.derived` makes the routes from the rows, and the commands call them.
+
+Functions are named, not imported, so a command imports only the one that it calls.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+PREFIX = "/admin/api"
+
+
+class Operation(NamedTuple):
+    """A function, as `module.name`, and its route."""
+
+    name: str
+    method: Literal["GET", "POST"]
+    path: str
+    status: int = 200
+
+
+def _get(name: str, path: str) -> Operation:
+    return Operation(name, "GET", path)
+
+
+def _post(name: str, path: str, status: int = 200) -> Operation:
+    return Operation(name, "POST", path, status)
+
+
+# A path without names stands before one with names that would take it.
+TABLE = (
+    _get("tenants.list_tenants", "/tenants"),
+    _get("tenants.show_tenant", "/tenants/{tenant}"),
+    _post("tenants.create_tenant", "/tenants", 201),
+    _post("tenants.set_credit_limit", "/tenants/{tenant}/limit"),
+    _post("tenants.set_rate_limits", "/tenants/{tenant}/rates"),
+    _post("tenants.suspend_tenant", "/tenants/{tenant}/suspend"),
+    _post("tenants.resume_tenant", "/tenants/{tenant}/resume"),
+    _post("tenants.create_project", "/tenants/{tenant}/projects", 201),
+    _get("keys.list_keys", "/keys"),
+    _post("keys.create_key", "/keys", 201),
+    _post("keys.revoke_key", "/keys/{key_id}/revoke"),
+    _get("balance.show_balance", "/balance/{tenant}"),
+    _post("balance.adjust_deposit", "/balance/{tenant}/adjust"),
+    _post("balance.book_deposit", "/balance/{tenant}/{kind}"),
+    _get("budgets.list_budgets", "/budgets"),
+    _post("budgets.set_budget", "/budgets/{name}"),
+    _post("budgets.remove_budget", "/budgets/{name}/remove"),
+    _get("prices.applied_cards", "/prices"),
+    _post("prices.plan_card", "/prices/plan"),
+    _post("prices.apply_card", "/prices/apply"),
+    _get("usage.period_usage", "/usage"),
+    _get("usage.session_usage", "/usage/session"),
+    _get("usage.make_statement", "/usage/statement/{tenant}/{month}"),
+    _get("usage.sign_receipt", "/receipts/{tenant}/{request_id}"),
+    _get("invoices.list_invoices", "/invoices"),
+    _get("invoices.show_month", "/invoices/of/{tenant}/{month}"),
+    _get("invoices.show_invoice", "/invoices/{number}"),
+    _post("invoices.finalize_invoice", "/invoices", 201),
+    _post("invoices.mark_invoice", "/invoices/{number}/mark"),
+    _post("invoices.credit_invoice", "/invoices/{number}/credit", 201),
+    _get("invoices.show_parties", "/parties"),
+    _post("invoices.apply_parties", "/parties"),
+    _get("ledger.list_holds", "/holds"),
+    _get("ledger.list_entries", "/ledger/entries/{tenant}"),
+    _get("ledger.admin_trail", "/audit"),
+    _get("ledger.rerate_history", "/ledger/rerate"),
+    _get("ledger.make_refunds", "/ledger/refunds"),
+    _post("ledger.correct_charge", "/ledger/correct"),
+    _post("ledger.correct_charges", "/ledger/corrections"),
+)
+_BY_NAME: Mapping[str, Operation] = {row.name: row for row in TABLE}
+
+
+def operation_of(function: Callable[..., Any]) -> Operation:
+    """The row of this function of `billing.operations`."""
+    return _BY_NAME[f"{function.__module__.rpartition('.')[2]}.{function.__name__}"]
