@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api.cache.feeds import Feeds
+from api.requests.fingerprints import Fingerprints
 from api.requests.forecast import Forecast
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
@@ -86,6 +87,7 @@ class Collaborators:
     ledger_store: "LedgerStore | None" = None  # None: no usage to show
     receipt_keys: Mapping[str, str] = field(default_factory=dict)  # public keys in hex, by id
     responses: StoredResponses = field(default_factory=StoredResponses)
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of answered prompts
     survey: "Survey | None" = None  # None: hits cannot be predicted
     forecast: Forecast = field(default_factory=Forecast)
     feeds: Feeds = field(default_factory=Feeds)  # subscribers to block events

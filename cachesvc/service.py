@@ -27,6 +27,7 @@ from api.collaborators import Collaborators, Readiness, WireSettings
 from api.journal.journal import Journal, JournalSettings, RequestRecord
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
+from api.requests.fingerprints import Fingerprints
 from api.requests.grammars import GrammarPool
 from api.requests.kept import owner_of
 from api.requests.metering import Meter
@@ -96,6 +97,7 @@ class Service:
         self._turns = KeptTurns(settings.server.data_dir / TURNS_NAME)
         self._conversations = Conversations(kept=self._turns)
         self._responses = StoredResponses(kept=self._turns)
+        self._fingerprints = Fingerprints(self._turns)
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
         self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
         loaded = self.core.loaded
@@ -175,6 +177,7 @@ class Service:
             grammars=self._grammars,
             conversations=self._conversations,
             responses=self._responses,
+            fingerprints=self._fingerprints,
             survey=CacheSurvey(
                 self.core.engine.call, self.core.operations, self.core.layout.block_size
             ),
@@ -312,6 +315,7 @@ class Service:
         salts = self._money.salts
         salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
         self._responses.forget(owner_of(salt))
+        self._fingerprints.forget(owner_of(salt))
         self._conversations.forget(owner_of(salt))
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:

@@ -4,6 +4,7 @@ Names are digests under the tenant's salt, so no tenant finds another's. `caches
 file. `NOTHING` is for a server that stores none. Event loop only.
 """
 
+from collections import OrderedDict
 from typing import Protocol
 
 import xxhash
@@ -48,3 +49,50 @@ class _Nothing:
 
 
 NOTHING: KeptBodies = _Nothing()
+
+
+class RecentBodies:
+    """The latest bodies of a store in memory, at most `max_bytes`; the least recently used leave
+    first."""
+
+    def __init__(self, max_bytes: int, kept: KeptBodies) -> None:
+        self._max_bytes = max_bytes
+        self._kept = kept
+        self._bodies: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # owner, body
+        self.num_bytes = 0
+
+    def put(self, name: bytes, owner: bytes, body: bytes) -> None:
+        self._remember(name, owner, body)
+        self._kept.write(name, owner, body)
+
+    async def get(self, name: bytes, owner: bytes) -> bytes | None:
+        found = self._bodies.get(name)
+        if found is not None:
+            self._bodies.move_to_end(name)
+            return found[1]
+        body = await self._kept.read(name)
+        if body is not None:
+            self._remember(name, owner, body)
+        return body
+
+    def delete(self, name: bytes) -> None:
+        self._drop(name)
+        self._kept.delete(name)
+
+    def forget(self, owner: bytes) -> None:
+        """Remove the bodies of one owner, here and on disk."""
+        for name in [name for name, (other, _) in self._bodies.items() if other == owner]:
+            self._drop(name)
+        self._kept.forget(owner)
+
+    def _remember(self, name: bytes, owner: bytes, body: bytes) -> None:
+        self._drop(name)
+        self._bodies[name] = owner, body
+        self.num_bytes += len(body)
+        while self.num_bytes > self._max_bytes:
+            self._drop(next(iter(self._bodies)))
+
+    def _drop(self, name: bytes) -> None:
+        found = self._bodies.pop(name, None)
+        if found is not None:
+            self.num_bytes -= len(found[1])

@@ -13,7 +13,8 @@ from api.collaborators import Collaborators
 from api.context import request_log_of, wire_of
 from api.errors import ApiError, InvalidRequest, Unsupported
 from api.headers import single_header
-from api.job import Delta, Job, Keep, Session, Turn
+from api.job import Comparison, Delta, Job, Keep, Session, Turn
+from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
 from api.requests.turns import Replay, common_length, turn_of
 from api.routes.models import find_model
 from api.routes.prompts import ChatPrompt, encode_chat, room_for_answer
@@ -54,6 +55,11 @@ class Chat:
 
     job: Job
     new_reply: Callable[[], Reply]
+    prompt: ChatPrompt
+
+    def fingerprint(self) -> Fingerprint:
+        prompt = self.prompt
+        return fingerprint_of(self.job, prompt.messages, prompt.told_tools, prompt.arguments)
 
 
 async def chat_of(
@@ -115,7 +121,17 @@ async def chat_of(
     new_reply = partial(_new_reply, prompt, model, opened=opened, forced=forced)
     if turn is not None:
         job = _remembered(wire, job, turn, _num_same(replay, tokens), new_reply)
-    return Chat(job, new_reply)
+    return Chat(job, new_reply, prompt)
+
+
+async def compared(
+    wire: Collaborators, tenant: str, chat: Chat, printed: Fingerprint, answer_id: str | None
+) -> Comparison | None:
+    """Where the chat's prompt diverges from that of an earlier answer; None if none is known."""
+    if answer_id is None:
+        return None
+    old = await wire.fingerprints.get(wire.salts.of_tenant(tenant), answer_id)
+    return compare(old, printed, chat.job) if old is not None else None
 
 
 def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:

@@ -6,15 +6,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admission import deliver
+from api.collaborators import Collaborators
 from api.context import authorised, read_body, request_log_of, wire_of
-from api.routes.conversation import Mark, chat_of, chat_prompt
+from api.routes.conversation import Chat, Mark, chat_of, chat_prompt, compared
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
 from api.shapes.body import parse
 from api.shapes.breakpoints import TTL_S
 from api.shapes.fields import ignored_names
-from api.shapes.messages import Breakpoint, CountBody, MessagesBody
-from api.shapes.messages_format import MessagesFormat
+from api.shapes.messages import Breakpoint, CountBody, Diagnostics, MessagesBody
+from api.shapes.messages_format import MessagesFormat, anthropic_diagnostics
 from api.shapes.template_arguments import fitting_thinking
 
 router = APIRouter(tags=["messages"])
@@ -33,9 +34,25 @@ async def messages(request: Request) -> Response:
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
     asked = body.generation().model_copy(update={"thinking": thinking})
     chat = await chat_of(request, principal, asked, raw, marks=_marks(body))
-    diagnosed = body.diagnostics is not None and body.diagnostics.previous_message_id is not None
-    wire_format = MessagesFormat(chat.job, chat.new_reply, diagnosed=diagnosed)
+    wire_format = await _format(wire, principal.tenant, chat, body.diagnostics)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
+
+
+async def _format(
+    wire: Collaborators, tenant: str, chat: Chat, asked: Diagnostics | None
+) -> MessagesFormat:
+    """The answer's format; with diagnostics, its prompt is known to later requests."""
+    if asked is None:
+        return MessagesFormat(chat.job, chat.new_reply)
+    previous = asked.previous_message_id
+    salt, printed = wire.salts.of_tenant(tenant), chat.fingerprint()
+    found = await compared(wire, tenant, chat, printed, previous)
+    return MessagesFormat(
+        chat.job,
+        chat.new_reply,
+        diagnostics=anthropic_diagnostics(previous, found),
+        keep=lambda name: wire.fingerprints.put(salt, name, printed),
+    )
 
 
 def _marks(body: MessagesBody) -> list[Mark]:

@@ -10,11 +10,13 @@ from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import authorised, read_body, request_log_of, wire_of
 from api.errors import ResponseNotFound
+from api.requests.fingerprints import Fingerprint
 from api.requests.responses import Kept
-from api.routes.conversation import chat_of, chat_prompt
+from api.routes.conversation import chat_of, chat_prompt, compared
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
 from api.shapes.body import parse
+from api.shapes.breakpoints import CacheOptions
 from api.shapes.fields import ignored_names
 from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.responses_format import ResponsesFormat
@@ -39,8 +41,11 @@ async def responses(request: Request) -> Response:
     asked = body.generation(history)
     replays = body.previous_response_id is not None
     chat = await chat_of(request, principal, asked, raw, replays=replays)
-    keep = None if body.store is False else partial(_keep, wire, principal.tenant, body, history)
-    wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep)
+    printed = chat.fingerprint()
+    keep = partial(_keep, wire, principal.tenant, body, history, printed)
+    options = body.prompt_cache_options or CacheOptions()
+    found = await compared(wire, principal.tenant, chat, printed, options.comparison_response_id)
+    wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep, found)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
 
 
@@ -76,7 +81,9 @@ async def delete_response(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     await _found(wire, principal.tenant, name)
-    wire.responses.delete(wire.salts.of_tenant(principal.tenant), name)
+    salt = wire.salts.of_tenant(principal.tenant)
+    wire.responses.delete(salt, name)
+    wire.fingerprints.delete(salt, name)
     return {"id": name, "object": "response", "deleted": True}
 
 
@@ -104,9 +111,15 @@ def _keep(
     tenant: str,
     body: ResponsesBody,
     history: list[dict[str, Any]],
+    printed: Fingerprint,
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
+    """Keeps the prompt's fingerprint and, unless `store` is false, the response."""
+    salt = wire.salts.of_tenant(tenant)
+    wire.fingerprints.put(salt, response["id"], printed)
+    if body.store is False:
+        return
     said = {name: value for name, value in answer.items() if value is not None}
     messages = [*history, *body.messages(), {"content": "", **said}]
-    wire.responses.put(wire.salts.of_tenant(tenant), Kept(response, body.stored_items(), messages))
+    wire.responses.put(salt, Kept(response, body.stored_items(), messages))

@@ -5,9 +5,9 @@ request. `api.requests.retention` keeps it.
 """
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from api.shapes.body import Body
 
@@ -18,6 +18,7 @@ TTL_S: Final[Mapping[str, float]] = {
     "12h": 43_200.0,
     "24h": 86_400.0,
 }
+NAME_MAX: Final = 256  # characters of an answer's id
 WRITES_MOST: Final = 4  # breakpoints of one request that are kept, as at OpenAI and Anthropic
 
 
@@ -47,7 +48,7 @@ class CacheOptions(Body):
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Literal["5m", "30m", "1h", "12h", "24h"] | None = None
-    comparison_response_id: str | None = None  # the answer says that there is no comparison
+    comparison_response_id: Annotated[str, Field(max_length=NAME_MAX)] | None = None  # Responses
     prewarm: Literal[False] | None = None  # a cache by name does that
 
     @property

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import CacheControl
+from api.shapes.breakpoints import NAME_MAX, CacheControl
 from api.shapes.fields import MESSAGES, refuse_unserved
 from api.shapes.schemas import ChatBody, Extension
 from api.shapes.translation import (
@@ -66,7 +66,7 @@ class Metadata(Body):
 
 
 class Diagnostics(Body):
-    previous_message_id: str | None = None  # the answer says that there is no comparison
+    previous_message_id: Annotated[str, Field(max_length=NAME_MAX)] | None = None
 
 
 class OutputConfig(Body):

@@ -1,13 +1,13 @@
 """An answer as an Anthropic message, whole or as events; and errors in Anthropic's shape."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import orjson
 
 from api.errors import Answer
 from api.headers import event
-from api.job import Asked, Bill, Delta, Job, Served
+from api.job import Asked, Bill, Comparison, Delta, Job, Part, Served
 from api.shapes.reply import Reply
 from api.shapes.usage import hit_classes, vendor_block, write_classes
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
@@ -39,6 +39,26 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
     return {"type": "error", "error": error, **answer.told}
 
 
+_CHANGES: Final = {
+    Part.MODEL: "model_changed",
+    Part.SYSTEM: "system_changed",
+    Part.TOOLS: "tools_changed",
+    Part.MESSAGES: "messages_changed",
+}
+
+
+def anthropic_diagnostics(previous: str | None, found: Comparison | None) -> dict[str, Any] | None:
+    """Why the prompt does not go on from the message `previous`; None if it does."""
+    if previous is None or (found is not None and found.continues):
+        return None
+    if found is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    if found.changed not in _CHANGES:
+        return {"cache_miss_reason": {"type": "unavailable"}}
+    changed, missed = _CHANGES[found.changed], found.missed_tokens
+    return {"cache_miss_reason": {"type": changed, "cache_missed_input_tokens": missed}}
+
+
 def anthropic_usage(usage: Usage, service_tier: str = "") -> dict[str, Any]:
     """Usage in Anthropic's classes: cache read, cache written and other input sum to the prompt."""
     written = usage.written
@@ -61,10 +81,16 @@ class MessagesFormat:
     """One message; see `api.requests.delivery.WireFormat`."""
 
     def __init__(
-        self, job: Job, new_reply: Callable[[], Reply], *, diagnosed: bool = False
+        self,
+        job: Job,
+        new_reply: Callable[[], Reply],
+        *,
+        diagnostics: Mapping[str, Any] | None = None,
+        keep: Callable[[str], None] | None = None,
     ) -> None:
         self._job = job
-        self._diagnosed = diagnosed  # the request names a message to compare with
+        self._diagnostics = diagnostics
+        self._keep = keep  # takes the id of an answered message
         self._reply = new_reply()
         self._blocks = 0  # number opened so far
         self._open: str | None = None  # the kind of the block that is open
@@ -82,6 +108,7 @@ class MessagesFormat:
         return events + (self._close() if delta.finish is not None else b"")
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
+        self._answered()
         reason = {"stop_reason": self._reason(), "stop_sequence": self._stop}
         ended = {
             "type": "message_delta",
@@ -111,6 +138,7 @@ class MessagesFormat:
         for call in reply.calls:
             given = _read(call.written)
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        self._answered()
         message = self._message(
             content, self._reason(), anthropic_usage(bill.usage, bill.service_tier)
         )
@@ -120,9 +148,7 @@ class MessagesFormat:
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]
     ) -> dict[str, Any]:
-        # Nothing is compared with an earlier message; Anthropic has a reason that says so.
-        reason_unknown = {"cache_miss_reason": {"type": "unavailable"}}
-        return ({"diagnostics": reason_unknown} if self._diagnosed else {}) | {
+        return {
             "id": f"msg_{self._job.request_id}",
             "type": "message",
             "role": "assistant",
@@ -131,7 +157,12 @@ class MessagesFormat:
             "stop_reason": reason,
             "stop_sequence": self._stop,
             "usage": usage,
+            "diagnostics": self._diagnostics,
         }
+
+    def _answered(self) -> None:
+        if self._keep is not None:
+            self._keep(f"msg_{self._job.request_id}")
 
     def _reason(self) -> str | None:
         reply = self._reply

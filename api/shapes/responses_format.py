@@ -3,11 +3,11 @@
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, Final
 
 from api.errors import Answer
 from api.headers import event
-from api.job import Asked, Bill, Delta, Job, Served
+from api.job import COMPARED_TOKENS, Asked, Bill, Comparison, Delta, Job, Part, Served
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
 from api.shapes.responses import ResponsesBody
@@ -17,14 +17,50 @@ from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import FinishReason
 
-Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # stores a response and its message
+Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # takes a response and its message
+
+
+_CHANGES: Final = {
+    Part.MODEL: "model_changed",
+    Part.SYSTEM: "input_changed",
+    Part.TOOLS: "tools_changed",
+    Part.ARGUMENTS: "reasoning_effort_changed",
+    Part.MESSAGES: "input_changed",
+}
+
+
+def openai_diagnostics(found: Comparison | None, usage: Usage) -> dict[str, Any]:
+    """How the prompt compares with an earlier response's.
+
+    A prompt that goes on from it and did not hit has diverged in no part of the request.
+    """
+    if found is None:
+        return {"type": "comparison_response_not_found"}
+    if found.continues and usage.hit >= found.common_tokens - COMPARED_TOKENS:
+        return {"type": "cache_hit"}
+    if found.continues or found.changed is None:
+        return {"type": "unavailable"}
+    return {
+        "type": "cache_miss",
+        "reason": _CHANGES[found.changed],
+        "cache_missed_tokens": found.missed_tokens,
+        "comparison_reusable_tokens": found.common_tokens,
+    }
 
 
 class ResponsesFormat:
-    """One response; see `api.requests.delivery.WireFormat`. `keep`, if given, stores it."""
+    """One response; see `api.requests.delivery.WireFormat`. `keep` takes it when it is answered.
+
+    `found` compares its prompt with that of the response that the request names.
+    """
 
     def __init__(
-        self, job: Job, new_reply: Callable[[], Reply], body: ResponsesBody, keep: Keep | None
+        self,
+        job: Job,
+        new_reply: Callable[[], Reply],
+        body: ResponsesBody,
+        keep: Keep,
+        found: Comparison | None = None,
     ) -> None:
         self._job = job
         self._reply = new_reply()
@@ -34,6 +70,8 @@ class ResponsesFormat:
         self._numbers = count()
         self._namespaces = body.namespaces
         self._head = _head(job, body)
+        self._compares = _compared_with(body) is not None
+        self._found = found
 
     def opening(self, usage: Usage) -> bytes:
         begun = self._response("in_progress", None)
@@ -71,10 +109,11 @@ class ResponsesFormat:
         cut = self._reply.finish is FinishReason.LENGTH
         response = self._response("incomplete" if cut else "completed", bill.usage)
         response |= tier_answered(self._job, bill)
+        if self._compares:
+            response["prompt_cache_diagnostics"] = openai_diagnostics(self._found, bill.usage)
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._keep is not None:
-            self._keep(dict(response), message_of(self._reply))
+        self._keep(dict(response), message_of(self._reply))
         block = vendor_block(served, bill, asked)
         return response | ({"cachesvc": block} if block else {})
 
@@ -188,18 +227,19 @@ def _head(job: Job, body: ResponsesBody) -> dict[str, Any]:
 
 
 def _cache_options(body: ResponsesBody) -> dict[str, Any]:
-    """The options that were applied. Nothing is compared with an earlier response."""
+    """The options that were applied."""
     options = body.prompt_cache_options
     if options is None:
         return {}
     shown: dict[str, Any] = {"mode": options.mode or "implicit", "ttl": options.ttl or "30m"}
-    if options.comparison_response_id is None:
-        return {"prompt_cache_options": shown}
-    shown["comparison_response_id"] = options.comparison_response_id
-    return {
-        "prompt_cache_options": shown,
-        "prompt_cache_diagnostics": {"type": "unavailable"},
-    }
+    if options.comparison_response_id is not None:
+        shown["comparison_response_id"] = options.comparison_response_id
+    return {"prompt_cache_options": shown}
+
+
+def _compared_with(body: ResponsesBody) -> str | None:
+    options = body.prompt_cache_options
+    return options.comparison_response_id if options is not None else None
 
 
 def _usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:

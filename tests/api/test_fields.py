@@ -203,17 +203,6 @@ async def test_the_last_message_is_continued(
     assert expected == house.engine.requests[-1].tokens
 
 
-async def test_no_comparison_is_said_in_the_providers_own_words(client: httpx.AsyncClient) -> None:
-    options = {"comparison_response_id": "resp_1"}
-    body = BODIES["/v1/responses"] | {"prompt_cache_options": options}
-    told = (await client.post("/v1/responses", json=body)).json()
-    assert {"type": "unavailable"} == told["prompt_cache_diagnostics"]
-    assert "resp_1" == told["prompt_cache_options"]["comparison_response_id"]
-    body = BODIES["/v1/messages"] | {"diagnostics": {"previous_message_id": "msg_1"}}
-    told = (await client.post("/v1/messages", json=body)).json()
-    assert {"cache_miss_reason": {"type": "unavailable"}} == told["diagnostics"]
-
-
 def part(text: str, **mark: object) -> dict[str, Any]:
     return {"type": "text", "text": text, **mark}
 

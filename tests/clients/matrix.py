@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
 PROTOCOLS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
 ALL = "answer stream tools structured"
+DIAGNOSED = f"{ALL} diagnostics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class Program:
 
 
 PROGRAMS = {
-    "openai": Program("openai_sdk.py", "frameworks", {"chat": ALL, "responses": ALL}),
-    "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{ALL} cache"}),
+    "openai": Program("openai_sdk.py", "frameworks", {"chat": ALL, "responses": DIAGNOSED}),
+    "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{DIAGNOSED} cache"}),
     "langchain-openai": Program(
         "langchain_chat.py", "frameworks", {"chat": ALL, "responses": "answer stream tools"}
     ),

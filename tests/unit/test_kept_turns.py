@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from api.job import Transcript
+from api.requests.fingerprints import Fingerprint, Fingerprints
 from api.requests.kept import owner_of
 from api.requests.responses import Kept, StoredResponses
 from api.requests.turns import Conversations, turn_of
@@ -18,6 +19,7 @@ from tiers.blocks.keys import CacheScope
 pytestmark = pytest.mark.anyio
 OWNER, OTHER = owner_of(b"a"), owner_of(b"b")
 TURN = [{"role": "user", "content": "hi"}]
+PARTS = {"model": "m", "system": "s", "tools": "t", "arguments": "a"}
 ANSWERED = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "and?"}]
 
 
@@ -139,17 +141,23 @@ async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path: Path, 
 async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Path) -> None:
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
+    printed, fingerprints = Fingerprint(PARTS, ["m"], 64, ["b"]), Fingerprints(turns)
     scopes = {salt: CacheScope(tenant=salt) for salt in (b"a", b"b")}
     for salt, scope in scopes.items():
         responses.put(salt, Kept({"id": "r"}, [], []))
+        fingerprints.put(salt, "r", printed)
         said = [Transcript("yes", tuple(b"yes"))]
         conversations.remember(turn_of(scope, TURN), array("i", list(b"hi")), said, ByteTokenizer())
-    responses.forget(OWNER)
-    conversations.forget(OWNER)
+    for each in (responses, fingerprints, conversations):
+        each.forget(OWNER)
+    assert await fingerprints.get(b"a", "r") is None
     turns.close()
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
     found = {}
+    fingerprints = Fingerprints(turns)
+    assert await fingerprints.get(b"a", "r") is None
+    assert printed == await fingerprints.get(b"b", "r")
     for salt, scope in scopes.items():
         turn = turn_of(scope, ANSWERED)
         await conversations.recall(turn)

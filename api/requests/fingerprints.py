@@ -1,0 +1,120 @@
+"""Fingerprints of answered prompts, to say where a later prompt diverges from an earlier one.
+
+A fingerprint holds digests and counts, no text and no tokens. Its name is made from the answer's id
+with the tenant's salt, so no tenant finds another's. The latest are in memory, and all are in
+`kept`, where they survive a restart. Event loop only.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Final
+
+import orjson
+import xxhash
+
+from api.job import COMPARED_TOKENS, Comparison, Job, Part
+from api.requests.kept import NOTHING, KeptBodies, RecentBodies, owner_of
+from tiers.blocks.contents import block_contents
+from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, token_bytes
+
+MAX_BYTES: Final = 4 << 20
+SYSTEM_ROLES: Final = ("system", "developer")
+_DIGEST_BYTES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """One prompt: `blocks` digest its beginnings of 64, 128, ... tokens, and then all of it."""
+
+    parts: Mapping[str, str]
+    messages: Sequence[str]
+    num_tokens: int
+    blocks: Sequence[str]
+
+
+def fingerprint_of(
+    job: Job,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+) -> Fingerprint:
+    """The fingerprint of a chat's job."""
+    system = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
+    return Fingerprint(
+        parts={
+            Part.MODEL.value: job.model.name,
+            Part.SYSTEM.value: _digest(system),
+            Part.TOOLS.value: _digest(tools),
+            Part.ARGUMENTS.value: _digest(arguments),
+        },
+        messages=[_digest(_said(each)) for each in messages[len(system) :]],
+        num_tokens=job.prompt_tokens,
+        blocks=_blocks(job),
+    )
+
+
+def compare(old: Fingerprint, new: Fingerprint, job: Job) -> Comparison:
+    """Where `new`, the fingerprint of `job`, diverges from `old`."""
+    changed = next((Part(name) for name in old.parts if old.parts[name] != new.parts[name]), None)
+    if changed is None and old.messages != new.messages[: len(old.messages)]:
+        changed = Part.MESSAGES
+    pairs = zip(old.blocks, _blocks(job, old.num_tokens), strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return Comparison(changed, min(same * COMPARED_TOKENS, old.num_tokens), old.num_tokens)
+
+
+class Fingerprints:
+    """At most `MAX_BYTES` in memory; the least recently used leave first. `salt` is a tenant's."""
+
+    def __init__(self, kept: KeptBodies = NOTHING) -> None:
+        self._bodies = RecentBodies(MAX_BYTES, kept)
+
+    def put(self, salt: bytes, answer_id: str, printed: Fingerprint) -> None:
+        body = [printed.parts, printed.messages, printed.num_tokens, printed.blocks]
+        self._bodies.put(_name(salt, answer_id), owner_of(salt), orjson.dumps(body))
+
+    async def get(self, salt: bytes, answer_id: str) -> Fingerprint | None:
+        body = await self._bodies.get(_name(salt, answer_id), owner_of(salt))
+        if body is None:
+            return None
+        try:
+            printed = Fingerprint(*orjson.loads(body))
+        except (ValueError, TypeError):  # written by another version
+            return None
+        return printed if printed.parts.keys() == {*Part} - {Part.MESSAGES} else None
+
+    def delete(self, salt: bytes, answer_id: str) -> None:
+        self._bodies.delete(_name(salt, answer_id))
+
+    def forget(self, owner: bytes) -> None:
+        """Remove the fingerprints of one owner, here and on disk."""
+        self._bodies.forget(owner)
+
+
+def _blocks(job: Job, num_tokens: int | None = None) -> list[str]:
+    """Digests of the beginnings of a job's one prompt, cut after `num_tokens`."""
+    contents = job.contents[0] if job.contents else ()
+    tokens = job.prompts[0][:num_tokens]
+    packed, pieces = token_bytes(tokens), block_contents(contents, COMPARED_TOKENS)
+    ids = block_ids(job.scope.root(), packed, COMPARED_TOKENS, pieces)
+    keys = [each.key[:_DIGEST_BYTES].hex() for each in ids]
+    if len(tokens) % COMPARED_TOKENS:
+        parent = ids[-1].key if ids else job.scope.root()
+        content = pieces[len(ids)] if len(ids) < len(pieces) else b""
+        rest = child_key(parent, packed[len(ids) * COMPARED_TOKENS * TOKEN_BYTES :], content)
+        keys.append(rest[:_DIGEST_BYTES].hex())
+    return keys
+
+
+def _said(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message without fields that are not given."""
+    return {name: value for name, value in message.items() if value is not None}
+
+
+def _digest(value: object) -> str:
+    return xxhash.xxh3_64_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
+
+
+def _name(salt: bytes, answer_id: str) -> bytes:
+    return xxhash.xxh3_128_digest(b"fingerprint\0" + salt + answer_id.encode())
