@@ -141,6 +141,7 @@ async def test_the_explorer_shows_whose_a_prefix_is(
     key = cache.fill().hex()
     page = await text(client, "explorer")
     assert "acme <small>bytes</small>" in page and key[:12] in page
+    assert "<td>≥ " not in page and "Keeping" not in page
     assert key[:12] in await text(client, "explorer?tenant=acme")
     assert "Nothing fits" in await text(client, "explorer?idle=7d")
     assert "No key begins with" in await text(client, "explorer?q=0000000000")
@@ -247,6 +248,7 @@ async def test_a_page_of_many_prefixes_stays_small(client: httpx.AsyncClient, ca
     for path in ("explorer", "explorer?tenant=acme"):
         page = await text(client, path)
         assert len(page) < 110_000 and "more prefixes begin here" in page
+        assert "<td>≥ " in page, "a sum of the rows shown is not the tenant's"
 
 
 async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(

@@ -4,7 +4,8 @@ import base64
 import dataclasses
 import io
 import os
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,68 @@ async def test_an_invalid_image_is_refused_with_its_field(
     assert said in refused.json()["error"]["message"]
     assert "messages[0].content[1].image_url.url" == refused.json()["error"]["param"]
     assert not house.engine.requests
+
+
+def _bodies_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each place of a request in which some server somewhere reads a URL."""
+    schema = {"type": "object", "properties": {"a": {"$ref": address}}}
+    tool = {"name": "f", "parameters": schema}
+    strict = {"name": "s", "strict": True, "schema": schema}
+    of_chat = [
+        image(address),
+        {"type": "video_url", "video_url": {"url": address}},
+        {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
+        {"type": "file", "file": {"file_id": address}},
+    ]
+    for part in of_chat:
+        yield CHAT, chat(WHAT, part)
+    yield CHAT, chat(WHAT, response_format={"type": "json_schema", "json_schema": strict})
+    yield CHAT, chat(WHAT, tools=[{"type": "function", "function": tool}], tool_choice="required")
+    by_url = {"type": "url", "url": address}
+    for kind in ("image", "document"):
+        said = {"role": "user", "content": [{"type": kind, "source": by_url}]}
+        yield "/v1/messages", {"model": "eyes", "max_tokens": 9, "messages": [said]}
+    asked = [
+        {"type": "input_image", "image_url": address},
+        {"type": "input_file", "file_url": address},
+    ]
+    for part in asked:
+        yield "/v1/responses", {"model": "eyes", "input": [{"role": "user", "content": [part]}]}
+    server = {"type": "mcp", "server_label": "s", "server_url": address}
+    yield "/v1/responses", {"model": "eyes", "input": "hi", "tools": [server]}
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "[::1]",
+        "[::ffff:127.0.0.1]",
+        "2130706433",
+        "0177.0.0.1",
+        "0x7f.1",
+        "localhost",
+        "169.254.169.254",
+        "rebound.example",
+    ],
+)
+async def test_no_address_in_a_request_is_looked_up_or_opened(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    """So it matters to nobody how an address is written, redirected or resolved."""
+    asked: list[Any] = []
+
+    def refused(*address: Any, **_: Any) -> None:
+        asked.append(address)
+        raise OSError("no network")
+
+    for name in ("getaddrinfo", "gethostbyname", "create_connection"):
+        monkeypatch.setattr(socket, name, refused)
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    for path, body in _bodies_with(f"http://{host}:9/latest/meta-data"):
+        answer = await client.post(path, json=body)
+        assert 400 == answer.status_code, (body, answer.text)
+    assert [] == asked
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,15 @@ def test_bounds_hold_and_what_is_left_off_is_told() -> None:
     assert [0, 2] == sorted(node.left_off for node in root.children[0].children)
 
 
+def test_scopes_share_the_room() -> None:
+    """A tenant whose prompts part at once does not hide those that come after it."""
+    index = index_of(*([n, n] for n in range(50)))
+    for number in range(3):
+        add(index, [number, 1], OTHER)
+    busy, other = tree_of(index, TreeQuery(max_nodes=6)).roots
+    assert [(3, 47), (3, 0)] == [(len(root.children), root.left_off) for root in (busy, other)]
+
+
 def test_the_most_hit_are_shown_where_not_all_are() -> None:
     index = index_of(*([n, n] for n in range(9)))
     index.match(Chain(ROOT, [4, 4], BLOCK))[0].hits = 3

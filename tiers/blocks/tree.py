@@ -8,7 +8,7 @@ ms.
 """
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
@@ -113,31 +113,40 @@ class Forest(Protocol[B]):
 
 
 def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
-    """The tree of a forest of `num_blocks`, built level by level, so that its top is there if it is
-    cut."""
+    """The tree of a forest of `num_blocks`.
+
+    It is built level by level, so that its top is there if it is cut, and the nodes of a level
+    share the room that is left, so that every scope shows something.
+    """
     given = query.roots or forest.scopes()
     roots = [TreeNode(key, key) for key in islice(given, query.max_nodes)]
-    waiting = deque((root, 1) for root in roots)
+    waiting, level = roots, 1
     num_nodes = num_seen = 0
     while waiting:
-        node, level = waiting.popleft()
-        if node.last is None:
-            continue
-        found = forest.following(node.last)
-        shown: Sequence[B] = ()
-        if level <= query.depth:
-            room = min(query.max_children, query.max_nodes - num_nodes)
-            shown = _foremost(forest, found, room, query.max_blocks)
-        for block in shown:
-            if num_seen == query.max_blocks:
-                break
-            child = _run(forest, block, query, query.max_blocks - num_seen)
-            node.children.append(child)
-            waiting.append((child, level + 1))
-            num_nodes += 1
-            num_seen += child.num_blocks
-        node.left_off = len(found) - len(node.children)
+        for num_before, node in enumerate(waiting):
+            if node.last is None:
+                continue
+            found = forest.following(node.last)
+            shown: Sequence[B] = ()
+            if level <= query.depth:
+                share = _share(query.max_nodes - num_nodes, len(waiting) - num_before)
+                room = min(query.max_children, share)
+                shown = _foremost(forest, found, room, query.max_blocks)
+            for block in shown:
+                if num_seen == query.max_blocks:
+                    break
+                child = _run(forest, block, query, query.max_blocks - num_seen)
+                node.children.append(child)
+                num_nodes += 1
+                num_seen += child.num_blocks
+            node.left_off = len(found) - len(node.children)
+        waiting, level = [child for node in waiting for child in node.children], level + 1
     return Tree(roots, num_blocks, num_seen)
+
+
+def _share(room: int, num_waiting: int) -> int:
+    """The room of one of `num_waiting` nodes, rounded up."""
+    return -(-room // num_waiting)
 
 
 def _foremost(forest: Forest[B], found: Sequence[B], room: int, max_looked: int) -> Sequence[B]:

@@ -112,7 +112,7 @@ SORTS: Final[Mapping[str, Callable[[Row], float]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScopeRows:
-    """A scope, its totals, and its rows from the top down."""
+    """A scope and its rows from the top down. Its totals are those of its rows."""
 
     root: str
     owner: Owner | None
@@ -121,8 +121,9 @@ class ScopeRows:
     left_off: int
 
     @property
-    def num_blocks(self) -> int:
-        return sum(row.num_blocks for row in self.rows)
+    def is_whole(self) -> bool:
+        """Whether its rows are all that the scope holds."""
+        return not self.left_off and not any(row.left_off for row in self.rows)
 
     @property
     def num_tokens(self) -> int:
