@@ -7,6 +7,7 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 ENV_PREFIX = "CACHESVC_"
 ENV_DATA_DIR = f"{ENV_PREFIX}SERVER__DATA_DIR"
+ENV_DATABASE_URL = f"{ENV_PREFIX}BILLING__DATABASE_URL"
 MOUNTS = Path("/proc/self/mounts")
 NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph"})
 
@@ -23,9 +24,15 @@ def default_data_dir() -> Path:
     return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
 
 
+def default_database_url() -> str | None:
+    """The ledger of the environment, where a server has it too. None is SQLite in its directory."""
+    return os.environ.get(ENV_DATABASE_URL) or None
+
+
 def has_other_variables() -> bool:
-    """Whether the environment has settings other than the data directory, or misspelt ones."""
-    return any(name.startswith(ENV_PREFIX) and name != ENV_DATA_DIR for name in os.environ)
+    """Whether the environment has settings other than these two, or misspelt ones."""
+    known = (ENV_DATA_DIR, ENV_DATABASE_URL)
+    return any(name.startswith(ENV_PREFIX) and name not in known for name in os.environ)
 
 
 def disk_path(data_dir: Path) -> Path:

@@ -108,6 +108,18 @@ def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
     assert shell.json("prices", "plan", "--days", "3660")["rows"][0]["requests"] == 1
 
 
+def test_the_ledger_of_the_environment_is_opened_as_a_server_does(
+    closed: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a stopped server on PostgreSQL, a command made and proved an empty SQLite ledger."""
+    url = f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}"
+    monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
+    closed("tenants", "create", "acme")
+    assert not (closed.data_dir / "ledger.sqlite3").exists()
+    monkeypatch.delenv("CACHESVC_BILLING__DATABASE_URL")
+    assert "acme" in closed("tenants", "show", "--database-url", url)
+
+
 def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
     shell("tenants", "create", "acme")
     made = shell.json("keys", "create", "--tenant", "acme", "--name", "laptop")

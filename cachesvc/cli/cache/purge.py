@@ -15,7 +15,7 @@ from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
-from cachesvc.config.places import found_disk
+from cachesvc.config.places import default_database_url, found_disk
 from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
 from cachesvc.operator.scopes import Kind, roots_of
 from cachesvc.server.server_file import LiveError, find_server
@@ -142,7 +142,9 @@ def _purge_scopes(
     order = Order(kind="scope", name=names, by=actor(), why=why, started_s=time.time())
     signed = _purge_disk(path, order, roots)
     ledger = Path(ledger_url(path).removeprefix("sqlite:///"))
-    if database_url is not None or ledger.exists():  # an engine without a server has no ledger
+    if (
+        database_url or default_database_url() or ledger.exists()
+    ):  # an engine without a server has no ledger
         with books(path, database_url) as open_books:
             open_books.accounts.trail.record(
                 "cache.purge", names, by=order.by, after=signed, reason=why

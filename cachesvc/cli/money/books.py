@@ -15,6 +15,7 @@ from billing.errors import BillingError
 from cachesvc.cli.exits import exit_code
 from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import fail
+from cachesvc.config.places import default_database_url
 from cachesvc.importing import importing
 from cachesvc.server.server_file import actor
 
@@ -30,7 +31,7 @@ DatabaseUrl = Annotated[
     typer.Option(
         "--database-url",
         help="Open this ledger database, such as postgresql://...  "
-        "[default: ask the running server, or open SQLite in the data directory]",
+        "[default: ask the running server, or open the ledger that it would open]",
         show_default=False,
     ),
 ]
@@ -76,13 +77,14 @@ def books(
 
 @contextmanager
 def open_books(path: Path, database: str | None, *, create: bool) -> "Iterator[FolderBooks]":
-    """The ledger of a data directory or URL. Raises `BillingError`."""
+    """The ledger of a URL, of the environment or of a data directory. Raises `BillingError`."""
     # Imported here, because importing the database takes longer than a running server's answer.
     with importing():
         from billing.operations.books import FolderBooks
         from billing.store.opening import database_url, open_store
 
-        found = FolderBooks(open_store(database or database_url(path), create=create), path)
+        url = database or default_database_url() or database_url(path)
+        found = FolderBooks(open_store(url, create=create), path)
     try:
         yield found
     finally:
