@@ -1,7 +1,7 @@
 """What the wire needs from the other packages: protocols, and one value that carries the parts.
 
 `cachesvc.service` builds the real parts and passes them to `api.app.create_app`; tests pass those
-of `api.testing`. The event loop alone uses them, except where a method says otherwise.
+of `tests.support.wire`. The event loop alone uses them, except where a method says otherwise.
 """
 
 from collections.abc import Callable, Mapping

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 
 FORKS = multiprocessing.get_context("forkserver")
-IMPORTED = ["pytest", "billing.store.opening", "tiers.disk.open", "tiers.testing.faulty_storage"]
+IMPORTED = ["pytest", "billing.store.opening", "tiers.disk.open", "tests.support.faulty_storage"]
 
 
 def in_child(work: Callable[..., None], *arguments: object) -> int:

@@ -22,7 +22,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from cachesvc.server.server_file import LiveServer, find_server
-from engine.testing.models import save_tiny_model
+from tests.support.models import save_tiny_model
 
 MODEL = "demo"
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")

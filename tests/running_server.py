@@ -11,10 +11,10 @@ import uvicorn
 
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
-from api.admin.testing import OPERATOR_TOKEN
 from api.app import create_app
-from api.testing import FakeHouse
 from cachesvc.server.server_file import announced
+from tests.support.admin import OPERATOR_TOKEN
+from tests.support.wire import FakeHouse
 
 
 class Running:

@@ -5,7 +5,6 @@ from pathlib import Path
 from api.access.auth import KeyGate
 from api.collaborators import WireSettings
 from api.requests.metering import LedgerMeter
-from api.testing import fake_house
 from billing.accounts import Accounts
 from billing.gate.entries import Entry, Kind
 from billing.idempotency import Idempotency
@@ -13,6 +12,7 @@ from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.reports.receipts import ReceiptSigner, describe
 from billing.store.opening import database_url, open_store
+from tests.support.wire import fake_house
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

@@ -14,8 +14,8 @@ import pytest
 from fastapi import FastAPI
 
 from api.app import create_app
-from api.testing import FakeHouse, fake_house
 from tests.api.bank import Bank
+from tests.support.wire import FakeHouse, fake_house
 
 
 @pytest.fixture

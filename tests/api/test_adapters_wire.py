@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.testing.models import save_tiny_adapter, save_tiny_model
 from tests.api.real_service import served
+from tests.support.models import save_tiny_adapter, save_tiny_model
 
 CHAT = "/v1/chat/completions"
 HELLO = {

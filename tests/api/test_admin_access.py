@@ -12,9 +12,9 @@ from api.admin.access import Admin, MayChange, MayRead, Role
 from api.admin.login.sessions import MAX_SESSIONS, Sessions
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
-from api.testing import fake_house
+from tests.support.admin import OPERATOR_TOKEN, fake_parts
+from tests.support.wire import fake_house
 
 pytestmark = pytest.mark.anyio
 

@@ -14,16 +14,13 @@ import pytest
 from api.access.auth import Salts
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
-from api.admin.testing import OPERATOR_TOKEN, RecordingTrail, fake_parts
 from api.app import create_app
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
-from api.testing import FakeHouse, fake_house
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
-from billing.testing import running_ledger
 from cachesvc.config.places import disk_path
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.purge import RECEIPTS, purge_stopped
@@ -32,7 +29,10 @@ from cachesvc.operator.secret import read_secret
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import ChainRunner, chain_layout
+from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, fake_parts
+from tests.support.billing import running_ledger
+from tests.support.chain_runner import ChainRunner, chain_layout
+from tests.support.wire import FakeHouse, fake_house
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache

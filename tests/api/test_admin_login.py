@@ -10,10 +10,10 @@ import pytest
 from api.admin.login.guard import PER_ADDRESS, LoginLimits, network_of
 from api.admin.pages.base import PAGES
 from api.admin.parts import AdminParts
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.errors import RateLimited
 from api.page_headers import POLICY
 from tests.api.test_admin_access import admin_client, code_of
+from tests.support.admin import OPERATOR_TOKEN, fake_parts
 
 pytestmark = pytest.mark.anyio
 

@@ -13,24 +13,24 @@ from limits.aio.storage import MemoryStorage
 
 from api.access.auth import Salts
 from api.access.limits import LimitSettings, Quota, WindowLimits
-from api.admin.testing import OPERATOR_TOKEN, RecordingTrail
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.errors import RateLimited
 from api.format import size
 from api.journal.journal import Journal, JournalSettings
 from api.routes.unserved import UNSERVED
-from api.testing import ByteTokenizer, byte_model
 from billing.invoices.register import InvoiceRegister
 from billing.keys import Principal
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
-from engine.testing.chain_runner import chain_layout
 from tests.api import test_money_routes
 from tests.api.test_invoice_routes import LAST_MONTH, PARTIES
 from tests.api.test_money_routes import House, serving
+from tests.support.admin import OPERATOR_TOKEN, RecordingTrail
+from tests.support.chain_runner import chain_layout
+from tests.support.wire import ByteTokenizer, byte_model
 from tests.unit.test_tree import BLOCK, add
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import CacheSettings, TieredCache

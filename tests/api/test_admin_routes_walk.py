@@ -12,11 +12,11 @@ from fastapi.routing import APIRoute
 from api.admin.access import Admin, Role
 from api.admin.parts import AdminParts
 from api.admin.router import admin_router
-from api.admin.testing import fake_parts
 from api.app import create_app
 from api.page_headers import POLICY
-from api.testing import Script, fake_house
 from engine.errors import QueueFull
+from tests.support.admin import fake_parts
+from tests.support.wire import Script, fake_house
 
 pytestmark = pytest.mark.anyio
 

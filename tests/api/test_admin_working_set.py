@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from billing.prices.book import PriceBook
 from billing.prices.cards import default_card
 from tests.api.test_admin_access import admin_client, code_of
+from tests.support.admin import OPERATOR_TOKEN, fake_parts
 from tiers.telemetry.working_set import MissRatioCurve, TierPoint, TrafficReport
 from tiers.tier import TierName
 

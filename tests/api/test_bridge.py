@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from api.job import Job
 from api.requests.bridge import OutputBridge
 from api.requests.generation import Generation
-from api.testing import byte_model
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import (
@@ -23,6 +22,7 @@ from engine.request import (
     Timeline,
     TokenCounts,
 )
+from tests.support.wire import byte_model
 
 
 def output(name: str, *tokens: int, **fields: Any) -> StepOutput:

@@ -10,15 +10,15 @@ from fastapi import FastAPI
 
 from api.access.auth import Salts
 from api.admin.router import admin_router
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.admission import scope_for
 from api.app import create_app
 from api.cache.feeds import MAX_FEEDS
 from api.collaborators import WireSettings
-from api.testing import FakeHouse, fake_house
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 from tests.api.driver import Visit
+from tests.support.admin import OPERATOR_TOKEN, fake_parts
+from tests.support.wire import FakeHouse, fake_house
 from tiers.blocks.keys import PrefixKey, token_bytes
 from tiers.telemetry.events import EventKind
 from tiers.tier import Cause, TierName

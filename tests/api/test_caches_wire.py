@@ -10,7 +10,6 @@ import httpx
 import pytest
 
 from api.requests.retention import MAX_SESSIONS, Retention
-from api.testing import FakeHouse, Script, fake_house
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 from billing.reports.receipts import ReceiptSigner
@@ -18,8 +17,9 @@ from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.tenant_pins import CachePins
 from engine.errors import QueueFull
 from engine.request import BlockRun, Lookup
-from engine.testing.chain_runner import chain_layout
 from tests.api.conftest import running
+from tests.support.chain_runner import chain_layout
+from tests.support.wire import FakeHouse, Script, fake_house
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.operations.face import CacheOperations

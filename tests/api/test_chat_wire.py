@@ -4,8 +4,8 @@ import json
 
 import httpx
 
-from api.testing import FakeHouse, Script
 from engine.request import FinishReason
+from tests.support.wire import FakeHouse, Script
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

@@ -3,8 +3,8 @@
 import httpx
 import pytest
 
-from api.testing import FakeHouse, Script
 from tests.api.test_chat_wire import events
+from tests.support.wire import FakeHouse, Script
 
 TEXT = "/v1/completions"
 

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from api.testing import FakeHouse
+from tests.support.wire import FakeHouse
 from tiers.blocks.contents import Content
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

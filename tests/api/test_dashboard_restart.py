@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from api.admin.login.sessions import Admin
-from engine.testing.models import save_tiny_model
 from tests.api.real_service import served
+from tests.support.models import save_tiny_model
 from tiers.errors import FAULTS
 
 PERSON = {"accept": "text/html"}

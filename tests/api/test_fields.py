@@ -11,7 +11,7 @@ from anthropic.types import message_create_params as anthropic_messages
 from anthropic.types.beta import message_create_params as anthropic_beta
 
 from api.shapes.protocols import PROTOCOLS, Handling
-from api.testing import FakeHouse, Script
+from tests.support.wire import FakeHouse, Script
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

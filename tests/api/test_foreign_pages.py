@@ -3,9 +3,9 @@
 import httpx
 import pytest
 
-from api.testing import FakeHouse, OpenGate, fake_house
 from billing.keys import Principal
 from tests.api.conftest import running
+from tests.support.wire import FakeHouse, OpenGate, fake_house
 
 pytestmark = pytest.mark.anyio
 

@@ -29,8 +29,8 @@ from api.shapes.schemas import ChatBody, CompletionBody, DetokenizeBody, Tokeniz
 from billing.proof.prover import Prover
 from billing.store.opening import database_url, open_store
 from cachesvc.service import Service
-from engine.testing.models import save_tiny_model
 from tests.api.real_service import real_service
+from tests.support.models import save_tiny_model
 
 schemathesis = pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.timeout(1800)

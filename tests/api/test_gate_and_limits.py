@@ -13,7 +13,6 @@ from api.access.auth import KeyGate, Salts, bearer_token
 from api.access.circuit_breaker import CircuitBreaker
 from api.access.limits import LimitSettings, Quota, WindowLimits, open_storage
 from api.errors import MissingKey, MissingScope, RateLimited
-from api.testing import FakeHouse, OpenGate, Script, fake_house
 from billing.errors import KeyExpired, KeyRevoked, UnknownKey
 from billing.keys import Principal, Scope
 from billing.prices.cards import default_card
@@ -21,6 +20,7 @@ from billing.usage import EMPTY, Usage
 from tests.api.bank import Bank
 from tests.api.conftest import begun, running
 from tests.api.driver import Visit
+from tests.support.wire import FakeHouse, OpenGate, Script, fake_house
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

@@ -17,8 +17,8 @@ from api.shapes.schemas import (
     CompletionBody,
     DetokenizeBody,
 )
-from api.testing import byte_model
 from engine.structure import MAX_DEPTH, MAX_VALUES
+from tests.support.wire import byte_model
 
 pytestmark = pytest.mark.anyio
 

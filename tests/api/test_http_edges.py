@@ -9,13 +9,13 @@ import pytest
 
 from api.access.body_bound import BODIES_AT_ONCE
 from api.admin.router import admin_router
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
 from api.collaborators import WireSettings
-from api.testing import FakeHouse, Script, fake_house
 from billing.keys import Principal, Scope
 from tests.api.conftest import begun, running
 from tests.api.driver import Visit
+from tests.support.admin import OPERATOR_TOKEN, fake_parts
+from tests.support.wire import FakeHouse, Script, fake_house
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}

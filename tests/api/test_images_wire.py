@@ -16,11 +16,11 @@ from PIL import Image
 
 from api.collaborators import WireSettings
 from api.served_model import ServedModel
-from api.testing import FakeHouse, Script, byte_model, fake_house
 from engine.models.load import LoadedModel, load_model
-from engine.testing.models import IMAGE, save_tiny_vision_model
 from engine.text.detokenizer import IncrementalDetokenizer
 from tests.api.conftest import running
+from tests.support.models import IMAGE, save_tiny_vision_model
+from tests.support.wire import FakeHouse, Script, byte_model, fake_house
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
 

@@ -7,11 +7,11 @@ import httpx
 from fastapi import FastAPI
 
 from api.journal.journal import Journal, JournalSettings, RequestRecord, State
-from api.testing import FakeHouse, OpenGate, Script, fake_house
 from billing.gate.work import insufficient_balance
 from billing.keys import Principal, Scope
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit
+from tests.support.wire import FakeHouse, OpenGate, Script, fake_house
 
 CHAT = "/v1/chat/completions"
 SECRET = "never to be kept"

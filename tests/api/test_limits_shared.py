@@ -11,11 +11,11 @@ from redis.asyncio import ConnectionPool, Redis
 from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
 from api.access.limits import LimitSettings, Quota, WindowLimits, open_limits
 from api.errors import RateLimited
-from api.testing import Script, fake_house
 from billing.keys import Principal
 from billing.usage import EMPTY, Usage
 from tests.api.conftest import running
 from tests.redis_server import redis_server
+from tests.support.wire import Script, fake_house
 
 pytestmark = pytest.mark.redis
 

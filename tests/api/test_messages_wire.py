@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from api.errors import MissingKey
-from api.testing import ByteTokenizer, FakeHouse, Script, fake_house
 from billing.keys import Principal, Scope
 from tests.api.conftest import running
+from tests.support.wire import ByteTokenizer, FakeHouse, Script, fake_house
 
 MESSAGES = "/v1/messages"
 USER = {"role": "user", "content": "hi"}

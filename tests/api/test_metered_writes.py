@@ -2,13 +2,13 @@
 
 import pytest
 
-from api.testing import Script
 from billing.money import UNITS
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from engine.request import Lookup
 from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS, Bank
 from tests.api.conftest import serving
+from tests.support.wire import Script
 from tiers.errors import MissReason
 
 LOOKUP = Lookup((), MissReason.ABSENT, block_size=4)

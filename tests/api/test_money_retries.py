@@ -9,12 +9,12 @@ import pytest
 from limits.aio.storage import MemoryStorage
 
 from api.access.limits import LimitSettings, Quota, WindowLimits
-from api.testing import Script
 from billing.money import UNITS
 from engine.errors import QueueFull
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
 from tests.api.conftest import begun, quiet, serving
 from tests.api.driver import Visit
+from tests.support.wire import Script
 
 
 async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank: Bank) -> None:

@@ -21,9 +21,7 @@ from api.admin.router import admin_router
 from api.admin.routes import derived
 from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
-from api.admin.testing import OPERATOR_TOKEN, fake_parts
 from api.app import create_app
-from api.testing import fake_house
 from billing.accounts import Accounts
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
@@ -35,6 +33,8 @@ from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url, open_store
 from billing.usage import Usage
 from cachesvc.cli import app as command_line
+from tests.support.admin import OPERATOR_TOKEN, fake_parts
+from tests.support.wire import fake_house
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # 204,000,000 units under the launch card
 WHY = {"why": "as agreed"}

@@ -14,7 +14,6 @@ from api.app import AREAS
 from api.collaborators import WireSettings
 from api.routes import health
 from api.routes.chat import ChatFormat
-from api.testing import Script
 from billing.gate.outcomes import Outcome
 from billing.keys import Scope
 from billing.money import UNITS, format_units
@@ -24,6 +23,7 @@ from billing.reports.receipts import verify_receipt
 from tests.api.bank import CHAT, HELLO, HIT, MISS, OUTPUT, PROMPT_TOKENS, Bank
 from tests.api.conftest import begun, serving
 from tests.api.driver import Visit
+from tests.support.wire import Script
 
 
 async def test_a_server_without_keys_serves_everyone(bank: Bank) -> None:

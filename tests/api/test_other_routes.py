@@ -8,8 +8,8 @@ from fastapi import APIRouter
 
 from api.app import create_app
 from api.collaborators import Readiness
-from api.testing import FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
+from tests.support.wire import FakeHouse, Script, byte_model, fake_house
 
 CHAT = "/v1/chat/completions"
 SECRET = "never to be logged"

@@ -8,11 +8,11 @@ import pytest
 
 from api.job import Job, Served
 from api.requests.forecast import Forecast
-from api.testing import FakeHouse, Script, fake_house
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import Timeline
 from tests.api.conftest import running
+from tests.support.wire import FakeHouse, Script, fake_house
 
 QUOTE = "/v1/cache/quote"
 MESSAGES = [{"role": "user", "content": "Where is it warm in March?"}]

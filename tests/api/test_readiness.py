@@ -6,8 +6,8 @@ from pathlib import Path
 
 import anyio
 
-from engine.testing.models import save_tiny_model
 from tests.api.real_service import served
+from tests.support.models import save_tiny_model
 
 
 async def test_a_ledger_that_refuses_is_not_ready(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from api.requests.responses import Kept, StoredResponses
 from api.shapes.responses import InputBody, ResponsesBody
-from api.testing import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 from tests.api.conftest import running
+from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 
 RESPONSES = "/v1/responses"
 

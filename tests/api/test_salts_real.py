@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.testing.models import save_tiny_model
 from tests.api.real_service import served
+from tests.support.models import save_tiny_model
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = [number * 7 % 250 for number in range(300)]

@@ -10,12 +10,12 @@ import pytest
 
 from api.errors import Overloaded
 from api.requests.grammars import MAX_PENDING, NUM_THREADS, GrammarPool
-from api.testing import FakeHouse, fake_house
 from engine.errors import InvalidParameter, StructureUnavailable
 from engine.structure import GrammarSource, SourceKind
-from engine.testing.models import save_tiny_model
 from tests.api.conftest import running
 from tests.api.real_service import served
+from tests.support.models import save_tiny_model
+from tests.support.wire import FakeHouse, fake_house
 
 CHAT = "/v1/chat/completions"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -8,11 +8,11 @@ import httpx
 import pytest
 
 from api.requests.grammars import GrammarPool
-from api.testing import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 from engine.structure import SourceKind
 from tests.api.conftest import running
 from tests.api.test_chat_wire import CHAT, events
 from tests.api.test_structured_wire import RecordingCompiler
+from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 
 WEATHER: dict[str, Any] = {
     "type": "function",

@@ -14,12 +14,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from api.journal.journal import Journal
-from api.testing import FakeHouse, Script, fake_house
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import TracingSection
 from cachesvc.observability.tracing import RequestTracer, open_tracer
 from engine.errors import QueueFull
 from tests.api.conftest import running
+from tests.support.wire import FakeHouse, Script, fake_house
 from tiers.errors import MissReason
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ from api.access.auth import Salts
 from api.collaborators import WireSettings
 from api.job import Divergence, DivergenceReason, Transcript
 from api.requests.turns import Conversations, assistant_message, turn_of
-from api.testing import ByteTokenizer, Script, byte_model, fake_house
 from tests.api.conftest import running
+from tests.support.wire import ByteTokenizer, Script, byte_model, fake_house
 from tiers.blocks.keys import CacheScope
 
 CHAT = "/v1/chat/completions"

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from api.testing import FakeHouse, Script
+from tests.support.wire import FakeHouse, Script
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -11,11 +11,11 @@ from limits.aio.storage import MemoryStorage
 from api.access.limits import LimitSettings, Quota, WindowLimits
 from api.collaborators import WireSettings
 from api.routes.chat import ChatFormat
-from api.testing import FakeHouse, Script, fake_house
 from billing.gate.outcomes import Outcome
 from engine.request import FinishReason
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit
+from tests.support.wire import FakeHouse, Script, fake_house
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}

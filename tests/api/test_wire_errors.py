@@ -8,13 +8,13 @@ import pytest
 
 from api import errors as api_errors
 from api.errors import TABLE, answer_to
-from api.testing import FakeHouse, Script, byte_model, fake_house
 from billing import errors as billing_errors
 from billing.errors import LedgerUnavailable
 from billing.gate.work import insufficient_balance
 from engine import errors as engine_errors
 from engine.errors import EngineClosed, InvalidParameter, PromptTooLong, QueueFull
 from tests.api.conftest import running
+from tests.support.wire import FakeHouse, Script, byte_model, fake_house
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -203,7 +203,7 @@ async def test_a_bug_tells_nothing_of_the_inside(
 async def test_a_model_without_a_template_refuses_chat() -> None:
     from dataclasses import replace
 
-    from api.testing import ByteTokenizer
+    from tests.support.wire import ByteTokenizer
 
     class Plain(ByteTokenizer):
         has_chat_template = False

@@ -26,8 +26,8 @@ from engine.models.files import DEFAULT_MODEL
 from engine.models.gguf import converted_folder
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
-from engine.testing.models import save_adapter
 from tests.bench.gpu_check.speed import generate_batch, serve
+from tests.support.models import save_adapter
 
 LENGTHS = (1024, 2048, 4096)
 BLOCK, CHUNK, NEW = 64, 512, 10

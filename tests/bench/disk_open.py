@@ -22,11 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
+from tests.support.faulty_storage import chain, take
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
-from tiers.testing.faulty_storage import chain, take
 
 RUN = 16  # blocks of one prefix
 LAYOUT = BlockLayout.uniform(30, 64, 3, 64, "bfloat16")  # SmolLM2-135M's, 1.5 MB a block

@@ -23,10 +23,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
+from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
-from tiers.testing.faulty_storage import chain, fill, take
 
 RUN = 8
 

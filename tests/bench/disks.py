@@ -28,12 +28,12 @@ from contextlib import closing
 from pathlib import Path
 
 from tests.bench.provenance import commit, machine
+from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.array import DiskArray, open_array
 from tiers.disk.open import open_disk
-from tiers.testing.faulty_storage import chain, fill, take
 
 LAYOUT = BlockLayout.uniform(
     num_layers=2, block_size=64, num_kv_heads=4, head_dim=64, dtype="float32"

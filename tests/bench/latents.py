@@ -27,8 +27,8 @@ from cachesvc.bench import Scenario, as_json
 from cachesvc.config.sections import EngineSection
 from engine.models import probe
 from engine.models.load import LoadedModel, describe
-from engine.testing.models import VOCAB_SIZE, bytes_tokenizer
 from tests.bench.provenance import commit, machine
+from tests.support.models import VOCAB_SIZE, bytes_tokenizer
 
 NUM_LAYERS, HIDDEN, QUERY_LATENT = 2, 256, 64
 

@@ -38,7 +38,6 @@ import uvicorn
 from api.access.overload import QueueBound
 from api.app import create_app
 from api.requests.bridge import OutputBridge
-from api.testing import byte_model, fake_house
 from billing.keys import Principal, Scope
 from billing.money import UNITS
 from cachesvc.server.connection import BoundedConnection
@@ -46,9 +45,10 @@ from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import ChainRunner, chain_layout
 from tests.bench.provenance import commit, machine
 from tests.live_server import SCRIPT, LiveServer
+from tests.support.chain_runner import ChainRunner, chain_layout
+from tests.support.wire import byte_model, fake_house
 from tiers.cache import CacheSettings, TieredCache
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 8

@@ -2,7 +2,7 @@
 
 Token hit rates at 1, 5, 10 and 25 per cent of each trace's distinct blocks, the microseconds a
 block use costs in the replay, and what keeping or moving promoted blocks hits and writes. The
-loads are seeded (`tiers.testing.workloads`, none names its tenants); with --trace also a trace from
+loads are seeded (`tests.support.workloads`, none names its tenants); with --trace also a trace from
 a file.
 
 Estimate before the first run: an ordered dict takes 0.2 us a call and a block use makes two or
@@ -21,10 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
+from tests.support.workloads import Agents, ChatLoad, Documents, Scan, Workload, make_trace
 from tiers.policy.names import PolicyName
 from tiers.replay.replay import MIN, TierPlan, replay
 from tiers.replay.trace import Trace, read_trace
-from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, Workload, make_trace
 
 SHARES = (0.01, 0.05, 0.10, 0.25)
 TIERS = {"1/5/25": (0.01, 0.05, 0.25), "1/9/90": (0.01, 0.09, 0.90), "2/4/8": (0.02, 0.04, 0.08)}

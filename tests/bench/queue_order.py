@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.scheduling.settings import QueueOrder
-from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
 from tests.bench.provenance import commit
+from tests.support.simulation import SimulatedRun, SimulatedServer, simulate
 from tiers.replay.trace import read_trace
 
 CAPACITIES = (4_000, 10_000)  # blocks of the trace, 512 tokens each

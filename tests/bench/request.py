@@ -30,11 +30,11 @@ from api.access.auth import KeyGate
 from api.app import create_app
 from api.requests.metering import LedgerCharge, LedgerMeter
 from api.routes import chat, conversation
-from api.testing import Script
 from billing.money import UNITS
 from tests.api.bank import CHAT, Bank
 from tests.api.driver import Visit
 from tests.bench.provenance import commit, machine
+from tests.support.wire import Script
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs far away from here " * 8
 

@@ -28,9 +28,9 @@ from typing import Any
 import httpx
 
 from billing.money import UNITS
-from engine.testing.models import save_tiny_adapter, save_tiny_model
 from tests.bench.provenance import commit, machine
 from tests.live_server import LiveServer
+from tests.support.models import save_tiny_adapter, save_tiny_model
 
 CLIENTS = 12
 SAMPLE_S = 5.0

@@ -35,12 +35,12 @@ import xxhash
 import zstandard
 
 from tests.bench.provenance import commit, machine
+from tests.support.faulty_storage import chain, take
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.format.codec import Codec, bound
 from tiers.disk.open import open_disk
-from tiers.testing.faulty_storage import chain, take
 
 SYNC_BYTES = 64 << 20
 RUN = 32  # blocks of one prefix, loaded at once

@@ -8,7 +8,7 @@ from billing.gate.entries import Entry
 from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
-from billing.testing import TestLedger, running_ledger
+from tests.support.billing import TestLedger, running_ledger
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import open_store
-from billing.testing import TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
+from tests.support.billing import TestLedger, running_ledger
 
 PRICE = 2_000_000  # of one output token
 

@@ -24,8 +24,8 @@ from billing.alerts.outbox import FIRST_RETRY_NS, TRIED_NS, Outbox
 from billing.errors import InvalidName, UnknownBudget, UnknownTenant
 from billing.money import UNITS
 from billing.prices.book import NS
-from billing.testing import TestLedger
 from billing.usage import Usage
+from tests.support.billing import TestLedger
 
 SECRET = b"s" * 32
 CHARGE = Usage(miss=10**6)  # 1.00 CNY under the launch card

@@ -13,9 +13,9 @@ from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.proof.result import Problem
 from billing.store.opening import open_store
-from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.test_audit_forgery import forge
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 LATER = """[card]

@@ -9,9 +9,9 @@ import pytest
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import open_store
-from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.forging import forging
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 

@@ -20,9 +20,9 @@ from billing.proof import audit
 from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
 from billing.store.opening import open_store
-from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.test_invoices import BY, PARTIES
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 PLAN = """[card]

@@ -12,9 +12,9 @@ from billing.errors import (
 from billing.gate.entries import Kind
 from billing.gate.work import SYSTEM
 from billing.money import UNITS
-from billing.testing import TestLedger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.support.billing import TestLedger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000

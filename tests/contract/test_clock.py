@@ -16,8 +16,8 @@ from billing.proof import audit
 from billing.reports import usage as usage_report
 from billing.reports.statement import statement
 from billing.store.opening import database_url, open_store
-from billing.testing import START_NS, ManualClock, TestLedger
 from billing.usage import Usage
+from tests.support.billing import START_NS, ManualClock, TestLedger
 
 USAGE = Usage(miss=100, output=7)
 DAY_S = 86_400

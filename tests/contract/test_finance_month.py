@@ -29,7 +29,6 @@ from billing.prices.cards import parse_card, shipped_cards
 from billing.proof import audit
 from billing.reports.export import corrected_instants, focus_csv, focus_rows
 from billing.reports.statement import statement, statement_csv, statement_json
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.contract.test_independent_rater import (
@@ -41,6 +40,7 @@ from tests.contract.test_independent_rater import (
     terms_of,
 )
 from tests.contract.test_invoices import BY, PARTIES
+from tests.support.billing import TestLedger, running_ledger
 
 PLAN = """[card]
 name = "acme-plan"

@@ -21,11 +21,11 @@ from billing.prices.book import NS, Terms
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.store.opening import open_store
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.test_invoices import BY, PARTIES
 from tests.contract.test_plans import card
 from tests.contract.test_tampering_table import Sql, change, copy, rehash
+from tests.support.billing import TestLedger, running_ledger
 
 DAY = 86_400
 PINS = 'output = "100"\nstorage_minute = "0.5"\n[[service]]\nname = "flex"\nfactor = "0.5"'

@@ -9,9 +9,9 @@ from billing.money import UNITS
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.grants import end_of, grant_documents
-from billing.testing import START_NS, TestLedger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.support.billing import START_NS, TestLedger
 
 DAY_NS = 86_400 * NS
 

@@ -7,9 +7,9 @@ from billing.errors import IdempotencyBusy, IdempotencyConflict
 from billing.idempotency import Claimed, Idempotency, Replay
 from billing.money import UNITS
 from billing.store.opening import open_store
-from billing.testing import TestLedger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.support.billing import TestLedger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000

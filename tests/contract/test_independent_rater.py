@@ -24,8 +24,8 @@ from billing.money import UNITS
 from billing.prices.book import Terms
 from billing.prices.cards import parse_card
 from billing.proof import audit
-from billing.testing import running_ledger
 from billing.usage import Usage
+from tests.support.billing import running_ledger
 
 DAYS = ["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 HITS = ("hit_device", "hit_host", "hit_disk", "hit_remote")

@@ -18,8 +18,8 @@ from billing.prices.book import NS
 from billing.proof import audit
 from billing.reports.statement import month_days
 from billing.store.schema import invoices
-from billing.testing import TestLedger
 from billing.usage import Usage
+from tests.support.billing import TestLedger
 
 PARTIES = """
 [seller]

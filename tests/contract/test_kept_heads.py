@@ -17,11 +17,11 @@ from billing.proof import audit
 from billing.reports.heads import signed_heads
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import open_store
-from billing.testing import running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app
 from cachesvc.server.kept_heads import keep_heads, read_kept
 from tests.contract.test_remote_objects import s3_server
+from tests.support.billing import running_ledger
 
 
 def receiver() -> Iterator[str]:

@@ -20,8 +20,8 @@ from billing.gate.work import Settled
 from billing.money import UNITS
 from billing.prices.book import NS
 from billing.store.opening import open_store
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
+from tests.support.billing import TestLedger, running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000

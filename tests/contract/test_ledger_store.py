@@ -35,9 +35,9 @@ from billing.reports.revenue import revenue
 from billing.store.opening import open_store
 from billing.store.prepared import HotStatements
 from billing.store.store import LedgerStore
-from billing.testing import ManualClock, TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
 from tests.contract.conftest import entries
+from tests.support.billing import ManualClock, TestLedger, running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000
@@ -351,7 +351,7 @@ def test_two_ledgers_share_one_balance_without_overdraft(url: str) -> None:
 
 PROCESS = """
 import sys, time
-from billing.testing import running_ledger
+from tests.support.billing import running_ledger
 from billing.usage import Usage
 from billing.gate.outcomes import Outcome
 url, name = sys.argv[1:]

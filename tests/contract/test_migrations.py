@@ -11,8 +11,8 @@ from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import REVISION, open_store
 from billing.store.schema import INVOICE_TABLES, holds
-from billing.testing import running_ledger
 from billing.usage import Usage
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 AFTERWARDS = (  # tables that the first schema had not

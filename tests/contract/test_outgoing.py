@@ -17,7 +17,7 @@ from billing.outgoing import send
 from billing.push import post
 from billing.push.events import Call
 from billing.reports.heads import send_heads
-from billing.testing import TestLedger
+from tests.support.billing import TestLedger
 
 LONG_S = 60.0
 Speak = Callable[[socket.socket], None]

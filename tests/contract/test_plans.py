@@ -24,11 +24,11 @@ from billing.reports.plans import plan_document
 from billing.reports.statement import Statement, statement
 from billing.reports.usage import total
 from billing.store.opening import open_store
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.contract.forging import forging, replace_in
 from tests.contract.test_invoices import BY, PARTIES
+from tests.support.billing import TestLedger, running_ledger
 
 DAY = 86_400
 CARD = """

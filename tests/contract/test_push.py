@@ -17,8 +17,8 @@ from billing.push import cloudevents, delivery, post
 from billing.push.cloudevents import CloudEvents
 from billing.push.reconcile import read_events, reconcile
 from billing.store import alerts
-from billing.testing import TestLedger
 from billing.usage import Usage
+from tests.support.billing import TestLedger
 
 SOURCE = "ledger-1"
 

@@ -18,9 +18,9 @@ from billing.push import delivery, post
 from billing.push.lago import LagoEvents, tells
 from billing.push.reconcile import Reconciliation, read_events, reconcile
 from billing.store import reports as store_reports
-from billing.testing import TestLedger
 from billing.usage import CLASSES, Usage
 from tests.contract.metering import Reply, Service
+from tests.support.billing import TestLedger
 
 FIELDS = {
     *("transaction_id", "external_subscription_id", "code", "timestamp"),

@@ -24,10 +24,10 @@ from billing.push import delivery, post
 from billing.push.receiver import find_format
 from billing.push.reconcile import reconcile_sums
 from billing.push.stripe import StripeMeters
-from billing.testing import TestLedger
 from billing.usage import Usage
 from cachesvc.cli import app
 from tests.contract.metering import Reply, Service
+from tests.support.billing import TestLedger
 
 CUSTOMERS = {"acme": "cus_1"}
 METERS = {"tokens": "llm_tokens", "amount": "llm_spend"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.redis_server import redis_cluster, redis_server
+from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -20,7 +21,6 @@ from tiers.remote.objects import RemoteError, open_objects
 from tiers.remote.settings import RemoteWrites
 from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier
-from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded, TierName
 
 pytestmark = pytest.mark.redis

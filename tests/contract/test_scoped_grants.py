@@ -16,9 +16,9 @@ from billing.prices.book import NS, Terms
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.reports.grants import grant_documents
-from billing.testing import START_NS, TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.support.billing import START_NS, TestLedger, running_ledger
 
 DAY_NS = 86_400 * NS
 CARD = """[card]

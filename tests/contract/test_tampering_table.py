@@ -16,9 +16,9 @@ from billing.reports.heads import parse_heads, read_receipt_head, send_heads, si
 from billing.reports.receipts import ReceiptSigner, published_keys, receipt_for
 from billing.store import trail as store_trail
 from billing.store.opening import open_store
-from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.forging import rechain
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 TRAIL = ("seq", "at_ns", "actor", "action", "subject", "before", "after", "reason")

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tests.support.memory_tier import MemoryTier
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.errors import MissReason, TierClosed
-from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
-from tiers.testing.memory_tier import MemoryTier
 from tiers.tier import Loaded, ManagedTier
 
 LAYOUT = BlockLayout.uniform(

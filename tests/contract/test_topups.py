@@ -18,10 +18,10 @@ from billing.operations.budgets import set_budget
 from billing.proof import audit
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
-from billing.testing import TestLedger
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.contract.test_alerts import SECRET, Receiver
+from tests.support.billing import TestLedger
 
 
 @pytest.fixture

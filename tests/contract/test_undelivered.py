@@ -9,8 +9,8 @@ from billing.gate.outcomes import Outcome
 from billing.idempotency import Claimed, Idempotency
 from billing.money import UNITS
 from billing.store.schema import undelivered
-from billing.testing import TestLedger
 from billing.usage import Usage
+from tests.support.billing import TestLedger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000

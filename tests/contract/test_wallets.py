@@ -24,10 +24,10 @@ from billing.reports.plans import standing
 from billing.reports.receipts import ReceiptSigner
 from billing.reports.statement import statement
 from billing.store.opening import open_store
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.contract.forging import forging, replace_in
+from tests.support.billing import TestLedger, running_ledger
 
 ECB = {"rate_date": "2024-12-31", "rate_source": "ECB"}
 

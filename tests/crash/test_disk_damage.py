@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.children import in_child
+from tests.support.faulty_storage import chain, fill, holds, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -24,7 +25,6 @@ from tiers.disk.directory import read_meta, write_meta
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
-from tiers.testing.faulty_storage import chain, fill, holds, take, wipe
 
 LAYOUT = BlockLayout.uniform(
     num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"

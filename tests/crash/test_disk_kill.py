@@ -17,6 +17,7 @@ import pytest
 from billing.errors import StoreError
 from billing.store.opening import open_store
 from tests.children import FORKS, in_child, start_child
+from tests.support.faulty_storage import KillingStorage, chain, fill, holds, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -25,7 +26,6 @@ from tiers.disk.open import open_disk
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
-from tiers.testing.faulty_storage import KillingStorage, chain, fill, holds, take, wipe
 
 LAYOUT = BlockLayout.uniform(
     num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from billing.money import UNITS
-from engine.testing.models import save_tiny_model
 from tests.live_server import LiveServer
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -17,12 +17,12 @@ from billing.money import UNITS
 from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.store.opening import open_store
-from billing.testing import running_ledger
+from tests.support.billing import running_ledger
 
 KILLS = int(os.environ.get("LEDGER_KILLS", "8"))  # 50 by hand
 CHILD = """
 import itertools, sys, threading
-from billing.testing import running_ledger
+from tests.support.billing import running_ledger
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 url, run = sys.argv[1:]

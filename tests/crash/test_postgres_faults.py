@@ -21,9 +21,9 @@ from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.store.claim import CLAIMS
 from billing.store.opening import open_store
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from tests.postgres_server import fresh_database, postgres_server
+from tests.support.billing import TestLedger, running_ledger
 
 pytestmark = pytest.mark.postgres
 

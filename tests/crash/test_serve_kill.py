@@ -24,9 +24,9 @@ from billing.proof import audit
 from billing.proof.result import Problem
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
-from engine.testing.models import save_tiny_model
 from tests.live_clients import Answer, Incomplete, ask, question
 from tests.live_server import LiveServer
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
 

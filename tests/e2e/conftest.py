@@ -18,8 +18,8 @@ import uvicorn
 from playwright.sync_api import Browser
 
 from api.app import create_app
-from api.testing import FakeHouse, fake_house
 from tests.dashboard_server import Served, Visitor, chromium, serving
+from tests.support.wire import FakeHouse, fake_house
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")

@@ -6,9 +6,9 @@ from typing import Any
 import anthropic
 import pytest
 
-from api.testing import Script
 from billing.errors import InsufficientBalance
 from tests.e2e.conftest import Server
+from tests.support.wire import Script
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
 PROMPT_TOKENS = len("user: Is it warm in Rome?\nassistant: ")

@@ -16,9 +16,9 @@ from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.store import reports as store_reports
-from engine.testing.models import save_tiny_model
 from tests.live_clients import Incomplete, ask, question
 from tests.live_server import LiveServer
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

@@ -18,9 +18,9 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from api.requests.grammars import GrammarPool
-from api.testing import ByteTokenizer, Script, fake_house
 from tests.api.test_structured_wire import RecordingCompiler
 from tests.e2e.conftest import Server, on_a_socket
+from tests.support.wire import ByteTokenizer, Script, fake_house
 
 
 class Place(BaseModel):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.testing.models import save_tiny_model
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 SCRIPT = Path(sys.executable).with_name("cachesvc")

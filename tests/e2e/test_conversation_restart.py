@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.testing.models import save_tiny_model
 from tests.live_server import LiveServer
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -16,10 +16,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from api.testing import Script
 from billing.gate.outcomes import Outcome
 from billing.gate.work import insufficient_balance
 from tests.e2e.conftest import Server
+from tests.support.wire import Script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 PROMPT_TOKENS = len("user: hi\nassistant: ")

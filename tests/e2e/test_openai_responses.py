@@ -7,8 +7,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from api.testing import ByteTokenizer, Script
 from tests.e2e.conftest import Server
+from tests.support.wire import ByteTokenizer, Script
 
 PROMPT = "user: hi\nassistant: "
 WEATHER: Any = {

@@ -19,11 +19,11 @@ import pytest
 import uvicorn
 
 from api.app import create_app
-from api.testing import Script
 from billing.gate.entries import Kind
 from billing.money import UNITS
 from billing.proof import audit
 from tests.api.bank import HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
+from tests.support.wire import Script
 
 ANSWER = "z" * 40
 PRICE = PROMPT_TOKENS * MISS + (len(ANSWER) + 1) * OUTPUT

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.testing.models import save_tiny_model
 from tests.live_server import LiveServer
 from tests.redis_server import redis_server
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(900)]
 

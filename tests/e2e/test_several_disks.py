@@ -7,8 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.testing.models import save_tiny_model
 from tests.live_server import LiveServer
+from tests.support.models import save_tiny_model
 from tiers.disk.directory import read_meta
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

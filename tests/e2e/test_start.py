@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.testing.models import save_tiny_model
+from tests.support.models import save_tiny_model
 from tests.terminal import on_a_terminal
 
 pytestmark = pytest.mark.timeout(120)

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from billing.money import UNITS
-from engine.testing.models import save_tiny_model
 from tests.contract.test_alerts import Receiver
 from tests.live_server import SCRIPT, LiveServer
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 

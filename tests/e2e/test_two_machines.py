@@ -15,10 +15,10 @@ from billing.gate.entries import Kind
 from billing.store import reports
 from billing.store.opening import open_store
 from billing.store.store import LedgerStore
-from engine.testing.models import save_tiny_model
 from tests.live_server import LiveServer
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(900)]
 

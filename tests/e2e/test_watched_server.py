@@ -24,8 +24,8 @@ import pytest
 import yaml
 import zmq
 
-from engine.testing.models import save_tiny_model
 from tests.e2e.test_serve import SCRIPT, wait_for_url
+from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from engine.models.load import LoadedModel, describe, load_model
 from engine.models.probe import NOTHING
-from engine.testing.models import bytes_tokenizer, save_tiny_vision_model
+from tests.support.models import bytes_tokenizer, save_tiny_vision_model
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -13,7 +13,7 @@ from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
 from engine.request import SamplingParams
-from engine.testing.models import (
+from tests.support.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
     new_pool,

@@ -23,7 +23,7 @@ from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import DecodeGraphs, Work
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
-from engine.testing.models import new_pool, tiny_model
+from tests.support.models import new_pool, tiny_model
 from tiers.blocks.layout import LayerLayout
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

@@ -19,8 +19,8 @@ from engine.models.load import LoadedModel, load_adapter
 from engine.request import FinishReason, Picture, Request, SamplingParams, StepOutput, TokenCounts
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.testing.models import save_tiny_adapter, tiny_model
 from engine.vision.encoder import PictureEncoder
+from tests.support.models import save_tiny_adapter, tiny_model
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache

@@ -22,10 +22,10 @@ from engine.models.load import LoadedModel, load_model
 from engine.offline.llm import LLM
 from engine.offline.prompts import Prompt as OfflinePrompt
 from engine.request import Picture, SamplingParams
-from engine.testing.models import IMAGE, save_tiny_model, save_tiny_vision_model
 from engine.vision.tower import FAMILIES
 from tests.parity import architectures
 from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+from tests.support.models import IMAGE, save_tiny_model, save_tiny_vision_model
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content, block_contents
 from tiers.blocks.keys import CacheScope, PrefixKey

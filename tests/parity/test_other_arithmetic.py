@@ -14,7 +14,7 @@ from cachesvc.server.compute import build
 from engine.models.arithmetic import Arithmetic
 from engine.models.load import LoadedModel
 from engine.request import Request, SamplingParams, StepOutput
-from engine.testing.models import tiny_model
+from tests.support.models import tiny_model
 from tiers.errors import MissReason
 
 MIB = 1 << 20

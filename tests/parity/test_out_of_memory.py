@@ -11,7 +11,7 @@ from engine.batch import Batch, Embedded, Sampled, Span
 from engine.execution.runner import ModelRunner
 from engine.execution.shrinking import CALM_STEPS, NO_MEMORY, Shrinking
 from engine.request import SamplingParams
-from engine.testing.models import new_pool, tiny_model
+from tests.support.models import new_pool, tiny_model
 
 BLOCK = 16
 PARAMS = SamplingParams(temperature=0)

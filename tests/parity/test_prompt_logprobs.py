@@ -13,7 +13,7 @@ from engine.models.load import LoadedModel
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.testing.models import ARCHITECTURES, tiny_model
+from tests.support.models import ARCHITECTURES, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cachesvc.operator.survey import CacheSurvey
-from engine.testing.models import tiny_model
 from tests.parity.test_engine_tiers import BLOCK, House, prompts_over
+from tests.support.models import tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import TieredCache
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.models.load import LoadedModel, load_adapter
-from engine.testing.models import save_adapter
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
 from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+from tests.support.models import save_adapter
 
 
 @pytest.fixture(params=sorted(architectures.RECURRENT))

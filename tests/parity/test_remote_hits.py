@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.testing.models import tiny_model
 from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, prompts_over
 from tests.redis_server import redis_server
+from tests.support.models import tiny_model
 from tiers.disk.tier import DiskTier
 from tiers.remote.objects import open_objects
 from tiers.remote.seal import Seal

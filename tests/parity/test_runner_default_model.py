@@ -13,7 +13,7 @@ from engine.execution.runner import ModelRunner
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
-from engine.testing.models import save_adapter
+from tests.support.models import save_adapter
 
 pytestmark = [
     pytest.mark.slow,

@@ -17,7 +17,7 @@ from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
 from engine.models.packing import PackedLinear, has_bfloat16
 from engine.request import SamplingParams
-from engine.testing.models import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
+from tests.support.models import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
 
 GREEDY = SamplingParams(temperature=0)
 BLOCK, NUM_BLOCKS, NEW_TOKENS = 16, 40, 12

@@ -19,8 +19,8 @@ from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from engine.structure import Grammar, StructuredOutputs, source_of
-from engine.testing.grammars import LocalGrammar
-from engine.testing.models import EOS, tiny_model
+from tests.support.grammars import LocalGrammar
+from tests.support.models import EOS, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 

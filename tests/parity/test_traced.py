@@ -17,7 +17,8 @@ from engine.execution.traced import TracedForward, Untraceable, trace
 from engine.models.load import LoadedModel, describe, load_adapter
 from engine.models.packing import PackedLinear
 from engine.request import SamplingParams
-from engine.testing.models import (
+from tests.parity import architectures
+from tests.support.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
     bytes_tokenizer,
@@ -25,7 +26,6 @@ from engine.testing.models import (
     save_tiny_adapter,
     tiny_model,
 )
-from tests.parity import architectures
 
 BLOCK = 16
 

@@ -16,10 +16,10 @@ import xxhash
 from transformers import AutoModelForCausalLM
 
 from engine.models.load import LoadedModel, describe
-from engine.testing.models import bytes_tokenizer
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
 from tests.parity.test_engine_tiers import BLOCK, House
+from tests.support.models import bytes_tokenizer
 from tiers.tier import TierName
 
 NUM_BLOCKS = 20

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from engine.errors import InvalidParameter
-from engine.testing.chain_runner import replay
 from tests.sim.random_grammar import RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE
 from tests.sim.world import PICTURES, PLACEHOLDER, World
+from tests.support.chain_runner import replay
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey

@@ -15,7 +15,7 @@ from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import ChainRunner, chain_layout
+from tests.support.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 

@@ -44,9 +44,9 @@ from billing.store.opening import open_store
 from billing.store.prepared import Prepared
 from billing.store.schema import metadata
 from billing.store.store import LedgerStore
-from billing.testing import ManualClock
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database
+from tests.support.billing import ManualClock
 
 LEASE_S = 60
 AMOUNT = st.integers(0, 3_000_000)

@@ -22,12 +22,12 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
+from tests.support.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import StateTensor
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Block
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
 
 BLOCK = 4
 STATE = StateName(0, "recurrent", 0)

@@ -15,15 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import CacheScope
-from tiers.blocks.layout import BlockLayout
-from tiers.disk.inspection.verify import verify_all
-from tiers.disk.open import open_disk
-from tiers.disk.settings import DiskSettings
-from tiers.disk.tier import DiskTier
-from tiers.errors import MissReason
-from tiers.testing.faulty_storage import (
+from tests.support.faulty_storage import (
     FaultyStorage,
     chain,
     disk_full,
@@ -33,6 +25,14 @@ from tiers.testing.faulty_storage import (
     map_full,
     take,
 )
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout
+from tiers.disk.inspection.verify import verify_all
+from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskSettings
+from tiers.disk.tier import DiskTier
+from tiers.errors import MissReason
 
 LAYOUT = BlockLayout.uniform(
     num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="bfloat16"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.scheduling.settings import QueueOrder
-from engine.testing.simulation import SimulatedRun, SimulatedServer, simulate
+from tests.support.simulation import SimulatedRun, SimulatedServer, simulate
+from tests.support.workloads import Agents, ChatLoad, make_trace
 from tiers.replay.trace import Trace, read_trace
-from tiers.testing.workloads import Agents, ChatLoad, make_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 

@@ -15,7 +15,7 @@ from cachesvc.cli.cache.tree import tree_lines
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import ChainRunner, chain_layout
+from tests.support.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache

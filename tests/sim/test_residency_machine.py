@@ -9,8 +9,9 @@ from enum import IntEnum
 
 import pytest
 
-from engine.testing.chain_runner import chain_layout
 from tests.sim.watched import LateCopies
+from tests.support.chain_runner import chain_layout
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
@@ -29,7 +30,6 @@ from tiers.memory.host_tier import HostTier
 from tiers.memory.write_queue import WriteQueue
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import PinError
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.transfer.ticket import Ticket
 
 SIZE = 4  # tokens a block

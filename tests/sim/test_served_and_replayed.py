@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from tests.bench.served import LAYOUT, ROOT, TOKENS, replay_trace, serve, whole
+from tests.support.memory_tier import MemoryTier, SteppedMover
+from tests.support.workloads import Agents, ChatLoad, Documents, Workload, make_trace
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId
 from tiers.cache import CacheSettings, TieredCache
 from tiers.replay.trace import Trace
 from tiers.telemetry.events import CacheEvent
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
-from tiers.testing.workloads import Agents, ChatLoad, Documents, Workload, make_trace
 from tiers.tier import Loaded, TierName
 
 POINTS = 0.5  # percent of the prompt tokens

@@ -5,9 +5,9 @@ import pytest
 from engine.request import FinishReason
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.settings import QueueOrder
-from engine.testing.chain_runner import replay
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
+from tests.support.chain_runner import replay
 from tiers.blocks.chain import Chain
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName

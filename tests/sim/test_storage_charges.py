@@ -8,23 +8,23 @@ from typing import Any
 
 import pytest
 
-from api.admin.testing import RecordingTrail
 from billing.prices.book import NS
 from billing.prices.cards import parse_card
 from billing.proof.audit import verify
 from billing.store.reports import daily, stream_entries
-from billing.testing import ManualClock, TestLedger, running_ledger
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.scopes import Payer
 from cachesvc.operator.storage_meter import HOUR_S, StorageMeter, spans_begun
-from engine.testing.chain_runner import chain_layout
+from tests.support.admin import RecordingTrail
+from tests.support.billing import ManualClock, TestLedger, running_ledger
+from tests.support.chain_runner import chain_layout
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins
 from tiers.operations.face import CacheOperations
 from tiers.operations.pins import MAX_CACHES
 from tiers.policy.retention import Pin, PinError
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.store.opening import open_store
 from billing.store.store import LedgerStore
-from billing.testing import running_ledger
+from tests.support.billing import running_ledger
 
 HOLD = 5_000_000  # three misses and one output under the launch card
 COST = 5_000_000

@@ -17,7 +17,7 @@ import torch
 from engine.batch import Batch, Sampled, Span
 from engine.execution.sampler import Sampler
 from engine.scheduling.sequence import Sequence
-from engine.testing.chain_runner import ChainRunner, advance, before, content_at
+from tests.support.chain_runner import ChainRunner, advance, before, content_at
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part

@@ -20,15 +20,16 @@ from engine.scheduling.group import seed_of
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.settings import QueueOrder, SchedulerSettings
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import (
+from tests.sim.random_grammar import EOS, RandomGrammar
+from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
+from tests.support.chain_runner import (
     advance,
     before,
     chain_layout,
     content_at,
     replay,
 )
-from tests.sim.random_grammar import EOS, RandomGrammar
-from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
@@ -36,7 +37,6 @@ from tiers.memory.block import Block, BlockState
 from tiers.policy.admission import WritePolicy
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventKind
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
 
 MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.errors import AdapterError
 from engine.models.load import LoadedModel, load_adapter
-from engine.testing.models import save_tiny_adapter, tiny_model
+from tests.support.models import save_tiny_adapter, tiny_model
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -58,7 +58,7 @@ def test_files_that_are_missing_or_broken(loaded: LoadedModel, tmp_path: Path) -
 def test_what_is_not_lora(loaded: LoadedModel, tmp_path: Path) -> None:
     from peft import IA3Config, get_peft_model
 
-    from engine.testing.models import stock_model
+    from tests.support.models import stock_model
 
     config = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
     get_peft_model(stock_model(), config).save_pretrained(tmp_path)

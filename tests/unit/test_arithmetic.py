@@ -15,7 +15,7 @@ from engine.models import arithmetic
 from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.request import SamplingParams
 from engine.scheduling.lookup import computed_otherwise
-from engine.testing.models import new_pool, tiny_model
+from tests.support.models import new_pool, tiny_model
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 

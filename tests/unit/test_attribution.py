@@ -18,9 +18,9 @@ from billing.reports import attribution
 from billing.reports.attribution import NOBODY, OTHERS, HeavyParts
 from billing.reports.statement import statement, statement_csv, statement_html, statement_json
 from billing.reports.usage import Query, Unit, parse_query, report
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app
+from tests.support.billing import TestLedger, running_ledger
 
 SPAN = {"since": date(2025, 1, 1), "until": date(2025, 1, 31)}
 

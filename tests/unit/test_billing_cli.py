@@ -20,20 +20,20 @@ from typer.testing import CliRunner
 
 from api.admin.router import admin_router
 from api.admin.routes.operations import PREFIX, TABLE, operation_of
-from api.admin.testing import fake_parts
 from api.app import create_app
-from api.testing import fake_house
 from billing.accounts import Accounts
 from billing.ledger import Ledger
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url, open_store
-from billing.testing import ManualClock, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app, render
 from tests.api.test_invoice_routes import LAST_MONTH, NOW, PARTIES
 from tests.running_server import Running
+from tests.support.admin import fake_parts
+from tests.support.billing import ManualClock, running_ledger
+from tests.support.wire import fake_house
 
 CARD = '[card]\nname="c"\nversion="9"\nvalid_from=2020-01-01T00:00:00Z\ncurrency="CNY"\n'
 MODEL = '[[model]]\nmatch="*"\nhit=0.2\nmiss=2\noutput=4\n'

@@ -27,9 +27,9 @@ from billing.reports.csv import safe_cell
 from billing.reports.documents import entry_document
 from billing.reports.statement import month_days
 from billing.store import reports as store_reports
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app
+from tests.support.billing import TestLedger, running_ledger
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 DAY_S = 86_400

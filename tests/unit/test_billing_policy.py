@@ -12,8 +12,8 @@ from billing.money import UNITS
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.store import reports as store_reports
-from billing.testing import TestLedger, running_ledger
 from billing.usage import EMPTY, Usage
+from tests.support.billing import TestLedger, running_ledger
 
 WHOLE = Usage(hit_disk=900, miss=100, output=7)
 PROMPT_ONLY = Usage(hit_disk=900, miss=100)

@@ -23,8 +23,8 @@ from billing.money import (
 from billing.prices.book import STANDARD
 from billing.prices.cards import default_card, parse_card, shipped_cards
 from billing.prices.rating import hold_amount, rate, short_hits
-from billing.testing import START_NS
 from billing.usage import CLASSES, HIT_CLASSES, Usage
+from tests.support.billing import START_NS
 
 COUNT = st.integers(0, 10**7)
 USAGES = st.builds(

@@ -22,9 +22,9 @@ from billing.reports.receipts import (
     receipt_for,
     verify_receipt,
 )
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app
+from tests.support.billing import TestLedger, running_ledger
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 

@@ -23,8 +23,8 @@ from billing.reports.statement import (
     statement_html,
     statement_json,
 )
-from billing.testing import START_NS, TestLedger, running_ledger
 from billing.usage import Usage
+from tests.support.billing import START_NS, TestLedger, running_ledger
 
 HOUR_NS = 3600 * NS
 SHANGHAI = ZoneInfo("Asia/Shanghai")

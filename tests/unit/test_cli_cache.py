@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from cachesvc.cli import app
 from cachesvc.config.places import disk_path
+from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -20,7 +21,6 @@ from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
-from tiers.testing.faulty_storage import chain, fill, take
 
 LAYOUT = BlockLayout.uniform(
     num_layers=2, block_size=64, num_kv_heads=2, head_dim=8, dtype="float32"

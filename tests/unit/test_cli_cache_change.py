@@ -11,15 +11,16 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from api.access.auth import Salts
-from api.testing import fake_house
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
-from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.operator.secret import read_secret
+from tests.support.billing import running_ledger
+from tests.support.faulty_storage import chain
+from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.disk.directory import DirectoryLock
@@ -29,7 +30,6 @@ from tiers.disk.open import open_disk
 from tiers.disk.pin_file import save_pins
 from tiers.disk.tier import DiskTier
 from tiers.policy.retention import Pin
-from tiers.testing.faulty_storage import chain
 
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
 HOUR_S = 3600

@@ -14,15 +14,12 @@ import structlog
 from typer.testing import CliRunner, Result
 
 from api.access.auth import Salts
-from api.admin.testing import fake_parts
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
-from api.testing import fake_house
 from billing.operations.books import OpenBooks
 from billing.proof.prover import Prover
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url
-from billing.testing import running_ledger
 from cachesvc.cli import app
 from cachesvc.cli.cache.tree import owners_in, tree_from_json, tree_lines
 from cachesvc.config.places import disk_path
@@ -32,6 +29,10 @@ from cachesvc.operator.secret import read_secret
 from tests.running_server import Running
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
+from tests.support.admin import fake_parts
+from tests.support.billing import running_ledger
+from tests.support.faulty_storage import chain
+from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import CacheScope, PrefixKey, token_bytes
 from tiers.blocks.tree import TreeQuery, tree_json
@@ -39,7 +40,6 @@ from tiers.disk.open import open_disk
 from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import BlockState
 from tiers.telemetry.events import EventKind
-from tiers.testing.faulty_storage import chain
 from tiers.tier import TierName
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.testing.models import EOS, bytes_tokenizer
 from engine.text.detokenizer import IncrementalDetokenizer
+from tests.support.models import EOS, bytes_tokenizer
 
 TOKENIZER = bytes_tokenizer()
 

@@ -8,6 +8,15 @@ from pathlib import Path
 import pytest
 
 from cachesvc.operator.purge import purge_stopped
+from tests.support.faulty_storage import (
+    SCOPE,
+    FaultyStorage,
+    chain,
+    fill,
+    holds,
+    take,
+    wipe,
+)
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -21,15 +30,6 @@ from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
-from tiers.testing.faulty_storage import (
-    SCOPE,
-    FaultyStorage,
-    chain,
-    fill,
-    holds,
-    take,
-    wipe,
-)
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout.uniform(

@@ -14,6 +14,18 @@ import pytest
 
 from cachesvc.config.quantities import parse_size
 from tests.children import in_child
+from tests.support.faulty_storage import (
+    FaultyStorage,
+    LyingStorage,
+    chain,
+    disk_full,
+    fill,
+    holds,
+    io_error,
+    map_full,
+    take,
+    wipe,
+)
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -29,18 +41,6 @@ from tiers.disk.open import open_disk
 from tiers.disk.storage import DataFile, Panic, Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
-from tiers.testing.faulty_storage import (
-    FaultyStorage,
-    LyingStorage,
-    chain,
-    disk_full,
-    fill,
-    holds,
-    io_error,
-    map_full,
-    take,
-    wipe,
-)
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout.uniform(

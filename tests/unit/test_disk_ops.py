@@ -9,6 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import (
+    SCOPE,
+    FaultyStorage,
+    chain,
+    fill,
+    holds,
+    map_full,
+    take,
+    wipe,
+)
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
@@ -24,16 +34,6 @@ from tiers.disk.settings import DiskSettings
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
-from tiers.testing.faulty_storage import (
-    SCOPE,
-    FaultyStorage,
-    chain,
-    fill,
-    holds,
-    map_full,
-    take,
-    wipe,
-)
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout.uniform(

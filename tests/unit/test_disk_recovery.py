@@ -9,6 +9,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from tests.support.faulty_storage import FaultyStorage, chain, fill, holds, map_full, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -23,7 +24,6 @@ from tiers.disk.shard import ShardBusy
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
-from tiers.testing.faulty_storage import FaultyStorage, chain, fill, holds, map_full, take, wipe
 from tiers.tier import Loaded
 
 LAYOUT = BlockLayout.uniform(

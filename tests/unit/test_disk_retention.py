@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
@@ -11,7 +12,6 @@ from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
 from tiers.policy.quota import COMMON, QuotaShares
-from tiers.testing.faulty_storage import chain, fill, take
 from tiers.tier import Cause
 
 LAYOUT = BlockLayout.uniform(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.faulty_storage import chain, fill, holds, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -18,7 +19,6 @@ from tiers.disk.inspection.maintenance import remove
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.storage import MapFull, Storage
-from tiers.testing.faulty_storage import chain, fill, holds, take
 
 TOKENS = 4
 SMALL = BlockLayout.uniform(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import FaultyStorage, map_full
 from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, opened, store
 from tests.unit.test_disk_retention import ACME
 from tiers.blocks.keys import BlockId, PrefixKey
@@ -15,7 +16,6 @@ from tiers.disk.reader import shard_of
 from tiers.disk.storage import Panic, Storage
 from tiers.disk.tier import DiskTier
 from tiers.policy.quota import QuotaShares
-from tiers.testing.faulty_storage import FaultyStorage, map_full
 
 NUM_CHAINS = 60  # more than the tier holds
 

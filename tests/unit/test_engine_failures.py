@@ -14,8 +14,8 @@ from engine.engine import MAX_FAILURES, Engine
 from engine.errors import EngineClosed, EngineFailed
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
-from engine.testing.chain_runner import ChainRunner, chain_layout
 from tests.sim.world import World
+from tests.support.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 

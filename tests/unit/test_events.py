@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import SCOPE, chain, fill, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.telemetry.events import BlockEvent, EventKind, EventStream
-from tiers.testing.faulty_storage import SCOPE, chain, fill, take
 from tiers.tier import Cause, TierName
 
 LAYOUT = BlockLayout.uniform(

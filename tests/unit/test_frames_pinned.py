@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.testing.chain_runner import chain_layout
+from tests.support.chain_runner import chain_layout
 from tiers.blocks import frames
 from tiers.blocks.frames import PAGE_BYTES, FrameArena, pin
 

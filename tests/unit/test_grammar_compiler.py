@@ -13,7 +13,7 @@ import pytest
 from engine.errors import InvalidParameter, QueueFull, StructureUnavailable
 from engine.grammar.compiler import GrammarCompiler
 from engine.structure import GrammarSource, GrammarState, SourceKind, StructuredOutputs, source_of
-from engine.testing.models import EOS, bytes_tokenizer
+from tests.support.models import EOS, bytes_tokenizer
 
 # Optional properties in any combination: xgrammar needs seconds for 400 of them.
 HOSTILE = {

@@ -23,7 +23,7 @@ from engine.structure import (
     StructuredOutputs,
     source_of,
 )
-from engine.testing.grammars import LocalGrammar
+from tests.support.grammars import LocalGrammar
 
 EOS = 256
 PIECES = [

@@ -9,7 +9,7 @@ from cachesvc.config.settings import Settings
 from cachesvc.server import compute
 from engine.errors import ModelError
 from engine.hardware import CPU_CACHE_BYTES, STEP_BYTES, default_dtype, spare_bytes
-from engine.testing.models import save_tiny_model
+from tests.support.models import save_tiny_model
 
 GIB = 1 << 30
 

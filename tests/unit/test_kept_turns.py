@@ -12,8 +12,8 @@ from api.requests.fingerprints import Fingerprint, Fingerprints
 from api.requests.kept import owner_of
 from api.requests.responses import Kept, StoredResponses
 from api.requests.turns import Conversations, turn_of
-from api.testing import ByteTokenizer
 from cachesvc.server.kept_turns import FILE_NAME, KeptTurns
+from tests.support.wire import ByteTokenizer
 from tiers.blocks.keys import CacheScope
 
 pytestmark = pytest.mark.anyio

@@ -20,8 +20,8 @@ from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import open_store
 from billing.store.wal import WAL_BYTES
-from billing.testing import TestLedger, running_ledger
 from billing.usage import Usage
+from tests.support.billing import TestLedger, running_ledger
 
 USED = Usage(miss=3, output=1)
 

@@ -11,7 +11,7 @@ import pytest
 import engine
 from engine import LLM, LoRARequest, RequestOutput, SamplingParams
 from engine.errors import AdapterError, EngineClosed, EngineFailed, ModelError, RequestError
-from engine.testing.models import save_tiny_adapter, save_tiny_model
+from tests.support.models import save_tiny_adapter, save_tiny_model
 from tiers.errors import ConfigurationError
 
 PROMPT = "the quick brown fox jumps over the lazy dog; " * 3  # 135 tokens, one a byte

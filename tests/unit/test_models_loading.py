@@ -22,8 +22,8 @@ from engine.execution.runner import ModelRunner
 from engine.models.load import load_model
 from engine.models.probe import prepare
 from engine.request import SamplingParams
-from engine.testing.models import bytes_tokenizer, new_pool, save_tiny_model
 from tests.parity import architectures
+from tests.support.models import bytes_tokenizer, new_pool, save_tiny_model
 from tiers.blocks.layout import LayerLayout
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.models.load import load_model
-from engine.testing.models import save_tiny_model
+from tests.support.models import save_tiny_model
 
 PROGRAM = """
 import os

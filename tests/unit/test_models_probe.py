@@ -12,7 +12,7 @@ from engine.attention import base as attention
 from engine.errors import ModelError
 from engine.models.probe import prepare
 from engine.models.rope import fix_tables
-from engine.testing.models import ARCHITECTURES, stock_model
+from tests.support.models import ARCHITECTURES, stock_model
 from tiers.blocks.layout import LayerLayout
 
 

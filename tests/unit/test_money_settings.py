@@ -19,11 +19,11 @@ from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.prices.cards import shipped_cards
 from billing.store import alerts as store_alerts
-from billing.testing import running_ledger
 from billing.usage import EMPTY, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sources import load_settings
 from cachesvc.server.money import LEASE_S, Money, open_money
+from tests.support.billing import running_ledger
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.testing.models import _bytes_tokenizer, bytes_tokenizer
 from engine.text.outline import Outline
 from engine.text.tokenizer import Tokenizer
+from tests.support.models import _bytes_tokenizer, bytes_tokenizer
 
 LOOP = "{% for m in messages %}"
 TEMPLATES = {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from api.access.auth import Salts
 from api.cache.owners import Owner, Owners
-from api.testing import byte_model
+from tests.support.wire import byte_model
 
 
 def test_roots_of_tenants_groups_and_adapters_are_told_apart() -> None:

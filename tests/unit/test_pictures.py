@@ -16,10 +16,10 @@ from engine.bounds import MAX_PICTURE_BYTES
 from engine.errors import InvalidImage, ModelError
 from engine.models.load import load_model
 from engine.request import Picture
-from engine.testing.models import IMAGE, save_tiny_vision_model
 from engine.vision import pictures
 from engine.vision.encoder import MAX_HELD, PictureEncoder
 from engine.vision.pictures import PictureReader, unpacked
+from tests.support.models import IMAGE, save_tiny_vision_model
 
 
 @pytest.fixture(scope="module")

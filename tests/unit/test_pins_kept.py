@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.testing.chain_runner import chain_layout
+from tests.support.chain_runner import chain_layout
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
@@ -14,7 +15,6 @@ from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.steady_clock import SteadyClock
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.transfer.ticket import Progress
 
 BLOCK = 4

@@ -2,13 +2,13 @@
 
 import pytest
 
+from tests.support.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 from tiers.policy.adaptive import Adaptive
 from tiers.policy.policy import Use
 from tiers.policy.reuse_model import NUM_AGES, ReuseModel, WaitOutcome, interval, row
 from tiers.policy.shadow import ShadowLru
 from tiers.replay.replay import TierPlan, replay
 from tiers.replay.trace import Trace
-from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 
 
 def hit_rates(trace: Trace, capacity: int, *policies: str) -> list[float]:

@@ -3,6 +3,8 @@ for, lost and counted."""
 
 import pytest
 
+from tests.support.faulty_storage import take
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tests.unit.test_pins_kept import LAYOUT, ROOT, Bench
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
@@ -11,8 +13,6 @@ from tiers.errors import MissReason
 from tiers.memory.block import BlockState
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import CacheEvent
-from tiers.testing.faulty_storage import take
-from tiers.testing.memory_tier import MemoryTier, SteppedMover
 from tiers.tier import TierName
 from tiers.transfer.ticket import Progress, Ticket
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from api.access.auth import Salts
-from api.testing import fake_house
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection
 from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes
 from cachesvc.operator.secret import read_secret
+from tests.support.wire import fake_house
 from tiers.policy.quota import COMMON
 
 MIB = 1 << 20

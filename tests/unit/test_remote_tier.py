@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
@@ -17,7 +18,6 @@ from tiers.remote.seal import Seal, read_seal
 from tiers.remote.settings import RemoteWrites
 from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier, object_name
-from tiers.testing.faulty_storage import SCOPE, chain, fill, holds, take, wipe
 from tiers.tier import Loaded, TierName
 
 LAYOUT = BlockLayout.uniform(

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import WritePolicy
 from tiers.replay.replay import ReplayResult, TierPlan, replay
 from tiers.replay.trace import Trace, TraceRequest, read_trace
-from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 
 REAL = Path(__file__).parents[3] / "shared/traces/mooncake_conversation.jsonl.gz"
 MIXED = make_trace(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tiers.testing.workloads import Agents, ChatLoad, Documents, Scan, make_trace
+from tests.support.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 
 ALL = [ChatLoad(0.5), Agents(0.05), Scan(0.5), Documents(0.5, shift_s=200.0)]
 

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from engine.errors import ModelError, RequestError
 from engine.models.gguf import _save_tokenizer
 from engine.models.gguf_tokenizer import build_tokenizer
-from engine.testing.models import EOS, IM_START, bytes_tokenizer
 from engine.text.tokenizer import Tokenizer
+from tests.support.models import EOS, IM_START, bytes_tokenizer
 
 TOKENIZER = bytes_tokenizer()
 TEXTS = ["", "hello world", "a\tb\n\n  c", "12345 x 2024", "日本語。", "🙂👩‍👩‍👧", "  don't"]

@@ -26,9 +26,9 @@ from billing.reports.usage import (
 from billing.store import reports as store_reports
 from billing.store.opening import open_store
 from billing.store.store import LedgerStore
-from billing.testing import START_NS, ManualClock, running_ledger
 from billing.usage import Usage
 from cachesvc.cli import app
+from tests.support.billing import START_NS, ManualClock, running_ledger
 
 HOUR = 3600
 SPLITS = ("model", "project", "key", "session", "user", "tag:team")

@@ -3,10 +3,10 @@
 import pytest
 import xxhash
 
+from tests.support.workloads import ChatLoad, Documents, make_trace
 from tiers.replay.replay import TierPlan, replay
 from tiers.replay.trace import Trace, TraceRequest
 from tiers.telemetry.working_set import WorkingSet
-from tiers.testing.workloads import ChatLoad, Documents, make_trace
 
 TRACE = make_trace("t", [ChatLoad(0.5), Documents(1.0)], duration_s=1200.0, seed=2)
 STREAM = [block for request in TRACE.requests for block in reversed(request.blocks)]

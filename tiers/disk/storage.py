@@ -1,7 +1,7 @@
 """The disk tier's calls to the operating system and LMDB: one small seam for injecting faults.
 
 Everything that can fail for an external reason goes through a `Storage`. Each method first calls
-`before` with its own name, which does nothing here. `tiers.testing.faulty_storage` overrides it to
+`before` with its own name, which does nothing here. `tests.support.faulty_storage` overrides it to
 fail the Nth call or to kill the process at a named point of a write.
 """
 

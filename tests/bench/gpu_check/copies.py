@@ -13,9 +13,9 @@ import xxhash
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
-from engine.testing.models import tiny_model
 from tests.bench.gpu_check.device import BLOCK, GREEDY, timed
 from tests.bench.gpu_check.parity import moved
+from tests.support.models import tiny_model
 from tiers.blocks import frames
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.layout import BlockLayout

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, describe
-from engine.testing.models import ARCHITECTURES, tiny_model
 from tests.bench.gpu_check.device import GREEDY
+from tests.support.models import ARCHITECTURES, tiny_model
 from tiers.blocks.frames import FrameArena
 from tiers.memory.device import DevicePool
 

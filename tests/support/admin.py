@@ -9,7 +9,7 @@ from api.admin.parts import AdminParts
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 
-OPERATOR_TOKEN = "op-of-the-tests"  # noqa: S105  opens nothing but fakes
+OPERATOR_TOKEN = "op-of-the-tests"
 
 
 @dataclass(slots=True)

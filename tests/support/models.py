@@ -206,7 +206,7 @@ def _bytes_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         fast.add_tokens([AddedToken(token, special=True, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
-        eos_token="<|im_end|>",  # noqa: S106  a token of text
+        eos_token="<|im_end|>",
         chat_template=CHAT_TEMPLATE,
     )
 

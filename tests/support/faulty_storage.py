@@ -1,8 +1,8 @@
-"""Fakes for tests of the tiers: blocks made from a seed, and a disk that fails on purpose.
+"""Blocks made from a seed, and a disk that fails on purpose.
 
-FaultyStorage    the Nth storage operation (any, or of one name) raises LyingStorage     reads
-return fewer bytes, or bytes with one bit changed KillingStorage   the process dies the Nth time it
-reaches a named point of a write
+- `FaultyStorage`: the Nth operation, any or of one name, raises.
+- `LyingStorage`: reads return fewer bytes, or bytes with one bit changed.
+- `KillingStorage`: the process dies the Nth time it reaches a named point of a write.
 """
 
 import errno
