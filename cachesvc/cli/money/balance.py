@@ -1,7 +1,6 @@
 """`cachesvc balance`: money in and out of a tenant's balance."""
 
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,18 +11,11 @@ from billing.operations.balance import Booking
 from billing.prices.book import NS
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
-    NO_REASON,
-    DatabaseUrl,
-    DataDir,
-    Reason,
     TenantName,
-    Why,
-    Yes,
-    actor,
 )
-from cachesvc.cli.money.operations import Operations, operations
+from cachesvc.cli.money.operations import Caller, Operations, operating
 from cachesvc.cli.money.tenants import print_tenant
-from cachesvc.cli.render import AsJson, confirm, must_ask, note
+from cachesvc.cli.render import confirm, note
 
 _REMOVED = {
     "adjust": "`cachesvc ledger correct TENANT REFERENCE --to AMOUNT`",
@@ -53,7 +45,9 @@ Currency = Annotated[
 
 
 @app.command()
+@operating("reason", "yes", "json")
 def grant(
+    call: Caller,
     tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
@@ -67,22 +61,19 @@ def grant(
             help="Only for a model, or MODEL@TERM: a window, group or service tier; repeatable",
         ),
     ] = None,
-    reason: Reason = NO_REASON,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Give promotional money. It is spent before paid money, earliest expiry first.
 
     With --for it pays only for these requests, and before all other money.
     """
     about = {"expires": expires, "scope": scope}
-    _book(Booking.GRANT, tenant, amount, reference, reason, data_dir, database, json, yes, **about)
+    _book(call, Booking.GRANT, tenant, amount, reference, **about)
 
 
 @app.command()
+@operating("reason", "yes", "json")
 def topup(
+    call: Caller,
     tenant: TenantName,
     amount: Amount,
     currency: Currency = None,
@@ -94,11 +85,6 @@ def topup(
     ] = None,
     rate_source: Annotated[str | None, typer.Option(help="Who publishes it, such as ECB")] = None,
     reference: Reference = None,
-    reason: Reason = NO_REASON,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Book a payment. It first settles what the tenant owes.
 
@@ -106,56 +92,43 @@ def topup(
     """
     wallet = {"currency": currency, "rate": rate}
     wallet |= {"rate_date": rate_date, "rate_source": rate_source}
-    _book(Booking.TOPUP, tenant, amount, reference, reason, data_dir, database, json, yes, **wallet)
+    _book(call, Booking.TOPUP, tenant, amount, reference, **wallet)
 
 
 @app.command()
+@operating("why", "yes", "json")
 def withdraw(
+    call: Caller,
     tenant: TenantName,
     amount: Amount,
-    reason: Why,
     chargeback: Annotated[
         bool,
         typer.Option("--chargeback", help="The payer's bank took it back"),
     ] = False,
     currency: Currency = None,
     reference: Reference = None,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Book money that you paid back, at most what is neither spent nor on hold."""
     kind = Booking.CHARGEBACK if chargeback else Booking.WITHDRAW
-    _book(kind, tenant, amount, reference, reason, data_dir, database, json, yes, currency=currency)
+    _book(call, kind, tenant, amount, reference, currency=currency)
 
 
 def _book(
-    kind: Booking,
-    tenant: str,
-    amount: str,
-    reference: str | None,
-    reason: str,
-    data_dir: Path | None,
-    database: str | None,
-    json: bool,
-    yes: bool,
-    **about: Any,
+    call: Caller, kind: Booking, tenant: str, amount: str, reference: str | None, **about: Any
 ) -> None:
-    with operations(data_dir, database) as call:
-        if must_ask(yes):
-            _show_before(call, kind, tenant, amount, reference, about.get("currency"))
-        booked = call(
-            balance.book_deposit,
-            tenant=tenant,
-            kind=kind,
-            amount=amount,
-            reference=reference,
-            **about,
-            by=actor(),
-            why=reason,
-        )
-        print_tenant(booked, json)
+    if call.asks:
+        _show_before(call, kind, tenant, amount, reference, about.get("currency"))
+    booked = call(
+        balance.book_deposit,
+        tenant=tenant,
+        kind=kind,
+        amount=amount,
+        reference=reference,
+        **about,
+        by=call.by,
+        why=call.why,
+    )
+    print_tenant(booked, call.json)
 
 
 def _show_before(

@@ -15,16 +15,10 @@ from billing.reports.documents import Document
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     NO_REASON,
-    DatabaseUrl,
-    DataDir,
-    Reason,
     TenantOption,
-    Why,
-    Yes,
-    actor,
 )
-from cachesvc.cli.money.operations import Operations, operations
-from cachesvc.cli.render import AsJson, confirm, fail, must_ask, note, print_json, print_table
+from cachesvc.cli.money.operations import Caller, Operations, operating
+from cachesvc.cli.render import confirm, fail, note, print_json, print_table
 
 _REMOVED = {
     "list": "`cachesvc invoice show`, without a number",
@@ -44,7 +38,9 @@ COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", 
 
 
 @app.command()
+@operating("json")
 def show(
+    call: Caller,
     what: Annotated[
         str | None, typer.Argument(help="A number; or a tenant, with MONTH  [list all]")
     ] = None,
@@ -52,24 +48,19 @@ def show(
     tenant: TenantOption = None,
     form: Annotated[Form, typer.Option("--format", help="Format")] = Form.JSON,
     to: Annotated[Path | None, typer.Option("--to", help="A file  [standard output]")] = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """List invoices and credit notes, newest first; or write one.
 
     Name it by its number, or by tenant and month. Until it is issued, it is a draft.
     """
     if what is None:
-        with operations(data_dir, database) as call:
-            _show(call(invoices.list_invoices, tenant=tenant), json)
+        _show(call(invoices.list_invoices, tenant=tenant), call.json)
         return
     if tenant is not None:
         fail("--tenant is for the list; name a tenant's month as TENANT MONTH", 2)
     if to is None and form is Form.PDF and sys.stdout.isatty():
         fail("a PDF cannot be printed here: add --to FILE")
-    with operations(data_dir, database) as call:
-        made = _made(call, what, month, form)
+    made = _made(call, what, month, form)
     _write(made, to)
 
 
@@ -95,7 +86,9 @@ def _write(made: Any, to: Path | None) -> None:
 
 
 @app.command()
+@operating("yes", "json")
 def issue(
+    call: Caller,
     what: Annotated[
         str, typer.Argument(help="A tenant; or an invoice's number, for its credit note")
     ],
@@ -106,66 +99,55 @@ def issue(
             "--why", "--reason", help="Reason for the audit trail; a credit note needs one"
         ),
     ] = None,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Issue the invoice of a tenant's past month, or a credit note for an invoice.
 
     It takes a number and never changes again. A credit note covers what `ledger correct` has given
     back of the invoice's charges.
     """
-    by = actor()
-    with operations(data_dir, database) as call:
-        if must_ask(yes):
-            of = "the invoice" if month is not None else "a credit note"
-            note(_sums(_made(call, what, month, Form.JSON)))
-            confirm(f"Issue {of} of {what}{f' for {month}' if month else ''}?", yes=False)
-        if month is not None:
-            why = reason or NO_REASON
-            issued = call(invoices.finalize_invoice, tenant=what, month=month, by=by, why=why)
-        elif reason is None:
-            fail("a credit note needs --reason; for an invoice give TENANT MONTH", 2)
-        else:
-            issued = call(invoices.credit_invoice, number=what, by=by, why=reason)
-    _one(issued, json)
+    by = call.by
+    if call.asks:
+        of = "the invoice" if month is not None else "a credit note"
+        note(_sums(_made(call, what, month, Form.JSON)))
+        confirm(f"Issue {of} of {what}{f' for {month}' if month else ''}?", yes=False)
+    if month is not None:
+        why = reason or NO_REASON
+        issued = call(invoices.finalize_invoice, tenant=what, month=month, by=by, why=why)
+    elif reason is None:
+        fail("a credit note needs --reason; for an invoice give TENANT MONTH", 2)
+    else:
+        issued = call(invoices.credit_invoice, number=what, by=by, why=reason)
+    _one(issued, call.json)
 
 
 @app.command()
+@operating("why", "yes", "json")
 def mark(
+    call: Caller,
     number: Number,
     state: Annotated[Mark, typer.Argument(help="paid or void")],
-    reason: Why,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Mark an invoice as paid, or as void because it was wrong. Books no money."""
-    with operations(data_dir, database) as call:
-        if must_ask(yes):
-            note(_sums(call(invoices.show_invoice, number=number)))
-            confirm(f"Mark {number} as {state}?", yes=False)
-        marked = call(invoices.mark_invoice, number=number, state=state, by=actor(), why=reason)
-    _one(marked, json)
+    if call.asks:
+        note(_sums(call(invoices.show_invoice, number=number)))
+        confirm(f"Mark {number} as {state}?", yes=False)
+    marked = call(invoices.mark_invoice, number=number, state=state, by=call.by, why=call.why)
+    _one(marked, call.json)
 
 
 @app.command()
+@operating("reason")
 def parties(
+    call: Caller,
     file: Annotated[Path | None, typer.Argument(help="TOML with [seller] and [[buyer]]")] = None,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
 ) -> None:
     """Set the seller and the buyers of invoices; without a file, print them."""
-    with operations(data_dir, database) as call:
-        if file is None:
-            typer.echo(call(invoices.show_parties)["toml"], nl=False)
-            return
-        applied = call(invoices.apply_parties, toml=_read(file), by=actor(), why=reason)
-        named = len(applied["buyers"])
-        note(f"invoices are from {applied['seller']}; {named} tenants are named")
+    if file is None:
+        typer.echo(call(invoices.show_parties)["toml"], nl=False)
+        return
+    applied = call(invoices.apply_parties, toml=_read(file), by=call.by, why=call.why)
+    named = len(applied["buyers"])
+    note(f"invoices are from {applied['seller']}; {named} tenants are named")
 
 
 def _sums(found: Any) -> str:

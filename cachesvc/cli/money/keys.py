@@ -9,9 +9,9 @@ import typer
 from billing.keys import Scope
 from billing.operations import keys
 from billing.prices.book import NS
-from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, TenantOption, actor
-from cachesvc.cli.money.operations import operations
-from cachesvc.cli.render import AsJson, note, print_json, print_table
+from cachesvc.cli.money.books import TenantOption
+from cachesvc.cli.money.operations import Caller, operating
+from cachesvc.cli.render import note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")
 
@@ -19,7 +19,9 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 @app.command()
+@operating("reason", "json")
 def create(
+    call: Caller,
     tenant: Annotated[str, typer.Option("--tenant", help="Tenant of the key")],
     project: Annotated[str, typer.Option(help="Project that its usage counts for")] = "",
     name: Annotated[str, typer.Option(help="A name to recognise it by")] = "",
@@ -30,25 +32,20 @@ def create(
         ),
     ] = ["inference,usage"],  # noqa: B006  read only
     expires_in: Annotated[str | None, typer.Option(help="Validity, such as 12h or 90d")] = None,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Create a key and print it. It cannot be shown again."""
-    with operations(data_dir, database) as call:
-        names = [each.strip() for each in ",".join(scopes).split(",") if each.strip()]
-        made = call(
-            keys.create_key,
-            tenant=tenant,
-            project=project,
-            name=name,
-            scopes=keys.known_scopes(names),
-            expires_in_s=_seconds(expires_in),
-            by=actor(),
-            why=reason,
-        )
-    if json:
+    names = [each.strip() for each in ",".join(scopes).split(",") if each.strip()]
+    made = call(
+        keys.create_key,
+        tenant=tenant,
+        project=project,
+        name=name,
+        scopes=keys.known_scopes(names),
+        expires_in_s=_seconds(expires_in),
+        by=call.by,
+        why=call.why,
+    )
+    if call.json:
         print_json(made)
         return
     typer.echo(made["key"])
@@ -56,16 +53,14 @@ def create(
 
 
 @app.command("list")
+@operating("json")
 def list_keys(
+    call: Caller,
     tenant: TenantOption = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """List keys by their prefix."""
-    with operations(data_dir, database) as call:
-        found = call(keys.list_keys, tenant=tenant)
-    if json:
+    found = call(keys.list_keys, tenant=tenant)
+    if call.json:
         print_json(found)
         return
     print_table(
@@ -88,18 +83,15 @@ def list_keys(
 
 
 @app.command()
+@operating("reason", "json")
 def revoke(
+    call: Caller,
     key: Annotated[str, typer.Argument(help="Id or prefix of the key")],
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Revoke a key at once."""
-    with operations(data_dir, database) as call:
-        key_id = key.removesuffix("...")
-        revoked = call(keys.revoke_key, key_id=key_id, by=actor(), why=reason)
-    if json:
+    key_id = key.removesuffix("...")
+    revoked = call(keys.revoke_key, key_id=key_id, by=call.by, why=call.why)
+    if call.json:
         print_json(revoked)
     else:
         note(f"key {revoked['id']} of tenant {revoked['tenant']} is revoked")

@@ -25,15 +25,12 @@ from cachesvc.cli.money.books import (
     MOST_ROWS,
     DatabaseUrl,
     DataDir,
-    Why,
-    Yes,
-    actor,
     books,
 )
-from cachesvc.cli.money.operations import Operations, operations
+from cachesvc.cli.money.operations import Caller, Operations, operating
 from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
-from cachesvc.cli.render import AsJson, confirm, fail, must_ask, note, print_json, print_table
+from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, print_table
 
 _REMOVED = {
     "heads": "`cachesvc ledger verify --print-heads`",
@@ -113,7 +110,9 @@ def verify(
 
 
 @app.command()
+@operating("json")
 def show(
+    call: Caller,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
     holds: Annotated[
@@ -126,31 +125,26 @@ def show(
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="With --trail: at most this many")
     ] = 50,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Print the charge of a request and its corrections, as JSON; or list holds or changes."""
     if holds:
-        with operations(data_dir, database) as call:
-            _print_holds(call(ledgers.list_holds, tenant=tenant), json)
+        _print_holds(call(ledgers.list_holds, tenant=tenant), call.json)
         return
     if trail:
-        with operations(data_dir, database) as call:
-            _print_trail(call(ledgers.admin_trail, limit=limit), json)
+        _print_trail(call(ledgers.admin_trail, limit=limit), call.json)
         return
     if tenant is None or request_id is None:
         fail("say which request: TENANT REQUEST_ID; or --holds, or --trail", 2)
-    with operations(data_dir, database) as call:
-        found = call(ledgers.list_entries, tenant=tenant, request_id=request_id)
+    found = call(ledgers.list_entries, tenant=tenant, request_id=request_id)
     if not found:
         fail(f"request {request_id!r} of tenant {tenant!r} was never charged")
     print_json(found)
 
 
 @app.command()
+@operating("why", "yes")
 def correct(
-    reason: Why,
+    call: Caller,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[
         str | None, typer.Argument(help="Id of the request; or with --to a deposit's reference")
@@ -168,45 +162,41 @@ def correct(
     approve: Annotated[
         str | None, typer.Option(help="The batch's digest; books it  [show only]")
     ] = None,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
 ) -> None:
     """Give back a charge, or a batch of them, by a new entry that names it; or correct a deposit.
 
     A mistyped top-up or grant stays, and a new entry books the difference.
     """
-    with operations(data_dir, database) as call:
-        if batch is not None:
-            refund(call, batch, approve, reason=reason)
-            return
-        if tenant is None or request_id is None:
-            fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
-        if to is not None and amount is not None:
-            fail("--amount gives a charge back, --to corrects a deposit: leave one out", 2)
-        if must_ask(yes):
-            _show_before(call, tenant, request_id, amount, to)
-        if to is not None:
-            adjusted = call(
-                adjust_deposit,
-                tenant=tenant,
-                deposit=request_id,
-                amount=to,
-                reference=reference,
-                by=actor(),
-                why=reason,
-            )
-            print_tenant(adjusted, json=False)
-            return
-        entry = call(
-            ledgers.correct_charge,
+    if batch is not None:
+        refund(call, batch, approve)
+        return
+    if tenant is None or request_id is None:
+        fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
+    if to is not None and amount is not None:
+        fail("--amount gives a charge back, --to corrects a deposit: leave one out", 2)
+    if call.asks:
+        _show_before(call, tenant, request_id, amount, to)
+    if to is not None:
+        adjusted = call(
+            adjust_deposit,
             tenant=tenant,
-            request_id=request_id,
-            amount=amount,
+            deposit=request_id,
+            amount=to,
             reference=reference,
-            by=actor(),
-            why=reason,
+            by=call.by,
+            why=call.why,
         )
+        print_tenant(adjusted, json=False)
+        return
+    entry = call(
+        ledgers.correct_charge,
+        tenant=tenant,
+        request_id=request_id,
+        amount=amount,
+        reference=reference,
+        by=call.by,
+        why=call.why,
+    )
     note(f"entry {entry['entry']} gives back {entry['amount']} {entry['currency']}")
 
 

@@ -4,9 +4,12 @@ If a server runs on the data directory, its JSON API does the work. If none runs
 names a database, the same function runs here. Commands cannot tell the difference.
 """
 
+import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from inspect import Parameter
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
@@ -15,10 +18,10 @@ from api.admin.routes.operations import PREFIX, operation_of
 from billing.errors import BillingError
 from billing.operations.books import Books
 from cachesvc.cli.exits import exit_code
-from cachesvc.cli.money.books import open_books
-from cachesvc.cli.options import data_dir_of
-from cachesvc.cli.render import fail
-from cachesvc.server.server_file import LiveError, LiveServer, find_server
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, Reason, Why, Yes, open_books
+from cachesvc.cli.options import DataDir, data_dir_of
+from cachesvc.cli.render import AsJson, fail, must_ask
+from cachesvc.server.server_file import LiveError, LiveServer, actor, find_server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,3 +90,76 @@ def operations(
             yield LocalOperations(books)
     except (BillingError, LiveError) as error:
         fail(str(error), exit_code(error))
+
+
+class Caller:
+    """Carries out one command's operations, and says who calls, why, and how to answer.
+
+    Opens the server or the directory at the first call.
+    """
+
+    def __init__(self, stack: ExitStack, shared: Mapping[str, Any], *, create: bool) -> None:
+        self._stack, self._create = stack, create
+        self._call: Operations | None = None
+        self.data_dir: Path | None = shared["data_dir"]
+        self.database: str | None = shared["database"]
+        self.json: bool = shared.get("json", False)
+        self.why: str = shared.get("reason", NO_REASON)
+        self.asks = must_ask(shared.get("yes", False))  # whether to ask before it acts
+
+    @property
+    def by(self) -> str:
+        return actor()
+
+    def __call__(
+        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        if self._call is None:
+            opened = operations(self.data_dir, self.database, create=self._create)
+            self._call = self._stack.enter_context(opened)
+        return self._call(operation, *args, **kwargs)
+
+
+def _option(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+# Options that commands share, in the order of `--help`.
+_SHARED: Mapping[str, Parameter] = {
+    "why": _option("reason", Why),
+    "reason": _option("reason", Reason, NO_REASON),
+    "yes": _option("yes", Yes, False),
+    "data_dir": _option("data_dir", DataDir, None),
+    "database": _option("database", DatabaseUrl, None),
+    "json": _option("json", AsJson, False),
+}
+
+
+def operating(
+    *options: str, create: bool = False
+) -> Callable[[Callable[Concatenate[Caller, ...], None]], Callable[..., None]]:
+    """A decorator below `app.command()`: the function gets a `Caller`, the command its options.
+
+    `options` are "reason" or "why" (must be given), "yes" and "json"; a place to work on is always
+    one. `create` creates the ledger if there is none.
+    """
+
+    def decorate(function: Callable[Concatenate[Caller, ...], None]) -> Callable[..., None]:
+        names = {*options, "data_dir", "database"}
+        shared = [option for name, option in _SHARED.items() if name in names]
+        _, *own = inspect.signature(function).parameters.values()
+
+        @wraps(function)
+        def run(**given: Any) -> None:
+            options = {each.name: given.pop(each.name) for each in shared}
+            try:
+                with ExitStack() as stack:
+                    function(Caller(stack, options, create=create), **given)
+            except (BillingError, LiveError) as error:
+                fail(str(error), exit_code(error))
+
+        parameters = [*(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own), *shared]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return run
+
+    return decorate

@@ -24,17 +24,11 @@ from billing.reports.documents import (
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     MOST_DAYS,
-    NO_REASON,
-    DatabaseUrl,
-    DataDir,
-    Reason,
     TenantOption,
-    Yes,
-    actor,
 )
-from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.operations import Caller, operating
 from cachesvc.cli.money.refunds import write_batch
-from cachesvc.cli.render import AsJson, confirm, fail, must_ask, note, print_json, print_table
+from cachesvc.cli.render import confirm, fail, note, print_json, print_table
 
 _REMOVED = {
     "diff": "`cachesvc prices show CARD --diff CARD`",
@@ -61,7 +55,9 @@ def _lint(card: str, json: bool) -> None:
 
 
 @app.command()
+@operating("json")
 def show(
+    call: Caller,
     card: Annotated[str | None, typer.Argument(help="A card  [all applied cards]")] = None,
     diff: Annotated[
         str | None, typer.Option(metavar="CARD", help="Only what differs in this other card")
@@ -72,25 +68,18 @@ def show(
             "--lint", help="Only its problems: prices that can be gamed, below cost, or unclear"
         ),
     ] = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Show the prices of a card, or of all applied cards."""
     if check:
         if card is None:
             fail("--lint checks one card: name it", 2)
-        _lint(card, json)
+        _lint(card, call.json)
         return
     if diff is not None:
-        _print_diff(card, diff, json)
+        _print_diff(card, diff, call.json)
         return
-    if card is not None:
-        cards = [card_document(_card(card))]
-    else:
-        with operations(data_dir, database) as call:
-            cards = call(prices.applied_cards)
-    if json:
+    cards = [card_document(_card(card))] if card is not None else call(prices.applied_cards)
+    if call.json:
         print_json(cards)
         return
     for found in cards:
@@ -104,7 +93,9 @@ def show(
 
 
 @app.command()
+@operating("json")
 def plan(
+    call: Caller,
     card: Annotated[str | None, typer.Argument(help="A card to try  [the current cards]")] = None,
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days of usage")] = 30,
     tenant: TenantOption = None,
@@ -112,9 +103,6 @@ def plan(
         Path | None,
         typer.Option(help="Without a card: write what was charged too much, for `ledger correct`"),
     ] = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Show what past usage would cost under a card, or under the current cards.
 
@@ -122,24 +110,21 @@ def plan(
     """
     if card is not None and out is not None:
         fail("--out is for charges that the applied cards correct: leave the card out", 2)
-    with operations(data_dir, database) as call:
-        if card is not None:
-            source = {"toml": find_card(card).text}
-            found = call(prices.plan_card, card=source, days=days, tenant=tenant)
-        else:
-            found = call(ledger.rerate_history, tenant=tenant, days=days)
-        print_json(found) if json else print_plan(found)
-        if out is not None:
-            write_batch(out, call(ledger.make_refunds, tenant=tenant, days=days, by=actor()))
+    if card is not None:
+        source = {"toml": find_card(card).text}
+        found = call(prices.plan_card, card=source, days=days, tenant=tenant)
+    else:
+        found = call(ledger.rerate_history, tenant=tenant, days=days)
+    print_json(found) if call.json else print_plan(found)
+    if out is not None:
+        write_batch(out, call(ledger.make_refunds, tenant=tenant, days=days, by=call.by))
 
 
 @app.command()
+@operating("reason", "yes", create=True)
 def apply(
+    call: Caller,
     card: Card,
-    reason: Reason = NO_REASON,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
 ) -> None:
     """Put a card in force from its valid_from on. It never changes afterwards."""
     new = _card(card)
@@ -147,11 +132,10 @@ def apply(
     _print_findings(found)
     if _errors(found):
         fail(f"{new.name} {new.version} was not applied")
-    with operations(data_dir, database, create=True) as call:
-        if must_ask(yes):
-            print_plan(call(prices.plan_card, card={"toml": new.text}))
-            confirm(f"Apply {new.name} {new.version}, for good?", yes=False)
-        applied = call(prices.apply_card, card={"toml": new.text}, by=actor(), why=reason)
+    if call.asks:
+        print_plan(call(prices.plan_card, card={"toml": new.text}))
+        confirm(f"Apply {new.name} {new.version}, for good?", yes=False)
+    applied = call(prices.apply_card, card={"toml": new.text}, by=call.by, why=call.why)
     if applied["is_new"]:
         note(f"{new.name} {new.version} is applied, in force from {_instant(applied)}")
     else:

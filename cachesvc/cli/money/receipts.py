@@ -10,13 +10,14 @@ import typer
 
 from billing.operations import usage
 from billing.reports.published import published_keys
-from cachesvc.cli.money.books import DatabaseUrl, DataDir
-from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.operations import Caller, operating
 from cachesvc.cli.options import existing_data_dir
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import fail, note, print_json, print_table
 
 
+@operating("json")
 def receipt(
+    call: Caller,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
     check: Annotated[
@@ -30,23 +31,19 @@ def receipt(
     public_keys: Annotated[
         bool, typer.Option("--public-keys", help="Print the public keys instead, newest last")
     ] = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Print the signed receipt of one request, as JSON; or check one, without a server.
 
     --check exits with 1 if the receipt differs from what was signed.
     """
     if public_keys:
-        _print_keys(published_keys(existing_data_dir(data_dir)), json)
+        _print_keys(published_keys(existing_data_dir(call.data_dir)), call.json)
     elif check is not None:
-        _check(check, public_key, data_dir)
+        _check(check, public_key, call.data_dir)
     elif tenant is None or request_id is None:
         fail("say which request: TENANT REQUEST_ID; or use --check or --public-keys", 2)
     else:
-        with operations(data_dir, database) as call:
-            print_json(call(usage.sign_receipt, tenant=tenant, request_id=request_id))
+        print_json(call(usage.sign_receipt, tenant=tenant, request_id=request_id))
 
 
 def _print_keys(found: Mapping[str, str], json: bool) -> None:

@@ -10,14 +10,13 @@ from api.format import number_of
 from billing.money import format_units
 from billing.operations import ledger
 from billing.proof.refunds import Refund, RefundBatch, read_batch
-from cachesvc.cli.money.books import actor
-from cachesvc.cli.money.operations import Operations
+from cachesvc.cli.money.operations import Caller
 from cachesvc.cli.render import fail, note
 
 AT_ONCE = 256  # corrections in one call
 
 
-def refund(call: Operations, path: Path, approve: str | None, *, reason: str) -> None:
+def refund(call: Caller, path: Path, approve: str | None) -> None:
     """Books a batch of corrections, each once, if `approve` is its digest; else only shows it."""
     batch = _read(path)
     _print_batch(batch)
@@ -26,7 +25,7 @@ def refund(call: Operations, path: Path, approve: str | None, *, reason: str) ->
         return
     if approve != batch.digest:
         fail(f"--approve {approve} names another batch; this one is {batch.digest}")
-    refused = _book(call, batch, f"{reason} (batch {batch.digest} of {batch.made_by})")
+    refused = _book(call, batch, f"{call.why} (batch {batch.digest} of {batch.made_by})")
     given = number_of(len(batch.refunds) - len(refused), "request")
     note(f"{given} given back, each once however often the batch is approved")
     for each in refused:
@@ -35,14 +34,14 @@ def refund(call: Operations, path: Path, approve: str | None, *, reason: str) ->
         fail(f"{number_of(len(refused), 'request')} refused")
 
 
-def _book(call: Operations, batch: RefundBatch, why: str) -> list[str]:
+def _book(call: Caller, batch: RefundBatch, why: str) -> list[str]:
     """Books the refunds. Returns the refused ones with reasons."""
     refused: list[str] = []
     for start in range(0, len(batch.refunds), AT_ONCE):
         corrections = [
             _correction(each, batch.digest) for each in batch.refunds[start : start + AT_ONCE]
         ]
-        refused += call(ledger.correct_charges, corrections=corrections, by=actor(), why=why)
+        refused += call(ledger.correct_charges, corrections=corrections, by=call.by, why=why)
     return refused
 
 

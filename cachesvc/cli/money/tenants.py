@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,22 +13,14 @@ from billing.reports.documents import Document
 from billing.tenants import RATE_LIMITS
 from cachesvc.cli.lazy import Command, lazy_group
 from cachesvc.cli.money.books import (
-    NO_REASON,
-    DatabaseUrl,
-    DataDir,
-    Reason,
     TenantName,
-    Yes,
-    actor,
     limit_text,
 )
-from cachesvc.cli.money.operations import operations
+from cachesvc.cli.money.operations import Caller, operating
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import (
-    AsJson,
     confirm,
     fail,
-    must_ask,
     note,
     print_json,
     print_pairs,
@@ -66,52 +57,45 @@ Limit = Annotated[
 ]
 
 
+@operating("reason", "json", create=True)
 def create(
+    call: Caller,
     tenant: TenantName,
     currency: Annotated[str | None, typer.Option(help="Three capitals [card's own]")] = None,
     postpaid: Limit = None,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Create a tenant. It is prepaid unless --postpaid gives it credit."""
-    with operations(data_dir, database, create=True) as call:
-        made = call(
-            tenants.create_tenant,
-            tenant=tenant,
-            currency=currency,
-            credit_limit="0" if postpaid is None else credit_limit(postpaid),
-            by=actor(),
-            why=reason,
-        )
-        print_tenant(made, json)
-        cards = call(prices.applied_cards)
-    _warn_unpriced(made["currency"], cards, json)
+    made = call(
+        tenants.create_tenant,
+        tenant=tenant,
+        currency=currency,
+        credit_limit="0" if postpaid is None else credit_limit(postpaid),
+        by=call.by,
+        why=call.why,
+    )
+    print_tenant(made, call.json)
+    cards = call(prices.applied_cards)
+    _warn_unpriced(made["currency"], cards, call.json)
 
 
+@operating("json")
 def show(
+    call: Caller,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant  [all]")] = None,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Show one tenant, its projects and its balance; or list all tenants."""
-    with operations(data_dir, database) as call:
-        if tenant is not None:
-            print_tenant(call(tenants.show_tenant, tenant=tenant), json)
-            return
-        found = call(tenants.list_tenants)
-    for each, room in zip(found, _room(found, data_dir, database), strict=False):
+    if tenant is not None:
+        print_tenant(call(tenants.show_tenant, tenant=tenant), call.json)
+        return
+    found = call(tenants.list_tenants)
+    for each, room in zip(found, _room(found, call), strict=False):
         each["cache_bytes"] = room
-    print_json(found) if json else _print_tenants(found)
+    print_json(found) if call.json else _print_tenants(found)
 
 
-def _room(
-    found: list[Document], data_dir: Path | None, database: str | None
-) -> list[dict[str, int]]:
+def _room(found: list[Document], call: Caller) -> list[dict[str, int]]:
     """Bytes of each tenant in each tier; empty if no server with a cache is running."""
-    server = find_server(data_dir_of(data_dir)) if not database else None
+    server = find_server(data_dir_of(call.data_dir)) if not call.database else None
     if server is None:
         return []
     try:
@@ -150,7 +134,9 @@ def _print_tenants(found: list[Document]) -> None:
     )
 
 
+@operating("reason", "yes", "json")
 def set_(
+    call: Caller,
     tenant: TenantName,
     postpaid: Annotated[
         str | None,
@@ -177,31 +163,25 @@ def set_(
             ),
         ),
     ] = None,
-    reason: Reason = NO_REASON,
-    yes: Yes = False,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Change a tenant's credit, limits, status or projects."""
     if postpaid is None and suspended is None and project is None and not limit:
         fail("say what to change: --postpaid, --limit, --suspend, --resume or --add-project", 2)
-    by = actor()
+    by = call.by
     limits = dict(map(rate_limit, limit or ()))
-    with operations(data_dir, database) as call:
-        if postpaid is not None:
-            credit = credit_limit(postpaid)
-            if must_ask(yes):
-                confirm(f"Let {tenant} owe up to {postpaid}?", yes=False)
-            call(tenants.set_credit_limit, tenant=tenant, credit_limit=credit, by=by, why=reason)
-        if limits:
-            call(tenants.set_rate_limits, tenant=tenant, limits=limits, by=by, why=reason)
-        if suspended is not None:
-            change = tenants.suspend_tenant if suspended else tenants.resume_tenant
-            call(change, tenant=tenant, by=by, why=reason)
-        if project is not None:
-            call(tenants.create_project, tenant=tenant, project=project, by=by, why=reason)
-        print_tenant(call(tenants.show_tenant, tenant=tenant), json)
+    if postpaid is not None:
+        credit = credit_limit(postpaid)
+        if call.asks:
+            confirm(f"Let {tenant} owe up to {postpaid}?", yes=False)
+        call(tenants.set_credit_limit, tenant=tenant, credit_limit=credit, by=by, why=call.why)
+    if limits:
+        call(tenants.set_rate_limits, tenant=tenant, limits=limits, by=by, why=call.why)
+    if suspended is not None:
+        change = tenants.suspend_tenant if suspended else tenants.resume_tenant
+        call(change, tenant=tenant, by=by, why=call.why)
+    if project is not None:
+        call(tenants.create_project, tenant=tenant, project=project, by=by, why=call.why)
+    print_tenant(call(tenants.show_tenant, tenant=tenant), call.json)
 
 
 def credit_limit(text: str) -> str | None:

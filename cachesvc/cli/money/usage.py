@@ -27,9 +27,9 @@ from cachesvc.cli.money.books import (
     TenantOption,
     books,
 )
-from cachesvc.cli.money.operations import Operations, operations
+from cachesvc.cli.money.operations import Caller, operating
 from cachesvc.cli.money.receipts import receipt
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from cachesvc.cli.render import fail, note, print_json, print_table
 from cachesvc.config.places import local_zone_name
 
 _REMOVED = {
@@ -50,7 +50,9 @@ PERIODS = ("day", "month", "session")
 
 
 @app.callback(invoke_without_command=True)
+@operating("json")
 def usage(
+    call: Caller,
     context: typer.Context,
     by: Annotated[
         str | None,
@@ -84,9 +86,6 @@ def usage(
     form: Annotated[
         StatementForm, typer.Option("--format", help="Format of the statement")
     ] = StatementForm.JSON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Show usage, cost and savings by tenant.
 
@@ -100,22 +99,21 @@ def usage(
         by, breakdown = None, by
     zone = _checked_span(since, until, timezone or "UTC", breakdown)
     if statement is not None:
-        _print_statement(tenant, statement, zone, breakdown, form, data_dir, database)
+        _print_statement(call, tenant, statement, zone, breakdown, form)
         return
-    with operations(data_dir, database) as call:
-        if line:
-            _print_line(call, tenant, timezone or "local", json)
-            return
-        span: dict[str, Any] = {"tenant": tenant, "since": since, "until": until, "timezone": zone}
-        if by == "session":
-            found = call(usages.session_usage, **span, limit=limit)
-        else:
-            unit = Unit(by or "all")
-            found = call(usages.period_usage, **span, unit=unit, breakdown=breakdown)
-    _show(found, json)
+    if line:
+        _print_line(call, tenant, timezone or "local")
+        return
+    span: dict[str, Any] = {"tenant": tenant, "since": since, "until": until, "timezone": zone}
+    if by == "session":
+        found = call(usages.session_usage, **span, limit=limit)
+    else:
+        unit = Unit(by or "all")
+        found = call(usages.period_usage, **span, unit=unit, breakdown=breakdown)
+    _show(found, call.json)
 
 
-def _print_line(call: Operations, tenant: str | None, timezone: str, json: bool) -> None:
+def _print_line(call: Caller, tenant: str | None, timezone: str) -> None:
     """Today and this month in one line."""
     today = datetime.now(_zone(timezone)).date()
     found = call(
@@ -127,7 +125,7 @@ def _print_line(call: Operations, tenant: str | None, timezone: str, json: bool)
         timezone=_sent_zone(timezone),
     )
     of_today = [period for period in found if period["period"] == str(today)]
-    if json:
+    if call.json:
         print_json({"today": _sums(of_today), "month": _sums(found)})
         return
     requests = sum(period["requests"] for period in of_today)
@@ -201,29 +199,27 @@ def _units(periods: list[Document], name: str) -> int:
 
 
 def _print_statement(
+    call: Caller,
     tenant: str | None,
     month: str,
     zone: str,
     breakdown: str | None,
     form: StatementForm,
-    data_dir: Path | None,
-    database: str | None,
 ) -> None:
     """Prints a tenant's month as JSON, CSV or a printable page."""
     from billing.reports.statement import month_days  # it imports page templates
 
     if tenant is None:
         fail("a statement is for one tenant: add --tenant NAME", 2)
-    with operations(data_dir, database) as call:
-        month_days(month)
-        made: Any = call(
-            usages.make_statement,
-            tenant=tenant,
-            month=month,
-            timezone=zone,
-            breakdown=breakdown,
-            format=form,
-        )
+    month_days(month)
+    made: Any = call(
+        usages.make_statement,
+        tenant=tenant,
+        month=month,
+        timezone=zone,
+        breakdown=breakdown,
+        format=form,
+    )
     match form:
         case StatementForm.JSON:
             print_json(made)
