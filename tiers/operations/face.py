@@ -3,6 +3,9 @@
 `tiers.operations.operations.TierOperations` has the tiers in this process. A server over vLLM has
 them elsewhere. `Engine.call` runs a function with it on the engine's thread, and only there may it
 be used, except for `places_below`. A call with a future waits for a disk or for another process.
+
+Methods raise here: `CacheOperations.pins` type-checks where a function of the cache is asked for,
+and would answer None for every cache.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,7 +30,7 @@ class CacheOperations(Protocol):
     @property
     def mark_seed(self) -> int:
         """The seed of `tiers.telemetry.misses.marks_of` in this cache's findings."""
-        ...
+        raise NotImplementedError
 
     # Looking.
 
@@ -36,34 +39,34 @@ class CacheOperations(Protocol):
 
         Blocks being computed count as on the device.
         """
-        ...
+        raise NotImplementedError
 
     def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
         """The tier below memory of each block in the leading run held there. Waits for the disk.
         Any thread."""
-        ...
+        raise NotImplementedError
 
     def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
         """The scope's root and the keys of the prefix that ends with block `key`.
 
         The list is empty if a block of the prefix is missing.
         """
-        ...
+        raise NotImplementedError
 
     def working_set(self) -> TrafficReport:
         """Hit rate by capacity for the live traffic, and the tiers' points on that curve."""
-        ...
+        raise NotImplementedError
 
     def check(self) -> None:
         """Assert that blocks are conserved. Call it while nothing runs."""
-        ...
+        raise NotImplementedError
 
     # Pins.
 
     @property
     def now_s(self) -> float:
         """The clock of pins: Unix seconds, unaffected when the wall clock is set."""
-        ...
+        raise NotImplementedError
 
     def pin(
         self,
@@ -82,26 +85,28 @@ class CacheOperations(Protocol):
         that is not in memory. A pin of the same name is replaced. The pin is in force at once. It
         survives a restart once `saved` is done. Raises PinError.
         """
-        ...
+        raise NotImplementedError
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
         """Pin as much of a prefix as its owner may, without waiting. Returns the number of
         blocks."""
-        ...
+        raise NotImplementedError
 
     def renew(self, name: str, until_s: float) -> None:
         """Extend a pin of that name to at least `until_s`, if there is one."""
-        ...
+        raise NotImplementedError
 
     def unpin(self, name: str) -> bool:
         """End a pin. Returns whether there was one of that name."""
-        ...
+        raise NotImplementedError
 
-    def pins(self) -> list[Pin[PrefixKey]]: ...
+    def pins(self) -> list[Pin[PrefixKey]]:
+        """Every pin in force."""
+        raise NotImplementedError
 
     def saved(self) -> "Future[None]":
         """Done once the current pins are on disk. Fails if they could not be written."""
-        ...
+        raise NotImplementedError
 
     # Changing.
 
@@ -111,13 +116,13 @@ class CacheOperations(Protocol):
         None while some blocks are still being written to the disk, from which they are sent: call
         again.
         """
-        ...
+        raise NotImplementedError
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         """Remove blocks from every tier, except those in use or pinned. The result counts them by
         tier."""
-        ...
+        raise NotImplementedError
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
-        ...
+        raise NotImplementedError

@@ -1,0 +1,21 @@
+"""The operators' face of the cache."""
+
+import inspect
+
+import pytest
+
+from tiers.operations.face import CacheOperations
+
+
+def test_a_method_of_the_face_itself_answers_for_no_cache() -> None:
+    """It type-checks as a function of a cache, and without a body it would return None."""
+    methods = [
+        each
+        for name, each in vars(CacheOperations).items()
+        if inspect.isfunction(each) and not name.startswith("_")
+    ]
+    assert len(methods) > 10
+    for method in methods:
+        given = dict.fromkeys(inspect.signature(method).parameters)
+        with pytest.raises(NotImplementedError):
+            method(**given)
