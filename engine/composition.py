@@ -15,7 +15,7 @@ from engine.batch import Batch, Span
 from engine.bounds import check_params
 from engine.engine import Engine
 from engine.execution.runner import ModelRunner
-from engine.garbage import freeze_loaded
+from engine.garbage import freeze_loaded, thaw
 from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
 from engine.models.load import LoadedModel
@@ -84,7 +84,9 @@ class Core:
         blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
-        return self.cache.close(flush=flush)
+        unsaved = self.cache.close(flush=flush)
+        thaw()
+        return unsaved
 
     def detokenizer(
         self, stop: Sequence[str], *, shown: Sequence[str] = ()

@@ -5,7 +5,7 @@ import gc
 
 
 def freeze_loaded() -> None:
-    """Stop scanning everything loaded so far, until the process ends.
+    """Stop scanning everything loaded so far, until `thaw` or the end of the process.
 
     At exit the objects are made visible again. Otherwise extension modules report their unfreed
     objects as leaks, and triton's would print them all.
@@ -14,3 +14,12 @@ def freeze_loaded() -> None:
     gc.freeze()
     atexit.unregister(gc.unfreeze)
     atexit.register(gc.unfreeze)
+
+
+def thaw() -> None:
+    """Scan everything again, so that what a closed engine leaves behind is freed.
+
+    A frozen cycle is never freed. An engine that still runs beside it is only scanned again.
+    """
+    atexit.unregister(gc.unfreeze)
+    gc.unfreeze()

@@ -1,7 +1,9 @@
 """The offline class: answers, hits, stops, and what it says of bad input."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,15 @@ def test_a_repeated_prompt_is_a_hit_with_the_same_answer(llm: LLM) -> None:
     assert (warm.prompt, bytes(warm.prompt_token_ids).decode()) == (PROMPT, PROMPT)
     assert warm.outputs[0].finish_reason == "length"
     assert len(warm.outputs[0].token_ids) == 12
+
+
+def test_a_closed_engine_leaves_no_memory_behind(model: Path, tmp_path: Path) -> None:
+    with open_llm(model, tmp_path) as llm:
+        llm.generate(PROMPT, GREEDY)
+        parts = [weakref.ref(part) for part in (llm._engine, llm._loaded.model)]
+    del llm
+    gc.collect()
+    assert [None, None] == [part() for part in parts]
 
 
 def test_prompts_choose_adapters_and_share_nothing_across_them(llm: LLM, tmp_path: Path) -> None:
