@@ -400,6 +400,7 @@ def _wire_settings(settings: Settings) -> WireSettings:
         max_body_bytes=server.max_body_bytes,
         image_dir=server.data_dir / "images",
         replay_turns=server.replay_turns,
+        system_in_place=server.system_in_place,
         drop_lines=server.drop_lines,
     )
 

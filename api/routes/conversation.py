@@ -28,7 +28,9 @@ from api.shapes.structured import source_asked
 from api.shapes.template_arguments import template_arguments
 from api.shapes.tooling import tooling_of, tools_source
 from api.shapes.volatile import without_volatile
+from api.tools.history import for_template
 from api.tools.reasoning import OPEN, ThinkParser
+from api.tools.steering import steered
 from api.tools.style import THOUGHT_MARKERS, Style, parser_of, style_of, thinks
 from billing.keys import Principal
 from engine.errors import RequestError
@@ -198,16 +200,25 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
     images = [each for n, message in enumerate(body.messages) for each in message.images(n)]
     check_images(model, images)
     plain, dropped = without_volatile(messages, wire.settings.drop_lines)
+    style = style_of(template)
     return ChatPrompt(
-        messages=plain,
+        messages=steered(
+            plain, partial(_shown, model, style), hoisted=wire.settings.system_in_place
+        ),
         dropped_lines=dropped,
         images=images,
         tooling=tooling,
-        style=style_of(template),
+        style=style,
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         arguments=template_arguments(body, template),
     )
+
+
+def _shown(model: ServedModel, style: Style, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages as the model's template renders them. Raises RequestError if it does not."""
+    plain, _ = for_template(messages, (), model.tokenizer.chat_template, style)
+    return model.tokenizer.render(plain)
 
 
 def session_of(request: Request, body: ChatBody) -> Session | None:

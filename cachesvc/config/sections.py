@@ -71,6 +71,11 @@ class ServerSection(Section):
     drain: Duration = Field(
         30, description="When stopping, give running requests this long to finish"
     )
+    system_in_place: bool = Field(
+        default=False,
+        description="Render later system messages where they stand, also if the model's template "
+        "moves them to the start",
+    )
     replay_turns: bool = Field(
         False,
         description=(

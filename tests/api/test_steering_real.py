@@ -1,0 +1,59 @@
+"""The hits of a chat that a system message steers, over the real engine, by chat template."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.api.real_service import served
+from tests.support.models import save_tiny_model
+from tests.support.templates import TEMPLATES
+
+pytestmark = pytest.mark.timeout(120)
+CHAT = [
+    {"role": "system", "content": "Rules. " * 20},
+    {"role": "user", "content": "A long question. " * 10},
+    {"role": "assistant", "content": "A reply. " * 10},
+    {"role": "user", "content": "And then?"},
+]
+STEER = {"role": "system", "content": "In French."}
+STEERED = [*CHAT[:3], STEER, CHAT[3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "in_place", "keeps"),
+    [
+        ("smollm2", False, True),
+        ("deepseek", False, False),
+        ("deepseek", True, True),
+        ("gemma", False, True),
+        ("strict", False, True),
+        ("silent", False, True),
+    ],
+)
+async def test_a_steered_chat_keeps_its_prefix(
+    tmp_path: Path, name: str, in_place: bool, keeps: bool
+) -> None:
+    folder = tmp_path / "tiny"
+    save_tiny_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATES[name]
+    tokenizer.save_pretrained(folder)
+    async with served(tmp_path / "data", folder, server_system_in_place=in_place) as (_, client):
+
+        async def details(messages: list[Any]) -> tuple[int, int]:
+            body = {"model": str(folder), "messages": messages, "max_tokens": 1}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert 200 == answer.status_code, answer.text
+            usage = answer.json()["usage"]
+            return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+        before, none = await details(CHAT)
+        assert 0 == none
+        tokens, hits = await details(STEERED)
+        assert tokens > before  # the message is in the prompt
+        told = sum(len(each["content"]) for each in CHAT[:3])  # a byte is a token
+        assert keeps == (hits >= told), hits
+        if not keeps:
+            assert hits < len(CHAT[0]["content"]) + 32

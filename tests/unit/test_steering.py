@@ -1,0 +1,118 @@
+"""System messages in the middle of a chat, with chat templates as models have them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from api.tools.history import for_template
+from api.tools.steering import steered
+from api.tools.style import style_of
+from engine.text.tokenizer import Tokenizer
+from tests.support.models import bytes_tokenizer
+from tests.support.templates import TEMPLATES
+
+RULES = {"role": "system", "content": "Rules."}
+ASK = {"role": "user", "content": "What?"}
+REPLY = {"role": "assistant", "content": "That."}
+STEER = {"role": "system", "content": "Now in French."}
+SHOWN = "<system>\nNow in French.\n</system>"
+CALLED = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "20"}
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    tokenizer = bytes_tokenizer()
+    tokenizer._base.chat_template = TEMPLATES[name]
+    return Tokenizer(tokenizer._base)
+
+
+def render_of(name: str) -> Render:
+    tokenizer = tokenizer_of(name)
+    style = style_of(TEMPLATES[name])
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        plain, _ = for_template(messages, (), TEMPLATES[name], style)
+        return tokenizer.render(plain)
+
+    return render
+
+
+def placed(name: str, *messages: Mapping[str, Any], hoisted: bool = True) -> list[Any]:
+    return list(steered(messages, render_of(name), hoisted=hoisted))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "chatml", "llama3"])
+def test_a_template_that_renders_them_where_they_are_is_left_alone(name: str) -> None:
+    chat = [RULES, ASK, REPLY, STEER, ASK]
+    assert chat == placed(name, *chat)
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+@pytest.mark.parametrize("lead", [[RULES], []])
+@pytest.mark.parametrize(
+    "chat", [[ASK, REPLY], [ASK, REPLY, ASK, REPLY]], ids=["one turn", "two turns"]
+)
+def test_a_chat_without_one_is_left_alone(name: str, lead: list[Any], chat: list[Any]) -> None:
+    assert [*lead, *chat, ASK] == placed(name, *lead, *chat, ASK)
+
+
+@pytest.mark.parametrize("name", ["deepseek", "joined"])
+def test_only_with_the_setting_a_hoisted_one_stays_where_it_is(name: str) -> None:
+    chat = [RULES, ASK, REPLY, STEER, ASK]
+    assert chat == placed(name, *chat, hoisted=False)
+    said = {"role": "user", "content": f"{SHOWN}\n\nWhat?"}
+    assert [RULES, ASK, REPLY, said] == placed(name, *chat)
+
+
+@pytest.mark.parametrize("name", ["gemma", "mistral", "strict", "silent"])
+def test_one_that_would_be_lost_is_rendered_without_the_setting(name: str) -> None:
+    chat = [RULES, ASK, REPLY, STEER, ASK]
+    said = {"role": "user", "content": f"{SHOWN}\n\nWhat?"}
+    assert [RULES, ASK, REPLY, said] == placed(name, *chat, hoisted=False)
+    assert SHOWN in render_of(name)(placed(name, *chat, hoisted=False))
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+@pytest.mark.parametrize(
+    "chat",
+    [
+        [RULES, ASK, REPLY, STEER, ASK],
+        [RULES, ASK, REPLY, STEER],
+        [RULES, ASK, STEER],
+        [ASK, REPLY, STEER, STEER, ASK],
+        [RULES, ASK, REPLY, STEER, ASK, REPLY, STEER, ASK],
+    ],
+    ids=["user after", "last", "after a user", "two", "two turns"],
+)
+def test_no_template_changes_what_stands_before_it(name: str, chat: list[Any]) -> None:
+    """What was rendered of the chat up to the message is the beginning of all later prompts."""
+    render = render_of(name)
+    first = next(n for n, each in enumerate(chat) if each is STEER)
+    text = render(placed(name, *chat))
+    before = render(placed(name, *chat[:first]))
+    kept = before[: before.rindex(chat[first - 1]["content"]) + len(chat[first - 1]["content"])]
+    assert text.startswith(kept)
+    assert text.count("Now in French.") == chat.count(STEER)
+    more = [*chat, REPLY, ASK] if chat[-1] is not REPLY else [*chat, ASK]
+    shown = text[: text.rindex("Now in French.")]
+    assert render(placed(name, *more)).startswith(shown)
+
+
+def test_after_a_tools_result_it_is_a_turn_of_its_own() -> None:
+    chat = [RULES, ASK, CALLED, RESULT, STEER]
+    assert [*chat[:-1], {"role": "user", "content": SHOWN}] == placed("deepseek", *chat)
+
+
+def test_beside_images_it_is_a_part() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    chat = [RULES, ASK, REPLY, STEER, {"role": "user", "content": [image]}]
+    said = placed("strict", *chat)[-1]
+    assert [{"type": "text", "text": SHOWN}, image] == said["content"]
