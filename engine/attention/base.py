@@ -292,11 +292,13 @@ def _widened(rows: torch.Tensor, groups: int) -> torch.Tensor:
 
 
 def softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last axis in float32. A sink, [..., 1, 1] or None, takes its share first."""
+    """Softmax over the last axis in float32. A sink, [..., 1, 1] or None, takes its share first.
+
+    It stands before the scores, so that how many follow does not change the order of the sum."""
     if sinks is None:
         return torch.softmax(scores, -1, dtype=torch.float32)
     sink = sinks.to(scores.dtype).expand_as(scores[..., :1])
-    return torch.softmax(torch.cat([scores, sink], -1), -1, dtype=torch.float32)[..., :-1]
+    return torch.softmax(torch.cat([sink, scores], -1), -1, dtype=torch.float32)[..., 1:]
 
 
 def causal_mask(

@@ -1,18 +1,19 @@
 """Attention on a CPU, over working copies of the running sequences' KV (`attention.copies`).
 
 Same contract as `attention.ReferenceAttention`. `attention.dense` computes attention in float32,
-whatever the model's dtype, in one call per part of a step and layer. The reference serves a
-sequence for whose copy there is no memory. Engine thread only.
+whatever the model's dtype, in one call per part of a step and layer. Without memory for its copy, a
+sequence is gathered from the pool anew for each layer. Engine thread only.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import lcm
 
 import torch
 
 from engine.attention import dense
-from engine.attention.base import AttentionOptions, attend_span
+from engine.attention.base import AttentionOptions, first_seen, gather, write_span
 from engine.attention.copies import DEFAULT_BUDGET_BYTES, Rows, WorkingCopies, WorkingCopy
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
@@ -26,8 +27,8 @@ _TILE_ROWS = 2048  # the same, multiplied by the query heads that share a key
 
 @dataclass(slots=True)
 class _SpanPart:
-    """One span's part of a step. Its rows begin at `first`. If `copy` is None, the reference serves
-    it."""
+    """One span's part of a step. Its rows begin at `first`. If `copy` is None, its keys and values
+    are gathered."""
 
     span: Span
     first: int
@@ -95,13 +96,7 @@ class CpuAttention:
                 end = part.first + len(part.spans)
                 continue
             end = part.first + len(part.span.tokens)
-            if part.copy is not None:
-                self._span(part, part.copy, layer, query, key, value, options, output)
-            else:
-                rows = slice(part.first, end)
-                output[rows] = attend_span(
-                    self._kv, layer, part.span, query[rows], key[rows], value[rows], options
-                )
+            self._span(part, layer, query, key, value, options, output)
         if end < query.shape[0]:
             output[end:] = 0  # padding
         return output.to(computed)
@@ -184,7 +179,6 @@ class CpuAttention:
     def _span(
         self,
         part: _SpanPart,
-        copy: WorkingCopy,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -192,12 +186,21 @@ class CpuAttention:
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
-        (key_run, key_part), (value_run, value_part) = self._places[layer]
+        start, num_tokens = part.span.start, len(part.span.tokens)
+        if part.copy is not None:
+            (key_run, key_part), (value_run, value_part) = self._places[layer]
+            keys, values = part.copy.runs[key_run], part.copy.runs[value_run]
+        else:
+            rows = slice(part.first, part.first + num_tokens)
+            if part.span.write_kv:
+                write_span(self._kv, layer, part.span, key[rows], value[rows])
+            keys, values, skipped = self._gathered(part.span, layer, options.window)
+            key_part, value_part, start = 0, 0, start - skipped
         tile = max(1, min(_TILE, _TILE_ROWS * key.shape[1] // query.shape[1]))
         if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
             self._triangle = torch.full((_TILE, _TILE), -torch.inf).triu(1)
-        start, num_tokens = part.span.start, len(part.span.tokens)
-        size = query.shape[1] // key.shape[1] * min(tile, num_tokens) * (start + num_tokens)
+        num_rows = query.shape[1] // key.shape[1] * min(tile, num_tokens)
+        size = dense.scratch_size(num_rows, start + num_tokens)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.float32)
         self._attend_span(
@@ -205,10 +208,10 @@ class CpuAttention:
             query,
             key,
             value,
-            part.span.write_kv,
-            copy.runs[key_run],
+            part.span.write_kv and part.copy is not None,
+            keys,
             key_part,
-            copy.runs[value_run],
+            values,
             value_part,
             start,
             start + num_tokens,
@@ -221,6 +224,23 @@ class CpuAttention:
             self._scratch,
             output,
         )
+
+    def _gathered(
+        self, span: Span, layer: int, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """The span's keys and values of one layer as runs of one part, and how many leading
+        positions they lack."""
+        size = self._kv.block_size
+        unit = lcm(size, dense.PIECE)
+        skipped = first_seen(span.start, window) // unit * unit
+        end = span.start + len(span.tokens)
+        runs = []
+        for rows in gather(self._kv, layer, span.block_table, end, skipped // size):
+            num_keys, heads, dim = rows.shape
+            run = torch.empty(1, heads, dense.padded_keys(num_keys), dim)
+            run[0, :, :num_keys] = rows.transpose(0, 1)
+            runs.append(run)
+        return runs[0], runs[1], skipped
 
     def _rounded(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows, rounded as the pool rounds them."""

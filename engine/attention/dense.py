@@ -3,11 +3,20 @@
 TorchScript compiles them (`engine.torchscript`), so that a layer's attention is one call. A step of
 16 sequences makes about 4,000 calls of torch here. From Python, each would release Python's lock
 and wait for it again. Called uncompiled, they compute the same bits.
+
+A token gets the same bits alone, beside others and inside a chunk of any size. One library, torch's
+BLAS, does all products, always in the kernel for whole groups of `_ROWS` rows and `_LANES` keys.
+Sums over keys are cut at the same positions for all. docs/exactness.md tells what breaks otherwise.
 """
 
 import torch
 
 from engine.attention.base import causal_mask, first_seen, softmax_with_sinks
+
+_ROWS = 4  # rows are padded to a multiple, because MKL has another kernel for those left over
+_LANES = 16  # a softmax begins at a multiple of keys and ends at one
+PIECE = 192  # values summed by one product; how MKL cuts more depends on how many there are
+_SMALL = 1024  # multiplications; below 400, torch does those of a batch in a loop of its own
 
 
 def attend_tokens(
@@ -41,13 +50,15 @@ def attend_tokens(
         if value_part != key_part:
             there = value[first:stop].reshape(-1, value.shape[2]).float()
             buffer.index_copy_(0, rows[value_part], there)
-    scaled = query[first:stop] * scaling
-    shape = [key.shape[1], query.shape[1] // key.shape[1], -1]
+    num_kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    shape = [len(positions), num_kv_heads, groups, -1]
+    scaled = _padded((query[first:stop] * scaling).view(shape))
+    attended = scaled.new_empty(scaled.shape[0], scaled.shape[1], scaled.shape[2], value.shape[2])
     for number, position in enumerate(positions):
-        keys = runs[number][key_part, :, : position + 1].transpose(1, 2)
-        values = runs[number][value_part, :, : position + 1, : value.shape[2]]
-        one, to = scaled[number].view(shape), output[first + number].view(shape)
-        attend_one(one, keys, values, position, window, softcap, sinks, to)
+        keys = runs[number][key_part]
+        values = runs[number][value_part, :, :, : value.shape[2]]
+        attend_one(scaled[number], keys, values, position, window, softcap, sinks, attended[number])
+    output[first:stop].view(shape).copy_(attended[:, :, :groups])
     return output
 
 
@@ -61,20 +72,67 @@ def attend_one(
     sinks: torch.Tensor | None,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of one scaled query [Hkv, groups, Dk] at `position` over keys [Hkv, Dk, position +
-    1] and values [Hkv, position + 1, Dv]. The heads of a group share a GEMM. output: [Hkv, groups,
-    Dv]."""
-    low = first_seen(position, window)
-    if low > 0:
-        key, value = key[:, :, low:], value[:, low:]
-    scores = torch.bmm(query, key)
+    """Attention of one scaled query [Hkv, rows, Dk] at `position` over keys [Hkv, capacity, Dk] and
+    values [Hkv, capacity, Dv]. The heads of a group are rows, padded. output: [Hkv, rows, Dv]."""
+    low, end = first_seen(position, window), position + 1
+    base, top = _aligned(low, end)
+    scores = torch.bmm(query, key[:, base:top].transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
+    if low > base:
+        scores[:, :, : low - base].fill_(-torch.inf)
+    if top > end:
+        scores[:, :, end - base :].fill_(-torch.inf)
     if sinks is None:
-        weights = torch.softmax(scores, -1)
+        weights = torch.softmax(scores, -1, out=scores)
     else:
-        weights = softmax_with_sinks(scores, sinks.view(scores.shape[0], scores.shape[1], 1))
-    return torch.bmm(weights, value, out=output)
+        own = _padded(sinks.view(query.shape[0], -1, 1))
+        weights = softmax_with_sinks(scores, own)
+    start = low
+    while start < end:
+        until = _piece_end(start, end)
+        these, there = weights[:, :, start - base : until - base], value[:, start:until]
+        if _is_small(these[0].numel() * there.shape[2]):
+            for head in range(query.shape[0]):
+                _add_product(output[head], these[head], there[head], start == low)
+        elif start == low:
+            torch.bmm(these, there, out=output)
+        else:
+            torch.baddbmm(output, these, there, out=output)
+        start = until
+    return output
+
+
+def _add_product(
+    total: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, first: bool
+) -> torch.Tensor:
+    """Add weights [M, K] @ values [K, Dv] to `total` [M, Dv], or set it if `first`."""
+    if first:
+        return torch.mm(weights, values, out=total)
+    return torch.addmm(total, weights, values, out=total)
+
+
+# TorchScript knows no module's constants, but arguments' defaults.
+
+
+def _padded(rows: torch.Tensor, multiple: int = _ROWS) -> torch.Tensor:
+    """[..., M, D] with rows of zeros up to a multiple."""
+    missing = -rows.shape[-2] % multiple
+    return torch.constant_pad_nd(rows, [0, 0, 0, missing]) if missing > 0 else rows
+
+
+def _aligned(low: int, end: int, lanes: int = _LANES) -> tuple[int, int]:
+    """Keys [low, end) and those beside them that a softmax also takes."""
+    return low - low % lanes, end + -end % lanes
+
+
+def _piece_end(start: int, end: int, piece: int = PIECE) -> int:
+    """The end of the piece that begins at `start`."""
+    return min(start - start % piece + piece, end)
+
+
+def _is_small(num_products: int, small: int = _SMALL) -> bool:
+    return num_products < small
 
 
 def attend_span(
@@ -110,25 +168,21 @@ def attend_span(
     if write:
         keys[:, start:end].copy_(key[first:stop].transpose(0, 1))
         values[:, start:end].copy_(value[first:stop].transpose(0, 1))
-    keys, values = keys[:, :end], values[:, :end]
     scaled = query[first:stop] * scaling
     if end - start == 1:
-        shape = [keys.shape[0], query.shape[1] // keys.shape[0], -1]
-        one, to = scaled[0].view(shape), output[first].view(shape)
-        attend_one(one, keys.transpose(1, 2), values, start, window, softcap, sinks, to)
+        groups = query.shape[1] // keys.shape[0]
+        one = _padded(scaled[0].view(keys.shape[0], groups, -1))
+        attended = one.new_empty(one.shape[0], one.shape[1], values.shape[2])
+        attend_one(one, keys, values, start, window, softcap, sinks, attended)
+        output[first].view(keys.shape[0], groups, -1).copy_(attended[:, :groups])
         return output
-    if values.stride(1) != values.shape[2]:
-        # A leading part of keys (latents). With gaps between rows, oneDNN multiplies a thousand
-        # times more slowly (2,048 x 256 by 512: 6.3 s instead of 4.7 ms on an AMD EPYC).
-        values = values.contiguous()
     for low in range(start - start % tile, end, tile):
         begin, until = max(low, start), min(low + tile, end)
-        seen = first_seen(begin, window)
         _attend_tile(
             scaled[begin - start : until - start],
-            keys[:, seen:until],
-            values[:, seen:until],
-            begin - seen,
+            keys,
+            values,
+            begin,
             window,
             softcap,
             sinks,
@@ -151,46 +205,53 @@ def _attend_tile(
     scratch: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of scaled queries [T, Hq, Dk] at positions from `start` over keys [Hkv, start + T,
-    Dk]."""
+    """Attention of scaled queries [T, Hq, Dk] at positions from `start` over keys [Hkv, capacity,
+    Dk]. The triangle keeps each query from later keys."""
     num_queries, dim = query.shape[0], query.shape[2]
-    num_kv_heads, num_keys = key.shape[0], key.shape[1]
-    groups, value_dim = query.shape[1] // num_kv_heads, value.shape[2]
+    num_kv_heads, value_dim = key.shape[0], value.shape[2]
+    groups = query.shape[1] // num_kv_heads
+    low, end = first_seen(start, window), start + num_queries
+    base, top = _aligned(low, end)
     folded = query.view(num_queries, num_kv_heads, groups, dim)
-    folded = folded.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * num_queries, dim)
+    folded = _padded(folded.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * num_queries, dim))
+    num_rows = folded.shape[1]
+    # Into memory that the next call reuses, because fresh pages would cost twice as much.
+    scores = scratch[: num_rows * (top - base)].view(num_rows, top - base)
+    real = scores[: groups * num_queries].view(groups, num_queries, top - base)
+    attended = query.new_empty(num_rows, value_dim)
     to = output.view(num_queries, num_kv_heads, groups, value_dim)
     for head in range(num_kv_heads):
-        scores = _matmul(folded[head], key[head]).view(groups, num_queries, num_keys)
+        torch.mm(folded[head], key[head, base:top].t(), out=scores)
         if softcap is not None:
-            scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
+            scores.div_(softcap).tanh_().mul_(softcap)
         if window is None:
-            scores[:, :, start:] += triangle[:num_queries, :num_queries]
+            real[:, :, start:end] += triangle[:num_queries, :num_queries]
         else:
-            mask = causal_mask(num_queries, start, window, scores.device)
-            scores.masked_fill_(~mask, float("-inf"))
+            mask = causal_mask(num_queries, start - base, window, scores.device)
+            real[:, :, : end - base].masked_fill_(~mask, -torch.inf)
+        if top > end:
+            scores[:, end - base :].fill_(-torch.inf)
         if sinks is None:
-            # Into memory that the next call reuses, because fresh pages would cost twice as much.
-            weights = scratch[: scores.numel()].view(groups * num_queries, num_keys)
-            torch.softmax(scores.view(-1, num_keys), -1, out=weights)
+            weights = torch.softmax(scores, -1, out=scores)
         else:
-            own = sinks.view(num_kv_heads, groups, 1, 1)[head]
-            weights = softmax_with_sinks(scores, own).view(-1, num_keys)
-        attended = _matmul(weights, value[head].t()).view(groups, num_queries, value_dim)
-        to[:, head] = attended.transpose(0, 1)
+            own = sinks.view(num_kv_heads, groups, 1)[head].expand(groups, num_queries)
+            weights = softmax_with_sinks(scores, _padded(own.reshape(-1, 1)))
+        first = low
+        while first < end:
+            until = _piece_end(first, end)
+            these = weights[:, first - base : until - base]
+            _add_product(attended, these, value[head, first:until], first == low)
+            first = until
+        sums = attended[: groups * num_queries].view(groups, num_queries, value_dim)
+        to[:, head] = sums.transpose(0, 1)
     return output
 
 
-if torch.backends.mkldnn.is_available():
+def scratch_size(num_rows: int, num_keys: int) -> int:
+    """How many numbers a tile's scores take."""
+    return (num_rows + _ROWS) * (num_keys + 2 * _LANES)
 
-    def _matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """rows [M, K] @ weight.T, weight [N, K], by oneDNN, which torch itself would not use
-        here."""
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, weight, None, "none", [], ""
-        )
-        return product
 
-else:
-
-    def _matmul(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(rows, weight)
+def padded_keys(num_keys: int) -> int:
+    """How many rows of keys are read for the first `num_keys`. The rest need not hold anything."""
+    return num_keys + -num_keys % _LANES

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import cpu, dense
 from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
@@ -100,32 +99,6 @@ def test_layers_of_other_shapes_agree_with_the_reference(
         reference.finish()
         fast.finish()
     assert torch.equal(pools[0], pools[1]), "both paths write the same"
-
-
-@pytest.mark.parametrize("layers", SHAPES.values(), ids=SHAPES)
-def test_the_kernel_is_given_rows_without_gaps(
-    layers: tuple[LayerLayout, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With gaps, as a latent's value within its key has, oneDNN takes a thousand times as long."""
-    multiply, strides = dense._matmul, []
-
-    def watched(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        by_rows = weight if weight.stride(1) == 1 else weight.t()
-        strides.append((by_rows.stride(), by_rows.shape[1]))
-        return multiply(rows, weight)
-
-    monkeypatch.setattr(dense, "_matmul", watched)
-    monkeypatch.setattr(cpu, "script", lambda function: function)
-    fast = CpuAttention(torch.zeros(40, *BlockLayout(layers, BLOCK, "float32").shape), layers)
-    fast.begin(STEPS[0])
-    total = sum(len(span.tokens) for span in STEPS[0])
-    for number, layer in enumerate(layers):
-        key = torch.zeros(total, layer.num_heads, layer.key_dim)
-        query = torch.zeros(total, 40, layer.key_dim)
-        value = torch.zeros(total, layer.num_heads, layer.value_dim)
-        fast.attend(number, query, key, value, OPTIONS["plain"])
-    assert strides
-    assert all((width, 1) == stride for stride, width in strides)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,176 @@
+"""Which attention and which packed layers give a token other bits alone than in a chunk on a CPU.
+
+    python -m tests.parity.bits [--threads 1 2 3] [--dtype bfloat16] [--every]
+
+Prints a line for each shape that does, and ends with exit code 1 if there is one. It is run under
+limits of torch's and oneDNN's instruction sets, which a process reads once, and needs no model.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.attention.base import AttentionOptions
+from engine.attention.cpu import CpuAttention
+from engine.batch import Span
+from engine.models.packing import PackedLinear, has_bfloat16
+from engine.request import SamplingParams
+from tiers.blocks.layout import BlockLayout, LayerLayout
+
+BLOCK, PARAMS = 64, SamplingParams(temperature=0)
+LAYERS = ((576, 960), (576, 1536), (1536, 576), (2048, 512))
+AMPLE = 1 << 24  # bytes of working copies
+LENGTHS = (40, 700)  # a prompt that ends within the first piece of keys, and one of several
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's attention: KV heads, query heads for each, and numbers of a key and a value."""
+
+    kv_heads: int
+    groups: int
+    dim: int
+    value_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    shared: bool = False
+
+    @property
+    def layers(self) -> tuple[LayerLayout, ...]:
+        return (
+            LayerLayout(
+                self.kv_heads, self.dim, self.value_dim, shared=self.shared, window=self.window
+            ),
+        )
+
+    def options(self) -> AttentionOptions:
+        sinks = torch.linspace(-1, 4, self.kv_heads * self.groups) if self.sinks else None
+        return AttentionOptions(self.dim**-0.5, self.window, self.softcap, sinks)
+
+
+FEW = (
+    Shape(3, 3, 64, 64),
+    Shape(4, 1, 64, 64),
+    Shape(2, 2, 128, 128),
+    Shape(1, 12, 80, 80, window=150),
+    Shape(2, 5, 16, 16, softcap=5.0),
+    Shape(1, 6, 72, 64, shared=True),
+    Shape(2, 4, 64, 64, window=130, sinks=True),
+)
+EVERY = FEW + tuple(
+    Shape(kv_heads, groups, dim, dim, window)
+    for kv_heads, groups in ((6, 1), (3, 2), (2, 3), (2, 7), (1, 8), (1, 71))
+    for dim in (64, 80, 96, 128, 256)
+    for window in (None, 333)
+)
+
+
+def differing(
+    shape: Shape, lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float32
+) -> Iterator[str]:
+    """The ways of cutting a prompt in which a row has other bits than in one chunk."""
+    for length in lengths:
+        whole = computed(shape, length, [length], dtype)
+        for name, cuts in ways(length).items():
+            for budget in (AMPLE, 0):
+                rows = computed(shape, length, cuts, dtype, budget)
+                there = slice(length - len(rows), length)
+                moved = (rows != whole[there]).flatten(1).any(1).nonzero().flatten().tolist()
+                if moved:
+                    kept = "" if budget else " without a copy"
+                    yield f"{length} tokens, {name}{kept}: {len(moved)} rows, first {moved[0]}"
+
+
+@torch.inference_mode()
+def differing_layers(dtype: torch.dtype, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The packed layers, by inputs and outputs, whose rows depend on how many there are."""
+    generator = torch.Generator().manual_seed(1)
+    for inputs, outputs in sizes:
+        linear = nn.Linear(inputs, outputs, bias=False)
+        linear.weight.data = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+        packed = PackedLinear(linear.to(dtype))
+        rows = torch.randn(512, inputs, generator=generator).to(dtype)
+        whole = packed(rows)
+        for count in (2, 3, 4, 7, 16, 17, 65, 130, 300):
+            if not torch.equal(packed(rows[5 : 5 + count])[:512], whole[5 : 5 + count]):
+                yield f"a layer of {inputs} x {outputs}, {count} rows"
+
+
+def ways(length: int) -> dict[str, list[int]]:
+    """Ways of cutting a prompt: the counts of tokens of its chunks. A prompt's cached beginning is
+    a first chunk that an earlier step computed."""
+    odd = [7, 1, 30, 2, 130, 1, 64, 17]
+    ends = np.minimum(np.cumsum(odd), length)
+    pieces = [int(n) for n in np.diff(ends, prepend=0, append=length) if n]
+    return {
+        "in blocks": [min(BLOCK, length - at) for at in range(0, length, BLOCK)],
+        "in odd pieces": pieces,
+        "the last tokens alone": [length - 20, *[1] * 20],
+        "all but one cached": [length - 1, 1],
+    }
+
+
+@torch.inference_mode()
+def computed(
+    shape: Shape, length: int, cuts: Sequence[int], dtype: torch.dtype, budget: int = AMPLE
+) -> torch.Tensor:
+    """The outputs [length, Hq, Dv] of a prompt that is computed in chunks of these sizes."""
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(length, shape.kv_heads * shape.groups, shape.dim, generator=generator)
+    key = torch.randn(length, shape.kv_heads, shape.dim, generator=generator)
+    value = torch.randn(length, shape.kv_heads, shape.value_dim, generator=generator)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    value = key[..., : shape.value_dim] if shape.shared else value
+    table = list(range(-(-length // BLOCK)))
+    layout = BlockLayout(shape.layers, BLOCK, "float32")
+    pool = torch.full((len(table), *layout.shape), torch.nan, dtype=dtype)
+    attention = CpuAttention(pool, shape.layers, budget_bytes=budget)
+    attention._copies._buffer.fill_(torch.nan)  # rows that nobody has written change nothing
+    outputs, start = [], 0
+    for count in cuts:
+        rows = slice(start, start + count)
+        tokens = np.zeros(count, np.int32)
+        attention.begin([Span(1, tokens, start, table, True, PARAMS)])
+        options = shape.options()
+        outputs.append(attention.attend(0, query[rows], key[rows], value[rows], options))
+        attention.finish()
+        start += count
+    return torch.cat(outputs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--every", action="store_true", help="all shapes and up to 8,192 tokens")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    arguments = parser.parse_args()
+    shapes, found = EVERY if arguments.every else FEW, 0
+    dtype = getattr(torch, arguments.dtype)
+    for shape in shapes:
+        outputs = []
+        for num_threads in arguments.threads:
+            torch.set_num_threads(num_threads)
+            outputs.append(computed(shape, LENGTHS[-1], [LENGTHS[-1]], dtype))
+            for way in differing(shape, dtype=dtype):
+                found += 1
+                print(f"{shape}, {num_threads} threads, {way}", flush=True)
+        if any(not torch.equal(outputs[0], other) for other in outputs[1:]):
+            found += 1
+            print(f"{shape}: threads change bits", flush=True)
+    for num_threads in arguments.threads if dtype == torch.float32 or has_bfloat16() else ():
+        torch.set_num_threads(num_threads)
+        for way in differing_layers(dtype, LAYERS):
+            found += 1
+            print(f"{num_threads} threads, {way}", flush=True)
+    print(f"{len(shapes)} shapes, {found} differences, {torch.backends.cpu.get_cpu_capability()}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
