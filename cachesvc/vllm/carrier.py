@@ -8,6 +8,7 @@ In the node's frame a block is a run of slabs, one per layer, in the layers' ord
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,27 +17,15 @@ import torch
 
 from cachesvc.vllm.identity import EngineIdentity, Unsupported
 from cachesvc.vllm.link import NodeLink
+from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.planner import Transfer
+from cachesvc.vllm.slabs import BlockCopier, copier_of, slabs_of
+from tiers.node.arena import SharedMemory, frame_stride
 from tiers.node.client import NodeClient
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # of a load from the disk, or of a store
-
-
-def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
-    """A layer's KV as views `[num_blocks, bytes]`, in memory order.
-
-    Accepts any dense order of dimensions in which the block is first or second. There is one view
-    if blocks come first, and two if K and V do. Raises Unsupported.
-    """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
-    sizes = list(dense.shape)
-    if not dense.is_contiguous() or num_blocks not in sizes[:2]:
-        raise Unsupported(f"KV of shape {list(tensor.shape)} and strides {list(tensor.stride())}")
-    parts = [dense] if sizes[0] == num_blocks else list(dense.unbind(0))
-    return [part.reshape(num_blocks, -1).view(torch.uint8) for part in parts]
 
 
 @dataclass(slots=True)
@@ -60,22 +49,30 @@ class Carrier:
     def __init__(self, identity: EngineIdentity, node: Path, rank: int) -> None:
         self._identity = identity
         self._rank = rank
+        self._node = node
+        self._locked: LockedMemory | None = None
         self._links = [NodeLink(node, identity.layout, timeout_s=TIMEOUT_S) for _ in range(2)]
         self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue(), SimpleQueue()]
         self._threads: list[threading.Thread] = []
-        self._slabs: list[torch.Tensor] = []
+        self._device = torch.device("cpu")
+        self._copiers: list[BlockCopier] = []
         self._lock = threading.Lock()
         self._done = _Done()
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
         """Starts to serve these tensors. Raises Unsupported if their blocks have another shape."""
-        self._slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
-        block_bytes = sum(slab.shape[1] for slab in self._slabs)
+        slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
+        block_bytes = sum(slab.shape[1] for slab in slabs)
         if block_bytes != self._identity.block_bytes:
             raise Unsupported(
                 f"a block has {block_bytes} bytes in vLLM's tensors and "
                 f"{self._identity.block_bytes} by its configuration"
             )
+        self._device = slabs[0].device
+        stride = frame_stride(self._identity.layout)
+        self._copiers = [copier_of(slabs, stride) for _ in range(2)]
+        if self._device.type == "cuda":
+            self._locked = LockedMemory(self._node, self._identity.layout, self._device)
         for name, work, queue in (
             ("load", self._load, self._queues[0]),
             ("save", self._save, self._queues[1]),
@@ -88,7 +85,7 @@ class Carrier:
 
     def move(self, loads: Sequence[Transfer], saves: Sequence[Transfer]) -> None:
         """Starts these transfers, after the device work submitted before this call."""
-        ready = _mark() if (loads or saves) and self._slabs[0].is_cuda else None
+        ready = _mark() if (loads or saves) and self._device.type == "cuda" else None
         for queue, transfers in zip(self._queues, (loads, saves), strict=True):
             for transfer in transfers:
                 queue.put(_Job(transfer, ready))
@@ -114,10 +111,12 @@ class Carrier:
             thread.join(TIMEOUT_S)
         for link in self._links:
             link.close()
+        if self._locked is not None:
+            self._locked.close()
 
     def _serve(self, work: Callable[[Transfer], None], queue: "SimpleQueue[_Job | None]") -> None:
-        if self._slabs[0].is_cuda:  # copies use a stream beside the model's
-            torch.cuda.set_stream(torch.cuda.Stream(self._slabs[0].device))
+        if self._device.type == "cuda":  # copies use a stream beside the model's
+            torch.cuda.set_stream(torch.cuda.Stream(self._device))
         while (job := queue.get()) is not None:
             if job.ready is not None:
                 job.ready.synchronize()
@@ -133,13 +132,9 @@ class Carrier:
         def use(node: NodeClient) -> int:
             frames = node.lease(transfer.ids[self._rank])
             assert node.memory is not None
-            for frame, block in zip(frames, transfer.blocks, strict=False):
-                at = 0
-                for slab in self._slabs:
-                    size = slab.shape[1]
-                    slab[block].copy_(node.memory.rows[frame, at : at + size])
-                    at += size
-            _wait(self._slabs[0])
+            blocks = transfer.blocks[: len(frames)]
+            with self._rows(node.memory, frames) as rows:
+                self._copiers[0].load(rows, frames, blocks, _piece(node.memory))
             node.release(frames)
             return len(frames)
 
@@ -149,17 +144,20 @@ class Carrier:
         def use(node: NodeClient) -> None:
             pairs = node.reserve(transfer.ids[self._rank])
             assert node.memory is not None
-            for position, frame in pairs:
-                block, at = transfer.blocks[position], 0
-                for slab in self._slabs:
-                    size = slab.shape[1]
-                    node.memory.rows[frame, at : at + size].copy_(slab[block])
-                    at += size
-            _wait(self._slabs[0])
-            node.commit([frame for _, frame in pairs])
+            frames = [frame for _, frame in pairs]
+            blocks = [transfer.blocks[position] for position, _ in pairs]
+            with self._rows(node.memory, frames) as rows:
+                self._copiers[1].save(rows, frames, blocks, _piece(node.memory))
+            node.commit(frames)
 
         self._links[1].attempt(use)
         self._end(transfer, len(transfer.blocks), is_load=False)
+
+    def _rows(
+        self, memory: SharedMemory, frames: Sequence[int]
+    ) -> AbstractContextManager[torch.Tensor]:
+        """The rows for copies of these frames of the node's memory: locked for a GPU."""
+        return self._locked.rows(memory, frames) if self._locked else nullcontext(memory.rows)
 
     def _end(self, transfer: Transfer, num_moved: int, *, is_load: bool) -> None:
         with self._lock:
@@ -170,13 +168,12 @@ class Carrier:
                 self._done.saved.add(transfer.request_id)
 
 
+def _piece(memory: SharedMemory) -> int:
+    """Frames that one registration may have; all, where the node offers none."""
+    return memory.piece_frames or memory.num_frames
+
+
 def _mark() -> "torch.cuda.Event":
     event = torch.cuda.Event()
     event.record()
     return event
-
-
-def _wait(slab: torch.Tensor) -> None:
-    """Waits until this thread's copies are done."""
-    if slab.is_cuda:
-        torch.cuda.current_stream(slab.device).synchronize()

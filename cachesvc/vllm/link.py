@@ -9,6 +9,7 @@ from typing import TypeVar
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.errors import NodeError, NodeGone
+from tiers.node.arena import SharedMemory
 from tiers.node.client import NodeClient
 from tiers.tier import TierName
 
@@ -68,6 +69,11 @@ class NodeLink:
             self._is_away = False
             logger.warning("cachesvc: the node is back")
         return used
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """The node's memory as this connection maps it, while there is one."""
+        return self._client.memory
 
     def close(self) -> None:
         self._client.close()

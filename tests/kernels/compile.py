@@ -22,6 +22,10 @@ POINTERS = {
     "partial": "fp32",
     "maxima": "fp32",
     "sums": "fp32",
+    "stage": "i64",
+    "slabs": "i64",
+    "starts": "i64",
+    "blocks": "i64",
 }
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
 

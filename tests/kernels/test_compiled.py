@@ -4,6 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from cachesvc.vllm.kernel import move_slabs
 from engine.attention.kernels import _merge_kernel, merge_constants
 from engine.attention.tiling import tiling
 from tests.kernels.compile import compiled
@@ -32,6 +33,14 @@ def test_the_merging_kernel_fits(capability: int) -> None:
         chosen = merge_constants(8, rows, dim, sinks=rows == 8)
         taken = compiled(_merge_kernel, chosen, "fp16", capability)
         assert taken.shared <= SHARED[75] and taken.spilled <= MOST_SPILLED, (rows, dim, taken)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", [75, 90])
+@pytest.mark.parametrize("gather", [False, True])
+def test_the_kernel_under_vllm_fits(capability: int, gather: bool) -> None:
+    taken = compiled(move_slabs, {"GATHER": gather, "TILE": 1024}, "fp16", capability)
+    assert (0, 0) == (taken.shared, taken.spilled), taken
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (12, 0)])

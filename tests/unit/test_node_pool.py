@@ -255,12 +255,66 @@ def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> 
     pool.check()
 
 
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_locked_frame_is_not_given_up_for_another_layout_which_has_the_rest(
+    pinned: bool,
+) -> None:
+    """Its memory would not go there, so every block of its layout would leave for nothing."""
+    other = engine_layout(4, 256, 4, "float32")
+    capacity = Capacity(5 * frame_stride(other))
+    small, large = Pool(create(LAYOUT, 10), capacity), Pool(create(other, 5), capacity)
+    small.memory.piece_frames = 4
+    ids = prompt(1, 10)
+    write(small, ids)
+    assert [True, True] == [small.arena.lock(piece) for piece in (0, 1)]
+    assert not small.arena.lock(2), "a tenth is left to others"
+    if pinned:
+        small.residency.pinned_keys = {each.key for each in ids}
+        for block in of_scopes(small, OTHER):
+            small.residency.queue.loaded(block, held=True)
+            small.residency.pin(block)
+    assert 1 == len(large.reserve(prompt(2, 5)))
+    assert 8 == small.residency.host.num_blocks
+    for pool in (small, large):
+        pool.check()
+    small.arena.unlock(0)
+    assert 2 == len(large.reserve(prompt(4, 5)))
+    assert 4 == small.residency.host.num_blocks
+    for pool in (small, large):
+        pool.check()
+
+
+def test_free_frames_of_a_locked_piece_count_and_are_taken_first() -> None:
+    pool = pool_of(8)
+    pool.memory.piece_frames = 3
+    write(pool, prompt(1, 1))
+    assert pool.arena.lock(1)
+    assert 3 * pool.arena.stride == pool.capacity.kept_bytes
+    assert [3, 4, 5, 1] == write(pool, prompt(2, 4))
+    pool.check()
+    purge(pool, ROOT)
+    assert 3 * pool.arena.stride == pool.capacity.kept_bytes == pool.arena.num_locked_bytes
+    pool.arena.unlock(1)
+    assert (0, 1) == (pool.capacity.kept_bytes, pool.residency.host.num_blocks)
+    assert 7 == len(pool.reserve(prompt(2, 7)))
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of requests of three clients, against what was written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = pool_of(6)
+        self.pool.memory.piece_frames = 2
+        self.locked: list[int] = []
+        give_back = self.pool.memory.give_back
+
+        def give_back_unlocked(number: int) -> None:
+            assert number // 2 not in self.locked, "a GPU still has this page"
+            give_back(number)
+
+        self.pool.memory.give_back = give_back_unlocked  # type: ignore[method-assign]
         self.leased: list[tuple[list[BlockId], list[int]]] = []
         self.filling: list[tuple[list[BlockId], list[tuple[int, int]]]] = []
 
@@ -295,6 +349,17 @@ class PoolMachine(RuleBasedStateMachine):
         if self.leased:
             at = data.draw(st.integers(0, len(self.leased) - 1))
             self.pool.release(self.leased.pop(at)[1])
+
+    @rule(piece=st.integers(0, 2))
+    def lock(self, piece: int) -> None:
+        if self.pool.arena.lock(piece):
+            self.locked.append(piece)
+
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        if self.locked:
+            piece = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
+            self.pool.arena.unlock(piece)
 
     @rule(other=st.booleans())
     def purge(self, other: bool) -> None:

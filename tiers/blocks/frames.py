@@ -56,6 +56,10 @@ class Arena(FrameMemory, Protocol):
         """A frame for a new owner, in place of this one. None: more frames must be given up."""
         ...
 
+    def can_reuse(self, frame: "Frame") -> bool:
+        """Whether it would help to give up this frame."""
+        ...
+
 
 class Frame:
     """One block's worth of host memory. The holder of the frame owns its bytes.
@@ -143,6 +147,10 @@ class FrameArena:
     def reuse(self, frame: Frame) -> Frame:
         """The same frame: all are alike."""
         return frame
+
+    def can_reuse(self, frame: Frame) -> bool:
+        """Always: all are alike."""
+        return True
 
     def tensor(self, number: int) -> torch.Tensor:
         """The memory of a frame."""

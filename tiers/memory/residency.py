@@ -291,7 +291,11 @@ class Residency:
 
     def _pinned_victim(self) -> Block | None:
         """A pinned block to leave the host: none of an owner within its share."""
-        may_lose = self._claims.may_lose_frame
+
+        def may_lose(block: Block) -> bool:
+            assert self.frames is not None and block.frame is not None
+            return self._claims.may_lose_frame(block) and self.frames.can_reuse(block.frame)
+
         victims = (each.host.pinned_victim(may_lose) for each in self.sharers)
         return next((block for block in victims if block is not None), None)
 

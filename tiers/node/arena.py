@@ -8,6 +8,8 @@ capacity allows, but only frames in use take memory.
 import fcntl
 import mmap
 import os
+from collections import Counter
+from collections.abc import Callable
 
 import torch
 
@@ -15,20 +17,32 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout
 from tiers.node.capacity import Capacity
 
+PIECE_BYTES = 64 << 20  # a client locks so much at once
+
 
 def frame_stride(layout: BlockLayout) -> int:
     """Bytes from one frame to the next: the size of a block, rounded up to whole pages."""
     return -(-layout.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def piece_frames(layout: BlockLayout) -> int:
+    """Frames that a client locks for its GPU together."""
+    return max(1, PIECE_BYTES // frame_stride(layout))
+
+
 class SharedMemory:
     """`num_frames` frames in a mapping of an open memory file. The node and each client have
     one."""
 
-    def __init__(self, file: int, layout: BlockLayout, num_frames: int) -> None:
+    def __init__(
+        self, file: int, layout: BlockLayout, num_frames: int, piece_frames: int = 0
+    ) -> None:
+        """`piece_frames`: what a client may lock at once; 0 if the node does not offer it."""
         self.file = file
         self.layout = layout
         self.num_frames = num_frames
+        self.piece_frames = piece_frames
+        self.before_close: Callable[[], None] = lambda: None  # while the file is still open
         self.stride = frame_stride(layout)
         self._map = mmap.mmap(file, self.stride * num_frames)
         self.rows = torch.frombuffer(self._map, dtype=torch.uint8).view(num_frames, self.stride)
@@ -47,6 +61,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the file. The mapping is freed once nothing refers to it."""
+        self.before_close()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -62,11 +77,17 @@ def create(layout: BlockLayout, num_frames: int) -> SharedMemory:
     fcntl.fcntl(
         file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     )
-    return SharedMemory(file, layout, num_frames)
+    return SharedMemory(file, layout, num_frames, piece_frames(layout))
 
 
 class SharedArena:
-    """An `Arena` over shared memory, within a capacity that several layouts share."""
+    """An `Arena` over shared memory, within a capacity that several layouts share.
+
+    A client may lock pieces of it, `piece_frames` frames each, for its GPU. The GPU goes on using
+    the pages that it was given, so a locked frame's memory never goes back to the system: the frame
+    would get other pages, and GPU and node would see different bytes. Locked frames count as used,
+    whoever has them, and serve this layout alone.
+    """
 
     def __init__(self, memory: SharedMemory, capacity: Capacity) -> None:
         self.memory = memory
@@ -74,14 +95,21 @@ class SharedArena:
         self.stride = memory.stride
         self._capacity = capacity
         self._free: list[int] = []
+        self._free_locked: list[int] = []
         self._fresh = 0  # frames from this number on were never used
+        self._locks: Counter[int] = Counter()  # clients by piece
 
     @property
     def num_free(self) -> int:
         """Frames of the file that no block has. The capacity may allow fewer."""
-        return self.num_frames - self._fresh + len(self._free)
+        return self.num_frames - self._fresh + len(self._free) + len(self._free_locked)
 
     def take(self) -> Frame | None:
+        self._capacity.asker = self
+        if self._free_locked:
+            self._capacity.kept_bytes -= self.stride
+            self._capacity.used_bytes += self.stride
+            return Frame(self, self._free_locked.pop())
         if not self.num_free or not self._capacity.reserve(self.stride):
             return None
         if self._free:
@@ -90,10 +118,14 @@ class SharedArena:
         return Frame(self, self._fresh - 1)
 
     def give(self, frame: Frame) -> None:
-        """Give a frame back, and its memory to the system."""
+        """Give a frame back, and its memory to the system unless it is locked."""
+        self._capacity.used_bytes -= self.stride
+        if self.is_locked(frame.number):
+            self._free_locked.append(frame.number)
+            self._capacity.kept_bytes += self.stride
+            return
         self._free.append(frame.number)
         self.memory.give_back(frame.number)
-        self._capacity.used_bytes -= self.stride
 
     def reuse(self, frame: Frame) -> Frame | None:
         """The same frame if it is of this layout. Otherwise its memory may be enough for one."""
@@ -102,6 +134,62 @@ class SharedArena:
         assert isinstance(frame.memory, SharedArena)
         frame.memory.give(frame)
         return self.take()
+
+    def is_locked(self, number: int) -> bool:
+        return bool(self._locks) and number // self.memory.piece_frames in self._locks
+
+    def can_reuse(self, frame: Frame) -> bool:
+        memory = frame.memory
+        assert isinstance(memory, SharedArena)
+        return memory is self or not memory.is_locked(frame.number)
+
+    def lock(self, piece: int) -> bool:
+        """A client is about to lock a piece. False if it may not: its free frames do not fit the
+        capacity, or nothing would be left for other layouts."""
+        if piece not in self._locks:
+            frames = self._frames_of(piece)
+            self._use_up_to(frames.stop)
+            free = {number for number in self._free if number in frames}
+            if not self._capacity.lock(len(frames) * self.stride, len(free) * self.stride):
+                return False
+            self._free = [number for number in self._free if number not in free]
+            self._free_locked += sorted(free, reverse=True)
+        self._locks[piece] += 1
+        return True
+
+    def unlock(self, piece: int) -> None:
+        """A client has unlocked a piece, or is gone with its mapping."""
+        self._locks[piece] -= 1
+        if self._locks[piece]:
+            return
+        del self._locks[piece]
+        frames = self._frames_of(piece)
+        self._capacity.locked_bytes -= len(frames) * self.stride
+        for number in [each for each in self._free_locked if each in frames]:
+            self._free_locked.remove(number)
+            self._capacity.kept_bytes -= self.stride
+            self._free.append(number)
+            self.memory.give_back(number)
+
+    def _frames_of(self, piece: int) -> range:
+        size = self.memory.piece_frames
+        return range(piece * size, min((piece + 1) * size, self.num_frames))
+
+    def _use_up_to(self, end: int) -> None:
+        """No frame below `end` counts as never used from now on."""
+        self._free += range(end - 1, self._fresh - 1, -1)
+        self._fresh = max(self._fresh, end)
+
+    def check(self) -> None:
+        """Assert that no frame is free twice, and that those that are free and locked are kept."""
+        free = [*self._free, *self._free_locked]
+        assert len(free) == len(set(free))
+        assert all(map(self.is_locked, self._free_locked))
+        assert not any(map(self.is_locked, self._free))
+
+    @property
+    def num_locked_bytes(self) -> int:
+        return sum(len(self._frames_of(piece)) for piece in self._locks) * self.stride
 
     def tensor(self, number: int) -> torch.Tensor:
         return self.memory.tensor(number)

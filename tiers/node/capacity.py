@@ -7,25 +7,28 @@ Without quotas there is one group. The node's thread only.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from itertools import islice
 
-from tiers.blocks.frames import FrameMemory
+from tiers.blocks.frames import Arena, FrameMemory
 from tiers.memory.block import Block
 from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
 from tiers.policy.quota import COMMON, Quotas
 
 Idle = OrderedDict[Block, None]
+LOCKABLE_SHARE = 0.9  # of the capacity; the rest is for layouts that come later
 
 
 class Capacity:
-    """A `Policy[Block]` over the blocks of all layouts. `used_bytes` is what their frames take.
+    """A `Policy[Block]` over the blocks of all layouts. `used_bytes` is what their frames take,
+    `kept_bytes` what locked frames without a block do, `locked_bytes` what all locked ones do.
     `quotas` divide it among owners."""
 
     def __init__(self, capacity_bytes: int, quotas: Quotas | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = 0
+        self.used_bytes = self.kept_bytes = self.locked_bytes = 0
+        self.asker: Arena | None = None  # the layout that wanted a frame last
         self.quotas = quotas
         self.holders: dict[FrameMemory, Residency] = {}
         self._groups: dict[Block, tuple[Hashable, int]] = {}  # and the bytes of its frame
@@ -34,9 +37,19 @@ class Capacity:
 
     def reserve(self, num_bytes: int) -> bool:
         """Count a frame of so many bytes. False if it does not fit."""
-        fits = self.used_bytes + num_bytes <= self.capacity_bytes
+        fits = self.used_bytes + self.kept_bytes + num_bytes <= self.capacity_bytes
         self.used_bytes += num_bytes if fits else 0
         return fits
+
+    def lock(self, num_bytes: int, free_bytes: int) -> bool:
+        """Count a piece that a client locks, and its free frames. False if they do not fit."""
+        locked, kept = self.locked_bytes + num_bytes, self.kept_bytes + free_bytes
+        if locked > LOCKABLE_SHARE * self.capacity_bytes:
+            return False
+        if self.used_bytes + kept > self.capacity_bytes:
+            return False
+        self.locked_bytes, self.kept_bytes = locked, kept
+        return True
 
     def holder_of(self, block: Block) -> Residency:
         """The residency of the block's layout."""
@@ -72,13 +85,13 @@ class Capacity:
             self.quotas.credit(group, num_bytes)
 
     def victim(self) -> Block | None:
-        block = next(iter(self._coldest_group()), None)
+        block = next(self._leaving(), None)
         if block is not None:
             self.remove(block)
         return block
 
     def coldest(self, count: int) -> list[Block]:
-        return list(islice(self._coldest_group(), count))
+        return list(islice(self._leaving(), count))
 
     @property
     def num_idle(self) -> int:
@@ -104,7 +117,8 @@ class Capacity:
         used: dict[Hashable, int] = {}
         for group, num_bytes in self._groups.values():
             used[group] = used.get(group, 0) + num_bytes
-        assert sum(used.values()) == self.used_bytes <= self.capacity_bytes
+        assert sum(used.values()) == self.used_bytes
+        assert 0 <= self.kept_bytes <= self.capacity_bytes - self.used_bytes
         if self.quotas is not None:
             counted = {group: used_ for group, (used_, _) in self.quotas.usage().items() if used_}
             assert used == counted, (used, counted)
@@ -114,6 +128,14 @@ class Capacity:
 
     def _idle_of(self, block: Block) -> Idle:
         return self._idle.setdefault(self._groups[block][0], OrderedDict())
+
+    def _leaving(self) -> Iterator[Block]:
+        """Idle blocks in their order, without those whose frames are locked for another layout:
+        the one that asks would not get their memory."""
+        for block in self._coldest_group():
+            assert block.frame is not None, f"{block} has no frame"
+            if self.asker is None or self.asker.can_reuse(block.frame):
+                yield block
 
     def _coldest_group(self) -> Idle:
         """The idle blocks of the group furthest over its share, among groups that have idle

@@ -61,7 +61,8 @@ class NodeClient:
             self.close()
             raise NodeError("the node sent no memory")
         self._pool = told["pool"]
-        self.memory = SharedMemory(files[0], self._layout, told["num_frames"])
+        pieces = told.get("piece_frames", 0)  # an older node has none
+        self.memory = SharedMemory(files[0], self._layout, told["num_frames"], pieces)
         return self.memory
 
     def open(self) -> None:
@@ -101,6 +102,11 @@ class NodeClient:
         if frames:
             self._ask(Op.COMMIT, messages.pack_numbers([self._pool, *frames]))
 
+    def lock(self, piece: int) -> bool:
+        """Ask to lock the memory of a piece of frames for a GPU. True: the node keeps its pages
+        until this connection ends. Unlock them before."""
+        return self._ask(Op.LOCK, messages.pack_numbers([self._pool, piece]))[0] == b"\1"
+
     def operate(self, what: str, **about: Any) -> dict[str, Any]:
         """Run an operator's command on this layout's blocks; see `tiers.node.operations`.
 
@@ -134,12 +140,12 @@ class NodeClient:
 
     def close(self) -> None:
         """Leave the node. It takes back every lease and drops blocks that were not committed."""
+        if self.memory is not None:
+            memory, self.memory = self.memory, None
+            memory.close()  # first: locked memory is unlocked while the node still keeps it
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        if self.memory is not None:
-            self.memory.close()
-            self.memory = None
 
     def _tell(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         return _told(self._ask(Op.OPERATE, messages.pack_json(asked))[0])

@@ -5,7 +5,7 @@ time and waits for an answer with the same operation. A run of blocks is named b
 of the block before the first, and its tokens. The node computes the keys itself, so it never has to
 trust a client's keys.
 
-    HELLO    the block layout (JSON)        -> pool number, frame count (JSON), and the memory file
+    HELLO    the block layout (JSON)        -> pool, frames, frames of a piece (JSON), memory file
     PROBE    a run of blocks                -> the tier of each block in the leading run held
     LEASE    a run of blocks                -> frames of the leading run held, filled and kept
     RESERVE  a run of blocks                -> (position, frame) of each block to be written
@@ -13,6 +13,7 @@ trust a client's keys.
     RELEASE  frames that were leased        -> ()
     STATS    ()                             -> counters (JSON)
     OPERATE  what to do, and to which pool  -> the result (JSON): see `operations`, `listening`
+    LOCK     a piece of the memory          -> whether the client may lock it for its GPU
     PUBLISH  a run of blocks                -> how many are in the store that machines share (JSON)
 """
 
@@ -52,6 +53,7 @@ class Op(IntEnum):
     REFUSED = 8  # an answer: the reason, as text
     OPERATE = 9
     PUBLISH = 10
+    LOCK = 11
 
 
 @dataclass(frozen=True, slots=True)

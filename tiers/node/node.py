@@ -16,6 +16,7 @@ import os
 import selectors
 import socket
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class _Client:
     unsent: bytearray = field(default_factory=bytearray)
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
+    locked: set[tuple[int, int]] = field(default_factory=set)  # (pool, piece)
     waits: "tuple[int, Lease | NodeProbe | Operated | HeardEvents] | None" = None
     asked: Op = Op.STATS  # the operation it waits for
     listener: Listener | None = None
@@ -106,7 +108,7 @@ class NodeServer:
     def close(self) -> None:
         """End every connection, write blocks that only memory holds, and free everything."""
         for client in list(self._clients.values()):
-            self._end(client)
+            self._end(client, has_left=False)
         self.settings.socket.unlink(missing_ok=True)
         self._pools.close()
         self._selector.close()
@@ -182,10 +184,11 @@ class NodeServer:
     def _refuse(self, client: _Client, reason: str) -> None:
         with contextlib.suppress(OSError):
             client.socket.send(messages.pack(Op.REFUSED, reason.encode()))
-        self._end(client)
+        self._end(client, has_left=False)
 
-    def _end(self, client: _Client) -> None:
-        """End the connection and release everything that it held."""
+    def _end(self, client: _Client, *, has_left: bool = True) -> None:
+        """End the connection and release everything that it held. Pages that it locked are kept for
+        good unless it has left: its GPU may still use them."""
         if self._clients.pop(client.number, None) is None:
             return
         self._selector.unregister(client.socket)
@@ -196,6 +199,8 @@ class NodeServer:
             self._pools.pool(pool).release([frame] * count)
         for pool, frame in client.filling:
             self._pools.pool(pool).abandon([frame])
+        for pool, piece in client.locked if has_left else ():
+            self._pools.pool(pool).arena.unlock(piece)
         self._pools.leave(client.number)
         if client.listener is not None:
             client.listener.close()
@@ -209,6 +214,8 @@ class NodeServer:
             self._handle_run(client, Op(op), body)
         elif op in (Op.COMMIT, Op.RELEASE):
             self._handle_frames(client, Op(op), body)
+        elif op == Op.LOCK:
+            self._lock(client, messages.unpack_numbers(body))
         elif op == Op.OPERATE:
             self._operate(client, messages.unpack_json(body))
         elif op == Op.STATS:
@@ -221,7 +228,13 @@ class NodeServer:
             raise NodeError(f"the node speaks version {VERSION}, not {hello.get('version')!r}")
         number = self._pools.number_of(messages.described_layout(hello.get("layout")))
         memory = self._pools.pool(number).memory
-        body = messages.pack_json({"pool": number, "num_frames": memory.num_frames})
+        body = messages.pack_json(
+            {
+                "pool": number,
+                "num_frames": memory.num_frames,
+                "piece_frames": memory.piece_frames,
+            }
+        )
         answer = messages.pack(Op.HELLO, body)
         if client.unsent or socket.send_fds(client.socket, [answer], [memory.file]) < len(answer):
             raise NodeError("a client said HELLO while it left answers unread")
@@ -309,6 +322,18 @@ class NodeServer:
             client.leased -= Counter(names)
             pool.release(frames)
         self._send(client, op, b"")
+
+    def _lock(self, client: _Client, asked: Sequence[int]) -> None:
+        if len(asked) != 2:
+            raise NodeError("a client locks one piece at a time")
+        number, piece = asked
+        pool = self._pools.pool(number)
+        if piece * pool.memory.piece_frames >= pool.memory.num_frames:
+            raise NodeError(f"there is no piece {piece}; see HELLO")
+        held = (number, piece) in client.locked or pool.arena.lock(piece)
+        if held:
+            client.locked.add((number, piece))
+        self._send(client, Op.LOCK, bytes([held]))
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes, as JSON."""

@@ -103,7 +103,7 @@ class Pool:
         self.used: Callable[[Sequence[PrefixKey]], None] = lambda keys: None  # tells the tier below
         self.closed: frozenset[PrefixKey] = frozenset()  # scopes being purged: not served, not kept
         self.counts = PoolCounts()
-        arena = SharedArena(memory, capacity)
+        self.arena = arena = SharedArena(memory, capacity)
         quotas = {TierName.HOST: capacity.quotas} if capacity.quotas is not None else None
         device = DevicePool(memory.layout, 0)
         self.residency = Residency(
@@ -228,6 +228,7 @@ class Pool:
         blocks = self._by_frame.values()
         detached = [each for each in blocks if each.key is None and each.frame is not None]
         self.residency.check(detached=detached)
+        self.arena.check()
         self.capacity.check()
 
     # Internals.

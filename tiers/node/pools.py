@@ -171,6 +171,7 @@ def _stats(entry: _LayoutPool) -> dict[str, Any]:
     return {
         "layout": messages.describe_layout(entry.layout),
         "num_blocks": entry.pool.residency.host.num_blocks,
+        "locked_bytes": entry.pool.arena.num_locked_bytes,
         "evicted": entry.pool.count_of(CacheEvent.EVICTED),
         "lost": entry.pool.lost,
         "is_writing": entry.pool.is_writing,

@@ -1,0 +1,341 @@
+"""The node's memory under a GPU: locked while it is used, and never under other pages.
+
+A stand-in registers memory as CUDA does. What a frame would show to a GPU is tested by the rule
+that makes it right: no page of a registered piece goes back to the system.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cachesvc.vllm import locked as locked_module
+from cachesvc.vllm import slabs as slabs_module
+from cachesvc.vllm.carrier import Carrier
+from cachesvc.vllm.identity import EngineIdentity
+from cachesvc.vllm.locked import LockedMemory
+from cachesvc.vllm.planner import Transfer
+from tests.unit.test_frames_pinned import Cudart
+from tests.unit.test_node_socket import LAYOUT, joined, prompt, serving, write
+from tiers.blocks.keys import BlockId, CacheScope
+from tiers.errors import NodeError
+from tiers.node import arena, messages
+from tiers.node.arena import SharedMemory, frame_stride
+from tiers.node.messages import Op
+from tiers.node.node import NodeServer
+
+PIECE = 4  # frames
+STRIDE = frame_stride(LAYOUT)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "node.sock"
+
+
+@pytest.fixture(autouse=True)
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    made = Cudart()
+    monkeypatch.setattr(arena, "PIECE_BYTES", PIECE * STRIDE)
+    monkeypatch.setattr("torch.cuda.cudart", lambda: made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def pages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No page goes back that a client may have registered."""
+    give_back = SharedMemory.give_back
+
+    def checked(memory: SharedMemory, number: int) -> None:
+        assert not LOCKED.get(memory, {}).get(number // PIECE), "a GPU still has this page"
+        give_back(memory, number)
+
+    LOCKED: dict[SharedMemory, dict[int, int]] = {}
+    lock, unlock = arena.SharedArena.lock, arena.SharedArena.unlock
+
+    def locks(some: arena.SharedArena, piece: int) -> bool:
+        granted = lock(some, piece)
+        counts = LOCKED.setdefault(some.memory, {})
+        counts[piece] = counts.get(piece, 0) + granted
+        return granted
+
+    def unlocks(some: arena.SharedArena, piece: int) -> None:
+        LOCKED[some.memory][piece] -= 1
+        unlock(some, piece)
+
+    monkeypatch.setattr(arena.SharedArena, "lock", locks)
+    monkeypatch.setattr(arena.SharedArena, "unlock", unlocks)
+    monkeypatch.setattr(SharedMemory, "give_back", checked)
+
+
+def locked_bytes(node: NodeServer) -> int:
+    return sum(pool["locked_bytes"] for pool in node.stats()["pools"])
+
+
+def until_unlocked(node: NodeServer) -> None:
+    give_up = time.monotonic() + 5
+    while locked_bytes(node):
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+
+
+@contextmanager
+def locking(path: Path) -> Iterator[LockedMemory]:
+    with closing(LockedMemory(path, LAYOUT, CPU)) as locked:
+        yield locked
+
+
+def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(
+    path: Path, cudart: Cudart
+) -> None:
+    with serving(path) as node, joined(path) as client:
+        assert client.memory is not None
+        with locking(path) as locked:
+            for frames in ([0, 1], [3, 9], [8]):
+                with locked.rows(client.memory, frames) as rows:
+                    for frame in frames:
+                        begin = rows[frame].data_ptr()
+                        assert any(
+                            first <= begin < begin + STRIDE <= first + length
+                            for first, length in cudart.pieces.items()
+                        )
+            assert 2 == len(cudart.pieces)
+            assert 2 * PIECE * STRIDE == locked_bytes(node)
+        assert {} == cudart.pieces
+        until_unlocked(node)
+
+
+def test_two_workers_lock_the_same_piece_and_the_last_lets_it_go(path: Path) -> None:
+    with serving(path) as node, joined(path) as client:
+        with joined(path) as other:
+            assert client.lock(1) and client.lock(1) and other.lock(1)
+        client.stats()  # the node has heard that the other left
+        assert PIECE * STRIDE == locked_bytes(node)
+
+
+def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path: Path) -> None:
+    """The node has 128 frames; 150 blocks pass through them while a piece is locked."""
+    with serving(path) as node, joined(path) as client, locking(path) as locked:
+        assert client.memory is not None
+        write(client, prompt(1, 6))
+        with locked.rows(client.memory, [0]) as rows:
+            for number in range(2, 52):
+                write(client, prompt(number))
+            write(client, prompt(60, 2))
+            assert PIECE * STRIDE == locked_bytes(node)
+            assert 100 < node.stats()["pools"][0]["num_blocks"]
+            frames = client.lease(prompt(60, 2))
+            found = [bytes(rows[frame, :16].tolist()) for frame in frames]
+            assert [each.key for each in prompt(60, 2)] == found
+            client.release(frames)
+
+
+def test_a_restarted_node_has_other_memory_which_is_locked_anew(path: Path, cudart: Cudart) -> None:
+    with locking(path) as locked:
+        with serving(path), joined(path) as client:
+            assert client.memory is not None
+            with locked.rows(client.memory, [0]):
+                assert 1 == len(cudart.pieces)
+        with serving(path), joined(path) as client:
+            assert client.memory is not None
+            with locked.rows(client.memory, [5]) as rows:
+                rows[5, :3] = 7
+                assert [7] * 3 == client.memory.rows[5, :3].tolist(), "it is the new one's"
+            assert [rows.data_ptr() + PIECE * STRIDE] == list(cudart.pieces)
+
+
+def test_memory_is_unlocked_before_the_node_hears_of_the_end(
+    path: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlock, registered = arena.SharedArena.unlock, []
+
+    def unlocks(some: arena.SharedArena, piece: int) -> None:
+        registered.append(len(cudart.pieces))
+        unlock(some, piece)
+
+    monkeypatch.setattr(arena.SharedArena, "unlock", unlocks)
+    with serving(path) as node, joined(path) as client, locking(path) as locked:
+        assert client.memory is not None
+        with locked.rows(client.memory, [0, 9]):
+            pass
+        locked.close()
+        until_unlocked(node)
+    assert [0, 0] == registered
+
+
+def test_memory_is_unlocked_only_when_copies_under_way_have_ended(
+    path: Path, cudart: Cudart
+) -> None:
+    with serving(path) as node, joined(path) as client:
+        memory = client.memory
+        assert memory is not None
+        locked = LockedMemory(path, LAYOUT, CPU)
+        with locked.rows(memory, [0]):
+            closing_ = threading.Thread(target=locked.close)
+            closing_.start()
+            closing_.join(0.1)
+            assert closing_.is_alive() and cudart.pieces
+            assert PIECE * STRIDE == locked_bytes(node)
+            with locked.rows(memory, [1]) as rows:  # another thread's copy meanwhile
+                assert rows is memory.rows
+        closing_.join()
+        assert {} == cudart.pieces
+        until_unlocked(node)
+
+
+def test_what_the_system_refuses_is_copied_unlocked_and_told_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    cudart, cleared = Cudart(limit=PIECE * STRIDE), list[str]()
+    monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
+    monkeypatch.setattr(locked_module, "clear_error", cleared.append)
+    with serving(path), joined(path) as client, locking(path) as locked:
+        assert client.memory is not None
+        with caplog.at_level(logging.WARNING):
+            for frame in range(0, 40, PIECE):
+                with locked.rows(client.memory, [frame]) as rows:
+                    rows[frame, 0] = 9
+                assert 9 == client.memory.rows[frame, 0]
+        assert 1 == len(cudart.pieces) == len(cleared) == len(caplog.records)
+        assert "limit on locked memory" in caplog.text
+
+
+def test_a_node_that_refuses_a_piece_keeps_its_frames_unlocked(path: Path, cudart: Cudart) -> None:
+    """Of 128 frames 115 may be locked."""
+    with serving(path) as node, joined(path) as client, locking(path) as locked:
+        assert client.memory is not None
+        with locked.rows(client.memory, range(128)) as rows:
+            rows[127, 0] = 5
+        assert 5 == client.memory.rows[127, 0]
+        assert 112 * STRIDE == locked_bytes(node) == sum(cudart.pieces.values())
+
+
+def test_an_older_node_is_not_asked(
+    path: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tiers.node.arena.piece_frames", lambda layout: 0)
+    with serving(path), joined(path) as client, locking(path) as locked:
+        assert client.memory is not None
+        with locked.rows(client.memory, [0, 1]) as rows:
+            assert rows is client.memory.rows
+        assert {} == cudart.pieces
+
+
+def test_a_client_that_the_node_throws_out_may_still_have_locked_pages(path: Path) -> None:
+    """It lives, and nobody knows when it unlocks them: they are kept until the node ends."""
+    with serving(path) as node:
+        with joined(path) as client:
+            assert client.lock(0)
+            with pytest.raises(NodeError, match="not known"):
+                client._ask(77, b"")  # type: ignore[arg-type]
+        with joined(path) as other:
+            other.stats()
+            assert PIECE * STRIDE == locked_bytes(node)
+
+
+@pytest.mark.parametrize("asked", [[0], [0, 1, 2], [0, 32], [3, 0]])
+def test_a_client_that_locks_what_there_is_not_is_disconnected(
+    path: Path, asked: list[int]
+) -> None:
+    with serving(path) as node, joined(path) as client:
+        with pytest.raises(NodeError):
+            client._ask(Op.LOCK, messages.pack_numbers(asked))
+        assert 0 == locked_bytes(node)
+
+
+# The carrier as a whole.
+
+IDENTITY = EngineIdentity(CacheScope(weights=b"w"), LAYOUT, num_ranks=1)
+
+
+def kv_like_vllm(seed: int | None = None, num_blocks: int = 12) -> dict[str, torch.Tensor]:
+    """Two layers of blocks of 4 tokens, K and V of 128 numbers each."""
+    random = torch.Generator().manual_seed(seed or 0)
+    shape = (2, num_blocks, 4, 128)
+    fresh = torch.zeros(shape)
+    return {
+        name: torch.randn(shape, generator=random) if seed else fresh.clone() for name in ("a", "b")
+    }
+
+
+@contextmanager
+def carrying(path: Path, kv: dict[str, torch.Tensor], *, locks: bool = False) -> Iterator[Carrier]:
+    carrier = Carrier(IDENTITY, path, rank=0)
+    carrier.start(kv, 12)
+    if locks:
+        carrier._locked = LockedMemory(path, LAYOUT, CPU)
+    with closing(carrier):
+        yield carrier
+
+
+def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set[int]:
+    """Blocks that failed."""
+    carrier.move(loads, saves)
+    waiting = {each.request_id for each in loads}, {each.request_id for each in saves}
+    give_up = time.monotonic() + 20
+    while any(waiting):
+        done = carrier.take_done()
+        waiting = waiting[0] - done[0], waiting[1] - done[1]
+        assert time.monotonic() < give_up
+        time.sleep(0.005)
+    return carrier.take_failed_blocks()
+
+
+def transfer(ids: list[BlockId], *blocks: int) -> Transfer:
+    return Transfer("request", (tuple(ids),), blocks)
+
+
+@pytest.mark.parametrize("locks", [False, True])
+def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_restart(
+    path: Path, tmp_path: Path, locks: bool
+) -> None:
+    below: Any = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    ids, source, target = prompt(1, 5), kv_like_vllm(3), kv_like_vllm()
+    with carrying(path, source, locks=locks) as one:
+        with (
+            serving(path, **below) as node,
+            carrying(path, target, locks=locks) as other,
+        ):
+            assert set() == moved(one, [], [transfer(ids, 3, 7, 1, 0, 11)])
+            assert set() == moved(other, [transfer(ids, 2, 3, 4, 9, 5)], [])
+            for name in source:
+                assert torch.equal(
+                    source[name][:, [3, 7, 1, 0, 11]], target[name][:, [2, 3, 4, 9, 5]]
+                )
+            assert bool(locked_bytes(node)) == locks
+            lost = {2, 3, 4, 9, 5}
+            assert lost == moved(other, [transfer(prompt(2, 5), 2, 3, 4, 9, 5)], [])
+        with serving(path, **below):
+            kept = {name: tensor.clone() for name, tensor in source.items()}
+            assert set() == moved(one, [transfer(ids, 6, 2, 4, 8, 10)], [])
+            for name in source:
+                assert torch.equal(
+                    kept[name][:, [3, 7, 1, 0, 11]], source[name][:, [6, 2, 4, 8, 10]]
+                )
+
+
+def test_a_copy_that_fails_is_a_miss_and_the_next_one_is_made(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids, kv = prompt(1, 3), kv_like_vllm(3)
+    with serving(path) as node, carrying(path, kv) as carrier:
+
+        def refused(*_: object) -> None:
+            raise RuntimeError("invalid argument")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(slabs_module, "_memcpy", refused)
+            moved(carrier, [], [transfer(ids, 0, 1, 2)])
+            assert 0 == node.stats()["pools"][0]["stored"]
+        moved(carrier, [], [transfer(ids, 0, 1, 2)])
+        with monkeypatch.context() as patch:
+            patch.setattr(slabs_module, "_memcpy", refused)
+            assert {4, 5, 6} == moved(carrier, [transfer(ids, 4, 5, 6)], [])
+        assert set() == moved(carrier, [transfer(ids, 4, 5, 6)], [])
