@@ -184,6 +184,7 @@ class ModelRunner:
     def forget(self, sequence_id: int) -> None:
         """Drop data derived for this sequence. Its blocks may go to others."""
         self._attention.forget(sequence_id)
+        self._sampler.forget(sequence_id)
 
     def fork(self, sequence_id: int, twin_id: int) -> None:
         """Let another sequence continue from the recurrent states of this one."""

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: penalties, bias and masks, then the choice.
+"""Chooses tokens from logits, after what requests change in them (`execution.adjusting`).
 
 Engine thread only. A token depends only on its row of logits, its span and its seed, never on the
 rest of the batch. Randomness is one uniform number per token, hashed from (seed, position). The
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.batch import Sampled, Span
+from engine.execution.adjusting import Adjusting
 from engine.execution.drawing import draw, mix, uniform
 from engine.hardware import upload
 from engine.request import SamplingParams, TokenLogprob
@@ -26,15 +27,16 @@ _FAULTS = {-1: NOT_A_NUMBER, -2: NOTHING_LEFT}
 
 
 class Sampler:
-    """Chooses tokens. Its only state between steps is the entropy for requests without a seed."""
+    """Chooses tokens. Between steps it keeps the entropy for requests without a seed, and what the
+    penalties of a sequence count until `forget`."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
-        self._eos_token_ids = eos_token_ids
+        self._adjusting = Adjusting(eos_token_ids)
         self._entropy = secrets.randbits(64)
 
     def sample(self, logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
         """Choose one token per span. logits: [len(spans), vocabulary], float32; not changed."""
-        adjusted = self._adjusted(logits, spans)
+        adjusted = self._adjusting(logits, spans)
         chosen = adjusted.argmax(-1)
         peaks = adjusted.gather(1, chosen[:, None])[:, 0]  # NaN if the row has one
         drawn = [row for row, span in enumerate(spans) if not is_greedy(span.params)]
@@ -56,77 +58,19 @@ class Sampler:
             for row, (span, token) in enumerate(zip(spans, tokens, strict=True))
         ]
 
+    def forget(self, sequence_id: int) -> None:
+        """The sequence has ended, or is computed anew."""
+        self._adjusting.forget(sequence_id)
+
     def _uniform(self, span: Span) -> float:
         seed = span.params.seed
         if seed is None:
             return uniform(self._entropy ^ mix(span.sequence_id), span.sampled_before)
         return uniform(seed, span.sampled_before)
 
-    def _adjusted(self, logits: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """The logits after bias, penalties and masks. The same tensor if no span needs any."""
-        adjusted = logits
-        for row, span in enumerate(spans):
-            forbidden = self._forbidden(span)
-            if not (forbidden or span.allowed is not None or _is_adjusted(span.params)):
-                continue
-            if adjusted is logits:
-                adjusted = logits.clone()
-            adjust(adjusted[row], span)
-            if forbidden:
-                adjusted[row, upload(np.array(forbidden), logits.device)] = -math.inf
-        return adjusted
-
-    def _forbidden(self, span: Span) -> list[int]:
-        """Ids that would end the sequence before `min_tokens`. With a grammar, its mask handles
-        this."""
-        if span.sampled_before >= span.params.min_tokens or span.allowed is not None:
-            return []
-        return [*self._eos_token_ids, *span.params.stop_token_ids]
-
 
 def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < GREEDY_BELOW
-
-
-def _is_adjusted(params: SamplingParams) -> bool:
-    return bool(
-        params.logit_bias
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-    )
-
-
-def adjust(row: torch.Tensor, span: Span) -> None:
-    """Apply penalties, bias and the span's mask to one row of logits, in place.
-
-    Presence and frequency count only generated tokens (OpenAI). Repetition divides positive and
-    multiplies negative logits of every token seen, including the prompt's (Keskar et al. 2019,
-    CTRL, 4.1).
-    """
-    params = span.params
-    if params.repetition_penalty != 1.0 and span.history is not None:
-        seen = _ids(np.unique(span.history), row.device)
-        scores = row[seen]
-        penalty = params.repetition_penalty
-        row[seen] = torch.where(scores > 0, scores / penalty, scores * penalty)
-    if (params.presence_penalty or params.frequency_penalty) and span.history is not None:
-        tokens, counts = np.unique(span.history[span.num_prompt_tokens :], return_counts=True)
-        weights = upload(counts.astype(np.float32), row.device)
-        row[_ids(tokens, row.device)] -= (
-            params.presence_penalty + params.frequency_penalty * weights
-        )
-    if params.logit_bias:
-        tokens = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
-        biases = np.fromiter(params.logit_bias.values(), dtype=np.float32)
-        row[_ids(tokens, row.device)] += upload(biases, row.device)
-    if span.allowed is not None:
-        bits = np.unpackbits(span.allowed.view(np.uint8), bitorder="little")[: row.shape[0]]
-        row.masked_fill_(upload(bits == 0, row.device), -math.inf)
-
-
-def _ids(tokens: np.ndarray, device: torch.device) -> torch.Tensor:
-    return upload(tokens.astype(np.int64), device)
 
 
 def target_logprobs(

@@ -26,6 +26,9 @@ POINTERS = {
     "slabs": "i64",
     "starts": "i64",
     "blocks": "i64",
+    "logits": "fp32",
+    "rows": "i64",
+    "words": "i32",
 }
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
 

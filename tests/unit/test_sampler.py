@@ -193,7 +193,7 @@ def test_penalties_and_bias_by_hand() -> None:
     sampler = Sampler(frozenset())
     (chosen,) = sampler.sample(logits, [span(params, history=history, num_prompt_tokens=2)])
     assert chosen.token == 5  # 2.0 / 2.0 = 1.0 beats 0.9
-    adjusted = sampler._adjusted(logits, [span(params, history=history, num_prompt_tokens=2)])[0]
+    adjusted = sampler._adjusting(logits, [span(params, history=history, num_prompt_tokens=2)])[0]
     assert adjusted[[5, 6, 7, 8]].tolist() == pytest.approx([1.0, -2.0, -1.0, 0.9])
     assert logits[0, 5] == 2.0, "the caller's logits are left alone"
     assert chosen.logprob is not None

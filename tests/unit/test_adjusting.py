@@ -1,0 +1,197 @@
+"""What requests change in their logits: equal to the rule applied row by row, in few operations.
+
+Triton decides at its import whether kernels are interpreted, so the kernel is tested in a child
+process that sets the variable first.
+"""
+
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.batch import Span
+from engine.execution.adjusting import Adjusting, SeenTokens
+from engine.request import SamplingParams
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+VOCABULARY = 100  # no multiple of 32
+
+
+def span(number: int, params: SamplingParams, **fields: Any) -> Span:
+    return Span(number, np.zeros(1, np.int32), 1, [0], True, params, **fields)
+
+
+def by_rule(row: torch.Tensor, one: Span, eos: frozenset[int]) -> None:
+    """One row's changes, as their documents say them."""
+    params = one.params
+    if one.history is not None:
+        generated = Counter(one.history[one.num_prompt_tokens :].tolist())
+        for token in set(one.history.tolist()):
+            if row[token] > 0:
+                row[token] /= params.repetition_penalty
+            else:
+                row[token] *= params.repetition_penalty
+        for token, count in generated.items():
+            row[token] -= params.presence_penalty + params.frequency_penalty * count
+    for token, bias in (params.logit_bias or {}).items():
+        row[token] += bias
+    if one.allowed is not None:
+        for token in range(len(row)):
+            if not one.allowed[token // 32] >> (token % 32) & 1:
+                row[token] = -math.inf
+    elif one.sampled_before < params.min_tokens:
+        row[[*eos, *params.stop_token_ids]] = -math.inf
+
+
+tokens = st.integers(0, VOCABULARY - 1)
+halves = st.sampled_from([0.0, 0.5, -0.25, 1.5])
+
+
+@st.composite
+def spans(draw: st.DrawFn, number: int) -> Span:
+    params = SamplingParams(
+        temperature=0,
+        presence_penalty=draw(halves),
+        frequency_penalty=draw(halves),
+        repetition_penalty=draw(st.sampled_from([1.0, 2.0, 0.5])),
+        logit_bias=draw(st.none() | st.dictionaries(tokens, halves, max_size=3)) or None,
+        min_tokens=draw(st.integers(0, 2)),
+        stop_token_ids=tuple(draw(st.lists(tokens, max_size=2, unique=True))),
+    )
+    history = draw(st.none() | st.lists(tokens, min_size=1, max_size=20))
+    masks = st.lists(st.integers(-(1 << 31), (1 << 31) - 1), min_size=4, max_size=4)
+    mask = draw(st.none() | masks)
+    return span(
+        number,
+        params,
+        history=None if history is None else np.array(history, np.int32),
+        num_prompt_tokens=draw(st.integers(0, len(history or ()))),
+        allowed=None if mask is None else np.array(mask, np.int32),
+        sampled_before=1,
+    )
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_step_is_adjusted_as_the_rule_does_row_by_row(data: st.DataObject) -> None:
+    some = [data.draw(spans(number)) for number in range(data.draw(st.integers(1, 5)))]
+    logits = torch.randn(len(some), VOCABULARY, generator=torch.Generator().manual_seed(1))
+    eos = frozenset({3})
+    expected = logits.clone()
+    for row, one in zip(expected, some, strict=True):
+        by_rule(row, one, eos)
+    before = logits.clone()
+    torch.testing.assert_close(Adjusting(eos)(logits, some), expected, rtol=0, atol=1e-6)
+    assert torch.equal(before, logits), "the caller's logits are left alone"
+
+
+@given(
+    prompt=st.lists(tokens, max_size=8),
+    steps=st.lists(st.lists(tokens, max_size=3), max_size=6),
+)
+def test_counts_that_follow_a_sequence_are_those_of_its_history(
+    prompt: list[int], steps: list[list[int]]
+) -> None:
+    seen, history = SeenTokens(), list(prompt)
+    for step in steps:
+        history += step
+        for _ in range(2):  # a step that failed is computed again
+            seen.follow(np.array(history, np.int32), len(prompt))
+        generated = Counter(history[len(prompt) :])
+        assert sorted(set(history)) == seen.tokens.tolist()
+        assert [generated[token] for token in seen.tokens.tolist()] == seen.counts.tolist()
+
+
+def test_another_sequence_of_the_same_number_is_counted_anew() -> None:
+    seen = SeenTokens()
+    seen.follow(np.array([1, 2, 3, 4], np.int32), 2)
+    for history, num_prompt in (([1, 2, 5, 6, 7], 2), ([9], 1), ([1, 2, 5, 6], 1)):
+        seen.follow(np.array(history, np.int32), num_prompt)
+        assert sorted(history) == seen.tokens.tolist()
+        assert len(history) - num_prompt == seen.counts.sum()
+
+
+def test_a_sequence_that_ended_is_forgotten() -> None:
+    adjusting = Adjusting(frozenset())
+    params = SamplingParams(presence_penalty=1.0)
+    history = np.array([1, 2], np.int32)
+    adjusting(torch.zeros(1, VOCABULARY), [span(7, params, history=history)])
+    assert {7} == set(adjusting._seen)
+    adjusting.forget(7)
+    assert {} == adjusting._seen
+
+
+class Recorder(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_penalties_and_biases_of_64_rows_are_the_operations_of_one() -> None:
+    """And none of them reads a tensor back."""
+    params = SamplingParams(
+        repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={5: 1.0}, min_tokens=9
+    )
+    calls = []
+    for count in (1, 64):
+        history = np.arange(40, dtype=np.int32)
+        some = [span(n, params, history=history, num_prompt_tokens=20) for n in range(count)]
+        with Recorder() as recorder:
+            Adjusting(frozenset({1}))(torch.zeros(count, VOCABULARY), some)
+        del recorder.calls["view"]  # of an array of one element, which no device sees
+        calls.append(recorder.calls)
+    assert calls[0] == calls[1]
+    assert {"_local_scalar_dense", "nonzero"}.isdisjoint(calls[0]), calls[0]
+    assert 30 > calls[0].total(), calls[0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
+@pytest.mark.parametrize("vocabulary", [1, 31, 100, 5000])
+def test_the_kernel_masks_what_the_host_masks(vocabulary: int) -> None:
+    from engine.execution.mask_kernel import forbid_packed
+    from engine.execution.masking import forbid
+
+    random = np.random.default_rng(vocabulary)
+    words = random.integers(-(1 << 31), 1 << 31, (3, -(-vocabulary // 32) + 1)).astype(np.int32)
+    words[2] = 0
+    expected = torch.randn(5, vocabulary)
+    actual = expected.clone()
+    forbid(expected, [4, 0, 2], words)
+    forbid_packed(actual, torch.tensor([4, 0, 2]), torch.from_numpy(words))
+    assert torch.equal(expected, actual)
+    assert actual[2].isinf().all() and not actual[1].isinf().any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
+@pytest.mark.timeout(120)
+def test_the_kernel_under_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "kernel_masks", __file__]
+    child = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stdout
+    assert "4 passed" in child.stdout, child.stdout
