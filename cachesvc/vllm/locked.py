@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from cachesvc.vllm.link import NodeLink
-from tiers.blocks.frames import clear_error
+from tiers.blocks.frames import clear_error, pci_address
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.numa import cpus_beside, running_on
 from tiers.node.arena import SharedMemory
 from tiers.node.client import NodeClient
 
@@ -35,6 +36,7 @@ class LockedMemory:
     def __init__(self, node: Path, layout: BlockLayout, device: torch.device) -> None:
         self._link = NodeLink(node, layout, timeout_s=TIMEOUT_S)
         self._device = device
+        self._cpus = cpus_beside(pci_address(device))
         self._cudart: Any = torch.cuda.cudart()
         self._changed = threading.Condition()
         self._num_users = 0  # copies under way
@@ -97,7 +99,8 @@ class LockedMemory:
             return
         first = piece * memory.piece_frames
         rows = memory.rows[first : first + memory.piece_frames]
-        error = self._cudart.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
+        with running_on(self._cpus):  # what no block has had yet is touched first here
+            error = self._cudart.cudaHostRegister(rows.data_ptr(), rows.nbytes, 0)
         if int(error) == 0:
             self._pieces[piece] = rows.data_ptr()
             return

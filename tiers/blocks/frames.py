@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.numa import cpus_beside, running_on
 from tiers.blocks.part import Part
 from tiers.errors import ConfigurationError
 
@@ -112,7 +113,8 @@ class FrameArena:
         self.num_pinned_bytes = 0
         if torch.device(device).type == "cuda":
             cudart: Any = torch.cuda.cudart()
-            self.num_pinned_bytes = pin(memory, cudart, self.stride)
+            with running_on(cpus_beside(pci_address(device))):  # pinning touches it first
+                self.num_pinned_bytes = pin(memory, cudart, self.stride)
             release = weakref.finalize(
                 self, _unpin, memory, self.num_pinned_bytes, cudart, self.stride
             )
@@ -184,6 +186,15 @@ def pin(memory: NDArray[np.uint8], cudart: Any, stride: int = PAGE_BYTES) -> int
             break
         pinned += num_bytes
     return pinned
+
+
+def pci_address(device: str | torch.device) -> str:
+    """A GPU's address, as the system names its devices. Empty if torch does not tell it."""
+    try:
+        about: Any = torch.cuda.get_device_properties(device)
+        return f"{about.pci_domain_id:04x}:{about.pci_bus_id:02x}:{about.pci_device_id:02x}.0"
+    except (AssertionError, AttributeError, RuntimeError):  # no CUDA, or an older torch
+        return ""
 
 
 def clear_error(device: str) -> None:
