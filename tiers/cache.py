@@ -59,7 +59,6 @@ class CacheSettings:
     policy: str = "lru"
     write_policy: WritePolicy = WritePolicy.ON_EVICT
     ahead: float = 1 / 16
-    num_readers: int = 2
     share_tails: bool = True
     weigh_loads: bool = True  # load from disk only if that is faster than computing
     pinned_share: float = 1 / 4  # share of the lowest tier for pins
@@ -108,7 +107,7 @@ class TieredCache:
         self._disk = disk
         self._levels = disk.levels() if disk is not None else ()
         if mover is None and disk is not None:
-            mover = Mover(disk, num_readers=settings.num_readers)
+            mover = Mover(disk)
         self._mover = mover
         frames = None
         if settings.host_bytes or disk is not None:

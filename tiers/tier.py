@@ -211,6 +211,11 @@ class ManagedTier(Tier, Protocol):
         return
 
     @property
+    def num_readers(self) -> int:
+        """How many threads should read it at once."""
+        return 2
+
+    @property
     def is_shared(self) -> bool:
         """Whether other machines can load what is published here."""
         return False

@@ -24,6 +24,9 @@ def cpus_beside(pci_address: str, sys: Path = SYS) -> frozenset[int]:
 def running_on(cpus: frozenset[int]) -> Iterator[None]:
     """Keeps this thread on those of `cpus` that the process may use. Changes nothing if there are
     none."""
+    if not cpus:
+        yield
+        return
     before = os.sched_getaffinity(0)
     with suppress(OSError):  # a container may forbid it
         if cpus & before:

@@ -20,6 +20,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.directory import FORMAT, DiskChoice, Meta, disk_id
 from tiers.disk.inspection.view import DiskView
+from tiers.disk.readers import readers_for
 from tiers.disk.sampling import merged
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
@@ -32,7 +33,6 @@ SUMMED = (
     *("stored", "evicted", "read_bytes", "written_bytes"),
 )
 MAX_FAULTS = 8  # consecutive failures, after which a disk is dropped
-READERS = 2  # threads per disk for loads
 
 T = TypeVar("T")
 
@@ -49,7 +49,9 @@ class DiskArray(ManagedTier):
         self._lock = threading.Lock()
         self._num_faults: Counter[Path] = Counter()  # consecutive
         self._readers = {
-            root: ThreadPoolExecutor(READERS, thread_name_prefix=f"cachesvc-read-{root.name}")
+            root: ThreadPoolExecutor(
+                readers_for(1), thread_name_prefix=f"cachesvc-read-{root.name}"
+            )
             for root in disks
         }
         self._writers = {
@@ -60,6 +62,10 @@ class DiskArray(ManagedTier):
     def disk_of(self, key: PrefixKey) -> Path:
         """The folder of the disk for `key`."""
         return self._spread.disk_of(key)
+
+    @property
+    def num_readers(self) -> int:
+        return readers_for(len(self._open()))
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         parts = self._parts(ids)

@@ -29,6 +29,7 @@ from tiers.disk.inspection.export import proven, whole_nbytes
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.reader import BlockReader, Scratch, trimmed
+from tiers.disk.readers import readers_for
 from tiers.disk.sampling import sample_of
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
@@ -75,6 +76,10 @@ class DiskTier(ManagedTier):
         self._writer = BlockWriter(slots, layout, scratch, self._counts, settings, guard, clock)
         self._writer.recount()
         self._closed = False
+
+    @property
+    def num_readers(self) -> int:
+        return readers_for(1)
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         """Length of the leading run held, by key alone; `load` verifies identities."""

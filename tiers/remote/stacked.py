@@ -53,6 +53,10 @@ class StackedTier(ManagedTier):
         held = self.disk.probe(ids)
         return held if held == len(ids) else held + self.remote.probe(ids[held:])
 
+    @property
+    def num_readers(self) -> int:
+        return self.disk.num_readers
+
     def levels(self) -> Sequence[Leveled]:
         return (*self.disk.levels(), self.remote)
 

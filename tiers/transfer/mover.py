@@ -142,13 +142,14 @@ class Mover:
         self,
         tier: ManagedTier,
         *,
-        num_readers: int = 2,
+        num_readers: int | None = None,
         max_loads: int = 64,
         max_stores: int = 4,
         on_done: Callable[[], None] = lambda: None,
     ) -> None:
+        """`num_readers` None: as many as the tier wants."""
         self._tier = tier
-        self._num_readers = num_readers
+        self._num_readers = tier.num_readers if num_readers is None else num_readers
         self._on_done = on_done
         self._loads = _Lane(max_loads)
         self._stores = _Lane(max_stores)
