@@ -13,12 +13,15 @@ from tests.bench.gpu_check import attention, parity, speed
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(600)
 def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     path = tmp_path / "made" / "figures.json"
     gpu_check.main(["--device", "cpu", "--small", "--json", str(path)])
     figures = json.loads(path.read_text())
     assert figures["failed"] == []
     assert len(figures["parity"]) == 6
+    assert {"bfloat16", "states", "recurrent", "lora", "grammar", "images"} == set(figures["hits"])
+    assert all(found["cold_tokens_equal"] for found in figures["hits"].values())
     assert len(figures["attention"]) == 7
     assert {"promote_share", "demote_share"} <= set(figures["copies"]["rates"])
     assert figures["copies"]["hashes"]["wrong_blocks"] == 0
