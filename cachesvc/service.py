@@ -62,6 +62,7 @@ from cachesvc.server.listen import url_of
 from cachesvc.server.money import Money
 from cachesvc.server.remembered import FILE_NAME, Remembered
 from cachesvc.server.server_file import announced
+from cachesvc.server.spare_memory import SpareMemory
 from engine.errors import EngineFailed
 from engine.request import StepOutput
 from engine.text.outline import Outline
@@ -145,6 +146,7 @@ class Service:
         self._encoders = encoder_pool()
         self._feeds = Feeds(stream)
         self._grammars = GrammarPool(self.core.grammars)
+        self._spare_memory = SpareMemory()
 
     def app(self, meter: Meter) -> Asgi:
         models = self._models()
@@ -269,12 +271,14 @@ class Service:
         http.should_exit = True
 
     async def _count_blocks(self) -> None:
-        """Checks the tiers' invariants while the engine is idle, and counts violations."""
+        """While the engine is idle: returns spare memory, checks the tiers' invariants, and counts
+        violations."""
         while True:
             await asyncio.sleep(CHECK_S)
             stats = self.core.engine.stats()
             if stats.num_running or stats.num_waiting or stats.num_loading:
                 continue
+            await asyncio.to_thread(self._spare_memory.give_back)
             try:
                 checked = self.core.engine.call(lambda cache: cache.check())
                 await asyncio.wrap_future(checked)
