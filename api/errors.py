@@ -33,18 +33,25 @@ with a plain 500 that tells nothing of the inside, and logged whole.
 """
 
 import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, Final
 
 import orjson
 from starlette.exceptions import HTTPException
 
 from billing import errors as billing_errors
+from billing.money import format_units
+from billing.prices.book import NS
 from engine import errors as engine_errors
 from tiers import errors as tier_errors
 
 logger = logging.getLogger(__name__)
+
+HELD_RETRY_S = 1  # when a running request ends is not known
 
 
 class ApiError(Exception):
@@ -212,6 +219,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     billing_errors.KeyRevoked: Row(401, "invalid_request_error", "revoked_api_key"),
     billing_errors.TenantSuspended: Row(403, "permission_error", "tenant_suspended"),
     billing_errors.InsufficientBalance: Row(402, "insufficient_quota", "insufficient_balance"),
+    billing_errors.SpendLimitReached: Row(429, "insufficient_quota", "spend_limit_reached"),
     billing_errors.CurrencyMismatch: Row(403, "permission_error", "currency_mismatch"),
     billing_errors.UnknownTenant: Row(403, "permission_error", "unknown_tenant"),
     billing_errors.NoPrice: Row(403, "permission_error", "no_price"),
@@ -280,6 +288,7 @@ class Answer:
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     told: Mapping[str, Any] = field(default_factory=dict)  # beside the error
+    about: Mapping[str, Any] = field(default_factory=dict)  # in the error
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -287,6 +296,7 @@ class Answer:
             "type": self.type,
             "param": self.param,
             "code": self.code,
+            **self.about,
         }
         return {"error": error, **self.told}
 
@@ -308,9 +318,48 @@ def answer_to(error: BaseException) -> Answer:
         headers.setdefault("x-should-retry", "false")  # OpenAI's clients take a 409 for a lock
     if row.status == 401:
         headers.setdefault("WWW-Authenticate", "Bearer")
-    param = getattr(error, "param", None)
-    beside = getattr(error, "told", {})
-    return Answer(row.status, row.told or str(error), row.type, row.code, param, headers, beside)
+    about: Mapping[str, Any] = {}
+    if isinstance(error, billing_errors.SpendLimitReached):
+        headers |= _until(error, time.time())
+        about = {"limit": _spend_limit(error)}
+    return Answer(
+        row.status,
+        row.told or str(error),
+        row.type,
+        row.code,
+        getattr(error, "param", None),
+        headers,
+        told=getattr(error, "told", {}),
+        about=about,
+    )
+
+
+def _until(error: billing_errors.SpendLimitReached, now_s: float) -> dict[str, str]:
+    """When to retry: soon if running requests hold the rest, else when the limit ends.
+
+    OpenAI's and Anthropic's clients respect `x-should-retry`; they ignore a wait of days.
+    """
+    if error.passes:
+        return {"Retry-After": str(HELD_RETRY_S)}
+    wait_s = max(1, math.ceil(error.ends_ns / NS - now_s))
+    return {"Retry-After": str(wait_s), "x-should-retry": "false"}
+
+
+def _spend_limit(error: billing_errors.SpendLimitReached) -> dict[str, Any]:
+    """The limit, for programs; amounts are decimals of the currency."""
+    ends = datetime.fromtimestamp(error.ends_ns // NS, UTC)
+    return {
+        "name": error.limit,
+        "of": error.of,
+        "value": error.value,
+        "per": error.per,
+        "currency": error.currency,
+        "amount": format_units(error.amount),
+        "spent": format_units(error.spent),
+        "held": format_units(error.held),
+        "needed": format_units(error.needed),
+        "ends_at": ends.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
 
 
 def log_untold(request_id: str, error: BaseException) -> None:

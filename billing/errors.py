@@ -19,6 +19,7 @@ BillingError
 │   └── CurrencyMismatch   the card's currency is not the tenant's
 ├── GateError
 │   ├── InsufficientBalance  the hold does not fit the available money (402)
+│   ├── SpendLimitReached    the hold does not fit a hard limit of its period (429)
 │   ├── DuplicateRequest     a hold or a charge of this request id exists
 │   ├── UnknownHold          the hold was settled or its lease ended
 │   ├── UnknownDeposit       no top-up or grant has this reference
@@ -129,6 +130,35 @@ class InsufficientBalance(GateError):
         super().__init__(message)
         self.tenant, self.needed, self.available = tenant, needed, available
         self.currency = currency
+
+
+class SpendLimitReached(GateError):
+    """The hold, with what is spent and held, exceeds a hard limit. Amounts are in units."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit: str,
+        of: str,
+        value: str,
+        per: str,
+        amount: int,
+        spent: int,
+        held: int,
+        needed: int,
+        currency: str,
+        ends_ns: int,
+    ) -> None:
+        super().__init__(message)
+        self.limit, self.of, self.value, self.per = limit, of, value, per
+        self.amount, self.spent, self.held, self.needed = amount, spent, held, needed
+        self.currency, self.ends_ns = currency, ends_ns
+
+    @property
+    def passes(self) -> bool:
+        """Whether the hold may fit once running requests have ended."""
+        return self.spent + self.needed <= self.amount
 
 
 class DuplicateRequest(GateError):

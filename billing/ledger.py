@@ -157,8 +157,8 @@ class Ledger:
 
         For a busy tenant it comes from this server's advance and is done at once.
 
-        Fails with `InsufficientBalance`, `UnknownTenant`, `TenantSuspended`, `CurrencyMismatch` or
-        `DuplicateRequest`.
+        Fails with `InsufficientBalance`, `SpendLimitReached`, `UnknownTenant`, `TenantSuspended`,
+        `CurrencyMismatch` or `DuplicateRequest`.
         """
         if (jumped := self._jumped()) is not None:
             return jumped
@@ -182,7 +182,8 @@ class Ledger:
         """Raises a hold and renews its lease. Returns the amount held. Zero only renews.
 
         `usage` is what the client has been sent so far, which is billed after a crash. Fails with
-        `InsufficientBalance` (end the answer with `length`) or `UnknownHold`.
+        `InsufficientBalance` or `SpendLimitReached` (end the answer with `length`), or
+        `UnknownHold`.
         """
         self._leases[hold.key] = time.monotonic() + ttl_s
         return self._commits.submit(TopUp(hold, amount, self._clock_ns() + ttl_s * NS, usage))

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from api.job import Bill, Job, Served
 from api.requests.quote import Priced
-from billing.errors import InsufficientBalance
+from billing.errors import InsufficientBalance, SpendLimitReached
 from billing.gate.holds import Hold
 from billing.gate.work import SYSTEM, Settled
 from billing.keys import Principal
@@ -66,7 +66,10 @@ class RunningCharge(Protocol):
 
 
 class Meter(Protocol):
-    """Opens charges. Raises InsufficientBalance when the balance does not cover one."""
+    """Opens charges.
+
+    Raises InsufficientBalance when the balance does not cover one, and SpendLimitReached.
+    """
 
     async def admit(self, principal: Principal, job: Job) -> RunningCharge: ...
 
@@ -240,14 +243,14 @@ class LedgerCharge:
         )
 
     def _take_in(self) -> None:
-        """Takes in an answered slice. Raises the ledger's errors, except InsufficientBalance."""
+        """Takes in an answered slice. Raises the ledger's errors, except refusals."""
         if self._asked is None or not self._asked.done():
             return
         asked, self._asked = self._asked, None
         try:
             asked.result()
             self._covered += self._asked_tokens
-        except InsufficientBalance:
+        except (InsufficientBalance, SpendLimitReached):
             self._refused = True
 
     async def _let_slice_end(self) -> None:

@@ -36,6 +36,7 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
     }
     error |= {"param": answer.param} if answer.param else {}
     error |= {"code": answer.code} if answer.code else {}
+    error |= answer.about
     return {"type": "error", "error": error, **answer.told}
 
 

@@ -1,23 +1,26 @@
 """Budgets: maximum spending of a tenant, key, user or tag in a day or month, and minimum balances.
 
-They stop no request; they send alerts or ask for a top-up.
+They send alerts or ask for a top-up. A hard one is a limit too: the money gate refuses what would
+pass it (`billing.gate.limits`).
 
 Admins set them, with a row in the admin trail. `BudgetWatch` is called every few seconds, off the
 event loop, and reads the entries posted since its last call.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 from billing.accounts import Accounts
+from billing.alerts.limits import Hardening
 from billing.alerts.spikes import HourlySpending, Whose, whose
 from billing.alerts.topups import TopUpRequests
-from billing.errors import InvalidAmount, InvalidName, UnknownBudget
+from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownBudget
 from billing.gate.deposits import INCOMING
 from billing.gate.entries import Entry, Kind
+from billing.gate.limits import EACH
 from billing.gate.work import TenantAccount
 from billing.money import format_units
 from billing.names import check_name, check_text
@@ -55,13 +58,15 @@ class BudgetSpan(StrEnum):
 
 
 PERIODS = (BudgetSpan.DAY, BudgetSpan.MONTH)
+_NO_VERSION = {"since_ns": 0, "version": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
     """`value` is the key's id, the user, or the tag as `name=value`; empty for the tenant.
 
-    `ask` is the top-up to request, at most `most` times a day (UTC).
+    `ask` is the top-up to request, at most `most` times a day (UTC). `hard`: requests that would
+    pass the amount are refused; the value `*` then bounds every key or user by itself.
     """
 
     name: str
@@ -72,6 +77,7 @@ class Budget:
     value: str = ""
     ask: int = 0
     most: int = 0
+    hard: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +90,50 @@ class Alert:
 
 
 def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reason: str) -> None:
-    """Creates a budget, or changes the one of its name."""
+    """Creates a budget, or changes the one of its name.
+
+    A new hard one first reads its period's entries: 18 s for a million.
+    """
+    check_text(reason, "reason")
+    _check(budget)
+    accounts.tenant(budget.tenant)
+    store = accounts.store
+    wanted = asdict(budget)
+    with store.reading() as connection:
+        standing = rows.find_budget(connection, budget.name)
+    hardening = Hardening(store, standing, wanted, now_ns)
+
+    def write(connection: Connection) -> None:
+        before = rows.find_budget(connection, budget.name)
+        if before != standing:
+            raise AlreadyExists(f"budget {budget.name!r} has just been changed; look at it again")
+        was_hard = before is not None and before["hard"]
+        if was_hard and before is not None and before["tenant"] != budget.tenant:
+            raise AlreadyExists(
+                f"budget {budget.name!r} limits {before['tenant']!r}; remove it first, or choose "
+                "another name"
+            )
+        row = dict(wanted)
+        if budget.hard or was_hard:
+            row["entry"] = hardening.lock(connection, budget.tenant)
+        if budget.hard:
+            row["since_ns"] = hardening.since_ns(before, wanted)
+        was = None if before is None else _payload(before)
+        number = _note(
+            connection, "budget.set", budget.name, was, _payload(row), by, now_ns, reason
+        )
+        version = {"since_ns": row["since_ns"], "version": number} if budget.hard else _NO_VERSION
+        rows.put_budget(store, connection, wanted | version)
+        if budget.hard or was_hard:
+            hardening.stand(connection, budget.name, budget.tenant)
+
+    store.retrying(write)
+    accounts.refresh()
+
+
+def _check(budget: Budget) -> None:
     check_name(budget.name, "budget")
     check_text(budget.value, "value")
-    check_text(reason, "reason")
-    accounts.tenant(budget.tenant)
     if (budget.of is Of.TENANT) != (not budget.value):
         raise InvalidName(f"a budget for a {budget.of} needs a value; one for a tenant has none")
     if budget.span in (BudgetSpan.BALANCE, BudgetSpan.TOPUP) and budget.of is not Of.TENANT:
@@ -97,36 +142,41 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
         raise InvalidAmount("only a budget per topup has an amount to ask for, and it needs one")
     if budget.ask and not 1 <= budget.most <= MOST_A_DAY:
         raise InvalidAmount(f"ask for a top-up 1 to {MOST_A_DAY} times a day, not {budget.most}")
-    store = accounts.store
-
-    def write(connection: Connection) -> None:
-        before = rows.find_budget(connection, budget.name)
-        rows.put_budget(store, connection, asdict(budget))
-        was = None if before is None else _payload(before)
-        _note(
-            connection, "budget.set", budget.name, was, _payload(asdict(budget)), by, now_ns, reason
-        )
-
-    store.retrying(write)
+    if budget.hard and budget.span not in PERIODS:
+        raise InvalidName(f"only a budget per day or month can be hard, not one per {budget.span}")
+    if budget.value == EACH and not (budget.hard and budget.of in (Of.KEY, Of.USER)):
+        raise InvalidName(f"the value {EACH!r} is for a hard budget of every key or every user")
 
 
-def remove_budget(store: LedgerStore, name: str, *, by: str, now_ns: int, reason: str) -> None:
+def remove_budget(accounts: Accounts, name: str, *, by: str, now_ns: int, reason: str) -> None:
     """Removes a budget. Raises `UnknownBudget`."""
     check_text(reason, "reason")
+    store = accounts.store
 
     def write(connection: Connection) -> None:
         before = rows.find_budget(connection, name)
         if before is None:
             raise UnknownBudget(f"there is no budget {name!r}; see `cachesvc tenants budget`")
+        hardening = Hardening(store, before, None, now_ns) if before["hard"] else None
+        after = None
+        if hardening is not None:
+            after = {"entry": str(hardening.lock(connection, before["tenant"]))}
         rows.drop_budget(connection, name)
-        _note(connection, "budget.remove", name, _payload(before), None, by, now_ns, reason)
+        _note(connection, "budget.remove", name, _payload(before), after, by, now_ns, reason)
+        if hardening is not None:
+            hardening.stand(connection, name, before["tenant"])
 
     store.retrying(write)
+    accounts.refresh()
 
 
 def all_budgets(store: LedgerStore) -> list[Budget]:
     with store.reading() as connection:
-        return [_budget(row) for row in rows.budget_rows(connection)]
+        return budgets_in(connection)
+
+
+def budgets_in(connection: Connection) -> list[Budget]:
+    return [_budget(row) for row in rows.budget_rows(connection)]
 
 
 def _note(
@@ -138,8 +188,8 @@ def _note(
     by: str,
     now_ns: int,
     reason: str,
-) -> None:
-    add_trail(
+) -> int:
+    return add_trail(
         connection,
         at_ns=now_ns,
         actor=by,
@@ -152,14 +202,18 @@ def _note(
 
 
 def _payload(row: Any) -> dict[str, str]:
+    """A budget in alerts and in the trail, without what it has not."""
     told = {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
+    absent = () if row["hard"] else ("hard", "since_ns")
     if row["ask"]:
-        return told | {"ask": format_units(row["ask"])}
-    return {name: value for name, value in told.items() if name not in ("ask", "most")}
+        told["ask"] = format_units(row["ask"])
+    else:
+        absent = (*absent, "ask", "most")
+    return {name: value for name, value in told.items() if name not in (*absent, "version")}
 
 
 def _budget(row: Any) -> Budget:
-    values = dict(row)
+    values = {field.name: row[field.name] for field in fields(Budget)}
     return Budget(**values | {"span": BudgetSpan(row["span"]), "of": Of(row["of"])})
 
 

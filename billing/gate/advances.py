@@ -29,7 +29,8 @@ def allot(work: Work, command: Allot) -> int:
     """Raises an advance to `command.amount`, or returns all of it with 0. Returns the change.
 
     A suspended tenant gets nothing, nor does one for whom it would be a large part of the balance.
-    Near the limit every hold asks the account itself, so the remaining money stays available.
+    Near the limit every hold asks the account itself, so the remaining money stays available. A
+    tenant with hard limits gets nothing either, because a hold from an advance is not checked.
     """
     standing = _standing(work, command.tenant, command.owner, command.boot)
     before = standing.amount if standing else 0
@@ -49,7 +50,8 @@ def allot(work: Work, command: Allot) -> int:
 def _affordable(account: TenantAccount, amount: int, before: int) -> int:
     available = account.available
     is_rich = available is None or amount * SHARE <= available + before
-    return max(0, amount - before) if is_rich and not account.suspended else 0
+    is_refused = account.suspended or account.limited
+    return max(0, amount - before) if is_rich and not is_refused else 0
 
 
 def _standing(work: Work, tenant: str, owner: str, boot: str) -> Advance | None:

@@ -80,4 +80,5 @@ def give_back(work: Work, charged: Entry, command: Correct) -> Entry:
     back = given_back(account.grants, scoped_taken_by(work, charged), postings["scoped"])
     body = {"corrects": charged.seq, "by": command.by, "reason": command.reason}
     body |= scoped_body(back)
+    work.spend(charged, -amount)
     return work.post(account, Kind.CORRECTION, command.reference, postings, body)

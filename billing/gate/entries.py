@@ -28,7 +28,7 @@ from billing.money import format_units
 TENANT_ACCOUNTS = ("granted", "topup", "receivable", "scoped")
 ACCOUNTS = (*TENANT_ACCOUNTS, "revenue", "cash", "promotion")
 GRANTED = ("granted", "scoped")
-AMOUNTS = {"saved", "fees", "included_amount", "moves"}  # in a body, whole units as texts
+AMOUNTS = {"saved", "fees", "included_amount", "moves", "held"}  # in a body, whole units as texts
 
 
 class Kind(StrEnum):

@@ -7,6 +7,8 @@ nothing, so a refusal does not affect the rest of its batch.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from billing.errors import (
     BillingError,
@@ -151,6 +153,8 @@ def _reserve(work: Work, command: Reserve) -> Hold:
             f"the price is in {hold.pinned.currency}, tenant {hold.tenant!r} pays in "
             f"{account.currency}; apply a rate card in {account.currency}"
         )
+    if not command.drawn:  # a drawn hold is already given
+        held = replace(held, checked=work.check_limits(held, held.amount))
     covered = draw(work, command)
     _take(work, account, command.amount - covered, hold.pinned.ref)
     work.put_hold(held)
@@ -163,16 +167,16 @@ def _top_up(work: Work, command: TopUp) -> int:
     stored = work.holds.get(command.hold.key)
     if stored is None:
         raise UnknownHold(f"request {command.hold.request_id!r} holds nothing; it was settled")
+    checked = stored.checked
+    if command.amount:
+        checked = work.check_limits(stored, command.amount)
     _take(work, work.account(stored.tenant), command.amount, command.hold.pinned.ref)
-    held = StoredHold(
-        tenant=stored.tenant,
-        request_id=stored.request_id,
+    held = replace(
+        stored,
         amount=stored.amount + command.amount,
         expires_ns=max(stored.expires_ns, command.expires_ns),
-        owner=stored.owner,
-        boot=stored.boot,
-        body=stored.body,
         usage=stored.usage if command.usage is None else command.usage,
+        checked=checked,
     )
     work.put_hold(held)
     return held.amount
@@ -197,13 +201,24 @@ def _settle(work: Work, command: Settle) -> Settled:
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
     stored = work.holds.get(hold.key)
+    if stored is not None:
+        body |= _checked_body(stored)
     work.drop_hold(hold.key)
     postings = spend(account, charge.amount, sum(scoped.values()))
     admitted_ns = hold.context.admitted_ns
     entry = work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
+    work.spend(entry, charge.amount)
     _use(work, hold, charge.taken)
     _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
     return Settled(entry, charge, usage)
+
+
+def _checked_body(stored: StoredHold) -> dict[str, Any]:
+    """The limits that a hold was last checked under, for its charge's body."""
+    if stored.checked is None:
+        return {}
+    limits = dict(stored.checked.limits)
+    return {"held": str(stored.amount), "checked_at": stored.checked.at, "limits": limits}
 
 
 def _left(work: Work, hold: Hold) -> dict[str, int]:
@@ -263,6 +278,7 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
             **scoped_body(scoped, sign),
         }
         work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
+        work.spend(charged, difference)
         names = {*charge.taken, *took}
         _use(work, hold, {n: charge.taken.get(n, 0) - took.get(n, 0) for n in names})
         was, took = usage, dict(charge.taken)

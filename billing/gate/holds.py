@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from billing.gate.entries import canonical
+from billing.gate.limits import Checked
 from billing.prices.book import PinnedRate, RateRef
 from billing.usage import EMPTY, Usage
 
@@ -58,6 +59,7 @@ class StoredHold:
     boot: str
     body: str  # for the future charge: rate reference and context
     usage: Usage = EMPTY
+    checked: Checked | None = field(default=None, compare=False)  # None: no limit counts it
 
     @property
     def key(self) -> tuple[str, str]:

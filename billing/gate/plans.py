@@ -6,13 +6,13 @@ difference to the sum of the month's charges. Months are in UTC.
 """
 
 from collections.abc import Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from billing.gate.commands import CloseMonth
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import RequestContext, request_body
 from billing.gate.outcomes import Outcome
+from billing.gate.periods import period_ns, period_of
 from billing.gate.postings import spend
 from billing.gate.work import TenantAccount, Used, Work
 from billing.prices.book import MONTHLY, NS, PinnedRate, PriceBook, RateCard, RateRef
@@ -25,14 +25,12 @@ REFERENCE = "minimum:"  # followed by the month
 
 def month_of(at_ns: int) -> str:
     """The month (UTC) of an instant, such as 2026-11."""
-    return datetime.fromtimestamp(at_ns // NS, UTC).strftime("%Y-%m")
+    return period_of("month", at_ns)
 
 
 def month_ns(month: str) -> tuple[int, int]:
     """The beginnings of a month and of the next."""
-    first = datetime.strptime(month, "%Y-%m").replace(tzinfo=UTC)
-    after = (first + timedelta(days=31)).replace(day=1)
-    return int(first.timestamp()) * NS, int(after.timestamp()) * NS
+    return period_ns(month)
 
 
 def closing_ns(month: str) -> int:

@@ -6,7 +6,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from billing.errors import InsufficientBalance, UnknownTenant
+import orjson
+
+from billing.errors import InsufficientBalance, SpendLimitReached, UnknownTenant
 from billing.gate.commands import Key
 from billing.gate.entries import (
     ACCOUNTS,
@@ -19,6 +21,7 @@ from billing.gate.entries import (
     format_postings,
 )
 from billing.gate.holds import Advance, StoredHold
+from billing.gate.limits import NOTHING, Checked, Spender, Spending, SpendLimit, reached
 from billing.gate.scoped import ScopedGrant, moved_by, scope_of
 from billing.money import format_units
 from billing.prices.book import PriceBook
@@ -44,6 +47,7 @@ class TenantAccount:
     balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
     grants: dict[int, ScopedGrant] = field(default_factory=dict)  # scoped ones, by number
     created_ns: int = 0
+    limited: bool = False  # whether it has hard limits
 
     @property
     def worth(self) -> int:
@@ -104,6 +108,9 @@ class Work:
     wallets: dict[Key, int] = field(default_factory=dict)  # by tenant and currency
     put_wallets: dict[Key, int] = field(default_factory=dict)
     spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
+    limits: dict[str, list[SpendLimit]] = field(default_factory=dict)  # by tenant
+    spending: dict[Spender, Spending] = field(default_factory=dict)
+    put_spending: set[Spender] = field(default_factory=set)
     put_scoped: set[tuple[str, int]] = field(default_factory=set)  # changed scoped grants
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
@@ -129,7 +136,9 @@ class Work:
 
     def put_hold(self, hold: StoredHold) -> None:
         before = self.holds.get(hold.key)
-        self.accounts[hold.tenant].held += hold.amount - (before.amount if before else 0)
+        more = hold.amount - (before.amount if before else 0)
+        self.accounts[hold.tenant].held += more
+        self._count_held(hold, more)
         self.holds[hold.key] = self.put_holds[hold.key] = hold
         self.dropped_holds.discard(hold.key)
         self.touched.add(hold.tenant)
@@ -150,9 +159,57 @@ class Work:
         if hold is None:
             return
         self.accounts[hold.tenant].held -= hold.amount
+        self._count_held(hold, -hold.amount)
         self.put_holds.pop(key, None)
         self.dropped_holds.add(key)
         self.touched.add(hold.tenant)
+
+    def check_limits(self, hold: StoredHold, more: int) -> Checked | None:
+        """Checks `more` of a hold against the tenant's hard limits; None if none counts it.
+
+        Raises `SpendLimitReached`; of several, the one that ends last.
+        """
+        found = self._spenders(hold)
+        if not found:
+            return None
+        account = self.accounts[hold.tenant]
+        over: list[SpendLimitReached] = []
+        for spender, limit in found.items():
+            spending = self.spending.get(spender, NOTHING)
+            if more and spending.charged + spending.held + more > limit.amount:
+                over.append(
+                    reached(limit, spender, spending, needed=more, currency=account.currency)
+                )
+        if over:
+            raise max(over, key=lambda each: (not each.passes, each.ends_ns))
+        return Checked(account.seq, {limit.name: limit.version for limit in found.values()})
+
+    def _spenders(self, hold: StoredHold) -> dict[Spender, SpendLimit]:
+        limits = self.limits.get(hold.tenant)
+        if not limits:
+            return {}
+        details = orjson.loads(hold.body)
+        admitted_ns = details.get("admitted_ns", 0)
+        found = ((limit.spender(details, admitted_ns), limit) for limit in limits)
+        return {spender: limit for spender, limit in found if spender is not None}
+
+    def _count_held(self, hold: StoredHold, more: int) -> None:
+        if more:
+            for spender in self._spenders(hold):
+                self._count(spender, 0, more)
+
+    def spend(self, charge: Entry, amount: int) -> None:
+        """Counts a charge, or the change that a correction makes to it, for the hard limits."""
+        limits = self.limits.get(charge.tenant, ())
+        details = charge.details if limits else {}
+        for limit in limits if "commitment" not in details else ():
+            spender = limit.spender(details, charge.moment_ns)
+            if spender is not None:
+                self._count(spender, amount, 0)
+
+    def _count(self, spender: Spender, charged: int, held: int) -> None:
+        self.spending[spender] = self.spending.get(spender, NOTHING).plus(charged, held)
+        self.put_spending.add(spender)
 
     def post(
         self,

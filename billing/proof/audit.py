@@ -11,6 +11,8 @@ every entry. A tenant's proof ends at its first entry that differs, because late
                 taken from the accounts in their order; what was saved is as said; each month's
                 minimum is booked
     billed      a charge belongs to the month of its admission
+    limited     what was spent and held never passed a hard limit when a hold was checked, and each
+                hold was
     corrected   a correction names a charge and gives back no more than is left of it; an
                 adjustment names a deposit
     decided     whatever a person booked is in the admin trail, and the other way round
@@ -34,17 +36,20 @@ from billing.proof.projections import (
     compare_expiring,
     compare_rollups,
     compare_scoped,
+    compare_spending,
     compare_used,
     compare_wallets,
 )
 from billing.proof.replay import KeptHeads, ProofRun
-from billing.proof.result import Head, Problem, Proof, readable
+from billing.proof.result import UNREADABLE, Head, Problem, Proof, readable
 from billing.proof.trail import TRAIL, check_trail, trail_head
 from billing.store import accounts as store_accounts
 from billing.store import expiring as store_expiring
+from billing.store import limits as store_limits
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
 from billing.store import scoped as store_scoped
+from billing.store import trail as store_trail
 from billing.store import wallets as store_wallets
 from billing.store.store import Connection, LedgerStore
 
@@ -67,8 +72,7 @@ def verify(
     with store.reading() as connection:
         proof = Proof()
         book = _book(connection, proof)
-        corrections = store_reports.correction_rows(connection)
-        replay = ProofRun(book, corrections, kept, store_accounts.created_ns(connection))
+        replay = _replay(connection, book, kept)
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
             proof.num_entries += 1
@@ -76,6 +80,7 @@ def verify(
                 progress(proof.num_entries)
         proof.problems += replay.problems.values()
         proof.problems += replay.minimums()
+        proof.problems += readable("limits", replay.limits.problems)
         proof.problems += _missing_heads(replay, kept)
         proof.problems += readable("entries", lambda: _repeated(connection))
         proof.problems += readable("holds", lambda: check_holds(book, connection))
@@ -88,6 +93,7 @@ def verify(
             proof.problems += readable("wallets", lambda: compare_wallets(replay, connection))
             proof.problems += readable("grants", lambda: compare_scoped(replay, connection))
             proof.problems += readable("included", lambda: compare_used(replay, connection))
+            proof.problems += readable("limits", lambda: compare_spending(replay, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
         proof.problems += readable("invoices", lambda: check_invoices(connection))
@@ -112,9 +118,7 @@ def rebuild(store: LedgerStore) -> Proof:
     def operation(connection: Connection) -> None:
         stored = store_reports.all_accounts(connection, lock=True)
         proof = Proof()
-        corrections = store_reports.correction_rows(connection)
-        book = _book(connection, proof)
-        replay = ProofRun(book, corrections, {}, store_accounts.created_ns(connection))
+        replay = _replay(connection, _book(connection, proof), {})
         for entry in store_reports.stream_entries(connection):
             replay.take(entry)
         for problem in (*proof.problems, *replay.problems.values()):
@@ -128,10 +132,27 @@ def rebuild(store: LedgerStore) -> Proof:
         store_plans.rewrite_used(connection, replay.used())
         store_wallets.rewrite_wallets(connection, replay.wallets())
         store_scoped.rewrite_scoped(connection, replay.accounts.values())
+        store_limits.replace_spending(connection, replay.limits.spending())
+        store_limits.mark_limited(connection)
         store_reports.replace_projections(connection, replay.accounts.values(), daily, sessions)
 
     store.retrying(operation)
     return verify(store)
+
+
+def _replay(connection: Connection, book: PriceBook, kept: KeptHeads) -> ProofRun:
+    try:
+        holds = store_reports.hold_list(connection)
+    except UNREADABLE:  # `check_holds` says so
+        holds = []
+    return ProofRun(
+        book,
+        store_reports.correction_rows(connection),
+        kept,
+        store_accounts.created_ns(connection),
+        store_trail.trail_rows(connection),
+        holds,
+    )
 
 
 def _book(connection: Connection, proof: Proof) -> PriceBook:

@@ -14,6 +14,7 @@ from billing.prices.book import PriceBook
 from billing.proof.replay import ProofRun
 from billing.proof.result import Problem, readable
 from billing.store import expiring as store_expiring
+from billing.store import limits as store_limits
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
 from billing.store import scoped as store_scoped
@@ -36,6 +37,7 @@ def compare_accounts(replay: ProofRun, connection: Connection) -> Iterator[Probl
             ("head", row.head.hex(), proven.head.hex()),
             ("currency", row.currency, proven.currency),
             ("held", row.held, held.get(tenant, 0)),
+            ("limited", row.limited, replay.limits.limited(tenant)),
             *((name, row.balances[name], proven.balances[name]) for name in ACCOUNTS),
         ]
         for name, found, expected in facts:
@@ -95,6 +97,15 @@ def compare_scoped(replay: ProofRun, connection: Connection) -> Iterator[Problem
         yield Problem(
             f"grant {tenant}/{seq}", 0, "projected", "it differs from what its entries left"
         )
+
+
+def compare_spending(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
+    rows = store_limits.spending_rows(connection)
+    found = {spender: spending for spender, spending in rows.items() if any(spending)}
+    for spender, _ in sorted(found.items() ^ replay.limits.spending().items())[:1]:
+        where = "/".join(spender)
+        message = "it differs from its charges and holds"
+        yield Problem(f"spending {where}", 0, "projected", message)
 
 
 def compare_expiring(replay: ProofRun, connection: Connection) -> Iterator[Problem]:

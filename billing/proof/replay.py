@@ -3,10 +3,11 @@
 Used by `billing.proof.audit`, which names the invariants.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from billing.gate.entries import CORRECTING, Entry, Kind, digest, genesis, parse_postings
+from billing.gate.holds import StoredHold
 from billing.gate.rollups import Rollups
 from billing.gate.work import TenantAccount, Used
 from billing.prices.book import PriceBook
@@ -14,6 +15,7 @@ from billing.proof.booked import Booked, Differs
 from billing.proof.charges import ChargeChecks
 from billing.proof.decisions import Decisions
 from billing.proof.deposits import DEPOSITS, DepositChecks
+from billing.proof.limits import LimitChecks
 from billing.proof.result import UNREADABLE, Problem
 
 KeptHeads = dict[
@@ -30,8 +32,11 @@ class ProofRun:
         corrections: dict[tuple[str, int], int],
         heads: KeptHeads,
         created_ns: Mapping[str, int],
+        trail: Iterable[Mapping[Any, Any]],
+        holds: Iterable[StoredHold],
     ) -> None:
         corrected = {(tenant, seq) for (tenant, _), seq in corrections.items()}
+        self.limits = LimitChecks(trail, holds, corrected)
         self.accounts: dict[str, TenantAccount] = {}
         self.problems: dict[str, Problem] = {}
         self.rollups = Rollups()
@@ -108,9 +113,11 @@ class ProofRun:
         entry = booked.entry
         if entry.kind == Kind.CHARGE:
             self._charges.check_charge(booked)
+            self.limits.take_charge(booked)
             self.rollups.add(entry, booked.details)
         elif entry.kind == Kind.CORRECTION:
             self._charges.check_correction(booked)
+            self.limits.take_correction(booked)
         elif entry.kind == Kind.ADJUSTMENT:
             self._deposits.check_adjustment(booked)
         elif entry.kind == Kind.EXPIRY:

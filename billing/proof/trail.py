@@ -1,20 +1,23 @@
 """Proves admins' decisions: the trail is one chain, and the tables match it.
 
     trailed     the admin trail is chained without a gap
-    decided     credit and rate limits, suspensions, projects, keys and rate cards are those of the
-                trail, no more and no fewer
+    decided     credit, rate and hard limits, suspensions, projects, keys and rate cards are those
+                of the trail, no more and no fewer
 
 Key secrets are not in the trail. The creation time of a project is the trail's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import orjson
 
+from billing.money import format_units
 from billing.proof.history import LAG_NS
 from billing.proof.result import Head, Problem
 from billing.store import accounts as store_accounts
+from billing.store import limits as store_limits
 from billing.store import trail as store_trail
 from billing.store.store import Connection
 
@@ -72,7 +75,12 @@ def _decided(rows: Iterable[Row]) -> _Facts:
     facts: _Facts = {}
     for row in rows:
         kind = _MADE_BY.get(row["action"])
-        if row["action"] == "tenant.rates":  # has all remaining limits
+        if row["action"] in ("budget.set", "budget.remove"):
+            facts.pop(("hard budget", row["subject"]), None)
+            said = orjson.loads(row["after"]) or {}
+            if "hard" in said:
+                facts["hard budget", row["subject"]] = _limit_facts(said, row["seq"])
+        elif row["action"] == "tenant.rates":  # has all remaining limits
             facts.pop(("limits of tenant", row["subject"]), None)
             if limits := _texts(orjson.loads(row["after"])):
                 facts["limits of tenant", row["subject"]] = limits
@@ -97,6 +105,9 @@ def _standing(connection: Connection) -> _Facts:
             facts["project", f"{row['tenant']}/{project}"] = {}
     for tenant, limits in store_accounts.rate_limits_of(connection).items():
         facts["limits of tenant", tenant] = _texts(limits)
+    for limit in store_limits.limit_rows(connection):
+        said = {**asdict(limit), "span": limit.per, "amount": format_units(limit.amount)}
+        facts["hard budget", limit.name] = _limit_facts(said, limit.version)
     for row in store_accounts.key_rows(connection):
         facts["key", row["key_id"]] = _texts({k: v for k, v in row.items() if k != "digest"})
     for row in store_accounts.card_rows(connection):
@@ -104,6 +115,11 @@ def _standing(connection: Connection) -> _Facts:
             {name: row[name] for name in _CARD_FACTS}
         )
     return facts
+
+
+def _limit_facts(said: Mapping[str, Any], version: int) -> dict[str, str | None]:
+    names = ("tenant", "amount", "span", "of", "value", "since_ns")
+    return _texts({name: said[name] for name in names} | {"version": version})
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str | None]:

@@ -4,9 +4,11 @@ Both run inside the one transaction of `LedgerStore.apply`. A batch locks and re
 commands can change.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import starmap
+from typing import Any
 
+import orjson
 from sqlalchemy import Connection, select
 
 from billing.gate.commands import (
@@ -22,7 +24,8 @@ from billing.gate.commands import (
     fingerprint_of,
     keys_of,
 )
-from billing.gate.entries import CORRECTABLE, Entry
+from billing.gate.entries import CORRECTABLE, Entry, Kind
+from billing.gate.holds import request_body
 from billing.gate.rollups import rollups
 from billing.gate.scoped import scope_of
 from billing.gate.wallets import told
@@ -44,6 +47,9 @@ from billing.store.rows import (
     read_advance,
     read_entry,
     read_hold,
+    read_limit,
+    read_spending,
+    spending_row,
 )
 from billing.store.schema import entries
 from billing.store.trail import add_trail
@@ -93,7 +99,47 @@ def load_work(
             found = find_corrections(connection, entry)
             work.corrections[entry.tenant, entry.seq] = found
     _load_scoped(hot, connection, commands, work)
+    if limited := [account.tenant for account in work.accounts.values() if account.limited]:
+        _load_limits(hot, connection, commands, limited, work)
     return work
+
+
+def _load_limits(
+    hot: HotStatements,
+    connection: Connection,
+    commands: Sequence[Command],
+    tenants: Sequence[str],
+    work: Work,
+) -> None:
+    """Reads hard limits, and the spending of all owners that the commands name."""
+    for limit in map(read_limit, hot.find_limits(connection, tenants)):
+        work.limits.setdefault(limit.tenant, []).append(limit)
+    wanted: dict[tuple[str, str], set[str]] = {}
+    for tenant, details, at_ns in _counted(commands, work):
+        for limit in work.limits.get(tenant, ()):
+            if spender := limit.spender(details, at_ns):
+                wanted.setdefault((spender.limit, spender.period), set()).add(spender.value)
+    for (budget, period), values in wanted.items():
+        fixed = {"of_budget": budget, "of_period": period}
+        rows = hot.find_spending(connection, sorted(values), **fixed)
+        work.spending.update(map(read_spending, rows))
+
+
+def _counted(commands: Sequence[Command], work: Work) -> Iterator[tuple[str, dict[str, Any], int]]:
+    """The tenant, body and moment of every request whose hold or charge may change."""
+    for command in commands:
+        if isinstance(command, Reserve | TopUp | Settle):
+            hold = command.hold
+            body = request_body(hold.pinned.ref, hold.context)
+            yield hold.tenant, body, hold.context.admitted_ns or work.now_ns
+    for stored in work.holds.values():
+        if stored.tenant in work.limits:
+            body = orjson.loads(stored.body)
+            yield stored.tenant, body, body.get("admitted_ns", work.now_ns)
+    for found in (*work.entries.values(), *work.undelivered.values()):
+        for entry in found:
+            if entry.tenant in work.limits and entry.kind is Kind.CHARGE:
+                yield entry.tenant, entry.details, entry.moment_ns
 
 
 def _load_scoped(
@@ -137,6 +183,9 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
     if work.put_scoped:
         moved_grants = ((name, work.accounts[name].grants[seq]) for name, seq in work.put_scoped)
         hot.put_scoped.run(connection, starmap(store_scoped.scoped_row, moved_grants))
+    if work.put_spending:
+        counted = sorted(work.put_spending)
+        hot.put_spending.run(connection, [spending_row(s, work.spending[s]) for s in counted])
     if work.put_used:
         store_plans.write_used(connection, work.put_used)
     if work.put_advances:

@@ -18,7 +18,7 @@ from billing.errors import StoreError
 from billing.store.schema import use_postgresql
 from billing.store.store import LedgerStore, cause_of
 
-REVISION = "0015"
+REVISION = "0016"
 MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_TIMEOUT_S = 10
 # Page cache of each of a server's up to 15 connections. SQLite keeps pages until it is full: with

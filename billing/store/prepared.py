@@ -20,9 +20,11 @@ from billing.store.schema import (
     Wide,
     accounts,
     advances,
+    budgets,
     entries,
     holds,
     scoped_grants,
+    spending,
     usage_daily,
     usage_sessions,
 )
@@ -134,6 +136,10 @@ class HotStatements:
         self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
         self.find_scoped = Finder(_scoped_left, dialect)
         self.put_scoped = Prepared(_replacing(dialect, scoped_grants, ("tenant", "seq")), dialect)
+        self.find_limits = Finder(_limits_of, dialect)
+        self.find_spending = Finder(_spending_of, dialect)
+        spender = ("budget", "period", "value")
+        self.put_spending = Prepared(_replacing(dialect, spending, spender), dialect)
         self.move_accounts = Prepared(_MOVE_ACCOUNT, dialect)
         self.add_daily = Prepared(_adding(dialect, usage_daily, DAILY_KEY), dialect)
         sessions = _adding(dialect, usage_sessions, SESSION_KEY, last="last_ns")
@@ -159,6 +165,17 @@ def _scoped_left(keys: Sequence[Any]) -> Any:
     """Selects unspent grants only, because a tenant may have had many."""
     some = scoped_grants.c.remains != literal_column("'0'")
     return select(scoped_grants).where(scoped_grants.c.tenant.in_(keys) & some)
+
+
+def _limits_of(keys: Sequence[Any]) -> Any:
+    return select(budgets).where(budgets.c.tenant.in_(keys) & budgets.c.hard)
+
+
+def _spending_of(keys: Sequence[Any]) -> Any:
+    ours = (spending.c.budget == bindparam("of_budget")) & (
+        spending.c.period == bindparam("of_period")
+    )
+    return select(spending).where(ours & spending.c.value.in_(keys))
 
 
 _HOLDS_OF = select(holds).where(holds.c.tenant == bindparam("of_tenant"))

@@ -10,6 +10,7 @@ import orjson
 
 from billing.gate.entries import ACCOUNTS, CORRECTING, Entry, Kind
 from billing.gate.holds import Advance, StoredHold
+from billing.gate.limits import Checked, Spender, Spending, SpendLimit
 from billing.gate.work import TenantAccount
 from billing.usage import Usage
 
@@ -29,6 +30,7 @@ def read_account(row: Row) -> TenantAccount:
         held=int(row["held"]),
         balances={name: int(row[name]) for name in ACCOUNTS},
         created_ns=row["created_ns"],
+        limited=bool(row["limited"]),
     )
 
 
@@ -42,7 +44,15 @@ def read_hold(row: Row) -> StoredHold:
         boot=row["boot"],
         body=row["body"],
         usage=Usage.from_record(orjson.loads(row["usage"])),
+        checked=_read_checked(row["checked"]),
     )
+
+
+def _read_checked(text: str) -> Checked | None:
+    if not text:
+        return None
+    said = orjson.loads(text)
+    return Checked(said["at"], said["limits"])
 
 
 def read_advance(row: Row) -> Advance:
@@ -107,6 +117,27 @@ def hold_row(hold: StoredHold) -> dict[str, Any]:
         "boot": hold.boot,
         "body": hold.body,
         "usage": orjson.dumps(hold.usage.record()).decode(),
+        "checked": "" if hold.checked is None else orjson.dumps(hold.checked).decode(),
+    }
+
+
+def read_limit(row: Row) -> SpendLimit:
+    names = ("name", "tenant", "of", "value", "since_ns", "version")
+    return SpendLimit(amount=int(row["amount"]), per=row["span"], **{n: row[n] for n in names})
+
+
+def read_spending(row: Row) -> tuple[Spender, Spending]:
+    spender = Spender(row["budget"], row["period"], row["value"])
+    return spender, Spending(int(row["charged"]), int(row["held"]))
+
+
+def spending_row(spender: Spender, spending: Spending) -> dict[str, Any]:
+    return {
+        "budget": spender.limit,
+        "period": spender.period,
+        "value": spender.value,
+        "charged": spending.charged,
+        "held": spending.held,
     }
 
 

@@ -21,6 +21,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
     text,
 )
 from sqlalchemy.types import TypeDecorator, TypeEngine
@@ -63,6 +64,7 @@ accounts = Table(
     Column("currency", String(3), nullable=False),
     Column("credit_limit", Wide),  # null: unlimited
     Column("suspended", Boolean, nullable=False),
+    Column("limited", Boolean, nullable=False, server_default=false()),  # has hard limits
     Column("created_ns", BigInteger, nullable=False),
     # Projections of entries and holds; rebuilt by `ledger verify --rebuild`.
     Column("granted", Wide, nullable=False),
@@ -129,6 +131,7 @@ holds = Table(
     Column("boot", String, nullable=False),
     Column("body", Text, nullable=False),
     Column("usage", Text, nullable=False),
+    Column("checked", Text, nullable=False, server_default=""),  # under which hard limits
 )
 
 # Included tokens that were spent, by month (UTC), card and item.
@@ -292,6 +295,21 @@ budgets = Table(
     Column("value", String, nullable=False),
     Column("ask", Wide, nullable=False, server_default="0"),
     Column("most", Integer, nullable=False, server_default="0"),
+    # Of a hard limit: the beginning of its first period, and its decision's number in the trail.
+    Column("hard", Boolean, nullable=False, server_default=false()),
+    Column("since_ns", BigInteger, nullable=False, server_default="0"),
+    Column("version", BigInteger, nullable=False, server_default="0"),
+)
+
+# What hard limits count: charges minus refunds, and the holds of running requests.
+spending = Table(
+    "spending",
+    metadata,
+    Column("budget", String, primary_key=True),
+    Column("period", String, primary_key=True),
+    Column("value", String, primary_key=True),
+    Column("charged", Wide, nullable=False),
+    Column("held", Wide, nullable=False),
 )
 
 # Grants that have yet to expire, for the sweeper.

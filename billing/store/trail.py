@@ -26,9 +26,9 @@ def add_trail(
     before: Any,
     after: Any,
     reason: str,
-) -> None:
+) -> int:
     """Appends to the admin trail, chained by hash: actor, action, subject, values before and
-    after."""
+    after. Returns the entry's number."""
     lock_trail(connection)
     last, head = last_hash(connection)
     values = {
@@ -42,6 +42,7 @@ def add_trail(
         "reason": reason,
     }
     connection.execute(trail.insert().values(values | {"hash": trail_hash(head, values)}))
+    return last + 1
 
 
 def last_hash(connection: Connection) -> tuple[int, bytes]:

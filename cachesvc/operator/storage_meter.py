@@ -24,6 +24,7 @@ from billing.errors import (
     DuplicateRequest,
     InsufficientBalance,
     NoPrice,
+    SpendLimitReached,
     TenantSuspended,
 )
 from billing.gate.holds import Hold, RequestContext
@@ -209,7 +210,7 @@ class StorageMeter:
             return None
 
     async def _post(self, span: StoredTime, *, prepaid: bool) -> bool:
-        """Charges a span. Returns False if the balance does not cover a current one.
+        """Charges a span. Returns False if the balance or a limit does not cover a current one.
 
         A past span was already provided, so a missing amount becomes debt.
         """
@@ -223,7 +224,7 @@ class StorageMeter:
                 )
             except DuplicateRequest:
                 pass  # reserved before a crash; settle it now
-            except (InsufficientBalance, TenantSuspended) as error:
+            except (InsufficientBalance, SpendLimitReached, TenantSuspended) as error:
                 logger.warning(f"a pin's time could not be charged: {error}")
                 return False
         await durable(self._ledger.settle(hold, span.usage, Outcome.FINISHED))
@@ -235,7 +236,7 @@ class StorageMeter:
         self._drop(pin_id(pin))
         await asyncio.wrap_future(await self._on_engine(lambda cache: cache.saved()))
         payer = self._of_scope[pin.scope]
-        reason = f"tenant {payer.tenant!r} is suspended or its balance covers no further hour"
+        reason = f"tenant {payer.tenant!r} is suspended, or its balance or limit covers no more"
         after = {"tenant": payer.tenant, "num_tokens": pin.num_tokens, "until_s": pin.until_s}
         await asyncio.to_thread(
             self._record, "cache.unpin", pin.name, by=SYSTEM, after=after, reason=reason

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import threading
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from api.app import AREAS
 from api.collaborators import WireSettings
 from api.routes import health
 from api.routes.chat import ChatFormat
+from billing.alerts.budgets import Budget, set_budget
 from billing.gate.outcomes import Outcome
 from billing.keys import Scope
 from billing.money import UNITS, format_units
@@ -167,6 +170,74 @@ async def test_without_balance_nothing_is_computed(bank: Bank) -> None:
             answer.json()["error"]["code"],
         )
         assert [] == house.engine.requests
+
+
+ASKED = {
+    CHAT: HELLO,
+    "/v1/completions": {"model": "bytes", "prompt": "hi"},
+    "/v1/responses": {"model": "bytes", "input": "hi"},
+    "/v1/messages": HELLO | {"max_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("path", ASKED)
+async def test_a_spend_limit_is_told_in_each_protocol_with_its_end(bank: Bank, path: str) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        cap(bank, 1)
+        answer = await client.post(path, json=ASKED[path], headers=headers)
+        assert 429 == answer.status_code
+        assert "false" == answer.headers["x-should-retry"]
+        error = answer.json()["error"]
+        assert "spend_limit_reached" == error["code"]
+        kind = "rate_limit_error" if path == "/v1/messages" else "insufficient_quota"
+        assert kind == error["type"]
+        limit = error["limit"]
+        assert ("cap", "tenant", "month", "0.000000000001", "0.00") == tuple(
+            limit[name] for name in ("name", "of", "per", "amount", "spent")
+        )
+        wait_s = int(answer.headers["retry-after"])
+        ends_s = datetime.fromisoformat(limit["ends_at"]).timestamp()
+        assert abs(ends_s - wait_s - time.time()) < 60
+        assert [] == house.engine.requests
+
+
+async def test_a_limit_that_running_requests_hold_is_retried_soon(bank: Bank) -> None:
+    async with serving(bank) as (app, client, house):
+        headers = bank.customer(UNITS)
+        cap(bank, 2 * PROMPT_TOKENS * MISS + 4 * OUTPUT)
+        house.engine.script = Script(answer="z" * 400, step_s=0.1)
+        visit = Visit(app, CHAT, HELLO | {"stream": True}, **headers).start()
+        await begun(house, requests=1)
+        answer = await client.post(CHAT, json=HELLO | {"max_tokens": 1}, headers=headers)
+        assert (429, "1") == (answer.status_code, answer.headers["retry-after"])
+        assert "x-should-retry" not in answer.headers
+        visit.leave()
+        await visit.task
+        assert (
+            200
+            == (
+                await client.post(CHAT, json=HELLO | {"max_tokens": 1}, headers=headers)
+            ).status_code
+        )
+    assert [] == audit.verify(bank.ledger.store).problems
+
+
+def cap(bank: Bank, units: int) -> None:
+    budget = Budget(name="cap", tenant="acme", amount=units, hard=True)
+    set_budget(bank.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_ends_where_the_limit_does(bank: Bank, stream: bool) -> None:
+    async with serving(bank) as (_, client, house):
+        headers = bank.customer(UNITS)
+        cap(bank, PROMPT_TOKENS * MISS + 12 * OUTPUT)
+        house.engine.script = Script(answer="z" * 100, tokens_per_step=3, step_s=0.002)
+        text = (await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)).text
+    assert '"finish_reason":"length"' in text
+    assert 12 == text.count("z")
+    assert PROMPT_TOKENS * MISS + 12 * OUTPUT == bank.spent(UNITS)
 
 
 @pytest.mark.parametrize("stream", [False, True])

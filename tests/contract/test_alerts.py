@@ -166,9 +166,9 @@ def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
     make(house, "b", UNITS)
     make(house, "b", 2 * UNITS)
     assert [2 * UNITS] == [budget.amount for budget in all_budgets(house.ledger.store)]
-    remove_budget(house.ledger.store, "b", by="ops", now_ns=1, reason="over")
+    remove_budget(house.accounts, "b", by="ops", now_ns=1, reason="over")
     with pytest.raises(UnknownBudget):
-        remove_budget(house.ledger.store, "b", by="ops", now_ns=1, reason="over")
+        remove_budget(house.accounts, "b", by="ops", now_ns=1, reason="over")
     actions = [row["action"] for row in house.accounts.trail.newest(3)]
     assert ["budget.remove", "budget.set", "budget.set"] == actions
     with pytest.raises(UnknownTenant):

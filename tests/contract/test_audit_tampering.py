@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from billing.alerts.budgets import Budget, set_budget
 from billing.gate.commands import Allot
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
@@ -43,7 +44,7 @@ output = "2"
 Prove = Callable[..., Proof]
 UNPROVEN_TABLES = {
     *("alembic_version", "meta", "idempotency", "undelivered", "export_cursors"),
-    *("budgets", "outbox", "refused_events"),
+    *("outbox", "refused_events"),
 }
 UNPROVEN = {
     "projects.created_ns",
@@ -52,6 +53,8 @@ UNPROVEN = {
     "holds.expires_ns",
     "holds.owner",
     "holds.boot",
+    "budgets.ask",  # a hard one has none
+    "budgets.most",
     "advances.owner",
     "advances.boot",
     "advances.expires_ns",
@@ -82,6 +85,11 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.accounts.set_credit_limit("acme", 7 * UNITS, by="ops")
         house.accounts.set_rate_limits("acme", {"requests": 9, "miss_tokens": 9}, by="ops")
         house.accounts.set_rate_limits("acme", {"miss_tokens": None}, by="ops")
+        advance = Allot("acme", "other", "run", 10, 2**62)
+        house.ledger.store.apply([advance], house.ledger.book, house.clock)
+        limit = Budget(name="b", tenant="acme", amount=UNITS, hard=True)
+        now_ns = house.clock()
+        set_budget(house.accounts, limit, by="ops", now_ns=now_ns, reason="test")
         about = {"session": "s", "project": "p", "key_id": key.key_id}
         house.charge("r1", USAGE, **about)
         house.charge("r2", USAGE, **about)
@@ -92,8 +100,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
         house.ledger.pay_into_wallet("acme", 9, "USD", reference="w", by="ops").result()
-        advance = Allot("acme", "other", "run", 10, 2**62)
-        house.ledger.store.apply([advance], house.ledger.book, house.clock)
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
         house.ledger.grant("acme", 5, **grant).result()
         grant |= {"reference": "only", "scope": ["*@standard"]}

@@ -17,7 +17,7 @@ from tests.support.billing import running_ledger
 USAGE = Usage(hit_disk=900, miss=100, output=7)
 AFTERWARDS = (  # tables that the first schema had not
     *("budgets", "outbox", "expiring", "refused_events", "advances", "included_used", "wallets"),
-    *("rate_limits", "scoped_grants", *INVOICE_TABLES),
+    *("rate_limits", "scoped_grants", "spending", *INVOICE_TABLES),
 )
 _SUMS = ("fees", "granted", "owed", "included")
 _SUMMED = (
@@ -29,7 +29,8 @@ ADDED = {  # and columns
     "entries": ("billed_ns",),
     "usage_daily": _SUMMED,
     "usage_sessions": _SUMMED,
-    "accounts": ("scoped",),
+    "accounts": ("scoped", "limited"),
+    "holds": ("checked",),
 }
 
 Columns = dict[str, set[tuple[str, str, bool]]]

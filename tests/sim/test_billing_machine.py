@@ -1,8 +1,8 @@
 """A state machine over the gate and the ledger, against a model in plain integers.
 
-Requests, top-ups of holds and balances, disconnects, silent retries, crashes between any two
-statements of a transaction, restarts, price changes and clock jumps, on two servers that share one
-database.
+Requests, top-ups of holds and balances, hard limits, disconnects, silent retries, crashes between
+any two statements of a transaction, restarts, price changes and clock jumps, on two servers that
+share one database.
 """
 
 import itertools
@@ -28,12 +28,14 @@ from hypothesis.stateful import (
 from sqlalchemy import text
 
 from billing.accounts import Accounts
-from billing.errors import InsufficientBalance, LedgerUnavailable
+from billing.alerts.budgets import Budget, Of, remove_budget, set_budget
+from billing.errors import InsufficientBalance, LedgerUnavailable, SpendLimitReached
 from billing.gate.commands import Allot, Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
 from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import PRESUMED, Outcome, billable
+from billing.gate.plans import month_of
 from billing.gate.work import Settled
 from billing.ledger import Ledger
 from billing.prices.book import NS
@@ -89,6 +91,24 @@ class Model:
     ahead: list[int] = field(default_factory=lambda: [0, 0])  # held in advance, by server
     ahead_ns: list[int] = field(default_factory=lambda: [0, 0])
     beyond_holds: int = 0
+    limits: dict[Of, tuple[int, int]] = field(default_factory=dict)  # amount, and since when
+
+    def limited(self, hold: Hold, amount: int) -> bool:
+        """Whether a hard limit refuses `amount` for a request."""
+        counted = [(each.hold, each.held) for each in self.open.values()]
+        counted += [(charged, cost) for cost, _, charged in self.charges.values()]
+        month = month_of(hold.context.admitted_ns)
+        for of, (most, since_ns) in self.limits.items():
+            sum_ = sum(
+                units
+                for other, units in counted
+                if month_of(other.context.admitted_ns) == month
+                and (of is Of.TENANT or other.context.user == hold.context.user)
+            )
+            counts = month >= month_of(since_ns)
+            if amount and counts and sum_ + amount > most:
+                return True
+        return False
 
     @property
     def held(self) -> int:
@@ -164,7 +184,8 @@ class LedgerMachine(RuleBasedStateMachine):
         if not hasattr(self, "stores"):
             return
         with self.scope:
-            assert audit.verify(self.stores[0]).problems == []
+            problems = audit.verify(self.stores[0]).problems
+            assert problems == [], problems
 
     def apply(self, server: int, command: Command, die_at: int = 0) -> object:
         """Run one command; with `die_at`, its process dies before that statement and another
@@ -185,14 +206,24 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- requests ----------------------------------------------------------------------------------
 
     @rule(server=st.integers(0, 1), amount=AMOUNT, fingerprint=st.sampled_from(["", "f", "g"]),
-          retry=st.booleans(), drawn=st.booleans(), die_at=st.integers(0, 8))  # fmt: skip
+          retry=st.booleans(), drawn=st.booleans(), user=st.sampled_from(["", "anna"]),
+          die_at=st.integers(0, 8))  # fmt: skip
     def reserve(
-        self, server: int, amount: int, fingerprint: str, retry: bool, drawn: bool, die_at: int
+        self,
+        server: int,
+        amount: int,
+        fingerprint: str,
+        retry: bool,
+        drawn: bool,
+        user: str,
+        die_at: int,
     ) -> None:
         self.names += 1
         name = f"r{self.names}"
         pinned = self.accounts.book.at("m", self.clock(), "CNY")
-        context = RequestContext(fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock())
+        context = RequestContext(
+            fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock(), user=user
+        )
         hold = Hold("acme", name, pinned, context)
         expires_ns = self.clock() + LEASE_S * NS
         command = Reserve(hold, amount, expires_ns, f"s{server}", "b", drawn)
@@ -201,7 +232,9 @@ class LedgerMachine(RuleBasedStateMachine):
         if result == hold:  # said again by whoever did not hear of it
             assert self.apply(server, command) == hold
         available = self.model.worth - self.model.held
-        if amount > covered and amount - covered > available:
+        if not drawn and self.model.limited(hold, amount):
+            assert isinstance(result, SpendLimitReached)
+        elif amount > covered and amount - covered > available:
             assert isinstance(result, InsufficientBalance)
         else:
             assert result == hold
@@ -216,7 +249,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.apply(server, Allot("acme", f"s{server}", "b", amount, expires_ns), die_at)
         if not amount:
             self.model.ahead[server] = 0
-        elif amount > before and 8 * amount <= free:
+        elif amount > before and 8 * amount <= free and not self.model.limits:
             self.model.ahead[server], self.model.ahead_ns[server] = amount, expires_ns
 
     @precondition(lambda self: self.model.open)
@@ -225,6 +258,7 @@ class LedgerMachine(RuleBasedStateMachine):
         request = self._pick(pick)
         expires_ns = self.clock() + LEASE_S * NS
         fits = amount <= self.model.worth - self.model.held
+        limited = self.model.limited(request.hold, amount)
         before = request.held
         command = TopUp(request.hold, amount, expires_ns, usage)
         if die_at:  # a top-up is no idempotent command: dead or done, it is not said again
@@ -238,7 +272,9 @@ class LedgerMachine(RuleBasedStateMachine):
             request.expires_ns = stored.expires_ns
             return
         result = self.apply(request.server, command)
-        if amount > 0 and not fits:
+        if limited:
+            assert isinstance(result, SpendLimitReached)
+        elif amount > 0 and not fits:
             assert isinstance(result, InsufficientBalance)
         else:
             assert result == before + amount
@@ -378,6 +414,24 @@ class LedgerMachine(RuleBasedStateMachine):
         self.apply(1, command)
         if cost:  # else nothing is left to give back, and it is refused
             self.model.charges[name] = (0, Outcome.FINISHED, hold)
+
+    @rule(amount=st.integers(1, 9_000_000), of=st.sampled_from([Of.TENANT, Of.USER]),
+          lift=st.booleans())  # fmt: skip
+    def limit(self, amount: int, of: Of, lift: bool) -> None:
+        """Sets, changes or lifts a hard limit of a month, by a clock that was not set back since
+        a running request was admitted."""
+        now_ns = self.clock()
+        if any(each.hold.context.admitted_ns > now_ns for each in self.model.open.values()):
+            return
+        if lift and of in self.model.limits:
+            remove_budget(self.accounts, of, by="test", now_ns=now_ns, reason="test")
+            del self.model.limits[of]
+            return
+        value = "*" if of is Of.USER else ""
+        budget = Budget(name=of, tenant="acme", amount=amount, of=of, value=value, hard=True)
+        set_budget(self.accounts, budget, by="test", now_ns=now_ns, reason="test")
+        _, since_ns = self.model.limits.get(of, (0, now_ns))
+        self.model.limits[of] = amount, since_ns
 
     @rule(hit=st.integers(0, 3), miss=st.integers(3, 9))
     def change_price(self, hit: int, miss: int) -> None:

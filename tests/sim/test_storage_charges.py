@@ -270,7 +270,7 @@ async def test_a_pin_that_the_balance_does_not_cover_is_released_and_audited(
         assert life.names() == [] and load_pins(tmp_path) == []
         assert len(charges(money)) == 2 and money.accounts.tenant("acme").balance == 0
         assert [("cache.unpin", "system")] == life.trail.actions
-        assert "covers no further hour" in life.trail.entries[0]["reason"]
+        assert "covers no more" in life.trail.entries[0]["reason"]
         with pytest.raises(PinError, match="does not cover"):
             await life.pin("again", 3, hours=9)
         assert life.names() == []

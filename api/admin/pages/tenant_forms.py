@@ -164,6 +164,7 @@ def budget(
     of: Text = "tenant",
     value: Text = "",
     ask: Text = "",
+    hard: Text = "",
 ) -> Response:
     """Set a budget of this tenant; an empty amount removes it."""
 
@@ -189,6 +190,7 @@ def budget(
             of=Of(of),
             value=value.strip(),
             ask=ask.strip(),
+            hard=hard == "yes",
             by=by,
             why=why,
         )

@@ -1,4 +1,4 @@
-"""`cachesvc tenants budget`: alerts when spending passes an amount."""
+"""`cachesvc tenants budget`: alerts or refusals when spending passes an amount."""
 
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +28,15 @@ def budget(
         ),
     ] = BudgetSpan.MONTH,
     of: Annotated[Of, typer.Option(help="Which charges count")] = Of.TENANT,
-    value: Annotated[str, typer.Option(help="The key's id, the user, or NAME=VALUE of a tag")] = "",
+    value: Annotated[
+        str,
+        typer.Option(
+            help="The key's id, the user, or NAME=VALUE of a tag; with --hard, * for each"
+        ),
+    ] = "",
+    hard: Annotated[
+        bool, typer.Option("--hard", help="Refuse requests that would pass it, until it ends")
+    ] = False,
     ask: Annotated[str, typer.Option(help="With --per topup: the top-up to ask for")] = "",
     most: Annotated[int, typer.Option(help="With --per topup: at most so often a day  [3]")] = 0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the budget")] = False,
@@ -39,7 +47,8 @@ def budget(
 ) -> None:
     """Create, change, remove or list budgets.
 
-    The server alerts at 80 and 100 percent, or asks for a top-up; it stops nothing.
+    The server alerts at 80 and 100 percent, or asks for a top-up. Only a hard budget of a day or
+    month stops requests.
     """
     if name is None:
         _list(data_dir, database, json)
@@ -61,10 +70,12 @@ def budget(
             value=value,
             ask=ask,
             most=most,
+            hard=hard,
             by=actor(),
             why=reason,
         )
-    note(f"budget {name} is set; alerts go to the URL in `billing.alerts_to`")
+    limits = "; it refuses requests from now on" if hard else ""
+    note(f"budget {name} is set{limits}; alerts go to the URL in `billing.alerts_to`")
 
 
 def _list(data_dir: Path | None, database: str | None, json: bool) -> None:
@@ -73,5 +84,6 @@ def _list(data_dir: Path | None, database: str | None, json: bool) -> None:
     if json:
         print_json(found)
         return
-    columns = ("name", "tenant", "amount", "per", "of", "value", "ask")
-    print_table(columns, [[row[c] for c in columns] for row in found], right=("amount",))
+    columns = ("name", "tenant", "amount", "per", "of", "value", "ask", "spent", "held", "ends_at")
+    right = ("amount", "spent", "held")
+    print_table(columns, [[row.get(c, "") for c in columns] for row in found], right=right)

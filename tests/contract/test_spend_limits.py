@@ -1,0 +1,358 @@
+"""Hard limits: who is refused, what counts, and until when; on each kind of database."""
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from billing.alerts.budgets import Budget, BudgetSpan, Of, all_budgets, remove_budget, set_budget
+from billing.errors import AlreadyExists, InsufficientBalance, InvalidName, SpendLimitReached
+from billing.gate.commands import Allot, Reserve
+from billing.gate.entries import Kind
+from billing.gate.holds import Hold
+from billing.gate.outcomes import Outcome
+from billing.gate.periods import period_ns
+from billing.money import UNITS
+from billing.proof import audit
+from billing.store import limits as store_limits
+from billing.store.opening import open_store
+from billing.usage import Usage
+from tests.contract.conftest import entries
+from tests.contract.forging import forging
+from tests.support.billing import TestLedger, running_ledger
+
+TOKEN = 2_000_000  # price of one output token under the launch card
+DAY_S = 86_400
+
+
+@pytest.fixture
+def house(house: TestLedger) -> TestLedger:
+    house.fund(UNITS)
+    return house
+
+
+def limit(
+    house: TestLedger,
+    tokens: int,
+    of: Of = Of.TENANT,
+    value: str = "",
+    *,
+    name: str = "cap",
+    hard: bool = True,
+    **more: Any,
+) -> None:
+    budget = Budget(
+        name=name, tenant="acme", amount=tokens * TOKEN, of=of, value=value, hard=hard, **more
+    )
+    set_budget(house.accounts, budget, by="ops", now_ns=house.clock(), reason="test")
+
+
+def remove(house: TestLedger, name: str = "cap") -> None:
+    remove_budget(house.accounts, name, by="ops", now_ns=house.clock(), reason="test")
+
+
+def spend(house: TestLedger, name: str, tokens: int, **context: Any) -> None:
+    hold = house.reserve(name, tokens * TOKEN, **context)
+    house.ledger.settle(hold, Usage(output=tokens), Outcome.FINISHED).result()
+
+
+def spent(house: TestLedger) -> dict[str, tuple[int, int]]:
+    """Tokens charged and held, by `period/value` of the limit `cap`."""
+    with house.ledger.store.reading() as connection:
+        rows = store_limits.spending_rows(connection)
+    return {
+        f"{who.period}/{who.value}": (found.charged // TOKEN, found.held // TOKEN)
+        for who, found in rows.items()
+        if who.limit == "cap"
+    }
+
+
+def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house: TestLedger) -> None:
+    limit(house, 10)
+    spend(house, "r1", 6)
+    running = house.reserve("r2", 3 * TOKEN)
+    with pytest.raises(SpendLimitReached) as raised:
+        house.reserve("r3", 2 * TOKEN)
+    refusal = raised.value
+    assert ("cap", "tenant", "", "month") == (
+        refusal.limit,
+        refusal.of,
+        refusal.value,
+        refusal.per,
+    )
+    amounts = (refusal.amount, refusal.spent, refusal.held, refusal.needed)
+    assert (10 * TOKEN, 6 * TOKEN, 3 * TOKEN, 2 * TOKEN) == amounts
+    assert period_ns("2025-01")[1] == refusal.ends_ns
+    assert refusal.passes  # once r2 has ended
+    assert "0.000006" in str(refusal) and "2025-02-01T00:00:00Z" in str(refusal)
+    spend(house, "r4", 1)  # to the last unit
+    house.ledger.settle(running, Usage(output=3), Outcome.FINISHED).result()
+    with pytest.raises(SpendLimitReached) as raised:
+        house.reserve("r5", 1)
+    assert not raised.value.passes
+    assert {"2025-01/": (10, 0)} == spent(house)
+
+
+def test_an_answer_is_cut_where_the_limit_ends_it(house: TestLedger) -> None:
+    limit(house, 10)
+    hold = house.reserve("r1", 6 * TOKEN)
+    house.ledger.top_up(hold, 4 * TOKEN).result()
+    with pytest.raises(SpendLimitReached):
+        house.ledger.top_up(hold, 1).result()
+    assert 10 * TOKEN == house.ledger.top_up(hold, 0, usage=Usage(output=9)).result()  # renews
+    house.ledger.settle(hold, Usage(output=10), Outcome.BUDGET).result()
+    assert {"2025-01/": (10, 0)} == spent(house)
+
+
+@pytest.mark.parametrize(
+    ("of", "value", "mine", "other"),
+    [
+        (Of.KEY, "key_1", {"key_id": "key_1"}, {"key_id": "key_2"}),
+        (Of.USER, "anna", {"user": "anna"}, {"user": "ben"}),
+        (Of.TAG, "team=a", {"tags": (("team", "a"),)}, {"tags": (("team", "b"),)}),
+    ],
+)
+def test_a_limit_counts_its_own_key_user_or_tag_alone(
+    house: TestLedger, of: Of, value: str, mine: dict[str, Any], other: dict[str, Any]
+) -> None:
+    limit(house, 2, of, value)
+    spend(house, "r1", 5, **other)
+    spend(house, "r2", 2, **mine)
+    with pytest.raises(SpendLimitReached, match="'" + value):
+        house.reserve("r3", 1, **mine)
+    spend(house, "r4", 5, **other)
+    spend(house, "r5", 5)
+    assert {f"2025-01/{value}": (2, 0)} == spent(house)
+
+
+def test_each_user_has_a_limit_of_its_own_and_requests_without_one_share_theirs(
+    house: TestLedger,
+) -> None:
+    limit(house, 2, Of.USER, "*")
+    for user in ("anna", "ben", ""):
+        spend(house, f"r-{user}", 2, user=user)
+        with pytest.raises(SpendLimitReached):
+            house.reserve(f"s-{user}", 1, user=user)
+    assert dict.fromkeys(["2025-01/anna", "2025-01/ben", "2025-01/"], (2, 0)) == spent(house)
+
+
+def test_a_request_meets_every_limit_that_counts_it(house: TestLedger) -> None:
+    limit(house, 9)
+    limit(house, 5, Of.USER, "*", name="users")
+    limit(house, 3, Of.KEY, "k", name="key", span=BudgetSpan.DAY)
+    spend(house, "r1", 3, user="anna", key_id="k")
+    with pytest.raises(SpendLimitReached, match="'key'"):
+        house.reserve("r2", TOKEN, user="anna", key_id="k")
+    spend(house, "r3", 2, user="anna")
+    with pytest.raises(SpendLimitReached, match="'users'"):
+        house.reserve("r4", TOKEN, user="anna")
+    spend(house, "r5", 4, user="ben")
+    with pytest.raises(SpendLimitReached, match="'cap'"):
+        house.reserve("r6", TOKEN, user="carl")
+    charge = next(e for e in entries(house.ledger.store) if e.request_id == "r1")
+    assert {"cap", "users", "key"} == set(charge.details["limits"])
+
+
+def test_a_new_month_begins_anew_and_a_request_counts_where_it_was_admitted(
+    house: TestLedger,
+) -> None:
+    limit(house, 4)
+    spend(house, "r1", 2)
+    house.clock.advance(31 * DAY_S - 60)
+    late = house.reserve("r2", TOKEN, ttl_s=10**7)
+    house.clock.advance(120)
+    spend(house, "r3", 4)
+    assert {"2025-01/": (2, 1), "2025-02/": (4, 0)} == spent(house)
+    house.ledger.top_up(late, TOKEN).result()
+    with pytest.raises(SpendLimitReached):
+        house.ledger.top_up(late, 1).result()
+    house.ledger.settle(late, Usage(output=2), Outcome.FINISHED).result()
+    assert {"2025-01/": (4, 0), "2025-02/": (4, 0)} == spent(house)
+
+
+def test_a_limit_set_in_the_middle_counts_what_was_spent_and_what_runs(house: TestLedger) -> None:
+    house.clock.advance(-DAY_S)
+    spend(house, "december", 5, user="anna")
+    house.clock.advance(DAY_S)
+    spend(house, "r1", 3, user="anna")
+    spend(house, "r2", 4, user="ben")
+    house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=TOKEN).result()
+    running = house.reserve("r3", 2 * TOKEN, user="anna")
+    limit(house, 5, Of.USER, "anna")
+    assert {"2025-01/anna": (2, 2)} == spent(house)
+    with pytest.raises(SpendLimitReached):
+        house.reserve("r4", 2 * TOKEN, user="anna")
+    house.ledger.settle(running, Usage(output=2), Outcome.FINISHED).result()
+    spend(house, "r5", 1, user="anna")
+    assert {"2025-01/anna": (5, 0)} == spent(house)
+
+
+def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_in(
+    house: TestLedger,
+) -> None:
+    spend(house, "r1", 6)
+    running = house.reserve("r2", 3 * TOKEN)
+    limit(house, 2)
+    with pytest.raises(SpendLimitReached):
+        house.reserve("r3", 1)
+    house.ledger.settle(running, Usage(output=3), Outcome.FINISHED).result()
+    limit(house, 10)
+    spend(house, "r4", 1)
+    assert {"2025-01/": (10, 0)} == spent(house)
+    limit(house, 1, hard=False)
+    spend(house, "r5", 5)
+    assert {} == spent(house)
+    limit(house, 15)
+    with pytest.raises(SpendLimitReached):
+        house.reserve("r6", 1)
+    remove(house)
+    spend(house, "r7", 5)
+    assert [] == all_budgets(house.ledger.store)
+    assert not house.accounts.store.all_holds()
+
+
+def test_a_refund_is_not_spent_and_a_lost_answer_not_either(house: TestLedger) -> None:
+    limit(house, 4)
+    spend(house, "r1", 4)
+    house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=TOKEN).result()
+    assert {"2025-01/": (3, 0)} == spent(house)
+    hold = house.reserve("r2", TOKEN, fingerprint="f")
+    house.ledger.settle(hold, Usage(output=1), Outcome.FINISHED, delivered=False).result()
+    house.ledger.correct("acme", "r1", reference="d", by="ops", reason="").result()
+    spend(house, "r3", 1, fingerprint="f", is_retry=True)
+    assert {"2025-01/": (1, 0)} == spent(house)
+    hold = house.reserve("r4", 3 * TOKEN)
+    house.ledger.void(hold).result()
+    assert {"2025-01/": (1, 0)} == spent(house)
+
+
+def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
+    house: TestLedger,
+) -> None:
+    limit(house, 9)
+    hold = house.reserve("r1", 5 * TOKEN)
+    house.ledger.top_up(hold, 0, usage=Usage(output=2), ttl_s=0).result()
+    house.ledger.sweep()
+    assert {"2025-01/": (2, 0)} == spent(house)
+    house.ledger.settle(hold, Usage(output=4), Outcome.FINISHED).result()
+    assert {"2025-01/": (4, 0)} == spent(house)
+
+
+def test_a_tenant_with_a_limit_gets_no_advance(house: TestLedger) -> None:
+    store, book = house.ledger.store, house.ledger.book
+    limit(house, 9)
+    allot = Allot("acme", "other", "run", TOKEN, 2**62)
+    assert [0] == store.apply([allot], book, house.clock)[0]
+    remove(house)
+    assert [TOKEN] == store.apply([allot], book, house.clock)[0]
+    limit(house, 9)
+    pinned = book.at("model", house.clock(), "CNY")
+    hold = Hold("acme", "drawn", pinned)
+    command = Reserve(hold, TOKEN, 2**62, "other", "run", drawn=True)  # before it heard of it
+    assert [hold] == store.apply([command], book, house.clock)[0]
+    gave_back = Allot("acme", "other", "run", 0)
+    store.apply([gave_back], book, house.clock)
+
+
+def test_a_balance_that_is_too_small_is_still_refused_as_that(house: TestLedger) -> None:
+    limit(house, UNITS)
+    with pytest.raises(InsufficientBalance):
+        house.reserve("r1", 2 * UNITS)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"span": BudgetSpan.BALANCE},
+        {"span": BudgetSpan.SPIKE},
+        {"of": Of.TAG, "value": "*"},
+        {"of": Of.USER, "value": "*", "hard": False},
+    ],
+)
+def test_only_days_and_months_can_be_hard_and_only_keys_and_users_each(
+    house: TestLedger, wrong: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidName):
+        limit(house, 1, **wrong)
+
+
+def test_a_hard_budget_stays_with_its_tenant(house: TestLedger) -> None:
+    limit(house, 1)
+    house.accounts.create_tenant("other", "CNY", by="ops")
+    moved = Budget(name="cap", tenant="other", amount=1, hard=True)
+    with pytest.raises(AlreadyExists, match="'acme'"):
+        set_budget(house.accounts, moved, by="ops", now_ns=house.clock(), reason="test")
+
+
+def test_rebuild_restores_what_limits_count(house: TestLedger) -> None:
+    limit(house, 9, Of.USER, "*")
+    spend(house, "r1", 2, user="anna")
+    running = house.reserve("r2", TOKEN, user="ben")
+    store = house.ledger.store
+    with store.writing() as connection:
+        store_limits.replace_spending(connection, {})
+    [problem] = audit.verify(store).problems
+    assert ("projected", "spending cap/2025-01/anna") == (problem.invariant, problem.tenant)
+    assert audit.rebuild(store).ok
+    assert {"2025-01/anna": (2, 0), "2025-01/ben": (0, 1)} == spent(house)
+    house.ledger.void(running).result()
+
+
+def test_a_pins_past_hour_needs_no_check(house: TestLedger) -> None:
+    limit(house, 1)
+    house.clock.advance(DAY_S)
+    pinned = house.ledger.book.at("model", house.clock(), "CNY")
+    usage = Usage(storage_token_hours=5)
+    hold = house.reserve("probe", 0)
+    past = Hold("acme", "pin:p:1:0", pinned, hold.context)
+    house.ledger.settle(past, usage, Outcome.FINISHED).result()
+    house.ledger.void(hold).result()
+    assert 2 == len([e for e in entries(house.ledger.store) if e.kind is Kind.CHARGE])
+
+
+OF_R2 = "WHERE request_id = 'r2'"
+FORGERIES = {
+    "a charge that takes more": (
+        "limited",
+        """UPDATE entries SET body = replace(body, '"output":3', '"output":30'),
+        postings = 'topup:-60000000 revenue:60000000' WHERE request_id = 'r1'""",
+    ),
+    "a hold of more": (
+        "limited",
+        f"""UPDATE entries SET body = replace(body, '"held":"6', '"held":"60') {OF_R2}""",
+    ),
+    "a charge that nobody checked": (
+        "limited",
+        f"UPDATE entries SET body = json_remove(body, '$.limits', '$.held') {OF_R2}",
+    ),
+    "a check under a decision of later": (
+        "limited",
+        f"""UPDATE entries SET body = replace(body, '{{"cap":', '{{"cap":9') {OF_R2}""",
+    ),
+    "a limit raised by nobody": ("decided", "UPDATE budgets SET amount = '99000000000000'"),
+    "a limit dropped by nobody": ("decided", "DELETE FROM budgets"),
+    "an account without its mark": (
+        "projected",
+        "UPDATE accounts SET limited = 0 WHERE tenant = 'acme'",
+    ),
+    "less spent": ("projected", "UPDATE spending SET charged = '0'"),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_the_proof_finds(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "ledger"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.fund(UNITS)
+        limit(house, 10)
+        house.clock.advance(DAY_S)
+        for request in ("r1", "r2", "r3"):
+            spend(house, request, 3)
+        assert audit.verify(house.ledger.store).ok
+    invariant, statement = FORGERIES[name]
+    with forging(path) as plain:
+        assert 1 == plain.execute(statement).rowcount
+    with closing(open_store(f"sqlite:///{path}")) as store:
+        found = {problem.invariant for problem in audit.verify(store).problems}
+    assert invariant in found
