@@ -49,6 +49,9 @@ def draw(
     if truncated:
         rows = upload(np.array(truncated), device)
         weights, tokens = candidates(probabilities[rows], [params[row] for row in truncated])
+        # Drawn in the order of ids: that of nearly equal weights depends on the last bits.
+        tokens, order = torch.sort(tokens, -1)
+        weights = weights.gather(1, order)
         places = _invert(weights, [numbers[row] for row in truncated])
         chosen[rows] = tokens.gather(1, places[:, None])[:, 0]
     return chosen

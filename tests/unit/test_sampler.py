@@ -10,7 +10,7 @@ import torch
 from engine.batch import Span
 from engine.bounds import check_params
 from engine.errors import InvalidParameter
-from engine.execution.drawing import candidates, uniform
+from engine.execution.drawing import candidates, draw, uniform
 from engine.execution.sampler import NOT_A_NUMBER, NOTHING_LEFT, Sampler
 from engine.request import SamplingParams
 
@@ -264,3 +264,14 @@ def test_a_row_that_needs_a_longer_look_does_not_change_the_others() -> None:
     logits = torch.stack([flat, steep] * 3)
     together = sample(logits, *map(span, params))
     assert together == [sample(logits[i : i + 1], span(params[i]))[0] for i in range(6)]
+
+
+def test_logits_that_move_by_rounding_draw_the_same_tokens() -> None:
+    """Among many nearly equal logits the order by likelihood changes; the draws must not."""
+    torch.manual_seed(3)
+    logits = torch.randn(50, 20_000)
+    moved = logits + torch.randn(50, 20_000) * 1e-5
+    numbers = torch.rand(50).tolist()
+    for params in (SamplingParams(top_p=0.95), SamplingParams(top_k=800), SamplingParams()):
+        drawn = draw(logits, [params] * 50, numbers)
+        assert drawn.tolist() == draw(moved, [params] * 50, numbers).tolist()
