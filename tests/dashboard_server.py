@@ -22,6 +22,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from cachesvc.server.server_file import LiveServer, find_server
+from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
 MODEL = "demo"
@@ -97,7 +98,8 @@ def serving(data_dir: Path, *arguments: str) -> Iterator[Served]:
 
 
 def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
-    for _ in range(900):
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
         found = READY.search(log.read_text())
         if found:
             return found[1]
@@ -130,7 +132,7 @@ class Visitor:
         options = {"viewport": {"width": 1440, "height": 900}, "color_scheme": "light"} | options
         self.served = served
         self.context = browser.new_context(base_url=served.url, **options)
-        self.context.set_default_timeout(10_000)
+        self.context.set_default_timeout(60_000)
         self.page: Page = self.context.new_page()
         self.troubles: list[str] = []
         self.page.on("pageerror", lambda error: self.troubles.append(f"error: {error}"))
@@ -156,14 +158,15 @@ class Visitor:
         return width
 
     def violations(self, *, but: Sequence[str] = ()) -> list[str]:
-        """What axe-core finds serious or critical, as `rule: element`."""
+        """What axe-core finds serious or critical, and landmarks of one name: `rule: element`."""
         from axe_playwright_python.sync_playwright import Axe
 
         found = Axe().run(self.page).response["violations"]
         return [
             f"{rule['id']}: {node['target']}"
             for rule in found
-            if rule["impact"] in ("serious", "critical") and rule["id"] not in but
+            if (rule["impact"] in ("serious", "critical") or rule["id"] == "landmark-unique")
+            and rule["id"] not in but
             for node in rule["nodes"]
         ]
 

@@ -16,16 +16,16 @@ from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.store.opening import database_url, open_store
 from billing.store.store import LedgerStore
+from tests.patience import PATIENCE_S
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
-START_S = 300  # importing torch took 40 s on two cores that eight others shared
 
 
 class LiveServer:
     """A server on `folder/data`, started and ended as often as a test wants."""
 
-    start_s: float = START_S
+    start_s: float = PATIENCE_S
 
     def __init__(self, folder: Path, model: Path, **environment: str) -> None:
         self.data_dir = folder / "data"

@@ -20,8 +20,9 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
+from tests.patience import PATIENCE_S
+
 URL_VARIABLE = "CACHESVC_TEST_POSTGRES_URL"
-START_S = 30
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def _run(initdb: str, postgres: str) -> Iterator[str]:
 
 
 def _wait(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + PATIENCE_S
     engine = create_engine(url)
     try:
         while True:

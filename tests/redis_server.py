@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-START_S = 20
+from tests.patience import PATIENCE_S
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def redis_server(folder: Path) -> Iterator[str]:
 
 
 def _wait(port: int, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
@@ -96,7 +96,7 @@ def redis_cluster(folder: Path) -> Iterator[tuple[str, list["subprocess.Popen[by
             assert node.poll() is None
             bus = clients[ports.index(port)].config_get("cluster-port")["cluster-port"]
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", str(port), str(bus))
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + PATIENCE_S
         while any(_cluster_state(client) != ("ok", NODES) for client in clients):
             if time.monotonic() > deadline:
                 pytest.fail("the Redis cluster did not come together")

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pyte
 
+from tests.patience import PATIENCE_S
+
 COLUMNS, ROWS = 120, 40
 
 
@@ -32,14 +34,14 @@ class Terminal:
         """The screen's lines without their padding."""
         return [line.rstrip() for line in self.screen.display]
 
-    def read_until(self, wanted: str, deadline_s: float = 60.0) -> None:
+    def read_until(self, wanted: str, deadline_s: float = PATIENCE_S) -> None:
         """Read until the screen holds `wanted`, also across a line break of the terminal."""
         ends_s = time.monotonic() + deadline_s
         while wanted not in "".join(self.screen.display):
             assert time.monotonic() < ends_s, "\n".join(self.lines)
             assert self._read(), f"the program ended: {self.written}"
 
-    def read_to_end(self, deadline_s: float = 60.0) -> None:
+    def read_to_end(self, deadline_s: float = PATIENCE_S) -> None:
         """Read until the program closes its terminal."""
         ends_s = time.monotonic() + deadline_s
         while self._read():

@@ -47,6 +47,9 @@ class HelpScreen(ModalScreen[None]):
         self.dismiss()
 
 
+SCROLLBAR = 2  # columns
+
+
 class TopApp(App[None]):
     """One screen that shows the latest reading."""
 
@@ -160,18 +163,31 @@ class TopApp(App[None]):
         alarm.update("\n".join(alarms))
 
     def _draw_tiers(self, reading: Reading) -> None:
-        rows = model.tier_rows(reading, self._before)
-        table = self.query_one("#tiers", DataTable)
-        _fill(table, [_label(column) for column in model.TIER_COLUMNS], model.TIER_COLUMNS, rows)
+        self._fill("#tiers", model.TIER_COLUMNS, model.tier_rows(reading, self._before))
 
     def _draw_tenants(self, reading: Reading) -> None:
         cells = model.tenant_rows(
             reading, self._before, wanted=self._wanted, by=self._sort, down=self._down
         )
-        arrow = "▼" if self._down else "▲"
-        labels = [_label(c, arrow if c.name == self._sort else "") for c in model.TENANT_COLUMNS]
         rows = [[cell.text for cell in row] for row in cells]
-        _fill(self.query_one("#tenants", DataTable), labels, model.TENANT_COLUMNS, rows)
+        self._fill("#tenants", model.TENANT_COLUMNS, rows, sort=self._sort)
+
+    def _fill(
+        self, place: str, columns: tuple[model.Column, ...], rows: list[list[str]], sort: str = ""
+    ) -> None:
+        """Shows the columns that fit the window, and keeps the cursor's position."""
+        arrow = "▼" if self._down else "▲"
+        labels = [_label(column, arrow if column.name == sort else "") for column in columns]
+        names = [column.name for column in columns]
+        widths = [max(map(len, cells)) for cells in zip(map(str, labels), *rows, strict=True)]
+        kept = model.fitting(names, widths, self.size.width - SCROLLBAR, by=sort)
+        table = self.query_one(place, DataTable)
+        row = table.cursor_row
+        table.clear(columns=True)
+        table.add_columns(*(labels[number] for number in kept))
+        for cells in rows:
+            table.add_row(*(_cell(cells[number], columns[number]) for number in kept))
+        table.move_cursor(row=min(row, max(0, len(rows) - 1)))
 
     def on_resize(self) -> None:
         self._draw()
@@ -223,7 +239,7 @@ class TopApp(App[None]):
 
     def on_data_table_header_selected(self, selected: DataTable.HeaderSelected) -> None:
         if selected.data_table.id == "tenants":
-            name = model.TENANT_COLUMNS[selected.column_index].name
+            name = selected.label.plain.rstrip("▼▲")
             self._down = not self._down if name == self._sort else name != "tenant"
             self._sort = name
             self._draw()
@@ -233,25 +249,9 @@ class TopApp(App[None]):
         self.query_one("#tenants").focus()
 
 
-def _label(column: model.Column, arrow: str = "") -> Text:
-    return Text(column.name + arrow, justify="right" if column.right else "left")
+def _label(column: model.Column, arrow: str) -> Text:
+    return _cell(column.name + arrow, column)
 
 
-def _fill(
-    table: "DataTable[Text]",
-    labels: list[Text],
-    columns: tuple[model.Column, ...],
-    rows: list[list[str]],
-) -> None:
-    """Shows these rows and keeps the cursor's position."""
-    row = table.cursor_row
-    table.clear(columns=True)
-    table.add_columns(*labels)
-    for cells in rows:
-        table.add_row(
-            *(
-                Text(cell, justify="right" if column.right else "left")
-                for cell, column in zip(cells, columns, strict=True)
-            )
-        )
-    table.move_cursor(row=min(row, max(0, len(rows) - 1)))
+def _cell(text: str, column: model.Column) -> Text:
+    return Text(text, justify="right" if column.right else "left")

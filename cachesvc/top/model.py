@@ -35,6 +35,19 @@ TENANT_COLUMNS = (
     *map(Column, ("req/s", "requests", "prompt", "hit", "output", "cost", "saved", "balance")),
     Column("currency", right=False),
 )
+NAME_WIDTH = 20
+PADDING = 2  # of a cell
+SPARE = ("currency", "output", "saved", "prompt", "req/s", "idle p50", "out/s", "in/s", "blocks")
+
+
+def fitting(names: Sequence[str], widths: Sequence[int], width: int, *, by: str = "") -> list[int]:
+    """The columns that are shown in `width` characters: not the spare ones, but the sorted one."""
+    kept = list(range(len(names)))
+    for name in SPARE:
+        if sum(widths[number] + PADDING for number in kept) <= width:
+            break
+        kept = [number for number in kept if names[number] != name or name == by]
+    return kept
 
 
 def headline(reading: Reading) -> str:
@@ -181,7 +194,7 @@ def _tenant(
     has = balance["balance"] if balance is not None else "0"
     cost, saved = used.get("amount", "0"), used.get("saved", "0")
     return [
-        Cell(name, name),
+        Cell(_clipped(name), name),
         Cell(f"{rate:.1f}", rate),
         Cell(str(requests), requests),
         Cell(_count(prompt), prompt),
@@ -192,6 +205,14 @@ def _tenant(
         Cell(_money(has), float(has)),
         Cell(currency, currency),
     ]
+
+
+def _clipped(name: str) -> str:
+    """A long name without its middle, so that names that begin alike differ."""
+    if len(name) <= NAME_WIDTH:
+        return name
+    end = NAME_WIDTH // 2
+    return f"{name[: NAME_WIDTH - end - 1]}…{name[-end:]}"
 
 
 def _short(model: str) -> str:

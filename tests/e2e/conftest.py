@@ -19,6 +19,7 @@ from playwright.sync_api import Browser
 
 from api.app import create_app
 from tests.dashboard_server import Served, Visitor, chromium, serving
+from tests.patience import PATIENCE_S
 from tests.support.wire import FakeHouse, fake_house
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
@@ -51,7 +52,7 @@ def on_a_socket(house: FakeHouse) -> Iterator[Server]:
     http = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     thread.start()
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + PATIENCE_S
     while not http.started and time.monotonic() < give_up:
         time.sleep(0.005)
     try:
@@ -85,7 +86,7 @@ def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             env={**os.environ, "CACHESVC_SERVER__REPLAY_TURNS": "true"},
         )
     try:
-        deadline = time.monotonic() + 220
+        deadline = time.monotonic() + PATIENCE_S
         while not (found := READY.search(log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)

@@ -20,7 +20,7 @@ from tests.live_clients import Incomplete, ask, question
 from tests.live_server import LiveServer
 from tests.support.models import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 CLIENTS, TURNS = 24, 8
 SOURCES = {

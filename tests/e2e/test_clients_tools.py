@@ -12,7 +12,7 @@ import pytest
 
 from tests.bench.agent import converse
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 TOOLS: list[Any] = [
     {

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.models import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 SIZES = {"DEVICE_BYTES": "2MiB", "HOST_BYTES": "2MiB", "DISK_BYTES": "1GiB"}
 

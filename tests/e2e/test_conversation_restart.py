@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from tests.live_server import LiveServer
+from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 BLOCK = 16
 LETTERS = {  # what a model of random bytes says is seldom text
@@ -43,7 +44,7 @@ def asked(server: LiveServer, path: str, method: str = "GET", body: Any = None) 
         data=None if body is None else json.dumps(body).encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as answer:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
 

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.dashboard_server import TEXT, Served, Visitor, serving
 
-pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 WIDTHS = {"laptop": (1280, 800), "phone": (390, 844)}
 DOCUMENTS = 4

@@ -13,7 +13,7 @@ from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
 from tests.dashboard_server import Served, Visitor
 
-pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PAGES = {"overview": "/admin", "cache": "/admin/cache", "working-set": "/admin/working-set"}
 LOOKS: dict[str, dict[str, Any]] = {

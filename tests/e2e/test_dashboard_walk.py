@@ -15,7 +15,7 @@ from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
 from tests.dashboard_server import TEXT, Served, Visitor
 
-pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 DOCS = Path(__file__).parents[2] / "docs"
 WALK, IMAGES = DOCS / "walk.md", DOCS / "images"

@@ -16,11 +16,10 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.test_start import free_port
+from tests.patience import PATIENCE_S
 from tests.unit.test_node_socket import ROOT, joined, prompt, write
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
-
-PATIENCE_S = 120
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 from billing.gate.outcomes import Outcome
 from billing.gate.work import insufficient_balance
 from tests.e2e.conftest import Server
+from tests.patience import PATIENCE_S
 from tests.support.wire import Script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -243,7 +244,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
-        give_up = time.monotonic() + 100
+        give_up = time.monotonic() + PATIENCE_S
         while not (found := re.search(r"on (http://[\d.]+:\d+)", log.read_text())):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < give_up, log.read_text()
@@ -251,7 +252,7 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield found[1]
     finally:
         process.terminate()
-        assert 0 == process.wait(30)
+        assert 0 == process.wait(PATIENCE_S)
 
 
 class Person(BaseModel):

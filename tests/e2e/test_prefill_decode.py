@@ -16,7 +16,7 @@ from tests.live_server import LiveServer
 from tests.redis_server import redis_server
 from tests.support.models import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.timeout(1800)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "prefill_decode.py"
 SHARED = {"CACHESVC_CACHE__WEIGH_LOADS": "false"}

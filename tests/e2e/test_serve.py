@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+from tests.patience import PATIENCE_S
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
@@ -53,7 +55,8 @@ def server(
 
 
 def wait_for_url(process: subprocess.Popen[str], log: Path) -> str:
-    for _ in range(1200):
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
         found = READY.search(log.read_text())
         if found:
             return found[1]
@@ -71,7 +74,7 @@ def ask(url: str, question: str, system: str = "") -> dict[str, Any]:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
         answer: dict[str, Any] = json.load(response)
     usage = answer["usage"]
     hits, misses = usage["prompt_cache_hit_tokens"], usage["prompt_cache_miss_tokens"]
@@ -109,7 +112,7 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir: Path
         assert tiers_of(again)["device"] == again["usage"]["prompt_tokens"] - 1
         assert text_of(cold) == text_of(again)
         process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(60)
+        assert 0 == process.wait(PATIENCE_S)
     log = (data_dir / "serve.log").read_text()
     assert "it/s]" not in log, "a library drew a progress bar into the log"
     assert "stopped; the tiers were flushed" in log.splitlines()[-1]
@@ -156,7 +159,7 @@ def test_after_a_kill_within_writes_nothing_corrupt_is_served_and_answers_are_ri
         assert text_of(before) == text_of(after)
         assert tiers_of(after)["disk"] > 0
         process.send_signal(signal.SIGINT)
-        assert 0 == process.wait(60)
+        assert 0 == process.wait(PATIENCE_S)
 
 
 def told_blocks(data_dir: Path) -> int:

@@ -11,7 +11,7 @@ from tests.live_server import LiveServer
 from tests.support.models import save_tiny_model
 from tiers.disk.directory import read_meta
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPTS = [f"Person {n} lives in town {n * 7 % 97}. " * 6 for n in range(8)]
 

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 from tests.terminal import on_a_terminal
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(1800)
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 BAR = "━"
@@ -61,7 +62,9 @@ def free_port() -> int:
 
 def ask(port: int, path: str) -> tuple[int, str, str | None]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S
+        ) as response:
             return response.status, response.read().decode(), None
     except urllib.error.HTTPError as error:
         with error:
@@ -99,7 +102,7 @@ def test_the_port_answers_while_the_model_loads_and_is_ready_when_it_has(
         assert {503, 200} == set(statuses), "between the two, connections wait; none is refused"
         assert 200 == ask(port, "/v1/models")[0]
         process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(60)
+        assert 0 == process.wait(PATIENCE_S)
     finally:
         process.kill()
         process.wait()

@@ -16,15 +16,15 @@ from billing.store import reports
 from billing.store.opening import open_store
 from billing.store.store import LedgerStore
 from tests.live_server import LiveServer
+from tests.patience import PATIENCE_S
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
 from tests.support.models import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(1800)]
 
 DOCS = Path(__file__).parents[2] / "docs" / "remote.md"
 PATIENT = "?socket_timeout=60&socket_connect_timeout=60"  # a busy machine is no store that is down
-PATIENCE_S = 300
 STORY = "".join(f"Person {n} lives in town {n * 7 % 97}. " for n in range(8))
 
 

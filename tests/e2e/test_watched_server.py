@@ -25,13 +25,13 @@ import yaml
 import zmq
 
 from tests.e2e.test_serve import SCRIPT, wait_for_url
+from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 OPS = Path(__file__).parents[2] / "ops"
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
-START_S = 60
 # What a healthy server with these requests and no quota does not have: these panels show nothing.
 EMPTY = {"Faults", "Invariant violations", "Quotas"}
 SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
@@ -52,7 +52,7 @@ class Prometheus:
     def get(self, path: str, **query: str) -> Any:
         address = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
-            with urllib.request.urlopen(address, timeout=20) as response:
+            with urllib.request.urlopen(address, timeout=PATIENCE_S) as response:
                 return json.load(response)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{query or path}: {error.read().decode()}") from None
@@ -109,7 +109,7 @@ def server(folder: Path) -> Iterator[str]:
     try:
         yield wait_for_url(process, log)
         process.send_signal(signal.SIGTERM)
-        assert 0 == process.wait(60), log.read_text()
+        assert 0 == process.wait(PATIENCE_S), log.read_text()
     finally:
         process.kill()
         process.wait()
@@ -150,13 +150,8 @@ def running(config: Path, folder: Path) -> Iterator[str]:
     with log.open("w") as out:
         process = subprocess.Popen([program(), *options], stdout=out, stderr=out)
     try:
-        for _ in range(START_S * 20):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=5).close()
-                break
-            except OSError:
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.05)
+        wait(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/-/ready"))
+        assert process.poll() is None, log.read_text()
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -175,8 +170,16 @@ def watched(server: str, prometheus: Prometheus) -> Prometheus:
     return prometheus
 
 
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url, timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def wait(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + PATIENCE_S
     while not done():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -184,7 +187,7 @@ def wait(done: Callable[[], bool]) -> None:
 
 def ask(url: str, prompt: str) -> None:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=20) as response:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=PATIENCE_S) as response:
         body["model"] = json.load(response)["data"][0]["id"]
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

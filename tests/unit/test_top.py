@@ -288,6 +288,27 @@ async def test_a_slow_server_is_asked_once_at_a_time() -> None:
         assert 2 == source.turn
 
 
+async def test_a_narrow_screen_cuts_no_figure() -> None:
+    """A long name pushed all figures out of 60 columns."""
+    long = "customer-with-a-rather-long-name-of-its-own-"
+
+    def named(turn: int) -> Reading:
+        usage = [used(long + each, 900, 0.5) for each in "ab"]
+        return replace(reading(turn), usage=usage, tenants=[])
+
+    app = quiet(Readings(named))
+    async with app.run_test(size=(60, 30)) as pilot:
+        await read(pilot, 2)
+        tenants, tiers = (app.query_one(place, DataTable) for place in ("#tenants", "#tiers"))
+        for table in (tenants, tiers):
+            assert table.virtual_size.width <= 60
+        names = ["tenant", "requests▼", "hit", "cost", "balance"]
+        assert names == [str(each.label) for each in tenants.ordered_columns]
+        assert ["customer-…-its-own-a", "customer-…-its-own-b"] == column(app, "#tenants", 0)
+        await pilot.press("s")
+        assert "prompt▼" in [str(each.label) for each in tenants.ordered_columns]
+
+
 async def test_help_comes_and_goes() -> None:
     app = quiet(Readings())
     async with app.run_test(size=(80, 24)) as pilot:
