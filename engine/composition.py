@@ -139,6 +139,7 @@ def compose(
         scratch=tiers.pool.scratch,
         owners=tiers.pool.owners,
         checkpoints=states.tensor if states is not None else None,
+        max_running=engine.scheduler.max_running,
     )
     settings = replace(
         engine,

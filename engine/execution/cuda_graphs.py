@@ -19,7 +19,6 @@ from engine.batch import Span
 
 logger = logging.getLogger(__name__)
 
-BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _COLUMNS = 5  # columns before the table: token, position, length, block, row
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,6 +28,13 @@ Work = Callable[[], torch.Tensor]
 def cuda_graphs(device: torch.device, attention: PagedAttention) -> bool:
     """Whether decode steps can run as graphs here."""
     return device.type == "cuda" and hasattr(attention, "begin_decode")
+
+
+def batch_sizes(max_running: int) -> tuple[int, ...]:
+    """The sizes to record, each twice the one before, so that the largest takes `max_running`
+    sequences. A row of padding costs little: a decode step's time is that of reading the
+    weights."""
+    return tuple(1 << power for power in range((max_running - 1).bit_length() + 1))
 
 
 class Recorder:
@@ -70,7 +76,7 @@ class DecodeGraphs:
         pool: torch.Tensor,
         max_blocks: int,
         *,
-        batch_sizes: Sequence[int] = BATCH_SIZES,
+        batch_sizes: Sequence[int],
         record: Callable[[Work], Work] | None = None,
         scratch: int,
     ) -> None:

@@ -20,7 +20,7 @@ from engine.attention.recurrent import RecurrentAttention, RecurrentStates, stat
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
-from engine.execution.cuda_graphs import DecodeGraphs, cuda_graphs
+from engine.execution.cuda_graphs import DecodeGraphs, batch_sizes, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
 from engine.execution.shrinking import NO_MEMORY, Shrinking
 from engine.execution.team import ThreadTeam
@@ -60,7 +60,8 @@ class ModelRunner:
     None picks the fastest path for the device. `scratch` is an unowned block of the pool. Without
     one, a GPU's decode steps are launched kernel by kernel. `owners` are those of the pool's slots.
     With them, a working copy can serve the next prompt that begins the same way. `checkpoints` is
-    the pool of those of the recurrent states, one to a row.
+    the pool of those of the recurrent states, one to a row. Decode steps of up to `max_running`
+    sequences are recorded as graphs.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class ModelRunner:
         scratch: int | None = None,
         owners: Sequence[int] = (),
         checkpoints: torch.Tensor | None = None,
+        max_running: int = 64,
     ) -> None:
         kv = KvPool(pool, loaded.layers)
         assert pool.shape[1:] == loaded.layout(kv.block_size).shape, pool.shape
@@ -105,6 +107,7 @@ class ModelRunner:
                 self._attention,
                 pool,
                 min(max_blocks, len(pool)),
+                batch_sizes=batch_sizes(max_running),
                 scratch=scratch,
             )
 

@@ -20,7 +20,7 @@ from engine.attention import pieces as attention_pieces
 from engine.attention import varlen as attention_varlen
 from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention, attend_dense
 from engine.batch import Batch, Span
-from engine.execution.cuda_graphs import DecodeGraphs, Work
+from engine.execution.cuda_graphs import DecodeGraphs, Work, batch_sizes
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
 from tests.support.models import new_pool, tiny_model
@@ -415,7 +415,13 @@ def test_a_step_that_no_graph_can_compute_is_launched_kernel_by_kernel() -> None
     loaded = tiny_model()
     pool = new_pool(loaded, 4)
     failing = DecodeGraphs(
-        lambda *_: torch.zeros(1, 1), _Told(), pool, 2, record=_refuse, scratch=3
+        lambda *_: torch.zeros(1, 1),
+        _Told(),
+        pool,
+        2,
+        batch_sizes=batch_sizes(64),
+        record=_refuse,
+        scratch=3,
     )
     assert not failing.takes([span(1, 0, 2, [0])])
     assert not failing.takes([span(1, 0, 1, [0], write_kv=False)])

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.execution.cuda_graphs import Recorder
+from engine.execution.cuda_graphs import Recorder, batch_sizes
 
 
 class Stream:
@@ -59,3 +59,15 @@ def test_a_failed_capture_leaves_the_thread_on_its_own_stream(current: list[obje
         Recorder()(work)
     assert 2 == len(calls)
     assert before is current[0]
+
+
+@pytest.mark.parametrize(
+    ("max_running", "largest", "count"),
+    [(1, 1, 1), (2, 2, 2), (3, 4, 3), (64, 64, 7), (65, 128, 8), (200, 256, 9)],
+)
+def test_a_graph_takes_as_many_sequences_as_may_run(
+    max_running: int, largest: int, count: int
+) -> None:
+    sizes = batch_sizes(max_running)
+    assert (largest, count) == (sizes[-1], len(sizes))
+    assert largest / 2 < max_running <= largest
