@@ -110,6 +110,14 @@ class ModelSection(Section):
     kv_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="Data type of the KV; auto is that of the arithmetic. Part of every key"
     )
+    exact: Literal["auto", "always"] = Field(
+        "auto",
+        description=(
+            "Whether a hit may change the last bits of an answer: auto says at the start what is "
+            "promised; always refuses to start unless equal bits are. With vLLM, always is its "
+            "batch-invariant mode"
+        ),
+    )
     adapters: dict[str, str] = Field(
         default_factory=dict,
         description="LoRA adapters: the name clients use, and a folder or hub id",

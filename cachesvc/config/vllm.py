@@ -12,11 +12,13 @@ _DEFAULTS = {
 }
 
 
-def prepare_vllm_environment() -> None:
+def prepare_vllm_environment(*, exact: bool) -> None:
     """Sets variables that vLLM reads at import, unless the user set them. Call before importing
-    vLLM."""
+    vLLM. `exact` chooses its kernels that do not depend on the number of rows."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if exact:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
 
 
 def node_environment(remote: RemoteSettings | None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from cachesvc.operator.scopes import other_arithmetics
 from cachesvc.server.backend import MakeBackend
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
+from engine.errors import ModelError
 from engine.hardware import pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import StepOutput
@@ -97,7 +98,25 @@ def _load(settings: ModelSection, data_dir: Path, progress: Progress | None) -> 
     )
     for name, source in settings.adapters.items():
         load_adapter(loaded, name, source)
+    _promise(loaded, settings)
     return loaded
+
+
+def _promise(loaded: LoadedModel, settings: ModelSection) -> None:
+    """Say whether a hit leaves every bit of an answer as it is. Raises ModelError if that must be
+    promised and cannot be."""
+    reason = loaded.arithmetic.inexact
+    if reason is None and settings.adapters:
+        reason = "adapters are multiplied for as many rows as ask for them"
+    if reason is None:
+        logger.info("exact: a hit, other requests and chunks change no bit of an answer")
+    elif settings.exact == "always":
+        raise ModelError(
+            f"model.exact is always, but equal bits cannot be promised here: {reason}. Set it to "
+            f"auto to serve without that promise"
+        )
+    else:
+        logger.info(f"not exact to the bit: {reason}; a hit may change log-probabilities slightly")
 
 
 def build(

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import nn
 
-from engine.attention.dense import attend_one
+from engine.attention.dense import attend_span, scratch_size
 from engine.models.packing import PackedLinear
 
 _SAMPLE_ROWS = (2, 65)  # of a decode step, and of a chunk
@@ -28,10 +28,15 @@ _SETS = ("sse4", "avx", "fma", "amx", "f16c", "sve", "asimd", "bf16", "i8mm")
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """`names` are facts of the device and its libraries. `sample` is the digest of computed bits,
-    empty on a GPU, where a start may choose other kernels than the one before."""
+    empty on a GPU, where a start may choose other kernels than the one before.
+
+    `inexact` says why a row's bits may depend on the rows beside it, so that a hit may change
+    log-probabilities. None if they do not, as far as the sample shows: docs/exactness.md.
+    """
 
     names: tuple[tuple[str, str], ...]
     sample: bytes = b""
+    inexact: str | None = None
 
     def digest(self) -> bytes:
         """16 bytes, equal where blocks may be shared."""
@@ -42,8 +47,10 @@ class Arithmetic:
 def arithmetic_of(model: nn.Module, device: str) -> Arithmetic:
     """The arithmetic of a model that is packed for its device."""
     if torch.device(device).type == "cpu":
-        return Arithmetic(tuple(_cpu_names()), _sample(model))
-    return Arithmetic(tuple(_gpu_names(torch.device(device))))
+        bits, inexact = _sample(model)
+        return Arithmetic(tuple(_cpu_names()), bits, inexact)
+    names = tuple(_gpu_names(torch.device(device)))
+    return Arithmetic(names, inexact="kernels of a GPU are chosen by the number of rows")
 
 
 def _cpu_names() -> Iterator[tuple[str, str]]:
@@ -85,12 +92,13 @@ def _gpu_names(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def _sample(model: nn.Module) -> bytes:
+def _sample(model: nn.Module) -> tuple[bytes, str | None]:
     """A digest of the outputs of one layer of each shape, of attention, and of the functions that
-    models apply to single numbers."""
+    models apply to single numbers; and why a row's bits may depend on others, or None."""
     hasher = xxhash.xxh3_128()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     seen = set()
+    inexact = _grouped(model)
     for module in model.modules():
         if not isinstance(module, PackedLinear) and type(module) is not nn.Linear:
             continue
@@ -98,21 +106,66 @@ def _sample(model: nn.Module) -> bytes:
         if shape in seen or shape[0] * shape[1] > _MAX_WEIGHTS:
             continue
         seen.add(shape)
-        for num_rows in _SAMPLE_ROWS:
-            _add(hasher, module(_numbers(num_rows, module.in_features).to(dtype)))
-    query, keys = _numbers(16, 64).view(2, 8, 64), _numbers(2 * 208, 64).view(2, 208, 64)
-    output = torch.empty_like(query)
-    attend_one(query, keys, keys, 199, None, None, None, output)
-    _add(hasher, output)
-    for num_queries in _SAMPLE_ROWS:
-        tile = _numbers(num_queries, 64) @ keys[0].t()
-        _add(hasher, torch.softmax(tile, -1) @ keys[0])
+        few, many = (module(_numbers(count, shape[0]).to(dtype)) for count in _SAMPLE_ROWS)
+        _add(hasher, few)
+        _add(hasher, many)
+        if not torch.equal(few, many[: len(few)]):
+            inexact = inexact or f"layers of {shape[0]} x {shape[1]} depend on the number of rows"
+    for dim in (64, 128):
+        alone, together = _attended(dim)
+        _add(hasher, together)
+        if not torch.equal(alone, together[-1:]):
+            inexact = inexact or "attention depends on the number of rows"
     line = _numbers(8, 200).to(dtype)
     for function in (torch.exp, torch.cos, torch.sin, torch.tanh, nn.functional.silu):
         _add(hasher, function(line))
     _add(hasher, nn.functional.gelu(line))
     _add(hasher, torch.rsqrt(line.float().pow(2).mean(-1, keepdim=True) + 1e-5))
-    return hasher.digest()
+    return hasher.digest(), inexact
+
+
+def _grouped(model: nn.Module) -> str | None:
+    """Why the number of rows in a call depends on what other requests ask, or None."""
+    if any("experts" in name for name, _ in model.named_modules()):
+        return "experts are given the rows that chose them"
+    if any(parameter.ndim > 2 for parameter in model.parameters()):
+        return "its recurrent layers or experts are not packed"
+    return None
+
+
+def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention at the last position of a prompt alone, and of its last positions together."""
+    num_keys, groups, tile = 208, 3, 65
+    keys = _numbers(2 * num_keys, dim).view(2, num_keys, dim)
+    query = _numbers(tile * 2 * groups, dim).view(tile, 2 * groups, dim)
+    triangle, own = torch.full((tile, tile), -torch.inf).triu(1), keys.transpose(0, 1)
+    scratch = torch.empty(scratch_size(groups * tile, num_keys))
+    outputs = []
+    for count in (1, tile):
+        rows = query[-count:]
+        outputs.append(torch.empty_like(rows))
+        attend_span(
+            0,
+            rows,
+            own[:count],
+            own[:count],
+            False,
+            keys[None],
+            0,
+            keys[None],
+            0,
+            num_keys - count,
+            num_keys,
+            dim**-0.5,
+            None,
+            None,
+            None,
+            tile,
+            triangle,
+            scratch,
+            outputs[-1],
+        )
+    return outputs[0], outputs[1]
 
 
 def _numbers(num_rows: int, width: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Which attention and which packed layers give a token other bits alone than in a chunk on a CPU.
 
-    python -m tests.parity.bits [--threads 1 2 3] [--dtype bfloat16] [--every]
+    python -m tests.parity.bits [--threads 1 2 3] [--dtype bfloat16] [--few | --every]
 
 Prints a line for each shape that does, and ends with exit code 1 if there is one. It is run under
 limits of torch's and oneDNN's instruction sets, which a process reads once, and needs no model.
@@ -24,7 +24,8 @@ from tiers.blocks.layout import BlockLayout, LayerLayout
 
 BLOCK, PARAMS = 64, SamplingParams(temperature=0)
 LAYERS = ((576, 960), (576, 1536), (1536, 576), (2048, 512))
-AMPLE = 1 << 24  # bytes of working copies
+AMPLE = 1 << 24  # bytes of working copies, and for prompts of thousands of tokens:
+VAST = 1 << 28
 LENGTHS = (40, 700)  # a prompt that ends within the first piece of keys, and one of several
 
 
@@ -76,9 +77,9 @@ def differing(
 ) -> Iterator[str]:
     """The ways of cutting a prompt in which a row has other bits than in one chunk."""
     for length in lengths:
-        whole = computed(shape, length, [length], dtype)
+        whole = computed(shape, length, [length], dtype, VAST if length > 1024 else AMPLE)
         for name, cuts in ways(length).items():
-            for budget in (AMPLE, 0):
+            for budget in (VAST if length > 1024 else AMPLE, 0):
                 rows = computed(shape, length, cuts, dtype, budget)
                 there = slice(length - len(rows), length)
                 moved = (rows != whole[there]).flatten(1).any(1).nonzero().flatten().tolist()
@@ -147,17 +148,21 @@ def computed(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--every", action="store_true", help="all shapes and up to 8,192 tokens")
+    parser.add_argument("--few", action="store_true", help="three shapes, for a few seconds")
+    parser.add_argument("--every", action="store_true", help="all shapes, and 8,000 tokens")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
-    shapes, found = EVERY if arguments.every else FEW, 0
-    dtype = getattr(torch, arguments.dtype)
+    shapes = EVERY if arguments.every else FEW[:3] if arguments.few else FEW
+    lengths = (
+        (*LENGTHS, 8000) if arguments.every else (LENGTHS[0], 330) if arguments.few else LENGTHS
+    )
+    dtype, found = getattr(torch, arguments.dtype), 0
     for shape in shapes:
         outputs = []
         for num_threads in arguments.threads:
             torch.set_num_threads(num_threads)
-            outputs.append(computed(shape, LENGTHS[-1], [LENGTHS[-1]], dtype))
-            for way in differing(shape, dtype=dtype):
+            outputs.append(computed(shape, lengths[1], [lengths[1]], dtype))
+            for way in differing(shape, lengths, dtype):
                 found += 1
                 print(f"{shape}, {num_threads} threads, {way}", flush=True)
         if any(not torch.equal(outputs[0], other) for other in outputs[1:]):

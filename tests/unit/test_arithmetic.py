@@ -1,15 +1,21 @@
 """Blocks are shared only where a processor, device and version compute the same bits."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
+from cachesvc.config.sections import ModelSection
+from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.operator.scopes import FILE_NAME, other_arithmetics
+from cachesvc.server.compute import _promise
 from engine.batch import Batch, Span
+from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
 from engine.models import arithmetic
 from engine.models.arithmetic import Arithmetic, arithmetic_of
@@ -104,3 +110,35 @@ def test_threads_change_no_bit_of_the_kv() -> None:
     finally:
         torch.set_num_threads(before)
     assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
+
+
+def test_a_packed_model_is_exact_and_one_of_experts_says_why_not() -> None:
+    assert tiny_model().arithmetic.inexact is None
+    experts = nn.ModuleDict({"experts": nn.Linear(2, 2)})
+    assert "experts" in str(arithmetic._grouped(experts))
+
+
+def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_model()
+    monkeypatch.setattr(
+        arithmetic.PackedLinear, "forward", lambda self, rows: rows.sum() + rows[:, :1]
+    )
+    assert "number of rows" in str(arithmetic_of(loaded.model, "cpu").inexact)
+
+
+def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
+    loaded = tiny_model()
+    always = ModelSection(exact="always")
+    _promise(loaded, always)
+    inexact = replace(loaded, arithmetic=replace(loaded.arithmetic, inexact="a reason"))
+    _promise(inexact, ModelSection())
+    with pytest.raises(ModelError, match="a reason"):
+        _promise(inexact, always)
+
+
+def test_vllm_is_started_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", environ := {})
+    prepare_vllm_environment(exact=False)
+    assert "VLLM_BATCH_INVARIANT" not in environ
+    prepare_vllm_environment(exact=True)
+    assert environ["VLLM_BATCH_INVARIANT"] == "1"

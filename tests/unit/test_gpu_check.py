@@ -23,6 +23,7 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     assert {"bfloat16", "states", "recurrent", "lora", "grammar", "images"} == set(figures["hits"])
     assert all(found["cold_tokens_equal"] for found in figures["hits"].values())
     assert len(figures["attention"]) == 7
+    assert [each["moved"]["attention"] for each in figures["rows"]] == [[], []]
     assert {"promote_share", "demote_share"} <= set(figures["copies"]["rates"])
     assert figures["copies"]["hashes"]["wrong_blocks"] == 0
     assert figures["copies"]["borders"]["wrong"] == 0
@@ -57,7 +58,8 @@ def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack() -> None:
         "import sys\n"
         "for name in ('lmdb', 'gguf', 'peft', 'xgrammar', 'sqlalchemy', 'fastapi', 'structlog'):\n"
         "    sys.modules[name] = None\n"
-        "from tests.bench.gpu_check import __main__, attention, copies, memory, parity, speed\n"
+        "from tests.bench.gpu_check import __main__, attention, copies, memory, parity\n"
+        "from tests.bench.gpu_check import rows, speed\n"
     )
     child = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False

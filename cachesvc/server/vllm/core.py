@@ -132,8 +132,14 @@ def build(
 
     Raises ConfigError, ModelError and the node's errors.
     """
-    prepare_vllm_environment()
+    exact = settings.model.exact == "always"
+    prepare_vllm_environment(exact=exact)
     _check_installed()
+    logger.info(
+        "exact as far as vLLM's batch-invariant mode is"
+        if exact
+        else "not exact: vLLM chooses kernels by the number of rows, so a hit may change tokens"
+    )
     data_dir = settings.server.data_dir
     spoken = describe_folder(settings.model.name, models_path(data_dir), progress)
     adapters = read_adapters(settings.model.adapters)

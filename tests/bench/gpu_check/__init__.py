@@ -9,7 +9,7 @@ GPU; a test does. Each part's figures stand under its name, and `failed` names w
 other tokens, other bytes, an error beyond rounding, a kernel compiled in service.
 
 A file for each thing that is checked: `parity` (tokens), `hits` (from every tier: bfloat16, states,
-LoRA, grammars, images), `attention` (scores in bfloat16),
+LoRA, grammars, images), `attention` (scores in bfloat16), `rows` (bits of a row beside others),
 `copies` (bytes that move), `memory` (arena, big pools, long prompts), `speed` (prefill, decode and
 sampling), `service` (the engine while prompts arrive and rise).
 """

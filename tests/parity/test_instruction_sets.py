@@ -1,0 +1,53 @@
+"""Equal bits under limits of torch's and oneDNN's instruction sets, as other processors have them.
+
+A process reads the limits once, so each combination is a child. `tests.parity.bits` is what it
+runs.
+"""
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TORCH, ONEDNN = ("default", "avx2", "avx512"), ("SSE41", "AVX2", "AVX512_CORE")
+
+pytestmark = [
+    pytest.mark.skipif(
+        torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2", "AVX512"),
+        reason="the limits are those of x86",
+    ),
+    pytest.mark.timeout(1800),
+]
+
+
+def differences(capability: str, isa: str, *options: str) -> str:
+    """What `tests.parity.bits` prints under these limits if it finds a difference; else empty."""
+    limits = {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": isa}
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.parity.bits", *options],
+        cwd=ROOT,
+        env={**os.environ, **limits},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return "" if child.returncode == 0 else child.stdout + child.stderr
+
+
+@pytest.mark.parametrize(("capability", "isa"), zip(TORCH, ONEDNN, strict=True))
+def test_a_sample_has_equal_bits_under_a_limit(capability: str, isa: str) -> None:
+    assert differences(capability, isa, "--few", "--threads", "1", "2", "3") == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("capability", "isa"), product(TORCH, ONEDNN))
+def test_every_shape_has_equal_bits_under_every_limit(
+    capability: str, isa: str, dtype: str
+) -> None:
+    assert differences(capability, isa, "--every", "--dtype", dtype) == ""
