@@ -61,6 +61,7 @@ class CacheSettings:
     ahead: float = 1 / 16
     share_tails: bool = True
     weigh_loads: bool = True  # load from disk only if that is faster than computing
+    both_ends: bool = False  # compute the front of a long prefix while its rear loads
     pinned_share: float = 1 / 4  # share of the lowest tier for pins
     checkpoint_share: float = CHECKPOINT_SHARE  # of each memory tier
 
@@ -229,10 +230,11 @@ class TieredCache:
             return self.checkpoints.peek(chain)
         return len(self.index.match(chain)) * self.layout.block_size
 
-    def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
+    def open(self, chain: Chain, *, reads: bool = True, splits: bool = False) -> Ticket:
         """Pins the cached part of the chain's prefix and asks the disk for the rest.
 
-        A private chain, or one not to be read, gets an empty ticket.
+        A private chain, or one not to be read, gets an empty ticket. `splits` lets the ticket load
+        only the rear of what is on disk, if the request does well to compute the front meanwhile.
         """
         if chain.root in self.operations.blocked:
             chain.private = True
@@ -242,6 +244,7 @@ class TieredCache:
         if self.checkpoints is not None:
             return self.checkpoints.open(chain)
         ticket = self._promoter.open(chain)
+        ticket.splits = splits and self.settings.both_ends
         if self._disk is not None and self._disk.is_shared:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
             self._disk.used([block.key for block in few if block.key is not None])

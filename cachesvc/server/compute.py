@@ -216,6 +216,7 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
         policy=cache.policy,
         write_policy=WritePolicy(cache.write_policy),
         weigh_loads=cache.weigh_loads,
+        both_ends=cache.both_ends,
     )
 
 

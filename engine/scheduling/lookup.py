@@ -12,20 +12,20 @@ from tiers.tier import TierName
 
 
 def count_hits(
-    sources: Sequence[TierName],
+    sources: Sequence[TierName | None],
     tail_source: TierName | None,
     tail_rows: int,
     num_prompt: int,
     block_size: int,
 ) -> TokenCounts:
-    """Count the prompt tokens that are hits, by tier. The last one is always computed, so never a
-    hit.
+    """Count the prompt tokens that are hits, by tier. Blocks without a source were computed. The
+    last token is always computed, so never a hit.
 
     Done once in a request's life. Tokens recomputed after a preemption are neither billed again nor
     sold as hits.
     """
     hits = dict.fromkeys(TierName, 0)
-    for source in sources:
+    for source in filter(None, sources):
         hits[source] += block_size
     last = tail_source or (sources[-1] if sources else None)
     if tail_source is not None:
@@ -41,10 +41,14 @@ def count_hits(
     )
 
 
-def miss_reasons(counts: TokenCounts, stop: MissReason, block_size: int) -> dict[MissReason, int]:
-    """Missed tokens by reason: tokens of full blocks count for `stop`, the others as the tail."""
+def miss_reasons(
+    counts: TokenCounts, stop: MissReason, block_size: int, num_front: int = 0
+) -> dict[MissReason, int]:
+    """Missed tokens by reason: tokens of full blocks count for `stop`, the others as the tail.
+    `num_front` tokens were computed while those after them loaded."""
     missed_full = max(0, (counts.prompt - 1) // block_size * block_size - counts.hit)
-    reasons = {stop: missed_full, MissReason.TAIL: counts.miss - missed_full}
+    reasons = {MissReason.UNECONOMIC: num_front, MissReason.TAIL: counts.miss - missed_full}
+    reasons[stop] = reasons.get(stop, 0) + missed_full - num_front
     return {reason: tokens for reason, tokens in reasons.items() if tokens}
 
 
@@ -62,7 +66,7 @@ def computed_otherwise(
 
 
 def runs_of(
-    sources: Sequence[TierName],
+    sources: Sequence[TierName | None],
     keys: Sequence[PrefixKey],
     *,
     tail_rows: int,
@@ -72,8 +76,8 @@ def runs_of(
 ) -> tuple[BlockRun, ...]:
     """The runs of a prompt.
 
-    Its leading full blocks came from `sources`, and then `tail_rows` tokens of one more block from
-    `tail_source`. The rest is computed, and always the last token.
+    Its leading full blocks came from `sources` (None: computed), and then `tail_rows` tokens of one
+    more block from `tail_source`. The rest is computed, and always the last token.
     """
     runs = list(_whole_runs(sources, keys, block_size))
     served = len(sources) * block_size
@@ -91,7 +95,7 @@ def runs_of(
 
 
 def _whole_runs(
-    sources: Sequence[TierName], keys: Sequence[PrefixKey], block_size: int
+    sources: Sequence[TierName | None], keys: Sequence[PrefixKey], block_size: int
 ) -> Iterator[BlockRun]:
     start = 0
     for source, group in groupby(sources):

@@ -67,6 +67,7 @@ class World:
         quotas: dict[PrefixKey, float] | None = None,
         late_copies: bool = False,
         window: int | None = None,
+        both_ends: bool = False,
     ) -> None:
         """`quotas` are parts of every tier, by scope; with a `window` a second layer has it."""
         layout = chain_layout(BLOCK, window)
@@ -94,6 +95,7 @@ class World:
                 share_tails=share_tails,
                 write_policy=write_policy,
                 weigh_loads=False,
+                both_ends=both_ends,
                 policy=policy,
             ),
             disk=tier,
@@ -239,7 +241,7 @@ class World:
             mad = name in self.runner.mad  # its last span is computed, and not believed
             if not self.engine.stats().num_preemptions and not mad:
                 computed = self.runner.prompt_tokens[name]  # more where a tail cannot be copied
-                assert counts.miss == computed or self.runner.copies_fail, name
+                assert counts.miss == computed or self.runner.copies_fail, (name, counts, computed)
                 assert counts.miss <= computed, name
             billed = {o.counts.with_output(0) for o in outputs if o.tokens}
             assert len(billed) <= 1, "hits and misses changed after the first admission"
@@ -302,6 +304,10 @@ class World:
         scheduler = self.engine._scheduler
         pins: Counter[Block] = Counter()
         writers = set()
+        for sequence in [*scheduler.running, *scheduler.waiting]:
+            for held in (sequence.ticket, sequence.meeting and sequence.meeting.ticket):
+                if held is not None and held.rear is not None:
+                    pins.update(held.rear.blocks)
         for sequence in scheduler.running:
             pins.update(sequence.blocks)
             writers.add(sequence.chain)

@@ -212,7 +212,7 @@ class SteppedMover(Mover):
         self, tier: MemoryTier, *, seed: int = 0, max_jobs: int = 8, fail_rate: float = 0.05
     ) -> None:
         """`fail_rate` is the probability that a whole load fails."""
-        super().__init__(tier, num_readers=0)
+        super().__init__(tier, num_readers=1)
         self._memory = tier
         self._random = random.Random(seed)
         self._max_jobs = max_jobs

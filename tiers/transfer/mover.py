@@ -149,7 +149,7 @@ class Mover:
     ) -> None:
         """`num_readers` None: as many as the tier wants."""
         self._tier = tier
-        self._num_readers = tier.num_readers if num_readers is None else num_readers
+        self.num_readers = tier.num_readers if num_readers is None else num_readers
         self._on_done = on_done
         self._loads = _Lane(max_loads)
         self._stores = _Lane(max_stores)
@@ -163,7 +163,7 @@ class Mover:
         return self._tier.name
 
     def start(self) -> None:
-        for number in range(self._num_readers):
+        for number in range(self.num_readers):
             self._spawn(self._loads, f"cachesvc-disk-read-{number}", niceness=0)
         self._spawn(self._stores, "cachesvc-disk-write", niceness=10)
 
