@@ -146,10 +146,12 @@ async def deliver(
         held.push(ending.refused)
         if claimed is not None:
             held.push_async_callback(claimed.close)
-        wire.queue.check_wait(principal.tenant, job.prompt_tokens)
-        wire.queue.enter(principal.tenant, len(job.prompts))
-        held.callback(wire.queue.leave, principal.tenant, len(job.prompts))
-        permit = await wire.limits.admit(principal)
+        user = wire.limits.user_of(principal, job.context.user)
+        job = replace(job, user=user)
+        wire.queue.check_wait(job.share, job.prompt_tokens)
+        wire.queue.enter(job.share, len(job.prompts))
+        held.callback(wire.queue.leave, job.share, len(job.prompts))
+        permit = await wire.limits.admit(principal, user)
         held.push_async_callback(ending.leave, permit)
         if job.source is not None:
             job = replace(job, grammar=await compiled(wire, principal.tenant, job.source))

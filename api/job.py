@@ -23,6 +23,7 @@ from engine.request import (
     Timeline,
     TokenLogprob,
 )
+from engine.scheduling.shares import part_of
 from engine.structure import Grammar, GrammarSource
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -167,6 +168,7 @@ class Job:
     params: SamplingParams
     scope: CacheScope  # with the tenant's salt
     tenant: str = ""  # whose share of the engine it uses
+    user: str = ""  # whose part of it, if the tenant divides it by end users
     stop: tuple[str, ...] = ()
     markers: tuple[str, ...] = ()  # special tokens that are part of the answer's text
     source: GrammarSource | None = None  # the required form of the answer
@@ -189,6 +191,10 @@ class Job:
         """The same prompt without an answer and without a turn to remember."""
         params = replace(self.params, max_tokens=0, min_tokens=0)
         return replace(self, params=params, source=None, turn=None)
+
+    @property
+    def share(self) -> str:
+        return part_of(self.tenant, self.user) if self.user else self.tenant
 
     @property
     def max_output(self) -> int:

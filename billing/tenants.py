@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-# A tenant's limits that admins can set: three counts per minute, and concurrent requests.
-RATE_LIMITS: Final = ("requests", "miss_tokens", "output_tokens", "concurrency")
+# A tenant's limits that admins can set: three counts per minute, and concurrent requests. Those of
+# each of its end users: any of them, 0 too, also divides the tenant's share between its users.
+OF_TENANT: Final = ("requests", "miss_tokens", "output_tokens", "concurrency")
+OF_USER: Final = tuple(f"user_{name}" for name in OF_TENANT)
+RATE_LIMITS: Final = (*OF_TENANT, *OF_USER)
 MAX_RATE_LIMIT: Final = 10**12
 
 

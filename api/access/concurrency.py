@@ -48,7 +48,7 @@ end
 
 
 class Holder(NamedTuple):
-    """Whose quota it is: ("key", id) or ("tenant", name)."""
+    """Whose quota it is: ("key", id), ("tenant", name) or ("user", tenant:user)."""
 
     kind: str
     name: str

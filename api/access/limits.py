@@ -1,4 +1,5 @@
-"""Limits by key and by tenant: requests, miss tokens and output tokens a minute, and concurrency.
+"""Limits by tenant, key and end user: requests, miss tokens and output tokens a minute, and
+concurrency.
 
 A request is admitted while each of its windows has something left. The request itself is counted at
 admission. Its miss and output tokens are counted when it ends, because they are not known before.
@@ -24,8 +25,10 @@ from limits.storage import storage_from_string
 
 from api.access.circuit_breaker import CircuitBreaker
 from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
+from api.access.end_users import EndUsers
 from api.errors import RateLimited
 from billing.keys import Principal
+from billing.tenants import OF_TENANT
 from billing.usage import Usage
 
 if TYPE_CHECKING:
@@ -37,7 +40,10 @@ STORE_TIMEOUT_S = 0.5  # a Redis nearby answers in a millisecond; one that takes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quota:
-    """Limits of one key or tenant: counts per minute, and concurrent requests. None is no limit."""
+    """Limits of one tenant, key or end user: counts per minute, and concurrent requests.
+
+    None is no limit.
+    """
 
     requests: int | None = None
     miss_tokens: int | None = None
@@ -60,9 +66,14 @@ class LimitSettings:
     def of_tenant(self, tenant: str, overrides: Mapping[str, int]) -> Quota:
         """A tenant's quota; `overrides` are the limits an admin set, by field; 0 is no limit."""
         quota = self.tenants.get(tenant, self.tenant)
-        if not overrides:
-            return quota
-        return replace(quota, **{name: value or None for name, value in overrides.items()})
+        known = {name: value or None for name, value in overrides.items() if name in OF_TENANT}
+        return replace(quota, **known) if known else quota
+
+
+def of_user(overrides: Mapping[str, int]) -> Quota | None:
+    """The quota of each end user of a tenant; None if the tenant is not divided by them."""
+    mine = {name: overrides[f"user_{name}"] for name in OF_TENANT if f"user_{name}" in overrides}
+    return Quota(**{name: value or None for name, value in mine.items()}) if mine else None
 
 
 Overrides = Callable[[str], Mapping[str, int]]
@@ -82,7 +93,13 @@ class Permit(Protocol):
 class RateLimits(Protocol):
     """Raises RateLimited, or lets the request in."""
 
-    async def admit(self, principal: Principal) -> Permit: ...
+    def user_of(self, principal: Principal, user: str) -> str:
+        """The end user's name among the tenant's; empty if the tenant is not divided by them."""
+        ...
+
+    async def admit(self, principal: Principal, user: str = "") -> Permit:
+        """`user` is a name by `user_of`."""
+        ...
 
     async def close(self) -> None:
         """Closes connections, after the last request."""
@@ -130,6 +147,7 @@ class WindowLimits:
         breaker: CircuitBreaker | None = None,
         overrides: Overrides = lambda tenant: {},
     ) -> None:
+        self._users = EndUsers()
         self._settings = settings
         self._overrides = overrides
         self._limiter = FixedWindowRateLimiter(storage)
@@ -137,8 +155,12 @@ class WindowLimits:
         self._pool = pool
         self._breaker = breaker or CircuitBreaker()
 
-    async def admit(self, principal: Principal) -> Permit:
-        quotas = [each for each in self._quotas(principal) if each[1] != NO_LIMIT]
+    def user_of(self, principal: Principal, user: str) -> str:
+        divided = of_user(self._overrides(principal.tenant)) is not None
+        return self._users.name(principal.tenant, user) if divided else ""
+
+    async def admit(self, principal: Principal, user: str = "") -> Permit:
+        quotas = [each for each in self._quotas(principal, user) if each[1] != NO_LIMIT]
         if not quotas:
             return FreePass()
         member = secrets.token_hex(8)
@@ -207,10 +229,11 @@ class WindowLimits:
         except StorageError as error:
             self._breaker.begin(error.storage_error)
 
-    def _quotas(self, principal: Principal) -> Iterator[tuple[Holder, Quota]]:
-        settings = self._settings
-        tenant = settings.of_tenant(principal.tenant, self._overrides(principal.tenant))
-        yield Holder("tenant", principal.tenant), tenant
+    def _quotas(self, principal: Principal, user: str) -> Iterator[tuple[Holder, Quota]]:
+        settings, overrides = self._settings, self._overrides(principal.tenant)
+        yield Holder("tenant", principal.tenant), settings.of_tenant(principal.tenant, overrides)
+        if user and (quota := of_user(overrides)) is not None:
+            yield Holder("user", f"{principal.tenant}:{user}"), quota
         if principal.key_id:
             yield Holder("key", principal.key_id), settings.keys.get(principal.key_id, settings.key)
 

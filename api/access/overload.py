@@ -11,12 +11,13 @@ from typing import Final
 from api.access.shares import Shares
 from api.errors import Overloaded, QueueTooLong
 from api.served_model import EngineClient
+from engine.scheduling.shares import owner_of
 
 MAX_RETRY_S: Final = 60  # OpenAI's clients ignore a longer Retry-After
 
 
 class QueueBound:
-    """Limits who may queue: by the predicted wait, and by a tenant's share of places.
+    """Limits who may queue: by the predicted wait, and by the places of a tenant or its user.
 
     Invariant: at most `max_in_flight` admitted prompts have not been given back.
     """
@@ -28,12 +29,12 @@ class QueueBound:
         self._max_wait_s = max_wait_s
         self._places = Shares(max_in_flight)
 
-    def check_wait(self, tenant: str, num_tokens: int = 0) -> None:
+    def check_wait(self, share: str, num_tokens: int = 0) -> None:
         """Raises QueueTooLong if a prompt of `num_tokens` would wait longer than is allowed.
 
         It is called without tokens before the body is read, so that a refusal costs almost nothing.
         """
-        wait_s, bound_s = self._engine.predicted_wait_s(tenant, num_tokens), self._max_wait_s
+        wait_s, bound_s = self._engine.predicted_wait_s(share, num_tokens), self._max_wait_s
         if wait_s <= bound_s:
             return
         retry_s = min(MAX_RETRY_S, max(1, math.ceil(wait_s - bound_s)))
@@ -43,13 +44,14 @@ class QueueBound:
             headers={"Retry-After": str(retry_s)},
         )
 
-    def enter(self, tenant: str, num_prompts: int) -> None:
+    def enter(self, share: str, num_prompts: int) -> None:
         """Takes a place for each prompt until `leave`. Raises Overloaded."""
-        if not self._places.take(tenant, num_prompts):
+        if not self._places.take(share, num_prompts):
+            whose = "tenant" if share == owner_of(share) else "user"
             raise Overloaded(
-                f"{self._places.used} prompts are in flight, {self._places.held(tenant)} of them "
-                "of this tenant, as many as are allowed (engine.max_waiting); retry shortly."
+                f"{self._places.used} prompts are in flight, {self._places.held(share)} of them "
+                f"of this {whose}, as many as are allowed (engine.max_waiting); retry shortly."
             )
 
-    def leave(self, tenant: str, num_prompts: int) -> None:
-        self._places.give_back(tenant, num_prompts)
+    def leave(self, share: str, num_prompts: int) -> None:
+        self._places.give_back(share, num_prompts)

@@ -323,5 +323,5 @@ class Generation:
             pictures=job.pictures,
             cache=job.cache,
             arrival_ns=job.arrival_ns,
-            share=job.tenant,
+            share=job.share,
         )

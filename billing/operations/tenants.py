@@ -73,8 +73,9 @@ def set_rate_limits(
             Annotated[int, Argument(ge=0, le=MAX_RATE_LIMIT)] | None,
         ],
         Argument(
-            "requests, miss_tokens and output_tokens a minute, and concurrency; 0 is no limit, "
-            "null is as the settings say, what is not named stays",
+            "requests, miss_tokens and output_tokens a minute, and concurrency; with user_ before "
+            "it, of each end user; 0 is no limit, null is as the settings say, what is not named "
+            "stays",
             min_length=1,
             max_length=len(RATE_LIMITS),
         ),

@@ -13,7 +13,7 @@ from engine.scheduling.lookup import computed_otherwise, count_hits, miss_reason
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Meeting, Sequence
 from engine.scheduling.settings import SchedulerSettings
-from engine.scheduling.shares import BeginRate, ServedShares
+from engine.scheduling.shares import BeginRate, ServedShares, owner_of
 from engine.scheduling.states import StatePlans
 from tiers.cache import TieredCache
 from tiers.errors import MissReason
@@ -72,9 +72,9 @@ class Admission:
                 continue
             if sequence.ticket is None:
                 if len(holders) >= self._settings.max_tickets and any(
-                    holder.share == sequence.share for holder in holders
+                    owner_of(holder.share) == owner_of(sequence.share) for holder in holders
                 ):
-                    continue  # a share that holds none may always take one
+                    continue  # an owner that holds none may always take one
                 sequence.ticket = self._cache.open(
                     sequence.chain, reads=sequence.reads_cache, splits=self._is_alone(sequence)
                 )
@@ -148,16 +148,17 @@ class Admission:
 
     @property
     def num_places(self) -> int:
-        """How many sequences may run of shares that already run some. Other places are kept for
-        other shares."""
+        """How many sequences may run of owners that already run some. Other places are kept for
+        other owners."""
         limit = self._settings.max_running
         return limit - limit // RESERVED if self._served.several else limit
 
     def _has_place(self, sequence: Sequence) -> bool:
-        """Whether a place is free for it. Some places are kept for shares that have none."""
+        """Whether a place is free for it. Some places are kept for owners that have none."""
         if len(self._running) < self.num_places:
             return True
-        return all(running.share != sequence.share for running in self._running)
+        owner = owner_of(sequence.share)
+        return all(owner_of(running.share) != owner for running in self._running)
 
     def num_cached(self, sequence: Sequence) -> int:
         if sequence.ticket is not None:

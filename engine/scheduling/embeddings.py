@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from engine.batch import Embedded
 from engine.request import Picture, Request, tile_of
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.shares import owner_of
 from tiers.blocks.contents import Content
 
 
@@ -33,7 +34,8 @@ class PromptImages:
         assert self._embeddings is not None, "a request with images for a model without"
         # The last token is always computed.
         pictures = _unread(sequence.request, min(sequence.first_unread, sequence.num_prompt - 1))
-        stand = self._embeddings.want(sequence.sequence_id, sequence.share, pictures)
+        owner = owner_of(sequence.share)
+        stand = self._embeddings.want(sequence.sequence_id, owner, pictures)
         sequence.awaits_images = not stand
         return stand
 

@@ -1,7 +1,9 @@
 """Counts how much each share was served, to divide the engine's time between active shares.
 
-A share is an opaque name, such as a tenant's. Service is counted in tokens of work, and the least
-served share goes first (start-time fair queueing: Goyal, Vin and Cheng 1996). A returning share is
+A share is an opaque name, such as a tenant's. An owner may divide its share: `owner\0part` is one
+part, such as an end user's, and the owner's active parts have equal weights that sum to one share.
+Service is counted in tokens of work by weight, and the least served share goes first (start-time
+fair queueing: Goyal, Vin and Cheng 1996). A returning share is
 not compensated for its absence, except for a first prompt. A share that asks for less than its part
 is therefore served at once, like the sparse flows of FQ-CoDel (RFC 8290). Pure. Engine thread only.
 """
@@ -9,6 +11,7 @@ is therefore served at once, like the sparse flows of FQ-CoDel (RFC 8290). Pure.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +20,18 @@ MIN_WINDOW_S = 0.5  # the shortest measurement
 MAX_WINDOW_S = 10.0
 MIN_BEGUN = 4  # requests in one measurement, so that one long request is not the rate
 SMOOTHING = 0.4
+_BETWEEN = "\0"  # in no tenant's name
 Item = TypeVar("Item")
+
+
+def part_of(owner: str, part: str) -> str:
+    """The name of a part of an owner's share."""
+    return f"{owner}{_BETWEEN}{part}"
+
+
+def owner_of(share: str) -> str:
+    """Whose share it is, whole or a part."""
+    return share.partition(_BETWEEN)[0]
 
 
 class ServedShares:
@@ -31,9 +45,10 @@ class ServedShares:
     def __init__(self) -> None:
         self._served: dict[str, float] = {}
         self._active: Counter[str] = Counter()
+        self._parts: Counter[str] = Counter()  # active shares by owner
         self._floor = 0.0
         self._first: str | None = None
-        self.several = False  # whether more than one share has been seen
+        self.several = False  # whether shares of more than one owner have been seen
 
     def __getitem__(self, share: str) -> float:
         """What the share has been served, from an arbitrary origin."""
@@ -41,11 +56,13 @@ class ServedShares:
 
     def enter(self, share: str) -> None:
         """Count one more waiting or running sequence of the share."""
+        owner = owner_of(share)
         if self._first is None:
-            self._first = share
-        self.several = self.several or share != self._first
+            self._first = owner
+        self.several = self.several or owner != self._first
         if not self._active[share]:
             self._raise_floor()
+            self._parts[owner] += 1
             self._served[share] = max(self[share], self._floor - CREDIT)
         self._active[share] += 1
 
@@ -55,10 +72,18 @@ class ServedShares:
         self._active[share] -= 1
         if not self._active[share]:
             del self._active[share]
+            owner = owner_of(share)
+            self._parts[owner] -= 1
+            if not self._parts[owner]:
+                del self._parts[owner]
             self._forget()
 
     def charge(self, share: str, work: float) -> None:
-        self._served[share] = self[share] + work
+        self._served[share] = self[share] + work * self._num_parts(share)
+
+    def _num_parts(self, share: str) -> int:
+        """How many active parts divide its owner's share; a part has the inverse as its weight."""
+        return max(1, self._parts[owner_of(share)])
 
     def _raise_floor(self) -> None:
         active = [self._served[share] for share in self._active if share in self._served]
@@ -79,15 +104,17 @@ class ServedShares:
         The next item is of the line that would be served least once all items before it were.
         `works[share]` holds the items' work.
         """
-        served = {share: self[share] for share in lines}
+        # The first among equals is the oldest line.
+        turns = [(self[share], number, share) for number, share in enumerate(lines)]
+        heapify(turns)
         left = {share: iter(zip(lines[share], works[share], strict=True)) for share in lines}
-        while left:
-            share = min(left, key=served.__getitem__)  # the first among equals is the oldest line
+        while turns:
+            served, number, share = turns[0]
             item, work = next(left[share], (None, 0.0))
             if item is None:
-                del left[share]
+                heappop(turns)
                 continue
-            served[share] += work
+            heapreplace(turns, (served + work * self._num_parts(share), number, share))
             yield item
 
 
@@ -101,13 +128,19 @@ class Backlog(NamedTuple):
         """How long a request of `share` with `num_tokens` to compute would wait to begin.
 
         All waiting work of its own share comes first. So does that of each other share, but at most
-        as much as its own share is served in that time.
+        as much as its own share is served in that time, by their weights.
         """
         if not self.waiting or not self.tokens_per_s:
             return 0.0
         own = self.waiting.get(share, 0.0)
-        others = (work for name, work in self.waiting.items() if name != share)
-        return (own + sum(min(work, own + num_tokens) for work in others)) / self.tokens_per_s
+        parts = Counter(map(owner_of, {*self.waiting, share}))
+        most = (own + num_tokens) * parts[owner_of(share)]
+        others = (
+            min(work, most / parts[owner_of(name)])
+            for name, work in self.waiting.items()
+            if name != share
+        )
+        return (own + sum(others)) / self.tokens_per_s
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -140,6 +141,36 @@ async def test_requests_run_out() -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 61
         assert "0" == refused.headers["x-ratelimit-remaining-requests"]
         assert 2 == len(house.meter.charges)
+
+
+async def test_end_users_have_limits_of_their_own_where_the_tenant_is_divided() -> None:
+    overrides: dict[str, int] = {}
+    limits = WindowLimits(LimitSettings(), MemoryStorage(), overrides=lambda tenant: overrides)
+    house = fake_house(limits=limits)
+    async with running(house) as (_, client):
+
+        async def ask(**user: str) -> Any:
+            return await client.post(CHAT, json=HELLO | user)
+
+        for _ in range(3):
+            assert 200 == (await ask(user_id="anna")).status_code
+        assert not house.engine.requests[-1].share.count("\0")
+        overrides["user_requests"] = 2
+        for _ in range(2):
+            assert 200 == (await ask(user_id="anna")).status_code
+        refused = await ask(user_id="anna")
+        assert (429, "rate_limit_exceeded") == (
+            refused.status_code,
+            refused.json()["error"]["code"],
+        )
+        assert "This user has used its 2 requests" in refused.json()["error"]["message"]
+        assert 200 == (await ask(safety_identifier="ben")).status_code
+        shares = {request.share for request in house.engine.requests[-3:]}
+        assert 2 == len(shares) == len({share.partition("\0")[2] for share in shares})
+        assert [200, 200, 429] == [(await ask()).status_code for _ in range(3)], "one without"
+        overrides["user_requests"] = 0  # divided, without a limit
+        assert 200 == (await ask(user_id="anna")).status_code
+        assert "\0" in house.engine.requests[-1].share
 
 
 async def test_a_clock_set_back_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """A tenant that floods the engine makes others wait little, through the real scheduler."""
 
+from engine.scheduling.shares import part_of
 from tests.sim.world import World
 
 
@@ -12,14 +13,16 @@ def turns_of(world: World, name: str) -> int:
     return world.num_turns - before
 
 
-def polite_turns(num_storm: int, *, tokens: int = 24) -> list[int]:
+def polite_turns(
+    num_storm: int, *, tokens: int = 24, storm: str = "storm", polite: str = "polite"
+) -> list[int]:
     world = World(device_blocks=1500, max_running=16, step_tokens=16)
     for number in range(num_storm):
         prompt = [number % 50, number // 50, *range(tokens)]
-        world.submit(f"storm{number}", prompt, max_tokens=8, share="storm")
+        world.submit(f"storm{number}", prompt, max_tokens=8, share=storm)
     turns = []
     for number in range(10):
-        world.submit(f"polite{number}", [40, number, *range(tokens)], max_tokens=8, share="polite")
+        world.submit(f"polite{number}", [40, number, *range(tokens)], max_tokens=8, share=polite)
         turns.append(turns_of(world, f"polite{number}"))
     world.run()
     world.check()
@@ -31,6 +34,33 @@ def test_a_storm_of_another_share_is_hardly_felt() -> None:
     quiet, stormy = polite_turns(0), polite_turns(100)
     assert max(stormy) <= 2 * max(quiet) + 4
     assert sum(stormy) <= 2 * sum(quiet)
+
+
+def test_a_storm_of_another_end_user_of_the_tenant_is_hardly_felt() -> None:
+    """Beside its running requests, one user's storm makes another's wait for a place at most."""
+    users = {"storm": part_of("acme", "storm"), "polite": part_of("acme", "polite")}
+    quiet, stormy = polite_turns(0, **users), polite_turns(100, **users)
+    undivided = polite_turns(100, storm="acme", polite="acme")
+    assert sum(stormy) <= 3 * sum(quiet)
+    assert 3 * max(stormy) < max(undivided)
+
+
+def test_many_end_users_get_no_more_than_one_tenant() -> None:
+    """Five users of one tenant and one other tenant: half of the work each, by tenant."""
+    world = World(device_blocks=1500, max_running=4, step_tokens=16)
+    users = [part_of("many", str(number)) for number in range(5)]
+    for number in range(20):
+        for place, share in enumerate([*users, "one"]):
+            name = f"{share}-{number}"
+            world.submit(name, [number, place, *range(20)], max_tokens=2, share=share)
+    while len([name for name in world.live() if name.startswith("one")]) > 5:
+        world.step()
+    ended = [name for name in world.outputs if name not in world.live()]
+    counts = {share: sum(name.startswith(f"{share}-") for name in ended) for share in users}
+    assert 10 <= sum(counts.values()) <= 20, "15 of the other tenant's have ended"
+    assert max(counts.values()) - min(counts.values()) <= 2
+    world.run()
+    world.check()
 
 
 def test_a_long_prompt_of_another_share_does_not_hold_up_a_short_one() -> None:

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from api.access.end_users import OTHERS, EndUsers
 from api.access.fair_pool import FairPool
 from api.access.shares import Shares
 from api.errors import Overloaded, answer_to
+from engine.scheduling.shares import Backlog, part_of
 
 pytestmark = pytest.mark.anyio
 
@@ -48,6 +50,38 @@ def test_what_is_held_sums_to_what_is_used(changes: list[tuple[str, int]]) -> No
         else:
             shares.give_back(tenant, min(-amount, shares.held(tenant)))
         assert shares.used == sum(map(shares.held, "abc")) <= 20
+
+
+def test_end_users_divide_what_their_tenant_may_hold() -> None:
+    shares = Shares(1000)
+    first = taken(shares, part_of("a", "1"))
+    second = taken(shares, part_of("a", "2"))
+    assert first < 750 and second > 0
+    assert first + second == shares.held("a") <= 750
+    assert taken(shares, "b") >= 150, "another tenant finds its room"
+    shares.give_back(part_of("a", "1"), first)
+    assert second == shares.held("a")
+
+
+def test_a_backlog_divides_a_tenants_part_between_its_users() -> None:
+    one, two = part_of("a", "1"), part_of("a", "2")
+    storm = Backlog({one: 1000.0}, 10.0)
+    assert storm.wait_s(two, 10) == 1.0, "as much as its own is served before it"
+    assert storm.wait_s(one, 10) == 100.0
+    both = Backlog({one: 1000.0, two: 10.0, "b": 1000.0}, 10.0)
+    assert both.wait_s(two, 10) == (10 + 20 + 40) / 10, "half of its tenant, a quarter of all"
+
+
+def test_end_users_are_bounded_and_those_beyond_are_one() -> None:
+    now_s = [0.0]
+    users = EndUsers(most=100, clock_s=lambda: now_s[0])
+    names = [users.name("a", f"user {number}") for number in range(10_000)]
+    assert (76, OTHERS) == (len(set(names)), names[-1])
+    assert names[0] == users.name("a", "user 0") != users.name("a", "user 1")
+    assert OTHERS != users.name("b", "user 0") == names[0], "another tenant finds room"
+    now_s[0] = 61.0
+    assert OTHERS != users.name("a", "user 9999")
+    assert 1 == len(users)
 
 
 class Gated:

@@ -136,9 +136,15 @@ def rates(
     miss_tokens: Text = "",
     output_tokens: Text = "",
     concurrency: Text = "",
+    user_requests: Text = "",
+    user_miss_tokens: Text = "",
+    user_output_tokens: Text = "",
+    user_concurrency: Text = "",
 ) -> Response:
     """Limit requests and tokens a minute; an empty field keeps the limit of the settings."""
-    typed = zip(RATE_LIMITS, (requests, miss_tokens, output_tokens, concurrency), strict=True)
+    of_tenant = (requests, miss_tokens, output_tokens, concurrency)
+    of_user = (user_requests, user_miss_tokens, user_output_tokens, user_concurrency)
+    typed = zip(RATE_LIMITS, (*of_tenant, *of_user), strict=True)
 
     def change(books: Books, **sent: Any) -> None:
         limits = {name: count_in(text) for name, text in typed}

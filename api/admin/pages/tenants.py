@@ -28,7 +28,7 @@ from billing.reports.documents import entry_document, key_document
 from billing.reports.plans import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
-from billing.tenants import Tenant
+from billing.tenants import OF_TENANT, OF_USER, Tenant
 from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
@@ -178,6 +178,11 @@ def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, i
     """Each limit: its name, its label, the value in force, and the value an admin set."""
     limits, overrides = parts_of(request).limits, books_of(request).accounts.rate_limits(tenant)
     quota = (limits or LimitSettings()).of_tenant(tenant, overrides)
-    return [
+    of_tenant = [
         (name, words, getattr(quota, name), overrides.get(name)) for name, words in LIMITS.items()
     ]
+    of_user = [
+        (name, f"{LIMITS[of]}, each end user", overrides.get(name), overrides.get(name))
+        for name, of in zip(OF_USER, OF_TENANT, strict=True)
+    ]
+    return of_tenant + of_user

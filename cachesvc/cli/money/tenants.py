@@ -158,8 +158,9 @@ def set_(
         typer.Option(
             metavar="NAME=N",
             help=(
-                "NAME=COUNT: requests, miss_tokens, output_tokens (a minute) or concurrency; 0 "
-                "is no limit, `default` is the setting. Repeatable"
+                "NAME=COUNT: requests, miss_tokens, output_tokens (a minute) or concurrency; with "
+                "user_ before it, of each end user; 0 is no limit, `default` is the setting. "
+                "Repeatable"
             ),
         ),
     ] = None,
