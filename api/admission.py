@@ -23,7 +23,7 @@ from api.context import RequestLog, request_log_of, wire_of
 from api.errors import InvalidRequest, Unsupported
 from api.headers import FIT_NAME, single_header
 from api.job import Asked, Delivered, Job, Served
-from api.journal.journal import Trail
+from api.journal.journal import RequestTrail
 from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
 from api.requests.generation import Generation
 from api.requests.idempotency import IDEMPOTENCY_KEY, claim, replayed
@@ -35,7 +35,7 @@ from api.shapes.schemas import GenerationBody
 from api.shapes.usage import timings_ms
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
-from billing.idempotency import Replay
+from billing.idempotency import FirstAnswer
 from billing.keys import Principal
 from billing.usage import EMPTY, HIT_CLASSES
 from engine.bounds import check_params
@@ -92,8 +92,8 @@ def _label(text: object, most: int) -> str:
     return str(text) if is_label else ""
 
 
-def trail_of(request: Request) -> Trail:
-    return Trail(request.url.path, request.headers.get("traceparent", "")[:256])
+def trail_of(request: Request) -> RequestTrail:
+    return RequestTrail(request.url.path, request.headers.get("traceparent", "")[:256])
 
 
 def asked_for(request: Request, body: GenerationBody) -> Asked:
@@ -138,7 +138,7 @@ async def deliver(
     fingerprint = job.context.fingerprint
     await check_quote(wire, principal, job, body.extension)
     claimed = await claim(wire.replays, request, principal, raw, job.request_id, fingerprint)
-    if isinstance(claimed, Replay):
+    if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)
         return replayed(claimed, stream=stream)
     ending = _Ending(log, wire, job, principal, trail_of(request))
@@ -187,7 +187,7 @@ class _Ending:
         wire: Collaborators,
         job: Job,
         principal: Principal,
-        trail: Trail,
+        trail: RequestTrail,
     ) -> None:
         self._log = log
         self._wire = wire

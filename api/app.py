@@ -20,7 +20,7 @@ from api.admin.headers import AdminHeaders
 from api.admin.pages.base import refusal_page
 from api.collaborators import Collaborators
 from api.context import RequestLog
-from api.errors import Answer, ApiError, NotJson, answer_to, log_untold
+from api.errors import ApiError, ErrorAnswer, NotJson, answer_to, log_untold
 from api.request_log import RequestLogger
 from api.routes import (
     account,
@@ -126,7 +126,7 @@ async def _answer(request: Request, error: Exception) -> Response:
     return page or Response(_encoded(request, answer), answer.status, headers, "application/json")
 
 
-def _encoded(request: Request, answer: Answer) -> bytes:
+def _encoded(request: Request, answer: ErrorAnswer) -> bytes:
     """The refusal in the shape of the path's protocol."""
     if request.url.path.startswith("/v1/messages"):
         return orjson.dumps(anthropic_error(answer))

@@ -278,7 +278,7 @@ ROUTE_CODES: Final[Mapping[int, str]] = {404: "not_found", 405: "method_not_allo
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ErrorAnswer:
     """An error as it goes out: `body` under the key "error", and headers that belong to it."""
 
     status: int
@@ -304,13 +304,13 @@ class Answer:
         return orjson.dumps(self.body())
 
 
-def answer_to(error: BaseException) -> Answer:
+def answer_to(error: BaseException) -> ErrorAnswer:
     """The answer a client gets to `error`. Anything unknown is a 500 without its message."""
     if isinstance(error, HTTPException):
         return _route_answer(error)
     row = _row(error)
     if row is None:
-        return Answer(UNEXPECTED.status, UNEXPECTED_MESSAGE, UNEXPECTED.type, UNEXPECTED.code)
+        return ErrorAnswer(UNEXPECTED.status, UNEXPECTED_MESSAGE, UNEXPECTED.type, UNEXPECTED.code)
     headers = dict(getattr(error, "headers", {}))
     if row.retry_after_s is not None:
         headers.setdefault("Retry-After", str(row.retry_after_s))
@@ -322,7 +322,7 @@ def answer_to(error: BaseException) -> Answer:
     if isinstance(error, billing_errors.SpendLimitReached):
         headers |= _until(error, time.time())
         about = {"limit": _spend_limit(error)}
-    return Answer(
+    return ErrorAnswer(
         row.status,
         row.told or str(error),
         row.type,
@@ -375,9 +375,9 @@ def _row(error: BaseException) -> Row | None:
     return next((TABLE[kind] for kind in type(error).__mro__ if kind in TABLE), None)
 
 
-def _route_answer(error: HTTPException) -> Answer:
+def _route_answer(error: HTTPException) -> ErrorAnswer:
     """Starlette's own refusals: a path or a method that does not exist."""
     code = ROUTE_CODES.get(error.status_code)
     message = f"{error.detail}. See /openapi.json for the routes of this server."
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    return Answer(error.status_code, message, kind, code, None, dict(error.headers or {}))
+    return ErrorAnswer(error.status_code, message, kind, code, None, dict(error.headers or {}))

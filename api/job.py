@@ -50,7 +50,7 @@ class Divergence:
 COMPARED_TOKENS: Final = 64  # two prompts are compared in steps of this size
 
 
-class Part(StrEnum):
+class PromptPart(StrEnum):
     """A part of a request that makes up its prompt, in the order in which they are compared."""
 
     MODEL = "model"
@@ -68,7 +68,7 @@ class Comparison:
     can still differ, because a template may render old messages in another way.
     """
 
-    changed: Part | None
+    changed: PromptPart | None
     common_tokens: int
     of_tokens: int
 

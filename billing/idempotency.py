@@ -27,7 +27,7 @@ GRACE_NS = 30 * NS  # time to reserve before a first request counts as crashed
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class FirstAnswer:
     """The answer of the first request."""
 
     request_id: str
@@ -60,7 +60,7 @@ class Idempotency:
 
     def begin(
         self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
-    ) -> Replay | Claimed:
+    ) -> FirstAnswer | Claimed:
         """Claims a key for `request_id`, or returns the stored answer.
 
         Raises `IdempotencyConflict` for another body and `IdempotencyBusy` while the first request
@@ -70,7 +70,7 @@ class Idempotency:
         digest = hashlib.sha256(body).hexdigest()
         now_ns = self._clock_ns()
 
-        def operation(connection: Connection) -> Replay | Claimed:
+        def operation(connection: Connection) -> FirstAnswer | Claimed:
             lost = None
             rows.purge(connection, now_ns)
             while not rows.insert(
@@ -85,7 +85,7 @@ class Idempotency:
                 boot=self._boot,
             ):
                 standing = self._standing(connection, tenant, key, digest, now_ns)
-                if isinstance(standing, Replay):
+                if isinstance(standing, FirstAnswer):
                     return standing
                 lost = standing or lost
             if lost and fingerprint:
@@ -96,7 +96,7 @@ class Idempotency:
 
     def _standing(
         self, connection: Connection, tenant: str, key: str, digest: str, now_ns: int
-    ) -> Replay | str | None:
+    ) -> FirstAnswer | str | None:
         """The stored answer, or the id of a dead first request, whose claim is removed."""
         row = rows.find(connection, tenant, key)
         if row is None:
@@ -106,7 +106,7 @@ class Idempotency:
                 f"the idempotency key {key!r} was used with another body; use a new key"
             )
         if row["status"] is not None:
-            return Replay(row["request_id"], row["status"], row["response"])
+            return FirstAnswer(row["request_id"], row["status"], row["response"])
         if not self._is_dead(row, now_ns) or rows.is_held(connection, tenant, row["request_id"]):
             raise IdempotencyBusy(
                 f"the first request with idempotency key {key!r} is still running; try again "

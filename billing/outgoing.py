@@ -21,7 +21,7 @@ LONGEST_TOLD = 200  # characters of its message
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ReceiverReply:
     """An answer of any status, with the beginning of its body."""
 
     status: int
@@ -55,7 +55,7 @@ def send(request: urllib.request.Request, *, timeout_s: float, most_bytes: int) 
 
 def ask(
     request: urllib.request.Request, *, silence_s: float, timeout_s: float, most_bytes: int
-) -> Reply:
+) -> ReceiverReply:
     """The answer, including a refusal.
 
     Raises `ReceiverError` without an answer: nothing for `silence_s`, or not all of it in
@@ -71,7 +71,7 @@ def ask(
             raise ReceiverError(deadline.said or told) from error
         if deadline.said:  # the part read before it is not the whole answer
             raise ReceiverError(deadline.said)
-        return Reply(answer.status, answer.reason, answer.headers, body)
+        return ReceiverReply(answer.status, answer.reason, answer.headers, body)
 
 
 class _AsAnswered(urllib.request.HTTPErrorProcessor):

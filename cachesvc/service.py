@@ -48,7 +48,7 @@ from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.publisher import BlockPublisher
 from cachesvc.operator.quotas import QuotaBook
-from cachesvc.operator.scopes import Kind, note_scopes, payers
+from cachesvc.operator.scopes import ScopeKind, note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.survey import CacheSurvey
 from cachesvc.operator.tenant_pins import CachePins
@@ -314,10 +314,10 @@ class Service:
         if self._tracer is not None:
             self._tracer.trace(record)
 
-    def _forget_owner(self, kind: Kind, name: str) -> None:
+    def _forget_owner(self, kind: ScopeKind, name: str) -> None:
         """Removes a purged owner's conversations together with its blocks."""
         salts = self._money.salts
-        salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
+        salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
         self._responses.forget(owner_of(salt))
         self._fingerprints.forget(owner_of(salt))
         self._conversations.forget(owner_of(salt))

@@ -14,7 +14,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from api.access.auth import bearer_token
-from api.admin.login.sessions import Admin, Role, Session
+from api.admin.login.sessions import Admin, LoginSession, Role
 from api.admin.parts import AdminParts, books_of, found, parts_of
 from api.context import request_log_of
 from api.errors import CsrfFailed, InvalidRequest, LoginNeeded, MissingScope
@@ -84,7 +84,7 @@ def is_secure(request: Request) -> bool:
     return request.url.scheme == "https"
 
 
-def session_of(request: Request) -> Session | None:
+def session_of(request: Request) -> LoginSession | None:
     token = request.cookies.get(cookie_name(request))
     return parts_of(request).sessions.find(token) if token else None
 
@@ -121,7 +121,7 @@ async def _by_cookie(request: Request) -> Admin:
     return session.admin
 
 
-async def _may_stay(parts: AdminParts, session: Session) -> bool:
+async def _may_stay(parts: AdminParts, session: LoginSession) -> bool:
     """Whether the key that opened the session is still valid; if not, ends all of its sessions."""
     key_id = session.admin.key_id
     if not key_id or await asyncio.to_thread(parts.keys.is_live, key_id):

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from api.cache.owners import Owner, Owners
 from api.errors import BlockNotFound
 from api.journal.journal import RequestRecord
-from api.journal.why import Finding
+from api.journal.why import MissFinding
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import Tree, TreeQuery
 from tiers.blocks.view import BlockView
@@ -121,12 +121,12 @@ class Explorer:
         )
         return keys[::-1]
 
-    async def finding(self, record: RequestRecord, number: int) -> Finding:
+    async def finding(self, record: RequestRecord, number: int) -> MissFinding:
         """More on why prompt `number` of a request missed; for admins only."""
         lookup = record.served.lookups[number] if record.served is not None else None
         absence = lookup.absence if lookup is not None else None
         if absence is None:
-            return Finding()
+            return MissFinding()
         disk = await self.fresh_disk()
         seed, roots = await self.on_engine(
             lambda cache: (
@@ -138,7 +138,7 @@ class Explorer:
         owners = await asyncio.to_thread(self._owners.by_root)
         named = [owners[root].label for root in roots if root in owners]
         strangers = ["a scope of no tenant here"] if len(named) < len(roots) else []
-        return Finding(rows, sibling.hex() if sibling else None, (*named, *strangers))
+        return MissFinding(rows, sibling.hex() if sibling else None, (*named, *strangers))
 
     async def room(self, blocks: Iterable[BlockView]) -> list[Room]:
         """Bytes of each owner in each tier, largest first. `blocks` are those above the disk."""

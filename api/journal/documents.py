@@ -6,7 +6,7 @@ from typing import Any
 
 from api.job import Bill, Divergence, DivergenceReason
 from api.journal.journal import RequestRecord
-from api.journal.why import NOTHING, Finding, Why, why
+from api.journal.why import NOTHING, MissFinding, Why, why
 from api.shapes.usage import timings_ms, wire_usage
 from billing.money import format_units, rate_per_million
 from engine.request import BlockRun, Lookup
@@ -41,7 +41,9 @@ def summary(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def details(record: RequestRecord, findings: Mapping[int, Finding] | None = None) -> dict[str, Any]:
+def details(
+    record: RequestRecord, findings: Mapping[int, MissFinding] | None = None
+) -> dict[str, Any]:
     """A whole record. `findings` are by prompt number, for admins."""
     served = record.served
     lookups = served.lookups if served is not None else ()

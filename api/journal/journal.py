@@ -56,14 +56,14 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class RequestTrail:
     """The request's route, and the client's W3C trace context, if any."""
 
     route: str = ""
     trace_parent: str = ""
 
 
-NO_TRAIL = Trail()
+NO_TRAIL = RequestTrail()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class RequestRecord:
     scope: PrefixKey  # the root of its prefixes
     arrived_s: float  # Unix time
     state: State
-    trail: Trail = NO_TRAIL
+    trail: RequestTrail = NO_TRAIL
     prompts: "tuple[array[int], ...]" = ()  # token ids, only if the operator keeps them
     served: Served | None = None
     bill: Bill | None = None
@@ -142,7 +142,7 @@ class Journal:
         *,
         client_id: str,
         stream: bool,
-        trail: Trail = NO_TRAIL,
+        trail: RequestTrail = NO_TRAIL,
     ) -> None:
         """Records that the engine took the request."""
         record = self._record(job, principal, client_id, stream, State.RUNNING, trail)
@@ -156,7 +156,7 @@ class Journal:
         *,
         client_id: str,
         stream: bool,
-        trail: Trail = NO_TRAIL,
+        trail: RequestTrail = NO_TRAIL,
     ) -> None:
         """Records that a limit, the balance or the engine refused the request."""
         if not isinstance(error, Exception):
@@ -208,7 +208,7 @@ class Journal:
         client_id: str,
         stream: bool,
         state: State,
-        trail: Trail,
+        trail: RequestTrail,
     ) -> RequestRecord:
         return RequestRecord(
             request_id=job.request_id,

@@ -1,6 +1,6 @@
 """Why a prompt's tokens were computed rather than served, in sentences. Pure.
 
-`why` reads a request's lookup and an optional `Finding` made later. A finding may mention other
+`why` reads a request's lookup and an optional `MissFinding` made later. A finding may mention other
 tenants, so it is for admins only. The first sentence is the reason; the rest says what to do about
 it.
 """
@@ -15,7 +15,7 @@ from tiers.telemetry.misses import MAX_EVICTED_KEYS, Absence, Departure
 from tiers.tier import Cause
 
 
-class Kind(StrEnum):
+class ReasonKind(StrEnum):
     """The kind of reason: a closed set for pages and programs."""
 
     SERVED = "served"  # all but the last token was a hit
@@ -35,13 +35,13 @@ class Kind(StrEnum):
 class Why:
     """One prompt's reason. `token` is the first computed token."""
 
-    kind: Kind
+    kind: ReasonKind
     token: int
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class MissFinding:
     """The result of searching all tiers afterwards.
 
     `rows` leading tokens of the missed block are in `sibling`, on disk. `owners` hold the missed
@@ -53,7 +53,7 @@ class Finding:
     owners: tuple[str, ...] = ()
 
 
-NOTHING = Finding()
+NOTHING = MissFinding()
 
 REFUSALS = {
     MissReason.UNECONOMIC: "It is on disk, but at the rates measured then loading it would "
@@ -79,39 +79,39 @@ FAULTS = {
 }
 
 
-def why(lookup: Lookup, arrived_s: float, finding: Finding = NOTHING) -> Why:
+def why(lookup: Lookup, arrived_s: float, finding: MissFinding = NOTHING) -> Why:
     """Why the tokens of the lookup's last run were computed, or those of an earlier one."""
     computed = lookup.runs[-1]
     for front in lookup.runs[:-1]:
         if front.source is None:
             end = front.start + front.num_tokens - 1
-            return Why(Kind.REFUSED, front.start, f"Tokens {front.start} to {end} {FRONT}")
+            return Why(ReasonKind.REFUSED, front.start, f"Tokens {front.start} to {end} {FRONT}")
     kind, text = _reason(lookup, computed, arrived_s, finding)
     return Why(kind, computed.start, text)
 
 
 def _reason(
-    lookup: Lookup, computed: BlockRun, arrived_s: float, finding: Finding
-) -> tuple[Kind, str]:
+    lookup: Lookup, computed: BlockRun, arrived_s: float, finding: MissFinding
+) -> tuple[ReasonKind, str]:
     stop, absence = lookup.stop, lookup.absence
     if stop is MissReason.DISABLED:
-        return Kind.DISABLED, "The request asked for no cache, so all of it was computed."
+        return ReasonKind.DISABLED, "The request asked for no cache, so all of it was computed."
     if absence is None:
-        return Kind.SERVED, (
+        return ReasonKind.SERVED, (
             "Everything before the last token was served. The last token of a prompt is always "
             "computed: the answer begins with what it predicts."
         )
     block = f"Block {computed.start // lookup.block_size}"
     if stop is MissReason.ARITHMETIC:
-        return Kind.OTHER_ARITHMETIC, (
+        return ReasonKind.OTHER_ARITHMETIC, (
             "The prompt is cached, but was computed by another processor, device or version of "
             "torch, whose numbers differ in their last bits. It was computed again, so that a hit "
             "never changes an answer."
         )
     if stop in REFUSALS:
-        return Kind.REFUSED, f"{block} was not loaded. {REFUSALS[stop]}"
+        return ReasonKind.REFUSED, f"{block} was not loaded. {REFUSALS[stop]}"
     if stop in FAULTS:
-        return Kind.FAULT, (
+        return ReasonKind.FAULT, (
             f"{block} could not be served: {FAULTS[stop]}. It was computed again, and the fault is "
             "counted."
         )
@@ -119,36 +119,36 @@ def _reason(
 
 
 def _absent(
-    lookup: Lookup, absence: Absence, arrived_s: float, finding: Finding
-) -> tuple[Kind, str]:
+    lookup: Lookup, absence: Absence, arrived_s: float, finding: MissFinding
+) -> tuple[ReasonKind, str]:
     size, start = lookup.block_size, lookup.runs[-1].start
     number = start // size
     first = number * size
     block = f"Block {number} (tokens {first} to {first + size - 1})"
     if absence.departure is not None:
-        return Kind.LEFT, _left(block, absence.departure, arrived_s)
+        return ReasonKind.LEFT, _left(block, absence.departure, arrived_s)
     rows = max(absence.rows, finding.rows)
     if rows and (absence.parted or finding.rows > absence.rows):
-        return Kind.DIVERGED, _parted(first + rows, start)
+        return ReasonKind.DIVERGED, _parted(first + rows, start)
     if rows:
-        return Kind.ENDED, (
+        return ReasonKind.ENDED, (
             f"What is cached of this prompt ends at token {first + rows}: no prompt before went on "
             "as this one does."
         )
     if absence.key is None:
         left = lookup.runs[-1].num_tokens
-        return Kind.TAIL, (
+        return ReasonKind.TAIL, (
             f"The last {left} tokens do not fill a block of {size}. A partly filled block is "
             "served again only while it is in memory, and no other prompt ended this way."
         )
     if finding.owners:
         owners = ", ".join(finding.owners)
-        return Kind.OTHER_SCOPE, (
+        return ReasonKind.OTHER_SCOPE, (
             f"{block} is cached, but for {owners}: tenants, models and adapters share nothing "
             "unless a sharing group lets them."
         )
     what = "The prompt begins as none before it" if not first else f"{block} was never seen"
-    return Kind.NEVER_SEEN, (
+    return ReasonKind.NEVER_SEEN, (
         f"{what}: no tier holds it, and it is not among the last {MAX_EVICTED_KEYS:,} blocks that "
         "left the cache since the server started."
     )

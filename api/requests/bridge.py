@@ -1,9 +1,9 @@
 """Carries outputs from the engine's thread to the requests on the event loop.
 
 The engine calls `deliver` once per step, on its own thread, with the outputs of every sequence. One
-`call_soon_threadsafe` takes them to the loop, where each request's `Feed` gets its part. A feed is
-bounded by what its request may generate. A slow reader takes all that has gathered and sends it in
-one write.
+`call_soon_threadsafe` takes them to the loop, where each request's `OutputFeed` gets its part. A
+feed is bounded by what its request may generate. A slow reader takes all that has gathered and
+sends it in one write.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from engine.request import StepOutput
 
 
-class Feed:
+class OutputFeed:
     """The outputs of one client request, which may be several engine requests. Event loop only."""
 
     def __init__(self, request_ids: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ class OutputBridge:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._feeds: dict[str, Feed] = {}
+        self._feeds: dict[str, OutputFeed] = {}
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sets the loop that receives outputs; called when the app starts."""
@@ -58,14 +58,14 @@ class OutputBridge:
     def num_open(self) -> int:
         return len(set(map(id, self._feeds.values())))
 
-    def open(self, request_ids: Sequence[str]) -> Feed:
-        feed = Feed(request_ids)
+    def open(self, request_ids: Sequence[str]) -> OutputFeed:
+        feed = OutputFeed(request_ids)
         for request_id in request_ids:
             assert request_id not in self._feeds, request_id
             self._feeds[request_id] = feed
         return feed
 
-    def close(self, feed: Feed) -> None:
+    def close(self, feed: OutputFeed) -> None:
         for request_id in feed.request_ids:
             self._feeds.pop(request_id, None)
 

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from api.errors import (
-    Answer,
     ApiError,
+    ErrorAnswer,
     GenerationFailed,
     InvalidRequest,
     answer_to,
@@ -56,7 +56,7 @@ class WireFormat(Protocol):
         """The events after the settlement, up to the end of the stream."""
         ...
 
-    def error(self, answer: Answer) -> bytes:
+    def error(self, answer: ErrorAnswer) -> bytes:
         """The events that end a stream that fails."""
         ...
 
@@ -68,7 +68,7 @@ class WireFormat(Protocol):
         """The whole answer."""
         ...
 
-    def refusal(self, answer: Answer) -> Mapping[str, Any]:
+    def refusal(self, answer: ErrorAnswer) -> Mapping[str, Any]:
         """The body for an answer that failed."""
         ...
 
@@ -193,7 +193,7 @@ class Delivery:
         if self.keep is not None and served.outcome is not Outcome.CLIENT_GONE:
             await self.keep(answer)
 
-    async def _send_error(self, send: Send, answer: Answer) -> None:
+    async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
         if self._started:
             await self._send_events(send, self.wire.error(answer), last=True)
         else:

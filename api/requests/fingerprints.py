@@ -13,7 +13,7 @@ from typing import Any, Final
 import orjson
 import xxhash
 
-from api.job import COMPARED_TOKENS, Comparison, Job, Part
+from api.job import COMPARED_TOKENS, Comparison, Job, PromptPart
 from api.requests.kept import NOTHING, KeptBodies, RecentBodies, owner_of
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, token_bytes
@@ -43,10 +43,10 @@ def fingerprint_of(
     system = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
     return Fingerprint(
         parts={
-            Part.MODEL.value: job.model.name,
-            Part.SYSTEM.value: _digest(system),
-            Part.TOOLS.value: _digest(tools),
-            Part.ARGUMENTS.value: _digest(arguments),
+            PromptPart.MODEL.value: job.model.name,
+            PromptPart.SYSTEM.value: _digest(system),
+            PromptPart.TOOLS.value: _digest(tools),
+            PromptPart.ARGUMENTS.value: _digest(arguments),
         },
         messages=[_digest(_said(each)) for each in messages[len(system) :]],
         num_tokens=job.prompt_tokens,
@@ -56,9 +56,11 @@ def fingerprint_of(
 
 def compare(old: Fingerprint, new: Fingerprint, job: Job) -> Comparison:
     """Where `new`, the fingerprint of `job`, diverges from `old`."""
-    changed = next((Part(name) for name in old.parts if old.parts[name] != new.parts[name]), None)
+    changed = next(
+        (PromptPart(name) for name in old.parts if old.parts[name] != new.parts[name]), None
+    )
     if changed is None and old.messages != new.messages[: len(old.messages)]:
-        changed = Part.MESSAGES
+        changed = PromptPart.MESSAGES
     pairs = zip(old.blocks, _blocks(job, old.num_tokens), strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return Comparison(changed, min(same * COMPARED_TOKENS, old.num_tokens), old.num_tokens)
@@ -82,7 +84,7 @@ class Fingerprints:
             printed = Fingerprint(*orjson.loads(body))
         except (ValueError, TypeError):  # written by another version
             return None
-        return printed if printed.parts.keys() == {*Part} - {Part.MESSAGES} else None
+        return printed if printed.parts.keys() == {*PromptPart} - {PromptPart.MESSAGES} else None
 
     def delete(self, salt: bytes, answer_id: str) -> None:
         self._bodies.delete(_name(salt, answer_id))

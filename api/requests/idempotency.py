@@ -16,7 +16,7 @@ from starlette.responses import Response
 from api.errors import InvalidRequest
 from api.headers import EVENT_STREAM, FIT_NAME, single_header
 from billing.errors import BillingError
-from billing.idempotency import Claimed, Replay
+from billing.idempotency import Claimed, FirstAnswer
 from billing.keys import Principal
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class AnswerStore(Protocol):
 
     def begin(
         self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
-    ) -> Replay | Claimed: ...
+    ) -> FirstAnswer | Claimed: ...
 
     def finish(
         self, tenant: str, key: str, request_id: str, status: int, response: bytes
@@ -40,7 +40,7 @@ class AnswerStore(Protocol):
 
 
 @dataclass(slots=True)
-class Claim:
+class KeyClaim:
     """One request's claim on its key. Ends with a stored answer or abandoned."""
 
     store: AnswerStore
@@ -71,7 +71,7 @@ async def claim(
     raw: bytes,
     request_id: str,
     fingerprint: str,
-) -> Claim | Replay | None:
+) -> KeyClaim | FirstAnswer | None:
     """The claim of a request with a key, or the stored answer; None without a key.
 
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
@@ -85,12 +85,12 @@ async def claim(
     begun = await asyncio.to_thread(
         store.begin, principal.tenant, key, body, request_id, fingerprint=fingerprint
     )
-    if isinstance(begun, Replay):
+    if isinstance(begun, FirstAnswer):
         return begun
-    return Claim(store, principal.tenant, key, request_id)
+    return KeyClaim(store, principal.tenant, key, request_id)
 
 
-def replayed(replay: Replay, *, stream: bool) -> Response:
+def replayed(replay: FirstAnswer, *, stream: bool) -> Response:
     """The first answer again, byte for byte."""
     kind = EVENT_STREAM if stream else "application/json"
     return Response(replay.response, replay.status, {REPLAYED: "true"}, kind)

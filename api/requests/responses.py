@@ -17,7 +17,7 @@ MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptResponse:
     """A response, its input items, and the whole chat up to it."""
 
     response: dict[str, Any]
@@ -35,16 +35,16 @@ class StoredResponses:
     def num_bytes(self) -> int:
         return self._bodies.num_bytes
 
-    def put(self, salt: bytes, kept: Kept) -> None:
+    def put(self, salt: bytes, kept: KeptResponse) -> None:
         body = orjson.dumps([kept.response, kept.items, kept.messages])
         self._bodies.put(_name(salt, kept.response["id"]), owner_of(salt), body)
 
-    async def get(self, salt: bytes, response_id: str) -> Kept | None:
+    async def get(self, salt: bytes, response_id: str) -> KeptResponse | None:
         body = await self._bodies.get(_name(salt, response_id), owner_of(salt))
         if body is None:
             return None
         try:
-            return Kept(*orjson.loads(body))
+            return KeptResponse(*orjson.loads(body))
         except (ValueError, TypeError):  # written by another version
             return None
 

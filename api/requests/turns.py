@@ -59,7 +59,7 @@ class _Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class TurnReplay:
     """A conversation's tokens up to and including message number `place`, and the text after
     them."""
 
@@ -131,7 +131,7 @@ class Conversations:
         reason = _reason(tokenizer, left.tokens[at:], tokens[at:])
         return Divergence(at, left.num_tokens, reason)
 
-    def replay(self, turn: Turn) -> Replay | None:
+    def replay(self, turn: Turn) -> TurnReplay | None:
         """What to continue from: the last answer whose tokens are known."""
         for place in reversed(range(len(turn.keys))):
             if turn.roles[place] != "assistant":
@@ -139,7 +139,7 @@ class Conversations:
             left = self._turns.get(turn.keys[place])
             if left is not None and left.rest is not None:
                 self._turns.move_to_end(turn.keys[place])
-                return Replay(place, left.tokens[: left.num_tokens], left.rest)
+                return TurnReplay(place, left.tokens[: left.num_tokens], left.rest)
         return None
 
     def remember(

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.admission import check_size, deliver, request_context, scope_for
 from api.collaborators import Collaborators
 from api.context import authorised, read_body, request_log_of, wire_of
-from api.errors import Answer
+from api.errors import ErrorAnswer
 from api.headers import DONE, event
 from api.job import Asked, Bill, Delta, Job, Served
 from api.routes.models import find_model
@@ -147,10 +147,10 @@ class CompletionFormat:
             return DONE
         return event(self._head | {"choices": []} | self._closing(served, bill, asked)) + DONE
 
-    def error(self, answer: Answer) -> bytes:
+    def error(self, answer: ErrorAnswer) -> bytes:
         return event(answer.body()) + DONE
 
-    def refusal(self, answer: Answer) -> dict[str, Any]:
+    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
         return answer.body()
 
     def absorb(self, delta: Delta) -> None:

@@ -15,7 +15,7 @@ from api.errors import ApiError, InvalidRequest, Unsupported
 from api.headers import single_header
 from api.job import Comparison, Delta, Job, Keep, Session, Turn
 from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
-from api.requests.turns import Replay, common_length, turn_of
+from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.models import find_model
 from api.routes.prompts import ChatPrompt, encode_chat, room_for_answer
 from api.served_model import ServedModel
@@ -270,7 +270,7 @@ def _turn(
     return turn_of(scope, prompt.messages, prompt.told_tools)
 
 
-def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> Replay | None:
+def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:
     """What the chat continues from. Never calls in harmony, which end with their own marker."""
     if wire.conversations is None or turn is None or prompt.continue_final_message:
         return None
@@ -281,7 +281,7 @@ def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> Repla
     return None if calls and prompt.style is Style.HARMONY else replay
 
 
-def _num_same(replay: Replay | None, tokens: "array[int]") -> int:
+def _num_same(replay: TurnReplay | None, tokens: "array[int]") -> int:
     """The number of replayed tokens; 0 if the template's own were used after all."""
     if replay is None or tokens[: len(replay.tokens)] != replay.tokens:
         return 0

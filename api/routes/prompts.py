@@ -11,7 +11,7 @@ import orjson
 
 from api.collaborators import Collaborators
 from api.errors import ContextLengthExceeded, InvalidRequest
-from api.requests.turns import Replay
+from api.requests.turns import TurnReplay
 from api.served_model import ServedModel
 from api.shapes.images import ImageAsked, picture_of
 from api.shapes.tooling import Tooling
@@ -68,7 +68,7 @@ async def encode_chat(
     prompt: ChatPrompt,
     *,
     tenant: str,
-    replay: Replay | None = None,
+    replay: TurnReplay | None = None,
 ) -> Encoded:
     """The tokens of a chat as the model's template renders it. With `replay`, the replayed tokens
     and the template's rendering of the rest, if the rest can be determined.
@@ -131,7 +131,7 @@ def _rendered(model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping
     )
 
 
-def _after(model: ServedModel, prompt: ChatPrompt, replay: Replay) -> "array[int] | None":
+def _after(model: ServedModel, prompt: ChatPrompt, replay: TurnReplay) -> "array[int] | None":
     """The replayed tokens, and what the template renders after the answer at their end.
 
     None if that cannot be determined: the template rejects a placeholder for the answer, or does

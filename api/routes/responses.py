@@ -11,7 +11,7 @@ from api.collaborators import Collaborators
 from api.context import authorised, read_body, request_log_of, wire_of
 from api.errors import ResponseNotFound
 from api.requests.fingerprints import Fingerprint
-from api.requests.responses import Kept
+from api.requests.responses import KeptResponse
 from api.routes.conversation import chat_of, chat_prompt, compared
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
@@ -95,7 +95,9 @@ async def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[di
     return list((await _found(wire, tenant, named, "previous_response_id")).messages)
 
 
-async def _found(wire: Collaborators, tenant: str, name: str, param: str | None = None) -> Kept:
+async def _found(
+    wire: Collaborators, tenant: str, name: str, param: str | None = None
+) -> KeptResponse:
     kept = await wire.responses.get(wire.salts.of_tenant(tenant), name)
     if kept is None:
         raise ResponseNotFound(
@@ -122,4 +124,4 @@ def _keep(
         return
     said = {name: value for name, value in answer.items() if value is not None}
     messages = [*history, *body.messages(), {"content": "", **said}]
-    wire.responses.put(salt, Kept(response, body.stored_items(), messages))
+    wire.responses.put(salt, KeptResponse(response, body.stored_items(), messages))

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from api.errors import Answer, InvalidRequest
+from api.errors import ErrorAnswer, InvalidRequest
 from api.headers import FIT_NAME
 from api.job import Asked, Bill, Delta, Kept, Served
 from api.shapes.body import MESSAGES_MAX, Body, Items
@@ -113,10 +113,10 @@ class CacheFormat:
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
         return b""
 
-    def error(self, answer: Answer) -> bytes:
+    def error(self, answer: ErrorAnswer) -> bytes:
         return b""
 
-    def refusal(self, answer: Answer) -> dict[str, Any]:
+    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
         return answer.body()
 
     def absorb(self, delta: Delta) -> None:

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.errors import Answer
+from api.errors import ErrorAnswer
 from api.headers import DONE, event
 from api.job import Asked, Bill, Delta, Job, Served
 from api.shapes.logprobs import chat_logprobs, prompt_logprobs
-from api.shapes.reply import Call, Reply
+from api.shapes.reply import Reply, ToolCall
 from api.shapes.usage import closing, tier_answered
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
 from billing.gate.outcomes import Outcome
@@ -69,10 +69,10 @@ class ChatFormat:
             answer["prompt_logprobs"] = prompt_logprobs(self._job.model.tokenizer, shown)
         return answer
 
-    def error(self, answer: Answer) -> bytes:
+    def error(self, answer: ErrorAnswer) -> bytes:
         return event(answer.body()) + DONE
 
-    def refusal(self, answer: Answer) -> dict[str, Any]:
+    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
         return answer.body()
 
     def _closing(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def message_of(reply: Reply) -> dict[str, Any]:
     return message
 
 
-def call_object(call: Call, arguments: str | None = None) -> dict[str, Any]:
+def call_object(call: ToolCall, arguments: str | None = None) -> dict[str, Any]:
     written = call.written if arguments is None else arguments
     function = {"name": call.name, "arguments": written}
     return {"id": call.id, "type": "function", "function": function}

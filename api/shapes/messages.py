@@ -26,7 +26,7 @@ from engine.structure import check_document
 TEXTS_JOIN = "\n\n"  # between the text blocks of one message
 
 
-class Block(Body):
+class ContentBlock(Body):
     """One block of a message's content, of any type."""
 
     model_config = ConfigDict(extra="allow")
@@ -38,7 +38,7 @@ class Block(Body):
 
 class TurnMessage(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Items[Block]
+    content: str | Items[ContentBlock]
 
 
 EMPTY_MESSAGE = TurnMessage(role="user", content="")
@@ -97,7 +97,7 @@ class CountBody(Body):
     messages: Annotated[
         list[TurnMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)
     ]
-    system: str | Items[Block] | None = None
+    system: str | Items[ContentBlock] | None = None
     tools: Items[AnthropicTool] | None = None
     tool_choice: AnthropicChoice | None = None
     thinking: dict[str, Any] | None = None
@@ -221,7 +221,7 @@ class MessagesBody(CountBody):
         )
 
 
-def _assistant(blocks: list[Block], where: str) -> Plain:
+def _assistant(blocks: list[ContentBlock], where: str) -> Plain:
     message: Plain = {"role": "assistant", "content": ""}
     texts, thoughts, calls = [], [], []
     for number, block in enumerate(blocks):
@@ -318,7 +318,7 @@ def _result(extra: Plain, where: str) -> Plain:
     return {"role": "tool", "tool_call_id": extra["tool_use_id"], "content": text}
 
 
-def _text(block: Block, where: str) -> str:
+def _text(block: ContentBlock, where: str) -> str:
     if block.type != "text" or block.text is None:
         raise Unsupported(
             f"{where} has type '{block.type[:40]}'; this server reads text only, as "

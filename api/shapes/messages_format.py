@@ -5,9 +5,9 @@ from typing import Any, Final
 
 import orjson
 
-from api.errors import Answer
+from api.errors import ErrorAnswer
 from api.headers import event
-from api.job import Asked, Bill, Comparison, Delta, Job, Part, Served
+from api.job import Asked, Bill, Comparison, Delta, Job, PromptPart, Served
 from api.shapes.reply import Reply
 from api.shapes.usage import hit_classes, vendor_block, write_classes
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
@@ -28,7 +28,7 @@ _KINDS = {
 }
 
 
-def anthropic_error(answer: Answer) -> dict[str, Any]:
+def anthropic_error(answer: ErrorAnswer) -> dict[str, Any]:
     """An error in Anthropic's shape; `param` and `code` are this server's additions."""
     error: dict[str, Any] = {
         "type": _KINDS.get(answer.status, "api_error"),
@@ -41,10 +41,10 @@ def anthropic_error(answer: Answer) -> dict[str, Any]:
 
 
 _CHANGES: Final = {
-    Part.MODEL: "model_changed",
-    Part.SYSTEM: "system_changed",
-    Part.TOOLS: "tools_changed",
-    Part.MESSAGES: "messages_changed",
+    PromptPart.MODEL: "model_changed",
+    PromptPart.SYSTEM: "system_changed",
+    PromptPart.TOOLS: "tools_changed",
+    PromptPart.MESSAGES: "messages_changed",
 }
 
 
@@ -120,10 +120,10 @@ class MessagesFormat:
         ended |= {"cachesvc": block} if block else {}
         return self._close() + _event(ended) + _event({"type": "message_stop"})
 
-    def error(self, answer: Answer) -> bytes:
+    def error(self, answer: ErrorAnswer) -> bytes:
         return _event(anthropic_error(answer))
 
-    def refusal(self, answer: Answer) -> dict[str, Any]:
+    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
         return anthropic_error(answer)
 
     def absorb(self, delta: Delta) -> None:

@@ -12,7 +12,7 @@ MISTRAL_ID_CHARS = 9  # its templates require ids of nine letters or digits
 
 
 @dataclass(slots=True)
-class Call:
+class ToolCall:
     """One call of a tool."""
 
     id: str
@@ -33,7 +33,7 @@ class Reply:
     style: Style
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: FinishReason | None = None
     reasoning_tokens: int = 0
@@ -60,7 +60,7 @@ class Reply:
             case Thought(text):
                 self.thoughts.append(text)
             case CallStart(_, name):
-                self.calls.append(Call(self._call_id(), name))
+                self.calls.append(ToolCall(self._call_id(), name))
             case CallArguments(index, text):
                 self.calls[index].arguments.append(text)
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any, Final
 
-from api.errors import Answer
+from api.errors import ErrorAnswer
 from api.headers import event
-from api.job import COMPARED_TOKENS, Asked, Bill, Comparison, Delta, Job, Part, Served
+from api.job import COMPARED_TOKENS, Asked, Bill, Comparison, Delta, Job, PromptPart, Served
 from api.shapes.chat import message_of
 from api.shapes.reply import Reply
 from api.shapes.responses import ResponsesBody
@@ -21,11 +21,11 @@ Keep = Callable[[dict[str, Any], dict[str, Any]], None]  # takes a response and 
 
 
 _CHANGES: Final = {
-    Part.MODEL: "model_changed",
-    Part.SYSTEM: "input_changed",
-    Part.TOOLS: "tools_changed",
-    Part.ARGUMENTS: "reasoning_effort_changed",
-    Part.MESSAGES: "input_changed",
+    PromptPart.MODEL: "model_changed",
+    PromptPart.SYSTEM: "input_changed",
+    PromptPart.TOOLS: "tools_changed",
+    PromptPart.ARGUMENTS: "reasoning_effort_changed",
+    PromptPart.MESSAGES: "input_changed",
 }
 
 
@@ -88,12 +88,12 @@ class ResponsesFormat:
         response = self._ended(served, bill, asked)
         return ended + self._event(f"response.{response['status']}", response=response)
 
-    def error(self, answer: Answer) -> bytes:
+    def error(self, answer: ErrorAnswer) -> bytes:
         failed = self._response("failed", None)
         failed["error"] = {"code": "server_error", "message": answer.message}
         return self._event("response.failed", response=failed)
 
-    def refusal(self, answer: Answer) -> dict[str, Any]:
+    def refusal(self, answer: ErrorAnswer) -> dict[str, Any]:
         return answer.body()
 
     def absorb(self, delta: Delta) -> None:

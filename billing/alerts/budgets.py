@@ -81,7 +81,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Alert:
+class BudgetAlert:
     """A message to send once for each `id`."""
 
     id: str
@@ -265,7 +265,7 @@ class BudgetWatch:
         self._hourly: dict[str, HourlySpending] = {}
         self._topups = TopUpRequests()
 
-    def look(self, now_ns: int) -> list[Alert]:
+    def look(self, now_ns: int) -> list[BudgetAlert]:
         """The alerts due now. The same alerts are returned until their period ends."""
         now = datetime.fromtimestamp(now_ns // NS, UTC)
         budgets = all_budgets(self._store)
@@ -276,7 +276,7 @@ class BudgetWatch:
                 hourly = self._hourly.setdefault(tenant, HourlySpending())
                 hourly.read(connection, tenant, now_ns, wanted)
             accounts = store_reports.all_accounts(connection) if budgets else {}
-            found: list[Alert] = []
+            found: list[BudgetAlert] = []
             for budget in budgets:
                 account = accounts[budget.tenant]
                 if budget.span is BudgetSpan.BALANCE:
@@ -289,13 +289,13 @@ class BudgetWatch:
                     found += self._spent(budget, now, account.currency)
         return found
 
-    def _spent(self, budget: Budget, now: datetime, currency: str) -> Iterator[Alert]:
+    def _spent(self, budget: Budget, now: datetime, currency: str) -> Iterator[BudgetAlert]:
         period = now.strftime("%Y-%m-%d" if budget.span is BudgetSpan.DAY else "%Y-%m")
         sums = self._spending[budget.tenant].sums
         spent = sums.get((period, budget.of, budget.value), 0)
         for percent in ALERT_AT:
             if spent * 100 >= budget.amount * percent:
-                yield Alert(
+                yield BudgetAlert(
                     f"budget/{budget.name}/{format_units(budget.amount)}/{period}/{percent}",
                     "cachesvc.budget.reached.v1",
                     {
@@ -307,14 +307,14 @@ class BudgetWatch:
                     },
                 )
 
-    def _spiked(self, budget: Budget, currency: str) -> Iterator[Alert]:
+    def _spiked(self, budget: Budget, currency: str) -> Iterator[BudgetAlert]:
         """One alert for each hour."""
         found = self._hourly[budget.tenant].spike((budget.of, budget.value), budget.amount)
         if found is None:
             return
         hour, spent, usual = found
         began = datetime.fromtimestamp(hour * 3600, UTC).strftime("%Y-%m-%dT%H:%MZ")
-        yield Alert(
+        yield BudgetAlert(
             f"spike/{budget.name}/{format_units(budget.amount)}/{began}",
             "cachesvc.spending.spiked.v1",
             {
@@ -328,13 +328,13 @@ class BudgetWatch:
 
     def _low(
         self, connection: Connection, budget: Budget, worth: int, currency: str
-    ) -> Iterator[Alert]:
+    ) -> Iterator[BudgetAlert]:
         """One alert after each payment."""
         if worth >= budget.amount:
             return
         rare = store_reports.rare_entries(connection, budget.tenant)
         last = max((entry.seq for entry in rare if entry.kind in INCOMING), default=0)
-        yield Alert(
+        yield BudgetAlert(
             f"balance/{budget.name}/{format_units(budget.amount)}/{last}",
             "cachesvc.balance.low.v1",
             {**_payload(asdict(budget)), "currency": currency, "balance": format_units(worth)},
@@ -342,7 +342,7 @@ class BudgetWatch:
 
     def _to_top_up(
         self, connection: Connection, budget: Budget, account: TenantAccount, now_ns: int
-    ) -> Iterator[Alert]:
+    ) -> Iterator[BudgetAlert]:
         """One request each time the balance falls below the budget. Its id is the deposit's
         reference."""
         wanted = self._topups.wanted(
@@ -356,7 +356,7 @@ class BudgetWatch:
         if wanted is not None:
             payload = _payload(asdict(budget)) | {"currency": account.currency}
             more = {"balance": format_units(account.free), "reference": wanted}
-            yield Alert(wanted, "cachesvc.topup.wanted.v1", payload | more)
+            yield BudgetAlert(wanted, "cachesvc.topup.wanted.v1", payload | more)
 
 
 def _wanted(

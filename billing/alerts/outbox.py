@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 
 import orjson
 
-from billing.alerts.budgets import Alert
+from billing.alerts.budgets import BudgetAlert
 from billing.errors import ReceiverError
 from billing.outgoing import send
 from billing.prices.book import NS
@@ -43,7 +43,7 @@ class Outbox:
         self._secret = secret
         self._source = source
 
-    def take(self, alerts: Iterable[Alert], now_ns: int) -> int:
+    def take(self, alerts: Iterable[BudgetAlert], now_ns: int) -> int:
         """Stores new alerts. Returns their number."""
         return keep(self._store, alerts, now_ns, source=self._source)
 
@@ -99,7 +99,7 @@ class Outbox:
         return None
 
 
-def keep(store: LedgerStore, alerts: Iterable[Alert], now_ns: int, *, source: str) -> int:
+def keep(store: LedgerStore, alerts: Iterable[BudgetAlert], now_ns: int, *, source: str) -> int:
     """Stores new alerts for a server to deliver. Returns their number."""
     messages = [
         {
@@ -117,7 +117,7 @@ def keep(store: LedgerStore, alerts: Iterable[Alert], now_ns: int, *, source: st
     return len(store.retrying(lambda open_: rows.add_messages(store, open_, messages)))
 
 
-def _event(alert: Alert, now_ns: int, source: str) -> str:
+def _event(alert: BudgetAlert, now_ns: int, source: str) -> str:
     event = {
         "specversion": "1.0",
         "id": alert.id,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import orjson
 
 from billing.gate.entries import Entry
-from billing.push.events import Answer, Call, PushEvent
+from billing.push.events import HttpAnswer, HttpCall, PushEvent
 from billing.reports.export import cloud_event, entry_id
 
 
@@ -24,14 +24,14 @@ class CloudEvents:
         event = cloud_event(entry, self._source)
         return [PushEvent(entry_id(entry), entry.tenant, entry.seq, event)]
 
-    def session(self) -> Call | None:
+    def session(self) -> HttpCall | None:
         return None
 
-    def call(self, events: Sequence[PushEvent], token: str) -> Call:
+    def call(self, events: Sequence[PushEvent], token: str) -> HttpCall:
         headers = {"content-type": "application/cloudevents-batch+json"}
         if self._token:
             headers["authorization"] = f"Bearer {self._token}"
-        return Call(self.url, orjson.dumps([event.body for event in events]), headers)
+        return HttpCall(self.url, orjson.dumps([event.body for event in events]), headers)
 
-    def faults(self, answer: Answer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
+    def faults(self, answer: HttpAnswer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
         return None

@@ -13,12 +13,12 @@ from typing import Any
 
 import orjson
 
-from billing.alerts.budgets import Alert
+from billing.alerts.budgets import BudgetAlert
 from billing.alerts.outbox import keep
 from billing.errors import ExportError
 from billing.gate.entries import Entry
 from billing.push import post
-from billing.push.events import HAS_IT, Answer, Call, Format, PushEvent, batches
+from billing.push.events import HAS_IT, Format, HttpAnswer, HttpCall, PushEvent, batches
 from billing.reports import export
 from billing.store import push as rows
 from billing.store import reports as store_reports
@@ -31,7 +31,7 @@ Refused = dict[str, tuple[PushEvent, str]]  # by id, with the reason
 
 
 @dataclass(slots=True)
-class Delivery:
+class ExportResult:
     """The result of an export. `refused` has the reason by event; `unknown` are skipped tenants."""
 
     sent: int = 0
@@ -50,7 +50,7 @@ class Delivery:
 
 def deliver(
     store: LedgerStore, name: str, to: Format, clock_ns: Callable[[], int] = time.time_ns
-) -> Delivery:
+) -> ExportResult:
     """Sends every entry after the position of the export `name`.
 
     Raises `ExportError`; entries accepted until then are recorded.
@@ -79,7 +79,7 @@ class Sender:
         self._token = ""
         self._any_taken = False
         self._tenants: dict[str, str] = {}  # of refused events
-        self.done = Delivery()
+        self.done = ExportResult()
 
     def take(self, entries: Iterable[Entry]) -> None:
         """Sends the entries' events. Returns once each was accepted or stored as refused."""
@@ -126,7 +126,7 @@ class Sender:
             "refused": len(self.done.refused),
             "first": {"event": event, "why": why},
         }
-        alert = Alert(f"export/{self._name}/{day}", "cachesvc.export.refused.v1", data)
+        alert = BudgetAlert(f"export/{self._name}/{day}", "cachesvc.export.refused.v1", data)
         keep(self._store, [alert], now_ns, source="cachesvc")
 
     def _again(self, connection: Any, row: Any) -> Iterator[PushEvent]:
@@ -171,7 +171,7 @@ class Sender:
         rest = [event for at, event in enumerate(events) if at not in faults]
         return refused | self._send(rest) if rest else refused
 
-    def _ask(self, events: Sequence[PushEvent]) -> Answer:
+    def _ask(self, events: Sequence[PushEvent]) -> HttpAnswer:
         session = self._to.session()
         if session is not None and not self._token:
             self._token = self._new_token(session)
@@ -183,7 +183,7 @@ class Sender:
             self._token = self._new_token(session)  # the previous one has expired
             return post.ask(self._to.call(events, self._token))
 
-    def _new_token(self, session: Call) -> str:
+    def _new_token(self, session: HttpCall) -> str:
         answer = post.ask(session)
         try:
             return str(orjson.loads(answer.body)["authentication_token"])

@@ -19,7 +19,7 @@ class PushEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class HttpCall:
     """One HTTP request; without `data` it is a GET."""
 
     url: str
@@ -28,7 +28,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpAnswer:
     """`said` is the body as text, truncated."""
 
     status: int
@@ -56,14 +56,14 @@ class Format(Protocol):
         """The events of an entry; empty if the service has none for it, such as for a deposit."""
         ...
 
-    def call(self, events: Sequence[PushEvent], token: str) -> Call: ...
+    def call(self, events: Sequence[PushEvent], token: str) -> HttpCall: ...
 
-    def session(self) -> Call | None:
+    def session(self) -> HttpCall | None:
         """A call whose answer contains the token for `call`; None if the secret key itself is the
         token."""
         ...
 
-    def faults(self, answer: Answer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
+    def faults(self, answer: HttpAnswer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
         """Reasons of refused events by index; `HAS_IT` is no fault. None if the answer does not
         say."""
         ...

@@ -15,7 +15,7 @@ import orjson
 
 from billing.gate.entries import Entry, Kind
 from billing.money import format_units
-from billing.push.events import HAS_IT, Answer, Call, PushEvent
+from billing.push.events import HAS_IT, HttpAnswer, HttpCall, PushEvent
 from billing.reports.export import entry_id
 from billing.usage import CLASSES
 
@@ -54,23 +54,23 @@ class LagoEvents:
         }
         return [PushEvent(name, entry.tenant, entry.seq, body)]
 
-    def session(self) -> Call | None:
+    def session(self) -> HttpCall | None:
         return None
 
-    def call(self, events: Sequence[PushEvent], token: str) -> Call:
+    def call(self, events: Sequence[PushEvent], token: str) -> HttpCall:
         data = orjson.dumps({"events": [event.body for event in events]})
-        return Call(self.url, data, self._headers())
+        return HttpCall(self.url, data, self._headers())
 
-    def page(self, number: int) -> Call:
+    def page(self, number: int) -> HttpCall:
         """The call for a page of Lago's events."""
         query = urlencode({"code": self._code, "page": number, "per_page": 100})
-        return Call(f"{self._events}?{query}", None, self._headers())
+        return HttpCall(f"{self._events}?{query}", None, self._headers())
 
     def _headers(self) -> dict[str, str]:
         bearer = {"authorization": f"Bearer {self._token}"} if self._token else {}
         return {"content-type": "application/json", **bearer}
 
-    def faults(self, answer: Answer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
+    def faults(self, answer: HttpAnswer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
         try:
             details = orjson.loads(answer.body)["error_details"]
             places = {int(place): fault for place, fault in details.items()}

@@ -6,7 +6,7 @@ from email.message import Message
 
 from billing import outgoing
 from billing.errors import ExportError, ReceiverError
-from billing.push.events import Answer, Call
+from billing.push.events import HttpAnswer, HttpCall
 
 SILENCE_S = 30.0
 WHOLE_S = 300.0  # of a call: a list may be long
@@ -23,7 +23,7 @@ class Unauthorised(ExportError):
     """The key or the token is not accepted, or no longer."""
 
 
-def ask(call: Call) -> Answer:
+def ask(call: HttpCall) -> HttpAnswer:
     """The answer to a call: accepted (2xx), or refused for its content (`OF_EVENTS`).
 
     Raises `ExportError` if the service is unreachable or refuses our credentials.
@@ -36,7 +36,7 @@ def ask(call: Call) -> Answer:
             if not left:
                 raise _away(call, str(error)) from error
         else:
-            answer = Answer(reply.status, reply.body)
+            answer = HttpAnswer(reply.status, reply.body)
             retry = _asks_for_retry(reply.status, reply.headers)
             if not reply.refusal or (reply.status in OF_EVENTS and not retry):
                 return answer
@@ -50,7 +50,7 @@ def ask(call: Call) -> Answer:
     raise AssertionError("the last try returns or raises")
 
 
-def _once(call: Call) -> outgoing.Reply:
+def _once(call: HttpCall) -> outgoing.ReceiverReply:
     headers = {"accept": "application/json", **call.headers}
     request = urllib.request.Request(call.url, call.data, headers)  # noqa: S310  http(s) only
     return outgoing.ask(request, silence_s=SILENCE_S, timeout_s=WHOLE_S, most_bytes=MOST_BYTES)
@@ -67,7 +67,7 @@ def _retry_after_s(headers: Message) -> float:
     return min(float(text), LONGEST_WAIT_S) if text.isdecimal() else 0.0
 
 
-def _away(call: Call, said: str) -> ExportError:
+def _away(call: HttpCall, said: str) -> ExportError:
     if call.data is None:
         return ExportError(f"{call.url} cannot be read: {said}")
     return ExportError(

@@ -19,7 +19,7 @@ import orjson
 from billing.errors import ExportError
 from billing.gate.entries import Entry
 from billing.push import post
-from billing.push.events import Answer, Call, Format
+from billing.push.events import Format, HttpAnswer, HttpCall
 from billing.push.lago import LagoEvents
 from billing.push.stripe import StripeMeters
 from billing.reports.export import entry_id
@@ -199,7 +199,7 @@ def _stripe_list(
     last: dict[str, object] = {}
     while True:
         query = urlencode({**asked, "limit": 100, **last})
-        answer = post.ask(Call(f"{url}?{query}", None, to.headers()))
+        answer = post.ask(HttpCall(f"{url}?{query}", None, to.headers()))
         try:
             page = json.loads(answer.body, parse_float=Decimal)
             data = page["data"]
@@ -239,7 +239,7 @@ def read_events(where: str, to: Format | None = None, token: str = "") -> list[A
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         data = (
-            _taken(where, post.ask(Call(where, None, headers)))
+            _taken(where, post.ask(HttpCall(where, None, headers)))
             if is_url
             else Path(where).read_bytes()
         )
@@ -249,7 +249,7 @@ def read_events(where: str, to: Format | None = None, token: str = "") -> list[A
     return found
 
 
-def _taken(where: str, answer: Answer) -> bytes:
+def _taken(where: str, answer: HttpAnswer) -> bytes:
     if answer.status >= 300:
         raise ExportError(f"{where} cannot be read: {answer.said}")
     return answer.body

@@ -18,7 +18,7 @@ import orjson
 
 from billing.gate.entries import Entry, Kind
 from billing.money import format_units
-from billing.push.events import HAS_IT, Answer, Call, PushEvent
+from billing.push.events import HAS_IT, HttpAnswer, HttpCall, PushEvent
 from billing.reports.export import entry_id
 
 TOKENS = "cachesvc_tokens"  # the meter if the URL names none
@@ -85,27 +85,29 @@ class StripeMeters:
         }
         return PushEvent(name, entry.tenant, entry.seq, body)
 
-    def session(self) -> Call | None:
+    def session(self) -> HttpCall | None:
         if not self._is_stream:
             return None
-        return Call(f"{self.api}/v2/billing/meter_event_session", b"{}", self.headers(json=True))
+        return HttpCall(
+            f"{self.api}/v2/billing/meter_event_session", b"{}", self.headers(json=True)
+        )
 
-    def call(self, events: Sequence[PushEvent], token: str) -> Call:
+    def call(self, events: Sequence[PushEvent], token: str) -> HttpCall:
         if self._is_stream:
             data = orjson.dumps({"events": [_with_date(event.body) for event in events]})
             headers = self.headers(json=True) | {"authorization": f"Bearer {token}"}
-            return Call(self.url, data, headers)
+            return HttpCall(self.url, data, headers)
         (event,) = events
         form = {key: event.body[key] for key in ("event_name", "identifier", "timestamp")}
         form |= {f"payload[{key}]": value for key, value in event.body["payload"].items()}
-        return Call(self.url, urlencode(form).encode(), self.headers())
+        return HttpCall(self.url, urlencode(form).encode(), self.headers())
 
     def headers(self, *, json: bool = False) -> dict[str, str]:
         kind = "application/json" if json else "application/x-www-form-urlencoded"
         version = {"stripe-version": VERSION} if json else {}
         return {"authorization": f"Bearer {self._token}", "content-type": kind, **version}
 
-    def faults(self, answer: Answer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
+    def faults(self, answer: HttpAnswer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
         if len(events) > 1:
             return None
         try:

@@ -23,7 +23,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ServedAnswer:
     """`tokens` as the server shows them; one text if it shows no tokens. `tiers` is how many prompt
     tokens each tier served, if the server says."""
 
@@ -40,8 +40,8 @@ class Check:
 
     kind: str
     question: Question
-    expected: Answer
-    given: Answer
+    expected: ServedAnswer
+    given: ServedAnswer
     at: int | None
     moved: float | None
 
@@ -61,7 +61,7 @@ class Check:
         }
 
 
-def compare(kind: str, question: Question, expected: Answer, given: Answer) -> Check:
+def compare(kind: str, question: Question, expected: ServedAnswer, given: ServedAnswer) -> Check:
     """Compare two answers to one question."""
     length = max(len(expected.tokens), len(given.tokens))
     at = next((i for i in range(length) if _differ(expected.tokens, given.tokens, i)), None)
@@ -71,7 +71,7 @@ def compare(kind: str, question: Question, expected: Answer, given: Answer) -> C
     return Check(kind, question, expected, given, at, moved if served else None)
 
 
-def read_answer(body: Mapping[str, Any]) -> Answer:
+def read_answer(body: Mapping[str, Any]) -> ServedAnswer:
     """The answer in the body of a completion, as our server, vLLM, SGLang or llama-server write it.
 
     Raises ValueError if it has no choice.
@@ -87,7 +87,7 @@ def read_answer(body: Mapping[str, Any]) -> Answer:
         tokens = [str(each) for each in told.get("tokens") or [choices[0].get("text", "")]]
         logprobs = [float(each) for each in told.get("token_logprobs") or ()]
     details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
-    return Answer(
+    return ServedAnswer(
         tuple(tokens),
         tuple(logprobs),
         details.get("cached_tokens"),

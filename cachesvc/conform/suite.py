@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 
 from cachesvc.conform.prompts import Round
-from cachesvc.conform.question import Answer, Check, Question, compare
+from cachesvc.conform.question import Check, Question, ServedAnswer, compare
 from cachesvc.conform.target import Target
 
 _NUM_STRANGERS = 3
@@ -32,7 +32,7 @@ class Suite:
         self._rounds = rounds
         self._clients = clients
         self._draw = random.Random(seed)
-        self._expected: dict[Question, Answer] = {}
+        self._expected: dict[Question, ServedAnswer] = {}
 
     @property
     def num_cold(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from cachesvc.conform.question import Answer, Question, read_answer
+from cachesvc.conform.question import Question, ServedAnswer, read_answer
 
 ANSWER_S = 600.0
 UNIQUE = "{unique}"  # in a dialect, stands for a text that no other request has
@@ -42,7 +42,7 @@ class Target:
     def is_ours(self) -> bool:
         return self.owner == "cachesvc"
 
-    def ask(self, question: Question, *, cold: bool = False) -> Answer:
+    def ask(self, question: Question, *, cold: bool = False) -> ServedAnswer:
         """The server's answer. Raises TargetError."""
         body = question.body(self.model)
         if self.owner in COLD:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from api.cache.explorer import Caller
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.purge import Done, Order, keep_receipt, read_receipt, receipt
-from cachesvc.operator.scopes import Kind, roots_of
+from cachesvc.operator.scopes import ScopeKind, roots_of
 from cachesvc.operator.storage_meter import StorageCharges
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
@@ -40,7 +40,7 @@ class CacheOperator:
         storage: StorageCharges | None = None,
         wall_clock: Callable[[], float] = time.time,
         *,
-        forget: Callable[[Kind, str], None] = lambda kind, name: None,
+        forget: Callable[[ScopeKind, str], None] = lambda kind, name: None,
     ) -> None:
         """`forget` removes everything else that is stored for a purged tenant or group."""
         self._call_engine = call
@@ -108,8 +108,8 @@ class CacheOperator:
         file."""
         started_s = time.time()
         order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
-        roots = await asyncio.to_thread(roots_of, self._data_dir, name, Kind(kind))
-        self._forget_owner(Kind(kind), name)
+        roots = await asyncio.to_thread(roots_of, self._data_dir, name, ScopeKind(kind))
+        self._forget_owner(ScopeKind(kind), name)
         done = await self._purge(roots)
         signed = receipt(self._signer, order, done)
         try:

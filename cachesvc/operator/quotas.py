@@ -13,7 +13,7 @@ from api.access.auth import Salts
 from api.served_model import ServedModel
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection
-from cachesvc.operator.scopes import Kind, roots_of
+from cachesvc.operator.scopes import ScopeKind, roots_of
 from tiers.errors import ConfigurationError
 from tiers.policy.owners import ScopeOwners
 from tiers.policy.quota import QuotaShares
@@ -36,7 +36,7 @@ class QuotaBook:
         """Adds the scopes of the served models."""
         for model in models:
             for kind, name in self._names:
-                salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
+                salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
                 root = replace(model.scope, tenant=salt).root()
                 self.owners.learn({root: label(kind, name)})
 
@@ -58,13 +58,13 @@ def labelled(quotas: Mapping[str, int]) -> dict[str, int]:
     return {name if name == OTHERS else label(*_owner(name)): size for name, size in quotas.items()}
 
 
-def _owner(name: str) -> tuple[Kind, str]:
+def _owner(name: str) -> tuple[ScopeKind, str]:
     """The owner behind a quota's name in the settings. A tenant's name has no colon."""
     if name.startswith(GROUP):
-        return Kind.GROUP, name.removeprefix(GROUP)
-    return Kind.TENANT, name
+        return ScopeKind.GROUP, name.removeprefix(GROUP)
+    return ScopeKind.TENANT, name
 
 
-def label(kind: Kind, name: str) -> str:
+def label(kind: ScopeKind, name: str) -> str:
     """An owner's label in metrics and JSON."""
     return f"{kind}:{name}"

@@ -19,7 +19,7 @@ from tiers.blocks.keys import CacheScope, PrefixKey
 FILE_NAME = "scopes.json"
 
 
-class Kind(StrEnum):
+class ScopeKind(StrEnum):
     """The kinds of owners."""
 
     TENANT = "tenant"
@@ -69,7 +69,7 @@ def other_arithmetics(data_dir: Path, scope: CacheScope) -> tuple[bytes, ...]:
     return tuple(each for each in others if each != scope.arithmetic)[:MAX_OTHERS]
 
 
-def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]:
+def roots_of(data_dir: Path, name: str, *kinds: ScopeKind) -> Mapping[PrefixKey, str]:
     """The possible roots of a tenant's or sharing group's blocks, with the model of each.
 
     Without `kinds`, roots of both kinds.
@@ -80,8 +80,8 @@ def roots_of(data_dir: Path, name: str, *kinds: Kind) -> Mapping[PrefixKey, str]
     roots: dict[PrefixKey, str] = {}
     for each in _read(data_dir / FILE_NAME):
         scope = _scope(each)
-        for kind in kinds or Kind:
-            salt = salts.of_tenant(name) if kind is Kind.TENANT else salts.group_salt(name)
+        for kind in kinds or ScopeKind:
+            salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
             roots[replace(scope, tenant=salt).root()] = each["model"]
     return roots
 
@@ -91,7 +91,7 @@ def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:
     return {
         root: Payer(tenant, model)
         for tenant in tenants
-        for root, model in roots_of(data_dir, tenant, Kind.TENANT).items()
+        for root, model in roots_of(data_dir, tenant, ScopeKind.TENANT).items()
     }
 
 

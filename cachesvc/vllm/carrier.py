@@ -15,7 +15,7 @@ from queue import SimpleQueue
 
 import torch
 
-from cachesvc.vllm.identity import EngineIdentity, Unsupported
+from cachesvc.vllm.identity import EngineIdentity, UnsupportedKv
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.planner import Transfer
@@ -64,7 +64,7 @@ class Carrier:
         slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
         block_bytes = sum(slab.shape[1] for slab in slabs)
         if block_bytes != self._identity.block_bytes:
-            raise Unsupported(
+            raise UnsupportedKv(
                 f"a block has {block_bytes} bytes in vLLM's tensors and "
                 f"{self._identity.block_bytes} by its configuration"
             )

@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cachesvc.vllm.carrier import Carrier
-from cachesvc.vllm.identity import Unsupported, identity_of
+from cachesvc.vllm.identity import UnsupportedKv, identity_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner, Transfer
 from cachesvc.vllm.reports import Reporter
@@ -58,7 +58,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._reporter = Reporter(Path(extra["reports"]))
         try:
             identity = identity_of(vllm_config, kv_cache_config)
-        except Unsupported as reason:
+        except UnsupportedKv as reason:
             logger.warning(f"cachesvc: nothing is cached below vLLM: {reason}")
             return
         if self._reporter is not None:
@@ -145,7 +145,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ordered = {name: kv_caches[name] for name in group.layer_names}
         try:
             self._carrier.start(ordered, self._kv_cache_config.num_blocks)
-        except Unsupported as reason:
+        except UnsupportedKv as reason:
             raise ValueError(f"cachesvc cannot serve this engine's KV: {reason}") from reason
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

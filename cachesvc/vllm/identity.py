@@ -25,7 +25,7 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "adapter_config.json")
 
 
-class Unsupported(Exception):
+class UnsupportedKv(Exception):
     """The engine's KV has a form that this connector does not support; the message says why."""
 
 
@@ -85,11 +85,11 @@ def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
     """The identity of an engine with this `VllmConfig` and `KVCacheConfig`. Raises Unsupported."""
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
-        raise Unsupported("pipeline parallelism keeps other layers on every rank")
+        raise UnsupportedKv("pipeline parallelism keeps other layers on every rank")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        raise Unsupported("decode context parallelism spreads one block over several ranks")
+        raise UnsupportedKv("decode context parallelism spreads one block over several ranks")
     if len(kv_cache.kv_cache_groups) != 1:
-        raise Unsupported(
+        raise UnsupportedKv(
             f"the model keeps {len(kv_cache.kv_cache_groups)} groups of KV, such as sliding "
             "windows beside full attention; start vLLM with --disable-hybrid-kv-cache-manager"
         )
@@ -121,11 +121,13 @@ def _layout(spec: Any, num_layers: int) -> BlockLayout:
     """A block's layout for the tiers. Only the engine knows which bytes are K and which V."""
     dtype = str(spec.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise Unsupported(f"KV of dtype {dtype} is not served; use --kv-cache-dtype auto")
+        raise UnsupportedKv(f"KV of dtype {dtype} is not served; use --kv-cache-dtype auto")
     token_bytes = spec.block_size * DTYPES[dtype].itemsize
     token_items, rest = divmod(spec.page_size_bytes, token_bytes)
     if rest:
-        raise Unsupported(f"a page of {spec.page_size_bytes} bytes is not a whole number per token")
+        raise UnsupportedKv(
+            f"a page of {spec.page_size_bytes} bytes is not a whole number per token"
+        )
     return engine_layout(num_layers, token_items, spec.block_size, dtype)
 
 
@@ -185,7 +187,7 @@ def _snapshot(name: str, revision: str | None) -> Path:
 
     found = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(found, str):
-        raise Unsupported(f"the files of {name} are not found, so its KV has no identity")
+        raise UnsupportedKv(f"the files of {name} are not found, so its KV has no identity")
     return Path(found).parent
 
 
@@ -195,7 +197,7 @@ def _digest(path: str, patterns: tuple[str, ...]) -> bytes:
     root = Path(path)
     files = [root] if root.is_file() else sorted({f for p in patterns for f in root.glob(p)})
     if not files:
-        raise Unsupported(f"there are no weights in {path}")
+        raise UnsupportedKv(f"there are no weights in {path}")
     hasher = xxhash.xxh3_128(b"cachesvc.vllm.files.v1")
     for file in files:
         hasher.update(file.name.encode() + b"\0" + file.stat().st_size.to_bytes(8, "little"))

@@ -35,7 +35,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RequestReport:
     """A report on a request. `local` and `hits` are prompt tokens at its first admission."""
 
     local: int = 0  # from vLLM's own prefix cache, in whole blocks
@@ -150,7 +150,7 @@ class Reports:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BYTES)
         self.socket.bind(str(path))
         path.chmod(0o600)
-        self._known: dict[str, Report] = {}
+        self._known: dict[str, RequestReport] = {}
         self._expected: set[str] = set()
         self.engine: Ready | None = None
 
@@ -168,7 +168,7 @@ class Reports:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._note(json.loads(data))
 
-    def of(self, name: str) -> Report | None:
+    def of(self, name: str) -> RequestReport | None:
         return self._known.get(name)
 
     def forget(self, name: str) -> None:
@@ -189,7 +189,7 @@ class Reports:
         name = told["id"]
         if name not in self._expected:
             return
-        known = self._known.get(name, Report())
+        known = self._known.get(name, RequestReport())
         if "hits" in told:
             hits = {str(tier): int(tokens) for tier, tokens in told["hits"].items()}
             known = replace(known, local=int(told["local"]), hits=hits)

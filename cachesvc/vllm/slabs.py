@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachesvc.vllm.identity import Unsupported
+from cachesvc.vllm.identity import UnsupportedKv
 
 STAGE_BYTES = 32 << 20  # on the device: at 50 GB/s the kernel's launch hides behind 0.6 ms of copy
 
@@ -34,7 +34,7 @@ def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     dense = tensor.permute(order)
     sizes = list(dense.shape)
     if not dense.is_contiguous() or num_blocks not in sizes[:2]:
-        raise Unsupported(f"KV of shape {list(tensor.shape)} and strides {list(tensor.stride())}")
+        raise UnsupportedKv(f"KV of shape {list(tensor.shape)} and strides {list(tensor.stride())}")
     parts = [dense] if sizes[0] == num_blocks else list(dense.unbind(0))
     return [part.reshape(num_blocks, -1).view(torch.uint8) for part in parts]
 

@@ -24,7 +24,7 @@ from billing.store.opening import database_url
 from cachesvc.config.places import disk_path
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.purge import RECEIPTS, purge_stopped
-from cachesvc.operator.scopes import Kind, note_scopes, roots_of
+from cachesvc.operator.scopes import ScopeKind, note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
@@ -287,7 +287,7 @@ def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -
     theirs = running.serve("r2", list(range(20, 38)), tenant="bolt")
     running.engine.close()
     running.cache.close()
-    roots = roots_of(running.data_dir, "acme", Kind.TENANT)
+    roots = roots_of(running.data_dir, "acme", ScopeKind.TENANT)
     done = purge_stopped(running.data_dir, roots)
     assert (done.removed["disk"].num_blocks, done.num_left) == (4, 0)
     assert purge_stopped(running.data_dir, [theirs.root]).removed["disk"].num_blocks == 4

@@ -11,8 +11,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from billing.alerts.budgets import (
-    Alert,
     Budget,
+    BudgetAlert,
     BudgetSpan,
     BudgetWatch,
     Of,
@@ -177,7 +177,9 @@ def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
         make(house, "b", 1, of=Of.USER)
 
 
-ALERTS = [Alert(f"a{number}", "cachesvc.balance.low.v1", {"tenant": "acme"}) for number in range(3)]
+ALERTS = [
+    BudgetAlert(f"a{number}", "cachesvc.balance.low.v1", {"tenant": "acme"}) for number in range(3)
+]
 
 
 def test_every_message_arrives_from_a_receiver_that_fails(

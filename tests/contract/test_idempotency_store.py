@@ -4,7 +4,7 @@ import pytest
 from sqlalchemy import text
 
 from billing.errors import IdempotencyBusy, IdempotencyConflict
-from billing.idempotency import Claimed, Idempotency, Replay
+from billing.idempotency import Claimed, FirstAnswer, Idempotency
 from billing.money import UNITS
 from billing.store.opening import open_store
 from billing.usage import Usage
@@ -26,7 +26,7 @@ def test_an_idempotency_key_replays_conflicts_and_expires(house: TestLedger) -> 
         keep.begin("other", "k", b"body", "r3"), Claimed
     )  # each tenant has its own keys
     keep.finish("acme", "k", "r1", 200, b"answer")
-    assert keep.begin("acme", "k", b"body", "r2") == Replay("r1", 200, b"answer")
+    assert keep.begin("acme", "k", b"body", "r2") == FirstAnswer("r1", 200, b"answer")
     house.clock.advance(24 * 3600)
     assert isinstance(keep.begin("acme", "k", b"other", "r4"), Claimed)
 

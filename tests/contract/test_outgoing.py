@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import pytest
 
-from billing.alerts.budgets import Alert
+from billing.alerts.budgets import BudgetAlert
 from billing.alerts.outbox import Outbox
 from billing.errors import ExportError, ReceiverError
 from billing.outgoing import send
 from billing.push import post
-from billing.push.events import Call
+from billing.push.events import HttpCall
 from billing.reports.heads import send_heads
 from tests.support.billing import TestLedger
 
@@ -96,7 +96,7 @@ def test_a_metering_service_cannot_send_the_key_elsewhere(data: bytes | None, st
     with speaking(says("HTTP/1.1 200 OK", "content-length: 0")) as (elsewhere, came):
         moved = says(f"HTTP/1.1 {status} Moved", f"location: {elsewhere}", "content-length: 0")
         with speaking(moved) as (url, heads), pytest.raises(ExportError, match="redirects are"):
-            post.ask(Call(url, data, {"authorization": "Bearer secret"}))
+            post.ask(HttpCall(url, data, {"authorization": "Bearer secret"}))
     assert (1, []) == (len(heads), came)
 
 
@@ -107,7 +107,7 @@ def test_a_metering_service_that_trickles_ends_in_time(monkeypatch: pytest.Monke
         speaking(trickle_body) as (url, heads),
         pytest.raises(ExportError, match=r"no complete answer in 0\.2 s"),
     ):
-        post.ask(Call(url, b"[]"))
+        post.ask(HttpCall(url, b"[]"))
     assert post.TRIES == len(heads)
 
 
@@ -148,6 +148,6 @@ def test_heads_and_alerts_tell_of_such_a_receiver(house: TestLedger) -> None:
         with pytest.raises(ExportError, match="the heads could not be written"):
             send_heads({"at_ns": 1}, url)
         outbox = Outbox(house.ledger.store, url, b"s" * 32, source="s")
-        outbox.take([Alert("a/1", "budget", {"tenant": "acme"})], outbox_time_ns)
+        outbox.take([BudgetAlert("a/1", "budget", {"tenant": "acme"})], outbox_time_ns)
         assert 0 == outbox.deliver(outbox_time_ns)
     assert 2 == len(heads)

@@ -85,7 +85,7 @@ def events_at(lago: Lago) -> LagoEvents:
     return LagoEvents(lago.url, "key", "ledger-1", {"acme": "sub_1"})
 
 
-def drain(house: TestLedger, lago: Lago) -> delivery.Delivery:
+def drain(house: TestLedger, lago: Lago) -> delivery.ExportResult:
     for _ in range(200):
         with suppress(ExportError):
             return delivery.deliver(house.ledger.store, "push", events_at(lago), house.clock)

@@ -149,7 +149,7 @@ def meters_at(stripe: Stripe, path: str = "", **meters: str) -> StripeMeters:
     return StripeMeters(stripe.url + path, stripe.key, "cachesvc", CUSTOMERS, meters or METERS)
 
 
-def drain(house: TestLedger, to: StripeMeters) -> delivery.Delivery:
+def drain(house: TestLedger, to: StripeMeters) -> delivery.ExportResult:
     for _ in range(200):
         with suppress(ExportError):
             return delivery.deliver(house.ledger.store, "push", to, house.clock)

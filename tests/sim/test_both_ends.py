@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from api.journal.why import Kind, why
+from api.journal.why import ReasonKind, why
 from engine.request import FinishReason
 from tests.sim.test_prefetch import sink
 from tests.sim.watched import BLOCK
@@ -73,7 +73,7 @@ def test_every_meeting_point_gives_the_same_tokens(front: int, slow: float) -> N
     assert lookup is not None
     assert [None, TierName.DISK, None] == [run.source for run in lookup.runs]
     reason = why(lookup, 0.0)
-    assert (Kind.REFUSED, 0) == (reason.kind, reason.token)
+    assert (ReasonKind.REFUSED, 0) == (reason.kind, reason.token)
     world.check_idle()
 
 

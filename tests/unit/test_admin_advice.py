@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.admin.pages.advice import GIB, Level, advise, hit_rate
+from api.admin.pages.advice import GIB, CurveTier, advise, hit_rate
 from billing.prices.book import Rates
 from tiers.telemetry.working_set import MissRatioCurve, WorkingSet
 from tiers.tier import TierName
@@ -21,7 +21,7 @@ def test_between_its_points_the_curve_is_straight(blocks: float, expected: float
 
 
 def test_one_more_gib_is_worth_the_misses_that_become_hits() -> None:
-    levels = [Level(TierName.DEVICE, 100, GIB / 100), Level(TierName.DISK, 100, GIB / 200)]
+    levels = [CurveTier(TierName.DEVICE, 100, GIB / 100), CurveTier(TierName.DISK, 100, GIB / 200)]
     device, disk = advise(CURVE, levels, RATES, 1_000_000)
     # 100 more blocks on the device: 0.6 -> 0.7 over all; 0.1 moves up from disk to device.
     assert 0.1 == pytest.approx(device.hit_rate_gain)
@@ -33,7 +33,7 @@ def test_one_more_gib_is_worth_the_misses_that_become_hits() -> None:
 
 
 def test_past_the_working_set_more_is_worth_nothing() -> None:
-    levels = [Level(TierName.HOST, 1000, 1024)]
+    levels = [CurveTier(TierName.HOST, 1000, 1024)]
     (advice,) = advise(CURVE, levels, RATES, 1_000_000)
     assert (0.0, 0.0, 0) == (advice.hit_rate_gain, advice.tokens, advice.worth)
     assert 0 == advise(MissRatioCurve((), (), 0), levels, RATES, 1e6)[0].worth
@@ -46,7 +46,7 @@ def test_more_never_costs_and_never_exceeds_a_perfect_cache(
     working_set = WorkingSet(64)
     for key in uses:
         working_set.use(key)
-    levels = [Level(TierName.HOST, blocks, 1.0), Level(TierName.DISK, 2 * blocks, 1.0)]
+    levels = [CurveTier(TierName.HOST, blocks, 1.0), CurveTier(TierName.DISK, 2 * blocks, 1.0)]
     told = advise(working_set.curve(), levels, RATES, 1000.0, extra_bytes=round(extra))
     assert all(0 <= each.hit_rate_gain <= 1 for each in told)
     assert all(0 <= each.worth <= 1000 * RATES.miss for each in told)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cachesvc.cli import app
 from cachesvc.conform.prompts import rounds
-from cachesvc.conform.question import Answer, Question, compare, read_answer
+from cachesvc.conform.question import Question, ServedAnswer, compare, read_answer
 from cachesvc.conform.report import Report
 
 Answers = Callable[[list[int], dict[str, Any], int], list[int]]
@@ -204,18 +204,21 @@ def test_a_model_that_is_not_served_is_named(serve: Callable[..., Server]) -> No
 
 def test_answers_part_at_the_first_token_that_differs() -> None:
     asked = Question((1, 2), 3)
-    cold, hit = Answer(("a", "b", "c"), (-1.0, -2.0, -3.0)), Answer(("a", "b"), (-1.0, -2.5))
+    cold, hit = (
+        ServedAnswer(("a", "b", "c"), (-1.0, -2.0, -3.0)),
+        ServedAnswer(("a", "b"), (-1.0, -2.5)),
+    )
     assert compare("k", asked, cold, cold).at is None
     check = compare("k", asked, cold, hit)
     assert (check.at, check.moved) == (2, 0.5)
-    assert compare("k", asked, Answer(("a",)), Answer(("a",))).moved is None
+    assert compare("k", asked, ServedAnswer(("a",)), ServedAnswer(("a",))).moved is None
 
 
 def test_answers_are_read_from_each_servers_form() -> None:
     content = [{"token": "x", "logprob": -0.5}]
     llama = {"choices": [{"text": "x", "logprobs": {"content": content}}]}
-    assert read_answer(llama) == Answer(("x",), (-0.5,))
-    assert read_answer({"choices": [{"text": "all of it"}]}) == Answer(("all of it",))
+    assert read_answer(llama) == ServedAnswer(("x",), (-0.5,))
+    assert read_answer({"choices": [{"text": "all of it"}]}) == ServedAnswer(("all of it",))
     with pytest.raises(ValueError, match="no choices"):
         read_answer({"error": "busy"})
 

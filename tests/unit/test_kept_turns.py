@@ -10,7 +10,7 @@ import pytest
 from api.job import Transcript
 from api.requests.fingerprints import Fingerprint, Fingerprints
 from api.requests.kept import owner_of
-from api.requests.responses import Kept, StoredResponses
+from api.requests.responses import KeptResponse, StoredResponses
 from api.requests.turns import Conversations, turn_of
 from cachesvc.server.kept_turns import FILE_NAME, KeptTurns
 from tests.support.wire import ByteTokenizer
@@ -144,7 +144,7 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Pat
     printed, fingerprints = Fingerprint(PARTS, ["m"], 64, ["b"]), Fingerprints(turns)
     scopes = {salt: CacheScope(tenant=salt) for salt in (b"a", b"b")}
     for salt, scope in scopes.items():
-        responses.put(salt, Kept({"id": "r"}, [], []))
+        responses.put(salt, KeptResponse({"id": "r"}, [], []))
         fingerprints.put(salt, "r", printed)
         said = [Transcript("yes", tuple(b"yes"))]
         conversations.remember(turn_of(scope, TURN), array("i", list(b"hi")), said, ByteTokenizer())

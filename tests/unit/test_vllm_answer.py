@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.server.vllm.answer import Answer, finish_of, logprobs_of
-from cachesvc.vllm.reports import Report
+from cachesvc.server.vllm.answer import RunningAnswer, finish_of, logprobs_of
+from cachesvc.vllm.reports import RequestReport
 from engine.request import BlockRun, FinishReason, Request, SamplingParams
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
 from tiers.errors import MissReason
@@ -26,14 +26,14 @@ def request(num_tokens: int, *, n: int = 1, cache: bool = True) -> Request:
     )
 
 
-def admitted(num_tokens: int, report: Report | None, num_cached: int) -> Answer:
-    answer = Answer(request(num_tokens), SIZE, now_ns=10)
+def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> RunningAnswer:
+    answer = RunningAnswer(request(num_tokens), SIZE, now_ns=10)
     answer.admit(report, num_cached, now_ns=20)
     return answer
 
 
 def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest() -> None:
-    report = Report(local=32, hits={"host": 48, "disk": 16}, admitted_ns=12)
+    report = RequestReport(local=32, hits={"host": 48, "disk": 16}, admitted_ns=12)
     output = admitted(130, report, 96).output(0, 20, tokens=[7])
     counts = output.counts
     assert (130, 32, 48, 16, 0, 34, 1) == (
@@ -52,14 +52,14 @@ def test_without_a_report_all_that_was_cached_was_on_the_device() -> None:
 
 def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered() -> None:
     """The connector's report of it is lost."""
-    counts = admitted(64, Report(hits={"host": 48}, admitted_ns=1), 16).output(0, 20).counts
+    counts = admitted(64, RequestReport(hits={"host": 48}, admitted_ns=1), 16).output(0, 20).counts
     assert (0, 48, 16) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
 @pytest.mark.parametrize("num_cached", [16, 64])
 def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached: int) -> None:
     """If a part was loaded, vLLM counts all that it asked for as cached."""
-    report = Report(local=16, hits={"host": 16}, is_short=True, admitted_ns=1)
+    report = RequestReport(local=16, hits={"host": 16}, is_short=True, admitted_ns=1)
     counts = admitted(100, report, num_cached).output(0, 20).counts
     assert (16, 16, 0, 68) == (
         counts.hit_device,
@@ -70,7 +70,7 @@ def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached: int) -> Non
 
 
 def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed() -> None:
-    answer = admitted(100, Report(local=16, hits={"host": 32}, admitted_ns=1), 48)
+    answer = admitted(100, RequestReport(local=16, hits={"host": 32}, admitted_ns=1), 48)
     first, second = answer.output(0, 20, tokens=[7]), answer.output(0, 21, tokens=[8])
     keys = prefix_keys(answer.request.scope.root(), token_bytes(range(100)), SIZE)
     assert first.lookup is not None
@@ -91,7 +91,7 @@ def test_the_reasons_sum_to_the_miss(cached: int) -> None:
 
 
 def test_a_request_without_the_cache_says_so() -> None:
-    answer = Answer(request(64, cache=False), SIZE, now_ns=1)
+    answer = RunningAnswer(request(64, cache=False), SIZE, now_ns=1)
     answer.admit(None, 0, now_ns=2)
     output = answer.output(0, 3)
     assert {MissReason.DISABLED: 64} == output.miss_reasons
@@ -103,16 +103,20 @@ def test_a_request_without_the_cache_says_so() -> None:
     ("report", "prompt", "hit"),
     [
         (None, 0, 0),  # it never began
-        (Report(computed=0), 0, 0),  # it waited until it was ended
-        (Report(local=16, hits={"host": 32}, admitted_ns=3, computed=40), 48, 48),  # it was loading
-        (Report(local=16, hits={}, admitted_ns=3, computed=64), 64, 16),
-        (Report(local=0, hits={}, admitted_ns=3, computed=900), 100, 0),
+        (RequestReport(computed=0), 0, 0),  # it waited until it was ended
+        (
+            RequestReport(local=16, hits={"host": 32}, admitted_ns=3, computed=40),
+            48,
+            48,
+        ),  # it was loading
+        (RequestReport(local=16, hits={}, admitted_ns=3, computed=64), 64, 16),
+        (RequestReport(local=0, hits={}, admitted_ns=3, computed=900), 100, 0),
     ],
 )
 def test_a_prompt_that_was_cut_short_counts_what_was_done(
-    report: Report | None, prompt: int, hit: int
+    report: RequestReport | None, prompt: int, hit: int
 ) -> None:
-    answer = Answer(request(100), SIZE, now_ns=1)
+    answer = RunningAnswer(request(100), SIZE, now_ns=1)
     answer.cut_short(report)
     output = answer.output(0, 9, finish=FinishReason.ABORT)
     assert (prompt, hit, True) == (output.counts.prompt, output.counts.hit, output.last)
@@ -120,7 +124,7 @@ def test_a_prompt_that_was_cut_short_counts_what_was_done(
 
 
 def test_only_the_last_sequence_ends_the_request() -> None:
-    answer = Answer(request(20, n=3), SIZE, now_ns=1)
+    answer = RunningAnswer(request(20, n=3), SIZE, now_ns=1)
     answer.admit(None, 0, now_ns=2)
     assert not answer.output(1, 3, tokens=[1], finish=FinishReason.STOP).last
     answer.end(2)

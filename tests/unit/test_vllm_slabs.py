@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cachesvc.vllm import slabs as slabs_module
-from cachesvc.vllm.identity import Unsupported
+from cachesvc.vllm.identity import UnsupportedKv
 from cachesvc.vllm.slabs import BlockCopier, DeviceCopier, HostCopier, runs_of, slabs_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -56,9 +56,9 @@ def block_of(slabs: list[torch.Tensor], number: int) -> torch.Tensor:
 
 def test_slabs_are_views_in_the_order_of_memory() -> None:
     assert [(9, 384), (9, 320), (9, 320), (9, 576)] == [tuple(s.shape) for s in slabs_like_vllm()]
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedKv):
         slabs_of(torch.zeros(4, 9, 2, 8)[:, :, :, ::2], 9)
-    with pytest.raises(Unsupported):
+    with pytest.raises(UnsupportedKv):
         slabs_of(torch.zeros(2, 8, 9, 4), 9)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from api.journal.why import NOTHING, Finding, Kind, why
+from api.journal.why import NOTHING, MissFinding, ReasonKind, why
 from engine.request import BlockRun, Lookup
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
@@ -31,57 +31,69 @@ def missing(**known: object) -> Absence:
 @pytest.mark.parametrize(
     ("told", "finding", "kind", "words"),
     [
-        (lookup(128, 129), NOTHING, Kind.SERVED, "Everything before the last token was served"),
-        (lookup(0, 99, stop=MissReason.DISABLED), NOTHING, Kind.DISABLED, "asked for no cache"),
-        (lookup(0, 99, missing()), NOTHING, Kind.NEVER_SEEN, "begins as none before it"),
-        (lookup(64, 200, missing()), NOTHING, Kind.NEVER_SEEN, "Block 1 (tokens 64 to 127)"),
+        (
+            lookup(128, 129),
+            NOTHING,
+            ReasonKind.SERVED,
+            "Everything before the last token was served",
+        ),
+        (
+            lookup(0, 99, stop=MissReason.DISABLED),
+            NOTHING,
+            ReasonKind.DISABLED,
+            "asked for no cache",
+        ),
+        (lookup(0, 99, missing()), NOTHING, ReasonKind.NEVER_SEEN, "begins as none before it"),
+        (lookup(64, 200, missing()), NOTHING, ReasonKind.NEVER_SEEN, "Block 1 (tokens 64 to 127)"),
         (
             lookup(64, 200, missing(departure=Departure(TierName.DISK, Cause.ROOM, NOW - 180))),
             NOTHING,
-            Kind.LEFT,
+            ReasonKind.LEFT,
             "evicted from the disk tier for room 3 min before this request",
         ),
         (
             lookup(64, 200, missing(departure=Departure(TierName.HOST, Cause.REQUEST, NOW - 4))),
             NOTHING,
-            Kind.LEFT,
+            ReasonKind.LEFT,
             "purged from the host tier 4 s before",
         ),
         (
             lookup(75, 200, missing(rows=11, parted=True, sibling=OTHER)),
             NOTHING,
-            Kind.DIVERGED,
+            ReasonKind.DIVERGED,
             "at token 75. The 75 tokens before it are cached",
         ),
         (
             lookup(64, 200, missing()),
-            Finding(rows=11, sibling="03"),
-            Kind.DIVERGED,
+            MissFinding(rows=11, sibling="03"),
+            ReasonKind.DIVERGED,
             "Tokens 64 to 74 are cached in a block",
         ),
-        (lookup(75, 200, missing(rows=11)), NOTHING, Kind.ENDED, "ends at token 75"),
+        (lookup(75, 200, missing(rows=11)), NOTHING, ReasonKind.ENDED, "ends at token 75"),
         (
             lookup(0, 99, missing()),
-            Finding(owners=("tenant acme",)),
-            Kind.OTHER_SCOPE,
+            MissFinding(owners=("tenant acme",)),
+            ReasonKind.OTHER_SCOPE,
             "but for tenant acme",
         ),
-        (lookup(64, 90, missing(key=None)), NOTHING, Kind.TAIL, "last 26 tokens do not fill"),
+        (lookup(64, 90, missing(key=None)), NOTHING, ReasonKind.TAIL, "last 26 tokens do not fill"),
         (
             lookup(64, 200, missing(), MissReason.UNECONOMIC),
             NOTHING,
-            Kind.REFUSED,
+            ReasonKind.REFUSED,
             "longer than computing it",
         ),
         (
             lookup(64, 200, missing(), MissReason.CHECKSUM),
             NOTHING,
-            Kind.FAULT,
+            ReasonKind.FAULT,
             "not those that were written",
         ),
     ],
 )
-def test_every_reason_has_its_words(told: Lookup, finding: Finding, kind: Kind, words: str) -> None:
+def test_every_reason_has_its_words(
+    told: Lookup, finding: MissFinding, kind: ReasonKind, words: str
+) -> None:
     reason = why(told, NOW, finding)
     assert kind is reason.kind
     assert words in reason.text

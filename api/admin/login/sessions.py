@@ -39,7 +39,7 @@ class Admin:
 
 
 @dataclass(slots=True)
-class Session:
+class LoginSession:
     """A login. Every request but GET must carry `csrf_token`."""
 
     admin: Admin
@@ -68,20 +68,21 @@ class Sessions:
         self.idle_s = idle_s
         self._clock_s = clock_s
         self.on_end: Callable[[], None] = lambda: None  # called when a session is ended on purpose
-        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # least recently used first
+        # Least recently used first.
+        self._sessions: OrderedDict[bytes, LoginSession] = OrderedDict()
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
-    def open(self, admin: Admin) -> tuple[str, Session]:
+    def open(self, admin: Admin) -> tuple[str, LoginSession]:
         """A new session and its id, which only the browser keeps."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
         now = self._clock_s()
-        session = Session(admin, now + self.lifetime_s, now)
+        session = LoginSession(admin, now + self.lifetime_s, now)
         self._sessions[_digest(token)] = session
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return token, session
 
-    def find(self, token: str) -> Session | None:
+    def find(self, token: str) -> LoginSession | None:
         """The session of a cookie, if it has not ended; marks it as used."""
         digest, now = _digest(token), self._clock_s()
         session = self._sessions.get(digest)
@@ -142,7 +143,7 @@ class Sessions:
                 admin = Admin(str(each["name"]), Role(each["role"]), each["key_id"])
                 ends_s = now + min(self.lifetime_s, each["ends_s"] - wall_s)
                 used_s = now + min(0.0, each["used_s"] - wall_s)
-                session = Session(admin, ends_s, used_s, each["csrf_token"])
+                session = LoginSession(admin, ends_s, used_s, each["csrf_token"])
                 self._sessions[bytes.fromhex(each["digest"])] = session
         except (KeyError, TypeError) as error:
             raise ValueError(f"no sessions: {error}") from error

@@ -18,7 +18,7 @@ MONTH_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class CurveTier:
     """A tier on the curve: how many blocks it holds, and the bytes of one."""
 
     tier: TierName
@@ -50,7 +50,7 @@ def hit_rate(curve: MissRatioCurve, blocks: float) -> float:
 
 def advise(
     curve: MissRatioCurve,
-    levels: Sequence[Level],
+    levels: Sequence[CurveTier],
     rates: Rates,
     tokens_per_month: float,
     *,
@@ -70,7 +70,7 @@ def advise(
 
 
 def _month(
-    curve: MissRatioCurve, levels: Sequence[Level], rates: Rates, tokens: float
+    curve: MissRatioCurve, levels: Sequence[CurveTier], rates: Rates, tokens: float
 ) -> tuple[float, int]:
     """The hit rate over all tiers, and what a month's hits save against misses."""
     blocks, reached, worth = 0.0, 0.0, 0.0

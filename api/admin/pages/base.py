@@ -17,7 +17,7 @@ from api.admin.access import session_of
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.assets import ASSETS
 from api.admin.pages.format import FILTERS
-from api.errors import Answer
+from api.errors import ErrorAnswer
 
 THEMES: Final = ("light", "dark")
 THEME_COOKIE: Final = "cachesvc_theme"
@@ -72,7 +72,7 @@ def render(request: Request, template: str, admin: Admin | None, **values: Any) 
     )
 
 
-def refusal_page(request: Request, answer: Answer) -> Response | None:
+def refusal_page(request: Request, answer: ErrorAnswer) -> Response | None:
     """A refusal as a page for a browser; None if a program asked.
 
     A visitor who is not logged in is sent to the login page and returns after it.

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from api.admin.access import MayRead
 from api.admin.pages.explorer import IDLE, explorer_of, labels_for
 from api.admin.pages.forms import Filter
-from api.admin.pages.prefix_rows import OUTLINE_TOKENS, TIERS, Costs, Row, ScopeRows, rows_of
+from api.admin.pages.prefix_rows import OUTLINE_TOKENS, TIERS, Costs, PrefixRow, ScopeRows, rows_of
 from api.admin.parts import parts_of
 from billing.money import format_units
 from billing.reports.csv import safe_writer
@@ -54,7 +54,7 @@ async def table(
     return Response(out.getvalue(), media_type="text/csv", headers=named)
 
 
-def _cells(scope: ScopeRows, row: Row) -> list[object]:
+def _cells(scope: ScopeRows, row: PrefixRow) -> list[object]:
     owner = scope.owner
     return [
         owner.label if owner else "",

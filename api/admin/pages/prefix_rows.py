@@ -67,7 +67,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PrefixRow:
     """One node, together with the `num_folded` short ends that continue it.
 
     `level` counts from 0 below the scope. `left_off` blocks continue the node and are not shown.
@@ -94,11 +94,11 @@ class Row:
     label: str
 
 
-def _less_in(tier: str, row: Row) -> float:
+def _less_in(tier: str, row: PrefixRow) -> float:
     return -row.num_in.get(tier, 0)
 
 
-SORTS: Final[Mapping[str, Callable[[Row], float]]] = {
+SORTS: Final[Mapping[str, Callable[[PrefixRow], float]]] = {
     "tokens": lambda row: -row.num_tokens,
     "size": lambda row: -row.nbytes,
     "hits": lambda row: -row.hits,
@@ -117,7 +117,7 @@ class ScopeRows:
     root: str
     owner: Owner | None
     currency: str
-    rows: list[Row]
+    rows: list[PrefixRow]
     left_off: int
 
     @property
@@ -178,11 +178,11 @@ Messages = list[tuple[str, int, bool]]  # role, tokens, and whether it began in 
 class _Walk:
     owner: Owner | None
     costs: Costs
-    order: Callable[[Row], float] | None
+    order: Callable[[PrefixRow], float] | None
     decode: Decode | None
     outline: Outline | None
 
-    def below(self, nodes: Sequence[TreeNode], level: int, role: str) -> Iterator[Row]:
+    def below(self, nodes: Sequence[TreeNode], level: int, role: str) -> Iterator[PrefixRow]:
         """These nodes, each followed by its continuations. `role` is the preceding message's."""
         rows = []
         for node in nodes:
@@ -195,13 +195,13 @@ class _Walk:
             longer = [each for each in node.children if not _is_end(each)]
             yield from self.below(longer, level + 1, messages[-1][0] if messages else "")
 
-    def _row(self, node: TreeNode, level: int, messages: Messages) -> Row:
+    def _row(self, node: TreeNode, level: int, messages: Messages) -> PrefixRow:
         ends = [each for each in node.children if _is_end(each)]
         nodes = [node, *ends]
         num_blocks = sum(each.num_blocks for each in nodes)
         values = [self._saved(each) for each in nodes]
         keeping = [self.costs.keeping(each.places) for each in nodes]
-        return Row(
+        return PrefixRow(
             level=level,
             key=node.key.hex() if node.key else None,
             last=node.last.hex() if node.last else None,

@@ -16,7 +16,7 @@ from api.admin.parts import parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
 from api.journal.journal import Journal, RequestRecord
-from api.journal.why import Finding, Kind, why
+from api.journal.why import MissFinding, ReasonKind, why
 
 router = APIRouter(tags=["admin: requests"])
 
@@ -129,11 +129,11 @@ def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[Re
 def _row(record: RequestRecord) -> dict[str, Any]:
     lookups = record.served.lookups if record.served is not None else ()
     kinds = [why(lookup, record.arrived_s).kind for lookup in lookups]
-    missed = [kind for kind in kinds if kind is not Kind.SERVED]
+    missed = [kind for kind in kinds if kind is not ReasonKind.SERVED]
     return summary(record) | {"arrived_s": record.arrived_s, "why": missed[0] if missed else None}
 
 
-async def _findings(request: Request, record: RequestRecord) -> dict[int, Finding]:
+async def _findings(request: Request, record: RequestRecord) -> dict[int, MissFinding]:
     """What a search of all tiers adds to the lookups' own reasons."""
     explorer = parts_of(request).explorer
     if explorer is None or record.served is None:

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin.access import MayRead
-from api.admin.pages.advice import MONTH_S, Level, advise
+from api.admin.pages.advice import MONTH_S, CurveTier, advise
 from api.admin.pages.base import render
 from api.admin.parts import AdminParts, parts_of
 from api.admin.routes.answers import json_answer
@@ -100,14 +100,14 @@ def _told(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
     }
 
 
-def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[Level]:
+def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[CurveTier]:
     """Each tier by itself; in the report a tier includes all tiers above it."""
     levels, above = [], 0
     for point in found.tiers:
         held = tiers.get(point.tier, {})
         packed = point.tier is TierName.DISK and held.get("num_blocks")
         block_bytes = held["used_bytes"] / held["num_blocks"] if packed else found.block_bytes
-        levels.append(Level(point.tier, point.capacity_blocks - above, block_bytes))
+        levels.append(CurveTier(point.tier, point.capacity_blocks - above, block_bytes))
         above = point.capacity_blocks
     return levels
 

@@ -28,7 +28,7 @@ router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
 AROUND = 12  # tokens shown on either side of a divergence
 
 
-class Asked(BaseModel):
+class ExplainedPrompt(BaseModel):
     """A request's body as it would be sent, and its tenant."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -48,7 +48,7 @@ class Pair(BaseModel):
 
 
 @router.post("/quote")
-async def quote(request: Request, body: Asked, _: MayChange) -> dict[str, Any]:
+async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[str, Any]:
     """Like POST /v1/cache/quote, for any tenant."""
     await must_exist(request, body.tenant)
     principal = Principal(body.tenant)

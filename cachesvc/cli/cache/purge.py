@@ -17,7 +17,7 @@ from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
 from cachesvc.config.places import default_database_url, found_disk
 from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
-from cachesvc.operator.scopes import Kind, roots_of
+from cachesvc.operator.scopes import ScopeKind, roots_of
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.maintenance import purge as purge_shards
@@ -57,7 +57,7 @@ def purge(
     if scope:
         _purge_scopes(path, scope, why, database_url, yes=yes, json=json)
         return
-    kind, name = (Kind.TENANT, tenant) if tenant else (Kind.GROUP, group)
+    kind, name = (ScopeKind.TENANT, tenant) if tenant else (ScopeKind.GROUP, group)
     assert name is not None
     confirm(f"Purge every block of {kind} {name} from every tier?", yes=yes)
     signed = _purge_live(path, kind, name, why) or _purge_stopped(
@@ -69,7 +69,7 @@ def purge(
         _tell(signed, kind, name)
 
 
-def _purge_live(path: Path, kind: Kind, name: str, why: str) -> Mapping[str, Any] | None:
+def _purge_live(path: Path, kind: ScopeKind, name: str, why: str) -> Mapping[str, Any] | None:
     server = find_server(path)
     if server is None:
         holder = server_of(found_disk(path))
@@ -87,14 +87,14 @@ def _purge_live(path: Path, kind: Kind, name: str, why: str) -> Mapping[str, Any
 
 
 def _purge_stopped(
-    path: Path, kind: Kind, name: str, why: str, database_url: str | None
+    path: Path, kind: ScopeKind, name: str, why: str, database_url: str | None
 ) -> Mapping[str, Any]:
     order = Order(kind=kind, name=name, by=actor(), why=why, started_s=time.time())
     roots = roots_of(path, name, kind)
     if not roots:
         fail(f"no model was served from {path} yet, so {kind} {name} has no blocks there")
     with books(path, database_url) as open_books:
-        if kind is Kind.TENANT and open_books.accounts.find_tenant(name) is None:
+        if kind is ScopeKind.TENANT and open_books.accounts.find_tenant(name) is None:
             fail(f"no tenant is named {name!r}; see `cachesvc tenants show`")
         signed = _purge_disk(path, order, roots)
         record = open_books.accounts.trail.record

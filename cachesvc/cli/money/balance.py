@@ -13,7 +13,7 @@ from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     TenantName,
 )
-from cachesvc.cli.money.operations import Caller, Operations, operating
+from cachesvc.cli.money.operations import Invocation, Operations, operating
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import confirm, note
 
@@ -47,7 +47,7 @@ Currency = Annotated[
 @app.command()
 @operating("reason", "yes", "json")
 def grant(
-    call: Caller,
+    call: Invocation,
     tenant: TenantName,
     amount: Amount,
     reference: Reference = None,
@@ -73,7 +73,7 @@ def grant(
 @app.command()
 @operating("reason", "yes", "json")
 def topup(
-    call: Caller,
+    call: Invocation,
     tenant: TenantName,
     amount: Amount,
     currency: Currency = None,
@@ -98,7 +98,7 @@ def topup(
 @app.command()
 @operating("why", "yes", "json")
 def withdraw(
-    call: Caller,
+    call: Invocation,
     tenant: TenantName,
     amount: Amount,
     chargeback: Annotated[
@@ -114,7 +114,7 @@ def withdraw(
 
 
 def _book(
-    call: Caller, kind: Booking, tenant: str, amount: str, reference: str | None, **about: Any
+    call: Invocation, kind: Booking, tenant: str, amount: str, reference: str | None, **about: Any
 ) -> None:
     if call.asks:
         _show_before(call, kind, tenant, amount, reference, about.get("currency"))

@@ -17,7 +17,7 @@ from cachesvc.cli.money.books import (
     NO_REASON,
     TenantOption,
 )
-from cachesvc.cli.money.operations import Caller, Operations, operating
+from cachesvc.cli.money.operations import Invocation, Operations, operating
 from cachesvc.cli.render import confirm, fail, note, print_json, print_table
 
 _REMOVED = {
@@ -40,7 +40,7 @@ COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", 
 @app.command()
 @operating("json")
 def show(
-    call: Caller,
+    call: Invocation,
     what: Annotated[
         str | None, typer.Argument(help="A number; or a tenant, with MONTH  [list all]")
     ] = None,
@@ -88,7 +88,7 @@ def _write(made: Any, to: Path | None) -> None:
 @app.command()
 @operating("yes", "json")
 def issue(
-    call: Caller,
+    call: Invocation,
     what: Annotated[
         str, typer.Argument(help="A tenant; or an invoice's number, for its credit note")
     ],
@@ -123,7 +123,7 @@ def issue(
 @app.command()
 @operating("why", "yes", "json")
 def mark(
-    call: Caller,
+    call: Invocation,
     number: Number,
     state: Annotated[Mark, typer.Argument(help="paid or void")],
 ) -> None:
@@ -138,7 +138,7 @@ def mark(
 @app.command()
 @operating("reason")
 def parties(
-    call: Caller,
+    call: Invocation,
     file: Annotated[Path | None, typer.Argument(help="TOML with [seller] and [[buyer]]")] = None,
 ) -> None:
     """Set the seller and the buyers of invoices; without a file, print them."""

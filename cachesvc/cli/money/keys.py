@@ -10,7 +10,7 @@ from billing.keys import Scope
 from billing.operations import keys
 from billing.prices.book import NS
 from cachesvc.cli.money.books import TenantOption
-from cachesvc.cli.money.operations import Caller, operating
+from cachesvc.cli.money.operations import Invocation, operating
 from cachesvc.cli.render import note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")
@@ -21,7 +21,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 @app.command()
 @operating("reason", "json")
 def create(
-    call: Caller,
+    call: Invocation,
     tenant: Annotated[str, typer.Option("--tenant", help="Tenant of the key")],
     project: Annotated[str, typer.Option(help="Project that its usage counts for")] = "",
     name: Annotated[str, typer.Option(help="A name to recognise it by")] = "",
@@ -55,7 +55,7 @@ def create(
 @app.command("list")
 @operating("json")
 def list_keys(
-    call: Caller,
+    call: Invocation,
     tenant: TenantOption = None,
 ) -> None:
     """List keys by their prefix."""
@@ -85,7 +85,7 @@ def list_keys(
 @app.command()
 @operating("reason", "json")
 def revoke(
-    call: Caller,
+    call: Invocation,
     key: Annotated[str, typer.Argument(help="Id or prefix of the key")],
 ) -> None:
     """Revoke a key at once."""

@@ -27,7 +27,7 @@ from cachesvc.cli.money.books import (
     DataDir,
     books,
 )
-from cachesvc.cli.money.operations import Caller, Operations, operating
+from cachesvc.cli.money.operations import Invocation, Operations, operating
 from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, print_table
@@ -112,7 +112,7 @@ def verify(
 @app.command()
 @operating("json")
 def show(
-    call: Caller,
+    call: Invocation,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
     holds: Annotated[
@@ -144,7 +144,7 @@ def show(
 @app.command()
 @operating("why", "yes")
 def correct(
-    call: Caller,
+    call: Invocation,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[
         str | None, typer.Argument(help="Id of the request; or with --to a deposit's reference")

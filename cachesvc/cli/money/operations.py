@@ -92,7 +92,7 @@ def operations(
         fail(str(error), exit_code(error))
 
 
-class Caller:
+class Invocation:
     """Carries out one command's operations, and says who calls, why, and how to answer.
 
     Opens the server or the directory at the first call.
@@ -137,14 +137,14 @@ _SHARED: Mapping[str, Parameter] = {
 
 def operating(
     *options: str, create: bool = False
-) -> Callable[[Callable[Concatenate[Caller, ...], None]], Callable[..., None]]:
-    """A decorator below `app.command()`: the function gets a `Caller`, the command its options.
+) -> Callable[[Callable[Concatenate[Invocation, ...], None]], Callable[..., None]]:
+    """Below `app.command()`: gives the function an `Invocation`, and the command its options.
 
     `options` are "reason" or "why" (must be given), "yes" and "json"; a place to work on is always
     one. `create` creates the ledger if there is none.
     """
 
-    def decorate(function: Callable[Concatenate[Caller, ...], None]) -> Callable[..., None]:
+    def decorate(function: Callable[Concatenate[Invocation, ...], None]) -> Callable[..., None]:
         names = {*options, "data_dir", "database"}
         shared = [option for name, option in _SHARED.items() if name in names]
         _, *own = inspect.signature(function).parameters.values()
@@ -154,7 +154,7 @@ def operating(
             options = {each.name: given.pop(each.name) for each in shared}
             try:
                 with ExitStack() as stack:
-                    function(Caller(stack, options, create=create), **given)
+                    function(Invocation(stack, options, create=create), **given)
             except (BillingError, LiveError) as error:
                 fail(str(error), exit_code(error))
 

@@ -26,7 +26,7 @@ from cachesvc.cli.money.books import (
     MOST_DAYS,
     TenantOption,
 )
-from cachesvc.cli.money.operations import Caller, operating
+from cachesvc.cli.money.operations import Invocation, operating
 from cachesvc.cli.money.refunds import write_batch
 from cachesvc.cli.render import confirm, fail, note, print_json, print_table
 
@@ -57,7 +57,7 @@ def _lint(card: str, json: bool) -> None:
 @app.command()
 @operating("json")
 def show(
-    call: Caller,
+    call: Invocation,
     card: Annotated[str | None, typer.Argument(help="A card  [all applied cards]")] = None,
     diff: Annotated[
         str | None, typer.Option(metavar="CARD", help="Only what differs in this other card")
@@ -95,7 +95,7 @@ def show(
 @app.command()
 @operating("json")
 def plan(
-    call: Caller,
+    call: Invocation,
     card: Annotated[str | None, typer.Argument(help="A card to try  [the current cards]")] = None,
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days of usage")] = 30,
     tenant: TenantOption = None,
@@ -123,7 +123,7 @@ def plan(
 @app.command()
 @operating("reason", "yes", create=True)
 def apply(
-    call: Caller,
+    call: Invocation,
     card: Card,
 ) -> None:
     """Put a card in force from its valid_from on. It never changes afterwards."""

@@ -10,14 +10,14 @@ import typer
 
 from billing.operations import usage
 from billing.reports.published import published_keys
-from cachesvc.cli.money.operations import Caller, operating
+from cachesvc.cli.money.operations import Invocation, operating
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import fail, note, print_json, print_table
 
 
 @operating("json")
 def receipt(
-    call: Caller,
+    call: Invocation,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
     request_id: Annotated[str | None, typer.Argument(help="Id of the request")] = None,
     check: Annotated[

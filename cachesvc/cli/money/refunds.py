@@ -10,13 +10,13 @@ from api.format import number_of
 from billing.money import format_units
 from billing.operations import ledger
 from billing.proof.refunds import Refund, RefundBatch, read_batch
-from cachesvc.cli.money.operations import Caller
+from cachesvc.cli.money.operations import Invocation
 from cachesvc.cli.render import fail, note
 
 AT_ONCE = 256  # corrections in one call
 
 
-def refund(call: Caller, path: Path, approve: str | None) -> None:
+def refund(call: Invocation, path: Path, approve: str | None) -> None:
     """Books a batch of corrections, each once, if `approve` is its digest; else only shows it."""
     batch = _read(path)
     _print_batch(batch)
@@ -34,7 +34,7 @@ def refund(call: Caller, path: Path, approve: str | None) -> None:
         fail(f"{number_of(len(refused), 'request')} refused")
 
 
-def _book(call: Caller, batch: RefundBatch, why: str) -> list[str]:
+def _book(call: Invocation, batch: RefundBatch, why: str) -> list[str]:
     """Books the refunds. Returns the refused ones with reasons."""
     refused: list[str] = []
     for start in range(0, len(batch.refunds), AT_ONCE):

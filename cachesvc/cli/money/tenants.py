@@ -16,7 +16,7 @@ from cachesvc.cli.money.books import (
     TenantName,
     limit_text,
 )
-from cachesvc.cli.money.operations import Caller, operating
+from cachesvc.cli.money.operations import Invocation, operating
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import (
     confirm,
@@ -59,7 +59,7 @@ Limit = Annotated[
 
 @operating("reason", "json", create=True)
 def create(
-    call: Caller,
+    call: Invocation,
     tenant: TenantName,
     currency: Annotated[str | None, typer.Option(help="Three capitals [card's own]")] = None,
     postpaid: Limit = None,
@@ -80,7 +80,7 @@ def create(
 
 @operating("json")
 def show(
-    call: Caller,
+    call: Invocation,
     tenant: Annotated[str | None, typer.Argument(help="Name of the tenant  [all]")] = None,
 ) -> None:
     """Show one tenant, its projects and its balance; or list all tenants."""
@@ -93,7 +93,7 @@ def show(
     print_json(found) if call.json else _print_tenants(found)
 
 
-def _room(found: list[Document], call: Caller) -> list[dict[str, int]]:
+def _room(found: list[Document], call: Invocation) -> list[dict[str, int]]:
     """Bytes of each tenant in each tier; empty if no server with a cache is running."""
     server = find_server(data_dir_of(call.data_dir)) if not call.database else None
     if server is None:
@@ -136,7 +136,7 @@ def _print_tenants(found: list[Document]) -> None:
 
 @operating("reason", "yes", "json")
 def set_(
-    call: Caller,
+    call: Invocation,
     tenant: TenantName,
     postpaid: Annotated[
         str | None,

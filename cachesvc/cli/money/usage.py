@@ -27,7 +27,7 @@ from cachesvc.cli.money.books import (
     TenantOption,
     books,
 )
-from cachesvc.cli.money.operations import Caller, operating
+from cachesvc.cli.money.operations import Invocation, operating
 from cachesvc.cli.money.receipts import receipt
 from cachesvc.cli.render import fail, note, print_json, print_table
 from cachesvc.config.places import local_zone_name
@@ -52,7 +52,7 @@ PERIODS = ("day", "month", "session")
 @app.callback(invoke_without_command=True)
 @operating("json")
 def usage(
-    call: Caller,
+    call: Invocation,
     context: typer.Context,
     by: Annotated[
         str | None,
@@ -113,7 +113,7 @@ def usage(
     _show(found, call.json)
 
 
-def _print_line(call: Caller, tenant: str | None, timezone: str) -> None:
+def _print_line(call: Invocation, tenant: str | None, timezone: str) -> None:
     """Today and this month in one line."""
     today = datetime.now(_zone(timezone)).date()
     found = call(
@@ -199,7 +199,7 @@ def _units(periods: list[Document], name: str) -> int:
 
 
 def _print_statement(
-    call: Caller,
+    call: Invocation,
     tenant: str | None,
     month: str,
     zone: str,

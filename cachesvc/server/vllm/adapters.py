@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachesvc.vllm.identity import Unsupported, adapter_digest
+from cachesvc.vllm.identity import UnsupportedKv, adapter_digest
 from engine.errors import AdapterError
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's; the least that holds every adapter is taken
@@ -39,7 +39,7 @@ def _read(name: str, folder: Path, number: int) -> VllmAdapter:
     try:
         rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
         digest = adapter_digest(str(folder))
-    except (OSError, ValueError, KeyError, TypeError, Unsupported) as error:
+    except (OSError, ValueError, KeyError, TypeError, UnsupportedKv) as error:
         raise AdapterError(
             f"adapter {name}: {folder} does not hold a LoRA adapter for vLLM: {error}"
         ) from None

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from cachesvc.vllm.reports import Report
+from cachesvc.vllm.reports import RequestReport
 from engine.request import (
     BlockRun,
     FinishReason,
@@ -32,7 +32,7 @@ _FINISHES: Mapping[str, FinishReason] = {
 }
 
 
-class Answer:
+class RunningAnswer:
     """A request and its `n` sequences. Invariant: exactly one of its outputs has `last` set."""
 
     def __init__(self, request: Request, block_size: int, now_ns: int) -> None:
@@ -62,7 +62,7 @@ class Answer:
     def live(self) -> list[int]:
         return sorted(self._live)
 
-    def admit(self, report: Report | None, num_cached: int, now_ns: int) -> None:
+    def admit(self, report: RequestReport | None, num_cached: int, now_ns: int) -> None:
         """The prompt is complete. By vLLM's count, `num_cached` of its tokens were not computed."""
         below = dict(report.hits) if report is not None else {}
         external = sum(below.values())
@@ -76,7 +76,7 @@ class Answer:
             admitted_ns=began_ns, loaded_ns=began_ns, first_token_ns=now_ns
         )
 
-    def cut_short(self, report: Report | None) -> None:
+    def cut_short(self, report: RequestReport | None) -> None:
         """The request ended during its prompt. Tokens served or computed by then count."""
         if report is None or not report.admitted_ns:
             self._counts = TokenCounts(prompt=0)

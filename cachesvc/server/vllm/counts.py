@@ -11,7 +11,7 @@ from engine.scheduling.shares import BeginRate
 from tiers.stats import CacheStats
 
 
-class Counts:
+class EngineCounts:
     """Monotonic counters, and the values of the last step."""
 
     def __init__(self, on_step: Callable[[], None]) -> None:

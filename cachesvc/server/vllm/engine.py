@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from cachesvc.server.vllm.counts import Counts
+from cachesvc.server.vllm.counts import EngineCounts
 from cachesvc.server.vllm.generate import VllmSettings
 from cachesvc.server.vllm.generate import generate as vllm_generate
 from cachesvc.server.vllm.params import check_served
@@ -77,7 +77,7 @@ class VllmEngine:
         self._arriving: Counter[str] = Counter()  # prompt tokens not begun, by share; by the lock
         self._closing = False
         self._failed: BaseException | None = None
-        self.counts = Counts(self._look_at_backlog)
+        self.counts = EngineCounts(self._look_at_backlog)
         self._operations: CacheOperations | None = None
         self._read_cache: Callable[[], CacheStats] | None = None
         self.block_size = 0

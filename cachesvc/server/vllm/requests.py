@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cachesvc.server.vllm.answer import Answer, finish_of, logprobs_of
-from cachesvc.server.vllm.counts import Counts
-from cachesvc.vllm.reports import Report, Reports
+from cachesvc.server.vllm.answer import RunningAnswer, finish_of, logprobs_of
+from cachesvc.server.vllm.counts import EngineCounts
+from cachesvc.vllm.reports import Reports, RequestReport
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.shares import ServedShares
 
@@ -31,7 +31,7 @@ Generate = Callable[[Any, Request, int, str, int], AsyncIterator[Any]]
 class _Running:
     """A running request, with a task for each sequence that has begun."""
 
-    answer: Answer
+    answer: RunningAnswer
     tasks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     begun: set[int] = field(default_factory=set)  # sequences whose task has taken its first step
     ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
@@ -51,7 +51,7 @@ class VllmRequests:
         loop: asyncio.AbstractEventLoop,
         llm: Any,
         generate: Generate,
-        counts: Counts,
+        counts: EngineCounts,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         *,
         reports: Reports | None,
@@ -79,7 +79,7 @@ class VllmRequests:
 
     def begin(self, request: Request, failed: BaseException | None) -> None:
         """Starts a request; ends it with an error if the engine has `failed`."""
-        answer = Answer(request, self._block_size, self._clock_ns())
+        answer = RunningAnswer(request, self._block_size, self._clock_ns())
         running = self._running[request.request_id] = _Running(answer)
         self._shares.enter(request.share)
         if failed is not None:  # accepted just before the engine failed
@@ -198,7 +198,7 @@ class VllmRequests:
             running.is_arriving = False
             self._on_begun(running.answer.request)
 
-    async def _last_report(self, name: str) -> Report | None:
+    async def _last_report(self, name: str) -> RequestReport | None:
         """The connector's report on an aborted prompt, or None."""
         if self._reports is None:
             return None

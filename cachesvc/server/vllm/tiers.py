@@ -7,7 +7,7 @@ changed in the node.
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 
-from cachesvc.server.vllm.counts import Counts
+from cachesvc.server.vllm.counts import EngineCounts
 from cachesvc.server.vllm.node import NodeWatch
 from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain
@@ -118,7 +118,7 @@ class OperationsElsewhere:
 def cache_stats(
     layout: BlockLayout,
     stream: EventStream,
-    counts: Counts,
+    counts: EngineCounts,
     node: NodeWatch | None,
     num_device_blocks: int,
 ) -> CacheStats:
