@@ -27,6 +27,7 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     assert {"promote_share", "demote_share"} <= set(figures["copies"]["rates"])
     assert figures["copies"]["hashes"]["wrong_blocks"] == 0
     assert figures["copies"]["borders"]["wrong"] == 0
+    assert figures["connector"]["wrong_slabs"] == 0
     assert set(figures["memory"]) == {"arena", "large_pool", "long_prompt"}
     (speed,) = figures["speed"]["models"]
     assert speed["ours"]["graphs"]["decode_tokens_per_s"] > 0

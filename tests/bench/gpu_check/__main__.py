@@ -15,7 +15,17 @@ import torch
 import tests.bench.gpu_check as package
 from tests.bench.gpu_check.device import free_memory, machine
 
-PARTS = ("parity", "hits", "attention", "rows", "copies", "memory", "speed", "service")
+PARTS = (
+    "parity",
+    "hits",
+    "attention",
+    "rows",
+    "copies",
+    "connector",
+    "memory",
+    "speed",
+    "service",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
