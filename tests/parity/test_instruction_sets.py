@@ -39,14 +39,14 @@ def differences(capability: str, isa: str, *options: str) -> str:
     return "" if child.returncode == 0 else child.stdout + child.stderr
 
 
-@pytest.mark.parametrize(("capability", "isa"), zip(TORCH, ONEDNN, strict=True))
+@pytest.mark.parametrize(("capability", "isa"), list(zip(TORCH, ONEDNN, strict=True)))
 def test_a_sample_has_equal_bits_under_a_limit(capability: str, isa: str) -> None:
     assert differences(capability, isa, "--few", "--threads", "1", "2", "3") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("capability", "isa"), product(TORCH, ONEDNN))
+@pytest.mark.parametrize(("capability", "isa"), list(product(TORCH, ONEDNN)))
 def test_every_shape_has_equal_bits_under_every_limit(
     capability: str, isa: str, dtype: str
 ) -> None:
