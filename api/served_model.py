@@ -128,6 +128,7 @@ class ServedModel:
     parent: str | None = None
     created: int = 0  # Unix seconds
     owned_by: str = "cachesvc"
+    exactness: Mapping[str, Any] | None = None  # what serves, and its certificate, for clients
 
     @property
     def max_chars(self) -> int:

@@ -52,6 +52,7 @@ from cachesvc.operator.scopes import ScopeKind, note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.survey import CacheSurvey
 from cachesvc.operator.tenant_pins import CachePins
+from cachesvc.server import certificate
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
@@ -383,7 +384,19 @@ class Service:
             )
             for name, digest in loaded.adapters.digests.items()
         }
-        return {model.name: model, **adapted}
+        return {
+            name: self._certified(each) for name, each in {model.name: model, **adapted}.items()
+        }
+
+    def _certified(self, model: ServedModel) -> ServedModel:
+        """The model with what its clients may know of its exactness."""
+        if not self.core.facts:
+            return model
+        mode = {"cachesvc": cachesvc.__version__, "exact": self._settings.model.exact}
+        facts = mode | dict(self.core.facts)
+        served = certificate.identity(model.name, facts, model.scope)
+        data_dir, signer = self._settings.server.data_dir, self._money.books.signer
+        return replace(model, exactness=certificate.shown(data_dir, signer.published, served))
 
 
 def _degraded(disk: TierStats | None) -> dict[str, object]:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from engine.batch import Batch, Span
 from engine.bounds import check_params
@@ -18,6 +19,7 @@ from engine.execution.runner import ModelRunner
 from engine.garbage import freeze_loaded, thaw
 from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
+from engine.models.arithmetic import processor_name
 from engine.models.load import LoadedModel
 from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
@@ -59,6 +61,19 @@ class Core:
     def is_shared(self) -> bool:
         """Whether other servers can load blocks published here."""
         return self.cache.is_shared
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What computes the answers, for people; the scope has digests of it."""
+        loaded = self.loaded
+        return {
+            "engine": "embedded",
+            "device": loaded.device,
+            "dtype": loaded.dtype,
+            "kv_dtype": self.layout.dtype,
+            "processor": processor_name(loaded.device),
+            "torch": torch.__version__,
+        }
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
         """Does nothing: the tiers are in this process and read the owners from their `shares`."""

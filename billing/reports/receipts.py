@@ -37,6 +37,7 @@ class Purpose(StrEnum):
 
     RECEIPT = "receipt"
     HEADS = "heads"
+    CERTIFICATE = "certificate"
 
 
 class ReceiptSigner:

@@ -3,21 +3,25 @@
 import contextlib
 import json as jsonlib
 import shlex
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table, progress
 from cachesvc.config.errors import ConfigError
-from cachesvc.conform.offline import own_server
+from cachesvc.conform.offline import OwnServer, own_server
 from cachesvc.conform.prompts import rounds
+from cachesvc.conform.question import Question
 from cachesvc.conform.report import Report
-from cachesvc.conform.suite import Suite
+from cachesvc.conform.suite import Restarts, Suite
 from cachesvc.conform.target import Target, TargetError, find_target
+from cachesvc.server.certificate import certify
 
 RESTART_S = 900.0
 TIERS_OFFLINE = ("device", "host", "disk")
@@ -49,21 +53,46 @@ def conform(
     restart: Annotated[
         str | None, typer.Option(help="A command that restarts the server; it is asked again then")
     ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(help="With --offline: NAME=SOURCE of an adapter, which is asked")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="With --offline: float32 or bfloat16")] = None,
     engine: Annotated[str | None, typer.Option(help="With --offline: embedded or vllm")] = None,
+    data_dir: DataDir = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="Check this certificate instead, and that the server at URL fits it"),
+    ] = None,
+    public_key: Annotated[
+        str | None,
+        typer.Option(help="With --check: the key that signed, in hex  [those of the server]"),
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file")] = None,
     json: AsJson = False,
 ) -> None:
     """Ask a server the same questions cold and in every way that a cache may serve, and compare.
 
     Works with any OpenAI-compatible server of POST /v1/completions. Exit code 1 if an answer
-    differs.
+    differs. With --offline, a run without faults is certified in the data directory.
     """
+    if check is not None:
+        from cachesvc.cli.certificate import check_certificate
+
+        check_certificate(check, url=url, key=key, public_key=public_key, data_dir=data_dir)
+        return
     if (url is None) is not offline:
         raise ConfigError("give either the URL of a server, or --offline")
-    options = {"--model": model, "--dtype": dtype, "--engine": engine}
+    options = {"--model": model, "--adapter": adapter, "--dtype": dtype, "--engine": engine}
+    asked_model = (adapter or "").partition("=")[0] or (None if offline else model)
+    if engine == "vllm":  # which refuses a context longer than its cache
+        options |= {"--vllm.max-model-len": str(longest + 2 * block + max_tokens)}
+    else:
+        options |= {"--block-size": str(block)}
     try:
-        with _target(url, model, key, _read_cold(cold), options, restart) as (target, again):
+        with (
+            _stopped_by_signals(),
+            _target(url, asked_model, key, _read_cold(cold), options, restart) as (target, again),
+        ):
             if target.cold is None:
                 note(
                     f"nothing is known that makes a request to {target.owner or 'this server'} "
@@ -73,7 +102,7 @@ def conform(
                 block=block, max_tokens=max_tokens, seed=seed, longest=longest, as_text=text
             )
             suite = Suite(target, asked, clients=clients, seed=seed)
-            report = _run(suite, cases, again)
+            report = _run(suite, Report(block), cases, again)
     except TargetError as error:
         fail(str(error))
     faults = report.faults(bits=bits, tiers=_due(engine) if offline else ())
@@ -86,6 +115,10 @@ def conform(
         _print(report, faults)
     if faults:
         raise typer.Exit(1)
+    if offline and target.serves is not None:
+        settings = {"block": block, "longest": longest, "max_tokens": max_tokens, "seed": seed}
+        path = certify(data_dir_of(data_dir), target.serves, told, settings)
+        note(f"certified in {path}")
 
 
 @contextlib.contextmanager
@@ -96,21 +129,34 @@ def _target(
     cold: dict[str, Any] | None,
     options: dict[str, str | None],
     restart: str | None,
-) -> Iterator[tuple[Target, Callable[[], None] | None]]:
+) -> Iterator[tuple[Target, Restarts | None]]:
     """The server to ask, and what restarts it if that is possible."""
     if url is not None:
         target = find_target(url, model=model, key=key, cold=cold)
-        yield target, None if restart is None else lambda: _restart(restart, target)
+        yield target, None if restart is None else Restarts(lambda: _restart(restart, target))
         return
     given = [part for name, value in options.items() if value for part in (name, value)]
     with own_server(given) as server:
-        target = find_target(server.url, model=None, key=None, cold=cold)
+        target = find_target(server.url, model=model, key=None, cold=cold)
+        yield target, _restarts(server, target)
 
-        def again() -> None:
-            server.restart()
-            target.url = server.url
 
-        yield target, again
+def _restarts(server: OwnServer, target: Target) -> Restarts:
+    def again(*more: str) -> None:
+        server.restart(*more)
+        target.url = server.url
+
+    def as_other_dtype(questions: Sequence[Question]) -> None:
+        again("--dtype", other, "--kv-dtype", kept)
+        for question in questions:
+            target.ask(question)
+        again()
+
+    served = target.serves or {}
+    kept = served.get("kv_dtype", "")
+    other = "float32" if served.get("dtype") != "float32" else "bfloat16"
+    own = served.get("engine") == "embedded"  # vLLM stores KV in the model's dtype
+    return Restarts(again, as_other_dtype if own else None)
 
 
 def _restart(command: str, target: Target) -> None:
@@ -129,13 +175,31 @@ def _restart(command: str, target: Target) -> None:
             time.sleep(0.5)
 
 
-def _run(suite: Suite, cases: int, restart: Callable[[], None] | None) -> Report:
-    report = Report()
+def _run(suite: Suite, report: Report, cases: int, restarts: Restarts | None) -> Report:
+    """A server that fails on the way ends the run, and so does a signal; what was found until then
+    is reported."""
     with progress("comparing answers", cases) as step:
-        for check in suite.run(cases, restart):
-            report.add(check)
-            step(1)
+        try:
+            for check in suite.run(cases, restarts):
+                report.add(check)
+                step(1)
+        except TargetError as error:
+            if not report.cases:
+                raise
+            report.ended = str(error)
+        except KeyboardInterrupt:
+            report.ended = "it was interrupted"
     return report
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt here, as Ctrl-C does, so that an own server is stopped."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_cold(text: str | None) -> dict[str, Any] | None:
@@ -161,6 +225,7 @@ def _told(report: Report, target: Target, suite: Suite, faults: list[str]) -> di
         "model": target.model,
         "cold_known": target.cold is not None,
         "cold_answers": suite.num_cold,
+        "serves": target.serves,
         **report.as_json(),
         "faults": faults,
     }

@@ -29,20 +29,25 @@ class OwnServer:
     """`cachesvc serve` as a child. `folder` keeps its data across restarts."""
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
-        self._folder = folder
+        self.data_dir = folder / "data"
         program = Path(sys.executable).with_name("cachesvc")
-        data = ("--data-dir", str(folder / "data"))
+        data = ("--data-dir", str(self.data_dir))
         self._command = [str(program), "serve", "--port", "0", *data, *options]
         self._child: subprocess.Popen[bytes] | None = None
         self._log = folder / "serve.log"
         self.url = ""
 
-    def start(self) -> None:
-        """Start it and wait until it serves. Raises TargetError with the end of its log."""
+    def start(self, *more: str) -> None:
+        """Start it, with more options, and wait until it serves. Raises TargetError with the end of
+        its log."""
         environment = {**_ENVIRONMENT, **os.environ}  # noqa: TID251  the child's
         with self._log.open("wb") as out:
             self._child = subprocess.Popen(
-                self._command, stdout=out, stderr=out, start_new_session=True, env=environment
+                [*self._command, *more],
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env=environment,
             )
         give_up = time.monotonic() + START_S
         while not self._ready():
@@ -63,13 +68,13 @@ class OwnServer:
             child.kill()
             child.wait()
 
-    def restart(self) -> None:
+    def restart(self, *more: str) -> None:
         self.stop()
-        self.start()
+        self.start(*more)
 
     def _ready(self) -> bool:
         with contextlib.suppress(OSError, ValueError, KeyError):
-            self.url = json.loads((self._folder / "data" / "server.json").read_text())["url"]
+            self.url = json.loads((self.data_dir / "server.json").read_text())["url"]
             return True
         return False
 
@@ -79,8 +84,8 @@ def own_server(options: Sequence[str]) -> Iterator[OwnServer]:
     """A started server in a temporary folder, stopped and removed at the end."""
     with tempfile.TemporaryDirectory(prefix="cachesvc-conform-") as folder:
         server = OwnServer(Path(folder), options)
-        server.start()
         try:
+            server.start()
             yield server
         finally:
             server.stop()

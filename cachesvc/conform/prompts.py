@@ -40,6 +40,10 @@ class Round:
 
     questions: tuple[Question, ...]
 
+    @property
+    def longest(self) -> Question:
+        return max(self.questions, key=lambda each: len(each.prompt))
+
 
 def rounds(
     *, block: int, max_tokens: int, seed: int, longest: int, as_text: bool

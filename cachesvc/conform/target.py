@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from cachesvc.conform.question import Question, ServedAnswer, read_answer
 
 ANSWER_S = 600.0
+BUSY = (429, 503)  # asked again after the time that the server names
+BUSY_S, MAX_BUSY_S, MAX_BUSY = 1.0, 30.0, 20
 UNIQUE = "{unique}"  # in a dialect, stands for a text that no other request has
 
 # What makes a request read nothing from a cache, by the `owned_by` of the server's models.
@@ -29,22 +31,28 @@ class TargetError(Exception):
 
 @dataclass
 class Target:
-    """A server. `cold` is what a body needs to read nothing from the cache; None if unknown."""
+    """A server. `cold` is what a body needs to read nothing from the cache; None if unknown.
+    `others` are further models on the same weights, such as adapters. `serves` is what our own
+    server tells of its engine and contents."""
 
     url: str
     model: str
     owner: str
     key: str | None = None
     cold: Mapping[str, Any] | None = None
+    others: tuple[str, ...] = ()
+    serves: Mapping[str, str] | None = None
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @property
     def is_ours(self) -> bool:
         return self.owner == "cachesvc"
 
-    def ask(self, question: Question, *, cold: bool = False) -> ServedAnswer:
+    def ask(
+        self, question: Question, *, cold: bool = False, model: str | None = None
+    ) -> ServedAnswer:
         """The server's answer. Raises TargetError."""
-        body = question.body(self.model)
+        body = question.body(model or self.model)
         if self.owner in COLD:
             body["ignore_eos"] = True
         if cold and self.cold is not None:
@@ -67,10 +75,43 @@ def find_target(
         served = ", ".join(str(each.get("id")) for each in models) or "none"
         raise TargetError(f"{url} does not serve {model}; it serves {served}")
     owner = str(named[0].get("owned_by", ""))
-    return Target(url, str(named[0]["id"]), owner, key, cold or COLD.get(owner))
+    name, root = str(named[0]["id"]), named[0].get("root")
+    others = [str(each["id"]) for each in models if root is not None and each.get("root") == root]
+    return Target(
+        url,
+        name,
+        owner,
+        key,
+        cold or COLD.get(owner),
+        others=tuple(each for each in others if each != name),
+        serves=(named[0].get("exactness") or {}).get("serves"),
+    )
+
+
+def receipt_keys(url: str, key: str | None) -> dict[str, str]:
+    """The public keys that our own server publishes, in hex by id. Raises TargetError."""
+    told = _json(url.rstrip("/").removesuffix("/v1"), "/v1/receipts/keys", key)
+    return {str(each["key_id"]): str(each["public_key"]) for each in told.get("keys") or []}
 
 
 def _json(url: str, path: str, key: str | None, body: Any = None) -> Any:
+    for tried in range(MAX_BUSY + 1):
+        status, text, wait_s = _exchange(url, path, key, body)
+        if status not in BUSY or tried == MAX_BUSY:
+            break
+        time.sleep(min(wait_s, MAX_BUSY_S))
+    if status != 200:
+        said = text[:300].decode("utf-8", "replace")
+        raise TargetError(f"{url}{path} answered {status}: {said}")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise TargetError(f"{url}{path} answered no JSON: {text[:80]!r}") from error
+
+
+def _exchange(url: str, path: str, key: str | None, body: Any) -> tuple[int, bytes, float]:
+    """Status and body of the answer, and the seconds after which a busy server wants to be asked
+    again."""
     parts = urlsplit(url)
     if parts.hostname is None or parts.scheme not in ("http", "https"):
         raise TargetError(f"{url} is not the URL of a server; write http://HOST:PORT")
@@ -84,15 +125,9 @@ def _json(url: str, path: str, key: str | None, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body)
         connection.request(method, parts.path + path, data, headers)
         answer = connection.getresponse()
-        text = answer.read()
+        wait = answer.headers.get("retry-after") or ""
+        return answer.status, answer.read(), float(wait) if wait.isdigit() else BUSY_S
     except (OSError, http.client.HTTPException) as error:
         raise TargetError(f"{url} does not answer: {type(error).__name__} {error}") from error
     finally:
         connection.close()
-    if answer.status != 200:
-        said = text[:300].decode("utf-8", "replace")
-        raise TargetError(f"{url}{path} answered {answer.status}: {said}")
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise TargetError(f"{url}{path} answered no JSON: {text[:80]!r}") from error

@@ -78,6 +78,11 @@ class Backend(Protocol):
     def scope(self) -> CacheScope: ...
 
     @property
+    def facts(self) -> Mapping[str, str]:
+        """Engine, device, dtypes, processor and versions by name; empty if the scope does not know
+        the contents of the model."""
+
+    @property
     def operations(self) -> CacheOperations: ...
 
     @property

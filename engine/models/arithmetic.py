@@ -53,6 +53,13 @@ def arithmetic_of(model: nn.Module, device: str) -> Arithmetic:
     return Arithmetic(names, inexact="kernels of a GPU are chosen by the number of rows")
 
 
+def processor_name(device: str) -> str:
+    """The GPU or processor that computes on `device`, for people."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return ", ".join(f"{name} {value}" for name, value in _processor() if name != "vectors")
+
+
 def _cpu_names() -> Iterator[tuple[str, str]]:
     yield "torch", torch.__version__
     yield (

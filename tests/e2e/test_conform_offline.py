@@ -1,43 +1,137 @@
-"""`cachesvc conform --offline` on a tiny model: a real server, every tier, a restart."""
+"""`cachesvc conform --offline` on a tiny model: a real server, every tier, restarts, another dtype,
+the certificate, and what the tool finds in an engine that was broken on purpose."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from tests.live_server import LiveServer
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("cachesvc")
 SIZES = {"DEVICE_BYTES": "2MiB", "HOST_BYTES": "2MiB", "DISK_BYTES": "1GiB"}
+# Makes a process import the broken copies beside it in place of the modules they are named after.
+SITE = """
+import importlib.util, pathlib, sys
+
+class Broken:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        file = pathlib.Path(__file__).with_name(name + ".py")
+        if "." in name and file.exists():
+            return importlib.util.spec_from_file_location(name, file)
+
+sys.meta_path.insert(0, Broken)
+"""
+TILE = "        begin, until = max(low, start), min(low + tile, end)\n"
+ZEROS = "torch.cat([keys[:, :1] * 0.0, keys[:, 1:]], 1)"
+SHORT = "end - int(end - start > 8)", "stop - int(end - start > 8)"
+# By what is wrong: the module, its sound text, and the broken one.
+BREAKS = {
+    "a key without the dtype": [
+        ("engine.models.load", "content + dtype.encode()", "content"),
+        ("engine.models.arithmetic", "_cpu_names()), bits, inexact", '_cpu_names()), b"", inexact'),
+    ],
+    "a tile that begins in its middle reads its first key as zeros": [
+        (
+            "engine.attention.dense",
+            TILE,
+            f"{TILE}        if begin > low:\n            keys = {ZEROS}\n",
+        )
+    ],
+    "the last value of a long chunk is not written": [
+        (
+            "engine.attention.dense",
+            "values[:, start:end].copy_(value[first:stop].",
+            f"values[:, start : {SHORT[0]}].copy_(value[first : {SHORT[1]}].",
+        )
+    ],
+}
 
 
-def test_our_own_server_conforms_from_every_tier_and_after_a_restart(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "tiny")
-    output = tmp_path / "out.json"
+def conform(tmp_path: Path, *options: Any, cases: int, **environment: str) -> tuple[Any, Any]:
+    """The finished command on a tiny model, and its JSON."""
+    if not (tmp_path / "tiny").exists():
+        save_tiny_model(tmp_path / "tiny")
     small = {f"CACHESVC_CACHE__{name}": size for name, size in SIZES.items()}
-    options = ["--text", "--block", "10", "--longest", "90", "--cases", "300"]
+    output = tmp_path / "out.json"
+    asked = ["--text", "--block", "16", "--longest", "50", "--cases", cases, "--output", output]
+    command = [SCRIPT, "conform", "--offline", "--model", "tiny", "--data-dir", tmp_path / "data"]
     done = subprocess.run(
-        [
-            SCRIPT,
-            "conform",
-            "--offline",
-            "--model",
-            tmp_path / "tiny",
-            *options,
-            "--output",
-            output,
-        ],
-        env={**os.environ, **small, "OMP_NUM_THREADS": "1"},
+        [str(each) for each in (*command, *asked, *options)],
+        env={**os.environ, **small, "OMP_NUM_THREADS": "1", **environment},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
+    assert output.exists(), done.stdout + done.stderr
+    return done, json.loads(output.read_text())
+
+
+def test_our_own_server_conforms_and_proves_it_where_the_same_is_served(tmp_path: Path) -> None:
+    done, told = conform(tmp_path, cases=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(output.read_text())
     assert (told["flips"], told["faults"]) == (0, [])
     assert set(told["tiers"]) >= {"device", "host", "disk"}
     assert told["kinds"]["restarted"]["cases"] > 0
+    assert told["kinds"]["other dtype"]["cases"] == 5
+    assert (told["serves"]["dtype"], told["serves"]["engine"]) == ("float32", "embedded")
+    (path,) = (tmp_path / "data" / "certificates").iterdir()
+    certificate = json.loads(path.read_text())
+
+    server = LiveServer(tmp_path, tmp_path / "tiny")
+    try:
+        url = server.start()
+        exactness = httpx.get(f"{url}/v1/models").json()["data"][0]["exactness"]
+        assert (exactness["valid"], exactness["why"]) == (True, None)
+        assert exactness["certificate"] == certificate
+        assert certificate["cases"] == told["cases"] and certificate["flips"] == 0
+        fits = _check(path, url)
+        assert fits.returncode == 0 and "serves what is certified" in fits.stderr
+        server.stop()
+
+        server = LiveServer(tmp_path, tmp_path / "tiny", CACHESVC_MODEL__DTYPE="bfloat16")
+        url = server.start()
+        exactness = httpx.get(f"{url}/v1/models").json()["data"][0]["exactness"]
+        assert not exactness["valid"]
+        assert "it is for dtype float32, and bfloat16 serves" in exactness["why"]
+        fits = _check(path, url)
+        assert fits.returncode == 1 and "bfloat16 serves" in fits.stderr
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BREAKS)
+def test_an_engine_broken_on_purpose_is_found_and_not_certified(
+    tmp_path: Path, broken: str
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(SITE)
+    for module, sound, instead in BREAKS[broken]:
+        source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert source.count(sound) == 1, f"{module} has changed: break it elsewhere"
+        (site / f"{module}.py").write_text(source.replace(sound, instead))
+    done, told = conform(tmp_path, cases=40, PYTHONPATH=str(site))
+    assert done.returncode == 1 and told["faults"], done.stdout + done.stderr
+    assert not (tmp_path / "data" / "certificates").exists()
+    if "dtype" in broken:
+        assert "tokens were served that another dtype had computed" in told["faults"][-1]
+        assert told["kinds"]["other dtype"]["moves"] > 0
+    else:
+        assert told["flips"] > 0
+
+
+def _check(path: Path, url: str) -> Any:
+    command = [SCRIPT, "conform", url, "--check", str(path)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)

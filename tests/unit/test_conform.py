@@ -32,6 +32,9 @@ class Server:
         self.owner, self.answers, self.logprob = owner, answers, logprob
         self.seen: list[list[int]] = []
         self.lock = threading.Lock()
+        self.asked = 0
+        self.status: Callable[[int], int] = lambda number: 200
+        self.cached_in_usage: Callable[[int, bool], int | None] = lambda known, cold: known
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -40,11 +43,14 @@ class Server:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self._send(outer.completion(body))
+                with outer.lock:
+                    outer.asked += 1
+                    status = outer.status(outer.asked)
+                self._send(outer.completion(body) if status == 200 else {}, status)
 
-            def _send(self, body: Any) -> None:
+            def _send(self, body: Any, status: int = 200) -> None:
                 data = json.dumps(body).encode()
-                self.send_response(200)
+                self.send_response(status)
                 self.send_header("content-length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
@@ -69,7 +75,8 @@ class Server:
         tokens = [str(each) for each in self.answers(prompt, body, known)]
         moved = 0.0 if not known else self.logprob + 1.0
         told = {"tokens": tokens, "token_logprobs": [-1.0 + moved] * len(tokens)}
-        details = {"cached_tokens": known, "cached_tokens_details": {"device": known}}
+        told_cached = self.cached_in_usage(known, cold)
+        details = {"cached_tokens": told_cached, "cached_tokens_details": {"device": known}}
         return {
             "choices": [{"text": " ".join(tokens), "logprobs": told}],
             "usage": {"prompt_tokens_details": details},
@@ -118,7 +125,8 @@ def test_an_honest_server_conforms_in_every_way_of_asking(
     code, told = conform(serve(owner, honest).url, "--cases", "150", "--bits")
     assert (code, told["flips"], told["moves"], told["faults"]) == (0, 0, 0, [])
     assert told["cases"] >= 150 and told["cold_known"] == (owner == "cachesvc")
-    cold = {"first", "extended"} if owner == "cachesvc" else set()
+    known = {"first", "extended", "cold again", "cold beside"}
+    cold = known if owner == "cachesvc" else set()
     assert set(told["kinds"]) == {"repeated", "together", "interleaved", "later"} | cold
     assert told["tiers"]["device"] > 0
 
@@ -172,7 +180,53 @@ def test_a_restart_is_a_command_and_what_comes_after_it_is_checked(
     kinds = {kind for kind, found in told["kinds"].items() if found["flips"]}
     assert (code, kinds) == (1, {"restarted"})
     failed = CliRunner().invoke(app, ["conform", server.url, "--cases", "9", "--restart", "false"])
-    assert failed.exit_code == 1 and "ended with 1" in failed.stderr
+    assert failed.exit_code == 1 and "ended with 1" in failed.stdout
+
+
+def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(
+    serve: Callable[..., Server],
+) -> None:
+    def by_batch(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
+        other = body.get("cachesvc") and len(prompt) > 8 and next(draws) % 2
+        return tokens_of(prompt, body | ({"seed": 5} if other else {}))
+
+    draws = iter(range(10_000))
+    code, told = conform(serve("cachesvc", by_batch).url, "--cases", "200")
+    assert code == 1 and told["kinds"]["cold again"]["flips"] > 0
+    assert any(
+        "read no cache: the server does not repeat itself" in each for each in told["faults"]
+    )
+
+
+def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("cachesvc", honest)
+    server.cached_in_usage = lambda known, cold: 0
+    code, told = conform(server.url, "--cases", "40")
+    assert (code, told["cached_tokens"]) == (1, 0)
+    assert told["faults"] == ["no answer says that its prompt was cached: is the cache on?"]
+    server.cached_in_usage = lambda known, cold: 8 if cold else known
+    code, told = conform(server.url, "--cases", "40", "--seed", "2")
+    assert code == 1 and "tokens of cold answers came from a cache" in told["faults"][0]
+    server.cached_in_usage = lambda known, cold: None
+    code, told = conform(server.url, "--cases", "40", "--seed", "3")
+    assert (code, told["cached_tokens"]) == (0, None)
+
+
+def test_a_busy_server_is_asked_again_and_one_that_ends_leaves_a_report(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachesvc.conform.target.BUSY_S", 0.001)
+    server = serve("cachesvc", honest)
+    server.status = lambda number: 503 if number % 7 == 3 else 200
+    code, told = conform(server.url, "--cases", "60")
+    assert (code, told["faults"]) == (0, [])
+    ends = server.asked + 60
+    server.status = lambda number: 200 if number < ends else 500
+    code, told = conform(server.url, "--cases", "900", "--seed", "2")
+    assert code == 1 and 0 < told["cases"] < 900
+    assert told["faults"][0].startswith("the run ended early") and "answered 500" in str(told)
 
 
 def test_by_text_the_prompts_are_words(serve: Callable[..., Server]) -> None:

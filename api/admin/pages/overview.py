@@ -6,6 +6,7 @@ from starlette.responses import Response
 from api.admin.access import MayRead
 from api.admin.pages.base import render
 from api.admin.parts import parts_of
+from api.context import wire_of
 
 router = APIRouter(include_in_schema=False)
 
@@ -22,5 +23,6 @@ async def overview(request: Request, found: MayRead) -> Response:
         stats=stats,
         alerts=parts.alerts(),
         currency=parts.currency(),
+        models=[each for each in wire_of(request).models.values() if each.exactness],
         base_url=str(request.base_url).rstrip("/"),
     )

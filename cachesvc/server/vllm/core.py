@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,27 @@ class VllmCore:
     def is_shared(self) -> bool:
         """Whether other machines can load what is published here."""
         return self.node is not None and self.node.counters.is_shared
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """As those of the embedded engine. Empty without a connector, which reads the contents of
+        the model."""
+        if self.node_operations is None:
+            return {}
+        import vllm
+
+        from engine.models.arithmetic import processor_name
+
+        config = self.engine.vllm_config
+        return {
+            "engine": "vllm",
+            "device": str(config.device_config.device_type),
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "kv_dtype": self.layout.dtype,
+            "processor": processor_name(str(config.device_config.device_type)),
+            "vllm": vllm.__version__,
+            "torch": version("torch"),
+        }
 
     def start(self, warm_up_tokens: int = 0) -> None:
         """Does nothing: vLLM warms up when it is opened."""
