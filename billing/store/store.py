@@ -154,8 +154,11 @@ class LedgerStore:
             self._check_open()
             try:
                 with transaction() as connection:
+                    before = self._num_changes(connection)
                     result = operation(connection)
-                self._num_failed = 0
+                    has_written = before != self._num_changes(connection)
+                if has_written or self._log is None:
+                    self._num_failed = 0
                 return result
             except self._passing as error:  # locked, deadlock, serialisation, lost connection
                 if self._log is not None:
@@ -171,6 +174,14 @@ class LedgerStore:
                     self._note_failure(error)
                 raise Unwritable(f"the ledger cannot be written: {cause_of(error)}") from error
         raise AssertionError("unreachable")
+
+    def _num_changes(self, connection: Connection) -> int:
+        """Rows that SQLite's connection has changed: a commit without any needs no disk."""
+        if self._log is None:
+            return 0
+        driver: Any = connection.connection.driver_connection
+        changes: int = driver.total_changes
+        return changes
 
     def _note_failure(self, error: Exception) -> None:
         self._failure = cause_of(error)
