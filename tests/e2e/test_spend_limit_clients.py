@@ -1,0 +1,67 @@
+"""Real clients meet a hard limit: they raise at once, without a retry, and can read which it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from billing.gate.limits import Spender, Spending, SpendLimit, reached
+from billing.gate.periods import period_of
+from billing.money import UNITS
+from tests.e2e.conftest import Server
+
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+NOW_NS = 2**62  # in 2116: the limit's end is still to come
+PERIOD = period_of("month", NOW_NS)
+
+
+def ask_chat(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="sk-any") as client:
+        client.chat.completions.create(model="bytes", messages=MESSAGES, user="anna")
+
+
+def ask_stream(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="sk-any") as client:
+        client.chat.completions.create(model="bytes", messages=MESSAGES, stream=True)
+
+
+def ask_responses(url: str) -> None:
+    with openai.OpenAI(base_url=url, api_key="sk-any") as client:
+        client.responses.create(model="bytes", input="hi")
+
+
+def ask_messages(url: str) -> None:
+    with anthropic.Anthropic(base_url=url.removesuffix("/v1"), api_key="sk-any") as client:
+        client.messages.create(model="bytes", messages=MESSAGES, max_tokens=3)
+
+
+@pytest.mark.parametrize("ask", [ask_chat, ask_stream, ask_responses, ask_messages])
+def test_a_client_raises_and_tells_the_limit(server: Server, ask: Callable[[str], None]) -> None:
+    limit = SpendLimit(
+        name="cap",
+        tenant="acme",
+        amount=5 * UNITS,
+        per="month",
+        of="user",
+        value="*",
+        since_ns=0,
+        version=1,
+    )
+    spender = Spender("cap", PERIOD, "anna")
+    server.house.meter.refuse = reached(
+        limit, spender, Spending(5 * UNITS), needed=UNITS, currency="CNY"
+    )
+    with pytest.raises((openai.RateLimitError, anthropic.RateLimitError)) as raised:
+        ask(server.url)
+    error: Any = raised.value
+    body = error.body.get("error", error.body)  # Anthropic's client keeps the whole body
+    told = body["limit"]
+    assert ("cap", "user", "anna", "month") == tuple(
+        told[name] for name in ("name", "of", "value", "per")
+    )
+    assert ("5.00", "5.00", "CNY") == (told["amount"], told["spent"], told["currency"])
+    assert "spend_limit_reached" == body["code"]
+    assert int(error.response.headers["retry-after"]) > 0
+    assert "0" == error.response.request.headers["x-stainless-retry-count"], "it was not retried"
