@@ -24,7 +24,7 @@ _CALL: Final = {
 }
 
 
-class Place(StrEnum):
+class Placement(StrEnum):
     """What a template does with a system message after the first turn, the worst first."""
 
     LOST = "lost"  # it is rejected or left out
@@ -42,8 +42,8 @@ def steered(messages: Sequence[Plain], render: Render, *, hoisted: bool) -> Sequ
     later = [n for n in range(first, len(messages)) if _is_system(messages[n])]
     if not later:
         return messages
-    needing = {Place.LOST, Place.HOISTED} if hoisted else {Place.LOST}
-    if any(_place(shape, render) in needing for shape in {_shape(messages, n) for n in later}):
+    needing = {Placement.LOST, Placement.HOISTED} if hoisted else {Placement.LOST}
+    if any(_placement(shape, render) in needing for shape in {_shape(messages, n) for n in later}):
         return _in_place(messages, first)
     return messages
 
@@ -59,7 +59,7 @@ def _shape(messages: Sequence[Plain], number: int) -> tuple[bool, str]:
     return _is_system(messages[0]), next(before)
 
 
-def _place(shape: tuple[bool, str], render: Render) -> Place:
+def _placement(shape: tuple[bool, str], render: Render) -> Placement:
     """What the template does with short chats of this shape."""
     leads, before = shape
     chat = [_said("system", "be brief")] if leads else []
@@ -70,11 +70,13 @@ def _place(shape: tuple[bool, str], render: Render) -> Place:
         chat.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
         chat.append(_said("tool", _BEFORE) | {"name": "f", "tool_call_id": _CALL["id"]})
     answer = _said("user" if before == "assistant" else "assistant", "yes")
-    places = {_place_of(chat, rest, render) for rest in ([], [answer])}
-    return next(place for place in Place if place in places)
+    placements = {_placement_of(chat, rest, render) for rest in ([], [answer])}
+    return next(placement for placement in Placement if placement in placements)
 
 
-def _place_of(chat: list[dict[str, Any]], rest: list[dict[str, Any]], render: Render) -> Place:
+def _placement_of(
+    chat: list[dict[str, Any]], rest: list[dict[str, Any]], render: Render
+) -> Placement:
     """What becomes of a system message between `chat` and `rest`.
 
     A template that rejects the chat without the message too decides nothing here.
@@ -82,15 +84,15 @@ def _place_of(chat: list[dict[str, Any]], rest: list[dict[str, Any]], render: Re
     try:
         plain = render([*chat, *rest])
     except RequestError:
-        return Place.STANDS
+        return Placement.STANDS
     try:
         text = render([*chat, _said("system", _STEER), *rest])
     except RequestError:
-        return Place.LOST
+        return Placement.LOST
     if _STEER not in text:
-        return Place.LOST
+        return Placement.LOST
     told = plain[: plain.find(_BEFORE) + len(_BEFORE)]
-    return Place.STANDS if text.partition(_STEER)[0].startswith(told) else Place.HOISTED
+    return Placement.STANDS if text.partition(_STEER)[0].startswith(told) else Placement.HOISTED
 
 
 def _in_place(messages: Sequence[Plain], first: int) -> list[Plain]:

@@ -40,7 +40,7 @@ class _Standing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
+class _Checked:
     """A hold of `held` units was checked after entry `at`; entry `ends` is its charge."""
 
     at: int
@@ -55,7 +55,7 @@ class _Spent:
     """What one owner was charged, by entry, and the checks of its holds."""
 
     charges: list[tuple[int, int]] = field(default_factory=list)
-    checks: list[_Check] = field(default_factory=list)
+    checks: list[_Checked] = field(default_factory=list)
 
 
 class LimitChecks:
@@ -110,7 +110,7 @@ class LimitChecks:
                 raise Differs("limited", f"its hold was not checked against {each.limit.name!r}")
             if checked.get(each.limit.name) == each.limit.version:
                 at, held = details.get("checked_at", 0), int(details["held"])
-                check = _Check(at, each.limit.version, entry.seq, held, entry.request_id)
+                check = _Checked(at, each.limit.version, entry.seq, held, entry.request_id)
                 self._at((each.limit.of, spender)).checks.append(check)
         for owner in owners:
             self._at(owner).charges.append((entry.seq, -entry.amount))
@@ -176,7 +176,7 @@ class LimitChecks:
             limit = standing.limit if standing else None
             spender = limit.spender(body, body.get("admitted_ns", 0)) if limit else None
             if limit is not None and spender is not None:
-                check = _Check(hold.checked.at, version, OPEN, hold.amount, hold.request_id)
+                check = _Checked(hold.checked.at, version, OPEN, hold.amount, hold.request_id)
                 self._at((limit.of, spender)).checks.append(check)
 
     def _check_named(
@@ -240,7 +240,7 @@ def _is_due(standing: _Standing, entry: Entry, details: Mapping[str, Any]) -> bo
     return stood and is_known and not is_stored
 
 
-def _problem(limit: SpendLimit, spender: Spender, check: _Check, total: int) -> Problem:
+def _problem(limit: SpendLimit, spender: Spender, check: _Checked, total: int) -> Problem:
     whose = f"{limit.of} {spender.value!r}" if spender.value else "the tenant"
     message = (
         f"with its hold, {whose} had spent and held {format_units(total)} in {spender.period}; "
