@@ -6,9 +6,9 @@ from typing import Any
 import httpx
 import pytest
 
-from api.testing import ByteTokenizer, FakeHouse, Script, fake_house
 from billing.keys import Principal, Scope
 from tests.api.conftest import running
+from tests.support.wire import ByteTokenizer, FakeHouse, Script, fake_house
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 LAW = "Rule: be brief. " * 40

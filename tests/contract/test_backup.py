@@ -8,9 +8,9 @@ from pathlib import Path
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import database_url, open_store
-from billing.testing import running_ledger
 from billing.usage import Usage
 from tests.contract.conftest import entries
+from tests.support.billing import running_ledger
 
 BACKUPS = 4
 

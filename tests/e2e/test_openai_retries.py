@@ -94,7 +94,14 @@ class House:
             time.sleep(0.01)
         return self.bank.spent(UNITS)
 
-    def kinds(self) -> list[Kind]:
+    def booked(self, *kinds: Kind) -> bool:
+        """Whether these entries stand, once a connection that was cut has been settled too."""
+        deadline = time.monotonic() + 5
+        while self._kinds() != list(kinds) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self._kinds() == list(kinds)
+
+    def _kinds(self) -> list[Kind]:
         return [entry.kind for entry in self.bank.entries if entry.kind is not Kind.TOPUP]
 
 
@@ -137,9 +144,9 @@ def house(tmp_path: Path) -> Iterator[House]:
 def test_an_answer_that_never_came_is_not_paid_when_its_retry_comes(house: House) -> None:
     assert ANSWER == house.ask("drop", "drop")
     assert 3 == house.proxy.num_connections
-    assert PRICE == house.spent()
     charge, correction = Kind.CHARGE, Kind.CORRECTION
-    assert [charge, charge, charge, correction, correction] == house.kinds()
+    assert house.booked(charge, charge, charge, correction, correction)
+    assert PRICE == house.spent()
 
 
 def test_a_retry_of_a_request_with_a_key_is_paid_once(house: House) -> None:
@@ -153,7 +160,7 @@ def test_a_retry_of_a_request_with_a_key_is_paid_once(house: House) -> None:
 def test_a_whole_answer_that_the_network_swallowed_is_there_for_its_key(house: House) -> None:
     assert ANSWER == house.ask("swallow", extra_headers={"Idempotency-Key": "order-1"})
     assert PRICE == house.spent()
-    assert [Kind.CHARGE] == house.kinds()
+    assert house.booked(Kind.CHARGE)
     assert 1 == len(house.bank.house.engine.requests), "it was computed again"
 
 
