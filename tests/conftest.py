@@ -1,11 +1,13 @@
 """What holds for every test: no network, few threads, and nothing left running afterwards."""
 
+import gc
 import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -17,8 +19,11 @@ import structlog
 
 pytest_plugins = ["tests.databases"]
 
+ROOMY = 10 << 30  # bytes of address space
+
 _connect = socket.socket.connect
 _LOOPBACK = ("127.", "localhost", "::1")
+_HAS_PROC = Path("/proc/self/statm").exists()
 
 
 def _connect_to_loopback(sock: socket.socket, address: Any) -> None:
@@ -46,6 +51,17 @@ def _logs_as_before() -> Iterator[None]:
     yield
     root.handlers[:], root.level = handlers, level
     structlog.reset_defaults()
+
+
+@pytest.fixture(autouse=True)
+def _no_memory_left() -> Iterator[None]:
+    """Engines lie in cycles with 2 GiB of address space each, and some tests never close theirs. A
+    process that asks for more than there is memory cannot fork, as for a server of another user."""
+    yield
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if _HAS_PROC else 0
+    if pages * os.sysconf("SC_PAGE_SIZE") > ROOMY:
+        gc.unfreeze()
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
