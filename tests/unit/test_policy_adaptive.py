@@ -54,6 +54,30 @@ def test_what_left_often_returns_is_remembered_by_its_head():
         assert sorted(filter(None, (policy.victim() for _ in range(5)))) == chain
 
 
+def test_a_run_that_was_never_judged_is_not_learned_from():
+    """A chain of more runs than one request judges, whose first block has left by itself."""
+    policy, known = Adaptive[int](capacity_blocks=1000), set[int]()
+
+    def serve(now_s: float, chain: list[int]) -> None:
+        use = Use(now_s, len(chain))
+        for depth in reversed(range(len(chain))):
+            if chain[depth] in known:
+                policy.touch(chain[depth], use)
+            else:
+                policy.insert(chain[depth], use, chain[depth - 1] if depth else None, depth)
+        known.update(chain)
+
+    turns = list(range(60))
+    for number in range(6, 60):
+        serve(float(number), turns[:number])
+    policy.remove(0)
+    known.remove(0)
+    serve(100.0, turns)
+    for number in range(200):
+        serve(200.0 + number * 60, [1000 + number])
+    assert policy.victim() is not None
+
+
 def test_a_branch_splits_a_run_and_keeps_the_history_of_both():
     policy = Adaptive[int](capacity_blocks=16)
     for now_s, chain in ((0.0, [1, 2, 3, 4]), (1.0, [1, 2, 7, 8])):

@@ -296,8 +296,7 @@ class Adaptive(Generic[K]):
         above, judged = nodes[:-_MAX_JUDGED], nodes[-_MAX_JUDGED:]
         for node in judged:
             wait_s = now_s - node.last_s
-            if node.rows:
-                self._learn(node, interval(wait_s) + 1, reused=True)
+            self._learn(node, interval(wait_s) + 1, reused=True)
             node.uses += 1
             node.turn = turn
             node.rows = self._features(node, wait_s, pause_s, num_known, use)
@@ -316,8 +315,9 @@ class Adaptive(Generic[K]):
             self._place(node)
 
     def _learn(self, node: PrefixRun[K], end: int, *, reused: bool) -> None:
-        """Learn from a wait up to interval `end`, within the bound on one request's outcomes."""
-        if self._num_learned < _MAX_LEARNED:
+        """Learn from a wait up to interval `end`, within the bound on one request's outcomes. A
+        node that was never judged has nothing to learn from."""
+        if node.rows and self._num_learned < _MAX_LEARNED:
             self._num_learned += 1
             self._model.learn(node.outcome(end, reused=reused))
 

@@ -45,11 +45,11 @@ class ScopeOwners:
         return self._names
 
     def _save(self, path: Path) -> None:
-        told = {scope.hex(): name for scope, name in self._names.items()}
+        names = {scope.hex(): name for scope, name in self._names.items()}
         fresh = path.with_name(f"{FILE_NAME}.new")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(told, indent=1) + "\n")
+            fresh.write_text(json.dumps(names, indent=1) + "\n")
             fresh.replace(path)
         except OSError as error:
             logger.warning(f"whose blocks are whose is not kept for the next start: {error}")
@@ -58,8 +58,8 @@ class ScopeOwners:
 def _read(path: Path) -> dict[PrefixKey, str]:
     """The saved names. Empty if there is no file or it cannot be read."""
     try:
-        told = json.loads(path.read_text())
-        return {PrefixKey(bytes.fromhex(scope)): str(name) for scope, name in told.items()}
+        names = json.loads(path.read_text())
+        return {PrefixKey(bytes.fromhex(scope)): str(name) for scope, name in names.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, AttributeError) as error:
