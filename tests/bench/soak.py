@@ -34,6 +34,7 @@ from tests.support.models import save_tiny_adapter, save_tiny_model
 
 CLIENTS = 12
 SETTLE_S = 2.0  # after the last answer, for what is written in the background
+IDLE_S = 70.0  # after the last row: an idle server returns spare memory every minute
 CHAT = "/v1/chat/completions"
 SHARED = [f"You are assistant number {number}. " * 3 for number in range(8)]
 # Bounds that ordinary load reaches after tens of thousands of requests: constants of modules, and
@@ -43,6 +44,10 @@ NEAR = {
     "tiers.memory.past_hits:MAX_KEYS": 4096,
     "api.requests.turns:Conversations.max_tokens": 1 << 15,
     "cachesvc.server.kept_turns:KeptTurns.max_entries": 1024,
+    "api.requests.responses:StoredResponses.max_bytes": 1 << 20,
+    "api.requests.fingerprints:MAX_BYTES": 1 << 18,
+    "billing.store.opening:CACHE_KIB": 256,
+    "billing.store.store:LANE_CACHE_KIB": 1024,
 }
 
 
@@ -272,11 +277,16 @@ async def mixed(load: Load, kinds: list[str], warm_up: int, requests: int) -> di
         await load.send(kinds, requests // 20)
         rows.append(load.row())
         print(rows[-1], flush=True)
+    after = load.server.ask("objects")
+    await asyncio.sleep(IDLE_S)
+    idle = load.row()
+    print(idle, flush=True)
     return {
         "bytes_a_request": {name: slope(rows, name) for name in ("anonymous", "allocated", "kept")},
         "objects_a_request": slope(rows, "objects"),
-        "grown": grown(before, load.server.ask("objects")),
+        "grown": grown(before, after),
         "rows": rows,
+        "idle": idle,
         "trimmed": load.server.ask("trim"),
     }
 

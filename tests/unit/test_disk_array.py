@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.operator.purge import purge_stopped
+from cachesvc.operator.purge import purge_stopped, purge_unserved
 from tests.support.faulty_storage import (
     SCOPE,
     FaultyStorage,
@@ -37,6 +37,7 @@ LAYOUT = BlockLayout.uniform(
 )
 FRAMES = take(FrameArena(LAYOUT, 17), 17)
 IDS = chain(16, block_size=16)
+ROOTS = [SCOPE.root()]
 
 
 def opened(root: Path, *names: str, bad: FaultyStorage | None = None) -> DiskArray:
@@ -243,7 +244,28 @@ def test_a_purge_without_the_server_reaches_every_disk(tmp_path: Path) -> None:
     note_elsewhere(tmp_path / "disk", [str(tmp_path / "two"), "redis://host:1/0"])
     with pytest.raises(ConfigurationError, match="also blocks in redis://host:1/0; start the"):
         purge_stopped(tmp_path, [SCOPE.root()])
+    note_elsewhere(tmp_path / "disk", [str(tmp_path / "two"), str(tmp_path / "gone")])
+    with pytest.raises(
+        ConfigurationError, match="gone cannot be read, so its blocks would be left"
+    ):
+        purge_stopped(tmp_path, [SCOPE.root()])
     note_elsewhere(tmp_path / "disk", [str(tmp_path / "two")])
     done = purge_stopped(tmp_path, [SCOPE.root()])
     assert (done.removed["disk"].num_blocks, done.num_left) == (16, 0)
     note_elsewhere(tmp_path / "disk", [])
+
+
+def test_a_purge_reaches_the_folders_of_a_node_that_has_stopped(tmp_path: Path) -> None:
+    """An engine over a node leaves a folder for each layout in the server's disk."""
+    folders = [tmp_path / "disk" / "node" / name for name in ("one", "two")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        disk = open_disk(folder, LAYOUT, 2 << 20)
+        disk.store(IDS, FRAMES[:16])
+        disk.close()
+    assert [32] == [done.removed["disk"].num_blocks for done in [purge_stopped(tmp_path, ROOTS)]]
+    disk = open_disk(folders[0], LAYOUT, 2 << 20)
+    disk.store(IDS, FRAMES[:16])
+    assert [0] == [done.removed["disk"].num_blocks for done in purge_unserved(tmp_path, ROOTS)]
+    disk.close()
+    assert [16, 0] == [done.removed["disk"].num_blocks for done in purge_unserved(tmp_path, ROOTS)]

@@ -1,6 +1,7 @@
 """What memory gives up the disk has by then: written behind, and where it cannot, heads before
 tails."""
 
+import gc
 import random
 from collections.abc import Mapping, Sequence
 
@@ -225,6 +226,25 @@ def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(
     before = lost(bench)
     assert bench.compute(hit) == 32
     assert lost(bench) - before <= 32 + BLOCKS_PER_LIFT
+
+
+def test_a_block_that_left_memory_is_forgotten() -> None:
+    """Also one that was copied up from the host, and has left both."""
+    before = num_blocks()
+    bench = Bench(device=20, host=60, disk=400)
+    chains = prompts(bench, 4)
+    for turn in range(40):
+        bench.serve(chains[turn % 4])
+        bench.scan(30, first=100_000 + 1_000 * turn)
+        bench.settle()
+    assert bench.cache.stats().transfers[TierName.HOST, TierName.DEVICE].num_blocks > 3 * (20 + 60)
+    rings = 2
+    assert num_blocks() - before <= 20 + 60 + rings
+
+
+def num_blocks() -> int:
+    gc.collect()
+    return sum(1 for each in gc.get_objects() if type(each) is Block)
 
 
 def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(

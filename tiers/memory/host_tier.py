@@ -3,7 +3,7 @@
 Only this module changes `Block.host`. Engine thread only.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from tiers.blocks.frames import Arena, Frame
@@ -14,7 +14,6 @@ from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Policy
 
 MIN_LOOKAHEAD = 8  # coldest blocks searched, at least, for one that costs nothing to evict
-MAX_LIFTED = 4096  # promoted blocks remembered; a remembered block object stays in memory
 
 ABSENT, IN_USE, EVICTABLE, DUPLICATED, PINNED = HostState
 
@@ -36,8 +35,7 @@ class HostTier:
         self.lookahead = MIN_LOOKAHEAD
         self._index = index
         self._queue = queue
-        # Copied up to the device, oldest first. Some have since left the device or the host.
-        self._lifted: deque[Block] = deque(maxlen=MAX_LIFTED)
+        self._lifted: OrderedDict[Block, None] = OrderedDict()  # also on the device, oldest first
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
         self._second_copies: set[Block] = set()  # DUPLICATED, unless also IN_USE or PINNED
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
@@ -73,6 +71,7 @@ class HostTier:
     def left_device(self, block: Block) -> None:
         """Take in that the block has left the device, where it was used until now."""
         was_evictable = block.host is EVICTABLE
+        self._lifted.pop(block, None)
         self._second_copies.discard(block)
         self.sync(block)
         if was_evictable and block.host is EVICTABLE:
@@ -85,7 +84,7 @@ class HostTier:
         if leaves_first:
             self._second_copies.add(block)
         self.sync(block)
-        self._lifted.append(block)
+        self._lifted[block] = None
 
     def victim(self, sparing: Collection[Block]) -> Block | None:
         """Choose the block that leaves next and make the policy forget it.
@@ -122,6 +121,7 @@ class HostTier:
         self._move(block, ABSENT)
         block.frame, frame.part = None, Part.WHOLE
         self._second_copies.discard(block)
+        self._lifted.pop(block, None)
         self.num_blocks -= 1
         self._queue.sync(block)
         return frame
@@ -159,10 +159,10 @@ class HostTier:
     def _lifted_copy(self, sparing: Collection[Block]) -> Block | None:
         """The first of the blocks copied up whose frame duplicates the device's copy."""
         while self._lifted:
-            block = self._lifted[0]
+            block = next(iter(self._lifted))
             if block.slot is not None and block.host is IN_USE:
                 return None  # it is still being copied, and so are those behind it
-            self._lifted.popleft()
+            del self._lifted[block]
             idle = block.host is EVICTABLE and not block.busy
             if idle and block.slot is not None and block not in sparing:
                 return block
