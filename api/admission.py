@@ -17,7 +17,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from api.access.auth import Salts
-from api.access.limits import Permit
+from api.access.rate_limits import Permit
 from api.collaborators import Collaborators
 from api.context import RequestLog, request_log_of, wire_of
 from api.errors import InvalidRequest, Unsupported

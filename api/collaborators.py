@@ -19,17 +19,17 @@ from billing.tenants import Tenant
 if TYPE_CHECKING:
     from api.access.auth import Gatekeeper, Salts
     from api.access.fair_pool import FairPool
-    from api.access.limits import RateLimits
     from api.access.overload import QueueBound
+    from api.access.rate_limits import RateLimits
     from api.journal.journal import Journal
     from api.requests.bridge import OutputBridge
     from api.requests.grammars import GrammarPool
-    from api.requests.idempotency import AnswerStore
     from api.requests.metering import Meter
     from api.requests.publishing import Publisher
     from api.requests.quote import Survey
     from api.requests.retention import Retention
     from api.requests.turns import Conversations
+    from billing.idempotency import Idempotency
     from billing.store.store import LedgerStore
 
 
@@ -75,7 +75,7 @@ class Collaborators:
     meter: "Meter"
     limits: "RateLimits"
     journal: "Journal"
-    replays: "AnswerStore | None" = None  # None: Idempotency-Key is ignored
+    replays: "Idempotency | None" = None  # None: Idempotency-Key is ignored
     grammars: "GrammarPool | None" = None  # None: structured output is refused
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
     conversations: "Conversations | None" = None  # None: divergences of turns are not reported

@@ -150,7 +150,7 @@ class QuoteRefused(ApiError):
 
     def __init__(self, message: str, quote: Mapping[str, Any], *, param: str) -> None:
         super().__init__(message, param=param)
-        self.told = {"quote": quote}
+        self.extra = {"quote": quote}
 
 
 class RateLimited(ApiError):
@@ -177,7 +177,7 @@ class Row:
     type: str
     code: str | None = None
     retry_after_s: int | None = None
-    told: str | None = None  # instead of the error's own words, which tell of the inside
+    public: str | None = None  # instead of the error's own words, which tell of the inside
 
 
 TABLE: Final[Mapping[type[Exception], Row]] = {
@@ -248,22 +248,22 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
         "server_error",
         "ledger_unavailable",
         retry_after_s=5,
-        told="The ledger cannot be read or written now, so nothing is served. Try again shortly.",
+        public="The ledger cannot be read or written now, so nothing is served. Try again shortly.",
     ),
     billing_errors.ClockJumped: Row(
         503,
         "server_error",
         "ledger_unavailable",
         retry_after_s=5,
-        told="The server's clock is wrong, so bills would be too, and nothing is served. Try again "
-        "shortly.",
+        public="The server's clock is wrong, so bills would be too, and nothing is served. Try "
+        "again shortly.",
     ),
     tier_errors.NotSaved: Row(
         503,
         "server_error",
         "not_saved",
         retry_after_s=5,
-        told="The server's disk cannot be written now, so this change is not kept. Try again "
+        public="The server's disk cannot be written now, so this change is not kept. Try again "
         "shortly.",
     ),
     billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
@@ -287,7 +287,7 @@ class ErrorAnswer:
     code: str | None = None
     param: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
-    told: Mapping[str, Any] = field(default_factory=dict)  # beside the error
+    extra: Mapping[str, Any] = field(default_factory=dict)  # beside the error
     about: Mapping[str, Any] = field(default_factory=dict)  # in the error
 
     def body(self) -> dict[str, Any]:
@@ -298,7 +298,7 @@ class ErrorAnswer:
             "code": self.code,
             **self.about,
         }
-        return {"error": error, **self.told}
+        return {"error": error, **self.extra}
 
     def encoded(self) -> bytes:
         return orjson.dumps(self.body())
@@ -324,12 +324,12 @@ def answer_to(error: BaseException) -> ErrorAnswer:
         about = {"limit": _spend_limit(error)}
     return ErrorAnswer(
         row.status,
-        row.told or str(error),
+        row.public or str(error),
         row.type,
         row.code,
         getattr(error, "param", None),
         headers,
-        told=getattr(error, "told", {}),
+        extra=getattr(error, "extra", {}),
         about=about,
     )
 
@@ -362,12 +362,18 @@ def _spend_limit(error: billing_errors.SpendLimitReached) -> dict[str, Any]:
     }
 
 
+def ended_by(refusal: billing_errors.GateError) -> dict[str, Any]:
+    """Why an answer that had begun was cut off: the code of the refusal, and a hard limit."""
+    answer = answer_to(refusal)
+    return {"ended_by": answer.code, **answer.about}
+
+
 def log_untold(request_id: str, error: BaseException) -> None:
-    """Logs what clients do not see: a bug's traceback, else the text behind `told`."""
+    """Logs what clients do not see: a bug's traceback, else the text behind `public`."""
     row = _row(error)
     if row is None and not isinstance(error, HTTPException):
         logger.error("request %s failed", request_id, exc_info=error)
-    elif row is not None and row.told:
+    elif row is not None and row.public:
         logger.error("request %s failed: %s", request_id, error)
 
 

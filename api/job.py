@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Any, Final
 
 from api.served_model import ServedModel
+from billing.errors import GateError
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.prices.book import RateRef
@@ -237,6 +238,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     finish: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
+    refusal: GateError | None = None  # why the rest is not paid for
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,7 @@ class Served:
     miss_reasons: Mapping[MissReason, int]
     timeline: Timeline  # of the first prompt
     error: str | None = None
+    refusal: GateError | None = None  # of money for the rest of the answer, with Outcome.BUDGET
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # by prompt, if requested

@@ -17,7 +17,7 @@ from typing import Any
 
 from billing.errors import ReceiverError
 
-LONGEST_TOLD = 200  # characters of its message
+LONGEST_REASON = 200  # characters of its message
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,13 @@ class ReceiverReply:
         """Why it is not a success; empty if it is."""
         if 200 <= self.status < 300:
             return ""
-        told = f"HTTP {self.status} {self.reason}"[:LONGEST_TOLD]
+        reason = f"HTTP {self.status} {self.reason}"[:LONGEST_REASON]
         where = self.headers.get("location")
         if self.redirects and where:
-            return f"{told}: redirects are not followed; set the address {where[:LONGEST_TOLD]!r}"
-        return told
+            return (
+                f"{reason}: redirects are not followed; set the address {where[:LONGEST_REASON]!r}"
+            )
+        return reason
 
     @property
     def redirects(self) -> bool:
@@ -67,8 +69,8 @@ def ask(
             with opener.open(request, timeout=silence_s) as answer:
                 body: bytes = answer.read(most_bytes)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            told = (str(error) or type(error).__name__)[:LONGEST_TOLD]
-            raise ReceiverError(deadline.said or told) from error
+            reason = (str(error) or type(error).__name__)[:LONGEST_REASON]
+            raise ReceiverError(deadline.said or reason) from error
         if deadline.said:  # the part read before it is not the whole answer
             raise ReceiverError(deadline.said)
         return ReceiverReply(answer.status, answer.reason, answer.headers, body)

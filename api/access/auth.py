@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from api.errors import MissingKey, MissingScope
+from billing.accounts import Accounts
 from billing.keys import Principal, Scope
 
 MAX_DERIVED = 10_000  # salts kept in memory
@@ -28,35 +29,15 @@ class Gatekeeper(Protocol):
     async def identify(self, authorization: str | None) -> Principal: ...
 
 
-class KeyRing(Protocol):
-    """The part of `billing.accounts.Accounts` that the gate uses."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the store was read recently enough that memory can answer."""
-        ...
-
-    @property
-    def requires_keys(self) -> bool: ...
-
-    def recall(self, key: str) -> Principal | None:
-        """The owner of a key, from memory; None if only `authenticate` can know."""
-        ...
-
-    def authenticate(self, key: str) -> Principal: ...
-
-    def open_principal(self) -> Principal: ...
-
-
 class KeyGate:
     """Checks keys against the accounts.
 
     A key is needed when `required`, and always once one exists. Until then every request belongs to
-    the open tenant, whatever key a client library sends. A key ring reads its store on a worker
-    thread. Between two reads its memory answers on the event loop.
+    the open tenant, whatever key a client library sends. The accounts read their store on a
+    worker thread. Between two reads their memory answers on the event loop.
     """
 
-    def __init__(self, keys: KeyRing, *, required: bool = False) -> None:
+    def __init__(self, keys: Accounts, *, required: bool = False) -> None:
         self._keys = keys
         self._required = required
         self._nobody: Principal | None = None

@@ -25,7 +25,7 @@ from tiers.policy.retention import Pin
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from api.access.limits import LimitSettings
+    from api.access.rate_limits import LimitSettings
     from api.cache.explorer import Explorer
     from api.journal.journal import Journal
     from tiers.blocks.view import BlockView

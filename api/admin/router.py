@@ -15,7 +15,6 @@ from api.admin.pages import overview as pages_overview
 from api.admin.pages import pins as pages_keeping
 from api.admin.pages import prefix_csv as pages_prefix_csv
 from api.admin.pages import requests as pages_requests
-from api.admin.pages import tenant_forms as pages_tenant_forms
 from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
@@ -45,7 +44,6 @@ AREAS = (
     pages_overview.router,
     pages_prefix_csv.router,
     pages_requests.router,
-    pages_tenant_forms.router,
     pages_tenants.router,
     pages_working_set.router,
     stats.router,

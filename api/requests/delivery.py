@@ -48,7 +48,7 @@ class WireFormat(Protocol):
         """The events before any text. `usage` is empty while the request waits."""
         ...
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+    def chunk(self, delta: Delta) -> bytes:
         """The events of a delta; empty if it has nothing to show yet."""
         ...
 
@@ -150,8 +150,7 @@ class Delivery:
             if not deltas:
                 await self._send_events(send, KEEPALIVE)
                 continue
-            outcome = self.generation.outcome
-            held += b"".join([self.wire.chunk(delta, outcome) for delta in deltas])
+            held += b"".join(map(self.wire.chunk, deltas))
             if held and not self.generation.answered:
                 await self._send_events(send, held)
                 held = b""

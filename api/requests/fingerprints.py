@@ -16,7 +16,7 @@ import xxhash
 from api.job import COMPARED_TOKENS, Comparison, Job, PromptPart
 from api.requests.kept import NOTHING, KeptBodies, RecentBodies, owner_of
 from tiers.blocks.contents import block_contents
-from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, token_bytes
+from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, prefix_keys, token_bytes
 
 MAX_BYTES: Final = 4 << 20
 SYSTEM_ROLES: Final = ("system", "developer")
@@ -99,14 +99,16 @@ def _blocks(job: Job, num_tokens: int | None = None) -> list[str]:
     contents = job.contents[0] if job.contents else ()
     tokens = job.prompts[0][:num_tokens]
     packed, pieces = token_bytes(tokens), block_contents(contents, COMPARED_TOKENS)
-    ids = block_ids(job.scope.root(), packed, COMPARED_TOKENS, pieces)
-    keys = [each.key[:_DIGEST_BYTES].hex() for each in ids]
-    if len(tokens) % COMPARED_TOKENS:
-        parent = ids[-1].key if ids else job.scope.root()
-        content = pieces[len(ids)] if len(ids) < len(pieces) else b""
-        rest = child_key(parent, packed[len(ids) * COMPARED_TOKENS * TOKEN_BYTES :], content)
-        keys.append(rest[:_DIGEST_BYTES].hex())
-    return keys
+    root, step = job.scope.root(), COMPARED_TOKENS
+    if pieces:
+        keys = [each.key for each in block_ids(root, packed, step, pieces)]
+    else:
+        keys = prefix_keys(root, packed, step)  # the same, faster
+    if len(tokens) % step:
+        parent = keys[-1] if keys else root
+        content = pieces[len(keys)] if len(keys) < len(pieces) else b""
+        keys.append(child_key(parent, packed[len(keys) * step * TOKEN_BYTES :], content))
+    return [key[:_DIGEST_BYTES].hex() for key in keys]
 
 
 def _said(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,7 +8,6 @@ answer releases its claim, and the next one with the key starts again.
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import Protocol
 
 from fastapi import Request
 from starlette.responses import Response
@@ -16,7 +15,7 @@ from starlette.responses import Response
 from api.errors import InvalidRequest
 from api.headers import EVENT_STREAM, FIT_NAME, single_header
 from billing.errors import BillingError
-from billing.idempotency import Claimed, FirstAnswer
+from billing.idempotency import FirstAnswer, Idempotency
 from billing.keys import Principal
 
 logger = logging.getLogger(__name__)
@@ -25,25 +24,11 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 
 
-class AnswerStore(Protocol):
-    """Answers by tenant and key, as `billing.idempotency.Idempotency` keeps them. Calls block."""
-
-    def begin(
-        self, tenant: str, key: str, body: bytes, request_id: str, *, fingerprint: str = ""
-    ) -> FirstAnswer | Claimed: ...
-
-    def finish(
-        self, tenant: str, key: str, request_id: str, status: int, response: bytes
-    ) -> None: ...
-
-    def abandon(self, tenant: str, key: str, request_id: str) -> None: ...
-
-
 @dataclass(slots=True)
 class KeyClaim:
     """One request's claim on its key. Ends with a stored answer or abandoned."""
 
-    store: AnswerStore
+    store: Idempotency
     tenant: str
     key: str
     request_id: str
@@ -65,7 +50,7 @@ class KeyClaim:
 
 
 async def claim(
-    store: AnswerStore | None,
+    store: Idempotency | None,
     request: Request,
     principal: Principal,
     raw: bytes,

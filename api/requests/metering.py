@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from api.job import Bill, Job, Served
 from api.requests.quote import Priced
-from billing.errors import InsufficientBalance, SpendLimitReached
+from billing.errors import GateError, InsufficientBalance, SpendLimitReached
 from billing.gate.holds import Hold
 from billing.gate.work import SYSTEM, Settled
 from billing.keys import Principal
@@ -43,6 +43,11 @@ class RunningCharge(Protocol):
 
         `progress` returns what has been sent so far, for settling after a crash.
         """
+        ...
+
+    @property
+    def refusal(self) -> GateError | None:
+        """Why no more tokens are covered: InsufficientBalance or SpendLimitReached."""
         ...
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
@@ -170,7 +175,7 @@ class LedgerCharge:
         self._receipts = receipts
         self._asked: asyncio.Future[int] | None = None  # the requested slice
         self._asked_tokens = 0
-        self._refused = False
+        self._refusal: GateError | None = None
         self._ended = False
         self._renew_at = time.monotonic() + lease_s / RENEWALS_PER_LEASE
 
@@ -182,6 +187,10 @@ class LedgerCharge:
             if output_tokens <= self._covered or self._asked is None:
                 return min(output_tokens, self._covered)
             await asyncio.wait([self._asked])
+
+    @property
+    def refusal(self) -> GateError | None:
+        return self._refusal
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
         self._ended = True
@@ -232,7 +241,7 @@ class LedgerCharge:
         """Requests the next slice, or only a renewal of the lease if all output is covered."""
         if self._asked is not None:
             return
-        tokens = 0 if self._refused else min(self._slice, self._most - self._covered)
+        tokens = 0 if self._refusal else min(self._slice, self._most - self._covered)
         if not tokens and not self._lease_is_old:
             return
         amount = hold_amount(self._hold.pinned, prompt_tokens=0, output_tokens=tokens)
@@ -250,8 +259,8 @@ class LedgerCharge:
         try:
             asked.result()
             self._covered += self._asked_tokens
-        except (InsufficientBalance, SpendLimitReached):
-            self._refused = True
+        except (InsufficientBalance, SpendLimitReached) as refusal:
+            self._refusal = refusal
 
     async def _let_slice_end(self) -> None:
         """Awaits the pending slice, so that its result is read. The ledger takes commands in

@@ -18,6 +18,7 @@ from billing.keys import Principal
 from billing.money import format_units, parse_not_negative
 from billing.prices.book import RateRef
 from billing.usage import Usage
+from tiers.tier import TierName
 
 
 class Survey(Protocol):
@@ -53,7 +54,7 @@ class Quote:
     def hit_rate(self) -> float:
         return self.usage.hit / self.usage.prompt
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         usage, priced, ref = self.usage, self.priced, self.priced.ref
         return {
             "object": "cache.quote",
@@ -102,9 +103,9 @@ class Parts(Protocol):
 async def quote_of(wire: Parts, principal: Principal, job: Job) -> Quote:
     """The quote of a job. Raises NoPrice if the model has no price."""
     found = await wire.survey(job) if wire.survey is not None and job.cache else []
-    hits = {name: sum(one.get(name, 0) for one in found) for name in _TIERS}
+    hits = {tier: sum(one.get(tier, 0) for one in found) for tier in TierName}
     miss = job.prompt_tokens - sum(hits.values())
-    usage = Usage(**{f"hit_{name}": tokens for name, tokens in hits.items()}, miss=miss)
+    usage = Usage(**{f"hit_{tier}": tokens for tier, tokens in hits.items()}, miss=miss)
     wait_s = wire.engine.predicted_wait_s(principal.tenant, job.prompt_tokens)
     took = wire.forecast.range_s(miss)
     return Quote(
@@ -128,7 +129,7 @@ async def check_quote(wire: Parts, principal: Principal, job: Job, extension: Ex
             f"{quote.usage.hit} of {quote.usage.prompt} prompt tokens would hit, "
             f"{quote.hit_rate:.1%}, and cachesvc.require_hit is {extension.require_hit:.1%}; "
             "nothing was computed.",
-            quote.told(),
+            quote.as_json(),
             param="cachesvc.require_hit",
         )
     at_most = quote.priced.prompt + quote.priced.output
@@ -137,7 +138,7 @@ async def check_quote(wire: Parts, principal: Principal, job: Job, extension: Ex
             f"With {quote.max_output} tokens of output it may cost {format_units(at_most)} "
             f"{quote.priced.currency}, more than cachesvc.max_price; nothing was computed. Lower "
             "max_tokens, or raise the price.",
-            quote.told(),
+            quote.as_json(),
             param="cachesvc.max_price",
         )
 
@@ -147,6 +148,3 @@ def _units(price: str | None) -> int | None:
         return None if price is None else parse_not_negative(price)
     except InvalidAmount as error:
         raise InvalidRequest(f"{error}.", param="cachesvc.max_price") from None
-
-
-_TIERS = ("device", "host", "disk", "remote")

@@ -1,4 +1,4 @@
-"""/v1/caches: prefixes that a tenant pins by name, under its own key.
+"""/v1/caches: named prefixes that a tenant keeps in the cache, over the API.
 
 A cache is computed when it is created, as a prompt without an answer. It is pinned first, so that a
 refusal by the tiers or the balance costs nothing.
@@ -19,7 +19,7 @@ from api.requests.retention import Retention
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
 from api.shapes.body import parse
-from api.shapes.caches import CacheChange, CacheFormat, NewCache, told
+from api.shapes.caches import CacheChange, CacheFormat, NewCache, cache_document
 from api.shapes.schemas import ChatBody
 from billing.keys import Principal
 from tiers.blocks.chain import Chain
@@ -44,7 +44,7 @@ async def make_cache(request: Request) -> Response:
         job = await completion_job(request, principal, asked, raw)
     kept = await _keep(retention, job, name, body.ttl)
     try:
-        wire_format = CacheFormat(told(kept, job.model.name))
+        wire_format = CacheFormat(cache_document(kept, job.model.name))
         return await deliver(request, principal, job, asked, wire_format, raw)
     except BaseException:
         retention.pins.release(kept.pin.name)
@@ -57,7 +57,7 @@ async def list_caches(request: Request) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     caches = [
-        _told(wire, principal, kept)
+        _document(wire, principal, kept)
         for kept in await _retention(wire).pins.of_owner(principal.tenant)
     ]
     return {"object": "list", "data": caches}
@@ -67,7 +67,7 @@ async def list_caches(request: Request) -> dict[str, Any]:
 async def show_cache(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
-    return _told(wire, principal, await _found(wire, principal, name))
+    return _document(wire, principal, await _found(wire, principal, name))
 
 
 @router.patch("/{name}")
@@ -81,7 +81,7 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
         raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
     pins = _retention(wire).pins
     kept = await pins.keep(pin.name, pin.scope, pin.keys, body.ttl, owner=principal.tenant)
-    return _told(wire, principal, kept)
+    return _document(wire, principal, kept)
 
 
 @router.delete("/{name}")
@@ -115,10 +115,10 @@ async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
     raise CacheNotFound(f"There is no cache '{name[:128]}', or it has expired.")
 
 
-def _told(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str, Any]:
+def _document(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str, Any]:
     of_scope = (
         model.name
         for model in wire.models.values()
         if scope_for(wire.salts, model, principal, None).root() == kept.pin.scope
     )
-    return told(kept, next(of_scope, None))
+    return cache_document(kept, next(of_scope, None))

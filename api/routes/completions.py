@@ -11,7 +11,7 @@ from starlette.responses import Response
 from api.admission import check_size, deliver, request_context, scope_for
 from api.collaborators import Collaborators
 from api.context import authorised, read_body, request_log_of, wire_of
-from api.errors import ErrorAnswer
+from api.errors import ErrorAnswer, ended_by
 from api.headers import DONE, event
 from api.job import Asked, Bill, Delta, Job, Served
 from api.routes.models import find_model
@@ -23,7 +23,6 @@ from api.shapes.logprobs import prompt_logprobs, text_logprobs
 from api.shapes.schemas import CompletionBody, sampling_params
 from api.shapes.structured import source_asked
 from api.shapes.usage import closing, tier_answered
-from billing.gate.outcomes import Outcome
 from billing.keys import Principal
 from billing.usage import Usage
 from engine.request import FinishReason, TokenLogprob
@@ -133,13 +132,13 @@ class CompletionFormat:
         echoes = enumerate(self._echoes)
         return b"".join(event(self._chunk(n, echo, None, None)) for n, echo in echoes if echo)
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+    def chunk(self, delta: Delta) -> bytes:
         shown = self._logprobs_of(delta)
         if not delta.text and delta.finish is None and shown is None:
             return b""
         chunk = self._chunk(delta.choice, delta.text, shown, delta.finish)
-        if delta.finish and outcome is Outcome.BUDGET:
-            chunk["cachesvc"] = {"ended_by": "insufficient_balance"}
+        if delta.refusal is not None:
+            chunk["cachesvc"] = ended_by(delta.refusal)
         return event(chunk)
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:

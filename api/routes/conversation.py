@@ -61,7 +61,7 @@ class Chat:
 
     def fingerprint(self) -> Fingerprint:
         prompt = self.prompt
-        return fingerprint_of(self.job, prompt.messages, prompt.told_tools, prompt.arguments)
+        return fingerprint_of(self.job, prompt.messages, prompt.offered_tools, prompt.arguments)
 
 
 async def chat_of(
@@ -127,13 +127,13 @@ async def chat_of(
 
 
 async def compared(
-    wire: Collaborators, tenant: str, chat: Chat, printed: Fingerprint, answer_id: str | None
+    wire: Collaborators, tenant: str, chat: Chat, answer_id: str | None
 ) -> Comparison | None:
     """Where the chat's prompt diverges from that of an earlier answer; None if none is known."""
     if answer_id is None:
         return None
     old = await wire.fingerprints.get(wire.salts.of_tenant(tenant), answer_id)
-    return compare(old, printed, chat.job) if old is not None else None
+    return compare(old, chat.fingerprint(), chat.job) if old is not None else None
 
 
 def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:
@@ -267,7 +267,7 @@ def _turn(
     unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
     if wire.conversations is None or not body.uses_cache or unknown:
         return None
-    return turn_of(scope, prompt.messages, prompt.told_tools)
+    return turn_of(scope, prompt.messages, prompt.offered_tools)
 
 
 def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:

@@ -45,13 +45,13 @@ async def _format(
     if asked is None:
         return MessagesFormat(chat.job, chat.new_reply)
     previous = asked.previous_message_id
-    salt, printed = wire.salts.of_tenant(tenant), chat.fingerprint()
-    found = await compared(wire, tenant, chat, printed, previous)
+    salt = wire.salts.of_tenant(tenant)
+    found = await compared(wire, tenant, chat, previous)
     return MessagesFormat(
         chat.job,
         chat.new_reply,
         diagnostics=anthropic_diagnostics(previous, found),
-        keep=lambda name: wire.fingerprints.put(salt, name, printed),
+        keep=lambda name: wire.fingerprints.put(salt, name, chat.fingerprint()),
     )
 
 

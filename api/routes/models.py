@@ -24,7 +24,7 @@ def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
 
 
 def card(model: ServedModel) -> dict[str, Any]:
-    told = {
+    card = {
         "id": model.name,
         "object": "model",
         "created": model.created,
@@ -33,7 +33,7 @@ def card(model: ServedModel) -> dict[str, Any]:
         "parent": model.parent,
         "max_model_len": model.max_context,
     }
-    return told if model.exactness is None else told | {"exactness": dict(model.exactness)}
+    return card if model.exactness is None else card | {"exactness": dict(model.exactness)}
 
 
 @router.get("/v1/models")

@@ -58,7 +58,7 @@ class ChatPrompt:
     images: Sequence[ImageAsked] = ()  # of its messages, in order
 
     @property
-    def told_tools(self) -> list[dict[str, Any]]:
+    def offered_tools(self) -> list[dict[str, Any]]:
         return [tool.for_template() for tool in self.tooling.tools]
 
 
@@ -78,7 +78,7 @@ async def encode_chat(
     """
     for number, message in enumerate(prompt.messages):
         check_document(message.get("tool_calls"), f"messages[{number}].tool_calls")
-    tools = prompt.told_tools
+    tools = prompt.offered_tools
     size = sum(map(_size, prompt.messages))
     size += sum(len(orjson.dumps(one)) for one in (tools, prompt.arguments) if one)
     _check_length(model, size, "messages")

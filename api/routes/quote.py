@@ -23,7 +23,7 @@ async def quote(request: Request) -> dict[str, Any]:
     wire = wire_of(request)
     wire.queue.check_wait(principal.tenant)
     job = await quoted_job(request, principal, await read_body(request))
-    return (await quote_of(wire, principal, job)).told()
+    return (await quote_of(wire, principal, job)).as_json()
 
 
 async def quoted_job(request: Request, principal: Principal, raw: bytes) -> Job:

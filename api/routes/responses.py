@@ -10,9 +10,8 @@ from api.admission import deliver
 from api.collaborators import Collaborators
 from api.context import authorised, read_body, request_log_of, wire_of
 from api.errors import ResponseNotFound
-from api.requests.fingerprints import Fingerprint
 from api.requests.responses import KeptResponse
-from api.routes.conversation import chat_of, chat_prompt, compared
+from api.routes.conversation import Chat, chat_of, chat_prompt, compared
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat
 from api.shapes.body import parse
@@ -41,10 +40,9 @@ async def responses(request: Request) -> Response:
     asked = body.generation(history)
     replays = body.previous_response_id is not None
     chat = await chat_of(request, principal, asked, raw, replays=replays)
-    printed = chat.fingerprint()
-    keep = partial(_keep, wire, principal.tenant, body, history, printed)
+    keep = partial(_keep, wire, principal.tenant, body, history, chat)
     options = body.prompt_cache_options or CacheOptions()
-    found = await compared(wire, principal.tenant, chat, printed, options.comparison_response_id)
+    found = await compared(wire, principal.tenant, chat, options.comparison_response_id)
     wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep, found)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
 
@@ -113,13 +111,13 @@ def _keep(
     tenant: str,
     body: ResponsesBody,
     history: list[dict[str, Any]],
-    printed: Fingerprint,
+    chat: Chat,
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
     """Keeps the prompt's fingerprint and, unless `store` is false, the response."""
     salt = wire.salts.of_tenant(tenant)
-    wire.fingerprints.put(salt, response["id"], printed)
+    wire.fingerprints.put(salt, response["id"], chat.fingerprint())
     if body.store is False:
         return
     said = {name: value for name, value in answer.items() if value is not None}

@@ -139,7 +139,7 @@ async def statement(
 
 @router.get("/v1/usage/account")
 async def account(request: Request) -> Row:
-    """Your balance, debt, holds and limits, and what is left of your grants and plan."""
+    """Your balance, debt, holds and limits, and what is left of your grants, plan and limits."""
     principal = await authorised(request, Scope.USAGE)
     tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     more = await read_own(request, lambda store, name: standing(store, name, time.time_ns()))

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from api.shapes.body import Body
 
+Ttl = Literal["5m", "30m", "1h", "12h", "24h"]
 TTL_S: Final[Mapping[str, float]] = {
     "5m": 300.0,
     "30m": 1800.0,
@@ -34,9 +35,10 @@ class CacheControl(Body):
 
 
 class CacheBreakpoint(Body):
-    """OpenAI's `prompt_cache_breakpoint` of a part."""
+    """OpenAI's `prompt_cache_breakpoint` of a part. Its `ttl` goes before that of the options."""
 
     mode: Literal["explicit"]
+    ttl: Ttl | None = None
 
 
 class CacheOptions(Body):
@@ -47,7 +49,7 @@ class CacheOptions(Body):
     """
 
     mode: Literal["implicit", "explicit"] | None = None
-    ttl: Literal["5m", "30m", "1h", "12h", "24h"] | None = None
+    ttl: Ttl | None = None
     comparison_response_id: Annotated[str, Field(max_length=NAME_MAX)] | None = None  # Responses
     prewarm: Literal[False] | None = None  # a cache by name does that
 
@@ -72,7 +74,10 @@ class Marked(Body):
         """How long to keep the prompt up to here; None without a mark."""
         if self.cache_control is not None:
             return self.cache_control.for_s
-        return options.for_s if self.prompt_cache_breakpoint is not None else None
+        point = self.prompt_cache_breakpoint
+        if point is None:
+            return None
+        return TTL_S[point.ttl] if point.ttl else options.for_s
 
 
 def mark_of(part: Mapping[str, Any]) -> dict[str, Any]:

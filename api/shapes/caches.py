@@ -12,7 +12,6 @@ from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.message import Message
 from api.shapes.schemas import ChatBody, CompletionBody, Extension
 from api.shapes.usage import closing
-from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 
 MIN_TTL_S, MAX_TTL_S = 60, 7 * 86_400
@@ -83,7 +82,7 @@ class CacheChange(Body):
     ttl: Ttl
 
 
-def told(kept: Kept, model: str | None) -> dict[str, Any]:
+def cache_document(kept: Kept, model: str | None) -> dict[str, Any]:
     """A cache as JSON. `model` is None if it is no longer served."""
     pin = kept.pin
     return {
@@ -107,7 +106,7 @@ class CacheFormat:
     def opening(self, usage: Usage) -> bytes:
         return b""
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+    def chunk(self, delta: Delta) -> bytes:
         return b""
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:

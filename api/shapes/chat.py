@@ -4,14 +4,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from api.errors import ErrorAnswer
+from api.errors import ErrorAnswer, ended_by
 from api.headers import DONE, event
 from api.job import Asked, Bill, Delta, Job, Served
 from api.shapes.logprobs import chat_logprobs, prompt_logprobs
 from api.shapes.reply import Reply, ToolCall
 from api.shapes.usage import closing, tier_answered
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
-from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 
 
@@ -36,7 +35,7 @@ class ChatFormat:
         role = {"role": "assistant", "content": ""}
         return b"".join(event(self._chunk(n, role)) for n in range(self._job.num_choices))
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+    def chunk(self, delta: Delta) -> bytes:
         reply = self._replies[delta.choice]
         deltas = [self._delta(reply, piece) for piece in reply.read(delta)]
         has_logprobs = self._logprobs and bool(delta.tokens)
@@ -48,8 +47,8 @@ class ChatFormat:
             chunks[0]["choices"][0]["logprobs"] = shown
         if chunks and delta.finish:
             chunks[-1]["choices"][0]["finish_reason"] = _finish(reply)
-            if outcome is Outcome.BUDGET:
-                chunks[-1]["cachesvc"] = {"ended_by": "insufficient_balance"}
+            if delta.refusal is not None:
+                chunks[-1]["cachesvc"] = ended_by(delta.refusal)
         return b"".join(map(event, chunks))
 
     def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
@@ -77,8 +76,8 @@ class ChatFormat:
 
     def _closing(self, served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
         thought = sum(reply.reasoning_tokens for reply in self._replies)
-        told = closing(served, bill, asked, reasoning_tokens=thought)
-        return tier_answered(self._job, bill) | told
+        closing_fields = closing(served, bill, asked, reasoning_tokens=thought)
+        return tier_answered(self._job, bill) | closing_fields
 
     def _delta(self, reply: Reply, piece: Piece) -> dict[str, Any]:
         match piece:

@@ -84,6 +84,9 @@ COMPLETIONS: Final[Mapping[str, Unserved]] = {
 RESPONSES: Final[Mapping[str, Unserved]] = {
     "access_programs": Unserved("leave it out", _EMPTY),
     "background": Unserved("leave it out, and stream instead"),
+    "background_options": Unserved(
+        "leave it out, and stream instead", (*_EMPTY, {"completion_window": "soonest"})
+    ),
     "cache_salt": Unserved("use /v1/chat/completions, or a tenant for each customer", ("",)),
     "context_management": Unserved("shorten the conversation yourself", _EMPTY),
     "conversation": Unserved("use previous_response_id", ("",)),

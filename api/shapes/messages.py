@@ -39,6 +39,8 @@ class ContentBlock(Body):
 class TurnMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: str | Items[ContentBlock]
+    clear_at: None = None  # refused, as the next
+    output_config: None = None
 
 
 EMPTY_MESSAGE = TurnMessage(role="user", content="")
@@ -72,6 +74,7 @@ class Diagnostics(Body):
 class OutputConfig(Body):
     effort: str | None = None
     format: dict[str, Any] | None = None
+    task_budget: None = None  # refused
 
 
 @dataclass(frozen=True, slots=True)

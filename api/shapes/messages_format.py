@@ -11,7 +11,6 @@ from api.job import Asked, Bill, Comparison, Delta, Job, PromptPart, Served
 from api.shapes.reply import Reply
 from api.shapes.usage import hit_classes, vendor_block, write_classes
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
-from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import FinishReason
 
@@ -37,7 +36,7 @@ def anthropic_error(answer: ErrorAnswer) -> dict[str, Any]:
     error |= {"param": answer.param} if answer.param else {}
     error |= {"code": answer.code} if answer.code else {}
     error |= answer.about
-    return {"type": "error", "error": error, **answer.told}
+    return {"type": "error", "error": error, **answer.extra}
 
 
 _CHANGES: Final = {
@@ -103,7 +102,7 @@ class MessagesFormat:
         message = self._message([], None, anthropic_usage(usage))
         return _event({"type": "message_start", "message": message})
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+    def chunk(self, delta: Delta) -> bytes:
         self._stop = self._stop or delta.stop
         events = b"".join([self._written(piece) for piece in self._reply.read(delta)])
         return events + (self._close() if delta.finish is not None else b"")

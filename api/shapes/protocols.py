@@ -28,6 +28,8 @@ from api.shapes.schemas import ChatBody, CompletionBody
 
 
 class Handling(StrEnum):
+    """What the server does with a field of a client's protocol."""
+
     HONOURED = "honoured"
     REFUSED = "refused"
     IGNORED = "ignored"

@@ -13,7 +13,6 @@ from api.shapes.reply import Reply
 from api.shapes.responses import ResponsesBody
 from api.shapes.usage import hit_classes, tier_answered, vendor_block, write_classes
 from api.tools.pieces import CallArguments, CallStart, Piece, Text, Thought
-from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import FinishReason
 
@@ -79,7 +78,7 @@ class ResponsesFormat:
             "response.in_progress", response=begun
         )
 
-    def chunk(self, delta: Delta, outcome: Outcome) -> bytes:
+    def chunk(self, delta: Delta) -> bytes:
         events = b"".join([self._written(piece) for piece in self._reply.read(delta)])
         return events + (self._close() if delta.finish is not None else b"")
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from api.errors import ended_by
 from api.job import Asked, Bill, Job, Served
-from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import Timeline
 
@@ -62,8 +62,8 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
     """The `cachesvc` object of an answer: the requested details, and the reason if it ended
     early."""
     block: dict[str, Any] = {}
-    if served.outcome is Outcome.BUDGET:
-        block["ended_by"] = "insufficient_balance"
+    if served.refusal is not None:
+        block |= ended_by(served.refusal)
     if asked.details:
         reasons = {str(reason): tokens for reason, tokens in served.miss_reasons.items() if tokens}
         block["miss_reasons"] = reasons

@@ -91,8 +91,8 @@ def _placement_of(
         return Placement.LOST
     if _STEER not in text:
         return Placement.LOST
-    told = plain[: plain.find(_BEFORE) + len(_BEFORE)]
-    return Placement.STANDS if text.partition(_STEER)[0].startswith(told) else Placement.HOISTED
+    opening = plain[: plain.find(_BEFORE) + len(_BEFORE)]
+    return Placement.STANDS if text.partition(_STEER)[0].startswith(opening) else Placement.HOISTED
 
 
 def _in_place(messages: Sequence[Plain], first: int) -> list[Plain]:

@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from billing.accounts import Accounts
-from billing.alerts.limits import Hardening
+from billing.alerts.hard_limits import Hardening
 from billing.alerts.spikes import HourlySpending, Whose, whose
 from billing.alerts.topups import TopUpRequests
 from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownBudget
@@ -203,13 +203,13 @@ def _note(
 
 def _payload(row: Any) -> dict[str, str]:
     """A budget in alerts and in the trail, without what it has not."""
-    told = {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
+    shown = {**{str(k): str(v) for k, v in row.items()}, "amount": format_units(row["amount"])}
     absent = () if row["hard"] else ("hard", "since_ns")
     if row["ask"]:
-        told["ask"] = format_units(row["ask"])
+        shown["ask"] = format_units(row["ask"])
     else:
         absent = (*absent, "ask", "most")
-    return {name: value for name, value in told.items() if name not in (*absent, "version")}
+    return {name: value for name, value in shown.items() if name not in (*absent, "version")}
 
 
 def _budget(row: Any) -> Budget:

@@ -17,6 +17,8 @@ Key = tuple[str, str]  # tenant, request id
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
+    """Holds `amount` of the tenant's balance for a request, until `expires_ns`."""
+
     hold: Hold
     amount: int
     expires_ns: int
@@ -52,6 +54,8 @@ class TopUp:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
+    """Charges a request its usage and ends its hold."""
+
     hold: Hold
     usage: Usage
     outcome: Outcome

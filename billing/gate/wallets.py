@@ -47,7 +47,7 @@ def converted(amount: int, rate: str) -> int:
     return int(amount * Fraction(Decimal(rate)))
 
 
-def told(details: Mapping[str, Any]) -> str:
+def wallet_effect(details: Mapping[str, Any]) -> str:
     """An entry's effect on a wallet, for the admin trail; empty if none."""
     if "wallet" not in details:
         return ""
@@ -83,7 +83,7 @@ def move(work: Work, command: MoveWallet) -> Entry:
         postings = {**pay_in(account, gain), "cash": -gain}
     standing = work.entry(command.tenant, command.reference, kind)
     if standing is not None:
-        if told(standing.details) != told(body):
+        if wallet_effect(standing.details) != wallet_effect(body):
             raise AlreadyExists(
                 f"reference {command.reference!r} was used for another amount; use a new one"
             )

@@ -55,8 +55,8 @@ class Standing:
     months: Sequence[Span]
     net: int
     owed: int
-    told: Collection[int] = ()  # numbers of the corrections in credit notes
-    told_from_ns: int = 0  # the earliest possible time of those
+    credited: Collection[int] = ()  # numbers of the corrections in credit notes
+    credited_from_ns: int = 0  # the earliest possible time of those
 
 
 def invoice_document(
@@ -71,7 +71,7 @@ def invoice_document(
     shown = statement_of(connection, account, span, zone)
     own = month_sums(connection, tenant, [span], parties)
     others = month_sums(connection, tenant, standing.months, parties)
-    others += _told_elsewhere(connection, tenant, [span, *standing.months], parties, standing)
+    others += _credited_elsewhere(connection, tenant, [span, *standing.months], parties, standing)
     asked = own.net + others.net - standing.net
     net = round_half_even(asked, places)
     owed = round_half_even(own.owed + others.owed - standing.owed, places)
@@ -144,7 +144,7 @@ def month_sums(
     return total
 
 
-def _told_elsewhere(
+def _credited_elsewhere(
     connection: Connection,
     tenant: str,
     months: Iterable[Span],
@@ -153,15 +153,15 @@ def _told_elsewhere(
 ) -> Sums:
     """Corrections in credit notes that are in none of these months, but in one to be invoiced
     later."""
-    if not standing.told:
+    if not standing.credited:
         return Sums()
     zone = parties.seller.zone
     spans = [Query(since=first, until=last, zone=zone).bounds_ns() for first, last in months]
-    rare = store_reports.rare_entries(connection, tenant, standing.told_from_ns)
+    rare = store_reports.rare_entries(connection, tenant, standing.credited_from_ns)
     return corrected_sums(
         entry
         for entry in rare
-        if entry.seq in standing.told
+        if entry.seq in standing.credited
         and not any(from_ns <= entry.moment_ns < to_ns for from_ns, to_ns in spans)
     )
 

@@ -51,6 +51,8 @@ class Tax:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seller:
+    """Who issues the invoices, and the terms of all of them."""
+
     name: str
     address: tuple[str, ...]
     tax_id: str = ""
@@ -85,6 +87,8 @@ class Buyer:
 
 @dataclass(frozen=True, slots=True)
 class Parties:
+    """The seller and the buyers, as read from their TOML `text`."""
+
     seller: Seller
     buyers: Mapping[str, Buyer]
     text: str

@@ -205,7 +205,7 @@ class InvoiceRegister:
             found = _find(connection, number)
             if found.document["kind"] != INVOICE or found.state is InvoiceState.VOID:
                 raise InvoiceError(f"{number} is not an issued invoice")
-            back = list(_untold(connection, found.document))
+            back = list(_uncredited(connection, found.document))
             net = round_half_even(-corrected_sums(back).net, found.document["places"])
             if net <= 0:
                 raise InvoiceError(
@@ -351,9 +351,9 @@ def _standing(connection: Connection, tenant: str) -> Standing:
         asked = sum(parse_units(document[name]) for document in invoices)
         return asked - sum(parse_units(document[name]) for document in notes)
 
-    told = {seq for document in notes for seq in document["corrections"]}
-    told_from_ns = min((document["period"]["from_ns"] for document in notes), default=0)
-    return Standing(months, total("net"), total("owed"), told, told_from_ns)
+    credited = {seq for document in notes for seq in document["corrections"]}
+    credited_from_ns = min((document["period"]["from_ns"] for document in notes), default=0)
+    return Standing(months, total("net"), total("owed"), credited, credited_from_ns)
 
 
 def _span(document: Document) -> Span:
@@ -361,7 +361,7 @@ def _span(document: Document) -> Span:
     return date.fromisoformat(period["first"]), date.fromisoformat(period["last"])
 
 
-def _untold(connection: Connection, invoiced: Document) -> Iterable[Entry]:
+def _uncredited(connection: Connection, invoiced: Document) -> Iterable[Entry]:
     """The corrections of an invoice's charges that are in no invoice or credit note."""
     tenant, period = invoiced["tenant"], invoiced["period"]
     found = [
@@ -372,9 +372,9 @@ def _untold(connection: Connection, invoiced: Document) -> Iterable[Entry]:
         for document in found
         if document["kind"] == INVOICE
     ]
-    told = {seq for document in found for seq in document.get("corrections", ())}
+    credited = {seq for document in found for seq in document.get("corrections", ())}
     for entry in store_reports.rare_entries(connection, tenant, period["from_ns"]):
-        if entry.kind is not Kind.CORRECTION or entry.seq in told:
+        if entry.kind is not Kind.CORRECTION or entry.seq in credited:
             continue
         if any(from_ns <= entry.moment_ns < to_ns for from_ns, to_ns in spans):
             continue

@@ -1,20 +1,16 @@
 """Budgets: what tenants, keys, users and tags may spend before an alert or a refusal."""
 
 import time
-from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from billing.alerts import budgets as alerts
 from billing.alerts.budgets import Budget, BudgetSpan, Of
-from billing.gate.limits import NOTHING
-from billing.gate.periods import period_ns, period_of
 from billing.money import format_units, parse_positive
 from billing.operations.arguments import Amount, Argument, Name, Why, text
 from billing.operations.books import Books
-from billing.prices.book import NS
 from billing.reports.documents import Document
+from billing.reports.limits import limit_state
 from billing.store import limits as store_limits
-from billing.store.store import Connection
 
 USUAL_A_DAY = 3  # top-ups
 
@@ -22,14 +18,15 @@ USUAL_A_DAY = 3  # top-ups
 def list_budgets(books: Books) -> list[Document]:
     """The budgets of tenants, keys, users and tags, by name.
 
-    A hard one says what its period has charged and holds; for each key or user, of the highest.
+    A hard one says what its period has charged, holds and leaves; for each key or user, of the one
+    that spent most.
     """
     now_ns = time.time_ns()
     with books.store.reading() as connection:
-        return [
-            _document(budget) | (_state(connection, budget, now_ns) if budget.hard else {})
-            for budget in alerts.budgets_in(connection)
-        ]
+        limits = store_limits.limit_rows(connection)
+        states = {limit.name: limit_state(connection, limit, now_ns) for limit in limits}
+        standing = alerts.budgets_in(connection)
+    return [_document(budget) | states.get(budget.name, {}) for budget in standing]
 
 
 def set_budget(
@@ -85,18 +82,4 @@ def _document(budget: Budget) -> Document:
         "ask": format_units(budget.ask) if budget.ask else "",
         "most": budget.most,
         "hard": budget.hard,
-    }
-
-
-def _state(connection: Connection, budget: Budget, now_ns: int) -> Document:
-    """What a limit counts now, and when it ends."""
-    period = period_of(budget.span, now_ns)
-    found = store_limits.highest(connection, budget.name, period)
-    who, spending = found or (None, NOTHING)
-    ends = datetime.fromtimestamp(period_ns(period)[1] // NS, UTC)
-    return {
-        "spent": format_units(spending.charged),
-        "held": format_units(spending.held),
-        "highest": who.value if who else "",
-        "ends_at": ends.strftime("%Y-%m-%dT%H:%M:%SZ"),
     }

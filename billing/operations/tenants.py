@@ -12,7 +12,7 @@ from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS
 
 
 def list_tenants(books: Books) -> list[Document]:
-    """Every tenant and what it has."""
+    """All tenants, each with its balance, credit limit and state."""
     return [tenant_document(tenant) for tenant in books.accounts.tenants()]
 
 

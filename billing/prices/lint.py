@@ -17,12 +17,16 @@ from billing.usage import HIT_CLASSES
 
 
 class Severity(StrEnum):
+    """An error keeps a card from being applied; a warning does not."""
+
     ERROR = "error"
     WARNING = "warning"
 
 
 @dataclass(frozen=True, slots=True)
 class CardFinding:
+    """What a rule found wrong in a rate card, and where."""
+
     level: Severity
     rule: str
     where: str

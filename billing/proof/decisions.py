@@ -11,7 +11,7 @@ import orjson
 
 from billing.gate.entries import Entry, Kind
 from billing.gate.scoped import scope_of
-from billing.gate.wallets import told
+from billing.gate.wallets import wallet_effect
 from billing.gate.work import SYSTEM
 from billing.money import parse_units
 from billing.proof.result import Problem
@@ -47,7 +47,7 @@ class Decisions:
         if is_deposit or decided_by != SYSTEM:
             what = f"{_PREFIX}{entry.kind}"
             why = details.get("reason", "")
-            gain = (entry.amount, told(details), scope_of(details))
+            gain = (entry.amount, wallet_effect(details), scope_of(details))
             about = (entry.request_id, details.get("expires_ns"))
             decision = _Decision(what, decided_by, why, entry.at_ns, *gain, *about)
             self.booked[f"{entry.tenant}/{entry.seq}"] = decision

@@ -10,6 +10,8 @@ from billing.reports.export import cloud_event, entry_id
 
 
 class CloudEvents:
+    """A `Format`: batches of CloudEvents for one URL."""
+
     batch = 100
 
     def __init__(self, url: str, token: str, source: str) -> None:

@@ -24,6 +24,8 @@ TOLD = ("model", "project", "key", "session", "user")
 
 
 class LagoEvents:
+    """A `Format`: usage events of Lago for one URL."""
+
     batch = 100
 
     def __init__(

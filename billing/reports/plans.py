@@ -6,6 +6,7 @@ from billing.prices.book import PriceBook
 from billing.prices.cards import applied_card
 from billing.reports.documents import Document
 from billing.reports.grants import grant_documents
+from billing.reports.limits import limit_documents
 from billing.store import accounts as store_accounts
 from billing.store import plans as store_plans
 from billing.store import reports as store_reports
@@ -14,12 +15,15 @@ from billing.store.store import LedgerStore
 
 
 def standing(store: LedgerStore, tenant: str, now_ns: int) -> Document:
-    """A tenant's assets besides its balance: the rest of its grants, its plan, its wallets."""
+    """What a tenant can spend besides its balance: its grants, plan and wallets, and its hard
+    limits."""
     with store.reading() as connection:
         wallets = store_wallets.wallet_rows(connection, [tenant])
+        limits = limit_documents(connection, tenant, now_ns)
     return {
         "grants": grant_documents(store, tenant),
         "plan": plan_document(store, tenant, now_ns),
+        "spend_limits": limits,
         "wallets": {code: format_units(n) for (_, code), n in sorted(wallets.items()) if n},
     }
 

@@ -316,9 +316,9 @@ PART_COLUMNS = ("requests", "prompt_tokens", "hit_tokens", "output_tokens", "fee
 
 
 def _part(part: Period) -> dict[str, Any]:
-    told = part.as_json()
+    fields = part.as_json()
     names = ("part", *PART_COLUMNS, "amount")
-    return {name: told.get(name, "") for name in names}
+    return {name: fields.get(name, "") for name in names}
 
 
 CSV_COLUMNS = (

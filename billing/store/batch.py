@@ -26,9 +26,10 @@ from billing.gate.commands import (
 )
 from billing.gate.entries import CORRECTABLE, Entry, Kind
 from billing.gate.holds import request_body
+from billing.gate.limits import Spender
 from billing.gate.rollups import rollups
 from billing.gate.scoped import scope_of
-from billing.gate.wallets import told
+from billing.gate.wallets import wallet_effect
 from billing.gate.work import Work
 from billing.money import format_units
 from billing.prices.book import PriceBook
@@ -128,7 +129,7 @@ def _load_limits(
 def _counted(commands: Sequence[Command], work: Work) -> Iterator[tuple[str, dict[str, Any], int]]:
     """The tenant, body and moment of every request whose hold or charge may change."""
     for command in commands:
-        if isinstance(command, Reserve | TopUp | Settle):
+        if isinstance(command, Reserve | TopUp | Settle) and command.hold.tenant in work.limits:
             hold = command.hold
             body = request_body(hold.pinned.ref, hold.context)
             yield hold.tenant, body, hold.context.admitted_ns or work.now_ns
@@ -184,8 +185,10 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
         moved_grants = ((name, work.accounts[name].grants[seq]) for name, seq in work.put_scoped)
         hot.put_scoped.run(connection, starmap(store_scoped.scoped_row, moved_grants))
     if work.put_spending:
-        counted = sorted(work.put_spending)
-        hot.put_spending.run(connection, [spending_row(s, work.spending[s]) for s in counted])
+        counted = [(spender, work.spending[spender]) for spender in sorted(work.put_spending)]
+        hot.put_spending.run(connection, [spending_row(*each) for each in counted if any(each[1])])
+        ended = [spender for spender, found in counted if not any(found)]
+        hot.drop_spending.run(connection, map(_spender_row, ended))
     if work.put_used:
         store_plans.write_used(connection, work.put_used)
     if work.put_advances:
@@ -215,7 +218,7 @@ def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
 def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     """Adds the trail entry of a deposit, grant or correction that a person decided."""
     details = entry.details
-    wallet = {"wallet": told(details)} if told(details) else {}
+    wallet = {"wallet": wallet_effect(details)} if wallet_effect(details) else {}
     about: dict[str, object] = {"reference": entry.request_id}
     if scope_of(details):
         about["scope"] = list(scope_of(details))
@@ -231,6 +234,14 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
         after={"balance": format_units(worth + entry.amount)} | wallet | about,
         reason=details.get("reason", ""),
     )
+
+
+def _spender_row(spender: Spender) -> dict[str, str]:
+    return {
+        "of_budget": spender.limit,
+        "of_period": spender.period,
+        "of_value": spender.value,
+    }
 
 
 def _key_row(key: tuple[str, str]) -> dict[str, str]:

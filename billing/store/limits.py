@@ -15,9 +15,11 @@ Rows = dict[Spender, Spending]
 DAY_NS = 86_400 * 10**9  # clocks may differ by less
 
 
-def limit_rows(connection: Connection) -> list[SpendLimit]:
-    """Every hard limit."""
+def limit_rows(connection: Connection, tenant: str | None = None) -> list[SpendLimit]:
+    """The hard limits of one tenant, or of all."""
     query = select(budgets).where(budgets.c.hard).order_by(budgets.c.name)
+    if tenant is not None:
+        query = query.where(budgets.c.tenant == tenant)
     return [read_limit(row) for row in connection.execute(query).mappings()]
 
 

@@ -140,6 +140,7 @@ class HotStatements:
         self.find_spending = Finder(_spending_of, dialect)
         spender = ("budget", "period", "value")
         self.put_spending = Prepared(_replacing(dialect, spending, spender), dialect)
+        self.drop_spending = Prepared(_DROP_SPENDING, dialect)
         self.move_accounts = Prepared(_MOVE_ACCOUNT, dialect)
         self.add_daily = Prepared(_adding(dialect, usage_daily, DAILY_KEY), dialect)
         sessions = _adding(dialect, usage_sessions, SESSION_KEY, last="last_ns")
@@ -185,6 +186,11 @@ _DROP_ADVANCE = delete(advances).where(
 _DROP_HOLD = delete(holds).where(
     (holds.c.tenant == bindparam("old_tenant"))
     & (holds.c.request_id == bindparam("old_request_id"))
+)
+_DROP_SPENDING = delete(spending).where(
+    (spending.c.budget == bindparam("of_budget"))
+    & (spending.c.period == bindparam("of_period"))
+    & (spending.c.value == bindparam("of_value"))
 )
 _MOVE_ACCOUNT = (
     update(accounts)

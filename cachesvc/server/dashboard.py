@@ -103,8 +103,8 @@ class Dashboard:
     def stats(self) -> dict[str, Any]:
         """The snapshot and the last minute's figures."""
         recent = self.history.over(list(RECENT.values()), window_s=RECENT_S)
-        told = {name: recent[series] for name, series in RECENT.items()}
-        return snapshot(self._sources) | {"recent": {"window_s": RECENT_S} | told}
+        rates = {name: recent[series] for name, series in RECENT.items()}
+        return snapshot(self._sources) | {"recent": {"window_s": RECENT_S} | rates}
 
     def first_link(self, url: str) -> str:
         """A one-time login link for the user who started the server."""

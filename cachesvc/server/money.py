@@ -17,7 +17,7 @@ from typing import Any
 from limits.errors import ConfigurationError
 
 from api.access.auth import KeyGate, Salts
-from api.access.limits import LimitSettings, Overrides, Quota, RateLimits, open_limits
+from api.access.rate_limits import LimitSettings, Overrides, Quota, RateLimits, open_limits
 from api.requests.metering import LedgerMeter
 from billing.accounts import Accounts
 from billing.alerts.budgets import BudgetWatch

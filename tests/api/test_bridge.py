@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from api.job import Job
 from api.requests.bridge import OutputBridge
 from api.requests.generation import Generation
+from billing.errors import GateError
 from billing.gate.outcomes import Outcome
+from billing.gate.work import insufficient_balance
 from billing.usage import Usage
 from engine.request import (
     FinishReason,
@@ -98,6 +100,9 @@ class SilentEngine:
         self.aborts.append((request_id, reason, index))
 
 
+REFUSAL = insufficient_balance("acme", needed=1, available=0, currency="CNY")
+
+
 class Purse:
     """Covers this many output tokens."""
 
@@ -107,6 +112,10 @@ class Purse:
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
         progress()
         return min(output_tokens, self.tokens)
+
+    @property
+    def refusal(self) -> GateError:
+        return REFUSAL
 
 
 async def read(
@@ -174,7 +183,9 @@ def test_the_bill_equals_what_was_sent(text: str, stop: list[str], purse: int, c
         assert (text, FinishReason.STOP) == (texts[0], finishes[0])
     else:
         assert raw[:purse].decode(errors="replace") == texts[0]
-        assert (FinishReason.LENGTH, Outcome.BUDGET) == (finishes[0], generation.outcome)
+        served = generation.served()
+        assert FinishReason.LENGTH is finishes[0]
+        assert (Outcome.BUDGET, REFUSAL) == (served.outcome, served.refusal)
 
 
 async def test_choices_that_stop_are_ended_one_by_one() -> None:

@@ -1,6 +1,7 @@
 """Every field that a provider documents is honoured, refused, or ignored on purpose."""
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args, get_type_hints
 
 import httpx
 import openai.types.chat.completion_create_params as openai_chat
@@ -9,9 +10,11 @@ import openai.types.responses.response_create_params as openai_responses
 import pytest
 from anthropic.types import message_create_params as anthropic_messages
 from anthropic.types.beta import message_create_params as anthropic_beta
+from pydantic import BaseModel
+from typing_extensions import is_typeddict
 
 from api.shapes.protocols import PROTOCOLS, Handling
-from tests.support.wire import FakeHouse, Script
+from tests.support.wire import ByteTokenizer, FakeHouse, Script
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
@@ -80,14 +83,51 @@ QWEN = [
     "translation_options",
 ]
 PROVIDERS = [
-    (CHAT, openai_chat.CompletionCreateParamsBase.__annotations__),
+    (CHAT, openai_chat.CompletionCreateParamsStreaming.__annotations__),
     (CHAT, DEEPSEEK),
     (CHAT, QWEN),
-    ("/v1/completions", openai_text.CompletionCreateParamsBase.__annotations__),
-    ("/v1/responses", openai_responses.ResponseCreateParamsBase.__annotations__),
-    ("/v1/messages", anthropic_messages.MessageCreateParamsBase.__annotations__),
-    ("/v1/messages", anthropic_beta.MessageCreateParamsBase.__annotations__),
+    ("/v1/completions", openai_text.CompletionCreateParamsStreaming.__annotations__),
+    ("/v1/responses", openai_responses.ResponseCreateParamsStreaming.__annotations__),
+    ("/v1/messages", anthropic_messages.MessageCreateParamsStreaming.__annotations__),
+    ("/v1/messages", anthropic_beta.MessageCreateParamsStreaming.__annotations__),
 ]
+# Fields of objects within a body that the clients name and that change nothing here.
+UNREAD: dict[str, dict[str, set[str]]] = {
+    "/v1/chat/completions": {
+        "response_format.json_schema": {"description"},  # the schema says all
+        "stream_options": {"include_obfuscation"},
+    },
+    # The template decides what is rendered of earlier reasoning, and summaries are not made.
+    "/v1/responses": {"reasoning": {"context", "generate_summary", "mode"}},
+    "/v1/messages": {},
+}
+# Objects of many kinds, whose own translations refuse the kinds that they do not know.
+OF_MANY_KINDS = {"content", "input", "tools", "tool_choice", "system"}
+
+
+def kinds_within(hint: Any) -> Iterator[Any]:
+    """The typed dictionaries and models that a type mentions."""
+    if is_typeddict(hint) or (isinstance(hint, type) and issubclass(hint, BaseModel)):
+        yield hint
+    for inner in get_args(hint):
+        yield from kinds_within(inner)
+
+
+def unread(theirs: Sequence[Any], ours: Sequence[type[BaseModel]], path: str = "") -> Any:
+    """The fields of nested objects that a client's types name and our models do not, by path."""
+    named: dict[str, list[Any]] = {}
+    for kind in theirs:
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            named.setdefault(name, []).extend(kinds_within(hint))
+    known: dict[str, list[Any]] = {}
+    for model in ours:
+        for name, field in model.model_fields.items():
+            known.setdefault(field.alias or name, []).extend(kinds_within(field.annotation))
+    if path and set(named) - set(known):
+        yield path.removeprefix("."), set(named) - set(known)
+    for name in sorted((set(named) & set(known)) - OF_MANY_KINDS):
+        if named[name] and known[name]:
+            yield from unread(named[name], known[name], f"{path}.{name}")
 
 
 @pytest.mark.parametrize(("path", "names"), PROVIDERS)
@@ -95,6 +135,55 @@ def test_every_field_of_a_provider_is_in_the_table(path: str, names: Any) -> Non
     (protocol,) = (each for each in PROTOCOLS if each.path == path)
     known = {name for name, _, _ in protocol.fields()}
     assert set() == set(names) - known
+
+
+@pytest.mark.parametrize(
+    ("path", "params"),
+    [
+        (CHAT, openai_chat.CompletionCreateParamsStreaming),
+        ("/v1/responses", openai_responses.ResponseCreateParamsStreaming),
+        ("/v1/messages", anthropic_messages.MessageCreateParamsStreaming),
+        ("/v1/messages", anthropic_beta.MessageCreateParamsStreaming),
+    ],
+)
+def test_every_field_of_an_object_within_is_read_or_known_to_change_nothing(
+    path: str, params: Any
+) -> None:
+    (protocol,) = (each for each in PROTOCOLS if each.path == path)
+    for where, names in unread([params], [protocol.body]):
+        assert set() == names - UNREAD[path].get(where, set()), where
+
+
+def test_a_clients_new_field_is_found() -> None:
+    """The tests above read the clients' own types, so a new version shows its new fields."""
+
+    class Options(openai_chat.PromptCacheOptions, total=False):
+        warm_until: str
+
+    class Body(openai_chat.CompletionCreateParamsStreaming, total=False):
+        prompt_cache_options: Options  # type: ignore[misc]
+        forecast: bool
+
+    (protocol,) = (each for each in PROTOCOLS if each.path == CHAT)
+    assert "forecast" in set(Body.__annotations__) - {name for name, _, _ in protocol.fields()}
+    assert {"warm_until"} == dict(unread([Body], [protocol.body]))["prompt_cache_options"]
+
+
+async def test_an_assistants_refusal_is_its_text_and_old_calls_are_refused(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    turn = {"role": "assistant", "content": None, "refusal": "No."}
+    asked = [*HELLO["messages"], turn, *HELLO["messages"]]
+    assert 200 == (await client.post(CHAT, json=HELLO | {"messages": asked})).status_code
+    assert "assistant: No.\n" in ByteTokenizer().decode(house.engine.requests[-1].tokens)
+    named = {"role": "user", "content": "hi", "clear_at": "2026-11-23T00:00:00Z"}
+    answer = await client.post("/v1/messages", json=BODIES["/v1/messages"] | {"messages": [named]})
+    assert (400, True) == (answer.status_code, "clear_at" in answer.json()["error"]["param"])
+    for name, value in (("function_call", {"name": "f"}), ("audio", {"id": "a"})):
+        asked[1] = {"role": "assistant", "content": None, name: value}
+        answer = await client.post(CHAT, json=HELLO | {"messages": asked})
+        told = answer.json()["error"]
+        assert (400, f"messages[1].{name}") == (answer.status_code, told["param"])
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda each: each.path)
@@ -239,6 +328,10 @@ async def test_marked_parts_are_kept_for_their_ttl(
     assert [(86_400, upto)] == await kept(
         client, house, messages=marked, prompt_cache_options=explicit
     )
+    own = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "12h"}}
+    assert [(43_200, upto), (3600, whole)] == await kept(
+        client, house, messages=asked(part(law, **own), part("2026")), prompt_cache_options=hour
+    )
     marked = asked(part(law, **EPHEMERAL), part("2026"))
     assert [(300, upto)] == await kept(client, house, messages=marked)
     marked = asked(part(law, cache_control={"type": "ephemeral", "ttl": "1h"}))
@@ -276,6 +369,16 @@ async def test_explicit_without_a_mark_does_not_use_the_cache(
         {"prompt_cache_options": {"prewarm": True}},
         {"prompt_cache_options": {}, "prompt_cache_retention": "24h"},
         {"messages": [{"role": "user", "content": [part("a", **BREAKPOINT, **EPHEMERAL)]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        part("a", prompt_cache_breakpoint={"mode": "explicit", "ttl": "2m"})
+                    ],
+                }
+            ]
+        },
     ],
 )
 async def test_what_cannot_be_kept_is_refused(

@@ -9,7 +9,7 @@ import pytest
 from redis.asyncio import ConnectionPool, Redis
 
 from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
-from api.access.limits import LimitSettings, Quota, WindowLimits, open_limits
+from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_limits
 from api.errors import RateLimited
 from billing.keys import Principal
 from billing.usage import EMPTY, Usage
@@ -34,7 +34,7 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits are counted here, and a store that is late on a busy machine is not one that fails."""
-    monkeypatch.setattr("api.access.limits.STORE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("api.access.rate_limits.STORE_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ async def test_a_redis_that_does_not_answer_is_waited_for_once(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does it hold up the requests of a server whose connections it took before."""
-    monkeypatch.setattr("api.access.limits.STORE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("api.access.rate_limits.STORE_TIMEOUT_S", 0.5)
     async with servers(url, 1, requests=20, concurrency=20) as (limits,):
         await limits.admit(PRINCIPAL)
         await said_to_redis(url, "CLIENT", "PAUSE", "4000", "ALL")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from limits.aio.storage import MemoryStorage
 
-from api.access.limits import LimitSettings, Quota, WindowLimits
+from api.access.rate_limits import LimitSettings, Quota, WindowLimits
 from billing.money import UNITS
 from engine.errors import QueueFull
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import threading
 import time
 from datetime import datetime
@@ -228,29 +229,66 @@ def cap(bank: Bank, units: int) -> None:
     set_budget(bank.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_ends_where_the_limit_does(bank: Bank, stream: bool) -> None:
+CUT = [
+    (CHAT, HELLO, '"finish_reason":"length"'),
+    ("/v1/completions", {"model": "bytes", "prompt": "p" * PROMPT_TOKENS}, '"length"'),
+    ("/v1/responses", {"model": "bytes", "input": "hi"}, '"reason":"max_output_tokens"'),
+    ("/v1/messages", HELLO | {"max_tokens": 100}, '"stop_reason":"max_tokens"'),
+]
+
+
+async def cut_answer(bank: Bank, path: str, body: dict[str, Any], headers: Any) -> Any:
+    """The text of an answer that is cut off after twelve tokens, and the vendor blocks in it."""
     async with serving(bank) as (_, client, house):
-        headers = bank.customer(UNITS)
-        cap(bank, PROMPT_TOKENS * MISS + 12 * OUTPUT)
         house.engine.script = Script(answer="z" * 100, tokens_per_step=3, step_s=0.002)
-        text = (await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)).text
-    assert '"finish_reason":"length"' in text
-    assert 12 == text.count("z")
-    assert PROMPT_TOKENS * MISS + 12 * OUTPUT == bank.spent(UNITS)
+        answer = await client.post(path, json=body, headers=headers)
+    assert 200 == answer.status_code
+    if body["stream"]:
+        lines = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
+        documents = [json.loads(line) for line in lines]
+    else:
+        documents = [answer.json()]
+    documents += [each["response"] for each in documents if "response" in each]
+    return answer.text, [each["cachesvc"] for each in documents if "cachesvc" in each]
 
 
+@pytest.mark.parametrize(("path", "body", "reason"), CUT, ids=[path for path, _, _ in CUT])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_ends_where_the_money_does(bank: Bank, stream: bool) -> None:
+async def test_an_answer_ends_where_the_limit_does(
+    bank: Bank, path: str, body: dict[str, Any], reason: str, stream: bool
+) -> None:
+    """It says which limit ended it and until when, as the refusal of a new request does."""
+    paid = PROMPT_TOKENS * MISS + 12 * OUTPUT
+    headers = bank.customer(UNITS)
+    cap(bank, paid)
+    text, told = await cut_answer(bank, path, body | {"stream": stream}, headers)
+    assert reason in text
+    assert told
+    for block in told:
+        assert "spend_limit_reached" == block["ended_by"]
+        named = {name: block["limit"][name] for name in ("name", "of", "per", "amount")}
+        assert {
+            "name": "cap",
+            "of": "tenant",
+            "per": "month",
+            "amount": format_units(paid),
+        } == named
+        assert block["limit"]["ends_at"].endswith("-01T00:00:00Z")
+    assert paid == bank.spent(UNITS)
+
+
+@pytest.mark.parametrize(("path", "body", "reason"), CUT, ids=[path for path, _, _ in CUT])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_ends_where_the_money_does(
+    bank: Bank, path: str, body: dict[str, Any], reason: str, stream: bool
+) -> None:
     """The hold covers the prompt and three slices of four tokens; not one token more goes out."""
     paid = PROMPT_TOKENS * MISS + 12 * OUTPUT
-    async with serving(bank) as (_, client, house):
-        headers = bank.customer(paid)
-        house.engine.script = Script(answer="z" * 100, tokens_per_step=3, step_s=0.002)
-        text = (await client.post(CHAT, json=HELLO | {"stream": stream}, headers=headers)).text
-    assert '"finish_reason":"length"' in text
-    assert '"ended_by":"insufficient_balance"' in text
-    assert 12 == text.count("z")
+    headers = bank.customer(paid)
+    text, told = await cut_answer(bank, path, body | {"stream": stream}, headers)
+    assert reason in text
+    assert told
+    assert all({"ended_by": "insufficient_balance"} == block for block in told)
     assert paid == bank.spent(paid)
 
 

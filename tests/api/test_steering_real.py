@@ -21,6 +21,32 @@ STEER = {"role": "system", "content": "In French."}
 STEERED = [*CHAT[:3], STEER, CHAT[3]]
 
 
+def tiny(tmp_path: Path, template: str) -> Path:
+    """A tiny model with this chat template."""
+    folder = tmp_path / "tiny"
+    save_tiny_model(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATES[template]
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["smollm2", "strict"])
+async def test_one_in_parts_is_its_text(tmp_path: Path, name: str) -> None:
+    """The prompt is the same as with a text, to the last token; so all of it hits."""
+    parts = [{"type": "text", "text": "In "}, {"type": "text", "text": "French."}]
+    folder = tiny(tmp_path, name)
+    async with served(tmp_path / "data", folder, server_system_in_place=True) as (_, client):
+        used = []
+        for steer in (STEER, {"role": "system", "content": parts}):
+            body = {"model": str(folder), "messages": [*CHAT[:3], steer, CHAT[3]], "max_tokens": 1}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert 200 == answer.status_code, answer.text
+            used.append(answer.json()["usage"])
+    tokens = used[0]["prompt_tokens"]
+    assert (tokens, tokens - 1) == (used[1]["prompt_tokens"], used[1]["prompt_cache_hit_tokens"])
+
+
 @pytest.mark.parametrize(
     ("name", "in_place", "keeps"),
     [
@@ -35,11 +61,7 @@ STEERED = [*CHAT[:3], STEER, CHAT[3]]
 async def test_a_steered_chat_keeps_its_prefix(
     tmp_path: Path, name: str, in_place: bool, keeps: bool
 ) -> None:
-    folder = tmp_path / "tiny"
-    save_tiny_model(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATES[name]
-    tokenizer.save_pretrained(folder)
+    folder = tiny(tmp_path, name)
     async with served(tmp_path / "data", folder, server_system_in_place=in_place) as (_, client):
 
         async def details(messages: list[Any]) -> tuple[int, int]:

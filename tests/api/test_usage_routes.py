@@ -2,10 +2,12 @@
 
 import csv
 import io
+import time
 from datetime import UTC, datetime
 
+from billing.alerts.budgets import Budget, BudgetSpan, Of, set_budget
 from billing.keys import Scope
-from billing.money import UNITS
+from billing.money import UNITS, format_units
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
 from tests.api.conftest import serving
 
@@ -40,6 +42,48 @@ async def test_a_customer_sees_its_own_usage_and_money(bank: Bank) -> None:
         assert account["balance"] == statement["closing_balance"]
         spent = PROMPT_TOKENS * MISS + answer["usage"]["completion_tokens"] * OUTPUT
         assert bank.accounts.tenant("acme").balance == UNITS - spent
+
+
+async def test_a_customer_sees_its_own_hard_limits(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        headers = bank.customer(UNITS)
+        bank.customer(UNITS, "bolt")
+        for name, tenant, amount, more in (
+            ("cap", "acme", UNITS // 2, {}),
+            ("users", "acme", 100 * MISS, {"of": Of.USER, "value": "*", "span": BudgetSpan.DAY}),
+            ("other", "bolt", UNITS, {}),
+        ):
+            limit = Budget(name=name, tenant=tenant, amount=amount, hard=True, **more)
+            set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
+        mild = Budget(name="mild", tenant="acme", amount=UNITS)
+        set_budget(bank.accounts, mild, by="test", now_ns=time.time_ns(), reason="test")
+        client.headers.update(headers)
+        await client.post(CHAT, json=HELLO | {"user": "ben", "max_tokens": 1})
+        await client.post(CHAT, json=HELLO | {"user": "ann"})
+        spent = UNITS - bank.accounts.tenant("acme").balance
+        cap, users = (await client.get("/v1/usage/account")).json()["spend_limits"]
+    assert ("cap", "tenant", "", "month") == tuple(cap[n] for n in ("name", "of", "value", "per"))
+    assert [format_units(each) for each in (UNITS // 2, spent, 0, UNITS // 2 - spent)] == [
+        cap[name] for name in ("amount", "spent", "held", "left")
+    ]
+    assert cap["ends_at"].endswith("-01T00:00:00Z")
+    assert ("users", "*", "ann", "day") == tuple(
+        users[n] for n in ("name", "value", "highest", "per")
+    )
+    ann = spent - PROMPT_TOKENS * MISS - OUTPUT
+    assert [format_units(each) for each in (ann, 100 * MISS - ann)] == [
+        users[name] for name in ("spent", "left")
+    ]
+
+
+async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank: Bank) -> None:
+    async with serving(bank) as (_, client, _):
+        client.headers.update(bank.customer(UNITS))
+        await client.post(CHAT, json=HELLO)
+        limit = Budget(name="cap", tenant="acme", amount=1, hard=True)
+        set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
+        [cap] = (await client.get("/v1/usage/account")).json()["spend_limits"]
+    assert format_units(0) == cap["left"]
 
 
 async def test_tables_come_as_csv(bank: Bank) -> None:

@@ -8,7 +8,7 @@ import pytest
 from fastapi import FastAPI
 from limits.aio.storage import MemoryStorage
 
-from api.access.limits import LimitSettings, Quota, WindowLimits
+from api.access.rate_limits import LimitSettings, Quota, WindowLimits
 from api.collaborators import WireSettings
 from api.routes.chat import ChatFormat
 from billing.gate.outcomes import Outcome

@@ -14,6 +14,7 @@ from tests.clients.matrix import PROGRAMS, Program
 from tests.live_server import LiveServer
 
 PROGRAM_S = 900
+SPENT = "spent-out"  # as in programs/cells.py, which imports nothing of the server
 Ran = Callable[[str], dict[str, Any]]
 
 
@@ -25,6 +26,13 @@ class DefaultServer(LiveServer):
         script = Path(sys.executable).with_name("cachesvc")
         return [script, "serve", "--port", "0", "--data-dir", self.data_dir, *sizes]
 
+    def limit(self, user: str) -> None:
+        """A hard limit of this user that any request would pass."""
+        script = Path(sys.executable).with_name("cachesvc")
+        of = ("--hard", "--of", "user", "--value", user, "--reason", "test")
+        command = [script, "tenants", "budget", "cap", "default", "0.000000001", *of]
+        subprocess.run([*command, "--data-dir", self.data_dir], check=True, timeout=self.start_s)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--clients-json", help="write what the clients did to this file")
@@ -35,7 +43,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("clients")
     running = DefaultServer(folder, folder / "unused", OMP_NUM_THREADS="1")
     try:
-        yield running.start()
+        url = running.start()
+        running.limit(SPENT)
+        yield url
         running.stop()
     finally:
         running.kill()
@@ -52,10 +62,17 @@ def ran(server: str, pytestconfig: pytest.Config) -> Iterator[Ran]:
         return told[name]
 
     yield run
-    file = pytestconfig.getoption("--clients-json", None)
-    if file is not None:
-        results = {"commit": commit(), "machine": machine(), "clients": dict(sorted(told.items()))}
-        Path(file).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    if file := pytestconfig.getoption("--clients-json", None):
+        _write(Path(file), told)
+
+
+def _write(file: Path, told: dict[str, dict[str, Any]]) -> None:
+    """Writes what was told; what the file says of other clients stays."""
+    before = json.loads(file.read_text(encoding="utf-8"))["clients"] if file.exists() else {}
+    where = {"commit": commit(), "machine": machine()}
+    clients = before | {name: where | each for name, each in told.items()}
+    results = {"clients": dict(sorted(clients.items()))}
+    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _told(name: str, program: Program, url: str) -> dict[str, Any]:

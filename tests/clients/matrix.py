@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.json"
 PROTOCOLS = {"chat": "chat completions", "responses": "Responses", "messages": "Messages"}
 ALL = "answer stream tools structured"
-DIAGNOSED = f"{ALL} diagnostics"
+DIAGNOSED = f"{ALL} limit diagnostics"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,14 @@ class Program:
 
 
 PROGRAMS = {
-    "openai": Program("openai_sdk.py", "frameworks", {"chat": ALL, "responses": DIAGNOSED}),
+    "openai": Program(
+        "openai_sdk.py", "frameworks", {"chat": f"{ALL} limit", "responses": DIAGNOSED}
+    ),
     "anthropic": Program("anthropic_sdk.py", "frameworks", {"messages": f"{DIAGNOSED} cache"}),
     "langchain-openai": Program(
-        "langchain_chat.py", "frameworks", {"chat": ALL, "responses": "answer stream tools"}
+        "langchain_chat.py",
+        "frameworks",
+        {"chat": f"{ALL} usage limit", "responses": "answer stream tools usage limit"},
     ),
     "llama-index": Program("llama_index_chat.py", "llama-index", {"chat": ALL}),
     "instructor": Program(
@@ -73,12 +77,16 @@ PROGRAMS = {
     "litellm": Program(
         "litellm_sdk.py",
         "litellm",
-        {"chat": ALL, "responses": "answer", "messages": "answer"},
+        {
+            "chat": f"{ALL} usage limit",
+            "responses": "answer usage limit diagnostics",
+            "messages": "answer limit",
+        },
     ),
     "litellm proxy": Program(
         "litellm_proxy.py",
         "litellm",
-        {"chat": "answer stream tools", "responses": "answer", "messages": "answer"},
+        {"chat": "answer stream tools limit", "responses": "answer", "messages": "answer"},
     ),
     "ai-sdk": Program(
         "ai_sdk.mjs",

@@ -57,13 +57,16 @@ def spend(house: TestLedger, name: str, tokens: int, **context: Any) -> None:
     house.ledger.settle(hold, Usage(output=tokens), Outcome.FINISHED).result()
 
 
+def rows(house: TestLedger) -> store_limits.Rows:
+    with house.ledger.store.reading() as connection:
+        return store_limits.spending_rows(connection)
+
+
 def spent(house: TestLedger) -> dict[str, tuple[int, int]]:
     """Tokens charged and held, by `period/value` of the limit `cap`."""
-    with house.ledger.store.reading() as connection:
-        rows = store_limits.spending_rows(connection)
     return {
         f"{who.period}/{who.value}": (found.charged // TOKEN, found.held // TOKEN)
-        for who, found in rows.items()
+        for who, found in rows(house).items()
         if who.limit == "cap"
     }
 
@@ -283,6 +286,21 @@ def test_a_hard_budget_stays_with_its_tenant(house: TestLedger) -> None:
     moved = Budget(name="cap", tenant="other", amount=1, hard=True)
     with pytest.raises(AlreadyExists, match="'acme'"):
         set_budget(house.accounts, moved, by="ops", now_ns=house.clock(), reason="test")
+
+
+def test_a_request_that_cost_nothing_leaves_no_row(house: TestLedger) -> None:
+    """Else invented users would grow the database for free."""
+    limit(house, 5, Of.USER, "*")
+    for number in range(3):
+        hold = house.reserve(f"r{number}", TOKEN, user=f"invented-{number}")
+        assert 1 == len(rows(house))
+        house.ledger.void(hold).result()
+        assert {} == rows(house)
+    hold = house.reserve("failed", TOKEN, user="anna")
+    house.ledger.settle(hold, Usage(), Outcome.FAILED).result()
+    assert {} == rows(house)
+    spend(house, "r4", 2, user="anna")
+    assert {"2025-01/anna": (2, 0)} == spent(house)
 
 
 def test_rebuild_restores_what_limits_count(house: TestLedger) -> None:

@@ -14,21 +14,23 @@ from functools import partial
 from typing import Any
 
 from api.access.auth import Gatekeeper, Salts
-from api.access.limits import LimitSettings, RateLimits, open_limits
 from api.access.overload import QueueBound
+from api.access.rate_limits import LimitSettings, RateLimits, open_limits
 from api.collaborators import Collaborators, Readiness, WireSettings
 from api.job import Bill, Job, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
-from api.requests.idempotency import AnswerStore
 from api.requests.metering import Meter
 from api.requests.quote import Priced, Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
+from billing.errors import GateError
 from billing.gate.outcomes import billable
+from billing.gate.work import insufficient_balance
+from billing.idempotency import Idempotency
 from billing.keys import Principal, Scope
 from billing.money import UNITS
 from billing.prices.book import RateRef
@@ -299,6 +301,10 @@ class CountingCharge:
         budget = self._meter.budget
         return output_tokens if budget is None else min(output_tokens, budget)
 
+    @property
+    def refusal(self) -> GateError | None:
+        return self._meter.refusal
+
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
         self._ended = True
         if self._meter.fail_settle is not None:
@@ -334,6 +340,7 @@ class CountingMeter:
         self.charges: list[CountingCharge] = []
         self.budget: int | None = None
         self.refuse: Exception | None = None
+        self.refusal: GateError = insufficient_balance("t", needed=2, available=1, currency="CNY")
         self.fail_settle: Exception | None = None
 
     async def admit(self, principal: Principal, job: Job) -> CountingCharge:
@@ -403,7 +410,7 @@ def fake_house(
     settings: WireSettings | None = None,
     balances: Callable[[str], Tenant] = rich_tenant,
     ledger_store: LedgerStore | None = None,
-    replays: AnswerStore | None = None,
+    replays: Idempotency | None = None,
     journal: Journal | None = None,
     grammars: GrammarPool | None = None,
     receipt_keys: Mapping[str, str] | None = None,

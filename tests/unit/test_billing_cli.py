@@ -19,7 +19,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from api.admin.router import admin_router
-from api.admin.routes.operations import PREFIX, TABLE, operation_of
+from api.admin.routes.operation_table import PREFIX, TABLE, operation_of
 from api.app import create_app
 from billing.accounts import Accounts
 from billing.ledger import Ledger

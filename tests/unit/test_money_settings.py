@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from api.access.limits import Quota
+from api.access.rate_limits import Quota
 from api.collaborators import WireSettings
 from billing.alerts.budgets import Budget, BudgetSpan, set_budget
 from billing.errors import PriceError, ReceiptKeyError

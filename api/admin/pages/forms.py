@@ -38,11 +38,6 @@ def tried(request: Request, change: Callable[[Books], object]) -> str:
     return ""
 
 
-def limit_in(text: str) -> str | None:
-    """A credit limit; None is unlimited."""
-    return None if text.strip().lower() in ("", "unlimited") else text.strip()
-
-
 def count_in(text: str) -> int | None:
     """A whole number; None for an empty field. Raises InvalidRequest for anything else."""
     typed = text.strip().replace(",", "").replace("\u202f", "").replace(" ", "")

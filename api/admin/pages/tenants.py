@@ -7,18 +7,23 @@ they read and write the ledger's database.
 import secrets
 import time
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from anyio import from_thread
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.access.limits import LimitSettings
+from api.access.rate_limits import LimitSettings
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.explorer import room_of
-from api.admin.pages.forms import Before, Filter, Text, limit_in, reason_in, tried
+from api.admin.pages.forms import Before, Filter
+from api.admin.pages.operation_forms import OperationForm, Sent
+from api.admin.pages.tenant_forms import CREDIT_HINT, FORMS, LIMITS, LIMITS_OF_USER
 from api.admin.parts import books_of, found, parts_of
+from api.errors import InvalidRequest, RecordNotFound
 from billing.operations import tenants as operations
 from billing.operations.books import Books
 from billing.operations.budgets import list_budgets
@@ -28,38 +33,21 @@ from billing.reports.documents import entry_document, key_document
 from billing.reports.plans import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
-from billing.tenants import OF_TENANT, OF_USER, Tenant
+from billing.tenants import Tenant
 from tiers.tier import TierName
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
 ENTRIES = 25  # of a tenant's ledger on one page
 DAYS = 31
-LIMITS = {
-    "requests": "Requests a minute",
-    "miss_tokens": "Computed tokens a minute",
-    "output_tokens": "Output tokens a minute",
-    "concurrency": "Requests at once",
-}
-DONE = {
-    "created": "The tenant was created.",
-    "topup": "The top-up is booked.",
-    "grant": "The grant is booked.",
-    "withdraw": "The withdrawal is booked.",
-    "chargeback": "The chargeback is booked.",
-    "adjust": "The difference is booked.",
-    "wallet": "The wallet is changed.",
-    "limit": "The credit limit is changed.",
-    "rates": "The limits are changed.",
-    "suspend": "The tenant is suspended: new requests are refused.",
-    "resume": "The tenant is served again.",
-    "budget": "The budget is set.",
-    "unbudget": "The budget is removed.",
-    "finalize": "The invoice is issued.",
-    "paid": "The invoice is marked as paid.",
-    "void": "The invoice is void.",
-    "credit": "The credit note is issued.",
-}
+DONE = {"created": "The tenant was created."} | {name: form.done for name, form in FORMS.items()}
+CREATE = OperationForm(
+    operation=operations.create_tenant,
+    done=DONE["created"],
+    button="Create the tenant",
+    labels={"tenant": "Name", "currency": "Currency", "credit_limit": "Credit limit"},
+    hints={"currency": "three capitals", "credit_limit": CREDIT_HINT},
+)
 
 
 @router.get("/tenants")
@@ -68,28 +56,10 @@ def tenants_page(request: Request, admin: MayRead, q: Filter = "", done: Filter 
 
 
 @router.post("/tenants")
-def create_tenant(
-    request: Request,
-    admin: MayChange,
-    tenant: Text = "",
-    currency: Text = "",
-    credit_limit: Text = "0",
-    why: Text = "",
-) -> Response:
-    def create(books: Books) -> None:
-        operations.create_tenant(
-            books,
-            tenant=tenant.strip(),
-            currency=currency.strip() or None,
-            credit_limit=limit_in(credit_limit),
-            by=admin.name,
-            why=reason_in(why),
-        )
-
-    wrong = tried(request, create)
-    if wrong:
+def create_tenant(request: Request, admin: MayChange, sent: Sent) -> Response:
+    if wrong := CREATE.submit(request, admin, sent):
         return _tenants(request, admin, wrong=wrong)
-    return RedirectResponse(f"/admin/tenants/{tenant.strip()}?done=created", 303)
+    return RedirectResponse(f"/admin/tenants/{CREATE.typed(sent)['tenant']}?done=created", 303)
 
 
 @router.get("/tenants/{tenant}")
@@ -101,6 +71,33 @@ def tenant_page(
     done: Filter = "",
 ) -> Response:
     return show_tenant(request, admin, tenant, before=before, done=done)
+
+
+@router.post("/tenants/{tenant}/{name}")
+def submit_form(request: Request, tenant: str, name: str, admin: MayChange, sent: Sent) -> Response:
+    """Carry out a form of the tenant's page, and return to it."""
+    if name not in FORMS:
+        raise RecordNotFound(f"a tenant's page has no form {name!r}")
+
+    def check(books: Books, typed: Mapping[str, Any]) -> None:
+        _refuse_of_others(books, tenant, typed)
+
+    if wrong := FORMS[name].submit(request, admin, sent, check, tenant=tenant):
+        return show_tenant(request, admin, tenant, wrong=wrong)
+    return RedirectResponse(f"/admin/tenants/{tenant}?done={name}", 303)
+
+
+def _refuse_of_others(books: Books, tenant: str, typed: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest if a budget or an invoice of this name is another tenant's."""
+    if "number" in typed and typed["number"] not in {
+        each["number"] for each in list_invoices(books, tenant=tenant)
+    }:
+        raise InvalidRequest(f"tenant {tenant!r} has no invoice of this number")
+    for each in list_budgets(books) if "name" in typed else ():
+        if each["name"] == typed["name"] and each["tenant"] != tenant:
+            raise InvalidRequest(
+                f"budget {typed['name']!r} is another tenant's; choose another name"
+            )
 
 
 def _tenants(
@@ -116,6 +113,7 @@ def _tenants(
         admin,
         tenants=[(each, used.get(each.tenant), room.get(each.tenant, {})) for each in tenants],
         tiers=[tier for tier in TierName if any(tier in each for each in room.values())],
+        form=CREATE,
         currency=books.accounts.usual_currency,
         q=q,
         wrong=wrong,
@@ -162,6 +160,7 @@ def show_tenant(
         invoices=list_invoices(books, tenant=name),
         budgets=[budget for budget in list_budgets(books) if budget["tenant"] == name],
         limits=_limits(request, name),
+        forms=FORMS,
         once=secrets.token_hex(8),
         wrong=wrong,
         done=DONE.get(done, ""),
@@ -182,7 +181,7 @@ def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, i
         (name, words, getattr(quota, name), overrides.get(name)) for name, words in LIMITS.items()
     ]
     of_user = [
-        (name, f"{LIMITS[of]}, each end user", overrides.get(name), overrides.get(name))
-        for name, of in zip(OF_USER, OF_TENANT, strict=True)
+        (name, words, overrides.get(name), overrides.get(name))
+        for name, words in LIMITS_OF_USER.items()
     ]
     return of_tenant + of_user

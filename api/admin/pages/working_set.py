@@ -55,10 +55,10 @@ async def report(request: Request, _: MayRead) -> Response:
     if parts.working_set is None:
         raise Unsupported("this server does not sample its traffic")
     found = await asyncio.wrap_future(parts.working_set())
-    return json_answer(request, _told(parts, found))
+    return json_answer(request, _document(parts, found))
 
 
-def _told(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
+def _document(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
     stats = parts.stats()
     rates, currency = _rates(parts, stats["model"])
     tokens_s, measured_s = _traffic(parts, stats["uptime_s"])

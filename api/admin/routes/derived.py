@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from api.admin.access import Books, MayChange, MayRead
 from api.admin.routes.bodies import FIELDS, AdminBody, StrictBody
-from api.admin.routes.operations import PREFIX, TABLE, Operation
+from api.admin.routes.operation_table import PREFIX, TABLE, Operation
 from api.page_headers import with_style
 from api.shapes.invoice import invoice_answer
 from billing.operations.usage import StatementForm

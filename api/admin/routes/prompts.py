@@ -53,7 +53,7 @@ async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[s
     await must_exist(request, body.tenant)
     principal = Principal(body.tenant)
     job = await quoted_job(request, principal, json.dumps(body.request).encode())
-    return (await quote_of(wire_of(request), principal, job)).told()
+    return (await quote_of(wire_of(request), principal, job)).as_json()
 
 
 @router.post("/diff")

@@ -41,6 +41,15 @@ const TABLES = {
     ["Given", (row) => row.amount, true],
     ["Left", (row) => row.left, true],
   ],
+  limits: [
+    ["Limit", (row) => row.name],
+    ["Of", (row) => (row.value === "*" ? `each ${row.of}` : `${row.of} ${row.value}`)],
+    ["Amount", (row) => `${row.amount} a ${row.per}`, true],
+    ["Spent", (row) => row.spent + (row.highest && row.value === "*" ? ` by ${row.highest}` : ""), true],
+    ["On hold", (row) => row.held, true],
+    ["Left", (row) => row.left, true],
+    ["Until", (row) => row.ends_at.replace("T", " ").replace(":00Z", " UTC")],
+  ],
   invoices: [
     ["Number", opener],
     ["Month", (row) => row.month],
@@ -114,6 +123,8 @@ async function show() {
     ["For some requests", account.scoped], ["Owed", account.owed],
     ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
   ].map(([name, value]) => [`${name}, ${account.currency}`, value]);
+  at("limited").hidden = !account.spend_limits.length;
+  fill("limits", account.spend_limits);
   at("granted").hidden = !account.grants.length;
   fill("grants", account.grants);
   for (const [code, left] of Object.entries(account.wallets)) facts.push([`Wallet, ${code}`, left]);

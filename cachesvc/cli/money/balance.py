@@ -13,7 +13,7 @@ from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     TenantName,
 )
-from cachesvc.cli.money.operations import Invocation, Operations, operating
+from cachesvc.cli.money.invocation import Invocation, Operations, operating
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import confirm, note
 
@@ -147,10 +147,10 @@ def _show_before(
     confirm(f"Book a {kind} of {sum_} for {tenant}?", yes=False)
     for entry in call(ledger.list_entries, tenant=tenant, limit=RECENT):
         age_s = (time.time_ns() - entry["at_ns"]) // NS
-        told = entry["details"]
+        details = entry["details"]
         same = entry["kind"] in (_KINDS[kind], "wallet", "conversion")
-        same &= told.get("wallet", has["currency"]) == (currency or has["currency"])
-        same &= units == abs(parse_units(told.get("moves", entry["amount"])))
+        same &= details.get("wallet", has["currency"]) == (currency or has["currency"])
+        same &= units == abs(parse_units(details.get("moves", entry["amount"])))
         if same and age_s < A_MINUTE_S and entry["request_id"] != reference:
             name = entry["request_id"]
             confirm(f"The same was booked {age_s} s ago, as {name!r}. Book it again?", yes=False)

@@ -1,18 +1,19 @@
 """`cachesvc tenants budget`: alerts or refusals when spending passes an amount."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.operations import budgets
-from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor
-from cachesvc.cli.money.operations import operations
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
+from billing.reports.documents import Document
+from cachesvc.cli.money.invocation import Invocation, operating
+from cachesvc.cli.render import fail, note, print_json, print_table
 
 
+@operating("reason", "json")
 def budget(
+    call: Invocation,
     name: Annotated[str | None, typer.Argument(help="Name of the budget  [list all]")] = None,
     tenant: Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)] = "",
     amount: Annotated[
@@ -40,10 +41,6 @@ def budget(
     ask: Annotated[str, typer.Option(help="With --per topup: the top-up to ask for")] = "",
     most: Annotated[int, typer.Option(help="With --per topup: at most so often a day  [3]")] = 0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the budget")] = False,
-    reason: Reason = NO_REASON,
-    data_dir: DataDir = None,
-    database: DatabaseUrl = None,
-    json: AsJson = False,
 ) -> None:
     """Create, change, remove or list budgets.
 
@@ -51,39 +48,48 @@ def budget(
     month stops requests.
     """
     if name is None:
-        _list(data_dir, database, json)
+        _print_budgets(call(budgets.list_budgets), call.json)
         return
-    if not remove and not (tenant and amount):
+    if remove:
+        call(budgets.remove_budget, name=name, by=call.by, why=call.why)
+        note(f"budget {name} is removed")
+        return
+    if not (tenant and amount):
         fail("say whose budget and how much: TENANT AMOUNT; or --remove", 2)
-    with operations(data_dir, database) as call:
-        if remove:
-            call(budgets.remove_budget, name=name, by=actor(), why=reason)
-            note(f"budget {name} is removed")
-            return
-        call(
-            budgets.set_budget,
-            name=name,
-            tenant=tenant,
-            amount=amount,
-            per=per,
-            of=of,
-            value=value,
-            ask=ask,
-            most=most,
-            hard=hard,
-            by=actor(),
-            why=reason,
-        )
+    call(
+        budgets.set_budget,
+        name=name,
+        tenant=tenant,
+        amount=amount,
+        per=per,
+        of=of,
+        value=value,
+        ask=ask,
+        most=most,
+        hard=hard,
+        by=call.by,
+        why=call.why,
+    )
     limits = "; it refuses requests from now on" if hard else ""
     note(f"budget {name} is set{limits}; alerts go to the URL in `billing.alerts_to`")
 
 
-def _list(data_dir: Path | None, database: str | None, json: bool) -> None:
-    with operations(data_dir, database) as call:
-        found = call(budgets.list_budgets)
+def _print_budgets(found: list[Document], json: bool) -> None:
     if json:
         print_json(found)
         return
-    columns = ("name", "tenant", "amount", "per", "of", "value", "ask", "spent", "held", "ends_at")
-    right = ("amount", "spent", "held")
+    columns = (
+        "name",
+        "tenant",
+        "amount",
+        "per",
+        "of",
+        "value",
+        "ask",
+        "spent",
+        "held",
+        "left",
+        "ends_at",
+    )
+    right = ("amount", "spent", "held", "left")
     print_table(columns, [[row.get(c, "") for c in columns] for row in found], right=right)

@@ -17,7 +17,7 @@ from cachesvc.cli.money.books import (
     NO_REASON,
     TenantOption,
 )
-from cachesvc.cli.money.operations import Invocation, Operations, operating
+from cachesvc.cli.money.invocation import Invocation, Operations, operating
 from cachesvc.cli.render import confirm, fail, note, print_json, print_table
 
 _REMOVED = {

@@ -10,7 +10,7 @@ from billing.keys import Scope
 from billing.operations import keys
 from billing.prices.book import NS
 from cachesvc.cli.money.books import TenantOption
-from cachesvc.cli.money.operations import Invocation, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.render import note, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")

@@ -27,7 +27,7 @@ from cachesvc.cli.money.books import (
     DataDir,
     books,
 )
-from cachesvc.cli.money.operations import Invocation, Operations, operating
+from cachesvc.cli.money.invocation import Invocation, Operations, operating
 from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, print_table

@@ -26,7 +26,7 @@ from cachesvc.cli.money.books import (
     MOST_DAYS,
     TenantOption,
 )
-from cachesvc.cli.money.operations import Invocation, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.refunds import write_batch
 from cachesvc.cli.render import confirm, fail, note, print_json, print_table
 

@@ -10,7 +10,7 @@ import typer
 
 from billing.operations import usage
 from billing.reports.published import published_keys
-from cachesvc.cli.money.operations import Invocation, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.options import existing_data_dir
 from cachesvc.cli.render import fail, note, print_json, print_table
 

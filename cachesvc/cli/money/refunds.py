@@ -10,7 +10,7 @@ from api.format import number_of
 from billing.money import format_units
 from billing.operations import ledger
 from billing.proof.refunds import Refund, RefundBatch, read_batch
-from cachesvc.cli.money.operations import Invocation
+from cachesvc.cli.money.invocation import Invocation
 from cachesvc.cli.render import fail, note
 
 AT_ONCE = 256  # corrections in one call

@@ -1,4 +1,4 @@
-"""`cachesvc tenants`: who is billed."""
+"""`cachesvc tenants`: the customers who are billed, their credit, limits and projects."""
 
 import time
 from collections import Counter
@@ -16,7 +16,7 @@ from cachesvc.cli.money.books import (
     TenantName,
     limit_text,
 )
-from cachesvc.cli.money.operations import Invocation, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import (
     confirm,
@@ -224,6 +224,8 @@ def print_tenant(values: Document, json: bool) -> None:
             items.append(f"charged {plan['charged']} of at least {plan['minimum']}")
         wallets = values["wallets"].items()
         shown["wallets"] = ", ".join(f"{code} {left}" for code, left in wallets) or None
+        limits = (f"{e['name']} {e['left']} of {e['amount']}" for e in values["spend_limits"])
+        shown["spend_limits"] = ", ".join(limits) or None
         shown["plan"] = f"{plan['month']}: {', '.join(items)}" if plan else None
     print_pairs(shown)
 

@@ -27,7 +27,7 @@ from cachesvc.cli.money.books import (
     TenantOption,
     books,
 )
-from cachesvc.cli.money.operations import Invocation, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.receipts import receipt
 from cachesvc.cli.render import fail, note, print_json, print_table
 from cachesvc.config.places import local_zone_name
@@ -230,6 +230,8 @@ def _print_statement(
 
 
 class ExportFormat(StrEnum):
+    """The formats of an export to a file."""
+
     CLOUDEVENTS = "cloudevents"
     FOCUS = "focus"
 

@@ -3,7 +3,7 @@
 import uuid
 
 import anthropic
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, SPENT, URL, cell, main, told
 from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key="any", max_retries=0, timeout=300)
@@ -87,6 +87,18 @@ def messages_cache():
         f"{first.usage.cache_creation_input_tokens} tokens written for an hour, then "
         f"{second.usage.cache_read_input_tokens} read"
     )
+
+
+@cell
+def messages_limit():
+    try:
+        client.messages.create(
+            model=MODEL, max_tokens=4, messages=ASKED, metadata={"user_id": SPENT}
+        )
+    except anthropic.RateLimitError as error:
+        body = error.body["error"]
+        return told(body["limit"], body["code"], error.response.headers)
+    raise AssertionError("it was not refused")
 
 
 @cell

@@ -16,11 +16,19 @@ from importlib.metadata import version
 CELLS = {}
 URL, MODEL = sys.argv[1:3]  # the server's URL, without /v1
 QUESTION = "What is the capital of France?"
+SPENT = "spent-out"  # a user whose hard limit any request would pass
 
 
 def cell(function):
     CELLS[function.__name__] = function
     return function
+
+
+def told(limit, code, headers):
+    """What the client knows of the limit that refused it; the same of every protocol."""
+    assert code == "spend_limit_reached" and limit["value"] == SPENT
+    assert int(headers["retry-after"]) > 0 and headers["x-should-retry"] == "false"
+    return f"{code}: {limit['name']} of {limit['of']} {limit['value']} until {limit['ends_at']}"
 
 
 def main(*packages, **versions):

@@ -1,9 +1,11 @@
 """langchain-openai: chat completions and Responses."""
 
+import uuid
 from typing import Literal
 
-from cells import MODEL, QUESTION, URL, cell, main
-from langchain_core.messages import HumanMessage, ToolMessage
+import openai
+from cells import MODEL, QUESTION, SPENT, URL, cell, main, told
+from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
@@ -27,11 +29,53 @@ def model(**fields):
     )
 
 
+def usage(**fields):
+    """What a first and a second answer say of the cache."""
+    chosen = model(max_tokens=16, **fields)
+    rules = f"These are the rules of {uuid.uuid4()}. " + "Be brief. " * 60
+    asked = [SystemMessage(rules), HumanMessage(QUESTION)]
+    first, second = chosen.invoke(asked), chosen.invoke(asked)
+    assert first.text == second.text
+    wrote = first.usage_metadata["input_token_details"]
+    read = second.usage_metadata["input_token_details"]
+    assert wrote["cache_creation"] >= 64 and read["cache_creation"] == 0
+    assert read["cache_read"] == second.usage_metadata["input_tokens"] - 1
+    return f"{wrote['cache_creation']} tokens written, then {read['cache_read']} read"
+
+
+def limit(**fields):
+    try:
+        model(**fields).invoke(QUESTION, user=SPENT)
+    except openai.RateLimitError as error:
+        return told(error.body["limit"], error.code, error.response.headers)
+    raise AssertionError("it was not refused")
+
+
 @cell
 def chat_answer():
     answer = model(max_tokens=16).invoke(QUESTION)
     assert "Paris" in answer.content
-    return f"usage {answer.usage_metadata['input_token_details']}"
+    return answer.content
+
+
+@cell
+def chat_usage():
+    return usage()
+
+
+@cell
+def chat_limit():
+    return limit()
+
+
+@cell
+def responses_usage():
+    return usage(use_responses_api=True)
+
+
+@cell
+def responses_limit():
+    return limit(use_responses_api=True)
 
 
 @cell
@@ -71,7 +115,7 @@ def chat_structured():
 def responses_answer():
     answer = model(max_tokens=16, use_responses_api=True).invoke(QUESTION)
     assert "Paris" in answer.text
-    return f"usage {answer.usage_metadata['input_token_details']}"
+    return answer.text
 
 
 @cell

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import httpx
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, SPENT, URL, cell, main
 
 ASKED = [{"role": "user", "content": QUESTION}]
 CONFIG = {
@@ -67,6 +67,16 @@ def chat_answer():
     answer = posted("/v1/chat/completions", messages=ASKED, temperature=0, max_tokens=16).json()
     assert "Paris" in answer["choices"][0]["message"]["content"]
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@cell
+def chat_limit():
+    body = {"model": "served", "messages": ASKED, "max_tokens": 8, "user_id": SPENT}
+    answer = proxy.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 429, answer.text
+    error = answer.json()["error"]  # the proxy's own, around the message of the server
+    assert "spend limit 'cap'" in error["message"] and "the limit ends at" in error["message"]
+    return error["message"]
 
 
 @cell

@@ -2,11 +2,13 @@
 
 import json
 import os
+import uuid
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # fetches nothing
 
 import litellm
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, SPENT, URL, cell, main
+from litellm.responses.utils import ResponsesAPIRequestUtils
 
 litellm.suppress_debug_info = True
 ASKED = [{"role": "user", "content": QUESTION}]
@@ -26,7 +28,44 @@ TOOL = {
 def chat_answer():
     answer = litellm.completion(messages=ASKED, temperature=0, max_tokens=16, **TO)
     assert "Paris" in answer.choices[0].message.content
-    return f"{answer.usage.prompt_tokens_details.cached_tokens} tokens cached"
+    return answer.choices[0].message.content
+
+
+def rules():
+    """Instructions that nobody has sent before."""
+    return f"These are the rules of {uuid.uuid4()}. " + "Be brief. " * 60
+
+
+def told(error):
+    """What the client knows of the limit: its `body`, or else the text that it raises with."""
+    assert error.status_code == 429
+    text = str(error)
+    body = error.body or json.loads(text[text.index("{") :])["error"]
+    limit = body["limit"]
+    assert body["code"] == "spend_limit_reached" and limit["value"] == SPENT
+    where = "body" if error.body else "message"
+    return f"{body['code']} in its {where}: {limit['name']} until {limit['ends_at']}"
+
+
+@cell
+def chat_usage():
+    asked = {"messages": [{"role": "system", "content": rules()}, *ASKED], "temperature": 0}
+    first = litellm.completion(max_tokens=8, **asked, **TO).usage.prompt_tokens_details
+    usage = litellm.completion(max_tokens=8, **asked, **TO).usage
+    second = usage.prompt_tokens_details
+    assert first.cache_write_tokens >= 64 and second.cache_write_tokens == 0
+    assert second.cached_tokens == usage.prompt_tokens - 1
+    return f"{first.cache_write_tokens} tokens written, then {second.cached_tokens} read"
+
+
+@cell
+def chat_limit():
+    try:
+        user = {"user": SPENT}  # of itself litellm sends it only for models that it knows
+        litellm.completion(messages=ASKED, max_tokens=8, extra_body=user, max_retries=0, **TO)
+    except litellm.RateLimitError as error:
+        return told(error)
+    raise AssertionError("it was not refused")
 
 
 @cell
@@ -78,9 +117,57 @@ def responses_answer():
 
 
 @cell
+def responses_usage():
+    asked = {"input": QUESTION, "instructions": rules(), "temperature": 0, "max_output_tokens": 8}
+    first = litellm.responses(**asked, **TO).usage.input_tokens_details
+    usage = litellm.responses(**asked, **TO).usage
+    second = usage.input_tokens_details
+    assert first.cache_write_tokens >= 64 and second.cache_write_tokens == 0
+    assert second.cached_tokens == usage.input_tokens - 1
+    return f"{first.cache_write_tokens} tokens written, then {second.cached_tokens} read"
+
+
+@cell
+def responses_diagnostics():
+    asked = {"instructions": rules(), "temperature": 0, "max_output_tokens": 8}
+    first = litellm.responses(input=QUESTION, **asked, **TO)
+    # litellm wraps a response's id, and unwraps only `previous_response_id` by itself.
+    own = ResponsesAPIRequestUtils.decode_previous_response_id_to_original_previous_response_id
+    named = {"prompt_cache_options": {"comparison_response_id": own(first.id)}}
+    other = litellm.responses(input="Name a river.", extra_body=named, **asked, **TO)
+    found = other.prompt_cache_diagnostics
+    assert (found["type"], found["reason"]) == ("cache_miss", "input_changed")
+    return f"{found['reason']} after {found['comparison_reusable_tokens']} tokens"
+
+
+@cell
+def responses_limit():
+    try:
+        litellm.responses(input=QUESTION, max_output_tokens=8, user=SPENT, max_retries=0, **TO)
+    except litellm.RateLimitError as error:
+        return told(error)
+    raise AssertionError("it was not refused")
+
+
+TO_MESSAGES = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "any"}
+
+
+@cell
+async def messages_limit():
+    try:
+        await litellm.anthropic_messages(
+            messages=ASKED, max_tokens=8, metadata={"user_id": SPENT}, **TO_MESSAGES
+        )
+    except litellm.RateLimitError as error:
+        return told(error)
+    raise AssertionError("it was not refused")
+
+
+@cell
 async def messages_answer():
-    to = {"model": f"anthropic/{MODEL}", "api_base": URL, "api_key": "any"}
-    answer = await litellm.anthropic_messages(messages=ASKED, max_tokens=16, temperature=0, **to)
+    answer = await litellm.anthropic_messages(
+        messages=ASKED, max_tokens=16, temperature=0, **TO_MESSAGES
+    )
     assert "Paris" in answer["content"][0]["text"]
     return answer["usage"]
 

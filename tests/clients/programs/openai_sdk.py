@@ -4,7 +4,7 @@ import json
 from typing import Literal
 
 import openai
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, SPENT, URL, cell, main, told
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=300)
@@ -43,8 +43,9 @@ def chat_answer():
     again = client.chat.completions.create(
         model=MODEL, messages=ASKED, temperature=0, max_tokens=16
     )
-    cached = again.usage.prompt_tokens_details.cached_tokens
-    assert cached == again.usage.prompt_tokens - 1
+    details = again.usage.prompt_tokens_details
+    cached = details.cached_tokens
+    assert cached == again.usage.prompt_tokens - 1 and details.cache_write_tokens == 0
     return f"{cached} of {again.usage.prompt_tokens} prompt tokens hit when asked again"
 
 
@@ -88,6 +89,15 @@ def chat_structured():
     )
     assert isinstance(answer.choices[0].message.parsed, Place)
     return answer.choices[0].message.content
+
+
+@cell
+def chat_limit():
+    try:
+        client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=8, user=SPENT)
+    except openai.RateLimitError as error:
+        return told(error.body["limit"], error.code, error.response.headers)
+    raise AssertionError("it was not refused")
 
 
 @cell
@@ -140,6 +150,15 @@ def responses_structured():
     )
     assert isinstance(answer.output_parsed, Place)
     return answer.output_text
+
+
+@cell
+def responses_limit():
+    try:
+        client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=16, user=SPENT)
+    except openai.RateLimitError as error:
+        return told(error.body["limit"], error.code, error.response.headers)
+    raise AssertionError("it was not refused")
 
 
 @cell

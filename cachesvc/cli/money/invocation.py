@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 from urllib.parse import quote, urlencode
 
-from api.admin.routes.operations import PREFIX, operation_of
+from api.admin.routes.operation_table import PREFIX, operation_of
 from billing.errors import BillingError
 from billing.operations.books import Books
 from cachesvc.cli.exits import exit_code
