@@ -104,12 +104,14 @@ class Request:
     cache: bool = True  # False: neither read nor write the cache
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
     share: str = ""  # whose share of the engine it uses; shares are served equally
+    keeps: tuple[int, ...] = ()  # tokens of the prefixes that will be pinned: resumable there
 
 
 class TokenCounts(NamedTuple):
     """The disjoint classes a request's tokens fall into. Fixed for the prompt at first admission.
 
-    `hit_device + hit_host + hit_disk + hit_remote + miss == prompt`, always.
+    `hit_device + hit_host + hit_disk + hit_remote + miss == prompt`, always. The hits are in the
+    order of `TierName`.
     """
 
     prompt: int
@@ -121,7 +123,7 @@ class TokenCounts(NamedTuple):
 
     @property
     def hit(self) -> int:
-        return self.hit_device + self.hit_host + self.hit_disk + self.hit_remote
+        return sum(self[1:-1])
 
     @property
     def miss(self) -> int:
@@ -129,9 +131,12 @@ class TokenCounts(NamedTuple):
 
     def with_output(self, output: int) -> "TokenCounts":
         """The same counts after `output` generated tokens."""
-        return TokenCounts(
-            self.prompt, self.hit_device, self.hit_host, self.hit_disk, self.hit_remote, output
-        )
+        return TokenCounts(*self[:-1], output)
+
+    @staticmethod
+    def of(prompt: int, hits: Mapping[TierName, int]) -> "TokenCounts":
+        """The counts at admission, from the hits by tier."""
+        return TokenCounts(prompt, *(hits.get(tier, 0) for tier in TierName))
 
 
 class Timeline(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Protocol
 from api.job import Delta, Job, Served, Transcript
 from api.requests.bridge import OutputBridge
 from api.served_model import Detokenizer, EngineClient
+from billing.errors import GateError
 from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, Usage
 from engine.request import (
@@ -31,9 +32,12 @@ ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons cl
 
 
 class Coverage(Protocol):
-    """Says how many output tokens are paid for so far."""
+    """Says how many output tokens are paid for so far, and why no more are."""
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int: ...
+
+    @property
+    def refusal(self) -> GateError | None: ...
 
 
 @dataclass(slots=True)
@@ -70,11 +74,11 @@ class _Choice:
         stop = self.detokenizer.stop_string
         return Delta(self.number, "".join(text), output.tokens[:used], logprobs, reason, stop)
 
-    def cut(self, reason: FinishReason) -> Delta:
-        """Ends the choice here and returns the text that was held back."""
-        self.finish = reason
+    def cut(self, refusal: GateError | None) -> Delta:
+        """Ends the choice, as if at its length, and returns the text that was held back."""
+        self.finish = FinishReason.LENGTH
         self.ended_here = True
-        return Delta(self.number, self.detokenizer.flush(), finish=reason)
+        return Delta(self.number, self.detokenizer.flush(), finish=self.finish, refusal=refusal)
 
 
 @dataclass(slots=True)
@@ -207,6 +211,7 @@ class Generation:
             reasons,
             first.timeline,
             self._error,
+            self._coverage.refusal if self._outcome is Outcome.BUDGET else None,
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
             prompt_logprobs=tuple(part.prompt_logprobs for part in parts),
@@ -218,10 +223,6 @@ class Generation:
             dropped_lines=self.job.dropped_lines,
             jumped_tokens=self._jumped_tokens,
         )
-
-    @property
-    def outcome(self) -> Outcome:
-        return self._outcome
 
     @property
     def answered(self) -> bool:
@@ -284,7 +285,7 @@ class Generation:
             self._error = output.error or "the server ended the request"
 
     def _end_uncovered(self) -> list[Delta]:
-        """Ends every open choice, as if at its length, because the next token is not paid for."""
+        """Ends every open choice, because the next token is not paid for."""
         if self._outcome is Outcome.FINISHED:
             self._outcome = Outcome.BUDGET
         open_choices = [
@@ -293,7 +294,7 @@ class Generation:
             for choice in part.choices
             if choice.finish is None
         ]
-        return [choice.cut(FinishReason.LENGTH) for choice in open_choices]
+        return [choice.cut(self._coverage.refusal) for choice in open_choices]
 
     def _stop_choices(self) -> None:
         """Aborts in the engine the choices that ended here by a stop string or lack of money."""
@@ -324,4 +325,5 @@ class Generation:
             cache=job.cache,
             arrival_ns=job.arrival_ns,
             share=job.share,
+            keeps=tuple(keep.num_tokens for keep in job.keeps),
         )

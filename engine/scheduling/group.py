@@ -28,7 +28,7 @@ class SequenceGroup:
         self.num_output = 0
         self._block_size = block_size
         self._num_due = request.params.n - 1
-        self._told_reasons = False
+        self._reasons_given = False
 
     @property
     def done(self) -> bool:
@@ -72,8 +72,8 @@ class SequenceGroup:
     ) -> StepOutput:
         """The output of this step for a sequence. `result` chose the first of `tokens`. Without a
         result, a grammar forced them all."""
-        told, self._told_reasons = self._told_reasons, True
-        prompt_logprobs = tuple(sequence.prompt_logprobs) if not told else ()
+        given, self._reasons_given = self._reasons_given, True
+        prompt_logprobs = tuple(sequence.prompt_logprobs) if not given else ()
         return StepOutput(
             request_id=self.request.request_id,
             index=sequence.index,
@@ -83,8 +83,8 @@ class SequenceGroup:
             num_jumped=len(tokens) - (result is not None and len(tokens) > 0),
             finish=sequence.finish,
             logprobs=(result.logprob,) if result is not None and result.logprob else (),
-            miss_reasons={} if told or sequence.cut_short else sequence.miss_reasons,
-            lookup=None if told else sequence.lookup,
+            miss_reasons={} if given or sequence.cut_short else sequence.miss_reasons,
+            lookup=None if given else sequence.lookup,
             timeline=Timeline(
                 arrival_ns=self.request.arrival_ns or sequence.queued_ns,
                 admitted_ns=sequence.admitted_ns,

@@ -25,20 +25,16 @@ def count_hits(
     sold as hits.
     """
     hits = dict.fromkeys(TierName, 0)
+    standing = len(sources) * block_size
     for source in filter(None, sources):
         hits[source] += block_size
     last = tail_source or (sources[-1] if sources else None)
     if tail_source is not None:
         hits[tail_source] += tail_rows
-    if last is not None and sum(hits.values()) >= num_prompt:
+        standing += tail_rows
+    if last is not None and standing >= num_prompt:
         hits[last] -= 1
-    return TokenCounts(
-        prompt=num_prompt,
-        hit_device=hits[TierName.DEVICE],
-        hit_host=hits[TierName.HOST],
-        hit_disk=hits[TierName.DISK],
-        hit_remote=hits[TierName.REMOTE],
-    )
+    return TokenCounts.of(num_prompt, hits)
 
 
 def miss_reasons(
@@ -46,9 +42,11 @@ def miss_reasons(
 ) -> dict[MissReason, int]:
     """Missed tokens by reason: tokens of full blocks count for `stop`, the others as the tail.
     `num_front` tokens were computed while those after them loaded."""
-    missed_full = max(0, (counts.prompt - 1) // block_size * block_size - counts.hit)
-    reasons = {MissReason.UNECONOMIC: num_front, MissReason.TAIL: counts.miss - missed_full}
-    reasons[stop] = reasons.get(stop, 0) + missed_full - num_front
+    standing = counts.hit + num_front
+    missed_full = max(0, (counts.prompt - 1) // block_size * block_size - standing)
+    tail = counts.prompt - standing - missed_full
+    reasons = {MissReason.UNECONOMIC: num_front, MissReason.TAIL: tail}
+    reasons[stop] = reasons.get(stop, 0) + missed_full
     return {reason: tokens for reason, tokens in reasons.items() if tokens}
 
 

@@ -66,7 +66,7 @@ class Scheduler:
     def remove(self, sequence: Sequence, reason: FinishReason) -> None:
         """Remove a sequence in any state. Its full blocks stay in the cache."""
         if sequence.state in (PREFILL, DECODE):
-            self._leave(sequence)
+            self._leave(sequence, returns=False)
         elif sequence.state is not FINISHED:
             self.waiting.remove(sequence)
             self._admission.close_ticket(sequence)
@@ -126,7 +126,7 @@ class Scheduler:
         assert sequence.meeting is not None
         if sequence.num_standing >= sequence.meeting.number * self._block_size:
             sequence.ticket = self._cache.open(sequence.chain)  # pins the front
-            self._leave(sequence)
+            self._leave(sequence, returns=True)
             sequence.state = WAITING
             self.waiting.put_back(sequence)
 
@@ -247,17 +247,17 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Send a sequence back to waiting. What it computed stays in the cache while there is
         room."""
-        self._leave(sequence)
+        self._leave(sequence, returns=True)
         sequence.state = WAITING
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.put_back(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, *, returns: bool) -> None:
         self.running.remove(sequence)
         self.left.append(sequence.sequence_id)
         if self.states is not None:
-            self.states.leave(sequence)
+            self.states.leave(sequence, returns=returns)
         self._tables.release(sequence.chain, sequence.blocks, sequence.num_standing)
         sequence.block_table = []
         sequence.num_standing = 0

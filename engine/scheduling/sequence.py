@@ -58,14 +58,14 @@ class Meeting:
         assert rear is not None
         loaded = dict(zip(rear.blocks, rear.sources, strict=True))
         memory = (TierName.DEVICE, TierName.HOST)
-        told: list[TierName | None] = list(self.sources[: len(ticket.sources)])
+        sources: list[TierName | None] = list(self.sources[: len(ticket.sources)])
         for number in range(start, len(ticket.sources)):
             source = ticket.sources[number]
             if number < rear.first:
-                told.append(None if source in memory else source)
+                sources.append(None if source in memory else source)
             else:
-                told.append(loaded.get(ticket.blocks[number], source))
-        return told
+                sources.append(loaded.get(ticket.blocks[number], source))
+        return sources
 
 
 @dataclass(slots=True, eq=False)

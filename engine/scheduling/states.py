@@ -15,7 +15,7 @@ from engine.scheduling.sequence import Sequence
 from tiers.blocks.chain import Chain
 from tiers.cache import TieredCache
 from tiers.checkpoints import Checkpoints
-from tiers.policy.checkpoints import positions, stride_of
+from tiers.policy.checkpoints import keeps_stop, positions, worth_blocks
 from tiers.transfer.ticket import Ticket
 
 
@@ -38,7 +38,7 @@ class StatePlans:
         self._checkpoints = checkpoints
         layout = cache.layout
         self._block_size = layout.block_size
-        self._stride = stride_of(layout.checkpoint.nbytes, layout.nbytes)
+        self._worth = worth_blocks(layout.checkpoint.nbytes, layout.nbytes)
         self._wanted: dict[int, set[int]] = {}  # by sequence
         self._reached: list[tuple[int, Chain, int]] = []
         self._forked: list[tuple[int, int]] = []
@@ -54,8 +54,9 @@ class StatePlans:
             start,
             sequence.num_tokens,
             self._block_size,
-            stride=self._stride,
+            worth=self._worth,
             parts=self._checkpoints.parts(sequence.chain),
+            keeps=sequence.request.keeps,
         )
         if start and ticket.resume is not None and ticket.resume.part is not None:
             self._resumed[sequence.sequence_id] = start, ticket.resume.part
@@ -78,13 +79,18 @@ class StatePlans:
     def fork(self, sequence: Sequence, twin: Sequence) -> None:
         self._forked.append((sequence.sequence_id, twin.sequence_id))
 
-    def leave(self, sequence: Sequence) -> None:
-        """A sequence stops running. It or its next turn resumes from its last whole block."""
+    def leave(self, sequence: Sequence, *, returns: bool) -> None:
+        """A sequence stops running. It may return and resume from its last whole block; else its
+        next turn may, if that pays."""
         self._wanted.pop(sequence.sequence_id, None)
         unread = self._resumed.pop(sequence.sequence_id, None)
         if unread is not None:
             self._checkpoints.release(unread[1])
-        elif number := sequence.num_standing // self._block_size:
+            return
+        size = self._block_size
+        number = sequence.num_standing // size
+        ends = keeps_stop(number, sequence.num_prompt, size, worth=self._worth)
+        if number and (returns or ends):
             self._reached.append((sequence.sequence_id, sequence.chain, number))
 
     def keep(self, runner: StateRunner) -> None:

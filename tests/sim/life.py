@@ -63,12 +63,21 @@ class Life:
     """One run. `acts` are what an operator or an accident does now and then.
 
     A `plain` life has requests that generate one token and read and write the cache alone.
+    `arrivals` is the chance that requests come in a turn; with few, many find the engine idle.
     """
 
-    def __init__(self, world: World, chance: random.Random, *, plain: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        chance: random.Random,
+        *,
+        plain: bool = False,
+        arrivals: float = 0.4,
+    ) -> None:
         self.world = world
         self.chance = chance
         self.plain = plain
+        self.arrivals = arrivals
         self.trunks = {tenant: [self._trunk() for _ in range(3)] for tenant in TENANTS}
         self.sent: list[dict[str, Any]] = []  # what each request was asked with
         self.cancelled: Counter[str] = Counter()  # by phase
@@ -79,7 +88,7 @@ class Life:
     def run(self, num_requests: int, acts: Seq[Callable[[], None]] = ()) -> None:
         world, chance = self.world, self.chance
         while len(self.sent) < num_requests or world.live():
-            if len(self.sent) < num_requests and chance.random() < 0.4:
+            if len(self.sent) < num_requests and chance.random() < self.arrivals:
                 for _ in range(chance.choice((1, 1, 2, 4))):
                     self._send()
             if world.live() and chance.random() < 0.06:

@@ -7,6 +7,7 @@ computed from. Blocks and checkpoints are evicted one by one, from each tier on 
 import random
 from array import array
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -22,12 +23,16 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
+from tests.bench.checkpoints import Model, Prompt, Way, hit_rate
 from tests.support.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
+from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import StateTensor
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Block
+from tiers.operations.purge import Purged
+from tiers.policy.checkpoints import prompt_end
 
 BLOCK = 4
 STATE = StateName(0, "recurrent", 0)
@@ -91,26 +96,35 @@ class StatefulRunner(ChainRunner):
 class World:
     """An engine driven turn by turn over tiers in memory, which outlive it."""
 
-    def __init__(self, seed: int, device_blocks: int, slots: int, fault_rate: float) -> None:
+    def __init__(
+        self, seed: int, device_blocks: int, slots: int, fault_rate: float, below: int = 300
+    ) -> None:
         self.chance = random.Random(seed)
         self._device_blocks, self._slots = device_blocks, slots
         own = LAYOUT.checkpoint
-        self.tiers = [
-            MemoryTier(300, fault_rate=fault_rate, seed=seed, block_bytes=nbytes)
-            for nbytes in (LAYOUT.nbytes, own.nbytes)
-        ]
+        self.tiers = (
+            []
+            if not below
+            else [
+                MemoryTier(most, fault_rate=fault_rate, seed=seed, block_bytes=nbytes)
+                for most, nbytes in ((300, LAYOUT.nbytes), (below, own.nbytes))
+            ]
+        )
         self.asked: dict[str, tuple[list[int], int, int]] = {}
         self.answers: dict[str, dict[int, list[int]]] = {}
         self.ended: dict[str, FinishReason | None] = {}
         self.hits = 0
+        self.uncounted = 0  # requests whose hits and misses are not their prompt
         self.open()
 
     def open(self) -> None:
         """Start an engine over the tiers, with empty memory."""
         states = self._slots * LAYOUT.checkpoint.nbytes
         device = self._device_blocks * LAYOUT.nbytes + states
-        host = 40 * LAYOUT.nbytes
+        host = 40 * LAYOUT.nbytes if self.tiers else 0
+        disk, checkpoint_disk = self.tiers or (None, None)
         self.movers = [SteppedMover(tier, seed=1) for tier in self.tiers]
+        mover, checkpoint_mover = self.movers or (None, None)
         self.cache = TieredCache(
             LAYOUT,
             CacheSettings(
@@ -119,10 +133,10 @@ class World:
                 weigh_loads=False,
                 checkpoint_share=states / device,
             ),
-            disk=self.tiers[0],
-            mover=self.movers[0],
-            checkpoint_disk=self.tiers[1],
-            checkpoint_mover=self.movers[1],
+            disk=disk,
+            mover=mover,
+            checkpoint_disk=checkpoint_disk,
+            checkpoint_mover=checkpoint_mover,
         )
         assert self.cache.group is not None
         self.groups = [self.cache, self.cache.group]
@@ -132,25 +146,37 @@ class World:
             self.runner, self.cache, EngineSettings(scheduler=scheduler), self._take
         )
 
-    def submit(self, prompt: Seq[int], max_tokens: int, n: int) -> None:
+    def submit(
+        self, prompt: Seq[int], max_tokens: int, n: int, keeps: tuple[int, ...] = ()
+    ) -> None:
         name = str(len(self.asked))
         self.asked[name] = list(prompt), max_tokens, n
         self.answers[name] = {index: [] for index in range(n)}
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, n=n)
         scope = CacheScope(layout=LAYOUT.digest())
-        request = Request(request_id=name, tokens=array("i", prompt), params=params, scope=scope)
+        request = Request(
+            request_id=name,
+            tokens=array("i", prompt),
+            params=params,
+            scope=scope,
+            keeps=keeps,
+        )
         self.engine.submit(request)
 
     def abort(self, name: str) -> None:
         self.engine.abort(name)
+
+    def purge(self) -> "Future[Purged]":
+        return self.cache.operations.purge([CacheScope(layout=LAYOUT.digest()).root()])
 
     def _take(self, outputs: Seq[StepOutput]) -> None:
         for output in outputs:
             self.answers[output.request_id][output.index] += output.tokens
             if output.last:
                 self.ended[output.request_id] = output.finish
-                prompt, _, _ = self.asked[output.request_id]
-                assert len(prompt) == output.counts.hit + output.counts.miss
+                counts, (prompt, _, _) = output.counts, self.asked[output.request_id]
+                if output.finish is not FinishReason.ABORT:
+                    self.uncounted += len(prompt) != counts.hit + counts.miss
                 self.hits += output.counts.hit
 
     def turn(self) -> None:
@@ -165,6 +191,8 @@ class World:
                 break
             self.turn()
         assert len(self.ended) == len(self.asked)
+        assert 0 == self.uncounted
+        assert FinishReason.ERROR not in self.ended.values()  # as it is after WrongKv
         self.engine.turn()
         for name, (prompt, max_tokens, _) in self.asked.items():
             expected = replay(prompt, max_tokens)
@@ -199,6 +227,79 @@ class World:
                 cache.residency.evict_device(block)
             else:
                 cache.residency.evict_host(block)
+
+
+@pytest.mark.parametrize(("keeps", "hits"), [((), 0), ((13,), 12), ((3,), 0), ((99,), 0)])
+def test_a_prefix_that_is_asked_to_be_kept_hits_at_its_second_sight(
+    keeps: tuple[int, ...], hits: int
+) -> None:
+    world = World(1, device_blocks=60, slots=12, fault_rate=0.0)
+    world.submit(list(range(21)), 1, 1, keeps)
+    world.finish()
+    world.submit([*range(14), 49, 48, 47], 1, 1)
+    world.finish()
+    assert hits == world.hits
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_pin_keeps_the_checkpoint_of_its_prefix(pinned: bool) -> None:
+    world = World(1, device_blocks=26, slots=5, fault_rate=0.0, below=8)
+    operations, states = world.cache.operations, world.groups[1].operations
+    prompt = list(range(40))
+    world.submit(prompt, 2, 1)
+    world.finish()
+    if pinned:
+        chain = Chain(CacheScope(layout=LAYOUT.digest()).root(), prompt, BLOCK)
+        operations.pin("mine", chain, operations.now_s + 3600)
+    for number in range(12):
+        world.submit([number, *range(20)], 2, 1)
+        world.finish()
+    before = world.hits
+    world.submit(prompt, 2, 1)
+    world.finish()
+    assert (36 if pinned else 0) == world.hits - before
+    assert [pin.name for pin in operations.pins()] == [pin.name for pin in states.pins()]
+    assert pinned == operations.unpin("mine")
+    assert [] == states.pins()
+
+
+def test_a_scope_stays_closed_until_its_checkpoints_are_purged_too() -> None:
+    world = World(1, device_blocks=26, slots=5, fault_rate=0.0)
+    root = CacheScope(layout=LAYOUT.digest()).root()
+    world.submit(list(range(20)), 2, 1)
+    world.finish()
+    purged = world.purge()
+    for mover in world.movers:
+        assert not purged.done() and root in world.cache.operations.blocked
+        mover.run(10)
+        world.engine.turn()
+    assert 0 == purged.result(0).num_left
+    assert root not in world.cache.operations.blocked
+
+
+def test_served_and_replayed_hits_agree() -> None:
+    """The bench's tier stands for the real ones: conversations over memory alone."""
+    chance, device, slots = random.Random(5), 100, 20
+    world = World(1, device, slots, fault_rate=0.0, below=0)
+    talks = [TRUNKS[number % 3][: 20 + number] for number in range(12)]
+    prompts, total = [], 0
+    for number in range(300):
+        at = min(int(chance.expovariate(0.3)), len(talks) - 1)  # some go on more often
+        tokens, max_tokens = [*talks[at], number % 50], 1 + chance.randrange(9)
+        world.submit(tokens, max_tokens, 1)
+        world.finish()
+        whole = [*tokens, *world.answers[str(number)][0]]
+        keys = tuple(Chain(CacheScope().root(), whole[:-1], BLOCK).keys)
+        full, end = len(tokens) // BLOCK, prompt_end(len(tokens), BLOCK)
+        prompts.append(Prompt(keys, full, len(tokens), end))
+        total += len(tokens)
+        talks[at] = whole if len(whole) < 150 else TRUNKS[number % 3][:20]
+    states, blocks = slots * LAYOUT.checkpoint.nbytes, device * LAYOUT.nbytes
+    room, share = states + blocks, states / (states + blocks)
+    model = Model("tiny", LAYOUT.nbytes // BLOCK, LAYOUT.checkpoint.nbytes)
+    replayed = hit_rate(prompts, room + 1, model, BLOCK, Way(share=share))
+    assert 0.2 < replayed < 0.8
+    assert replayed == pytest.approx(world.hits / total, abs=0.02)
 
 
 TRUNKS = [[(7 * i * i + 5 * t + i) % 50 for i in range(60)] for t in range(3)]
@@ -250,6 +351,21 @@ class Parts(RuleBasedStateMachine):
         going = [name for name in self.world.asked if name not in self.world.ended]
         if going:
             self.world.abort(going[number % len(going)])
+
+    @rule()
+    def purge(self) -> None:
+        """Of everything while requests run, which end exactly and leave nothing in either group."""
+        self.world.turn()
+        purged = self.world.purge()
+        for _ in range(200):
+            if purged.done():
+                break
+            self.world.turn()
+        assert 0 == purged.result(0).num_left
+        self.world.finish()
+        assert not self.world.cache.operations.blocked
+        assert [0, 0] == [len(group.index) for group in self.world.groups]
+        assert [0, 0] == [tier.stats().num_blocks for tier in self.world.tiers]
 
     @rule()
     def fail_a_step(self) -> None:
