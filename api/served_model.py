@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from engine.promise import Promise
 from engine.request import FinishReason, Picture, Request
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
@@ -129,6 +130,7 @@ class ServedModel:
     created: int = 0  # Unix seconds
     owned_by: str = "cachesvc"
     exactness: Mapping[str, Any] | None = None  # what serves, and its certificate, for clients
+    promise: Promise | None = None  # what a hit leaves equal; None: unknown
 
     @property
     def max_chars(self) -> int:

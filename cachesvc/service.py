@@ -373,6 +373,7 @@ class Service:
             vocab_size=loaded.vocab_size,
             images=loaded.images,
             created=int(time.time()),
+            promise=self.core.promise,
         )
         adapted = {
             name: replace(

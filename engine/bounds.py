@@ -79,8 +79,8 @@ def _is_number(value: Any, kind: Any) -> bool:
 
 
 def _out_of_range(field: str, value: object, expected: str) -> InvalidParameter:
-    told = value if isinstance(value, float) or _is_short(value) else type(value).__name__
-    return InvalidParameter(f"{field} is {told}; it must be {expected}", param=field)
+    shown = value if isinstance(value, float) or _is_short(value) else type(value).__name__
+    return InvalidParameter(f"{field} is {shown}; it must be {expected}", param=field)
 
 
 def _is_short(value: object) -> bool:

@@ -21,6 +21,7 @@ from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
 from engine.models.arithmetic import processor_name
 from engine.models.load import LoadedModel
+from engine.promise import Promise
 from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.text.detokenizer import IncrementalDetokenizer
@@ -74,6 +75,11 @@ class Core:
             "processor": processor_name(loaded.device),
             "torch": torch.__version__,
         }
+
+    @property
+    def promise(self) -> Promise:
+        """What a hit leaves equal."""
+        return self.loaded.promise
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
         """Does nothing: the tiers are in this process and read the owners from their `shares`."""

@@ -18,6 +18,7 @@ from api.job import Bill, Job, Served
 from api.requests.generation import Generation
 from billing.keys import Principal
 from billing.names import bare_id
+from engine.promise import Promise
 from tiers.blocks.keys import PrefixKey
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class RequestRecord:
     delivered: bool | None = None  # whether the last byte was sent
     failure: Failure | None = None
     ended_s: float | None = None
+    promise: Promise | None = None  # what a hit leaves equal where it was served
 
     @property
     def nbytes(self) -> int:
@@ -226,6 +228,7 @@ class Journal:
             state=state,
             trail=trail,
             prompts=job.prompts if self.settings.keep_prompts else (),
+            promise=job.model.promise,
         )
 
     def _keep(self, record: RequestRecord) -> None:

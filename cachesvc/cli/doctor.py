@@ -34,6 +34,8 @@ EARLIEST_S = 1_767_225_600  # 2026-01-01: a clock before this was never set
 
 
 class Level(StrEnum):
+    """How bad a finding is. An error means that the server cannot work here."""
+
     OK = "ok"
     WARNING = "warning"
     ERROR = "error"

@@ -98,6 +98,8 @@ def _request_lines(payload: dict[str, Any]) -> list[str]:
             for run in prompt["runs"]
         ]
         lines.append(f"  {prompt['why']['text']}")
+    if payload["exactness"] is not None:
+        lines.append(f"  {payload['exactness']['text']}")
     return lines
 
 

@@ -326,6 +326,8 @@ class TracingSection(Section):
 
 
 class LogFormat(StrEnum):
+    """How log lines look. `auto` is `console` on a terminal, else `json`."""
+
     AUTO = "auto"
     CONSOLE = "console"
     JSON = "json"

@@ -27,7 +27,12 @@ def node_environment(remote: RemoteSettings | None) -> dict[str, str]:
     It carries the remote tier's settings, because arguments, including a password, are visible to
     every user of the machine.
     """
-    told = {"URL": remote.url, "WRITES": str(remote.writes)} if remote is not None else {"URL": ""}
+    variables = (
+        {"URL": remote.url, "WRITES": str(remote.writes)} if remote is not None else {"URL": ""}
+    )
     if remote is not None and remote.key_file is not None:
-        told["KEY_FILE"] = str(remote.key_file)
-    return {**os.environ, **{f"CACHESVC_CACHE__REMOTE_{name}": is_ for name, is_ in told.items()}}
+        variables["KEY_FILE"] = str(remote.key_file)
+    return {
+        **os.environ,
+        **{f"CACHESVC_CACHE__REMOTE_{name}": is_ for name, is_ in variables.items()},
+    }

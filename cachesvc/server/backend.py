@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 from api.requests.grammars import Compiler
 from api.served_model import Detokenizer, EngineClient, ImageReader
 from engine.engine import EngineStats
+from engine.promise import Promise
 from engine.request import StepOutput
 from engine.text.tokenizer import Tokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -81,6 +82,10 @@ class Backend(Protocol):
     def facts(self) -> Mapping[str, str]:
         """Engine, device, dtypes, processor and versions by name; empty if the scope does not know
         the contents of the model."""
+
+    @property
+    def promise(self) -> Promise:
+        """What a hit leaves equal."""
 
     @property
     def operations(self) -> CacheOperations: ...

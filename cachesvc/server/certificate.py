@@ -44,13 +44,13 @@ def differences(certified: Identity, served: Identity) -> list[str]:
 
 
 def certify(
-    data_dir: Path, served: Identity, told: Mapping[str, Any], settings: Mapping[str, Any]
+    data_dir: Path, served: Identity, report: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Path:
-    """Writes the signed certificate of a run that found no fault and `told` these numbers."""
+    """Writes the signed certificate of a run that found no fault and gave this `report`."""
     from billing.reports.receipts import Purpose, ReceiptSigner
 
-    numbers = {name: told[name] for name in ("cases", "flips", "moves", "kinds", "tiers")}
-    largest = told["largest_move"]
+    numbers = {name: report[name] for name in ("cases", "flips", "moves", "kinds", "tiers")}
+    largest = report["largest_move"]
     document = {
         "serves": dict(served),
         **numbers,
@@ -108,9 +108,9 @@ def _read(folder: Path) -> Iterable[dict[str, Any]]:
     found = []
     for path in folder.glob("*.json"):
         try:
-            told = json.loads(path.read_text())
+            document = json.loads(path.read_text())
         except (OSError, ValueError):
             continue
-        if isinstance(told, dict) and isinstance(told.get("serves"), dict):
-            found.append(told)
+        if isinstance(document, dict) and isinstance(document.get("serves"), dict):
+            found.append(document)
     return sorted(found, key=lambda each: str(each.get("made_at")), reverse=True)

@@ -18,6 +18,7 @@ from engine.composition import Core, compose
 from engine.errors import ModelError
 from engine.hardware import pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
+from engine.promise import Equal
 from engine.request import StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
@@ -25,7 +26,7 @@ from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CHECKPOINT_SHARE, CacheSettings
 from tiers.disk.array import DiskArray, open_array
-from tiers.disk.directory import note_elsewhere
+from tiers.disk.directory import note_elsewhere, read_meta, remove_shards
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
@@ -103,20 +104,14 @@ def _load(settings: ModelSection, data_dir: Path, progress: Progress | None) -> 
 
 
 def _promise(loaded: LoadedModel, settings: ModelSection) -> None:
-    """Say whether a hit leaves every bit of an answer as it is. Raises ModelError if that must be
-    promised and cannot be."""
-    reason = loaded.arithmetic.inexact
-    if reason is None and settings.adapters:
-        reason = "adapters are multiplied for as many rows as ask for them"
-    if reason is None:
-        logger.info("exact: a hit, other requests and chunks change no bit of an answer")
-    elif settings.exact == "always":
+    """Say what a hit leaves equal. Raises ModelError if the bits must be and cannot be promised."""
+    promise = loaded.promise
+    if settings.exact == "always" and promise.equal is not Equal.BITS:
         raise ModelError(
-            f"model.exact is always, but equal bits cannot be promised here: {reason}. Set it to "
-            f"auto to serve without that promise"
+            f"model.exact is always, but equal bits cannot be promised here: {promise.reason}. Set "
+            f"it to auto to serve without that promise"
         )
-    else:
-        logger.info(f"not exact to the bit: {reason}; a hit may change log-probabilities slightly")
+    logger.info(promise.text)
 
 
 def build(
@@ -198,12 +193,14 @@ def _open_disk(
             stream=stream,
         )
 
-    folder = disk_path(data_dir)
+    folder, states = disk_path(data_dir), states_path(data_dir)
     others = [path.expanduser() for path in cache.disk_dirs]
     disk = open_array([folder, *others], open_one) if others else open_one(folder)
     shared = [remote.shown_url] if remote is not None else []
-    states = [str(states_path(data_dir))] if layout.states else []
-    note_elsewhere(folder, [*map(str, others), *states, *shared])
+    note_elsewhere(folder, [*map(str, others), *shared], [states] if layout.states else [])
+    if not layout.states and read_meta(states) is not None:
+        logger.info(f"removing the checkpoints of another model from {states}")
+        remove_shards(states)
     if remote is None or opened is None:
         return disk
     return stack(disk, layout, opened, remote)

@@ -89,6 +89,7 @@ def _record(body: bytes) -> RequestRecord | None:
     try:
         record = _Reader(io.BytesIO(zlib.decompress(body))).load()
         assert isinstance(record, RequestRecord) and record.nbytes
+        replace(record)  # fails where an older version knew fewer fields
     except Exception:  # noqa: BLE001  another version's values fail in as many ways as there are
         return None
     return record

@@ -96,8 +96,8 @@ class _Starting:
             refresh = (b"refresh", str(RETRY_AFTER_S).encode())
             await _answer(send, 503, f"cachesvc: {reason}\n", retry, refresh)
         else:
-            told = {"message": f"{reason}; try again soon", "type": "server_error"}
-            body = {"error": told | {"param": None, "code": "starting"}}
+            error = {"message": f"{reason}; try again soon", "type": "server_error"}
+            body = {"error": error | {"param": None, "code": "starting"}}
             await _answer(send, 503, body, retry)
 
 

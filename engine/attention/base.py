@@ -10,8 +10,7 @@ served from the cache therefore read the same numbers. Fast paths (`attention.cp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,18 +26,38 @@ IMPLEMENTATION = "cachesvc_paged"  # the name in `config._attn_implementation`
 LATENT = "cachesvc_latent"  # the attribute of an attention module that caches latents
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
+class AttentionOptions(NamedTuple):
     """The options of `softmax(cap(q k^T * scaling)) v`, which vary between layers and models.
 
     With `window` w, position p sees (p - w, p]. `softcap` c turns a score s into c * tanh(s / c).
-    `sinks` [Hq] is one more score per head, which takes part in the softmax but has no value.
+    `sinks` [Hq] is one more score per head, which takes part in the softmax but has no value. With
+    `picked`, a query sees only the keys that an index picked for it (`attention.sparse`). A named
+    tuple, because TorchScript takes no dataclass.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
+    picked: bool = False
+
+
+class AttentionCall(NamedTuple):
+    """What one layer attends with in a step.
+
+    query: [T, Hq, Dk]; key: [T, Hkv, Dk]; value: [T, Hkv, Dv]; any strides. If the layer stores no
+    separate values, `value` is the leading part of `key`.
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    options: AttentionOptions
+
+    def of(self, rows: slice) -> "AttentionCall":
+        """The same for some of the step's rows."""
+        return self._replace(query=self.query[rows], key=self.key[rows], value=self.value[rows])
 
 
 class PagedAttention(Protocol):
@@ -52,16 +71,8 @@ class PagedAttention(Protocol):
         """Begin a step with these spans. Their tokens follow one another along T."""
         ...
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """query: [T, Hq, Dk]; key: [T, Hkv, Dk]; value: [T, Hkv, Dv]; any strides. If the layer
-        stores no separate values, `value` is the leading part of `key`. Returns [T, Hq, Dv].
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        """Attend in one layer. Returns [T, Hq, Dv].
 
         T may exceed the spans' tokens. The rows beyond are padding, and their result is unused.
         """
@@ -86,6 +97,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
     dropout: float = 0.0,
     **extras: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -99,20 +111,23 @@ def paged_attention(
             f"{type(module).__name__} is not handed the arguments of the model's forward, so that "
             f"paged attention does not reach it"
         )
-    refuse_extras(type(module).__name__, attention_mask, extras)
+    picked = indices is not None  # by an index, which is given an empty mask
+    refuse_extras(type(module).__name__, None if picked else attention_mask, extras)
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        picked=picked,
     )
     layer = module.layer_idx
     assert isinstance(layer, int), layer
     rows = [each[0].transpose(0, 1) for each in (query, key, value)]
+    call = AttentionCall(layer, rows[0], rows[1], rows[2], options)
     latent = getattr(module, LATENT, None)
     if latent is not None:
-        return latent.attend(paged, layer, rows[0], rows[1], options).unsqueeze(0), None
-    return paged.attend(layer, rows[0], rows[1], rows[2], options).unsqueeze(0), None
+        return latent.attend(paged, call).unsqueeze(0), None
+    return paged.attend(call).unsqueeze(0), None
 
 
 # Arguments that do not change what attention computes.
@@ -154,23 +169,15 @@ class ReferenceAttention:
     def begin(self, spans: Sequence[Span]) -> None:
         self._spans = spans
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         outputs = []
         first = 0
         for span in self._spans:
             rows = slice(first, first + len(span.tokens))
-            outputs.append(
-                attend_span(self._pool, layer, span, query[rows], key[rows], value[rows], options)
-            )
+            outputs.append(attend_span(self._pool, span, call.of(rows)))
             first = rows.stop
-        outputs.append(query.new_zeros(len(query) - first, query.shape[1], value.shape[2]))
+        padding = call.query[first:]
+        outputs.append(padding.new_zeros(*padding.shape[:2], call.value.shape[2]))
         return torch.cat(outputs)  # the last rows are padding
 
     def finish(self) -> None:
@@ -180,28 +187,15 @@ class ReferenceAttention:
         pass
 
 
-def attend_span(
-    pool: KvPool,
-    layer: int,
-    span: Span,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """Attention of one span in one layer. Shapes as in `PagedAttention.attend`."""
+def attend_span(pool: KvPool, span: Span, call: AttentionCall) -> torch.Tensor:
+    """Attention of one span, whose rows `call` has."""
     if span.write_kv:
-        write_span(pool, layer, span, key, value)
+        write_span(pool, span, call)
     end = span.start + len(span.tokens)
-    first = first_seen(span.start, options.window) // pool.block_size
-    stored_key, stored_value = gather(pool, layer, span.block_table, end, first)
-    return attend_dense(
-        query,
-        stored_key.to(query.dtype),
-        stored_value.to(query.dtype),
-        span.start - first * pool.block_size,
-        options,
-    )
+    first = first_seen(span.start, call.options.window) // pool.block_size
+    key, value = gather(pool, call.layer, span.block_table, end, first)
+    dtype, start = call.query.dtype, span.start - first * pool.block_size
+    return attend_dense(call.query, key.to(dtype), value.to(dtype), start, call.options)
 
 
 def first_seen(position: int, window: int | None) -> int:
@@ -209,11 +203,9 @@ def first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
-def write_span(
-    pool: KvPool, layer: int, span: Span, key: torch.Tensor, value: torch.Tensor
-) -> None:
-    """Write a span's keys and values ([T, Hkv, D]) of one layer to the blocks of its table."""
-    kept = pool.layers[layer]
+def write_span(pool: KvPool, span: Span, call: AttentionCall) -> None:
+    """Write a span's keys and values of one layer to the blocks of its table."""
+    kept, key, value = pool.layers[call.layer], call.key, call.value
     for offset, count, block, row in pieces(span, pool.block_size):
         kept.key[block, row : row + count] = key[offset : offset + count]
         if not kept.shared:

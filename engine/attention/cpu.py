@@ -13,7 +13,7 @@ from math import lcm
 import torch
 
 from engine.attention import dense
-from engine.attention.base import AttentionOptions, first_seen, gather, write_span
+from engine.attention.base import AttentionCall, first_seen, gather, write_span
 from engine.attention.copies import DEFAULT_BUDGET_BYTES, Rows, WorkingCopies, WorkingCopy
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
@@ -77,26 +77,19 @@ class CpuAttention:
         for _, group in groupby(opened, self._together):
             first = self._add(list(group), first)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        computed = query.dtype
-        query = query.float()
-        output = query.new_empty(*query.shape[:2], value.shape[2])
-        key, value = self._rounded(key), self._rounded(value)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        computed, query = call.query.dtype, call.query.float()
+        output = query.new_empty(*query.shape[:2], call.value.shape[2])
+        key, value = self._rounded(call.key), self._rounded(call.value)
+        call = AttentionCall(call.layer, query, key, value, call.options)
         end = 0
         for part in self._step:
             if isinstance(part, _TokenParts):
-                self._tokens(part, layer, query, key, value, options, output)
+                self._tokens(part, call, output)
                 end = part.first + len(part.spans)
                 continue
             end = part.first + len(part.span.tokens)
-            self._span(part, layer, query, key, value, options, output)
+            self._span(part, call, output)
         if end < query.shape[0]:
             output[end:] = 0  # padding
         return output.to(computed)
@@ -147,67 +140,42 @@ class CpuAttention:
 
     # One part of a layer.
 
-    def _tokens(
-        self,
-        part: _TokenParts,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-        output: torch.Tensor,
-    ) -> None:
-        (_, key_part), (_, value_part) = self._places[layer]
+    def _tokens(self, part: _TokenParts, call: AttentionCall, output: torch.Tensor) -> None:
+        (_, key_part), (_, value_part) = self._places[call.layer]
         self._attend_tokens(
+            call,
             part.first,
-            query,
-            key,
-            value,
             part.written.buffer if part.written is not None else None,
             part.written.numbers if part.written is not None else [],
             part.runs,
             key_part,
             value_part,
             part.positions,
-            options.scaling,
-            options.window,
-            options.softcap,
-            options.sinks,
             output,
         )
 
-    def _span(
-        self,
-        part: _SpanPart,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-        output: torch.Tensor,
-    ) -> None:
+    def _span(self, part: _SpanPart, call: AttentionCall, output: torch.Tensor) -> None:
         start, num_tokens = part.span.start, len(part.span.tokens)
         if part.copy is not None:
-            (key_run, key_part), (value_run, value_part) = self._places[layer]
+            (key_run, key_part), (value_run, value_part) = self._places[call.layer]
             keys, values = part.copy.runs[key_run], part.copy.runs[value_run]
         else:
             rows = slice(part.first, part.first + num_tokens)
             if part.span.write_kv:
-                write_span(self._kv, layer, part.span, key[rows], value[rows])
-            keys, values, skipped = self._gathered(part.span, layer, options.window)
+                write_span(self._kv, part.span, call.of(rows))
+            keys, values, skipped = self._gathered(part.span, call.layer, call.options.window)
             key_part, value_part, start = 0, 0, start - skipped
-        tile = max(1, min(_TILE, _TILE_ROWS * key.shape[1] // query.shape[1]))
+        groups = call.query.shape[1] // call.key.shape[1]
+        tile = max(1, min(_TILE, _TILE_ROWS // groups))
         if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
             self._triangle = torch.full((_TILE, _TILE), -torch.inf).triu(1)
-        num_rows = query.shape[1] // key.shape[1] * min(tile, num_tokens)
+        num_rows = groups * min(tile, num_tokens)
         size = dense.scratch_size(num_rows, start + num_tokens)
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.float32)
         self._attend_span(
+            call,
             part.first,
-            query,
-            key,
-            value,
             part.span.write_kv and part.copy is not None,
             keys,
             key_part,
@@ -215,10 +183,6 @@ class CpuAttention:
             value_part,
             start,
             start + num_tokens,
-            options.scaling,
-            options.window,
-            options.softcap,
-            options.sinks,
             tile,
             self._triangle,
             self._scratch,
@@ -254,8 +218,7 @@ def _places(kv: KvPool) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
         (number, part) for number, run in enumerate(kv.runs) for part in range(run.shape[1])
     )
     places = {}
-    for layer in kv.order:
-        if layer not in kv.states:
-            key = next(parts)
-            places[layer] = key, key if kv.layers[layer].shared else next(parts)
+    for layer in kv.attended:
+        key = next(parts)
+        places[layer] = key, key if kv.layers[layer].shared else next(parts)
     return places

@@ -11,7 +11,13 @@ Sums over keys are cut at the same positions for all. docs/exactness.md tells wh
 
 import torch
 
-from engine.attention.base import causal_mask, first_seen, softmax_with_sinks
+from engine.attention.base import (
+    AttentionCall,
+    AttentionOptions,
+    causal_mask,
+    first_seen,
+    softmax_with_sinks,
+)
 
 _ROWS = 4  # rows are padded to a multiple, because MKL has another kernel for those left over
 _LANES = 16  # a softmax begins at a multiple of keys and ends at one
@@ -20,40 +26,36 @@ _SMALL = 1024  # multiplications; below 400, torch does those of a batch in a lo
 
 
 def attend_tokens(
+    call: AttentionCall,
     first: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     buffer: torch.Tensor | None,
     rows: list[torch.Tensor],
     runs: list[torch.Tensor],
     key_part: int,
     value_part: int,
     positions: list[int],
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of one token of each of S sequences. They are rows [first, first + S) of a step's
-    query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] and output [T, Hq, Dv].
+    """Attention of one token of each of S sequences. They are rows [first, first + S) of the step's
+    call, and of output [T, Hq, Dv].
 
     A sequence's keys and values are two parts, or one, of its run [parts, Hkv, capacity, D], and
     are read up to its position. If there is a buffer [N, D], the token's own are written first, to
     its rows that `rows` [S * Hkv] names for each part. Fills and returns `output`.
     """
-    stop = first + len(positions)
+    stop, key, value = first + len(positions), call.key, call.value
     if buffer is not None:
         there = key[first:stop].reshape(-1, key.shape[2]).float()
         buffer.index_copy_(0, rows[key_part], there)
         if value_part != key_part:
             there = value[first:stop].reshape(-1, value.shape[2]).float()
             buffer.index_copy_(0, rows[value_part], there)
-    num_kv_heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    num_kv_heads, groups = key.shape[1], call.query.shape[1] // key.shape[1]
     shape = [len(positions), num_kv_heads, groups, -1]
-    scaled = _padded((query[first:stop] * scaling).view(shape))
+    scaled = padded_rows((call.query[first:stop] * call.options.scaling).view(shape))
     attended = scaled.new_empty(scaled.shape[0], scaled.shape[1], scaled.shape[2], value.shape[2])
+    # Read once, because each reading in the loop is a step of the interpreter.
+    window, softcap, sinks = call.options.window, call.options.softcap, call.options.sinks
     for number, position in enumerate(positions):
         keys = runs[number][key_part]
         values = runs[number][value_part, :, :, : value.shape[2]]
@@ -86,7 +88,7 @@ def attend_one(
     if sinks is None:
         weights = torch.softmax(scores, -1, out=scores)
     else:
-        own = _padded(sinks.view(query.shape[0], -1, 1))
+        own = padded_rows(sinks.view(query.shape[0], -1, 1))
         weights = softmax_with_sinks(scores, own)
     start = low
     while start < end:
@@ -115,7 +117,7 @@ def _add_product(
 # TorchScript knows no module's constants, but arguments' defaults.
 
 
-def _padded(rows: torch.Tensor, multiple: int = _ROWS) -> torch.Tensor:
+def padded_rows(rows: torch.Tensor, multiple: int = _ROWS) -> torch.Tensor:
     """[..., M, D] with rows of zeros up to a multiple."""
     missing = -rows.shape[-2] % multiple
     return torch.constant_pad_nd(rows, [0, 0, 0, missing]) if missing > 0 else rows
@@ -136,10 +138,8 @@ def _is_small(num_products: int, small: int = _SMALL) -> bool:
 
 
 def attend_span(
+    call: AttentionCall,
     first: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
     write: bool,
     key_run: torch.Tensor,
     key_part: int,
@@ -147,33 +147,38 @@ def attend_span(
     value_part: int,
     start: int,
     end: int,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
     tile: int,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of positions [start, end) of one sequence, `tile` of them at a time. They are the
-    rows from `first` on of a step's query, key, value and output, as in `attend_tokens`.
+    rows from `first` on of the step's call and output, as in `attend_tokens`.
 
     Keys and values are one part each of runs [parts, Hkv, capacity, D], and are read up to `end`.
     The span's own are written first, if requested. `triangle` [tile, tile] is -inf above its
     diagonal. `scratch` has room for a tile's scores. Fills and returns `output`.
     """
-    stop = first + end - start
-    keys, values = key_run[key_part], value_run[value_part, :, :, : value.shape[2]]
+    stop, options = first + end - start, call.options
+    keys, values = key_run[key_part], value_run[value_part, :, :, : call.value.shape[2]]
     if write:
-        keys[:, start:end].copy_(key[first:stop].transpose(0, 1))
-        values[:, start:end].copy_(value[first:stop].transpose(0, 1))
-    scaled = query[first:stop] * scaling
+        keys[:, start:end].copy_(call.key[first:stop].transpose(0, 1))
+        values[:, start:end].copy_(call.value[first:stop].transpose(0, 1))
+    scaled = call.query[first:stop] * options.scaling
     if end - start == 1:
-        groups = query.shape[1] // keys.shape[0]
-        one = _padded(scaled[0].view(keys.shape[0], groups, -1))
+        groups = scaled.shape[1] // keys.shape[0]
+        one = padded_rows(scaled[0].view(keys.shape[0], groups, -1))
         attended = one.new_empty(one.shape[0], one.shape[1], values.shape[2])
-        attend_one(one, keys, values, start, window, softcap, sinks, attended)
+        attend_one(
+            one,
+            keys,
+            values,
+            start,
+            options.window,
+            options.softcap,
+            options.sinks,
+            attended,
+        )
         output[first].view(keys.shape[0], groups, -1).copy_(attended[:, :groups])
         return output
     for low in range(start - start % tile, end, tile):
@@ -183,9 +188,7 @@ def attend_span(
             keys,
             values,
             begin,
-            window,
-            softcap,
-            sinks,
+            options,
             triangle,
             scratch,
             output[first + begin - start : first + until - start],
@@ -198,9 +201,7 @@ def _attend_tile(
     key: torch.Tensor,
     value: torch.Tensor,
     start: int,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
     output: torch.Tensor,
@@ -210,10 +211,13 @@ def _attend_tile(
     num_queries, dim = query.shape[0], query.shape[2]
     num_kv_heads, value_dim = key.shape[0], value.shape[2]
     groups = query.shape[1] // num_kv_heads
+    window, softcap, sinks = options.window, options.softcap, options.sinks
     low, end = first_seen(start, window), start + num_queries
     base, top = _aligned(low, end)
     folded = query.view(num_queries, num_kv_heads, groups, dim)
-    folded = _padded(folded.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * num_queries, dim))
+    folded = padded_rows(
+        folded.permute(1, 2, 0, 3).reshape(num_kv_heads, groups * num_queries, dim)
+    )
     num_rows = folded.shape[1]
     # Into memory that the next call reuses, because fresh pages would cost twice as much.
     scores = scratch[: num_rows * (top - base)].view(num_rows, top - base)
@@ -235,7 +239,7 @@ def _attend_tile(
             weights = torch.softmax(scores, -1, out=scores)
         else:
             own = sinks.view(num_kv_heads, groups, 1)[head].expand(groups, num_queries)
-            weights = softmax_with_sinks(scores, _padded(own.reshape(-1, 1)))
+            weights = softmax_with_sinks(scores, padded_rows(own.reshape(-1, 1)))
         first = low
         while first < end:
             until = _piece_end(first, end)

@@ -7,7 +7,6 @@ where. Nothing here waits for the device.
 """
 # ruff: noqa: N803  compile-time arguments are written as constants, as in Triton's own kernels
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.base import AttentionOptions
-from engine.attention.pieces import Pieces
+from engine.attention.pieces import PagedKeys
 from engine.attention.tiling import padded, tiling
 
 _MERGED = 2048  # numbers of the output that a merging program takes at once
@@ -251,21 +250,15 @@ def constants(
 def attend_paged(
     query: torch.Tensor,
     pool: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    counts: torch.Tensor | None,
+    keys: PagedKeys,
     options: AttentionOptions,
-    cut: Callable[[int, int | None], Pieces],
     *,
     rank: int | None = None,
 ) -> torch.Tensor:
     """A few successive queries for each sequence over its keys in the pool, read in place.
 
     query: [S, Q, Hq, D], last axis contiguous; pool: one layer, [num_blocks, 2, block_size, Hkv,
-    D]; tables: [S, max_blocks] int32; lengths: [S] int32, the keys that a sequence's last query
-    sees, including its own; counts: [S] int32, how many leading queries of a sequence's Q are real
-    (None if Q is 1). `cut` gives the pieces of the sequences' keys for so many programs each and a
-    window. Returns [S, Q, Hq, D].
+    D]. Returns [S, Q, Hq, D].
 
     With `rank`, the layer is [num_blocks, 1, block_size, 1, D], whose values are the first `rank`
     numbers of its keys. Returns [S, Q, Hq, rank].
@@ -285,7 +278,7 @@ def attend_paged(
         rotated=dim - wide,
     )
     num_programs = num_kv_heads * triton.cdiv(num_queries * groups, chosen["ROWS"])
-    pieces = cut(num_programs, options.window)
+    pieces = keys.cut(num_programs, options.window)
     shape = (len(pieces.rows[0]), num_kv_heads, num_queries * groups)
     partial = torch.empty((*shape, wide), dtype=torch.float32, device=query.device)
     maxima = torch.empty(shape, dtype=torch.float32, device=query.device)
@@ -293,10 +286,10 @@ def attend_paged(
     _paged_kernel[(shape[0], num_programs)](
         query,
         pool,
-        tables,
+        keys.tables,
         pieces.rows,
-        lengths,
-        lengths if counts is None else counts,
+        keys.lengths,
+        keys.lengths if keys.counts is None else keys.counts,
         partial,
         maxima,
         sums,
@@ -310,7 +303,7 @@ def attend_paged(
         pool.stride(1),
         pool.stride(2),
         pool.stride(3),
-        tables.stride(0),
+        keys.tables.stride(0),
         **chosen,
     )
     output = query.new_empty(num_sequences, num_queries, num_heads, wide)

@@ -25,9 +25,9 @@ class KvPool:
 
     `runs` views the same memory as runs of adjacent parts of one shape, `[num_blocks, parts,
     block_size, Hkv, D]` each, which can be copied in one call. Most models have one run.
-    `windows[i]` is the window of all layers in run i. Layers with states are in no run;
-    `states` counts their rows. `order` is the order of the layers in a block, and `places[layer]`
-    is a layer's position in it.
+    `windows[i]` is the window of all layers in run i. `attended` are the layers in runs, in their
+    order: not those with states, whose rows `states` counts, nor those with index keys. `order` is
+    the order of the layers in a block, and `places[layer]` is a layer's position in it.
     """
 
     def __init__(self, tensor: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
@@ -42,6 +42,7 @@ class KvPool:
         self.order = stored_order(layers)
         self.places = {layer: place for place, layer in enumerate(self.order)}
         self.states = {number: layer.rows for number, layer in enumerate(layers) if layer.rows}
+        self.attended = [n for n in self.order if not layers[n].rows and layers[n].picks is None]
         self.windows: list[int | None] = []
         self.runs = self._runs([layers[number] for number in self.order])
 
@@ -60,13 +61,16 @@ class KvPool:
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
         paged = [each for each in layers if not each.rows]  # paged layers come first
-        shapes = [(each.num_heads, dim, each.window) for each in paged for dim in each.parts]
+        shapes = [
+            (each.num_heads, dim, each.window, each.picks) for each in paged for dim in each.parts
+        ]
         runs, start = [], 0
-        for (num_heads, dim, window), parts in groupby(shapes):
-            self.windows.append(window)
+        for (num_heads, dim, window, picks), parts in groupby(shapes):
             shape = (len(list(parts)), self.block_size, num_heads, dim)
             end = start + torch.Size(shape).numel()
-            runs.append(flat[:, start:end].unflatten(1, shape))
+            if picks is None:
+                self.windows.append(window)
+                runs.append(flat[:, start:end].unflatten(1, shape))
             start = end
         return runs
 

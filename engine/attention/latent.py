@@ -11,42 +11,48 @@ So the paths for ordinary attention serve it as one head whose values are the le
 keys. Engine thread only.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from engine.attention.base import LATENT, AttentionOptions, PagedAttention
+from engine.attention.base import LATENT, AttentionCall, PagedAttention
+from engine.attention.sparse import IndexForward, PagedIndex, other_index, page_index
 
 
 class LatentAttention:
-    """Added to an attention module. `rows` is the latest input of its `kv_b_proj`."""
+    """Added to an attention module. `rows` is the latest input of its `kv_b_proj`. `index` is what
+    picks its keys, if it has one of its own."""
 
-    def __init__(self, key_weight: torch.Tensor, value_weight: torch.Tensor) -> None:
+    def __init__(
+        self,
+        key_weight: torch.Tensor,
+        value_weight: torch.Tensor,
+        index: IndexForward | None = None,
+    ) -> None:
         """key_weight: [H, Dn, rank]; value_weight: [H, Dv, rank]."""
         self._key_weight = key_weight
         self._value_weight = value_weight.transpose(1, 2)
         self._rank = key_weight.shape[2]
+        self._index = index
         self.rows: torch.Tensor | None = None
 
-    def attend(
-        self,
-        paged: PagedAttention,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, paged: PagedAttention, call: AttentionCall) -> torch.Tensor:
         """query: [T, H, Dn + Dr], rotated part last; key: the same shape, and only its rotated part
         is read. Returns [T, H, Dv]."""
+        if self._index is not None:
+            cast(PagedIndex, paged).pick(self._index.layer, self._index.take())
         assert self.rows is not None, "kv_b_proj was not asked"
+        query, key = call.query, call.key
         plain = self._key_weight.shape[1]
         latent = self.rows.reshape(-1, 1, self._rank)
         self.rows = None
         kept = torch.cat([latent, key[:, :1, plain:]], -1)  # [T, 1, rank + Dr]
         absorbed = torch.bmm(query[..., :plain].transpose(0, 1), self._key_weight).transpose(0, 1)
         asked = torch.cat([absorbed, query[..., plain:]], -1)  # [T, H, rank + Dr]
-        output = paged.attend(layer, asked, kept, kept[..., : self._rank], options)
+        output = paged.attend(
+            AttentionCall(call.layer, asked, kept, kept[..., : self._rank], call.options)
+        )
         return torch.bmm(output.transpose(0, 1), self._value_weight).transpose(0, 1)
 
 
@@ -68,11 +74,20 @@ def absorb(model: nn.Module) -> int:
     """Make every latent attention module cache latents. Returns how many there are. Cannot be
     undone: the model then works only with paged attention."""
     found: list[Any] = [module for module in model.modules() if _is_latent(module)]
+    for module in model.modules():
+        index = getattr(module, "indexer", None)
+        if isinstance(index, nn.Module) and not _is_latent(module):
+            raise other_index(index)
+    num_indexes = 0
     for module in found:
         weight = module.kv_b_proj.weight
         heads = weight.view(module.num_heads, -1, weight.shape[1])
         key_weight, value_weight = heads.split([module.qk_nope_head_dim, module.v_head_dim], 1)
-        latent = LatentAttention(key_weight.contiguous(), value_weight.contiguous())
+        own = None
+        if getattr(module, "indexer", None) is not None:
+            own = page_index(module, len(found) + num_indexes)
+            num_indexes += 1
+        latent = LatentAttention(key_weight.contiguous(), value_weight.contiguous(), own)
         setattr(module, LATENT, latent)
         module.kv_b_proj = _Unexpanded(latent, weight.shape[0])
     return len(found)

@@ -5,6 +5,7 @@ multiprocessors wait. The lengths are read on the device, so that a recorded gra
 time it is replayed. Nothing here waits for the device.
 """
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,28 @@ class Pieces(NamedTuple):
 
     rows: torch.Tensor
     firsts: torch.Tensor
+
+
+@dataclass(slots=True)
+class PagedKeys:
+    """The keys in the pool that S sequences attend to in a step, on the device.
+
+    tables: [S, max_blocks] int32; lengths: [S] int32, the keys that a sequence's last query sees,
+    including its own; counts: [S] int32, how many leading queries of a sequence are real (None if
+    each has one).
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    counts: torch.Tensor | None
+    _pieces: dict[tuple[int, int | None], Pieces] = field(default_factory=dict)
+
+    def cut(self, num_programs: int, window: int | None) -> Pieces:
+        """The pieces of the keys. Layers of one shape share them."""
+        key = num_programs, window
+        if key not in self._pieces:
+            self._pieces[key] = cut(self.lengths, self.counts, window, num_programs)
+        return self._pieces[key]
 
 
 def cut(

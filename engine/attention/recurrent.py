@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from engine.attention.base import AttentionOptions, PagedAttention
+from engine.attention.base import AttentionCall, PagedAttention
 from engine.attention.states import is_short_conv
 from engine.batch import Span
 from tiers.blocks.layout import DTYPES, StateTensor
@@ -322,17 +322,10 @@ class RecurrentAttention:
         self.states.begin([Piece(s.sequence_id, s.start, len(s.tokens)) for s in spans])
         self.attention.begin(spans)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         place = self._num_attended
         self._num_attended += 1
-        return self.attention.attend(place, query, key, value, options)
+        return self.attention.attend(call._replace(layer=place))
 
     def finish(self) -> None:
         self.attention.finish()

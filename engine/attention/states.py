@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.attention.base import AttentionOptions, PagedAttention
+from engine.attention.base import AttentionCall, PagedAttention
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from tiers.blocks.layout import LayerLayout
@@ -46,15 +46,8 @@ class StatefulAttention:
         self._computed.clear()
         self.attention.begin(spans)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        return self.attention.attend(layer, query, key, value, options)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return self.attention.attend(call)
 
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         """See `PagedStates`. Rows are rounded as the pool rounds them, so that cold and hit

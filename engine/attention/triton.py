@@ -10,17 +10,23 @@ Engine thread only.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.base import AttentionOptions, attend_dense, first_seen, gather_blocks
+from engine.attention.base import (
+    AttentionCall,
+    AttentionOptions,
+    attend_dense,
+    first_seen,
+    gather_blocks,
+)
 from engine.attention.kernels import attend_paged
 from engine.attention.kv_pool import KvPool
-from engine.attention.pieces import Pieces, cut
+from engine.attention.pieces import PagedKeys
 from engine.attention.varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
 from engine.hardware import upload
@@ -41,17 +47,7 @@ class _Launch:
     queries: torch.Tensor  # [S * Q] rows of the step
     kept: torch.Tensor | None  # [N] which of them are real; None if all are
     wanted: torch.Tensor  # [N] their rows in the step
-    tables: torch.Tensor  # [S, max_blocks] int32
-    lengths: torch.Tensor  # [S] int32
-    counts: torch.Tensor | None  # [S] int32; None if Q is 1
-    pieces: dict[tuple[int, int | None], Pieces] = field(default_factory=dict)
-
-    def cut(self, num_programs: int, window: int | None) -> Pieces:
-        """The pieces of the keys. Layers of one shape share them."""
-        key = num_programs, window
-        if key not in self.pieces:
-            self.pieces[key] = cut(self.lengths, self.counts, window, num_programs)
-        return self.pieces[key]
+    keys: PagedKeys
 
 
 @dataclass(slots=True)
@@ -126,9 +122,11 @@ class TritonAttention:
             self._upload(_joined(queries)),
             None if num_queries == 1 else self._upload(_joined(kept)),
             self._upload(_joined(wanted)),
-            self._upload(padded),
-            self._upload(np.array(lengths, np.int32)),
-            None if num_queries == 1 else self._upload(np.array(counts, np.int32)),
+            PagedKeys(
+                self._upload(padded),
+                self._upload(np.array(lengths, np.int32)),
+                None if num_queries == 1 else self._upload(np.array(counts, np.int32)),
+            ),
         )
 
     def begin_decode(
@@ -144,29 +142,22 @@ class TritonAttention:
         others: [S].
         """
         everyone = torch.arange(len(lengths), device=lengths.device)
-        launch = _Launch(1, everyone, None, everyone, tables, lengths, None)
+        launch = _Launch(1, everyone, None, everyone, PagedKeys(tables, lengths, None))
         self._step = _Step([], [launch], everyone, blocks, rows)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
         step = self._step
         assert step is not None, "attend before begin"
-        kept = self._kv.layers[layer]
+        query, kept = call.query, self._kv.layers[call.layer]
         if len(step.written):
-            kept.key[step.blocks, step.rows] = key[step.written].to(self._pool.dtype)
+            kept.key[step.blocks, step.rows] = call.key[step.written].to(self._pool.dtype)
             if not kept.shared:
-                kept.value[step.blocks, step.rows] = value[step.written].to(self._pool.dtype)
-        output = query.new_zeros(*query.shape[:2], value.shape[2])
+                kept.value[step.blocks, step.rows] = call.value[step.written].to(self._pool.dtype)
+        output = query.new_zeros(*query.shape[:2], call.value.shape[2])
         for span, rows, table in step.long:
-            output[rows] = self._attend_long(layer, span, table, query[rows], options)
+            output[rows] = self._attend_long(span, table, call.of(rows))
         for launch in step.launches:
-            output[launch.wanted] = self._attend_launch(layer, launch, query, options)
+            output[launch.wanted] = self._attend_launch(launch, call)
         return output
 
     def give_up_kernel(self, error: Exception) -> None:
@@ -183,44 +174,26 @@ class TritonAttention:
     def forget(self, sequence_id: int) -> None:
         pass
 
-    def _attend_launch(
-        self, layer: int, launch: _Launch, query: torch.Tensor, options: AttentionOptions
-    ) -> torch.Tensor:
-        """query: [T, Hq, Dk], of the step; returns [N, Hq, Dv], of the launch."""
-        chosen = query[launch.queries].unflatten(0, (-1, launch.num_queries))
-        kept = self._kv.layers[layer]
+    def _attend_launch(self, launch: _Launch, call: AttentionCall) -> torch.Tensor:
+        """The launch's rows of the step's: [N, Hq, Dv]."""
+        chosen = call.query[launch.queries].unflatten(0, (-1, launch.num_queries))
+        kept = self._kv.layers[call.layer]
         rank = kept.value.shape[-1] if self._kv.latent else None
-        pool = kept.key[:, None] if rank is not None else self._pool[:, self._kv.places[layer]]
-        output = attend_paged(
-            chosen,
-            pool,
-            launch.tables,
-            launch.lengths,
-            launch.counts,
-            options,
-            launch.cut,
-            rank=rank,
-        )
+        pool = kept.key[:, None] if rank is not None else self._pool[:, self._kv.places[call.layer]]
+        output = attend_paged(chosen, pool, launch.keys, call.options, rank=rank)
         output = output.flatten(0, 1)
         return output if launch.kept is None else output[launch.kept]
 
-    def _attend_long(
-        self,
-        layer: int,
-        span: Span,
-        table: torch.Tensor,
-        query: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Attention of one span of several tokens. query: [T, Hq, D]; returns the same shape."""
+    def _attend_long(self, span: Span, table: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        """Attention of one span of several tokens, whose rows `call` has. Returns [T, Hq, Dv]."""
+        query, options = call.query, call.options
         if self._varlen and can_varlen(query, self._pool, options):
-            return attend_varlen(
-                query, self._pool[:, self._kv.places[layer]], table, span.start, options
-            )
+            layer = self._pool[:, self._kv.places[call.layer]]
+            return attend_varlen(query, layer, table, span.start, options)
         first = first_seen(span.start, options.window) // self._kv.block_size
         before = first * self._kv.block_size
         end = span.start + len(span.tokens)
-        keys, values = gather_blocks(self._kv.layers[layer], table[first:], end - before)
+        keys, values = gather_blocks(self._kv.layers[call.layer], table[first:], end - before)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
         if not self._kv.paired or options.softcap is not None or options.sinks is not None:
             return _attend_tiled(query, keys, values, span.start - before, options)

@@ -78,8 +78,10 @@ def varlen_works(pool: torch.Tensor) -> bool:
     pool: [num_blocks, num_layers, 2, block_size, Hkv, D]. Its contents are neither read nor
     written.
     """
-    if pool.device.type != "cuda" or pool.dtype not in _HALF or not has_block_tables():
+    if pool.device.type != "cuda" or pool.dtype not in _HALF:
         return False
+    if not has_block_tables():
+        return _gathers(f"torch {torch.__version__} has no varlen_attn with block tables")
     return trial(pool.shape[3], pool.shape[4], pool.shape[5], pool.dtype, pool.device)
 
 
@@ -104,9 +106,17 @@ def trial(
     try:
         actual = attend_varlen(query, pool[:, 1], table, start, options)
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        logger.info(f"prefill gathers its blocks: varlen_attn does not take them ({error})")
-        return False
-    return torch.allclose(actual.float(), expected.float(), atol=_TOLERANCE, rtol=_TOLERANCE)
+        return _gathers(f"varlen_attn does not take them ({error})")
+    if not torch.allclose(actual.float(), expected.float(), atol=_TOLERANCE, rtol=_TOLERANCE):
+        off = (actual - expected).abs().max().item()
+        return _gathers(f"varlen_attn is {off:.3g} off the reference, more than {_TOLERANCE}")
+    return True
+
+
+def _gathers(reason: str) -> bool:
+    """Log what is given up, and why. False."""
+    logger.info(f"prefill gathers its blocks instead of reading the pool in place: {reason}")
+    return False
 
 
 def _bounds(count: int, device: torch.device) -> torch.Tensor:

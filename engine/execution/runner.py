@@ -17,6 +17,7 @@ from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
 from engine.attention.recurrent import RecurrentAttention, RecurrentStates, state_views
+from engine.attention.sparse import SparseAttention
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
@@ -85,6 +86,8 @@ class ModelRunner:
         self._attention = attention or pick_attention(
             pool, loaded.layers, DTYPES[loaded.dtype], owners
         )
+        if any(layer.picks is not None for layer in loaded.layers):
+            self._attention = SparseAttention(self._attention, pool, loaded.layers)
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._recurrent: RecurrentStates | None = None
@@ -130,15 +133,15 @@ class ModelRunner:
             self._team.end()
 
     def _step(self, spans: Sequence[Span]) -> list[Sampled]:
-        logits, told = self._forward(spans)
+        logits, prompt_logprobs = self._forward(spans)
         sampling = [span for span in spans if span.sample]
         chosen = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
         sampled = [next(chosen) if s.sample else Sampled(s.sequence_id, None) for s in spans]
-        if not told:
+        if not prompt_logprobs:
             return sampled
-        told_iter = iter(told)
+        remaining = iter(prompt_logprobs)
         return [
-            one._replace(targets=tuple(islice(told_iter, _num_targets(span))))
+            one._replace(targets=tuple(islice(remaining, _num_targets(span))))
             for span, one in zip(spans, sampled, strict=True)
         ]
 
@@ -148,7 +151,7 @@ class ModelRunner:
         Call it before serving: block 0 of the pool must be unowned.
         """
         attention = self._attention
-        while isinstance(attention, RecurrentAttention | StatefulAttention):
+        while isinstance(attention, RecurrentAttention | SparseAttention | StatefulAttention):
             attention = attention.attention
         if isinstance(attention, CpuAttention):
             attention.warm_up(self._max_context)
@@ -232,14 +235,14 @@ class ModelRunner:
             "paged": self._attention,
         }
         logits: torch.Tensor | None = None
-        told: list[TokenLogprob] = []
+        prompt_logprobs: list[TokenLogprob] = []
         self._attention.begin(spans)
         self._adapters.begin(spans, arguments["input_ids"].shape[1])
         if any(span.embedded for span in spans):
             tokens = arguments.pop("input_ids")
             arguments["inputs_embeds"] = self._embedded(tokens, spans, ends - lengths)
         if any(span.targets is not None for span in spans):
-            told, logits = self._heads(spans, ends - lengths, wanted, arguments)
+            prompt_logprobs, logits = self._heads(spans, ends - lengths, wanted, arguments)
         elif wanted:
             rows = _at_least(MIN_ROWS, np.array(wanted))
             keep = upload(rows, self._device)
@@ -248,7 +251,7 @@ class ModelRunner:
             self._model.base_model(**arguments)
         self._attention.finish()
         self._adapters.finish()
-        return logits, told
+        return logits, prompt_logprobs
 
     def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K]."""
@@ -295,12 +298,14 @@ class ModelRunner:
                 targets += span.targets.tolist()
                 counts += [span.params.prompt_logprobs or 0] * len(span.targets)
         states = self._model.base_model(**arguments)
-        told: list[TokenLogprob] = []
+        prompt_logprobs: list[TokenLogprob] = []
         step = max(MIN_ROWS, LOGITS_BYTES // (4 * self._vocab_size))
         for at in range(0, len(rows), step):
             logits = self._head(states, rows[at : at + step], arguments)
-            told += target_logprobs(logits, targets[at : at + step], counts[at : at + step])
-        return told, self._head(states, wanted, arguments) if wanted else None
+            prompt_logprobs += target_logprobs(
+                logits, targets[at : at + step], counts[at : at + step]
+            )
+        return prompt_logprobs, self._head(states, wanted, arguments) if wanted else None
 
     def _head(self, states: Any, rows: list[int], arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [len(rows), vocabulary] from the layers' output. The model's own forward computes

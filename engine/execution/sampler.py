@@ -86,11 +86,11 @@ def target_logprobs(
     ranks = ((logprobs > chosen).sum(1) + 1).tolist()
     values, tokens = (part.tolist() for part in torch.topk(logprobs, max(wanted)))
     own = chosen[:, 0].tolist()
-    told = []
+    found = []
     for row, (target, count) in enumerate(zip(targets, wanted, strict=True)):
         top = tuple(zip(tokens[row][:count], values[row][:count], strict=True))
-        told.append(TokenLogprob(target, own[row], top, ranks[row]))
-    return told
+        found.append(TokenLogprob(target, own[row], top, ranks[row]))
+    return found
 
 
 def _logprobs(
@@ -101,9 +101,9 @@ def _logprobs(
     rows = [r for r, s in enumerate(spans) if s.params.logprobs is not None and tokens[r] >= 0]
     if not rows:
         return {}
-    told = target_logprobs(
+    logprobs = target_logprobs(
         logits[upload(np.array(rows), logits.device)],
         [tokens[row] for row in rows],
         [spans[row].params.logprobs or 0 for row in rows],
     )
-    return {row: replace(one, rank=0) for row, one in zip(rows, told, strict=True)}
+    return {row: replace(one, rank=0) for row, one in zip(rows, logprobs, strict=True)}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.attention.base import AttentionOptions, PagedAttention, attend_dense
+from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -53,14 +53,8 @@ class _Handed:
         self.failure: BaseException | None = None
         self._options: dict[int, AttentionOptions] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, query, key, value, options = call
         if layer in self._options:
             raise Untraceable(f"layer {layer} attends twice")
         self._options[layer] = options
@@ -71,9 +65,8 @@ class _Handed:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         try:
-            attended: torch.Tensor = self.attention.attend(
-                layer, query, key, value, self._options[layer]
-            )
+            call = AttentionCall(layer, query, key, value, self._options[layer])
+            attended: torch.Tensor = self.attention.attend(call)
         except BaseException as error:
             self.failure = error  # of which TorchScript would leave the text alone
             raise
@@ -88,15 +81,8 @@ class _Handed:
 class _Alone:
     """Attention over the first tokens of one sequence, for recording and checking."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
-        return attend_dense(query, key, value, 0, options)
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        return attend_dense(call.query, call.key, call.value, 0, call.options)
 
 
 class _Forward(nn.Module):

@@ -16,8 +16,10 @@ import torch
 import xxhash
 from torch import nn
 
+from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.dense import attend_span, scratch_size
 from engine.models.packing import PackedLinear
+from engine.promise import BITS, Equal, Promise
 
 _SAMPLE_ROWS = (2, 65)  # of a decode step, and of a chunk
 _MAX_WEIGHTS = 1 << 26  # larger layers than this, such as heads, are not sampled
@@ -30,13 +32,13 @@ class Arithmetic:
     """`names` are facts of the device and its libraries. `sample` is the digest of computed bits,
     empty on a GPU, where a start may choose other kernels than the one before.
 
-    `inexact` says why a row's bits may depend on the rows beside it, so that a hit may change
-    log-probabilities. None if they do not, as far as the sample shows: docs/exactness.md.
+    `promise` is what a hit leaves equal, as far as the sample shows. It is less than the bits where
+    a row's may depend on the rows beside it.
     """
 
     names: tuple[tuple[str, str], ...]
     sample: bytes = b""
-    inexact: str | None = None
+    promise: Promise = BITS
 
     def digest(self) -> bytes:
         """16 bytes, equal where blocks may be shared."""
@@ -47,10 +49,11 @@ class Arithmetic:
 def arithmetic_of(model: nn.Module, device: str) -> Arithmetic:
     """The arithmetic of a model that is packed for its device."""
     if torch.device(device).type == "cpu":
-        bits, inexact = _sample(model)
-        return Arithmetic(tuple(_cpu_names()), bits, inexact)
+        bits, promise = _sample(model)
+        return Arithmetic(tuple(_cpu_names()), bits, promise)
     names = tuple(_gpu_names(torch.device(device)))
-    return Arithmetic(names, inexact="kernels of a GPU are chosen by the number of rows")
+    reason = "kernels of a GPU are chosen by the number of rows"
+    return Arithmetic(names, promise=Promise(Equal.NONE, reason))
 
 
 def processor_name(device: str) -> str:
@@ -99,13 +102,13 @@ def _gpu_names(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 @torch.inference_mode()
-def _sample(model: nn.Module) -> tuple[bytes, str | None]:
+def _sample(model: nn.Module) -> tuple[bytes, Promise]:
     """A digest of the outputs of one layer of each shape, of attention, and of the functions that
-    models apply to single numbers; and why a row's bits may depend on others, or None."""
+    models apply to single numbers; and what can be promised."""
     hasher = xxhash.xxh3_128()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     seen = set()
-    inexact = _grouped(model)
+    promise = _unpacked(model)
     for module in model.modules():
         if not isinstance(module, PackedLinear) and type(module) is not nn.Linear:
             continue
@@ -116,28 +119,36 @@ def _sample(model: nn.Module) -> tuple[bytes, str | None]:
         few, many = (module(_numbers(count, shape[0]).to(dtype)) for count in _SAMPLE_ROWS)
         _add(hasher, few)
         _add(hasher, many)
-        if not torch.equal(few, many[: len(few)]):
-            inexact = inexact or f"layers of {shape[0]} x {shape[1]} depend on the number of rows"
+        if isinstance(module, PackedLinear) and not torch.equal(few, many[: len(few)]):
+            reason = f"layers of {shape[0]} x {shape[1]} depend on the number of rows"
+            promise = promise.or_weaker(Promise(Equal.NONE, reason))
     for dim in (64, 128):
         alone, together = _attended(dim)
         _add(hasher, together)
         if not torch.equal(alone, together[-1:]):
-            inexact = inexact or "attention depends on the number of rows"
+            reason = "attention depends on the number of rows"
+            promise = promise.or_weaker(Promise(Equal.NONE, reason))
     line = _numbers(8, 200).to(dtype)
     for function in (torch.exp, torch.cos, torch.sin, torch.tanh, nn.functional.silu):
         _add(hasher, function(line))
     _add(hasher, nn.functional.gelu(line))
     _add(hasher, torch.rsqrt(line.float().pow(2).mean(-1, keepdim=True) + 1e-5))
-    return hasher.digest(), inexact
+    return hasher.digest(), promise
 
 
-def _grouped(model: nn.Module) -> str | None:
-    """Why the number of rows in a call depends on what other requests ask, or None."""
+def _unpacked(model: nn.Module) -> Promise:
+    """What can be promised where a kernel is chosen by the number of rows, which depends on what
+    others ask: all matrices but packed ones and tables of embeddings."""
     if any("experts" in name for name, _ in model.named_modules()):
-        return "experts are given the rows that chose them"
+        return Promise(Equal.TOKENS, "experts are given the rows that chose them")
     if any(parameter.ndim > 2 for parameter in model.parameters()):
-        return "its recurrent layers or experts are not packed"
-    return None
+        return Promise(Equal.TOKENS, "its recurrent layers or experts are not packed")
+    for module in model.modules():
+        matrices = (each for each in module.parameters(recurse=False) if each.ndim == 2)
+        if not isinstance(module, PackedLinear | nn.Embedding) and any(True for _ in matrices):
+            name = type(module).__name__
+            return Promise(Equal.TOKENS, f"its layers of the kind {name} are not packed")
+    return BITS
 
 
 def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,10 +163,8 @@ def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = query[-count:]
         outputs.append(torch.empty_like(rows))
         attend_span(
+            AttentionCall(0, rows, own[:count], own[:count], AttentionOptions(dim**-0.5)),
             0,
-            rows,
-            own[:count],
-            own[:count],
             False,
             keys[None],
             0,
@@ -163,10 +172,6 @@ def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
             0,
             num_keys - count,
             num_keys,
-            dim**-0.5,
-            None,
-            None,
-            None,
             tile,
             triangle,
             scratch,

@@ -16,6 +16,7 @@ import xxhash
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -38,6 +39,7 @@ from engine.models.gguf import Progress
 from engine.models.packing import has_bfloat16
 from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import fix_tables
+from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from engine.vision.tower import VisionTower, has_vision, split, tower_of
@@ -53,7 +55,15 @@ UNBOUNDED = 1 << 20  # the context of a model whose config names none, as of Mam
 # Kinds of layers (`config.layer_types`) whose state is the KV of each token, a recurrent state,
 # both or nothing.
 _PAGED_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "linear_attention", "hybrid", "moe", "mlp"}
+    {
+        "full_attention",
+        "sliding_attention",
+        "indexed_attention",
+        "linear_attention",
+        "hybrid",
+        "moe",
+        "mlp",
+    }
 )
 # By model type, layers whose state is stored at the end of each block.
 _STATES = {name: frozenset({"conv"}) for name in ("lfm2", "lfm2_moe", "lfm3")}
@@ -87,6 +97,14 @@ class LoadedModel:
     arithmetic: Arithmetic
     tower: VisionTower | None = None  # None: the model sees no images
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
+
+    @property
+    def promise(self) -> Promise:
+        """What a hit leaves equal, adapters included."""
+        if not self.adapters.digests:
+            return self.arithmetic.promise
+        reason = "adapters are multiplied for as many rows as ask for them"
+        return self.arithmetic.promise.or_weaker(Promise(Equal.TOKENS, reason))
 
     @property
     def images(self) -> "PictureReader | None":
@@ -246,6 +264,11 @@ def _load_config(folder: Path) -> Any:
 def _refuse_unsupported(config: Any) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_vision(config):
+        raise ModelError(
+            f"transformers has no causal language model of type {config.model_type}; served are "
+            f"models of text"
+        )
     text_config = config.get_text_config()
     served = _PAGED_LAYERS | _STATES.get(text_config.model_type, frozenset())
     others = set(getattr(text_config, "layer_types", None) or ()) - served

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 
 from engine.attention import base as attention
-from engine.attention.base import AttentionOptions, attend_dense
+from engine.attention.base import AttentionCall, AttentionOptions, attend_dense
 from engine.attention.latent import absorb
 from engine.attention.recurrent import Piece, RecurrentStates, State, StatePort, tensors_of
+from engine.attention.sparse import IndexRows, attend_picked, picked
 from engine.attention.states import page_convolutions, windows_of
 from engine.batch import Span
 from engine.errors import ModelError
@@ -59,6 +60,7 @@ class ProbeAttention:
         self.states = RecurrentStates()
         self._num_attended = 0
         self._pieces: Pieces = ()
+        self._picked: list[torch.Tensor] = []  # of each piece, as far as an index picks
 
     def begin(self, spans: Sequence[Span]) -> None:
         pass
@@ -71,14 +73,8 @@ class ProbeAttention:
             self._port.states = self.states
             self.states.begin([Piece(*piece) for piece in pieces])
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        layer, _, key, value, options = call
         if self._port is not None:
             layer = self._num_attended
             self._num_attended += 1
@@ -86,18 +82,47 @@ class ProbeAttention:
         self.options[layer] = options
         self.layouts[layer] = _layout_of(key, value)
         outputs, first = [], 0
-        for sequence, offset, count in self._pieces:
+        for number, (sequence, offset, count) in enumerate(self._pieces):
             rows = slice(first, first + count)
             keys, values = key[rows], value[rows]
             if offset:
                 before = self.kept[sequence, layer]
                 keys, values = torch.cat([before[0], keys]), torch.cat([before[1], values])
             self.kept[sequence, layer] = keys, values
-            outputs.append(attend_dense(query[rows], keys, values, offset, options))
+            chosen = self._picked[number] if options.picked else keys.new_empty(0)
+            border = rows.stop - len(chosen)
+            if border > first:
+                end = len(keys) - len(chosen)
+                dense = (call.query[first:border], keys[:end], values[:end])
+                outputs.append(attend_dense(*dense, offset, options))
+            if len(chosen):
+                asked, own = call.query[border : rows.stop], keys[:, 0][chosen]
+                outputs.append(attend_picked(asked, own, values.shape[2], options))
             first = rows.stop
         if layer == self._stop_after:
             raise _Enough
         return torch.cat(outputs)
+
+    def pick(self, layer: int, rows: IndexRows) -> None:
+        """See `engine.attention.sparse.PagedIndex`."""
+        size = rows.key.shape[1]
+        self.layouts[layer] = LayerLayout(1, size, size, shared=True, picks=rows.top_k)
+        self._picked, first = [], 0
+        for sequence, offset, count in self._pieces:
+            end = first + count
+            keys = rows.key[first:end, None]
+            if offset:
+                keys = torch.cat([self.kept[sequence, layer][0], keys])
+            self.kept[sequence, layer] = (keys, keys)
+            border = min(end, max(first, first + rows.top_k - offset))
+            query, weights = rows.query[border:end], rows.weights[border:end]
+            start = offset + border - first
+            self._picked.append(
+                picked(query, weights, keys[:, 0], start, rows.top_k)
+                if border < end
+                else torch.empty(0, rows.top_k, dtype=torch.long, device=keys.device)
+            )
+            first = end
 
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         """See `engine.attention.states.PagedStates`."""
@@ -172,6 +197,8 @@ def _prepare(
         both = [(start, 0, PROBE_TOKENS) for start in sorted({0, starts[-1]})]
         beside = _paged(model, ProbeAttention(port=port), both)[:PROBE_TOKENS]
     num_layers = model.config.get_text_config().num_hidden_layers
+    if len({probe.options[layer].picked for layer in probe.layers}) > 1:
+        raise ModelError(f"{kind} has a sparse index in some layers only, which is not supported")
     if port is None and probe.layers != list(range(num_layers)):
         raise ModelError(
             f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
@@ -184,8 +211,9 @@ def _prepare(
     if probe.layers:
         _check_neighbours(model, _one_of_each_kind(probe), starts, port)
     _compare(model, actual, beside, "gives other logits beside another sequence than alone")
-    windows = _windows(model, max_context, port) if narrowed else {}
-    layouts = {layer: probe.layouts[layer] for layer in sorted(probe.layers)} or {0: NOTHING}
+    whole = _first_token(model, port) if narrowed else probe
+    windows = _windows(whole, max_context) if narrowed else {}
+    layouts = {layer: whole.layouts[layer] for layer in sorted(whole.layouts)} or {0: NOTHING}
     if all(layout.rows for layout in layouts.values()):
         raise ModelError(f"{kind} keeps states alone, and no keys and values: it cannot be paged")
     return tuple(
@@ -233,10 +261,15 @@ def _in_chunks(model: Any, port: StatePort) -> torch.Tensor:
     return torch.cat([first, second, third, last])
 
 
-def _windows(model: Any, max_context: int, port: StatePort | None) -> dict[int, int]:
-    """The window of each layer that does not see the whole context."""
+def _first_token(model: Any, port: StatePort | None) -> ProbeAttention:
+    """A probe that attended from one token, with windows as wide as they are."""
     probe = ProbeAttention(port=port)
     _paged(model, probe, [(0, 0, 1)])
+    return probe
+
+
+def _windows(probe: ProbeAttention, max_context: int) -> dict[int, int]:
+    """The window of each layer that does not see the whole context."""
     widths = {layer: options.window for layer, options in probe.options.items()}
     return {layer: width for layer, width in widths.items() if width and width < max_context}
 
@@ -313,10 +346,11 @@ def _compare(model: Any, expected: torch.Tensor, actual: torch.Tensor, what: str
     exact = model.dtype == torch.float32
     tolerance = 1e-3 if exact else 5e-2
     errors = (actual - expected).abs().amax(-1) / expected.abs().max().clamp_min(1e-6)
-    routed = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    # In half precision, two experts may have equal weights up to rounding. Then a token may take
-    # the other one, but most tokens do not.
-    error = errors.median() if routed and not exact else errors.max()
+    config = model.config.get_text_config()
+    chooses = any(getattr(config, name, None) for name in ("num_experts_per_tok", "index_topk"))
+    # In half precision, two experts, or two keys of a sparse index, may have equal scores up to
+    # rounding. Then a token may take the other one, but most tokens do not.
+    error = errors.median() if chooses and not exact else errors.max()
     if not error <= tolerance:
         raise ModelError(
             f"{type(model).__name__} {what} (relative difference {error:.2g}, at most {tolerance} "
@@ -353,7 +387,7 @@ def _forward(model: Any, pieces: Pieces, **arguments: Any) -> torch.Tensor:
 
 # Windows.
 
-_WINDOWS = ("sliding_window", "attention_chunk_size")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")
 
 
 @contextmanager

@@ -78,6 +78,12 @@ _LATENT: dict[str, Any] = {
     "head_dim": 8,
     "num_key_value_heads": 4,
 }
+_INDEX: dict[str, Any] = {
+    **_LATENT,
+    "index_topk": 20,
+    "index_n_heads": 8,
+    "index_head_dim": 16,
+}
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 _FOUR = {
     "num_hidden_layers": 4,
@@ -115,6 +121,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "aria_text": ("Aria, its text model", {}),
     "arcee": ("Arcee AFM", {}),
     "axk1": ("A.X K1", _LATENT),
+    "axk2": ("A.X K2", _INDEX),
     "bailing_hybrid": ("Ling, Ring 2.5 and 3", {**_LATENT, "layer_types": _DELTA["layer_types"]}),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
     "bitnet": ("BitNet b1.58", {}),
@@ -125,6 +132,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cwm": ("CWM", _BOTH),
     "deepseek_v2": ("DeepSeek-V2, V2-Lite, Coder-V2", {**_LATENT, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepSeek-V3, R1, Kimi K2", _LATENT),
+    "deepseek_v32": ("DeepSeek-V3.2", _INDEX),
     "dots1": (
         "dots.llm1",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -149,6 +157,10 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "glm4": ("GLM-4 32B", {}),
     "glm4_moe": ("GLM-4.5, 4.6, 4.7", {}),
     "glm4_moe_lite": ("GLM-4.7-Flash", _LATENT),
+    "glm_moe_dsa": (
+        "GLM-5",
+        {**_INDEX, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+    ),
     "gpt2": ("GPT-2", {}),
     "gpt_bigcode": ("StarCoder, SantaCoder", {}),
     "gpt_neox": ("Pythia, GPT-NeoX", {}),
@@ -169,6 +181,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hunyuan_v1_dense": ("Hunyuan dense", {}),
     "hunyuan_v1_moe": ("Hunyuan A13B", {}),
     "hy_v3": ("Hunyuan 3", {}),
+    "hy_v4": ("Hunyuan 4", _INDEX),
     "hyperclovax": ("HyperCLOVA X", {}),
     "internlm3": ("InternLM 3", {}),
     "iquestcoder": ("IQuest-Coder", {}),
@@ -355,13 +368,16 @@ def _kept(loaded: LoadedModel) -> str:
     if loaded.port is not None and loaded.layers == (NOTHING,):
         return "recurrent states alone"
     notes = []
-    layers = [replace(each, window=None) for each in loaded.layers if not each.rows]
+    tokens = [each for each in loaded.layers if not each.rows]
+    layers = [replace(each, window=None) for each in tokens if each.picks is None]
     notes.append("latents" if layers[0].shared else "keys and values")
     if len({*layers}) > 1:
         notes[0] += " of several shapes"
     elif layers[0].key_dim != layers[0].value_dim and not layers[0].shared:
         notes[0] += " of two sizes"
-    if len(layers) < len(loaded.layers):
+    if len(layers) < len(tokens):
+        notes.append("index keys")
+    if len(tokens) < len(loaded.layers):
         notes.append("states of short convolutions")
     if loaded.port is not None:
         notes.append("recurrent states")
@@ -393,9 +409,12 @@ _SIZES: Mapping[str, tuple[LayerLayout, int]] = {
     "MiniCPM3-4B": (LayerLayout(1, 288, 256, shared=True), 62),
     "DeepSeek-V2-Lite": (LayerLayout(1, 576, 512, shared=True), 27),
     "DeepSeek-V3, R1": (LayerLayout(1, 576, 512, shared=True), 61),
+    "DeepSeek-V3.2": (LayerLayout(1, 576, 512, shared=True), 61),
     "Kimi K2": (LayerLayout(1, 576, 512, shared=True), 61),
     "DeepSeek-V3, were its heads expanded": (LayerLayout(128, 192, 128), 61),
 }
+# Of these, by name: the index keys that a layer keeps besides.
+_INDEX_KEYS = {"DeepSeek-V3.2": LayerLayout(1, 128, 128, shared=True, picks=2048)}
 
 
 def sizes() -> str:
@@ -403,11 +422,14 @@ def sizes() -> str:
     lines = ["| model | layers | kept in a layer | bytes a token | a prompt of 32,768 |"]
     lines.append("| --- | ---: | --- | ---: | ---: |")
     for name, (layer, num_layers) in _SIZES.items():
-        layout = BlockLayout((layer,) * num_layers, 64, "bfloat16")
+        kept: tuple[LayerLayout, ...] = (layer,)
+        words = _in_words(layer)
+        if (index := _INDEX_KEYS.get(name)) is not None:
+            kept, words = (layer, index), f"{words}, index key of {index.key_dim}"
+        layout = BlockLayout(kept * num_layers, 64, "bfloat16")
         prompt = layout.token_nbytes * 32_768 / (1 << 30)
         lines.append(
-            f"| {name} | {num_layers} | {_in_words(layer)} | {layout.token_nbytes:,} | "
-            f"{prompt:,.2f} GiB |"
+            f"| {name} | {num_layers} | {words} | {layout.token_nbytes:,} | {prompt:,.2f} GiB |"
         )
     return "\n".join(lines)
 

@@ -1,6 +1,7 @@
 """Which attention and which packed layers give a token other bits alone than in a chunk on a CPU.
 
     python -m tests.parity.bits [--threads 1 2 3] [--dtype bfloat16] [--few | --every]
+                                [--lengths 40 700] [--part 3/20]
 
 Prints a line for each shape that does, and ends with exit code 1 if there is one. It is run under
 limits of torch's and oneDNN's instruction sets, which a process reads once, and needs no model.
@@ -10,12 +11,13 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 from torch import nn
 
-from engine.attention.base import AttentionOptions
+from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.models.packing import PackedLinear, has_bfloat16
@@ -73,19 +75,26 @@ EVERY = FEW + tuple(
 
 
 def differing(
-    shape: Shape, lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float32
+    shape: Shape,
+    lengths: Sequence[int] = LENGTHS,
+    dtype: torch.dtype = torch.float32,
+    threads: Sequence[int] = (),
 ) -> Iterator[str]:
-    """The ways of cutting a prompt in which a row has other bits than in one chunk."""
+    """The ways of cutting a prompt in which a row has other bits than in one chunk and with the
+    first number of threads, by default as many as there are."""
+    threads = threads or [torch.get_num_threads()]
     for length in lengths:
-        whole = computed(shape, length, [length], dtype, VAST if length > 1024 else AMPLE)
-        for name, cuts in ways(length).items():
-            for budget in (VAST if length > 1024 else AMPLE, 0):
-                rows = computed(shape, length, cuts, dtype, budget)
-                there = slice(length - len(rows), length)
-                moved = (rows != whole[there]).flatten(1).any(1).nonzero().flatten().tolist()
-                if moved:
-                    kept = "" if budget else " without a copy"
-                    yield f"{length} tokens, {name}{kept}: {len(moved)} rows, first {moved[0]}"
+        ample = VAST if length > 1024 else AMPLE
+        torch.set_num_threads(threads[0])
+        whole = computed(shape, length, [length], dtype, ample)
+        for num_threads, name, budget in product(threads, ways(length), (ample, 0)):
+            torch.set_num_threads(num_threads)
+            rows = computed(shape, length, ways(length)[name], dtype, budget)
+            moved = (rows != whole).flatten(1).any(1).nonzero().flatten().tolist()
+            if moved:
+                kept = "" if budget else " without a copy"
+                told = f"{length} tokens, {num_threads} threads, {name}{kept}"
+                yield f"{told}: {len(moved)} rows, first {moved[0]}"
 
 
 @torch.inference_mode()
@@ -110,6 +119,7 @@ def ways(length: int) -> dict[str, list[int]]:
     ends = np.minimum(np.cumsum(odd), length)
     pieces = [int(n) for n in np.diff(ends, prepend=0, append=length) if n]
     return {
+        "whole": [length],
         "in blocks": [min(BLOCK, length - at) for at in range(0, length, BLOCK)],
         "in odd pieces": pieces,
         "the last tokens alone": [length - 20, *[1] * 20],
@@ -139,7 +149,9 @@ def computed(
         tokens = np.zeros(count, np.int32)
         attention.begin([Span(1, tokens, start, table, True, PARAMS)])
         options = shape.options()
-        outputs.append(attention.attend(0, query[rows], key[rows], value[rows], options))
+        outputs.append(
+            attention.attend(AttentionCall(0, query[rows], key[rows], value[rows], options))
+        )
         attention.finish()
         start += count
     return torch.cat(outputs)
@@ -150,30 +162,27 @@ def main() -> int:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--few", action="store_true", help="three shapes, for a few seconds")
     parser.add_argument("--every", action="store_true", help="all shapes, and 8,000 tokens")
+    parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the prompts")
+    parser.add_argument("--part", default="1/1", help="which part of the shapes, for a short run")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     arguments = parser.parse_args()
-    shapes = EVERY if arguments.every else FEW[:3] if arguments.few else FEW
-    lengths = (
+    number, parts = map(int, arguments.part.split("/"))
+    shapes = (EVERY if arguments.every else FEW[:3] if arguments.few else FEW)[number - 1 :: parts]
+    lengths = arguments.lengths or (
         (*LENGTHS, 8000) if arguments.every else (LENGTHS[0], 330) if arguments.few else LENGTHS
     )
     dtype, found = getattr(torch, arguments.dtype), 0
     for shape in shapes:
-        outputs = []
-        for num_threads in arguments.threads:
-            torch.set_num_threads(num_threads)
-            outputs.append(computed(shape, lengths[1], [lengths[1]], dtype))
-            for way in differing(shape, lengths, dtype):
-                found += 1
-                print(f"{shape}, {num_threads} threads, {way}", flush=True)
-        if any(not torch.equal(outputs[0], other) for other in outputs[1:]):
+        for way in differing(shape, lengths, dtype, arguments.threads):
             found += 1
-            print(f"{shape}: threads change bits", flush=True)
+            print(f"{shape}, {way}", flush=True)
     for num_threads in arguments.threads if dtype == torch.float32 or has_bfloat16() else ():
         torch.set_num_threads(num_threads)
         for way in differing_layers(dtype, LAYERS):
             found += 1
             print(f"{num_threads} threads, {way}", flush=True)
-    print(f"{len(shapes)} shapes, {found} differences, {torch.backends.cpu.get_cpu_capability()}")
+    told = f"{len(shapes)} shapes, {lengths} tokens, {found} differences"
+    print(f"{told}, {torch.backends.cpu.get_cpu_capability()}")
     return 1 if found else 0
 
 

@@ -84,7 +84,9 @@ def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None
         assert table == architectures.between(text, name), "run `make models`"
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt_oss", "gemma4_text", "lfm2"])
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v3", "deepseek_v32", "gpt_oss", "gemma4_text", "lfm2"]
+)
 def test_rounded_kv_answers_the_same_cold_and_from_every_tier(
     model_type: str, tmp_path: Path
 ) -> None:

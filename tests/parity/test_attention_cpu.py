@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention
+from engine.attention.base import (
+    AttentionCall,
+    AttentionOptions,
+    PagedAttention,
+    ReferenceAttention,
+)
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.request import SamplingParams
@@ -47,7 +52,9 @@ def run(
     for layer in range(LAYERS):
         query = torch.randn(total, KV_HEADS * GROUPS, DIM, generator=generator)
         key, value = torch.randn(2, total, KV_HEADS, DIM, generator=generator)
-        outputs.append(attention.attend(layer, query, key, value, options)[: total - 1])
+        outputs.append(
+            attention.attend(AttentionCall(layer, query, key, value, options))[: total - 1]
+        )
     attention.finish()
     return torch.cat(outputs)
 
@@ -92,8 +99,8 @@ def test_layers_of_other_shapes_agree_with_the_reference(
             key = torch.randn(total, heads, dim, generator=generator)
             value = torch.randn(total, heads, layer.value_dim, generator=generator)
             value = key[..., : layer.value_dim] if layer.shared else value
-            given = (number, query, key, value, OPTIONS["plain"])
-            expected, actual = reference.attend(*given), fast.attend(*given)
+            call = AttentionCall(number, query, key, value, OPTIONS["plain"])
+            expected, actual = reference.attend(call), fast.attend(call)
             assert (total, 40, layer.value_dim) == actual.shape
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
         reference.finish()
@@ -135,7 +142,7 @@ def test_a_step_that_failed_half_way_is_computed_again() -> None:
     spans = [span(1, 20, 8, 0)]
     fast.begin(spans)
     noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
-    fast.attend(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options)
+    fast.attend(AttentionCall(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options))
     expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
     torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
 
@@ -146,7 +153,7 @@ def test_a_failed_step_further_back_leaves_nothing_in_the_copy() -> None:
     run(fast, [span(1, 0, 30, 0)], options, seed=1)
     fast.begin([span(1, 10, 8, 0)])
     noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
-    fast.attend(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options)
+    fast.attend(AttentionCall(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options))
     spans = [span(1, 30, 1, 0)]
     expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
     torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
@@ -160,13 +167,12 @@ def test_a_token_gets_the_same_bits_alone_and_beside_others() -> None:
     key, value = torch.randn(2, 3, KV_HEADS, DIM)
     together = CpuAttention(pool.clone())
     together.begin(spans)
-    expected = together.attend(0, query, key, value, options)
+    call = AttentionCall(0, query, key, value, options)
+    expected = together.attend(call)
     for row, one in enumerate(spans):
         alone, rows = CpuAttention(pool.clone()), slice(row, row + 1)
         alone.begin([one])
-        assert torch.equal(
-            expected[rows], alone.attend(0, query[rows], key[rows], value[rows], options)
-        )
+        assert torch.equal(expected[rows], alone.attend(call.of(rows)))
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 0], ids=["ample", "none"])
@@ -180,8 +186,8 @@ def test_bfloat16_queries_are_attended_in_float32(budget: int) -> None:
     reference, fast = ReferenceAttention(pool.clone()), CpuAttention(pool, budget_bytes=budget)
     reference.begin(spans)
     fast.begin(spans)
-    exact = reference.attend(0, query.float(), key, value, OPTIONS["plain"])
-    found = fast.attend(0, query, key, value, OPTIONS["plain"])
+    exact = reference.attend(AttentionCall(0, query.float(), key, value, OPTIONS["plain"]))
+    found = fast.attend(AttentionCall(0, query, key, value, OPTIONS["plain"]))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), exact, rtol=2**-8, atol=1e-6)
 

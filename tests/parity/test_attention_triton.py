@@ -5,10 +5,10 @@ process that sets the variable first; here they are skipped and the child's verd
 """
 
 import inspect
+import logging
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,14 @@ import torch
 
 from engine.attention import pieces as attention_pieces
 from engine.attention import varlen as attention_varlen
-from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention, attend_dense
+from engine.attention.base import (
+    AttentionCall,
+    AttentionOptions,
+    PagedAttention,
+    ReferenceAttention,
+    attend_dense,
+)
+from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import DecodeGraphs, Work, batch_sizes
 from engine.execution.runner import ModelRunner
@@ -76,7 +83,7 @@ def test_the_kernel_under_the_interpreter() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert "29 passed" in child.stdout
+    assert "31 passed" in child.stdout
 
 
 def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:
@@ -93,7 +100,9 @@ def run(
     for layer in range(LAYERS):
         query = torch.randn(total, KV_HEADS * groups, dim, generator=generator)
         key, value = torch.randn(2, total, KV_HEADS, dim, generator=generator)
-        outputs.append(attention.attend(layer, query, key, value, options)[: total - 1])
+        outputs.append(
+            attention.attend(AttentionCall(layer, query, key, value, options))[: total - 1]
+        )
     attention.finish()
     return torch.cat(outputs)
 
@@ -123,9 +132,9 @@ def test_decode_and_prefill_agree_with_the_reference(
     pools = pool.clone(), pool.clone()
     options = AttentionOptions(scaling=dim**-0.5, window=window)
     if softcap == "sinks":
-        options = replace(options, sinks=torch.linspace(-2, 9, KV_HEADS * groups))
+        options = options._replace(sinks=torch.linspace(-2, 9, KV_HEADS * groups))
     elif isinstance(softcap, float):
-        options = replace(options, softcap=softcap)
+        options = options._replace(softcap=softcap)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -156,7 +165,9 @@ def run_latents(
     for layer in range(LAYERS):
         query = torch.randn(total, heads, rank + rotated, generator=generator)
         key = torch.randn(total, 1, rank + rotated, generator=generator)
-        outputs.append(attention.attend(layer, query, key, key[..., :rank], options)[:-1])
+        outputs.append(
+            attention.attend(AttentionCall(layer, query, key, key[..., :rank], options))[:-1]
+        )
     attention.finish()
     return torch.cat(outputs)
 
@@ -182,9 +193,9 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(
     pools = pool.clone(), pool.clone()
     options = AttentionOptions(scaling=0.2, window=window)
     if scores == "sinks":
-        options = replace(options, sinks=torch.linspace(-2, 9, heads))
+        options = options._replace(sinks=torch.linspace(-2, 9, heads))
     elif scores == "cap":
-        options = replace(options, softcap=4.0)
+        options = options._replace(softcap=4.0)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -238,7 +249,7 @@ def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(
     monkeypatch.setattr(paged, "attend_dense", noted)
     options = AttentionOptions(0.3, window=window, softcap=4.0 if scores == "cap" else None)
     if scores == "sinks":
-        options = replace(options, sinks=torch.linspace(-2, 9, KV_HEADS * 3))
+        options = options._replace(sinks=torch.linspace(-2, 9, KV_HEADS * 3))
     pool = torch.randn(12, LAYERS, 2, BLOCK, KV_HEADS, 16)
     pools = pool.clone(), pool.clone()
     spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
@@ -303,15 +314,13 @@ def test_a_sequence_cut_into_pieces_is_the_whole(
     lengths, counts = (torch.tensor(n, dtype=torch.int32) for n in ([630, 7, 129], [4, 1, 3]))
     options = AttentionOptions(scaling=0.25, window=window)
     if sinks:
-        options = replace(options, sinks=torch.linspace(-2, 5, KV_HEADS * 3))
+        options = options._replace(sinks=torch.linspace(-2, 5, KV_HEADS * 3))
     results = []
     for least, programs in ((1 << 20, 1), (64, 100), (64, 12)):
         monkeypatch.setattr(attention_pieces, "LEAST_KEYS", least)
         monkeypatch.setattr(attention_pieces, "PROGRAMS", programs)
-        launch = paged._Launch(4, query, None, query, tables, lengths, counts)
-        results.append(
-            paged.attend_paged(query, pool, tables, lengths, counts, options, launch.cut)
-        )
+        keys = PagedKeys(tables, lengths, counts)
+        results.append(paged.attend_paged(query, pool, keys, options))
         for row, count in enumerate(counts.tolist()):
             results[-1][row, count:] = 0
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
@@ -471,3 +480,27 @@ def test_varlen_is_asked_for_what_its_signature_says(monkeypatch: pytest.MonkeyP
     expected = attend_dense(query, key, value, 25, options)
     actual = attention_varlen.attend_varlen(query, pool, table, 25, options)
     torch.testing.assert_close(actual, expected)
+
+
+def _refused(*_: object, **__: object) -> torch.Tensor:
+    raise NotImplementedError("page size 16")
+
+
+def _zeros(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return torch.zeros_like(query)
+
+
+@in_child
+@pytest.mark.parametrize(
+    ("stand_in", "reason"), [(_refused, "page size 16"), (_zeros, "off the reference")]
+)
+def test_a_prefill_that_gathers_says_why(
+    stand_in: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not attention_varlen.has_block_tables():
+        pytest.skip("this torch's varlen_attn takes no block table")
+    monkeypatch.setattr(attention_varlen.varlen, "varlen_attn", stand_in)
+    with caplog.at_level(logging.INFO):
+        assert not attention_varlen.trial(16, 2, 32, torch.bfloat16, torch.device("cpu"))
+    assert "prefill gathers its blocks" in caplog.text
+    assert reason in caplog.text

@@ -31,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[Build]:
             layout = loaded.layout(BLOCK, None)
 
             def above(disk: DiskTier) -> StackedTier:
-                objects = open_objects(url, 2.0)
+                objects = open_objects(url, 10.0)
                 remote = RemoteTier(objects, layout, disk.read_record, seal=Seal(b"k" * 32))
                 return StackedTier(disk, remote, writes)
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.utils import logging as transformers_logging
 
+from engine.attention.base import AttentionCall
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import TracedForward, Untraceable, trace
@@ -125,10 +126,10 @@ def test_an_error_in_attention_comes_out_as_it_is() -> None:
     warm.warm_up()
     attend = warm._attention.attend
 
-    def burn(layer: int, *given: Any) -> torch.Tensor:
-        if layer == 1:
+    def burn(call: AttentionCall) -> torch.Tensor:
+        if call.layer == 1:
             raise Burning("layer 1")
-        return attend(layer, *given)
+        return attend(call)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm._attention, "attend", burn)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.attention.base import AttentionOptions, ReferenceAttention
+from engine.attention.base import AttentionCall, AttentionOptions, ReferenceAttention
 from engine.attention.copies import FreeRanges, WorkingCopies, _num_shared
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
@@ -56,9 +56,9 @@ class Pool:
             query = torch.randn(total, 4, layer.key_dim)
             key, value = torch.randn(2, total, layer.num_heads, layer.key_dim)
             options = AttentionOptions(scaling=0.3, window=layer.window)
-            given = (number, query, key, value, options)
+            call = AttentionCall(number, query, key, value, options)
             torch.testing.assert_close(
-                self.fast.attend(*given), reference.attend(*given), rtol=1e-4, atol=1e-5
+                self.fast.attend(call), reference.attend(call), rtol=1e-4, atol=1e-5
             )
         reference.finish()
         self.fast.finish()
@@ -130,7 +130,9 @@ def test_rows_of_a_failed_step_are_not_served() -> None:
     pool.check_step([span(1, [0, 1, 2], 40)])
     pool.fast.begin([span(1, [0, 1, 2], 10, 8)])
     noise = torch.ones(8, HEADS, DIM)
-    pool.fast.attend(0, torch.ones(8, 4, DIM), noise, noise, AttentionOptions(scaling=0.3))
+    pool.fast.attend(
+        AttentionCall(0, torch.ones(8, 4, DIM), noise, noise, AttentionOptions(scaling=0.3))
+    )
     pool.fast.forget(1)
     pool.check_step([span(2, [0, 1, 2], 36)])
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Sampled, Span
 from engine.request import TokenLogprob
 from engine.structure import GrammarState
+from tests.support.stateless_runner import StatelessRunner
 from tiers.blocks.contents import Content
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
@@ -34,7 +35,7 @@ class WrongKv(AssertionError):
     """A row of a block table is not the KV of the sequence's prefix."""
 
 
-class ChainRunner:
+class ChainRunner(StatelessRunner):
     """Computes hashes in place of a model's KV. `computed` counts the rows written.
 
     `adapters` maps names to contents.
@@ -58,21 +59,6 @@ class ChainRunner:
 
     def forget(self, sequence_id: int) -> None:
         self.forgotten.append(sequence_id)
-
-    def fork(self, sequence_id: int, twin_id: int) -> None:
-        raise AssertionError("this model has no recurrent states")
-
-    def holds(self, sequence_id: int, position: int) -> bool:
-        return False
-
-    def save(self, sequence_id: int, position: int, slot: int) -> None:
-        raise AssertionError("this model has no recurrent states")
-
-    def resume(self, sequence_id: int, position: int, slot: int) -> None:
-        raise AssertionError("this model has no recurrent states")
-
-    def probe(self) -> None:
-        pass
 
     def _span(self, span: Span) -> Sampled:
         adapter = self._adapters[span.adapter] if span.adapter is not None else b""

@@ -154,7 +154,12 @@ def tiny_model(
 def save_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> None:
     """Write a tiny model in the form users have on disk: config, safetensors, tokenizer."""
     # Not `tiny_model`'s weights: packed, they have no names for a checkpoint.
-    stock_model(architecture, seed).save_pretrained(folder)
+    save_model(folder, stock_model(architecture, seed))
+
+
+def save_model(folder: Path, model: Any) -> None:
+    """Write a model of bytes, transformers' own, with its tokenizer."""
+    model.save_pretrained(folder)
     _bytes_tokenizer().save_pretrained(folder)
 
 

@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduling.settings import QueueOrder, SchedulerSettings
 from engine.settings import EngineSettings
+from tests.support.stateless_runner import StatelessRunner
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
@@ -97,7 +98,7 @@ class _Clock:
 
 
 @dataclass(slots=True)
-class _TimedRunner:
+class _TimedRunner(StatelessRunner):
     """Advances the clock by a step's time and chooses token 0."""
 
     clock: _Clock
@@ -113,21 +114,6 @@ class _TimedRunner:
 
     def forget(self, sequence_id: int) -> None:
         self.forgotten += 1
-
-    def fork(self, sequence_id: int, twin_id: int) -> None:
-        raise AssertionError("this model has no recurrent states")
-
-    def holds(self, sequence_id: int, position: int) -> bool:
-        return False
-
-    def save(self, sequence_id: int, position: int, slot: int) -> None:
-        raise AssertionError("this model has no recurrent states")
-
-    def resume(self, sequence_id: int, position: int, slot: int) -> None:
-        raise AssertionError("this model has no recurrent states")
-
-    def probe(self) -> None:
-        pass
 
 
 def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:

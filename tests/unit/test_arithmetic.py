@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from cachesvc.config.sections import ModelSection
 from cachesvc.config.vllm import prepare_vllm_environment
@@ -19,9 +20,11 @@ from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
 from engine.models import arithmetic
 from engine.models.arithmetic import Arithmetic, arithmetic_of
+from engine.models.load import load_adapter
+from engine.promise import BITS, Equal, Promise
 from engine.request import SamplingParams
 from engine.scheduling.lookup import computed_otherwise
-from tests.support.models import new_pool, tiny_model
+from tests.support.models import new_pool, save_tiny_adapter, tiny_model
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
@@ -112,10 +115,40 @@ def test_threads_change_no_bit_of_the_kv() -> None:
     assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
 
 
-def test_a_packed_model_is_exact_and_one_of_experts_says_why_not() -> None:
-    assert tiny_model().arithmetic.inexact is None
-    experts = nn.ModuleDict({"experts": nn.Linear(2, 2)})
-    assert "experts" in str(arithmetic._grouped(experts))
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_packed_model_is_exact(architecture: str) -> None:
+    assert tiny_model(architecture).promise == BITS
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (nn.ModuleDict({"experts": nn.Linear(2, 2)}), "experts"),
+        (nn.Conv1d(2, 2, 3), "recurrent"),
+        (nn.Linear(2, 2), "Linear are not packed"),
+        (Conv1D(2, 2), "Conv1D are not packed"),  # GPT-2's linear layers
+    ],
+)
+def test_a_layer_that_is_not_packed_leaves_greedy_tokens_alone(layer: nn.Module, why: str) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(2, 2), "layer": layer})
+    promise = arithmetic_of(model, "cpu").promise
+    assert promise.equal is Equal.TOKENS and why in promise.reason
+    assert arithmetic_of(nn.ModuleDict({"table": nn.Embedding(2, 2)}), "cpu").promise == BITS
+
+
+def test_adapters_and_another_dtype_leave_greedy_tokens_alone(tmp_path: Path) -> None:
+    assert tiny_model(dtype="float16").promise.equal is Equal.TOKENS
+    loaded = tiny_model()
+    save_tiny_adapter(tmp_path)
+    load_adapter(loaded, "lora", str(tmp_path))
+    assert loaded.promise.equal is Equal.TOKENS and "adapters" in loaded.promise.reason
+
+
+def test_the_weaker_of_two_promises_counts_and_its_text_says_why() -> None:
+    tokens, none = Promise(Equal.TOKENS, "one reason"), Promise(Equal.NONE, "another")
+    assert BITS.or_weaker(tokens) == tokens.or_weaker(BITS) == tokens
+    assert tokens.or_weaker(none) == none.or_weaker(tokens) == none
+    assert "one reason" in tokens.text and "another" in none.text
 
 
 def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,14 +156,16 @@ def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.M
     monkeypatch.setattr(
         arithmetic.PackedLinear, "forward", lambda self, rows: rows.sum() + rows[:, :1]
     )
-    assert "number of rows" in str(arithmetic_of(loaded.model, "cpu").inexact)
+    promise = arithmetic_of(loaded.model, "cpu").promise
+    assert promise.equal is Equal.NONE and "number of rows" in promise.reason
 
 
 def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
     loaded = tiny_model()
     always = ModelSection(exact="always")
     _promise(loaded, always)
-    inexact = replace(loaded, arithmetic=replace(loaded.arithmetic, inexact="a reason"))
+    weaker = Promise(Equal.TOKENS, "a reason")
+    inexact = replace(loaded, arithmetic=replace(loaded.arithmetic, promise=weaker))
     _promise(inexact, ModelSection())
     with pytest.raises(ModelError, match="a reason"):
         _promise(inexact, always)

@@ -128,6 +128,24 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        ("deepseek_v4", "layers of kind compressed_sparse_attention, heavily_compressed_attention"),
+        ("glm5_next", "no causal language model of type glm5_next"),
+        ("step3p7", "no causal language model of type step3p7"),
+    ],
+)
+def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
+    tmp_path: Path, model_type: str, said: str
+) -> None:
+    save_tiny_model(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(ModelError, match=said) as refused:
+        load(tmp_path / "model", tmp_path)
+    assert len(str(refused.value)) < 200
+
+
+@pytest.mark.parametrize(
     "config",
     [
         BloomConfig(vocab_size=258, hidden_size=32, n_layer=1, n_head=2),

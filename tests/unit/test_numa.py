@@ -63,8 +63,9 @@ def test_a_container_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyP
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", forbidden)
-    with running_on(frozenset(os.sched_getaffinity(0))):
-        pass
+    before = os.sched_getaffinity(0)
+    with running_on(frozenset({min(before)})):
+        assert before == os.sched_getaffinity(0)
 
 
 def test_an_arena_is_pinned_by_a_thread_beside_the_gpu(

@@ -7,6 +7,7 @@ import threading
 import zlib
 from array import array
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_requests_are_there_after_a_restart_the_newest_of_them(tmp_path: Path) -
     journal.restore([record(2), record(3)])
     assert ["r3", "r2"] == [each.request_id for each in journal.newest()]
     assert record(2) == journal.find("r2", tenant="acme")
+
+
+def test_a_record_of_a_version_that_knew_fewer_fields_is_omitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = [field.name for field in fields(RequestRecord)][:-1]
+    monkeypatch.setattr(
+        RequestRecord, "__getstate__", lambda self: [getattr(self, name) for name in known]
+    )
+    assert [] == kept(tmp_path / FILE_NAME, record(1))
 
 
 def test_prompts_are_never_written(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.server.vllm import operations as module
-from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
+from cachesvc.server.vllm import node_operations as module
+from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
 from cachesvc.server.vllm.tiers import OperationsElsewhere
 from cachesvc.vllm.identity import rank_roots
 from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write

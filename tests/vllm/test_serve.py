@@ -7,6 +7,7 @@ first start makes outlives it.
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -314,3 +315,19 @@ def core_of(pid: int) -> int:
         if int(stat[1]) == pid and b"EngineCore" in name:
             return int(child.name)
     raise AssertionError("no engine core runs")
+
+
+def test_equal_bits_are_refused_on_a_cpu_where_vllm_would_fail_at_the_first_request(
+    model: Path, tmp_path: Path
+) -> None:
+    options = ["--engine", "vllm", "--port", "0", "--data-dir", tmp_path, "--model", model]
+    done = subprocess.run(
+        [PYTHON, "-c", RUN, "serve", *options],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CACHESVC_MODEL__EXACT": "always"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode != 0
+    assert "vLLM has no batch-invariant kernels for a CPU" in done.stderr, done.stderr

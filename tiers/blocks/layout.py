@@ -28,6 +28,9 @@ class LayerLayout:
 
     A layer with `rows` stores a state: only the last rows of a block, which summarise all rows
     before them. An example is short convolutions (LFM2).
+
+    A layer with `picks` stores keys of a sparse index. Nothing attends to them: by them, the layers
+    that do attend pick so many keys for each query (DeepSeek-V3.2).
     """
 
     num_heads: int
@@ -36,6 +39,7 @@ class LayerLayout:
     shared: bool = False
     window: int | None = None  # tokens a position attends to, including itself; None: all
     rows: int | None = None  # stored per block: position p is row p % rows; None: one per token
+    picks: int | None = None  # the keys that its index picks for a query; None: it is no index
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ FORMAT = 1
 META_NAME = "disk.json"
 LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"
+GROUPS_NAME = "groups.json"
 ID_NAME = "disk.id"
 ID_BYTES = 16
 LOOK_S = 5.0  # how long a start waits for commands that only check the lock
@@ -221,26 +222,36 @@ class DiskChoice:
         return root in self._seeds
 
 
-def note_elsewhere(root: Path, places: Sequence[str]) -> None:
-    """Records other places of this tier's blocks, for a purge without its server."""
-    path = root / ELSEWHERE_NAME
-    if places:
-        path.write_text(json.dumps(list(places)))
-    else:
-        path.unlink(missing_ok=True)
+def note_elsewhere(root: Path, places: Sequence[str], groups: Sequence[Path] = ()) -> None:
+    """Records other places of this tier's blocks, for a purge without its server. `groups` are the
+    folders of what is kept beside blocks under the same keys, such as checkpoints."""
+    for name, told in ((ELSEWHERE_NAME, list(places)), (GROUPS_NAME, [*map(str, groups)])):
+        if told:
+            (root / name).write_text(json.dumps(told))
+        else:
+            (root / name).unlink(missing_ok=True)
 
 
 def read_elsewhere(root: Path) -> list[str]:
     """Other places of this tier's blocks."""
-    try:
-        return [str(place) for place in json.loads((root / ELSEWHERE_NAME).read_text())]
-    except FileNotFoundError:
-        return []
+    return _read_list(root / ELSEWHERE_NAME)
 
 
 def disk_folders(root: Path) -> list[Path]:
     """The folder of a disk tier, and its folders on further disks."""
     return [root, *(Path(place) for place in read_elsewhere(root) if "://" not in place)]
+
+
+def group_folders(root: Path) -> list[Path]:
+    """The folders of other groups of parts of the same prefixes."""
+    return [Path(place) for place in _read_list(root / GROUPS_NAME)]
+
+
+def _read_list(path: Path) -> list[str]:
+    try:
+        return [str(each) for each in json.loads(path.read_text())]
+    except FileNotFoundError:
+        return []
 
 
 def shard_path(root: Path, number: int) -> Path:

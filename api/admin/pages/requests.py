@@ -145,15 +145,15 @@ async def _findings(request: Request, record: RequestRecord) -> dict[int, MissFi
 async def _show(
     request: Request, admin: Admin, record: RequestRecord, texts: list[str] | None = None
 ) -> Response:
-    told = details(record, await _findings(request, record))
+    document = details(record, await _findings(request, record))
     return render(
         request,
         "request.html",
         admin,
-        told=told,
+        document=document,
         arrived_s=record.arrived_s,
         ended_s=record.ended_s,
-        spans=_spans(told["timings_ms"]),
+        spans=_spans(document["timings_ms"]),
         has_prompts=bool(record.prompts),
         texts=texts,
     )

@@ -24,7 +24,6 @@ from tiers.errors import MissReason
 from tiers.telemetry.misses import Absence
 from tiers.tier import TierName
 
-_BELOW = (TierName.HOST, TierName.DISK, TierName.REMOTE)
 _FINISHES: Mapping[str, FinishReason] = {
     "stop": FinishReason.STOP,
     "length": FinishReason.LENGTH,
@@ -41,7 +40,7 @@ class RunningAnswer:
         self._live = set(range(request.params.n))
         self._counts: TokenCounts | None = None
         self._lookup: Lookup | None = None
-        self._told = False
+        self._lookup_given = False
         self._num_output = 0
         self._when = Timeline(arrival_ns=request.arrival_ns or now_ns)
 
@@ -100,7 +99,7 @@ class RunningAnswer:
         if finish is not None:
             self._live.discard(index)
         self._num_output += len(tokens)
-        told, self._told = self._told, True
+        given, self._lookup_given = self._lookup_given, True
         counts = self._counts or TokenCounts(prompt=0)
         return StepOutput(
             request_id=self.request.request_id,
@@ -110,8 +109,8 @@ class RunningAnswer:
             finish=finish,
             logprobs=tuple(logprobs),
             prompt_logprobs=tuple(prompt_logprobs),
-            miss_reasons={} if told else self._reasons(),
-            lookup=None if told else self._lookup,
+            miss_reasons={} if given else self._reasons(),
+            lookup=None if given else self._lookup,
             timeline=self._when._replace(last_token_ns=now_ns),
             error=error,
             last=self.over,
@@ -122,8 +121,8 @@ class RunningAnswer:
         self._live.discard(index)
 
     def _fix(self, prompt: int, device: int, below: Mapping[str, int]) -> None:
-        host, disk, remote = (below.get(str(tier), 0) for tier in _BELOW)
-        self._counts = TokenCounts(prompt, device, host, disk, remote)
+        hits = {tier: below.get(tier, 0) for tier in TierName} | {TierName.DEVICE: device}
+        self._counts = TokenCounts.of(prompt, hits)
         self._lookup = self._looked(self._counts)
 
     def _looked(self, counts: TokenCounts) -> Lookup:
@@ -171,11 +170,11 @@ def logprobs_of(
     """The logprobs of vLLM's entries, one per token: the token's own and the `most` likely ones."""
     if entries is None or most is None:
         return []
-    told = []
+    logprobs = []
     for token, entry in zip(tokens, entries, strict=True):
         if entry is None or token not in entry:
             continue
         likely = sorted(entry.items(), key=lambda item: item[1].rank)
         top = tuple((number, value.logprob) for number, value in islice(likely, most))
-        told.append(TokenLogprob(token, entry[token].logprob, top, entry[token].rank or 0))
-    return told
+        logprobs.append(TokenLogprob(token, entry[token].logprob, top, entry[token].rank or 0))
+    return logprobs

@@ -22,7 +22,7 @@ from cachesvc.server.vllm.engine import VllmEngine
 from cachesvc.server.vllm.generate import VllmSettings
 from cachesvc.server.vllm.grammars import CheckedGrammars
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
-from cachesvc.server.vllm.operations import NodeOperations
+from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.server.vllm.relay import NodeRelay
 from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
 from cachesvc.vllm.reports import Reports
@@ -30,6 +30,7 @@ from engine.bounds import check_params
 from engine.errors import ModelError
 from engine.grammar.compiler import compiler_for
 from engine.models.describe import Spoken, describe_folder
+from engine.promise import Equal, Promise
 from engine.request import StepOutput
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -40,6 +41,8 @@ from tiers.telemetry.events import EventStream
 logger = logging.getLogger(__name__)
 
 NODE_SOCKET = "node.sock"
+PLAIN = Promise(Equal.NONE, "vLLM chooses kernels by the number of rows")
+BATCH_INVARIANT = Promise(Equal.NONE, "vLLM's batch-invariant mode has not been tried with hits")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class VllmCore:
     node: NodeWatch | None
     node_operations: NodeOperations | None
     relay: NodeRelay | None
+    promise: Promise = PLAIN
     disk_view: None = None  # the node has the disk
 
     @property
@@ -157,11 +161,13 @@ def build(
     exact = settings.model.exact == "always"
     prepare_vllm_environment(exact=exact)
     _check_installed()
-    logger.info(
-        "exact as far as vLLM's batch-invariant mode is"
-        if exact
-        else "not exact: vLLM chooses kernels by the number of rows, so a hit may change tokens"
-    )
+    if exact and _is_cpu():
+        raise ConfigError(
+            "model.exact is always, but vLLM has no batch-invariant kernels for a CPU. Set it to "
+            "auto, or use --engine embedded, which can promise equal bits there"
+        )
+    promise = BATCH_INVARIANT if exact else PLAIN
+    logger.info(promise.text)
     data_dir = settings.server.data_dir
     spoken = describe_folder(settings.model.name, models_path(data_dir), progress)
     adapters = read_adapters(settings.model.adapters)
@@ -221,6 +227,7 @@ def build(
         node=node,
         node_operations=node_operations,
         relay=relay,
+        promise=promise,
     )
 
 

@@ -56,12 +56,12 @@ class NodeRelay:
             if not was_connected:
                 self._client.open()
                 self._missed = 0
-            told = self._client.listen()
-            if told["missed"] > self._missed:
-                self._missed = told["missed"]
+            heard = self._client.listen()
+            if heard["missed"] > self._missed:
+                self._missed = heard["missed"]
                 logger.warning(f"{self._missed} events of the node's blocks were lost so far")
                 self._clear(TierName.HOST, TierName.DISK)
-            for event in told["events"]:
+            for event in heard["events"]:
                 publish_fields(self._stream, event)
         except NodeError as error:
             logger.debug(f"the node's events are not heard: {error}")

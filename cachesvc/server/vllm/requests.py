@@ -162,9 +162,9 @@ class VllmRequests:
             tokens, logprobs = [], []
         prompt_logprobs = []
         if output.prompt_logprobs is not None and index == 0 and params.prompt_logprobs is not None:
-            told = output.prompt_logprobs[1:]
-            asked = request.tokens[1 : 1 + len(told)]
-            prompt_logprobs = logprobs_of(asked, told, params.prompt_logprobs)
+            logprobs = output.prompt_logprobs[1:]
+            asked = request.tokens[1 : 1 + len(logprobs)]
+            prompt_logprobs = logprobs_of(asked, logprobs, params.prompt_logprobs)
         if not (tokens or finish or prompt_logprobs):
             return
         self._shares.charge(request.share, len(tokens))

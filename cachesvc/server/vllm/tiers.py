@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from cachesvc.server.vllm.counts import EngineCounts
 from cachesvc.server.vllm.node import NodeWatch
-from cachesvc.server.vllm.operations import ElsewhereError, NodeOperations
+from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -126,7 +126,7 @@ def cache_stats(
     share."""
     nbytes = layout.nbytes
     used = round(counts.kv_usage * num_device_blocks)
-    told = node.counters if node is not None else NodeCounters()
+    counters = node.counters if node is not None else NodeCounters()
     return CacheStats(
         device=TierStats(
             name=TierName.DEVICE,
@@ -135,15 +135,15 @@ def cache_stats(
             logical_bytes=used * nbytes,
             capacity_bytes=num_device_blocks * nbytes,
         ),
-        host=told.host(),
-        below=told.below(),
-        events=told.events(),
-        collisions=told.total("collisions"),
+        host=counters.host(),
+        below=counters.below(),
+        events=counters.events(),
+        collisions=counters.total("collisions"),
         num_listeners=stream.num_subscribers,
         events_missed=stream.num_missed,
         block_bytes=nbytes,
-        num_pins=told.total("num_pins"),
-        pinned_blocks=told.total("pinned_blocks"),
-        pinnable_blocks=told.total("pinnable_blocks"),
-        groups=told.groups(),
+        num_pins=counters.total("num_pins"),
+        pinned_blocks=counters.total("pinned_blocks"),
+        pinnable_blocks=counters.total("pinnable_blocks"),
+        groups=counters.groups(),
     )

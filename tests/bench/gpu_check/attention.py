@@ -1,14 +1,19 @@
 """Scores in half precision: every way that a span may go, against float32 on the same numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionOptions, PagedAttention, ReferenceAttention
+from engine.attention.base import (
+    AttentionCall,
+    AttentionOptions,
+    PagedAttention,
+    ReferenceAttention,
+)
 from engine.batch import Span
 from engine.execution.cuda_graphs import Recorder
 from engine.execution.runner import pick_attention
@@ -81,9 +86,9 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
     options = AttentionOptions(case.dim**-0.5, case.window, case.softcap, sinks)
     exact = ReferenceAttention(pool.float(), layers)
     exact.begin(spans)
-    expected = exact.attend(0, query.float(), key.float(), value.float(), options)
+    expected = exact.attend(AttentionCall(0, query.float(), key.float(), value.float(), options))
     if sinks is not None:
-        options = replace(options, sinks=sinks.to(device, torch.bfloat16))
+        options = options._replace(sinks=sinks.to(device, torch.bfloat16))
     there = pool.to(device)
     path = pick_attention(there, layers, torch.bfloat16)
     on_device = [each.to(device) for each in (query, key, value)]
@@ -93,7 +98,7 @@ def _error(case: Case, device: str, spans: Sequence[Span], *, record: bool = Fal
             _begin_decode(path, spans, device)
         else:
             path.begin(spans)
-        result = path.attend(0, *on_device, options)
+        result = path.attend(AttentionCall(0, *on_device, options))
         path.finish()
         return result
 

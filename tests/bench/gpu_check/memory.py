@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionOptions, ReferenceAttention
+from engine.attention.base import AttentionCall, AttentionOptions, ReferenceAttention
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner, pick_attention
 from tests.bench.gpu_check.device import (
@@ -93,7 +93,7 @@ def _large_pool(device: str, num_blocks: int) -> dict[str, Any]:
             span = Span(1, np.zeros(count, np.int32), start, blocks, True, GREEDY)
             path.begin([span])
             given = (each.to(to, kind) for each in (query, key, value))
-            outputs.append(path.attend(0, *given, options).float().cpu())
+            outputs.append(path.attend(AttentionCall(0, *given, options)).float().cpu())
             path.finish()
         errors[name] = float((outputs[0] - outputs[1]).abs().max())
     written = float((pool[table].float().cpu() - small).abs().max())

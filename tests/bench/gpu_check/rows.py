@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionOptions
+from engine.attention.base import AttentionCall, AttentionOptions
 from engine.batch import Span
 from engine.execution.runner import pick_attention
 from tests.bench.gpu_check.device import BLOCK, GREEDY
@@ -103,7 +103,9 @@ def _attended(
         tokens = np.zeros(count, np.int32)
         attention.begin([Span(1, tokens, start, table, True, GREEDY)])
         options = AttentionOptions(DIM**-0.5)
-        outputs.append(attention.attend(0, query[rows], key[rows], value[rows], options))
+        outputs.append(
+            attention.attend(AttentionCall(0, query[rows], key[rows], value[rows], options))
+        )
         attention.finish()
         start += count
     return torch.cat(outputs)

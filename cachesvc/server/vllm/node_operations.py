@@ -97,7 +97,7 @@ class NodeOperations:
     ) -> Pin[PrefixKey]:
         if self._num_ranks > 1:
             raise PinError("pins are not kept with tensor parallelism: each rank has its own keys")
-        told = self._ask(
+        answer = self._ask(
             "pin",
             name=name,
             scope=scope.hex(),
@@ -106,9 +106,9 @@ class NodeOperations:
             why=why,
             owner=owner,
         )
-        if "refused" in told:
-            raise PinError(told["refused"], told["excess"])
-        return pin_of(told["pin"])
+        if "refused" in answer:
+            raise PinError(answer["refused"], answer["excess"])
+        return pin_of(answer["pin"])
 
     def unpin(self, name: str) -> bool:
         return bool(self._ask("unpin", name=name)["found"])
@@ -162,10 +162,10 @@ class NodeOperations:
         try:
             with closing(NodeClient(self._socket, self._layout, timeout_s=SLOW_S)) as node:
                 node.connect()
-                told = node.operate("purge", roots=every)
+                answer = node.operate("purge", roots=every)
                 running = self._in_flight()
                 self._empty_device()
-                result.set_result(_purged(roots, told))
+                result.set_result(_purged(roots, answer))
                 while running & self._in_flight() and not self._ended.wait(LOOK_S):
                     pass
                 self._ended.wait(STORE_S)
@@ -207,10 +207,10 @@ class NodeOperations:
         return self._threads.submit(run)
 
 
-def _purged(roots: Collection[PrefixKey], told: dict[str, Any]) -> Purged:
-    removed = {TierName(tier): Removed(*counts) for tier, counts in told["removed"].items()}
-    pins, left = tuple(told["pins"]), int(told["num_left"])
-    return Purged(tuple(sorted(roots)), removed, int(told["in_use"]), pins, left)
+def _purged(roots: Collection[PrefixKey], answer: dict[str, Any]) -> Purged:
+    removed = {TierName(tier): Removed(*counts) for tier, counts in answer["removed"].items()}
+    pins, left = tuple(answer["pins"]), int(answer["num_left"])
+    return Purged(tuple(sorted(roots)), removed, int(answer["in_use"]), pins, left)
 
 
 def _under(root: PrefixKey, ids: Sequence[BlockId]) -> list[BlockId]:
