@@ -99,6 +99,7 @@ class TieredCache:
                 disk=checkpoint_disk,
                 mover=checkpoint_mover,
                 shares=shares,
+                wall_clock=wall_clock,
             )
         self.layout = layout
         self.settings = settings
@@ -341,10 +342,12 @@ class TieredCache:
         counters, keeper = residency.counters, self.operations.keeper
         num_device = self.pool.num_blocks - self.pool.num_free
         num_frames = residency.frames.num_frames if residency.frames else 0
+        states = self.group.stats() if self.group is not None else None
         return CacheStats(
             device=counters.stats(TierName.DEVICE, num_device, self.pool.num_blocks),
             host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames),
             below=tuple(level.stats() for level in self._levels),
+            checkpoints=(states.device, states.host, *states.below) if states is not None else (),
             events=dict(counters.events),
             transfers=counters.transfers.stats(),
             num_loads=self._promoter.num_loads,

@@ -1,4 +1,4 @@
-"""Histograms without Prometheus: the tiers observe values, the roof exposes them."""
+"""Histograms without Prometheus: the tiers observe values, `/metrics` shows them."""
 
 from bisect import bisect_left
 from collections.abc import Sequence

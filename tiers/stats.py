@@ -17,6 +17,7 @@ class CacheStats:
     device: TierStats
     host: TierStats
     below: tuple[TierStats, ...] = ()  # the tiers beneath memory, hottest first
+    checkpoints: tuple[TierStats, ...] = ()  # of recurrent states, by tier, hottest first
     events: Mapping[tuple[TierName, CacheEvent], int] = field(default_factory=dict)
     transfers: Mapping[Lane, TransferStats] = field(default_factory=dict)
     num_loads: int = 0

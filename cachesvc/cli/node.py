@@ -144,34 +144,34 @@ def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> Non
     note("node stopped")
 
 
-def _quota(told: str) -> tuple[str, int]:
-    name, sign, quota = told.partition("=")
+def _quota(text: str) -> tuple[str, int]:
+    name, sign, quota = text.partition("=")
     if not name or not sign:
-        raise WrongOption(f"--quota {told!r} is not a quota; write it like acme=10GiB or *=1GiB")
+        raise WrongOption(f"--quota {text!r} is not a quota; write it like acme=10GiB or *=1GiB")
     return name, _bytes("--quota", quota)
 
 
-def _events(told: str) -> "EventsSection":
+def _events(text: str) -> "EventsSection":
     """An address, or a table such as `{"endpoint": ..., "replay_endpoint": ...}`."""
     from pydantic import ValidationError
 
     from cachesvc.config.sections import EventsSection, ZmqTable
 
-    if not told.startswith("{"):
-        return EventsSection(zmq=told)
+    if not text.startswith("{"):
+        return EventsSection(zmq=text)
     try:
-        return EventsSection(zmq=ZmqTable.model_validate_json(told))
+        return EventsSection(zmq=ZmqTable.model_validate_json(text))
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors())
         raise WrongOption(
-            f"--events {told}: {wrong.strip()}; write an address, or a table like "
+            f"--events {text}: {wrong.strip()}; write an address, or a table like "
             f'{{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}}'
         ) from None
 
 
-def _bytes(option: str, told: str) -> int:
+def _bytes(option: str, text: str) -> int:
     try:
-        return parse_size(told)
+        return parse_size(text)
     except ValueError as error:
         raise WrongOption(f"{option}: {error}") from None
 

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.observability.history import History
+from tiers.tier import TierName
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
-HITS = "+".join(f"traffic.prompt_tokens.{tier}" for tier in ("device", "host", "disk", "remote"))
+HITS = "+".join(f"traffic.prompt_tokens.{tier}" for tier in TierName)
 PROMPTS = "traffic.prompt_tokens.*"
 
 Floats = npt.NDArray[np.float64]
@@ -32,11 +33,11 @@ class Recent:
 
         Both are empty if the history does not reach back far enough.
         """
-        told = self._history.read(series, window_s=window_s)
-        times = np.array(told["times"], float)
-        if not len(times) or times[-1] - times[0] < window_s - 2 * told["step_s"]:
+        found = self._history.read(series, window_s=window_s)
+        times = np.array(found["times"], float)
+        if not len(times) or times[-1] - times[0] < window_s - 2 * found["step_s"]:
             return np.zeros(0), [np.zeros(0) for _ in series]
-        values = [np.array(told["series"][name], float) for name in series]
+        values = [np.array(found["series"][name], float) for name in series]
         return times[-1] - times, values
 
     def throughout(
@@ -51,8 +52,8 @@ class Recent:
 
     def grown(self, series: str, window_s: float) -> dict[str, float]:
         """The counters that grew, by the last part of their names."""
-        told = self._history.over([series], window_s=window_s)
-        return {name: value for name, value in told.items() if value}
+        found = self._history.over([series], window_s=window_s)
+        return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,8 @@ def _hit_rate_dropped(recent: Recent) -> str | None:
 
 def _tier_faults(recent: Recent) -> str | None:
     faults = recent.grown("deltas:cache.tiers.*.faults.*", 15 * MINUTE_S)
-    told = sorted(" ".join(name.split(".")[-3::2]) for name in faults)
-    return f"A tier faults: {', '.join(told)}" if told else None
+    sources = sorted(" ".join(name.split(".")[-3::2]) for name in faults)
+    return f"A tier faults: {', '.join(sources)}" if sources else None
 
 
 def _disk_shard_not_ready(recent: Recent) -> str | None:

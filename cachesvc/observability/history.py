@@ -198,7 +198,7 @@ class History:
         return {
             "step_s": ring.step * stride,
             "times": [round(each, 1) for each in view.times.tolist()],
-            "series": {name: _told(each) for name, each in values.items()},
+            "series": {name: _json_numbers(each) for name, each in values.items()},
         }
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
@@ -213,7 +213,9 @@ class History:
         )
         ring = next(rings, self._rings[-1])
         view = _View(self._columns, *ring.whole(window_s))
-        values = {name: _told(each) for text in series for name, each in view.evaluate(text)}
+        values = {
+            name: _json_numbers(each) for text in series for name, each in view.evaluate(text)
+        }
         return {name: each[-1] if each else None for name, each in values.items()}
 
     def _row(self) -> Floats:
@@ -308,7 +310,7 @@ class _View:
         return [name for name in self._columns if fnmatchcase(name, pattern)]
 
 
-def _told(values: Floats) -> list[float | None]:
+def _json_numbers(values: Floats) -> list[float | None]:
     """Values rounded to five digits, with None for NaN, as short JSON."""
     magnitude = np.floor(np.log10(np.abs(values), where=np.abs(values) > 0, out=values * 0.0))
     scale = 10.0 ** (DIGITS - 1 - magnitude)

@@ -168,8 +168,8 @@ class KvEventPublisher:
             self._publish(batch)
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
-        told = events if self._settings.format == "map" else list(map(as_array, events))
-        payload = self._pack([time.time(), told, 0])
+        batch = events if self._settings.format == "map" else list(map(as_array, events))
+        payload = self._pack([time.time(), batch, 0])
         number = self._number.to_bytes(8, "big")
         self._number += 1
         if self._replay is not None:
@@ -182,11 +182,11 @@ def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[
     run: list[BlockEvent] = []
     for event in events:
         if run and not _continues(run[-1], event):
-            yield _told(run, block_size)
+            yield _stored_message(run, block_size)
             run = []
         run.append(event)
     if run:
-        yield _told(run, block_size)
+        yield _stored_message(run, block_size)
 
 
 def as_array(event: dict[str, Any]) -> list[Any]:
@@ -208,7 +208,7 @@ def _continues(before: BlockEvent, event: BlockEvent) -> bool:
     return stores and event.parent == before.key
 
 
-def _told(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any]:
+def _stored_message(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any]:
     first = run[0]
     if first.kind is EventKind.CLEARED:
         return {"type": "AllBlocksCleared"}

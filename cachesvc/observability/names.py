@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+from tiers.tier import TierName
+
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -88,6 +90,13 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_cache_capacity_bytes": Spec("gauge", "Capacity of the tier", ("tier",)),
     "cachesvc_cache_events_total": Spec(
         "counter", "What happened to blocks in a tier", ("tier", "event")
+    ),
+    "cachesvc_checkpoints": Spec(
+        "gauge", "Checkpoints of recurrent states that a tier holds", ("tier",)
+    ),
+    "cachesvc_checkpoint_bytes": Spec("gauge", "Bytes of a tier that checkpoints take", ("tier",)),
+    "cachesvc_checkpoint_capacity_bytes": Spec(
+        "gauge", "Bytes of a tier that checkpoints may take", ("tier",)
     ),
     "cachesvc_pins": Spec("gauge", "Prefixes that operators pinned"),
     "cachesvc_pinned_bytes": Spec("gauge", "Bytes of KV that are pinned, in any tier"),
@@ -199,7 +208,7 @@ class Alias(NamedTuple):
     per: str | None = None
 
 
-HITS = frozenset({"device", "host", "disk", "remote"})  # sources other than computation
+HITS = frozenset(map(str, TierName))  # sources other than computation
 
 VLLM_ALIASES: Mapping[str, Alias] = {
     "vllm:num_requests_running": Alias("cachesvc_running_requests"),

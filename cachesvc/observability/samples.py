@@ -98,6 +98,11 @@ def _cache_samples(cache: "CacheStats") -> Iterator[MetricSample]:
     tiers = (cache.device, cache.host, *cache.below)
     for tier in tiers:
         yield from _tier_samples(tier)
+    for tier in cache.checkpoints:
+        labels = (str(tier.name),)
+        yield MetricSample("cachesvc_checkpoints", labels, tier.num_blocks)
+        yield MetricSample("cachesvc_checkpoint_bytes", labels, tier.used_bytes)
+        yield MetricSample("cachesvc_checkpoint_capacity_bytes", labels, tier.capacity_bytes)
     none = {(tier.name, event): 0 for tier in tiers for event in CacheEvent}
     for (name, event), count in {**none, **cache.events}.items():
         yield MetricSample("cachesvc_cache_events_total", (name, event), count)

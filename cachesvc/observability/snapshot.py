@@ -74,6 +74,7 @@ def cache_state(stats: CacheStats) -> dict[str, Any]:
     tiers = {name: state.pop(name) for name in ("device", "host")} | {"disk": below.get("disk")}
     shards = stats.disk.shards if stats.disk is not None else ()
     return state | {
+        "checkpoints": {tier["name"]: tier for tier in state["checkpoints"]},
         "remote": below.get("remote"),
         "tiers": {name: tier for name, tier in tiers.items() if tier is not None},
         "shards": dict(shard_states(shards)),

@@ -13,7 +13,15 @@ from typing import Any, TypeVar
 
 from api.cache.explorer import Caller
 from billing.reports.receipts import ReceiptSigner
-from cachesvc.operator.purge import Done, Order, keep_receipt, read_receipt, receipt
+from cachesvc.operator.purge import (
+    Done,
+    Order,
+    keep_receipt,
+    purge_unserved,
+    read_receipt,
+    receipt,
+    together,
+)
 from cachesvc.operator.scopes import ScopeKind, roots_of
 from cachesvc.operator.storage_meter import StorageCharges
 from tiers.blocks.keys import PrefixKey
@@ -127,14 +135,17 @@ class CacheOperator:
         purged = await self._done(lambda cache: cache.purge(roots))
         self._forget(purged.pins)
         await self._saved()
-        return Done(
+        rest = await asyncio.to_thread(purge_unserved, self._data_dir, roots)
+        done = Done(
             roots=purged.roots,
             removed={str(tier): gone for tier, gone in purged.removed.items()},
+            checkpoints={str(tier): gone for tier, gone in purged.checkpoints.items()},
             pins=purged.pins,
             in_use=purged.in_use,
             num_left=purged.num_left,
             live=True,
         )
+        return together(done, rest)
 
     async def _call(self, work: Callable[[CacheOperations], T]) -> T:
         return await asyncio.wrap_future(self._call_engine(work))

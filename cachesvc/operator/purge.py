@@ -8,19 +8,26 @@ the server's public key can verify it (`billing.reports.receipts`).
 
 import json
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.config.places import disk_path
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import DirectoryLock, disk_folders, read_elsewhere
+from tiers.disk.directory import (
+    DirectoryLock,
+    disk_folders,
+    group_folders,
+    is_locked,
+    read_elsewhere,
+    read_meta,
+)
 from tiers.disk.inspection.maintenance import count, purge
-from tiers.disk.inspection.opening import open_shards
+from tiers.disk.inspection.opening import open_disks
 from tiers.disk.pin_file import load_pins, save_pins
-from tiers.errors import ConfigurationError
+from tiers.errors import ConfigurationError, TierError
 from tiers.tier import Removed
 
 RECEIPTS = "receipts"  # folder of the data directory
@@ -43,6 +50,7 @@ class Done:
 
     roots: Collection[PrefixKey]
     removed: Mapping[str, Removed]
+    checkpoints: Mapping[str, Removed]  # of a model with recurrent states
     pins: Collection[str]
     in_use: int
     num_left: int
@@ -57,7 +65,7 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
     """The signed receipt. Raises PurgeFailed if blocks were left."""
     if done.num_left:
         raise PurgeFailed(f"{done.num_left} blocks of {order.kind} {order.name} were left")
-    told = {
+    receipt = {
         "what": "cache.purge",
         str(order.kind): order.name,
         "scopes": sorted(root.hex() for root in done.roots),
@@ -65,6 +73,7 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
             tier: {"blocks": gone.num_blocks, "bytes": gone.stored_bytes}
             for tier, gone in done.removed.items()
         },
+        **_of_checkpoints(done),
         "blocks_in_use": done.in_use,
         "pins_ended": sorted(done.pins),
         "blocks_left": 0,
@@ -74,7 +83,15 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
         "started_ns": int(order.started_s * 1e9),
         "finished_ns": time.time_ns(),
     }
-    return signer.sign(told)
+    return signer.sign(receipt)
+
+
+def _of_checkpoints(done: Done) -> dict[str, Any]:
+    told = {
+        tier: {"count": gone.num_blocks, "bytes": gone.stored_bytes}
+        for tier, gone in done.checkpoints.items()
+    }
+    return {"checkpoints": told} if told else {}
 
 
 def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
@@ -100,20 +117,72 @@ def _receipt_path(data_dir: Path, finished_ns: int) -> Path:
 
 
 def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
-    """Purges the disk of a stopped server.
+    """Purges the disk of a stopped server, and of its node.
 
-    Raises DirectoryLocked if the server is running, and ConfigurationError if there is no disk tier
-    or its blocks are also stored elsewhere.
+    Raises DirectoryLocked if either is running, and ConfigurationError if there is no disk tier, if
+    its blocks are also stored elsewhere, or if one of its folders cannot be read.
     """
-    folder = disk_path(data_dir)
+    first, *rest = [_purge_folder(each, roots) for each in _tiers_of(data_dir)]
+    return together(first, rest)
+
+
+def purge_unserved(data_dir: Path, roots: Collection[PrefixKey]) -> list[Done]:
+    """Purges what a data directory has from another engine, or from a disk tier that is turned off
+    now. Raises PurgeFailed if that is impossible."""
+    folders = [each for each in _tiers_of(data_dir) if read_meta(each) and not is_locked(each)]
+    try:
+        return [_purge_folder(each, roots) for each in folders]
+    except TierError as error:
+        raise PurgeFailed(str(error)) from error
+
+
+def together(first: Done, rest: Sequence[Done]) -> Done:
+    """The result of several purges of the same scopes, told as the first."""
+    every = [first, *rest]
+    return replace(
+        first,
+        removed=_sum([each.removed for each in every]),
+        checkpoints=_sum([each.checkpoints for each in every]),
+        pins=[name for each in every for name in each.pins],
+        num_left=sum(each.num_left for each in every),
+    )
+
+
+def _sum(parts: Sequence[Mapping[str, Removed]]) -> Mapping[str, Removed]:
+    total: dict[str, Removed] = {}
+    for part in parts:
+        for tier, gone in part.items():
+            total[tier] = total.get(tier, Removed()).plus(gone)
+    return total
+
+
+def _tiers_of(data_dir: Path) -> list[Path]:
+    """The folders of the server's own disk tier and of its node's, which has one for each
+    layout."""
+    own = disk_path(data_dir)
+    of_node = sorted(file.parent for file in (own / "node").glob("*/disk.json"))
+    return of_node if of_node and read_meta(own) is None else [own, *of_node]
+
+
+def _purge_folder(folder: Path, roots: Collection[PrefixKey]) -> Done:
     if places := [place for place in read_elsewhere(folder) if "://" in place]:
         raise ConfigurationError(
             f"there are also blocks in {', '.join(places)}; start the server, and purge through it"
         )
-    with open_shards(folder, readonly=False) as (_, shards):
-        locks = [DirectoryLock(each) for each in disk_folders(folder)]
+    groups = group_folders(folder)
+    with open_disks(folder, readonly=False, groups=True) as disks:
+        opened = [disk.path for disk in disks]
+        if missing := [str(each) for each in disk_folders(folder) + groups if each not in opened]:
+            raise ConfigurationError(
+                f"{', '.join(missing)} cannot be read, so its blocks would be left; repair it with "
+                "`cachesvc cache verify --repair`, or start the server, and purge again"
+            )
+        locks = [DirectoryLock(path) for path in opened]
         try:
-            gone, num_left = purge(shards, roots), count(shards, roots)
+            of_groups = [shard for disk in disks if disk.path in groups for shard in disk.shards]
+            shards = [shard for disk in disks if disk.path not in groups for shard in disk.shards]
+            gone, states = purge(shards, roots), purge(of_groups, roots)
+            num_left = count(shards + of_groups, roots)
             pins = load_pins(folder)
             ended = [pin.name for pin in pins if pin.scope in roots]
             if ended:
@@ -124,6 +193,7 @@ def purge_stopped(data_dir: Path, roots: Collection[PrefixKey]) -> Done:
     return Done(
         roots=roots,
         removed={"disk": gone},
+        checkpoints={"disk": states} if of_groups else {},
         pins=ended,
         in_use=0,
         num_left=num_left,

@@ -106,8 +106,8 @@ def find_server(data_dir: Path) -> LiveServer | None:
     Raises ServerSilent if it is too busy to answer, because its data must not be changed behind it.
     """
     try:
-        told = json.loads((data_dir / FILE_NAME).read_text())
-        server = LiveServer(told["url"], told["pid"], told["token"])
+        fields = json.loads((data_dir / FILE_NAME).read_text())
+        server = LiveServer(fields["url"], fields["pid"], fields["token"])
         os.kill(server.pid, 0)
         server.get("/admin/api/whoami", timeout_s=FIND_TIMEOUT_S)
     except ServerSilent as error:
@@ -124,8 +124,8 @@ def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
     fresh = data_dir / f"{FILE_NAME}.{os.getpid()}"
     fresh.unlink(missing_ok=True)
     fresh.touch(mode=0o600)
-    told = {"url": reachable(url), "pid": os.getpid(), "token": token}
-    fresh.write_text(json.dumps(told) + "\n")
+    fields = {"url": reachable(url), "pid": os.getpid(), "token": token}
+    fresh.write_text(json.dumps(fields) + "\n")
     fresh.replace(path)
     try:
         yield

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from api.format import percent, seconds, size
 from cachesvc.observability.latency import percentile
 from cachesvc.top.source import Reading
+from tiers.tier import TierName
 
 BARS = " ▁▂▃▄▅▆▇█"
-TIERS = ("device", "host", "disk", "remote")
 
 
 class Column(NamedTuple):
@@ -138,7 +138,7 @@ def sparkline(values: Sequence[float | None], width: int, highest: float | None 
 def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
     """One row per tier, hottest first, with rates since the previous reading."""
     rows = []
-    for name in TIERS:
+    for name in TierName:
         tier = reading.stats["cache"]["tiers"].get(name)
         if tier is None:
             continue

@@ -60,7 +60,7 @@ class Carrier:
         self._done = _Done()
 
     def start(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Starts to serve these tensors. Raises Unsupported if their blocks have another shape."""
+        """Starts to serve these tensors. Raises UnsupportedKv for blocks of another shape."""
         slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
         block_bytes = sum(slab.shape[1] for slab in slabs)
         if block_bytes != self._identity.block_bytes:

@@ -64,7 +64,7 @@ class Reporter:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._socket.setblocking(False)
         self._local: dict[str, int] = {}  # looked up, not admitted yet
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         # In their first admission: id and local tokens.
         self._first: dict[str, tuple[str, int]] = {}
         self._again: set[str] = set()  # of these, back in the queue: nothing of a load stands
@@ -86,7 +86,7 @@ class Reporter:
         """vLLM looks up a request's prefix and has `num_local` tokens of it itself."""
         if request.request_id in self._again:
             self._correct(self._first[request.request_id][0], num_local, {})
-        if request.request_id not in self._told and "id" in tag_of(request):
+        if request.request_id not in self._reported and "id" in tag_of(request):
             self._local[request.request_id] = num_local
 
     def admitted(self, request: Any, hits: Mapping[str, int]) -> None:
@@ -94,22 +94,22 @@ class Reporter:
         local = self._local.pop(request.request_id, None)
         self._leave(request.request_id)
         if local is not None:
-            self._told.add(request.request_id)
+            self._reported.add(request.request_id)
             self._first[request.request_id] = (tag_of(request)["id"], local)
-            told = {"local": local, "hits": dict(hits), "at_ns": time.monotonic_ns()}
-            self._send({"id": tag_of(request)["id"], **told})
+            message = {"local": local, "hits": dict(hits), "at_ns": time.monotonic_ns()}
+            self._send({"id": tag_of(request)["id"], **message})
 
     def fell_short(self, short: Mapping[str, Mapping[str, int]]) -> None:
         """What was loaded of these requests, by vLLM's names, is less than was reported."""
         for name, hits in short.items():
             if name in self._first:
-                told, local = self._first[name]
-                self._correct(told, local, hits)
+                message_id, local = self._first[name]
+                self._correct(message_id, local, hits)
                 if not local and not hits:
                     self._again.add(name)
 
-    def _correct(self, told: str, local: int, hits: Mapping[str, int]) -> None:
-        self._send({"id": told, "local": local, "hits": dict(hits)})
+    def _correct(self, message_id: str, local: int, hits: Mapping[str, int]) -> None:
+        self._send({"id": message_id, "local": local, "hits": dict(hits)})
 
     def _leave(self, name: str) -> None:
         self._first.pop(name, None)
@@ -119,7 +119,7 @@ class Reporter:
         """The request is over, with or without a complete answer."""
         self._local.pop(request.request_id, None)
         self._leave(request.request_id)
-        self._told.discard(request.request_id)
+        self._reported.discard(request.request_id)
         tag = tag_of(request)
         if "id" in tag:
             in_flight = getattr(request, "num_in_flight_tokens", 0)
@@ -130,9 +130,9 @@ class Reporter:
     def close(self) -> None:
         self._socket.close()
 
-    def _send(self, told: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         try:
-            self._socket.sendto(json.dumps(told).encode(), self._path)
+            self._socket.sendto(json.dumps(message).encode(), self._path)
         except OSError:
             self.lost += 1
 
@@ -180,23 +180,23 @@ class Reports:
         with contextlib.suppress(OSError):
             self.path.unlink()
 
-    def _note(self, told: dict[str, Any]) -> None:
-        if "layout" in told:
-            fields = {name: bytes.fromhex(value) for name, value in told["scope"].items()}
-            layout = described_layout(told["layout"])
-            self.engine = Ready(layout, CacheScope(**fields), int(told["num_ranks"]))
+    def _note(self, message: dict[str, Any]) -> None:
+        if "layout" in message:
+            fields = {name: bytes.fromhex(value) for name, value in message["scope"].items()}
+            layout = described_layout(message["layout"])
+            self.engine = Ready(layout, CacheScope(**fields), int(message["num_ranks"]))
             return
-        name = told["id"]
+        name = message["id"]
         if name not in self._expected:
             return
         known = self._known.get(name, RequestReport())
-        if "hits" in told:
-            hits = {str(tier): int(tokens) for tier, tokens in told["hits"].items()}
-            known = replace(known, local=int(told["local"]), hits=hits)
-            if "at_ns" in told:
-                known = replace(known, admitted_ns=int(told["at_ns"]))
+        if "hits" in message:
+            hits = {str(tier): int(tokens) for tier, tokens in message["hits"].items()}
+            known = replace(known, local=int(message["local"]), hits=hits)
+            if "at_ns" in message:
+                known = replace(known, admitted_ns=int(message["at_ns"]))
             else:
                 known = replace(known, is_short=True)
         else:
-            known = replace(known, computed=int(told["computed"]))
+            known = replace(known, computed=int(message["computed"]))
         self._known[name] = known

@@ -28,7 +28,7 @@ def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     """A layer's KV as views `[num_blocks, bytes]`, in memory order.
 
     Accepts any dense order of dimensions in which the block is first or second. There is one view
-    if blocks come first, and two if K and V do. Raises Unsupported.
+    if blocks come first, and two if K and V do. Raises UnsupportedKv.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     dense = tensor.permute(order)

@@ -1,11 +1,14 @@
 """A long prefix on disk whose front is computed while its rear loads, and what can go wrong."""
 
 import random
+from collections.abc import Container
 
 import pytest
 
 from api.journal.why import ReasonKind, why
 from engine.request import FinishReason
+from tests.sim.life import Life
+from tests.sim.test_failed_copies import Refusing
 from tests.sim.test_prefetch import sink
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
@@ -77,6 +80,24 @@ def test_every_meeting_point_gives_the_same_tokens(front: int, slow: float) -> N
     world.check_idle()
 
 
+@pytest.mark.parametrize("front", [1, 7, 19])
+def test_the_last_token_of_a_prompt_that_ends_with_a_block_is_computed(front: int) -> None:
+    """It is no hit, though its block was loaded."""
+    world = on_disk(front)
+    world.mover._fail_rate = 0.0
+    before = world.runner.computed
+    world.submit("again", OLD[:-1], max_tokens=1)
+    turns(world, front, slow=0.0)
+    world.check()
+    counts = world.counts("again")
+    assert ((NUM_BLOCKS - front) * BLOCK - 1, front * BLOCK + 1) == (counts.hit_disk, counts.miss)
+    assert front * BLOCK == world.runner.computed - before  # the last token is not written again
+    assert {"uneconomic": front * BLOCK, "tail": 1} == {
+        str(reason): tokens for reason, tokens in world.outputs["again"][0].miss_reasons.items()
+    }
+    world.check_idle()
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_a_faulty_disk_costs_hits_and_no_answer(seed: int) -> None:
     rng = random.Random(seed)
@@ -120,6 +141,82 @@ def test_what_happens_in_the_middle_harms_nothing(seed: int) -> None:
         counts = world.counts(name)
         assert counts.hit + counts.miss == counts.prompt
     world.check_idle()
+
+
+class Drawn(LoadEconomy):
+    """Computes a drawn part of whatever is on disk, however short."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__()
+        self.chance = chance
+        self.num_split = 0
+
+    def front(self, num_blocks: int, num_tokens: int, nbytes: int, num_readers: int) -> int:
+        front = self.chance.randrange(num_blocks)
+        self.num_split += front > 0
+        return front
+
+
+def lived(seed: int, *, copies_fail: bool) -> int:
+    """Cancels, pins, purges, evictions, faults of the disk, of steps and of copies. Returns how
+    many prefixes were split."""
+    chance = random.Random(seed * 9173 + copies_fail)
+    world = World(
+        device_blocks=chance.choice((14, 24, 60)),
+        host_blocks=chance.choice((4, 16, 40)),
+        disk_blocks=300,
+        fault_rate=chance.choice((0.0, 0.1, 0.4)),
+        seed=seed,
+        share_tails=seed % 3 != 0,
+        write_policy=chance.choice(list(WritePolicy)),
+        late_copies=seed % 2 == 1,
+        both_ends=True,
+    )
+    economy = world.cache._promoter._economy = Drawn(chance)
+    world.runner.copies_fail = copies_fail
+    if copies_fail:
+        Refusing(world.cache.pool, {n for n in range(20_000) if chance.randrange(10) == 0})
+    life = Life(world, chance, arrivals=0.01)
+
+    def idle_blocks_leave() -> None:
+        for block in [*world.cache.index]:
+            if block.slot is not None and not block.ref_count:
+                world.cache.residency.evict_device(block)
+            idle = not (block.ref_count or block.busy or block.pinned)
+            if block.frame is not None and block.held_below and idle:
+                world.cache.residency.evict_host(block)
+
+    acts = (life.pin, life.unpin, life.evict, life.purge, life.trouble_disk, life.break_step)
+    life.run(100, (*acts, *[idle_blocks_leave] * 15))
+    world.runner.copies_fail |= bool(life.purges)  # a front that was purged is computed again
+    world.check()
+    world.check_idle()
+    return economy.num_split
+
+
+@pytest.mark.parametrize("copies_fail", [False, True])
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_any_interleaving_is_exact(first: int, copies_fail: bool) -> None:
+    assert sum(lived(seed, copies_fail=copies_fail) for seed in range(first, first + 5)) >= 3
+
+
+@pytest.mark.parametrize("front", [1, 7, 19])
+def test_whichever_copy_fails_the_answer_stays_and_nothing_leaks(front: int) -> None:
+    def copies(refused: Container[int]) -> Refusing:
+        world = on_disk(front)
+        world.mover._fail_rate = 0.0
+        refusing = Refusing(world.cache.pool, refused)
+        world.runner.copies_fail = True
+        world.submit("again", OLD, max_tokens=3)
+        turns(world, front, slow=0.5)
+        world.check()
+        world.check_idle()
+        return refusing
+
+    num_copies = copies(()).num_copies
+    assert num_copies > 0
+    for number in range(num_copies):
+        assert 1 == copies((number,)).num_refused
 
 
 def test_an_abort_before_the_meeting_is_billed_for_what_was_computed() -> None:

@@ -17,11 +17,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.batch import Span
 from engine.execution.adjusting import Adjusting, SeenTokens
 from engine.request import SamplingParams
+from tests.support.torch_calls import Recorder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCABULARY = 100  # no multiple of 32
@@ -129,20 +129,6 @@ def test_a_sequence_that_ended_is_forgotten() -> None:
     assert {7} == set(adjusting._seen)
     adjusting.forget(7)
     assert {} == adjusting._seen
-
-
-class Recorder(TorchDispatchMode):
-    """Counts torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_penalties_and_biases_of_64_rows_are_the_operations_of_one() -> None:

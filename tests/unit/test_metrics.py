@@ -48,6 +48,7 @@ def stats() -> EngineStats:
         ),
         host=TierStats(TierName.HOST, num_blocks=5),
         below=(disk,),
+        checkpoints=(TierStats(TierName.DEVICE, num_blocks=2),),
         events={(TierName.DEVICE, CacheEvent.EVICTED): 4},
         transfers=transfers.stats(),
         collisions=1,
@@ -289,3 +290,4 @@ def test_the_dashboards_snapshot_has_each_tier_below_by_its_name() -> None:
     assert "remote" == state["remote"]["name"]
     alone = cache_state(CacheStats(tier[TierName.DEVICE], tier[TierName.HOST]))
     assert (["device", "host"], None) == (list(alone["tiers"]), alone["remote"])
+    assert {} == alone["checkpoints"]

@@ -7,18 +7,16 @@ in a child process that sets the variable first.
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cachesvc.vllm import slabs as slabs_module
 from cachesvc.vllm.identity import UnsupportedKv
 from cachesvc.vllm.slabs import BlockCopier, DeviceCopier, HostCopier, runs_of, slabs_of
+from tests.support.torch_calls import Recorder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUM_BLOCKS, NUM_FRAMES, STRIDE = 9, 40, 4096
@@ -108,8 +106,11 @@ def test_every_byte_of_a_block_goes_to_its_place_and_none_beside(
 def test_nothing_to_copy_is_no_copy(kind: str) -> None:
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
     copier = copier_of_kind(kind, slabs)
+    before = rows.clone(), [slab.clone() for slab in slabs]
     copier.load(rows, [], [], 1)
     copier.save(rows, [], [], 1)
+    assert torch.equal(before[0], rows)
+    assert all(map(torch.equal, before[1], slabs))
 
 
 @copiers
@@ -122,20 +123,6 @@ def test_a_number_outside_is_refused_before_a_byte_moves(
     for copy in (copier.load, copier.save):
         with pytest.raises(IndexError):
             copy(rows, frames, blocks, 100)
-
-
-class Recorder(TorchDispatchMode):
-    """Counts torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_on_a_cpu_each_piece_is_copied_once_and_by_no_other_thread(

@@ -59,10 +59,10 @@ def stats_below(below: ManagedTier | None) -> dict[str, Any]:
     """The counters of the tiers below, by tier, as JSON."""
     if below is None:
         return {}
-    return {str(level.name): _told(level.stats()) for level in below.levels()}
+    return {str(level.name): _as_json(level.stats()) for level in below.levels()}
 
 
-def _told(stats: TierStats) -> dict[str, Any]:
+def _as_json(stats: TierStats) -> dict[str, Any]:
     return {
         "num_blocks": stats.num_blocks,
         "used_bytes": stats.used_bytes,

@@ -47,8 +47,8 @@ class NodeClient:
         if self._socket is None:
             raise NodeGone(f"not connected to the node at {self._path}")
         size = _PEER.size
-        told = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return int(_PEER.unpack(told)[0])
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(_PEER.unpack(credentials)[0])
 
     def connect(self) -> SharedMemory:
         """Join the node and map its memory. Raises NodeGone if none answers."""
@@ -56,13 +56,13 @@ class NodeClient:
         self.open()
         hello = {"version": VERSION, "layout": messages.describe_layout(self._layout)}
         answer, files = self._ask(Op.HELLO, messages.pack_json(hello))
-        told = messages.unpack_json(answer)
+        fields = messages.unpack_json(answer)
         if len(files) != 1:
             self.close()
             raise NodeError("the node sent no memory")
-        self._pool = told["pool"]
-        pieces = told.get("piece_frames", 0)  # an older node has none
-        self.memory = SharedMemory(files[0], self._layout, told["num_frames"], pieces)
+        self._pool = fields["pool"]
+        pieces = fields.get("piece_frames", 0)  # an older node has none
+        self.memory = SharedMemory(files[0], self._layout, fields["num_frames"], pieces)
         return self.memory
 
     def open(self) -> None:
@@ -133,7 +133,7 @@ class NodeClient:
         That is fewer than all while some are still being written to the node's disk. Ask again
         then.
         """
-        return int(_told(self._run(Op.PUBLISH, ids)).get("published", 0)) if ids else 0
+        return int(_answer_of(self._run(Op.PUBLISH, ids)).get("published", 0)) if ids else 0
 
     def stats(self) -> dict[str, Any]:
         return messages.unpack_json(self._ask(Op.STATS, b"")[0])
@@ -148,7 +148,7 @@ class NodeClient:
             self._socket = None
 
     def _tell(self, asked: Mapping[str, Any]) -> dict[str, Any]:
-        return _told(self._ask(Op.OPERATE, messages.pack_json(asked))[0])
+        return _answer_of(self._ask(Op.OPERATE, messages.pack_json(asked))[0])
 
     def _run(self, op: Op, ids: Sequence[BlockId]) -> bytes:
         return self._ask(op, messages.pack_run(self._pool, run_of(ids)))[0]
@@ -196,8 +196,8 @@ class NodeClient:
             received += data
 
 
-def _told(answer: bytes) -> dict[str, Any]:
-    told = messages.unpack_json(answer)
-    if "failed" in told:
-        raise NodeError(str(told["failed"]))
-    return told
+def _answer_of(answer: bytes) -> dict[str, Any]:
+    fields = messages.unpack_json(answer)
+    if "failed" in fields:
+        raise NodeError(str(fields["failed"]))
+    return fields

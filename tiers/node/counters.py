@@ -17,29 +17,29 @@ COMMON = "common"  # the node's name for the owners without a quota
 class NodeCounters:
     """One answer of `NodeClient.stats`. Empty if the node is away."""
 
-    def __init__(self, told: Mapping[str, Any] | None = None) -> None:
-        self._told = told or {}
+    def __init__(self, answer: Mapping[str, Any] | None = None) -> None:
+        self._answer = answer or {}
 
     def __bool__(self) -> bool:
-        return bool(self._told)
+        return bool(self._answer)
 
     @property
     def pools(self) -> Sequence[Mapping[str, Any]]:
-        pools: Sequence[Mapping[str, Any]] = self._told.get("pools", ())
+        pools: Sequence[Mapping[str, Any]] = self._answer.get("pools", ())
         return pools
 
     @property
     def quotas(self) -> Mapping[str, int]:
-        quotas: Mapping[str, int] = self._told.get("quotas", {})
+        quotas: Mapping[str, int] = self._answer.get("quotas", {})
         return quotas
 
     @property
     def num_clients(self) -> int:
-        return int(self._told.get("num_clients", 0))
+        return int(self._answer.get("num_clients", 0))
 
     @property
     def num_listeners(self) -> int:
-        return int(self._told.get("num_listeners", 0))
+        return int(self._answer.get("num_listeners", 0))
 
     @property
     def is_shared(self) -> bool:
@@ -52,13 +52,13 @@ class NodeCounters:
 
     def host(self) -> TierStats:
         """The node's memory. Engines share it, so it counts the blocks of all."""
-        used = self._told.get("used_bytes", 0)
+        used = self._answer.get("used_bytes", 0)
         return TierStats(
             name=TierName.HOST,
             num_blocks=self.total("num_blocks"),
             used_bytes=used,
             logical_bytes=used,
-            capacity_bytes=self._told.get("capacity_bytes", 0),
+            capacity_bytes=self._answer.get("capacity_bytes", 0),
             hits=self.total("host_hits"),
             stored=self.total("stored"),
             evicted=self.total("evicted"),
@@ -68,11 +68,11 @@ class NodeCounters:
         """The tiers beneath the node's memory, hottest first."""
         found = []
         for tier in TIERS[1:]:
-            told = [pool[tier] for pool in self.pools if tier in pool]
-            if told:
-                total = {name: sum(each[name] for each in told) for name in _SUMS}
+            stats = [pool[tier] for pool in self.pools if tier in pool]
+            if stats:
+                total = {name: sum(each[name] for each in stats) for name in _SUMS}
                 hits = self.total(f"{tier}_hits")
-                found.append(TierStats(name=tier, hits=hits, faults=_faults(told), **total))
+                found.append(TierStats(name=tier, hits=hits, faults=_faults(stats), **total))
         return tuple(found)
 
     def events(self) -> dict[tuple[TierName, CacheEvent], int]:
@@ -90,7 +90,7 @@ class NodeCounters:
                 each["used_bytes"],
                 each["share_bytes"],
             )
-            for each in self._told.get("groups", ())
+            for each in self._answer.get("groups", ())
         ]
 
 

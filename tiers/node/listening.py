@@ -29,7 +29,7 @@ class HeardEvents:
     def is_ready(self) -> bool:
         return self.subscription.num_waiting > 0 or time.monotonic() >= self.until_s
 
-    def told(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         events = [event_fields(event) for event in self.subscription.take(MOST_EVENTS)]
         return {"events": events, "missed": self.subscription.missed}
 
@@ -50,30 +50,30 @@ class Listener:
 
 def event_fields(event: BlockEvent) -> dict[str, Any]:
     """An event as JSON. Its number is left out, since each stream numbers its own."""
-    told: dict[str, Any] = {"kind": str(event.kind), "tier": str(event.tier)}
+    fields: dict[str, Any] = {"kind": str(event.kind), "tier": str(event.tier)}
     for name in (*_KEYS, "tokens"):
         if value := getattr(event, name):
-            told[name] = value.hex()
+            fields[name] = value.hex()
     if event.nbytes:
-        told["nbytes"] = event.nbytes
+        fields["nbytes"] = event.nbytes
     for name in ("source", "cause"):
         if (value := getattr(event, name)) is not None:
-            told[name] = str(value)
-    return told
+            fields[name] = str(value)
+    return fields
 
 
-def publish_fields(stream: EventStream, told: Mapping[str, Any]) -> None:
+def publish_fields(stream: EventStream, fields: Mapping[str, Any]) -> None:
     """Publish a node's event in this process's stream. Raises NodeError if it is not an event."""
     try:
-        keys = {name: PrefixKey(bytes.fromhex(told[name])) for name in _KEYS if name in told}
+        keys = {name: PrefixKey(bytes.fromhex(fields[name])) for name in _KEYS if name in fields}
         stream.publish(
-            EventKind(told["kind"]),
-            TierName(told["tier"]),
+            EventKind(fields["kind"]),
+            TierName(fields["tier"]),
             **keys,
-            tokens=bytes.fromhex(told.get("tokens", "")),
-            nbytes=int(told.get("nbytes", 0)),
-            source=TierName(told["source"]) if "source" in told else None,
-            cause=Cause(told["cause"]) if "cause" in told else None,
+            tokens=bytes.fromhex(fields.get("tokens", "")),
+            nbytes=int(fields.get("nbytes", 0)),
+            source=TierName(fields["source"]) if "source" in fields else None,
+            cause=Cause(fields["cause"]) if "cause" in fields else None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise NodeError(f"an event of the node cannot be read: {error!r}") from error

@@ -299,7 +299,7 @@ class NodeServer:
                 codes = bytes(messages.TIERS.index(tier) for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
             elif isinstance(asked, Operated | HeardEvents):
-                self._send(client, client.asked, messages.pack_json(asked.told()))
+                self._send(client, client.asked, messages.pack_json(asked.answer()))
             else:
                 frames = self._pools.pool(number).settle(asked)
                 client.leased.update((number, frame) for frame in frames)
@@ -382,10 +382,10 @@ def _locked(folder: Path) -> DirectoryLock:
         ) from error
 
 
-def _owners(told: Any) -> dict[PrefixKey, str]:
+def _owners(document: Any) -> dict[PrefixKey, str]:
     """Parse names by scope. Raises NodeError for anything else."""
     try:
-        found = {PrefixKey(bytes.fromhex(scope)): name for scope, name in told.items()}
+        found = {PrefixKey(bytes.fromhex(scope)): name for scope, name in document.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise NodeError(f"owners are names by scope: {error!r}") from error
     if any(len(scope) != KEY_BYTES for scope in found) or any(

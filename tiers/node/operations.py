@@ -29,7 +29,7 @@ from tiers.steady_clock import SteadyClock
 from tiers.tier import ManagedTier
 
 PINNED_SHARE = 1 / 4  # share of the lowest tier that pins may take
-LONGEST_TOLD = 500  # characters of a refused request that its error repeats
+LONGEST_QUOTED = 500  # characters of a refused request that its error repeats
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +42,7 @@ class Operated:
     def is_ready(self) -> bool:
         return self.future.done()
 
-    def told(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         """The answer. A failure is part of the answer and does not end the connection."""
         try:
             return self.future.result()
@@ -104,8 +104,8 @@ class PoolOperations:
                 return Operated(done({}))
             return Operated(operations[what](asked))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            told = f"{dict(asked)!r}"[:LONGEST_TOLD]
-            raise NodeError(f"{told} is not an operation: {error!r}") from error
+            quoted = f"{dict(asked)!r}"[:LONGEST_QUOTED]
+            raise NodeError(f"{quoted} is not an operation: {error!r}") from error
 
     def publish(self, keys: Sequence[PrefixKey]) -> Operated:
         """Send a prefix to the store that machines share. The answer counts the leading blocks
@@ -185,9 +185,9 @@ class PoolOperations:
             if (error := done.exception()) is not None:
                 answer.set_exception(error)
                 return
-            told = asdict(done.result())
-            del told["roots"]
-            answer.set_result(told)
+            purged = asdict(done.result())
+            del purged["roots"]
+            answer.set_result(purged)
 
         self.purger.start(wanted).add_done_callback(tell)
         return answer
@@ -209,8 +209,8 @@ def operations_on(
     return PoolOperations(pool, below, folder, num_blocks, shares=shares)
 
 
-def _keys(told: Collection[str]) -> list[PrefixKey]:
-    keys = [PrefixKey(bytes.fromhex(key)) for key in told]
+def _keys(names: Collection[str]) -> list[PrefixKey]:
+    keys = [PrefixKey(bytes.fromhex(key)) for key in names]
     if any(len(key) != 16 for key in keys):
         raise ValueError("a key has 16 bytes")
     return keys

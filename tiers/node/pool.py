@@ -45,7 +45,7 @@ class PoolCounts:
     overloaded: int = 0  # loads refused because the tier below's queue was full
     hits: Counter[TierName] = field(default_factory=Counter)
 
-    def told(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, int]:
         """As JSON, with the hits of each tier by its name."""
         return {
             **{f"{tier}_hits": self.hits[tier] for tier in TIERS},

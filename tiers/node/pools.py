@@ -178,6 +178,6 @@ def _stats(entry: _LayoutPool) -> dict[str, Any]:
         "num_pins": len(keeper.pins()),
         "pinned_blocks": keeper.num_blocks,
         "pinnable_blocks": keeper.max_blocks,
-        **entry.pool.counts.told(),
+        **entry.pool.counts.as_json(),
         **stats_below(entry.below),
     }

@@ -15,7 +15,7 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
 from tiers.operations.below import ask_writer, done, evict
 from tiers.operations.pins import Keeper
-from tiers.operations.purge import Purged, Purger, both
+from tiers.operations.purge import Purged, Purger, with_checkpoints
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.telemetry.working_set import Traffic, TrafficReport
@@ -23,6 +23,7 @@ from tiers.tier import ManagedTier, Sample, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Mover
 
+AT_END = 2  # last blocks of a pinned prefix: a prompt's checkpoint is after one of them
 NO_SAMPLE = Sample((), 1 << 32)
 
 
@@ -86,6 +87,8 @@ class TierOperations:
             residency.on_left_host = self._left_host
         if pin_folder is not None:
             self.keeper.restore(load_pins(pin_folder))
+            for pin in self.keeper.pins():
+                self._keep_checkpoint(pin.name)
 
     @property
     def index(self) -> BlockIndex:
@@ -93,6 +96,8 @@ class TierOperations:
 
     @property
     def blocked(self) -> frozenset[PrefixKey]:
+        if self._checkpoints is not None:
+            return self.purger.blocked | self._checkpoints.blocked
         return self.purger.blocked
 
     def start(self) -> None:
@@ -147,18 +152,40 @@ class TierOperations:
             scope = first.scope if first is not None else None
         if scope is None:
             raise PinError(f"the scope of {name!r} is unknown here; give its root")
-        return self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
+        pin = self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
+        self._keep_checkpoint(name)
+        return pin
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
         if chain.private or chain.root in self.blocked:
             return 0
-        return self.keeper.retain(name, chain.root, chain.keys, until_s, owner=owner, kind=kind)
+        kept = self.keeper.retain(name, chain.root, chain.keys, until_s, owner=owner, kind=kind)
+        self._keep_checkpoint(name)
+        return kept
 
     def renew(self, name: str, until_s: float) -> None:
         self.keeper.renew(name, until_s)
+        self._keep_checkpoint(name)
 
     def unpin(self, name: str) -> bool:
-        return self.keeper.unpin(name)
+        found = self.keeper.unpin(name)
+        self._keep_checkpoint(name)
+        return found
+
+    def _keep_checkpoint(self, name: str) -> None:
+        """Have the checkpoint of a pin kept too, and no more those of pins that ended with it."""
+        if self._checkpoints is None:
+            return
+        mine, theirs = self.keeper, self._checkpoints.keeper
+        for other in theirs.pins():
+            if mine.get(other.name) is None:
+                theirs.unpin(other.name)
+        pin = mine.get(name)
+        if pin is not None:
+            longest = [key for key in reversed(pin.keys) if theirs.holds(key)][:1]
+            keys = list(dict.fromkeys([*longest, *pin.keys[: -1 - AT_END : -1]]))
+            keys = keys[: theirs.max_blocks]
+            theirs.retain(name, pin.scope, keys, pin.until_s, owner=pin.owner, kind=pin.kind)
 
     def pins(self) -> list[Pin[PrefixKey]]:
         return self.keeper.pins()
@@ -176,7 +203,7 @@ class TierOperations:
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         purged = self.purger.start(roots)
         if self._checkpoints is not None:
-            purged = both(purged, self._checkpoints.purge(roots))
+            purged = with_checkpoints(purged, self._checkpoints.purge(roots))
         return purged
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":

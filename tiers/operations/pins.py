@@ -85,6 +85,13 @@ class Keeper:
         """The number of pinned blocks, in any tier."""
         return self._pins.num_blocks
 
+    def get(self, name: str) -> Pin[PrefixKey] | None:
+        return self._pins.get(name)
+
+    def holds(self, key: PrefixKey) -> bool:
+        """Whether memory has this block."""
+        return self._residency.ready(key) is not None
+
     @property
     def max_blocks(self) -> int:
         return self._pins.max_blocks

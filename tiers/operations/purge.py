@@ -32,6 +32,7 @@ class Purged:
     in_use: int  # blocks that running requests keep, unshared, until they end
     pins: tuple[str, ...]  # pins that ended with their blocks
     num_left: int  # 0 unless the purge failed
+    checkpoints: Mapping[TierName, Removed] = field(default_factory=dict)  # of recurrent states
 
 
 @dataclass(slots=True, eq=False)
@@ -125,9 +126,9 @@ class Purger:
         return [block for block in [*index, *index.iter_partials()] if block.scope in roots]
 
 
-def both(first: "Future[Purged]", second: "Future[Purged]") -> "Future[Purged]":
-    """The result of the first, once both are done, with what the second has left. Fails if either
-    does."""
+def with_checkpoints(first: "Future[Purged]", second: "Future[Purged]") -> "Future[Purged]":
+    """The result of the first, once both are done, with what the second removed and has left.
+    Fails if either does."""
     result: Future[Purged] = Future()
 
     def finish(_: "Future[Purged]") -> None:
@@ -137,8 +138,9 @@ def both(first: "Future[Purged]", second: "Future[Purged]") -> "Future[Purged]":
         if error is not None:
             result.set_exception(error)
             return
-        num_left = first.result().num_left + second.result().num_left
-        result.set_result(replace(first.result(), num_left=num_left))
+        blocks, states = first.result(), second.result()
+        num_left = blocks.num_left + states.num_left
+        result.set_result(replace(blocks, num_left=num_left, checkpoints=states.removed))
 
     first.add_done_callback(finish)
     second.add_done_callback(finish)

@@ -24,7 +24,7 @@ from cachesvc.config.places import found_disk
 from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import disk_folders, prepare, read_meta
+from tiers.disk.directory import disk_folders, group_folders, prepare, read_meta
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection import export as disk_transfer
 from tiers.disk.inspection.compact import compact_folder
@@ -105,7 +105,8 @@ def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
         )
     try:
         with progress("rewriting", None):
-            shards = [done for folder in disk_folders(path) for done in compact_folder(folder)]
+            folders = [*disk_folders(path), *group_folders(path)]
+            shards = [done for folder in folders for done in compact_folder(folder)]
     except StorageError as error:
         fail(f"{path} was not compacted and is unchanged: {error}")
     totals = {
@@ -218,7 +219,7 @@ def _view(data_dir: Path | None, *, readonly: bool) -> Iterator[DiskView]:
         with open_view(path) as view:
             yield view
         return
-    with open_shards(path, readonly=False) as (meta, shards):
+    with open_shards(path, readonly=False, groups=True) as (meta, shards):
         yield DiskView(path, meta, shards)
 
 

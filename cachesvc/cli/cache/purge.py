@@ -116,6 +116,9 @@ def _tell(signed: Mapping[str, Any], kind: str, name: str) -> None:
     for tier, gone in signed["tiers"].items():
         blocks = number_of(gone["blocks"], "block")
         typer.echo(f"{blocks} ({size(gone['bytes'])}) of {kind} {name} off {tier}")
+    for tier, gone in signed.get("checkpoints", {}).items():
+        checkpoints = number_of(gone["count"], "checkpoint")
+        typer.echo(f"{checkpoints} ({size(gone['bytes'])}) of {kind} {name} off {tier}")
     if signed["blocks_in_use"]:
         typer.echo(
             f"{signed['blocks_in_use']} of them are in use by running requests and go when these "
@@ -158,7 +161,7 @@ def _purge_scopes(
 def _chosen(folder: Path, starts: list[str]) -> tuple[set[PrefixKey], Removed]:
     """The scopes that begin with `starts`, and what they contain."""
     planned: dict[PrefixKey, Removed] = {}
-    with open_shards(folder, readonly=True) as (_, shards):
+    with open_shards(folder, readonly=True, groups=True) as (_, shards):
         for shard in shards:
             for root, account in shard.accounts().items():
                 planned[root] = planned.get(root, Removed()).plus(Removed(*account))
@@ -170,7 +173,7 @@ def _purge_beside(folder: Path, roots: set[PrefixKey], server: str, *, json: boo
     """Purges the disk of a running server. Blocks in its memory stay, so there is no receipt."""
     gone = Removed()
     with (
-        open_shards(folder, readonly=False) as (_, shards),
+        open_shards(folder, readonly=False, groups=True) as (_, shards),
         progress("purging", len(shards)) as advance,
     ):
         for shard in shards:

@@ -41,11 +41,11 @@ def tree(
         fail("--tenant asks the running server, which knows the owners of blocks: add --live", 2)
     if live:
         asked = urlencode({"depth": depth, "tenant": tenant})
-        told = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
+        document = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
         if json:
-            print_json(told)
+            print_json(document)
             return
-        for line in tree_lines(tree_from_json(told), names=owners_in(told)):
+        for line in tree_lines(tree_from_json(document), names=owners_in(document)):
             typer.echo(line)
         return
     query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
@@ -60,35 +60,35 @@ def tree(
         note("no block is on disk; --live draws what the running server holds in memory")
 
 
-def tree_from_json(told: Mapping[str, Any]) -> Tree:
+def tree_from_json(document: Mapping[str, Any]) -> Tree:
     """The inverse of `tiers.blocks.tree.tree_json`, without token ids."""
     roots = []
-    for scope in told["scopes"]:
+    for scope in document["scopes"]:
         key = _key(scope["scope"])
         children = [_node(each) for each in scope["nodes"]]
         roots.append(TreeNode(key, key, children=children, left_off=scope["left_off"]))
-    return Tree(roots, told["num_blocks"], told["num_seen"])
+    return Tree(roots, document["num_blocks"], document["num_seen"])
 
 
-def owners_in(told: Mapping[str, Any]) -> dict[PrefixKey, str]:
+def owners_in(document: Mapping[str, Any]) -> dict[PrefixKey, str]:
     """The owner of each scope, if the server reports it."""
-    found = ((_key(scope["scope"]), scope.get("owner")) for scope in told["scopes"])
+    found = ((_key(scope["scope"]), scope.get("owner")) for scope in document["scopes"])
     return {key: owner for key, owner in found if key is not None and owner}
 
 
-def _node(told: Mapping[str, Any]) -> TreeNode:
+def _node(document: Mapping[str, Any]) -> TreeNode:
     return TreeNode(
-        _key(told["key"]),
-        _key(told["last_key"]),
-        num_blocks=told["num_blocks"],
-        num_tokens=told["num_tokens"],
-        places=[run["place"] for run in told["runs"] for _ in range(run["num_blocks"])],
-        num_in_use=told["num_in_use"],
-        num_clean=told["num_clean"],
-        hits=told["hits"],
-        idle_s=told["idle_s"],
-        children=[_node(child) for child in told["children"]],
-        left_off=told["left_off"],
+        _key(document["key"]),
+        _key(document["last_key"]),
+        num_blocks=document["num_blocks"],
+        num_tokens=document["num_tokens"],
+        places=[run["place"] for run in document["runs"] for _ in range(run["num_blocks"])],
+        num_in_use=document["num_in_use"],
+        num_clean=document["num_clean"],
+        hits=document["hits"],
+        idle_s=document["idle_s"],
+        children=[_node(child) for child in document["children"]],
+        left_off=document["left_off"],
     )
 
 
@@ -118,13 +118,13 @@ def tree_lines(
 def _below(node: TreeNode, label: Label, indent: str) -> Iterator[str]:
     rows = len(node.children) + (node.left_off > 0)
     for number, child in enumerate(node.children, start=1):
-        yield f"{indent}{'└─' if number == rows else '├─'} {label(child)} {told(child)}"
+        yield f"{indent}{'└─' if number == rows else '├─'} {label(child)} {summary(child)}"
         yield from _below(child, label, indent + ("   " if number == rows else "│  "))
     if node.left_off:
         yield f"{indent}└─ {node.left_off} more"
 
 
-def told(node: TreeNode) -> str:
+def summary(node: TreeNode) -> str:
     """`34 blocks, 2176 tokens`; for a running server also the tiers and the number in use."""
     parts = [number_of(node.num_blocks, "block"), number_of(node.num_tokens, "token")]
     if node.runs == [(TierName.DISK, node.num_blocks)]:

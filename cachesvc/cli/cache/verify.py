@@ -23,7 +23,7 @@ def verify(
     started = time.monotonic()
     path = found_disk(existing_data_dir(data_dir))
     mended = repair_folder(path) if repair else []
-    with open_shards(path, readonly=not repair) as (_, shards):
+    with open_shards(path, readonly=not repair, groups=True) as (_, shards):
         num_blocks = sum(shard.read_totals().num_blocks for shard in shards)
         with progress("verifying", num_blocks) as advance:
             total = verify_all(shards, repair=repair, advance=advance)

@@ -21,6 +21,7 @@ from tiers.disk.directory import (
     Meta,
     disk_folders,
     disk_id,
+    group_folders,
     read_meta,
     shard_of,
     shard_path,
@@ -65,7 +66,7 @@ def repair_folder(path: Path) -> list[str]:
     ConfigurationError if there is no disk tier.
     """
     done = _repair(path)
-    for folder in disk_folders(path)[1:]:
+    for folder in [*disk_folders(path)[1:], *group_folders(path)]:
         try:
             done += _repair(folder)
         except ConfigurationError as error:
@@ -107,13 +108,16 @@ def _open_shard(folder: Path, map_bytes: int) -> Shard:
 
 
 @contextmanager
-def open_shards(path: Path, *, readonly: bool) -> Iterator[tuple[Meta, list[Shard]]]:
+def open_shards(
+    path: Path, *, readonly: bool, groups: bool = False
+) -> Iterator[tuple[Meta, list[Shard]]]:
     """Opens a disk tier's shards on all disks, beside any server.
 
-    Pinned blocks are not evicted. A further disk that cannot be read is skipped and logged. Raises
-    ConfigurationError if there is no disk tier that this version can read.
+    With `groups`, also those of the checkpoints, whose keys are those of blocks. Pinned blocks are
+    not evicted. A further disk that cannot be read is skipped and logged. Raises ConfigurationError
+    if there is no disk tier that this version can read.
     """
-    with open_disks(path, readonly=readonly) as disks:
+    with open_disks(path, readonly=readonly, groups=groups) as disks:
         shards = [shard for disk in disks for shard in disk.shards]
         map_bytes = max(disk.meta.map_bytes for disk in disks)
         yield replace(disks[0].meta, num_shards=len(shards), map_bytes=map_bytes), shards
@@ -128,13 +132,13 @@ class OpenDisk(NamedTuple):
 
 
 @contextmanager
-def open_disks(path: Path, *, readonly: bool) -> Iterator[list[OpenDisk]]:
+def open_disks(path: Path, *, readonly: bool, groups: bool = False) -> Iterator[list[OpenDisk]]:
     """The same by disk."""
     guard = DiskGuard()
     guard.keep(pinned_keys(path))
     with ExitStack() as stack:
         disks = [stack.enter_context(_open_disk(path, guard, readonly=readonly))]
-        for folder in disk_folders(path)[1:]:
+        for folder in [*disk_folders(path)[1:], *(group_folders(path) if groups else ())]:
             try:
                 disks.append(stack.enter_context(_open_disk(folder, guard, readonly=readonly)))
             except ConfigurationError as error:

@@ -198,7 +198,7 @@ class ShardCheck:
         self._map_bytes = map_bytes
         self._child: subprocess.Popen[bytes] | None = None
         self._reader: threading.Thread | None = None  # drains the pipe, which holds only 64 KiB
-        self._told = (b"", b"")  # the child's output and errors, once it has ended
+        self._said = (b"", b"")  # the child's output and errors, once it has ended
         self._began = 0
 
     def begin(self, within_s: float) -> ShardReport | None:
@@ -216,7 +216,7 @@ class ShardCheck:
         child, reader = self._child, self._reader
         if child is None or reader is None or reader.is_alive():
             return None
-        output, errors = self._told
+        output, errors = self._said
         self._child = self._reader = None
         if child.returncode:
             said = errors.decode(errors="replace").strip()[-200:]
@@ -251,4 +251,4 @@ class ShardCheck:
         self._reader.start()
 
     def _read(self, child: "subprocess.Popen[bytes]") -> None:
-        self._told = child.communicate()
+        self._said = child.communicate()
