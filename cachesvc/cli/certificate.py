@@ -34,12 +34,12 @@ def check_certificate(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        told = jsonlib.loads(path.read_text())
+        document = jsonlib.loads(path.read_text())
     except (OSError, ValueError) as error:
         fail(f"{path} is not a certificate: {error}")
-    if not isinstance(told, dict) or not isinstance(told.get("serves"), dict):
+    if not isinstance(document, dict) or not isinstance(document.get("serves"), dict):
         fail(f"{path} is not a certificate, which is a JSON object with `serves`")
-    return told
+    return document
 
 
 def _keys(

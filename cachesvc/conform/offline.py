@@ -30,9 +30,9 @@ class OwnServer:
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
         self.data_dir = folder / "data"
-        program = Path(sys.executable).with_name("cachesvc")
+        self._program = str(Path(sys.executable).with_name("cachesvc"))
         data = ("--data-dir", str(self.data_dir))
-        self._command = [str(program), "serve", "--port", "0", *data, *options]
+        self._command = [self._program, "serve", "--port", "0", *data, *options]
         self._child: subprocess.Popen[bytes] | None = None
         self._log = folder / "serve.log"
         self.url = ""
@@ -58,15 +58,18 @@ class OwnServer:
             time.sleep(0.2)
 
     def stop(self) -> None:
+        """Stop it, and the node that a server over vLLM has started, which would outlive it."""
         child, self._child = self._child, None
-        if child is None or child.poll() is not None:
-            return
-        child.send_signal(signal.SIGTERM)
-        try:
-            child.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        if child is not None and child.poll() is None:
+            child.send_signal(signal.SIGTERM)
+            try:
+                child.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        if (node := self.data_dir / "node.sock").exists():
+            command = [self._program, "node", "--stop", "--socket", str(node)]
+            subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
 
     def restart(self, *more: str) -> None:
         self.stop()

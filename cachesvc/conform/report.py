@@ -76,7 +76,11 @@ class Report:
         if bits and self.moves.total():
             said.append(f"log-probabilities moved in {self.moves.total()} further answers")
         unproved = [tier for tier in tiers if not self.served[tier]]
-        said += [f"no token was served from the {tier} tier" for tier in unproved]
+        said += [
+            f"no token was served from the {tier} tier: ask more cases, or make the tiers smaller "
+            "with CACHESVC_CACHE__DEVICE_BYTES and the like"
+            for tier in unproved
+        ]
         if not self.cases:
             said.append("nothing was compared")
         return said

@@ -16,8 +16,9 @@ The first round is asked one request at a time. Later ones run side by side, one
 Cold answers are always made alone.
 """
 
+import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
@@ -56,11 +57,12 @@ class Suite:
     def num_cold(self) -> int:
         return len(self._expected)
 
-    def run(self, cases: int, restarts: Restarts | None) -> Iterator[Check]:
-        """At least `cases` checks. A part of them is left for `later` and `restarted`."""
+    def run(self, cases: int, restarts: Restarts | None) -> Generator[Check, None, None]:
+        """At least `cases` checks. A part of them is left for `later` and `restarted`. Closed
+        early, it waits for no answer."""
         ways = 2 if restarts is not None else 1
         made, most, before = 0, 1, Round(())
-        with ThreadPoolExecutor(self._clients) as clients:
+        with ThreadPoolExecutor(self._clients) as clients, self._hung_up_at_last():
             while (missing := cases - made - ways * self.num_cold) > 0:
                 wave = list(islice(self._rounds, min(most, 1 + missing // _ROUND_CASES)))
                 for check in self._wave(wave, before, clients):
@@ -70,6 +72,13 @@ class Suite:
             yield from self._all("later", clients)
             if restarts is not None:
                 yield from self._restarted(restarts, clients)
+
+    @contextlib.contextmanager
+    def _hung_up_at_last(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._target.line.hang_up()
 
     def _wave(
         self, wave: Sequence[Round], before: Round, clients: ThreadPoolExecutor

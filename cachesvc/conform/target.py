@@ -1,10 +1,13 @@
 """The server that is asked, over HTTP. Any number of threads."""
 
+import contextlib
 import http.client
 import itertools
 import json
+import socket
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,6 +32,38 @@ class TargetError(Exception):
     """The server cannot be reached or refuses. The message says what it answered."""
 
 
+class Line:
+    """The exchanges that are under way, and how to end them all at once."""
+
+    def __init__(self) -> None:
+        self._waiting: set[socket.socket] = set()
+        self._hung_up = threading.Event()
+
+    def hang_up(self) -> None:
+        """Whoever waits for an answer, and whoever asks from now on, gets a TargetError."""
+        self._hung_up.set()
+        for waiting in list(self._waiting):
+            with contextlib.suppress(OSError):  # it may have ended meanwhile
+                waiting.shutdown(socket.SHUT_RDWR)
+
+    def rest(self, seconds: float) -> None:
+        self._hung_up.wait(seconds)
+
+    @contextlib.contextmanager
+    def opened(self, connection: http.client.HTTPConnection) -> Iterator[None]:
+        """Connects for one exchange."""
+        connection.connect()
+        used = connection.sock  # the connection lets go of it before the answer is read
+        self._waiting.add(used)
+        try:
+            if self._hung_up.is_set():
+                raise ConnectionAbortedError("the run has ended")
+            yield
+        finally:
+            self._waiting.discard(used)
+            connection.close()
+
+
 @dataclass
 class Target:
     """A server. `cold` is what a body needs to read nothing from the cache; None if unknown.
@@ -42,6 +77,7 @@ class Target:
     cold: Mapping[str, Any] | None = None
     others: tuple[str, ...] = ()
     serves: Mapping[str, str] | None = None
+    line: Line = field(default_factory=Line)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @property
@@ -59,7 +95,8 @@ class Target:
             unique = f"conform-{time.time_ns()}-{next(self._numbers)}"
             body |= json.loads(json.dumps(self.cold).replace(UNIQUE, unique))
         try:
-            return read_answer(_json(self.url, "/v1/completions", self.key, body))
+            answered = _json(self.url, "/v1/completions", self.key, body, self.line)
+            return read_answer(answered)
         except (ValueError, KeyError, TypeError) as error:
             raise TargetError(f"{self.url} answered what is no completion: {error}") from error
 
@@ -94,12 +131,13 @@ def receipt_keys(url: str, key: str | None) -> dict[str, str]:
     return {str(each["key_id"]): str(each["public_key"]) for each in told.get("keys") or []}
 
 
-def _json(url: str, path: str, key: str | None, body: Any = None) -> Any:
+def _json(url: str, path: str, key: str | None, body: Any = None, line: Line | None = None) -> Any:
+    line = line or Line()
     for tried in range(MAX_BUSY + 1):
-        status, text, wait_s = _exchange(url, path, key, body)
+        status, text, wait_s = _exchange(url, path, key, body, line)
         if status not in BUSY or tried == MAX_BUSY:
             break
-        time.sleep(min(wait_s, MAX_BUSY_S))
+        line.rest(min(wait_s, MAX_BUSY_S))
     if status != 200:
         said = text[:300].decode("utf-8", "replace")
         raise TargetError(f"{url}{path} answered {status}: {said}")
@@ -109,7 +147,9 @@ def _json(url: str, path: str, key: str | None, body: Any = None) -> Any:
         raise TargetError(f"{url}{path} answered no JSON: {text[:80]!r}") from error
 
 
-def _exchange(url: str, path: str, key: str | None, body: Any) -> tuple[int, bytes, float]:
+def _exchange(
+    url: str, path: str, key: str | None, body: Any, line: Line
+) -> tuple[int, bytes, float]:
     """Status and body of the answer, and the seconds after which a busy server wants to be asked
     again."""
     parts = urlsplit(url)
@@ -123,11 +163,10 @@ def _exchange(url: str, path: str, key: str | None, body: Any) -> tuple[int, byt
     try:
         method = "GET" if body is None else "POST"
         data = None if body is None else json.dumps(body)
-        connection.request(method, parts.path + path, data, headers)
-        answer = connection.getresponse()
-        wait = answer.headers.get("retry-after") or ""
-        return answer.status, answer.read(), float(wait) if wait.isdigit() else BUSY_S
+        with line.opened(connection):
+            connection.request(method, parts.path + path, data, headers)
+            answer = connection.getresponse()
+            wait = answer.headers.get("retry-after") or ""
+            return answer.status, answer.read(), float(wait) if wait.isdigit() else BUSY_S
     except (OSError, http.client.HTTPException) as error:
         raise TargetError(f"{url} does not answer: {type(error).__name__} {error}") from error
-    finally:
-        connection.close()

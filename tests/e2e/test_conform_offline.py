@@ -38,7 +38,7 @@ SHORT = "end - int(end - start > 8)", "stop - int(end - start > 8)"
 BREAKS = {
     "a key without the dtype": [
         ("engine.models.load", "content + dtype.encode()", "content"),
-        ("engine.models.arithmetic", "_cpu_names()), bits, inexact", '_cpu_names()), b"", inexact'),
+        ("engine.models.arithmetic", "_cpu_names()), bits, promise", '_cpu_names()), b"", promise'),
     ],
     "a tile that begins in its middle reads its first key as zeros": [
         (
@@ -50,8 +50,8 @@ BREAKS = {
     "the last value of a long chunk is not written": [
         (
             "engine.attention.dense",
-            "values[:, start:end].copy_(value[first:stop].",
-            f"values[:, start : {SHORT[0]}].copy_(value[first : {SHORT[1]}].",
+            "values[:, start:end].copy_(call.value[first:stop].",
+            f"values[:, start : {SHORT[0]}].copy_(call.value[first : {SHORT[1]}].",
         )
     ],
 }
