@@ -299,14 +299,16 @@ def lmdb_alone(bench: Bench) -> None:
     again()
 
 
-def our_tier(bench: Bench) -> None:
-    """The disk tier as it serves."""
+def our_tier(bench: Bench, *, raw: bool = False) -> None:
+    """The disk tier as it serves, with compressed records or `raw` ones."""
     root = bench.folder / "tier"
+    name = "disk tier, uncompressed" if raw else "disk tier"
     tier = None
 
     def write() -> None:
         nonlocal tier
         tier = open_disk(root, bench.layout, 2 * bench.logical_bytes)
+        tier._rates.stores_raw = lambda: raw  # type: ignore[method-assign]
         for ids in bench.chains:
             tier.store(ids, bench.source)
         tier.flush()
@@ -330,12 +332,12 @@ def our_tier(bench: Bench) -> None:
     def one() -> None:
         read(bench.chains, bench.frames[0])
 
-    bench.measure("disk tier: write", write, before=again)
+    bench.measure(f"{name}: write", write, before=again)
     stats = tier.stats() if tier else None
-    bench.measure("disk tier: read warm, 1 reader", one)
-    bench.measure("disk tier: read warm, 2 readers", both)
-    bench.measure("disk tier: read cold, 1 reader", one, before=lambda: drop(root))
-    bench.measure("disk tier: read cold, 2 readers", both, before=lambda: drop(root))
+    bench.measure(f"{name}: read warm, 1 reader", one)
+    bench.measure(f"{name}: read warm, 2 readers", both)
+    bench.measure(f"{name}: read cold, 1 reader", one, before=lambda: drop(root))
+    bench.measure(f"{name}: read cold, 2 readers", both, before=lambda: drop(root))
     if tier is not None and stats is not None:
         tier.close()
         opened = time.perf_counter()
@@ -374,6 +376,7 @@ def main() -> None:
         files(bench)
         lmdb_alone(bench)
         our_tier(bench)
+        our_tier(bench, raw=True)
     could_be = estimates(bench, ratio, direct)
     got = {row.name: row.gb_per_s for row in bench.rows}
     for name, estimate in could_be.items():

@@ -67,6 +67,10 @@ class DiskArray(ManagedTier):
     def num_readers(self) -> int:
         return readers_for(len(self._open()))
 
+    def paced(self, prefill_tokens_per_s: float) -> None:
+        for disk in self._open():
+            disk.paced(prefill_tokens_per_s)
+
     def probe(self, ids: Sequence[BlockId]) -> int:
         parts = self._parts(ids)
         ends = [len(ids)]

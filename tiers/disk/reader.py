@@ -6,6 +6,7 @@ checksum. Only then is it decoded into the frame.
 """
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import check, decode, needed_nbytes
 from tiers.disk.format.record import Header, is_block, unpack_header
 from tiers.disk.format.rows import IndexEntry
+from tiers.disk.rates import RateMeter
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
@@ -27,10 +29,11 @@ from tiers.tier import Loaded
 
 
 class Scratch(threading.local):
-    """A thread's codec and its memory for one record."""
+    """A thread's codecs and its memory for one record."""
 
     def __init__(self, item_bytes: int) -> None:
         self.codec = Codec(item_bytes)
+        self.raw = Codec(1)  # writes records uncompressed
         self._buffer = PageBuffer()
 
     def buffer(self, nbytes: int) -> memoryview:
@@ -61,13 +64,20 @@ class BlockReader:
     """Reads blocks of one layout out of the shards in `slots`."""
 
     def __init__(
-        self, slots: Sequence[ShardSlot], layout: BlockLayout, scratch: Scratch, counts: DiskCounts
+        self,
+        slots: Sequence[ShardSlot],
+        layout: BlockLayout,
+        scratch: Scratch,
+        counts: DiskCounts,
+        rates: RateMeter,
     ) -> None:
         self._slots = slots
+        self._part_bytes = {part: layout.part_nbytes(part) for part in Part}
         self._block_bytes = layout.nbytes
         self._layout_digest = layout.digest()
         self._scratch = scratch
         self._counts = counts
+        self._rates = rates
 
     def num_held(self, ids: Sequence[BlockId]) -> int:
         """Length of the leading run whose keys are in the index.
@@ -178,8 +188,9 @@ class BlockReader:
         slot, entry, header = self._slots[found.number], found.entry, found.header
         try:
             with slot.read() as shard:
-                buffer = self._scratch.buffer(shard.room_for(entry))
-                record = shard.read(found.key, entry, buffer)
+                nbytes = shard.room_for(entry)
+                with self._rates.reading(nbytes):
+                    record = shard.read(found.key, entry, self._scratch.buffer(nbytes))
         except (*StorageError, ShardDamaged) as error:
             self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
             return MissReason.IO_ERROR
@@ -198,10 +209,15 @@ class BlockReader:
         payload = record[start : start + nbytes]
         why = check(header, payload, part)
         if why is None:
+            started_s = time.perf_counter()
             try:
                 decode(self._scratch.codec, header, payload, into, part)
             except DecodeError:
-                why = MissReason.DECODE
+                return MissReason.DECODE
+            saved = self._part_bytes[part] - nbytes
+            if saved > 0 and part is not Part.WINDOW:  # raw records have nothing to expand
+                seconds = time.perf_counter() - started_s
+                self._rates.expanded(self._part_bytes[part], saved, seconds)
         return why
 
     def _blame(self, found: Found, why: MissReason) -> MissReason:

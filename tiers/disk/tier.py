@@ -28,6 +28,7 @@ from tiers.disk.guard import DiskGuard
 from tiers.disk.inspection.export import proven, whole_nbytes
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.view import DiskView
+from tiers.disk.rates import RateMeter
 from tiers.disk.reader import BlockReader, Scratch, trimmed
 from tiers.disk.readers import readers_for
 from tiers.disk.sampling import sample_of
@@ -72,14 +73,19 @@ class DiskTier(ManagedTier):
         self._guard = guard
         self._counts = counts
         scratch = Scratch(layout.torch_dtype.itemsize)
-        self._reader = BlockReader(slots, layout, scratch, self._counts)
-        self._writer = BlockWriter(slots, layout, scratch, self._counts, settings, guard, clock)
+        self._rates = rates = RateMeter(self.num_readers)
+        self._reader = BlockReader(slots, layout, scratch, counts, rates)
+        self._writer = BlockWriter(slots, layout, scratch, counts, settings, guard, rates, clock)
         self._writer.recount()
         self._closed = False
 
     @property
     def num_readers(self) -> int:
         return readers_for(1)
+
+    def paced(self, prefill_tokens_per_s: float) -> None:
+        block_s = self.layout.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
+        self._rates.compute_s = block_s / self.layout.nbytes
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         """Length of the leading run held, by key alone; `load` verifies identities."""

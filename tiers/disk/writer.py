@@ -21,6 +21,7 @@ from tiers.disk.format.payload import encode, payload_bound
 from tiers.disk.format.record import header_nbytes, is_block, pack_header
 from tiers.disk.format.rows import Account
 from tiers.disk.guard import DiskGuard
+from tiers.disk.rates import RateMeter
 from tiers.disk.reader import Scratch
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import ShardDamaged
@@ -78,6 +79,7 @@ class BlockWriter:
         counts: DiskCounts,
         settings: DiskSettings,
         guard: DiskGuard,
+        rates: RateMeter,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._slots = slots
@@ -90,6 +92,7 @@ class BlockWriter:
         self._counts = counts
         self._settings = settings
         self._guard = guard
+        self._rates = rates
         self._clock = clock
         self._threads = [
             ThreadPoolExecutor(1, thread_name_prefix=f"cachesvc-{slot.path.name}") for slot in slots
@@ -303,12 +306,18 @@ class BlockWriter:
     def _header_nbytes(self, block: BlockId) -> int:
         return header_nbytes(block, parted=self._split is not None)
 
+    @property
+    def _stores_raw(self) -> bool:
+        """Whether compression costs more than it saves. Not where written bytes are scarce."""
+        return self._settings.write_budget_bytes is None and self._rates.stores_raw()
+
     def _encode(self, row: _Fresh) -> Record:
         block, buffer = row.block, row.frame.buffer
         assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
         room = self._scratch.buffer(self._record_bound(block))
         start = self._header_nbytes(block)
-        codec, nbytes, lasting = encode(self._scratch.codec, buffer, room[start:], self._split)
+        coder = self._scratch.raw if self._stores_raw else self._scratch.codec
+        codec, nbytes, lasting = encode(coder, buffer, room[start:], self._split)
         end = start + nbytes
         header = pack_header(
             block,

@@ -66,6 +66,7 @@ class StackedTier(ManagedTier):
         return found + [self.remote.name] * (self.remote.probe(rest) if rest else 0)
 
     def paced(self, prefill_tokens_per_s: float) -> None:
+        """The disk is not told: its records stay compressed, as they are sent as they are."""
         self.remote.economy.prefill_tokens_per_s = prefill_tokens_per_s
 
     @property

@@ -1,0 +1,160 @@
+"""Whether records are compressed follows from measured rates, and from nothing else."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support.faulty_storage import chain, fill, holds, take, wipe
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.layout import BlockLayout
+from tiers.disk import rates
+from tiers.disk.array import open_array
+from tiers.disk.format.codec import CodecId
+from tiers.disk.open import open_disk
+from tiers.disk.rates import DiskRates, RateMeter
+from tiers.disk.settings import DiskSettings
+from tiers.disk.tier import DiskTier
+
+LAYOUT = BlockLayout.uniform(2, 64, 2, 64, "bfloat16")
+COUNT = 4
+GB = 1e-9  # seconds a GB, as seconds a byte
+BUSY = DiskRates(read_s=0.1 * GB, expand_s=1.2 * GB, saved=0.3, compute_s=0.4 * GB)
+
+
+def test_records_stay_uncompressed_where_expanding_is_slower_than_the_disk() -> None:
+    """A GB takes 0.3 s to expand with four readers and 0.1 to read whole; the hits lost are 0.3 of
+    0.4 - 0.1."""
+    assert BUSY.favour_raw(4)
+    assert not BUSY._replace(expand_s=0.26 * GB).favour_raw(4)  # an idle processor expands 15 GB/s
+    assert BUSY._replace(expand_s=0.8 * GB).favour_raw(2)
+    assert not BUSY._replace(read_s=0.5 * GB).favour_raw(4)  # the disk is slower than the codec
+
+
+def test_where_computing_takes_long_room_is_worth_more_than_speed() -> None:
+    assert not BUSY._replace(compute_s=1.0 * GB).favour_raw(4)
+    assert not BUSY._replace(compute_s=100 * GB).favour_raw(4)
+
+
+@pytest.mark.parametrize("unknown", DiskRates._fields)
+def test_until_all_is_measured_records_are_compressed(unknown: str) -> None:
+    assert not BUSY._replace(**{unknown: 0.0}).favour_raw(4)
+
+
+@pytest.mark.parametrize("saved", [0.02, 0.15, 0.31, 0.5])
+def test_raw_never_costs_more_than_the_lost_room_could_have_served(saved: float) -> None:
+    """For every set of rates on a grid: where raw is chosen, a hit and its share of misses take
+    less time than compressed hits, although the share `saved` of them is computed."""
+    chosen = 0
+    grid = [0.03, 0.1, 0.3, 1.0, 3.0]
+    for read in grid:
+        for expand in grid:
+            for compute in grid:
+                if not DiskRates(read, expand, saved, compute).favour_raw(4):
+                    continue
+                chosen += 1
+                raw_s = (1 - saved) * read + saved * max(compute, read)
+                assert raw_s < max((1 - saved) * read, expand / 4)
+    assert chosen
+
+
+class ManualTime:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_reads_at_the_same_time_share_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualTime()
+    monkeypatch.setattr(rates, "time", clock)
+    monkeypatch.setattr(rates, "MEASURED_BYTES", 400)
+    meter = RateMeter(2)
+    for _ in range(2):
+        with meter.reading(100):
+            clock.now_s += 1
+            with meter.reading(100):
+                clock.now_s += 2
+            clock.now_s += 1
+        clock.now_s += 50  # nothing is read
+    assert DiskRates(read_s=8 / 400) == meter._rates
+
+
+@pytest.fixture
+def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskTier]:
+    monkeypatch.setattr(rates, "MEASURED_BYTES", LAYOUT.nbytes)
+    with closing(open_disk(tmp_path, LAYOUT, 8 << 20, check_s=60)) as tier:
+        yield tier
+
+
+def stored(tier: DiskTier, seed: int) -> list[CodecId]:
+    """The codecs with which new blocks are written. They are then loaded and compared."""
+    frames = take(FrameArena(LAYOUT, COUNT + 1), COUNT + 1)
+    ids = chain(COUNT, block_size=LAYOUT.block_size, seed=seed)
+    for frame, block in zip(frames, ids, strict=False):
+        fill(frame, block)
+    assert not tier.store(ids, frames[:COUNT])
+    wipe(frames)
+    assert COUNT == tier.load(ids, frames[:COUNT]).num_blocks
+    for frame, block in zip(frames, ids, strict=False):
+        assert holds(frame, block, frames[COUNT])
+    with tier.view() as view:
+        found = {info.key: CodecId(info.codec) for info in view.blocks()}
+    return [found[block.key] for block in ids]
+
+
+def test_a_tier_measures_itself_and_changes_its_mind_both_ways(
+    tier: DiskTier, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert {CodecId.PLANES16} == set(stored(tier, 0))
+    measured = tier._rates._rates
+    assert measured.read_s and measured.expand_s and 0.2 < measured.saved < 0.4
+    tier.paced(1.0)  # a token a second: what the room can hold is worth more
+    assert {CodecId.PLANES16} == set(stored(tier, 1))
+    tier._rates._rates = BUSY
+    tier.paced(LAYOUT.block_size / LAYOUT.nbytes / BUSY.compute_s)
+    assert {CodecId.RAW} == set(stored(tier, 2))
+    assert BUSY.expand_s == tier._rates._rates.expand_s  # what needs no expanding tells nothing
+    tier.paced(0.0)
+    assert {CodecId.PLANES16} == set(stored(tier, 3))
+    said = [line for line in caplog.messages if "new blocks are stored" in line]
+    assert ["uncompressed", "compressed"] == [line.split(";")[0].split()[-1] for line in said]
+
+
+def test_a_budget_of_written_bytes_keeps_records_compressed(tmp_path: Path) -> None:
+    settings = DiskSettings(write_budget_bytes=1 << 30)
+    with closing(open_disk(tmp_path, LAYOUT, 8 << 20, settings=settings, check_s=60)) as tier:
+        tier._rates._rates, tier._rates.compute_s = BUSY, BUSY.compute_s
+        assert {CodecId.PLANES16} == set(stored(tier, 0))
+
+
+def test_each_disk_of_several_is_told_how_fast_tokens_are_computed(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    with closing(open_array(folders, lambda root: open_disk(root, LAYOUT, 8 << 20))) as array:
+        array.paced(1000.0)
+        expected = LAYOUT.block_size / 1000.0 / LAYOUT.nbytes
+        assert [expected] * 2 == [disk._rates.compute_s for disk in array._open()]
+
+
+def test_many_threads_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "MEASURED_BYTES", 1000)
+    meter = RateMeter(4)
+
+    def read() -> None:
+        for _ in range(200):
+            with meter.reading(10):
+                meter.expanded(20, 5, 0.001)
+            meter.stores_raw()
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0 == meter._num_reading
+    assert 0.25 == meter._rates.saved
+    assert meter._rates.expand_s == pytest.approx(0.001 / 20)
