@@ -14,10 +14,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import psutil
 import pytest
 import structlog
 
 pytest_plugins = ["tests.databases"]
+
+WORKER_BYTES = 5 << 30  # of a worker with an engine of the default model and a server
 
 ROOM = 6 << 30  # bytes of address space
 _COLLECTED = pytest.StashKey[int]()
@@ -25,6 +28,18 @@ _COLLECTED = pytest.StashKey[int]()
 _connect = socket.socket.connect
 _LOOPBACK = ("127.", "localhost", "::1")
 _HAS_PROC = Path("/proc/self/statm").exists()
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than the processors where memory allows it: tests wait for servers half of the time.
+
+    `PYTEST_XDIST_AUTO_NUM_WORKERS` says otherwise.
+    """
+    if asked := os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return int(asked)
+    processors = len(os.sched_getaffinity(0)) if _HAS_PROC else os.cpu_count() or 1
+    fits = psutil.virtual_memory().total >= (processors + 1) * WORKER_BYTES
+    return processors + 1 if fits else processors
 
 
 def _connect_to_loopback(sock: socket.socket, address: Any) -> None:
