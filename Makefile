@@ -84,7 +84,7 @@ $(VLLM)/.installed: tests/vllm/requirements.txt
 	@touch $@
 
 test-vllm: $(TESTS) $(VLLM)/.installed ## The connector under a real vLLM, in an environment of its own
-	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m vllm tests/vllm $(ARGS)
 
 $(CLIENTS)/%/.installed: tests/clients/requirements/%.txt
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
