@@ -58,6 +58,10 @@ def serve(
                     "/health/ready says when"
                 )
                 with startup.during("importing torch"), _importing():
+                    if not over_vllm:
+                        from engine.lean import import_transformers
+
+                        import_transformers()
                     from cachesvc.server.compute import prepare  # torch, seconds of it
                 with startup.during(f"loading {settings.model.name}"):
                     with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare") as thread:
