@@ -116,10 +116,10 @@ class Scenario:
         self._engine = engine
         self._repeats = repeats
         self._probe = Probe()
-        self.layout = loaded.layout(block_size, None if kv_dtype == "auto" else kv_dtype)
-        blocks = largest // block_size + 8
+        self.layout = loaded.layout(block_size or None, None if kv_dtype == "auto" else kv_dtype)
+        blocks = largest // self.layout.block_size + 8
         self._cache = CacheSection(
-            block_size=block_size,
+            block_size=self.layout.block_size,
             device_bytes=max(LEAST_BYTES, 2 * blocks * self.layout.nbytes),
             host_bytes=max(LEAST_BYTES, 2 * blocks * self.layout.nbytes),
             disk_bytes=max(1 << 28, 8 * blocks * self.layout.nbytes),

@@ -49,7 +49,7 @@ def serve(
         stream, over_vllm = EventStream(), settings.engine.backend == "vllm"
         with (
             contextlib.closing(bind(server.host, server.port)) as listener,
-            published(settings.events, stream, 0 if over_vllm else settings.cache.block_size),
+            published(settings.events, stream),
             contextlib.ExitStack() as service_open,
         ):
             with answering(listener, startup):

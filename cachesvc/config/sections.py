@@ -137,7 +137,12 @@ class ModelSection(Section):
 class CacheSection(Section):
     """The tiers: their sizes and how blocks move between them."""
 
-    block_size: int = Field(64, ge=1, le=4096, description="Tokens in a block")
+    block_size: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Tokens in a block; 0 takes 64, or 128 or 256 for a model whose KV is small",
+    )
     device_bytes: TierSize = Field(
         0,
         description=(

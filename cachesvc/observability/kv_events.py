@@ -41,15 +41,15 @@ _HASH_BYTES = 8
 
 
 @contextlib.contextmanager
-def published(settings: EventsSection, stream: EventStream, block_size: int) -> Iterator[None]:
+def published(settings: EventsSection, stream: EventStream) -> Iterator[None]:
     """Publishes the stream's events while the block runs, if the settings enable it.
 
-    `block_size` is 0 if each event carries it. Raises ConfigError.
+    Raises ConfigError.
     """
     if settings.publisher is None:
         yield
         return
-    publisher = KvEventPublisher(stream, settings.publisher, block_size)
+    publisher = KvEventPublisher(stream, settings.publisher)
     publisher.start()
     try:
         yield
@@ -60,7 +60,7 @@ def published(settings: EventsSection, stream: EventStream, block_size: int) -> 
 class KvEventPublisher:
     """Publishes a stream's events until closed. Sequence numbers begin at 0 with each server."""
 
-    def __init__(self, stream: EventStream, settings: ZmqTable, block_size: int) -> None:
+    def __init__(self, stream: EventStream, settings: ZmqTable) -> None:
         """Binds the sockets. Raises ConfigError if that fails."""
         try:
             import msgspec
@@ -74,7 +74,6 @@ class KvEventPublisher:
         self._pack = msgspec.msgpack.Encoder().encode
         self._stream = stream
         self._settings = settings
-        self._block_size = block_size
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -164,7 +163,7 @@ class KvEventPublisher:
             self._missed = self._subscription.missed
             logger.warning(f"{self._missed} block events were lost so far; routers start afresh")
             self._publish([{"type": "AllBlocksCleared"}])
-        if batch := list(wire_events(events, self._block_size)):
+        if batch := list(wire_events(events)):
             self._publish(batch)
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
@@ -177,16 +176,16 @@ class KvEventPublisher:
         self._pub.send_multipart((self._settings.topic.encode(), number, payload))
 
 
-def wire_events(events: Sequence[BlockEvent], block_size: int) -> Iterator[dict[str, Any]]:
+def wire_events(events: Sequence[BlockEvent]) -> Iterator[dict[str, Any]]:
     """The events in vLLM's form. Consecutive blocks in one tier become one event."""
     run: list[BlockEvent] = []
     for event in events:
         if run and not _continues(run[-1], event):
-            yield _stored_message(run, block_size)
+            yield _stored_message(run)
             run = []
         run.append(event)
     if run:
-        yield _stored_message(run, block_size)
+        yield _stored_message(run)
 
 
 def as_array(event: dict[str, Any]) -> list[Any]:
@@ -208,7 +207,7 @@ def _continues(before: BlockEvent, event: BlockEvent) -> bool:
     return stores and event.parent == before.key
 
 
-def _stored_message(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any]:
+def _stored_message(run: Sequence[BlockEvent]) -> dict[str, Any]:
     first = run[0]
     if first.kind is EventKind.CLEARED:
         return {"type": "AllBlocksCleared"}
@@ -223,7 +222,7 @@ def _stored_message(run: Sequence[BlockEvent], block_size: int) -> dict[str, Any
         "block_hashes": hashes,
         "parent_block_hash": None if begins or first.parent is None else block_hash(first.parent),
         "token_ids": [token for event in run for token in event.token_ids()],
-        "block_size": block_size or first.num_tokens,
+        "block_size": first.num_tokens,
         "lora_id": None,
         "medium": medium,
         "lora_name": None,

@@ -126,7 +126,7 @@ def build(
     shares: QuotaShares | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises the tiers' errors on sizes and directories."""
-    layout = loaded.layout(cache.block_size, None if kv_dtype == "auto" else kv_dtype)
+    layout = loaded.layout(cache.block_size or None, None if kv_dtype == "auto" else kv_dtype)
     stream = stream or EventStream()
     states = _open_states(layout, cache, data_dir, shares)
     if states is not None:

@@ -24,7 +24,7 @@ def run_node(
     """Serves until SIGTERM or SIGINT. Raises ConfigError and the errors of `NodeServer.open`."""
     serving = NodeServer(settings)
     serving.open()
-    with closing(serving), published(events, serving.stream, 0):
+    with closing(serving), published(events, serving.stream):
         if metrics:
             _answer_scrapes(metrics, settings.socket)
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -43,7 +43,7 @@ from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
 from engine.vision.tower import VisionTower, has_vision, split, tower_of
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
+from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, sized_layout
 
 if TYPE_CHECKING:
     from engine.vision.pictures import PictureReader  # imports Pillow, an extra
@@ -113,10 +113,11 @@ class LoadedModel:
             return None
         return self.tower.reader
 
-    def layout(self, block_size: int, kv_dtype: str | None = None) -> BlockLayout:
-        """The layout of this model's blocks. `kv_dtype` None means the compute dtype."""
+    def layout(self, block_size: int | None = None, kv_dtype: str | None = None) -> BlockLayout:
+        """The layout of this model's blocks. `block_size` None follows the bytes of a token, and
+        `kv_dtype` None means the compute dtype."""
         states = self.port.tensors if self.port is not None else ()
-        return BlockLayout(self.layers, block_size, kv_dtype or self.dtype, states)
+        return sized_layout(self.layers, kv_dtype or self.dtype, states, block_size=block_size)
 
 
 def load_model(

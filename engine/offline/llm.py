@@ -46,8 +46,8 @@ class LLM:
     device tier takes nine tenths of the GPU memory that the model leaves free, or 1 GiB on a CPU.
     `cache_dir` holds converted models and the disk tier. None means `~/.cache/cachesvc`. "auto" for
     `dtype` and `device` means bfloat16 on a GPU if there is one, otherwise float32 on a CPU.
-    `kv_dtype` None stores KV in the compute dtype. Without `enable_prefix_caching` every prompt is
-    computed in full.
+    `block_size` None follows the KV's size, and `kv_dtype` None stores KV in the compute dtype.
+    Without `enable_prefix_caching` every prompt is computed in full.
 
     Raises ModelError, ConfigurationError or DirectoryLocked if it cannot start. Calls from several
     threads take turns. It is closed by `close`, by `with`, when it is garbage collected, or at
@@ -63,7 +63,7 @@ class LLM:
         host_cache_bytes: int = 2 << 30,
         disk_cache_bytes: int = 0,
         cache_dir: Path | str | None = None,
-        block_size: int = 64,
+        block_size: int | None = None,
         kv_dtype: str | None = None,
         dtype: str = "auto",
         device: str = "auto",

@@ -5,6 +5,7 @@ import sys
 import tarfile
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,27 @@ def test_uncompressed_records_stand_beside_old_ones_in_every_tool(
     with closing(opened(name, copy)) as tier:
         assert 3 * COUNT == hits(tier)
         assert not tier.stats().faults
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_blocks_of_another_size_are_announced_once_and_not_served(
+    name: str, old: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root, told = old / name, "last served in blocks of 64 tokens (unless cache.block_size was set)"
+    longer = replace(LAYOUTS[name], block_size=2 * SIZE)
+    for expected in ([told], []):
+        caplog.clear()
+        with closing(open_disk(root, longer, CAPACITY, check_s=60)) as tier:
+            for kind in KINDS:
+                run = b"".join(block.tokens for block in blocks(kind))
+                ids = block_ids(SCOPE.root(), run[: longer.block_size * 4], longer.block_size)
+                assert not tier.load(ids, take(FrameArena(longer, 1), 1)).num_blocks
+        said = [entry.message for entry in caplog.records if "of another size" in entry.message]
+        assert len(expected) == len(said)
+        assert all(text in line for text, line in zip(expected, said, strict=True))
+    with closing(opened(name, root)) as tier:
+        assert 2 * COUNT == hits(tier)
+    assert f"blocks of {2 * SIZE} tokens, now of {SIZE}" in caplog.text
 
 
 if __name__ == "__main__":

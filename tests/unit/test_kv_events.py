@@ -130,7 +130,7 @@ def open_publisher() -> Iterator[Callable[..., KvEventPublisher]]:
 
     def open_one(stream: EventStream, **settings: Any) -> KvEventPublisher:
         section = ZmqTable(**{"endpoint": ANYWHERE, "replay_endpoint": ANYWHERE, **settings})
-        opened.append(KvEventPublisher(stream, section, BLOCK))
+        opened.append(KvEventPublisher(stream, section))
         return opened[-1]
 
     yield open_one
@@ -307,7 +307,7 @@ def test_blocks_that_follow_each_other_travel_as_one_event() -> None:
         )
     stream.publish(EventKind.REMOVED, TierName.DISK, key=keys[3])
     stream.publish(EventKind.REMOVED, TierName.DISK, key=keys[1])
-    stored, removed = wire_events(subscription.take(), 1)
+    stored, removed = wire_events(subscription.take())
     assert [block_hash(key) for key in keys] == stored["block_hashes"]
     assert ([1, 1, 1, 1], None) == (stored["token_ids"], stored["parent_block_hash"])
     assert [(scope.hex(),)] * 4 == stored["extra_keys"]
@@ -322,4 +322,4 @@ def test_an_endpoint_that_cannot_be_is_said_at_the_start() -> None:
         port = taken.getsockname()[1]
         for endpoint in (f"tcp://127.0.0.1:{port}", "udp:nowhere"):
             with pytest.raises(ConfigError, match=r"cannot listen on events\.zmq = "):
-                KvEventPublisher(EventStream(), ZmqTable(endpoint=endpoint), BLOCK)
+                KvEventPublisher(EventStream(), ZmqTable(endpoint=endpoint))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.attention.kv_pool import KvPool
-from tiers.blocks.layout import BlockLayout, LayerLayout, part_views
+from tiers.blocks.layout import BlockLayout, LayerLayout, part_views, sized_layout
 from tiers.memory.device import DevicePool
 
 LATENT = LayerLayout(1, 576, 512, shared=True)
@@ -51,6 +51,28 @@ def test_layers_with_windows_come_last_and_have_a_digest_of_their_own() -> None:
     blocks = torch.arange(layout.nbytes // 4).view(1, *layout.shape)
     firsts = [parts[0].flatten()[0].item() for parts in part_views(blocks, layout.layers)]
     assert [1024, 0, 2048] == firsts
+
+
+@pytest.mark.parametrize(
+    ("layer", "num_layers", "dtype", "expected"),
+    [
+        (LayerLayout(3, 64, 64), 30, "float32", 64),  # SmolLM2-135M
+        (LayerLayout(3, 64, 64), 30, "bfloat16", 64),
+        (LATENT, 61, "bfloat16", 64),  # DeepSeek-V3
+        (LayerLayout(2, 256, 256), 12, "bfloat16", 64),  # Qwen3-Next-80B
+        (LayerLayout(2, 64, 64), 24, "bfloat16", 64),  # Qwen2.5-0.5B
+        (LayerLayout(1, 128, 128), 16, "bfloat16", 64),  # just enough
+        (LATENT, 7, "bfloat16", 128),  # Kimi-Linear-48B
+        (LATENT, 7, "float32", 64),
+        (LayerLayout(1, 445, 445, shared=True), 1, "bfloat16", 256),  # 890 bytes a token
+    ],
+)
+def test_small_kv_gets_longer_blocks_unless_their_size_is_set(
+    layer: LayerLayout, num_layers: int, dtype: str, expected: int
+) -> None:
+    layers = (layer,) * num_layers
+    assert expected == sized_layout(layers, dtype).block_size
+    assert 64 == sized_layout(layers, dtype, block_size=64).block_size
 
 
 def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:

@@ -42,7 +42,7 @@ def test_vllms_own_schema_reads_our_events() -> None:
     stream = EventStream()
     ids = block_ids(CacheScope(weights=b"w").root(), token_bytes(range(2 * BLOCK)), BLOCK)
     section = ZmqTable(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
-    with closing(KvEventPublisher(stream, section, BLOCK)) as publisher:
+    with closing(KvEventPublisher(stream, section)) as publisher:
         publisher.start()
         command = [PYTHON, "-c", SUBSCRIBER, publisher.endpoints[0]]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as router:

@@ -46,6 +46,7 @@ class Meta:
     clean: bool = False  # closed by its server, everything synced
     boot: str = ""  # of the machine that last opened it
     num_blocks: int = 0  # when it was last opened, synced or closed
+    block_size: int | None = None  # tokens, as last opened; None: before this was recorded
 
 
 class DirectoryLock:
@@ -149,8 +150,8 @@ def read_meta(root: Path) -> Meta | None:
     """The folder's description; None if it is missing or unreadable."""
     try:
         stands = json.loads((root / META_NAME).read_text())
-        return Meta(**{name: stands[name] for name in Meta.__slots__})
-    except (OSError, ValueError, TypeError, KeyError):
+        return Meta(**{name: stands[name] for name in Meta.__slots__ if name in stands})
+    except (OSError, ValueError, TypeError):
         return None
 
 

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.json, folders
 MIN_BLOCKS = 4
+FORMER_BLOCK_SIZE = 64  # tokens, the default while it was not recorded
 BATCHES_IN_MAP = 32  # a transaction writes at most this fraction of a shard
 RECORDS = 0.9  # of the pages in use; the rest is the index, about 500 bytes a block
 _PAGE = 4096
@@ -86,6 +87,8 @@ def open_disk(
         _clear_leftovers(root)
         num_shards = meta.num_shards if meta else num_shards
         num_blocks = meta.num_blocks if meta else 0
+        if meta and num_blocks:
+            _tell_other_size(root, meta, layout.block_size)
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
         at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
         guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
@@ -103,7 +106,15 @@ def open_disk(
             opener.slot(shard_path(root, number), counts, check_s, num_blocks // num_shards)
             for number in range(num_shards)
         ]
-        write_meta(root, Meta(FORMAT, num_shards, map_bytes, boot=boot_id(), num_blocks=num_blocks))
+        opened = Meta(
+            FORMAT,
+            num_shards,
+            map_bytes,
+            boot=boot_id(),
+            num_blocks=num_blocks,
+            block_size=layout.block_size,
+        )
+        write_meta(root, opened)
         return DiskTier(
             root,
             layout,
@@ -230,6 +241,18 @@ def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
         )
         remove_shards(root)
     return None
+
+
+def _tell_other_size(root: Path, meta: Meta, block_size: int) -> None:
+    """Says what becomes of the folder's blocks if it was last served with another block size."""
+    before = meta.block_size or FORMER_BLOCK_SIZE
+    if before != block_size:
+        unless = "" if meta.block_size else " (unless cache.block_size was set)"
+        logger.warning(
+            f"disk cache: {root} was last served in blocks of {before} tokens{unless}, now of "
+            f"{block_size}: blocks of another size are not found, and leave as the oldest when "
+            f"room is needed; cache.block_size = {before} finds them again"
+        )
 
 
 def _clear_leftovers(root: Path) -> None:
