@@ -5,7 +5,7 @@ whatever the model's dtype, in one call per part of a step and layer. Without me
 sequence is gathered from the pool anew for each layer. Engine thread only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import lcm
@@ -57,10 +57,11 @@ class CpuAttention:
         layers: Sequence[LayerLayout] = (),
         owners: Sequence[int] = (),
         *,
+        only: Container[int] | None = None,
         budget_bytes: int = DEFAULT_BUDGET_BYTES,
     ) -> None:
-        """pool, layers: as `KvPool` takes them; owners: as `WorkingCopies` does."""
-        self._kv = KvPool(pool, layers)
+        """pool, layers, only: as `KvPool` takes them; owners: as `WorkingCopies` does."""
+        self._kv = KvPool(pool, layers, only=only)
         self._copies = WorkingCopies(self._kv, owners, budget_bytes=budget_bytes)
         self._places = _places(self._kv)
         self._step: list[_SpanPart | _TokenParts] = []

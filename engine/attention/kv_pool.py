@@ -1,6 +1,6 @@
 """Attention's views of the device pool: each layer's keys and values in all blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -30,8 +30,15 @@ class KvPool:
     the order of the layers in a block, and `places[layer]` is a layer's position in it.
     """
 
-    def __init__(self, tensor: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
-        """`layers` may be omitted if all keys and values have one shape."""
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        layers: Sequence[LayerLayout] = (),
+        *,
+        only: Container[int] | None = None,
+    ) -> None:
+        """`layers` may be omitted if all keys and values have one shape. With `only`, just these of
+        them are attended."""
         layers = layers or _uniform(tensor)
         self.tensor = tensor
         self.layers: list[LayerKv] = []
@@ -42,9 +49,13 @@ class KvPool:
         self.order = stored_order(layers)
         self.places = {layer: place for place, layer in enumerate(self.order)}
         self.states = {number: layer.rows for number, layer in enumerate(layers) if layer.rows}
-        self.attended = [n for n in self.order if not layers[n].rows and layers[n].picks is None]
+        self.attended = [
+            n
+            for n in self.order
+            if not layers[n].rows and layers[n].picks is None and (only is None or n in only)
+        ]
         self.windows: list[int | None] = []
-        self.runs = self._runs([layers[number] for number in self.order])
+        self.runs = self._runs(layers)
 
     @property
     def paired(self) -> bool:
@@ -60,15 +71,17 @@ class KvPool:
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
-        paged = [each for each in layers if not each.rows]  # paged layers come first
+        paged = [n for n in self.order if not layers[n].rows]  # paged layers come first
         shapes = [
-            (each.num_heads, dim, each.window, each.picks) for each in paged for dim in each.parts
+            (layers[n].num_heads, dim, layers[n].window, n in self.attended)
+            for n in paged
+            for dim in layers[n].parts
         ]
         runs, start = [], 0
-        for (num_heads, dim, window, picks), parts in groupby(shapes):
+        for (num_heads, dim, window, attended), parts in groupby(shapes):
             shape = (len(list(parts)), self.block_size, num_heads, dim)
             end = start + torch.Size(shape).numel()
-            if picks is None:
+            if attended:
                 self.windows.append(window)
                 runs.append(flat[:, start:end].unflatten(1, shape))
             start = end

@@ -16,7 +16,7 @@ Engine thread only.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -155,17 +155,41 @@ def other_index(module: Any) -> ModelError:
     )
 
 
+def check_layers(kind: str, picked: Mapping[int, bool], windows: Container[int]) -> None:
+    """Raise ModelError if an index picks for some layers (`picked`) and others have no window."""
+    if any(picked.values()) and any(is_picked == (n in windows) for n, is_picked in picked.items()):
+        raise ModelError(
+            f"{kind} has a sparse index in some layers, and others that attend to all tokens, "
+            f"which is not supported"
+        )
+
+
+def indexed_layers(layers: Sequence[LayerLayout]) -> tuple[set[int], set[int]]:
+    """Of a model with a sparse index, the layers that attend to what it picks, and the others. The
+    probe sees to it that these are the ones with a window. Both are empty without an index."""
+    if all(layer.picks is None for layer in layers):
+        return set(), set()
+    attending = [number for number, layer in enumerate(layers) if layer.picks is None]
+    windowed = {number for number in attending if layers[number].window is not None}
+    return {*attending} - windowed, windowed
+
+
 class SparseAttention:
-    """`PagedAttention` of a model whose every layer attends to what an index picks.
+    """`PagedAttention` of a model whose layers attend to what an index picks, or in a window.
 
     The attention beneath computes the tokens before position `top_k`, which attend to all. A span
-    across that position is divided between the two.
+    across that position is divided between the two. `windowed` computes the layers with a window.
     """
 
     def __init__(
-        self, attention: PagedAttention, pool: torch.Tensor, layers: Sequence[LayerLayout]
+        self,
+        attention: PagedAttention,
+        pool: torch.Tensor,
+        layers: Sequence[LayerLayout],
+        windowed: PagedAttention | None = None,
     ) -> None:
         self.attention = attention
+        self._windowed = windowed
         self._kv = KvPool(pool, layers)
         self._top_k = next(layer.picks for layer in layers if layer.picks is not None)
         self._spans: list[tuple[Span, slice]] = []  # each with its rows
@@ -187,6 +211,8 @@ class SparseAttention:
             self._spans.append((span, slice(first, end)))
             first = end
         self.attention.begin(dense)
+        if self._windowed is not None:
+            self._windowed.begin(spans)
 
     def pick(self, layer: int, rows: IndexRows) -> None:
         """See `PagedIndex`."""
@@ -208,6 +234,9 @@ class SparseAttention:
             part.rows = positions % self._kv.block_size
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        if not call.options.picked:
+            assert self._windowed is not None, call.layer
+            return self._windowed.attend(call)
         if not self._sparse:
             return self.attention.attend(call)
         for span, own in self._spans:
@@ -237,10 +266,14 @@ class SparseAttention:
 
     def finish(self) -> None:
         self.attention.finish()
+        if self._windowed is not None:
+            self._windowed.finish()
         self._spans, self._sparse, self._dense_rows = [], [], []
 
     def forget(self, sequence_id: int) -> None:
         self.attention.forget(sequence_id)
+        if self._windowed is not None:
+            self._windowed.forget(sequence_id)
 
 
 def picked(

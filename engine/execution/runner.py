@@ -5,7 +5,8 @@ a single row. Attention keeps the sequences apart. Logits are computed only for 
 choose a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,7 +18,7 @@ from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
 from engine.attention.recurrent import RecurrentAttention, RecurrentStates, state_views
-from engine.attention.sparse import SparseAttention
+from engine.attention.sparse import SparseAttention, indexed_layers
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
@@ -41,11 +42,13 @@ def pick_attention(
     layers: Sequence[LayerLayout],
     dtype: torch.dtype,
     owners: Sequence[int] = (),
+    only: Container[int] | None = None,
 ) -> PagedAttention:
     """The fastest attention for the pool's device. `dtype` is the model's compute dtype. `owners`
-    are those of the pool's slots (`DevicePool.owners`)."""
+    are those of the pool's slots (`DevicePool.owners`). It attends in the layers `only`, or in
+    all."""
     if pool.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
-        return CpuAttention(pool, layers, owners)
+        return CpuAttention(pool, layers, owners, only=only)
     if pool.device.type == "cuda":
         # Only CUDA builds of torch come with Triton.
         from engine.attention.triton import TritonAttention
@@ -83,11 +86,12 @@ class ModelRunner:
         self._max_context = loaded.max_context
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
-        self._attention = attention or pick_attention(
-            pool, loaded.layers, DTYPES[loaded.dtype], owners
-        )
-        if any(layer.picks is not None for layer in loaded.layers):
-            self._attention = SparseAttention(self._attention, pool, loaded.layers)
+        pick = partial(pick_attention, pool, loaded.layers, DTYPES[loaded.dtype], owners)
+        indexed, others = indexed_layers(loaded.layers)
+        self._attention: PagedAttention = attention or pick(indexed or None)
+        if indexed:
+            windowed = pick(others) if others else None
+            self._attention = SparseAttention(self._attention, pool, loaded.layers, windowed)
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._recurrent: RecurrentStates | None = None

@@ -22,7 +22,7 @@ from engine.attention import base as attention
 from engine.attention.base import AttentionCall, AttentionOptions, attend_dense
 from engine.attention.latent import absorb
 from engine.attention.recurrent import Piece, RecurrentStates, State, StatePort, tensors_of
-from engine.attention.sparse import IndexRows, attend_picked, picked
+from engine.attention.sparse import IndexRows, attend_picked, check_layers, picked
 from engine.attention.states import page_convolutions, windows_of
 from engine.batch import Span
 from engine.errors import ModelError
@@ -197,8 +197,6 @@ def _prepare(
         both = [(start, 0, PROBE_TOKENS) for start in sorted({0, starts[-1]})]
         beside = _paged(model, ProbeAttention(port=port), both)[:PROBE_TOKENS]
     num_layers = model.config.get_text_config().num_hidden_layers
-    if len({probe.options[layer].picked for layer in probe.layers}) > 1:
-        raise ModelError(f"{kind} has a sparse index in some layers only, which is not supported")
     if port is None and probe.layers != list(range(num_layers)):
         raise ModelError(
             f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
@@ -213,6 +211,7 @@ def _prepare(
     _compare(model, actual, beside, "gives other logits beside another sequence than alone")
     whole = _first_token(model, port) if narrowed else probe
     windows = _windows(whole, max_context) if narrowed else {}
+    check_layers(kind, {each: probe.options[each].picked for each in probe.layers}, windows)
     layouts = {layer: whole.layouts[layer] for layer in sorted(whole.layouts)} or {0: NOTHING}
     if all(layout.rows for layout in layouts.values()):
         raise ModelError(f"{kind} keeps states alone, and no keys and values: it cannot be paged")

@@ -40,7 +40,7 @@ LAYERS = (
 TOKENS = 22
 
 
-@pytest.fixture(params=["deepseek_v32", "glm_moe_dsa"])
+@pytest.fixture(params=["deepseek_v32", "glm_moe_dsa", "dots3_note_text"])
 def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     return architectures.served(request.param)
