@@ -10,10 +10,11 @@ from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
 from api.errors import ApiError
 from cachesvc.cli.lazy import without
+from cachesvc.cli.live_server import running_server
 from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import data_dir_of, existing_data_dir
-from cachesvc.cli.render import AsJson, fail, note, print_json, print_table
-from cachesvc.server.server_file import LiveServer, find_server
+from cachesvc.cli.render import AsJson, fail, note, print_documents, print_json
+from cachesvc.server.server_file import find_server
 
 _REMOVED = {
     "list": "`cachesvc admin password --list`",
@@ -33,7 +34,7 @@ RoleOption = Annotated[
 @app.command()
 def link(role: RoleOption = Role.ADMIN, data_dir: DataDir = None, json: AsJson = False) -> None:
     """Print a link to the running server's dashboard that logs in once, within 15 minutes."""
-    server = _running(existing_data_dir(data_dir))
+    server = running_server(data_dir)
     made = server.post(f"/admin/api/links?role={role}")
     url = f"{server.url}{made['path']}"
     if json:
@@ -82,10 +83,8 @@ def password(
 
 def _list(data_dir: Path | None, json: bool) -> None:
     roles = Passwords(existing_data_dir(data_dir)).roles()
-    if json:
-        print_json([{"name": name, "role": role} for name, role in roles.items()])
-        return
-    print_table(("name", "role"), [(name, str(role)) for name, role in roles.items()])
+    found = [{"name": name, "role": str(role)} for name, role in roles.items()]
+    print_documents(found, json, ("name", "role"))
 
 
 def _remove(name: str, reason: str, data_dir: Path | None, database: str | None) -> None:
@@ -106,13 +105,6 @@ def _ask() -> str:
         return sys.stdin.readline().rstrip("\n")
     password: str = typer.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
     return password
-
-
-def _running(path: Path) -> LiveServer:
-    server = find_server(path)
-    if server is None:
-        fail(f"no server runs on {path}; start one with `cachesvc serve`, or name its --data-dir")
-    return server
 
 
 def _end_sessions(path: Path, name: str) -> None:

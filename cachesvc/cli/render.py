@@ -1,6 +1,6 @@
 """How commands print: tables for people, JSON for programs, one sentence for an error."""
 
-import json
+import json as jsons
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,12 +71,12 @@ def progress(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 def print_json(data: Any) -> None:
     """Print `data` as indented JSON; paths and enums as their text."""
-    typer.echo(json.dumps(data, indent=2, default=str, ensure_ascii=False))
+    typer.echo(jsons.dumps(data, indent=2, default=str, ensure_ascii=False))
 
 
 def print_json_line(data: Any) -> None:
     """Prints `data` as one line, for programs that read a stream."""
-    typer.echo(json.dumps(data, default=str, ensure_ascii=False))
+    typer.echo(jsons.dumps(data, default=str, ensure_ascii=False))
 
 
 def print_table(
@@ -116,6 +116,37 @@ def print_table(
     console.print(table)
     if left_out:
         note(f"not shown here, but in a wider window and with --json: {', '.join(left_out)}")
+
+
+Column = str | Callable[[Any], object]  # a field of a document, or what a cell says of it
+
+
+def print_documents(
+    found: Sequence[Mapping[str, Any]],
+    json: bool,
+    columns: Mapping[str, Column] | Sequence[str],
+    *,
+    right: Sequence[str] = (),
+    spare: Sequence[str] = (),
+    none: str = "",
+) -> None:
+    """Prints documents as JSON, or as a table with these columns by their headings.
+
+    Headings alone are the fields' names. `none` is said below an empty table.
+    """
+    if json:
+        print_json(found)
+        return
+    cells = columns if isinstance(columns, Mapping) else {name: name for name in columns}
+    rows = [[_cell(each, column) for column in cells.values()] for each in found]
+    print_table(tuple(cells), rows, right=right, spare=spare)
+    if none and not found:
+        note(none)
+
+
+def _cell(document: Mapping[str, Any], column: Column) -> object:
+    value = document.get(column) if isinstance(column, str) else column(document)
+    return "" if value is None else value
 
 
 def print_pairs(pairs: Mapping[str, object]) -> None:

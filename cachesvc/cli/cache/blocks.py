@@ -18,7 +18,16 @@ from api.format import ago, seconds, size
 from cachesvc.cli.cache.prefixes import list_by_room
 from cachesvc.cli.cache.select import Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, duration, existing_data_dir
-from cachesvc.cli.render import KEY_DIGITS, AsJson, fail, note, print_json, print_pairs, print_table
+from cachesvc.cli.render import (
+    KEY_DIGITS,
+    AsJson,
+    Column,
+    fail,
+    note,
+    print_documents,
+    print_json,
+    print_pairs,
+)
 from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
@@ -117,7 +126,7 @@ def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> Non
     if server is not None:
         asked = {"limit": limit} | ({"tenant": tenant} if tenant else {})
         found = server.get(f"/admin/api/blocks?{urlencode(asked)}")["blocks"]
-        print_json(found) if json else _print_memory(found)
+        _print_memory(found, json)
         return
     note("no server runs: hits are not kept on disk, so these are the blocks that were used last")
     wanted = scope_filter(path, tenant, None)
@@ -126,7 +135,7 @@ def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> Non
             (block for block in view.blocks() if wanted(block.scope)),
             key=lambda block: (-block.used_s, -block.sequence),
         )[:limit]
-    print_json(list(map(block_json, blocks))) if json else _print_disk(blocks)
+    _print_disk(blocks, json)
 
 
 def _readable(name: str, value: Any) -> Any:
@@ -159,11 +168,8 @@ def _list_disk(
         )
         blocks = list(islice(found, limit or None))
         total = view.summary().num_blocks
-    if json:
-        print_json([block_json(block) for block in blocks])
-        return
-    _print_disk(blocks)
-    if limit and len(blocks) == limit < total:
+    _print_disk(blocks, json)
+    if not json and limit and len(blocks) == limit < total:
         note(f"{len(blocks)} of {total} blocks; --limit 0 lists all that match")
 
 
@@ -183,11 +189,8 @@ def _list_memory(
     found = server.get(f"/admin/api/blocks?{query}")["blocks"]
     matching = [block for block in found if wanted(PrefixKey(bytes.fromhex(block["scope"])))]
     shown = matching[: limit or None]
-    if json:
-        print_json(shown)
-        return
-    _print_memory(shown)
-    if len(shown) < len(matching):
+    _print_memory(shown, json)
+    if not json and len(shown) < len(matching):
         note(f"{len(shown)} of {len(matching)} blocks; --limit 0 lists all that match")
 
 
@@ -244,41 +247,42 @@ def block_json(block: BlockInfo) -> dict[str, Any]:
     }
 
 
-def _print_disk(blocks: Sequence[BlockInfo]) -> None:
+def _print_disk(blocks: Sequence[BlockInfo], json: bool) -> None:
     now_s = time.time()
-    columns = ("key", "parent", "tokens", "stored", "ratio", "written", "used")
-    print_table(columns, [_disk_row(block, now_s) for block in blocks], right=columns[2:])
-    if not blocks:
-        note("no block on disk is like that")
+    columns: dict[str, Column] = {
+        "key": lambda block: block["key"][:KEY_DIGITS],
+        "parent": _parent,
+        "tokens": "num_tokens",
+        "stored": lambda block: size(block["stored_bytes"]),
+        "ratio": _ratio,
+        "written": lambda block: ago(now_s - block["computed_s"]),
+        "used": lambda block: ago(now_s - block["used_s"]),
+    }
+    found = list(map(block_json, blocks))
+    none = "no block on disk is like that"
+    print_documents(found, json, columns, right=tuple(columns)[2:], none=none)
 
 
-def _disk_row(block: BlockInfo, now_s: float) -> tuple[object, ...]:
-    ratio = f"{block.logical_bytes / block.stored_bytes:.2f}" if block.stored_bytes else "-"
-    return (
-        block.key.hex()[:KEY_DIGITS],
-        "(root)" if block.parent == block.scope else block.parent.hex()[:KEY_DIGITS],
-        block.num_tokens,
-        size(block.stored_bytes),
-        ratio,
-        ago(now_s - block.computed_s),
-        ago(now_s - block.used_s),
-    )
+def _parent(block: Mapping[str, Any]) -> str:
+    is_first = block["parent"] == block["scope"]
+    return "(root)" if is_first else str(block["parent"][:KEY_DIGITS])
 
 
-def _print_memory(blocks: Sequence[Mapping[str, Any]]) -> None:
-    columns = ("key", "parent", "scope", "tiers", "number", "tokens", "hits", "in use", "idle")
-    rows = [
-        (
-            block["key"][:KEY_DIGITS],
-            "(root)" if block["parent"] == block["scope"] else block["parent"][:KEY_DIGITS],
-            block["scope"][:8],
-            " ".join(block["tiers"]),
-            block["depth"],
-            block["num_tokens"],
-            block["hits"],
-            block["pins"] or "",
-            seconds(block["idle_s"]),
-        )
-        for block in blocks
-    ]
-    print_table(columns, rows, right=columns[4:])
+def _ratio(block: Mapping[str, Any]) -> str:
+    stored = block["stored_bytes"]
+    return f"{block['logical_bytes'] / stored:.2f}" if stored else "-"
+
+
+def _print_memory(blocks: Sequence[Mapping[str, Any]], json: bool) -> None:
+    columns: dict[str, Column] = {
+        "key": lambda block: block["key"][:KEY_DIGITS],
+        "parent": _parent,
+        "scope": lambda block: block["scope"][:8],
+        "tiers": lambda block: " ".join(block["tiers"]),
+        "number": "depth",
+        "tokens": "num_tokens",
+        "hits": "hits",
+        "in use": lambda block: block["pins"] or "",
+        "idle": lambda block: seconds(block["idle_s"]),
+    }
+    print_documents(blocks, json, columns, right=tuple(columns)[4:])

@@ -9,7 +9,7 @@ import typer
 from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, duration, existing_data_dir
-from cachesvc.cli.render import AsJson, fail, print_json, print_table
+from cachesvc.cli.render import KEY_DIGITS, AsJson, Column, fail, print_documents, print_json
 from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.disk.pin_file import load_pins
@@ -96,25 +96,16 @@ def _list(path: Path, json: bool) -> None:
         found = server.get("/admin/api/cache/pins")
     else:
         found = [pin_json(pin) for pin in load_pins(found_disk(path))]
-    if json:
-        print_json(found)
-        return
     now_s = time.time()
-    print_table(
-        ("name", "tokens", "blocks", "ends in", "last block", "why"),
-        [
-            (
-                each["name"],
-                each["num_tokens"],
-                each["num_blocks"],
-                seconds(max(0.0, round(each["until_s"] - now_s))),
-                each["key"][:16],
-                each["why"],
-            )
-            for each in found
-        ],
-        right=("tokens", "blocks", "ends in"),
-    )
+    columns: dict[str, Column] = {
+        "name": "name",
+        "tokens": "num_tokens",
+        "blocks": "num_blocks",
+        "ends in": lambda each: seconds(max(0.0, round(each["until_s"] - now_s))),
+        "last block": lambda each: each["key"][:KEY_DIGITS],
+        "why": "why",
+    }
+    print_documents(found, json, columns, right=("tokens", "blocks", "ends in"))
 
 
 def _text(file: Path) -> str:

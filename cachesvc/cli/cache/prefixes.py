@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from api.format import ago, size
 from cachesvc.cli.cache.select import scope_filter
-from cachesvc.cli.render import KEY_DIGITS, note, print_json, print_table
+from cachesvc.cli.render import KEY_DIGITS, Column, note, print_documents
 from cachesvc.config.places import found_disk
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.view import BlockInfo, open_view
@@ -26,27 +26,19 @@ def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None
         if block.parent == block.scope and wanted(block.scope)
     ]
     found.sort(key=lambda prefix: -prefix.stored_bytes)
-    if json:
-        print_json([prefix.as_json() for prefix in found[:limit]])
-        return
     now_s = time.time()
-    print_table(
-        ("prefix", "scope", "blocks", "tokens", "stored", "branches", "last used"),
-        [
-            (
-                prefix.key.hex()[:KEY_DIGITS],
-                prefix.scope.hex()[:8],
-                prefix.num_blocks,
-                prefix.num_tokens,
-                size(prefix.stored_bytes),
-                prefix.num_leaves,
-                ago(now_s - prefix.used_s),
-            )
-            for prefix in found[:limit]
-        ],
-        right=("blocks", "tokens", "stored", "branches", "last used"),
-    )
-    if len(found) > limit:
+    columns: dict[str, Column] = {
+        "prefix": lambda each: each["key"][:KEY_DIGITS],
+        "scope": lambda each: each["scope"][:8],
+        "blocks": "num_blocks",
+        "tokens": "num_tokens",
+        "stored": lambda each: size(each["stored_bytes"]),
+        "branches": "num_leaves",
+        "last used": lambda each: ago(now_s - each["used_s"]),
+    }
+    shown = [prefix.as_json() for prefix in found[:limit]]
+    print_documents(shown, json, columns, right=tuple(columns)[2:])
+    if len(found) > limit and not json:
         note(f"{limit} of {len(found)} prefixes; -n shows more")
 
 
@@ -63,15 +55,7 @@ class _Prefix:
     used_s: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "key": self.key.hex(),
-            "scope": self.scope.hex(),
-            "num_blocks": self.num_blocks,
-            "num_tokens": self.num_tokens,
-            "stored_bytes": self.stored_bytes,
-            "num_leaves": self.num_leaves,
-            "used_s": self.used_s,
-        }
+        return asdict(self) | {"key": self.key.hex(), "scope": self.scope.hex()}
 
 
 def _prefix(root: BlockInfo, children: Mapping[PrefixKey, Sequence[BlockInfo]]) -> _Prefix:

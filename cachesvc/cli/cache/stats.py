@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import typer
 
 from api.format import number_of, percent, size
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, print_json, print_pairs, print_table
+from cachesvc.cli.render import AsJson, Column, print_documents, print_json, print_pairs
 from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import find_server
 from tiers.disk.inspection.view import DiskSummary, open_view
@@ -36,23 +37,18 @@ def _print_tiers(tiers: Mapping[str, Any]) -> None:
     if not tiers:
         return
     typer.echo("")
-    print_table(
-        ("tier", "blocks", "used", "of", "fill", "served", "stored", "evicted"),
-        [
-            (
-                name,
-                tier["num_blocks"],
-                size(tier["used_bytes"]),
-                size(tier["capacity_bytes"]),
-                percent(tier["used_bytes"], tier["capacity_bytes"]),
-                tier["hits"],
-                tier["stored"],
-                tier["evicted"],
-            )
-            for name, tier in tiers.items()
-        ],
-        right=("blocks", "used", "of", "fill", "served", "stored", "evicted"),
-    )
+    columns: dict[str, Column] = {
+        "tier": "name",
+        "blocks": "num_blocks",
+        "used": lambda tier: size(tier["used_bytes"]),
+        "of": lambda tier: size(tier["capacity_bytes"]),
+        "fill": lambda tier: percent(tier["used_bytes"], tier["capacity_bytes"]),
+        "served": "hits",
+        "stored": "stored",
+        "evicted": "evicted",
+    }
+    found = [tier | {"name": name} for name, tier in tiers.items()]
+    print_documents(found, False, columns, right=tuple(columns)[1:])
 
 
 def _print_owners(owners: Sequence[Mapping[str, Any]]) -> None:
@@ -61,18 +57,14 @@ def _print_owners(owners: Sequence[Mapping[str, Any]]) -> None:
         return
     typer.echo("")
     names = [tier for tier in TierName if any(tier in each["bytes"] for each in owners)]
-    print_table(
-        ("owner", "model", *names),
-        [
-            (
-                each["owner"],
-                each["model"],
-                *(size(each["bytes"][tier]) if tier in each["bytes"] else "-" for tier in names),
-            )
-            for each in owners
-        ],
-        right=names,
-    )
+    columns = {"owner": "owner", "model": "model"} | {
+        tier: partial(_bytes_in, tier) for tier in names
+    }
+    print_documents(owners, False, columns, right=names)
+
+
+def _bytes_in(tier: TierName, owner: Mapping[str, Any]) -> str:
+    return size(owner["bytes"][tier]) if tier in owner["bytes"] else "-"
 
 
 def _summary_json(summary: DiskSummary) -> dict[str, Any]:

@@ -6,9 +6,14 @@ import typer
 
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.operations import budgets
-from billing.reports.documents import Document
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.render import fail, note, print_json, print_table
+from cachesvc.cli.render import fail, note, print_documents
+
+AMOUNTS = ("amount", "spent", "held", "left")
+COLUMNS = (
+    *("name", "tenant", "amount", "per", "of", "value"),
+    *("ask", "spent", "held", "left", "ends_at"),
+)
 
 
 @operating("reason", "json")
@@ -48,7 +53,7 @@ def budget(
     month stops requests.
     """
     if name is None:
-        _print_budgets(call(budgets.list_budgets), call.json)
+        print_documents(call(budgets.list_budgets), call.json, COLUMNS, right=AMOUNTS)
         return
     if remove:
         call(budgets.remove_budget, name=name, by=call.by, why=call.why)
@@ -72,24 +77,3 @@ def budget(
     )
     limits = "; it refuses requests from now on" if hard else ""
     note(f"budget {name} is set{limits}; alerts go to the URL in `billing.alerts_to`")
-
-
-def _print_budgets(found: list[Document], json: bool) -> None:
-    if json:
-        print_json(found)
-        return
-    columns = (
-        "name",
-        "tenant",
-        "amount",
-        "per",
-        "of",
-        "value",
-        "ask",
-        "spent",
-        "held",
-        "left",
-        "ends_at",
-    )
-    right = ("amount", "spent", "held", "left")
-    print_table(columns, [[row.get(c, "") for c in columns] for row in found], right=right)

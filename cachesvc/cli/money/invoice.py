@@ -18,7 +18,7 @@ from cachesvc.cli.money.books import (
     TenantOption,
 )
 from cachesvc.cli.money.invocation import Invocation, Operations, operating
-from cachesvc.cli.render import confirm, fail, note, print_json, print_table
+from cachesvc.cli.render import confirm, fail, note, print_documents, print_json
 
 _REMOVED = {
     "list": "`cachesvc invoice show`, without a number",
@@ -34,7 +34,8 @@ app = typer.Typer(
 
 Number = Annotated[str, typer.Argument(help="Such as INV-000012", show_default=False)]
 Month = Annotated[str | None, typer.Argument(help="Such as 2026-11", show_default=False)]
-COLUMNS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", "due on")
+HEADINGS = ("number", "kind", "tenant", "month", "state", "net", "total", "due", "due on")
+COLUMNS = {heading: heading.replace(" ", "_") for heading in HEADINGS}
 
 
 @app.command()
@@ -167,16 +168,11 @@ def _read(file: Path) -> str:
 def _one(document: Document, json: bool) -> None:
     if json:
         print_json(document)
-        return
-    _show([document | {"month": document["period"]["month"]}], json)
+    else:
+        _show([document | {"month": document["period"]["month"]}], json)
 
 
 def _show(found: list[Document], json: bool) -> None:
-    if json:
-        print_json(found)
-        return
-    names = [column.replace(" ", "_") for column in COLUMNS]
-    rows = [[str(each.get(name) or "") for name in names] for each in found]
-    print_table(COLUMNS, rows, right=("net", "total", "due"), spare=("kind", "net"))
-    if not found:
-        note("no invoice was issued; `cachesvc invoice issue TENANT MONTH` issues one")
+    none = "no invoice was issued; `cachesvc invoice issue TENANT MONTH` issues one"
+    numbers, spare = ("net", "total", "due"), ("kind", "net")
+    print_documents(found, json, COLUMNS, right=numbers, spare=spare, none=none)

@@ -11,7 +11,7 @@ from billing.operations import keys
 from billing.prices.book import NS
 from cachesvc.cli.money.books import TenantOption
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.render import note, print_json, print_table
+from cachesvc.cli.render import note, print_documents, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")
 
@@ -59,27 +59,16 @@ def list_keys(
     tenant: TenantOption = None,
 ) -> None:
     """List keys by their prefix."""
+    columns = {
+        "id": "id",
+        "prefix": lambda key: f"{key['prefix']}...",
+        **{name: name for name in ("tenant", "project", "name")},
+        "scopes": lambda key: ",".join(key["scopes"]),
+        "state": "state",
+        "ends": lambda key: _day(key["expires_ns"]),
+    }
     found = call(keys.list_keys, tenant=tenant)
-    if call.json:
-        print_json(found)
-        return
-    print_table(
-        ("id", "prefix", "tenant", "project", "name", "scopes", "state", "ends"),
-        [
-            (
-                key["id"],
-                key["prefix"] + "...",
-                key["tenant"],
-                key["project"],
-                key["name"],
-                ",".join(key["scopes"]),
-                key["state"],
-                _day(key["expires_ns"]),
-            )
-            for key in found
-        ],
-        spare=("id", "project", "name"),
-    )
+    print_documents(found, call.json, columns, spare=("id", "project", "name"))
 
 
 @app.command()

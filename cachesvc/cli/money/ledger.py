@@ -30,7 +30,7 @@ from cachesvc.cli.money.books import (
 from cachesvc.cli.money.invocation import Invocation, Operations, operating
 from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
-from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, print_table
+from cachesvc.cli.render import AsJson, confirm, fail, note, print_documents, print_json
 
 _REMOVED = {
     "heads": "`cachesvc ledger verify --print-heads`",
@@ -40,6 +40,9 @@ _REMOVED = {
     "refund": "`cachesvc ledger correct --batch FILE`",
     "trail": "`cachesvc ledger show --trail`",
 }
+
+HOLD_NUMBERS = ("amount", "age_s", "expires_in_s")
+HOLDS = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
 
 app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Prove and correct the ledger")
 
@@ -128,7 +131,8 @@ def show(
 ) -> None:
     """Print the charge of a request and its corrections, as JSON; or list holds or changes."""
     if holds:
-        _print_holds(call(ledgers.list_holds, tenant=tenant), call.json)
+        found = call(ledgers.list_holds, tenant=tenant)
+        print_documents(found, call.json, HOLDS, right=HOLD_NUMBERS, spare=("server", "model"))
         return
     if trail:
         _print_trail(call(ledgers.admin_trail, limit=limit), call.json)
@@ -224,19 +228,6 @@ def _print_trail(found: list[Document], json: bool) -> None:
         return
     for row in found:
         print_trail(row)
-
-
-def _print_holds(rows: list[Document], json: bool) -> None:
-    if json:
-        print_json(rows)
-        return
-    columns = ("tenant", "request_id", "amount", "model", "server", "age_s", "expires_in_s")
-    print_table(
-        columns,
-        [[row[name] for name in columns] for row in rows],
-        right=("amount", *columns[5:]),
-        spare=("server", "model"),
-    )
 
 
 def print_trail(row: Document) -> None:

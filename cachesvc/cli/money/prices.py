@@ -28,7 +28,14 @@ from cachesvc.cli.money.books import (
 )
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.refunds import write_batch
-from cachesvc.cli.render import confirm, fail, note, print_json, print_table
+from cachesvc.cli.render import (
+    confirm,
+    fail,
+    note,
+    print_documents,
+    print_json,
+    print_table,
+)
 
 _REMOVED = {
     "diff": "`cachesvc prices show CARD --diff CARD`",
@@ -146,12 +153,7 @@ def _print_diff(before: str | None, after: str, json: bool) -> None:
     if before is None:
         fail("--diff compares two cards: name the first one as well", 2)
     changes = differences(_card(before), _card(after))
-    if json:
-        print_json(changes)
-        return
-    columns = ("field", "before", "after")
-    rows = [[change[name] for name in columns] for change in changes]
-    print_table(columns, rows, right=("before", "after"))
+    print_documents(changes, json, ("field", "before", "after"), right=("before", "after"))
 
 
 def _card(name_or_path: str) -> RateCard:
@@ -177,8 +179,7 @@ def _print_findings(findings: list[CardFinding]) -> None:
 def print_plan(plan: Document) -> None:
     """A plan as a table."""
     columns = ("tenant", "model", "requests", "charged", "planned", "change", "currency")
-    rows = [[row[name] for name in columns] for row in plan["rows"]]
-    print_table(columns, rows, right=columns[2:6])
+    print_documents(plan["rows"], False, columns, right=columns[2:6])
     note(f"{number_of(plan['requests_that_differ'], 'charge')} would cost a different amount")
     for row in plan["unpriced"]:
         note(

@@ -12,7 +12,7 @@ from billing.operations import usage
 from billing.reports.published import published_keys
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.options import existing_data_dir
-from cachesvc.cli.render import fail, note, print_json, print_table
+from cachesvc.cli.render import fail, note, print_documents, print_json
 
 
 @operating("json")
@@ -47,12 +47,9 @@ def receipt(
 
 
 def _print_keys(found: Mapping[str, str], json: bool) -> None:
-    if json:
-        print_json([{"key_id": name, "public_key": key} for name, key in found.items()])
-        return
-    print_table(("key_id", "public_key"), list(found.items()))
-    if not found:
-        note("no receipt was signed yet; the first one makes a key")
+    keys = [{"key_id": name, "public_key": key} for name, key in found.items()]
+    none = "no receipt was signed yet; the first one makes a key"
+    print_documents(keys, json, ("key_id", "public_key"), none=none)
 
 
 def _check(path: Path, public_key: str | None, data_dir: Path | None) -> None:

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -19,12 +20,13 @@ from cachesvc.cli.money.books import (
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import (
+    Column,
     confirm,
     fail,
     note,
+    print_documents,
     print_json,
     print_pairs,
-    print_table,
 )
 from cachesvc.server.server_file import LiveError, find_server
 from tiers.tier import TierName
@@ -90,7 +92,7 @@ def show(
     found = call(tenants.list_tenants)
     for each, room in zip(found, _room(found, call), strict=False):
         each["cache_bytes"] = room
-    print_json(found) if call.json else _print_tenants(found)
+    _print_tenants(found, call.json)
 
 
 def _room(found: list[Document], call: Invocation) -> list[dict[str, int]]:
@@ -108,30 +110,27 @@ def _room(found: list[Document], call: Invocation) -> list[dict[str, int]]:
     return [dict(taken.get(each["tenant"], {})) for each in found]
 
 
-def _print_tenants(found: list[Document]) -> None:
-    columns = ("tenant", "kind", "currency", "granted", "topped up", "owed", "held", "available")
-    tiers = [
-        tier for tier in TierName if any(tier in each.get("cache_bytes", ()) for each in found)
-    ]
-    print_table(
-        (*columns, *tiers),
-        [
-            (
-                each["tenant"] + (" (suspended)" if each["suspended"] else ""),
-                "prepaid" if each["prepaid"] else "postpaid",
-                each["currency"],
-                each["granted"],
-                each["topped_up"],
-                each["owed"],
-                each["held"],
-                limit_text(each["available"]),
-                *(size(each["cache_bytes"].get(tier, 0)) for tier in tiers),
-            )
-            for each in found
-        ],
-        right=(*columns[3:], *tiers),
-        spare=("held", "granted", "topped up", *tiers),
-    )
+def _print_tenants(found: list[Document], json: bool) -> None:
+    rooms = [each.get("cache_bytes", {}) for each in found]
+    tiers = [tier for tier in TierName if any(tier in room for room in rooms)]
+    columns: dict[str, Column] = {
+        "tenant": lambda each: each["tenant"] + (" (suspended)" if each["suspended"] else ""),
+        "kind": lambda each: "prepaid" if each["prepaid"] else "postpaid",
+        "currency": "currency",
+        "granted": "granted",
+        "topped up": "topped_up",
+        "owed": "owed",
+        "held": "held",
+        "available": lambda each: limit_text(each["available"]),
+        **{tier: partial(_bytes_in, tier) for tier in tiers},
+    }
+    right = [name for name in columns if name not in ("tenant", "kind", "currency")]
+    spare = ("held", "granted", "topped up", *tiers)
+    print_documents(found, json, columns, right=right, spare=spare)
+
+
+def _bytes_in(tier: TierName, tenant: Document) -> str:
+    return size(tenant["cache_bytes"].get(tier, 0))
 
 
 @operating("reason", "yes", "json")

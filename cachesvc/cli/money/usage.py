@@ -29,7 +29,7 @@ from cachesvc.cli.money.books import (
 )
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.receipts import receipt
-from cachesvc.cli.render import fail, note, print_json, print_table
+from cachesvc.cli.render import Column, fail, note, print_documents, print_json
 from cachesvc.config.places import local_zone_name
 
 _REMOVED = {
@@ -354,45 +354,28 @@ def _append(
     exports.write_durably(file, data)
 
 
-_COLUMNS = {
+_COLUMNS: dict[str, Column] = {
     "requests": "requests",
     "prompt": "prompt_tokens",
     "hit": "hit_tokens",
-    "hit rate": None,
+    "hit rate": lambda period: percent(period["hit_tokens"], period["prompt_tokens"]),
     "device": "hit_device_tokens",
     "host": "hit_host_tokens",
     "disk": "hit_disk_tokens",
     "miss": "miss_tokens",
     "output": "output_tokens",
-    "cost": "amount",
-    "saved": "saved",
+    "cost": lambda period: f"{period['amount']} {period['currency']}",
+    "saved": lambda period: f"{period['saved']} {period['currency']}",
 }
 
 
 def _show(periods: list[Document], json: bool) -> None:
-    if json:
-        print_json(periods)
-        return
-    split = any("part" in period for period in periods)
-    print_table(
-        ("tenant", "period", *(("of",) if split else ()), *_COLUMNS),
-        [
-            (
-                period["tenant"],
-                period["period"],
-                *((period.get("part", ""),) if split else ()),
-                *(_cell(period, name) for name in _COLUMNS.values()),
-            )
-            for period in periods
-        ],
+    part = {"of": "part"} if any("part" in period for period in periods) else {}
+    print_documents(
+        periods,
+        json,
+        {"tenant": "tenant", "period": "period", **part, **_COLUMNS},
         right=tuple(_COLUMNS),
         spare=("device", "host", "disk", "miss", "hit", "saved", "requests"),
+        none="nothing was used in this time",
     )
-    if not periods:
-        note("nothing was used in this time")
-
-
-def _cell(period: Document, name: str | None) -> object:
-    if name is None:
-        return percent(period["hit_tokens"], period["prompt_tokens"])
-    return f"{period[name]} {period['currency']}" if name in ("amount", "saved") else period[name]
