@@ -15,11 +15,10 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.alerts.hard_limits import Hardening
-from billing.alerts.spikes import HourlySpending, Whose, whose
+from billing.alerts.spending import HourlySpending, Whose
 from billing.alerts.topups import TopUpRequests
 from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownBudget
 from billing.gate.deposits import INCOMING
-from billing.gate.entries import Entry, Kind
 from billing.gate.limits import EACH
 from billing.gate.work import TenantAccount
 from billing.money import format_units
@@ -217,52 +216,12 @@ def _budget(row: Any) -> Budget:
     return Budget(**values | {"span": BudgetSpan(row["span"]), "of": Of(row["of"])})
 
 
-_Spent = dict[tuple[str, str, str], int]  # period, owner
-
-
-class _Spending:
-    """A tenant's charges in the current month, by budgeted owner.
-
-    Other owners are not counted, since there may be a new one in every request.
-    """
-
-    def __init__(self) -> None:
-        self.month = ""
-        self.wanted: frozenset[Whose] = frozenset()
-        self.last_seq = 0
-        self.sums: _Spent = {}
-
-    def read(
-        self, connection: Connection, tenant: str, now: datetime, wanted: frozenset[Whose]
-    ) -> None:
-        """Adds new charges. A new month or a new owner starts from zero."""
-        month = now.strftime("%Y-%m")
-        if month != self.month or wanted - self.wanted:
-            self.month, self.wanted, self.sums = month, wanted, {}
-            begins = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-            since_ns = int(begins.timestamp()) * NS
-            self.last_seq = store_reports.first_seq(connection, tenant, since_ns) - 1
-        for entry in store_reports.stream_entries(connection, tenant, after=self.last_seq):
-            self.last_seq = entry.seq
-            if entry.kind is Kind.CHARGE:
-                self._add(entry)
-
-    def _add(self, entry: Entry) -> None:
-        at = datetime.fromtimestamp(entry.moment_ns // NS, UTC)
-        for period in (at.strftime("%Y-%m-%d"), at.strftime("%Y-%m")):
-            if period.startswith(self.month):
-                for of, value in self.wanted.intersection(whose(entry)):
-                    key = (period, of, value)
-                    self.sums[key] = self.sums.get(key, 0) - entry.amount
-
-
 class BudgetWatch:
     """Finds budgets that are reached. One thread."""
 
     def __init__(self, store: LedgerStore) -> None:
         self._store = store
-        self._spending: dict[str, _Spending] = {}
-        self._hourly: dict[str, HourlySpending] = {}
+        self._spending: dict[str, HourlySpending] = {}
         self._topups = TopUpRequests()
 
     def look(self, now_ns: int) -> list[BudgetAlert]:
@@ -270,11 +229,10 @@ class BudgetWatch:
         now = datetime.fromtimestamp(now_ns // NS, UTC)
         budgets = all_budgets(self._store)
         with self._store.reading() as connection:
-            for tenant, wanted in _wanted(budgets, PERIODS).items():
-                self._spending.setdefault(tenant, _Spending()).read(connection, tenant, now, wanted)
-            for tenant, wanted in _wanted(budgets, (BudgetSpan.SPIKE,)).items():
-                hourly = self._hourly.setdefault(tenant, HourlySpending())
-                hourly.read(connection, tenant, now_ns, wanted)
+            by_month = _wanted(budgets, PERIODS)
+            for tenant, wanted in _wanted(budgets, (*PERIODS, BudgetSpan.SPIKE)).items():
+                spending = self._spending.setdefault(tenant, HourlySpending())
+                spending.read(connection, tenant, now_ns, wanted, month=tenant in by_month)
             accounts = store_reports.all_accounts(connection) if budgets else {}
             found: list[BudgetAlert] = []
             for budget in budgets:
@@ -291,8 +249,7 @@ class BudgetWatch:
 
     def _spent(self, budget: Budget, now: datetime, currency: str) -> Iterator[BudgetAlert]:
         period = now.strftime("%Y-%m-%d" if budget.span is BudgetSpan.DAY else "%Y-%m")
-        sums = self._spending[budget.tenant].sums
-        spent = sums.get((period, budget.of, budget.value), 0)
+        spent = self._spending[budget.tenant].within((budget.of, budget.value), period)
         for percent in ALERT_AT:
             if spent * 100 >= budget.amount * percent:
                 yield BudgetAlert(
@@ -309,7 +266,7 @@ class BudgetWatch:
 
     def _spiked(self, budget: Budget, currency: str) -> Iterator[BudgetAlert]:
         """One alert for each hour."""
-        found = self._hourly[budget.tenant].spike((budget.of, budget.value), budget.amount)
+        found = self._spending[budget.tenant].spike((budget.of, budget.value), budget.amount)
         if found is None:
             return
         hour, spent, usual = found

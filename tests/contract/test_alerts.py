@@ -162,6 +162,25 @@ def test_an_hour_far_above_the_median_alerts_once(house: TestLedger) -> None:
     assert ["spike/ann/2.00/2025-01-02T07:00Z"] == told(watch, house)
 
 
+def test_a_new_monthly_budget_counts_hours_before_the_watched_day(house: TestLedger) -> None:
+    house.fund(1000 * UNITS)
+    make(house, "spike", 2 * UNITS, span=BudgetSpan.SPIKE)
+    watch = BudgetWatch(house.ledger.store)
+    house.charge("early", CHARGE)
+    house.clock.advance(3 * 86_400)
+    assert [] == told(watch, house)
+    make(house, "month", UNITS)
+    month = [f"budget/month/1.00/2025-01/{percent}" for percent in (100, 80)]
+    assert month == told(watch, house)
+    house.clock.advance(27 * 86_400)  # the last day of January
+    for hour in range(24):
+        house.charge(f"h{hour}", CHARGE)
+        house.clock.advance(3600)
+    house.charge("first", Usage(miss=2 * 10**6))
+    february = [f"budget/month/1.00/2025-02/{percent}" for percent in (100, 80)]
+    assert february == told(watch, house)  # twice the usual is no spike, also in a new month
+
+
 def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
     make(house, "b", UNITS)
     make(house, "b", 2 * UNITS)
