@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from api.access.auth import Gatekeeper, Salts
     from api.access.fair_pool import FairPool
     from api.access.overload import QueueBound
-    from api.access.rate_limits import RateLimits
+    from api.access.rate_limits import WindowLimits
     from api.journal.journal import Journal
     from api.requests.bridge import OutputBridge
     from api.requests.grammars import GrammarPool
@@ -73,7 +73,7 @@ class Collaborators:
     gatekeeper: "Gatekeeper"
     salts: "Salts"
     meter: "Meter"
-    limits: "RateLimits"
+    limits: "WindowLimits"
     journal: "Journal"
     replays: "Idempotency | None" = None  # None: Idempotency-Key is ignored
     grammars: "GrammarPool | None" = None  # None: structured output is refused

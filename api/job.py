@@ -136,6 +136,16 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Priced:
+    """A usage at the current price, in units; `output` is the price of the longest answer."""
+
+    currency: str
+    prompt: int
+    output: int
+    ref: RateRef
+
+
+@dataclass(frozen=True, slots=True)
 class Bill:
     """The settled cost of a request. Amounts are decimal strings in `currency`."""
 

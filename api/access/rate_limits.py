@@ -90,22 +90,6 @@ class Permit(Protocol):
         ...
 
 
-class RateLimits(Protocol):
-    """Raises RateLimited, or lets the request in."""
-
-    def user_of(self, principal: Principal, user: str) -> str:
-        """The end user's name among the tenant's; empty if the tenant is not divided by them."""
-        ...
-
-    async def admit(self, principal: Principal, user: str = "") -> Permit:
-        """`user` is a name by `user_of`."""
-        ...
-
-    async def close(self) -> None:
-        """Closes connections, after the last request."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class FreePass:
     """The permit of a server without limits."""
@@ -132,7 +116,7 @@ class _Reading(NamedTuple):
 
 
 class WindowLimits:
-    """`RateLimits` over a store of the `limits` library. Event loop only.
+    """Limits over a store of the `limits` library. Event loop only.
 
     `pool` holds the connections if the store is Redis. `overrides` returns the limits an admin set
     for a tenant and must not block.

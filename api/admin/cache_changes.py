@@ -10,7 +10,7 @@ from typing import Any, Literal
 from fastapi import Request
 
 from api.admin.login.sessions import Admin
-from api.admin.parts import AdminParts, CacheAdmin, parts_of
+from api.admin.parts import AdminParts, CacheAdmin, add_audit_entry, parts_of
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound, Unsupported
 from tiers.blocks.keys import PrefixKey
@@ -85,7 +85,7 @@ async def pin(
     except TierError as error:
         raise InvalidRequest(str(error)) from None
     after = {"scope": scope.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s}
-    await _record(request, by, "cache.pin", name, why, after)
+    await add_audit_entry(request, by.name, "cache.pin", name, why=why, after=after)
     return made
 
 
@@ -95,7 +95,7 @@ async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
         raise RecordNotFound(
             f"there is no pin {name[:64]!r}, or it has ended; `cachesvc cache pin` lists them"
         )
-    await _record(request, by, "cache.unpin", name, why)
+    await add_audit_entry(request, by.name, "cache.unpin", name, why=why)
 
 
 async def evict(
@@ -109,7 +109,7 @@ async def evict(
     removed = await cache_admin_of(request).evict(keys)
     _look_again(parts_of(request))
     named = subject or (keys[0].hex() if len(keys) == 1 else f"{len(keys)} blocks")
-    await _record(request, by, "cache.evict", named, why, removed)
+    await add_audit_entry(request, by.name, "cache.evict", named, why=why, after=removed)
     return removed
 
 
@@ -124,7 +124,7 @@ async def purge(
         await must_exist(request, name)
     signed = await cache_admin_of(request).purge(kind, name, by=by.name, why=why)
     _look_again(parts_of(request))
-    await _record(request, by, "cache.purge", name, why, signed)
+    await add_audit_entry(request, by.name, "cache.purge", name, why=why, after=signed)
     return signed
 
 
@@ -132,10 +132,3 @@ def _look_again(parts: AdminParts) -> None:
     """Drop the explorer's snapshot of the disk, which is out of date."""
     if parts.explorer is not None:
         parts.explorer.forget_disk()
-
-
-async def _record(
-    request: Request, by: Admin, action: str, subject: str, why: str, after: Any = None
-) -> None:
-    record = parts_of(request).record
-    await asyncio.to_thread(record, action, subject, by=by.name, after=after, reason=why)

@@ -167,6 +167,14 @@ def books_of(request: Request) -> OpenBooks:
     return books
 
 
+async def add_audit_entry(
+    request: Request, by: str, action: str, subject: str, *, why: str = "", after: Any = None
+) -> None:
+    """Leaves an audit entry for a change or a look that has no transaction of its own."""
+    record = parts_of(request).record
+    await asyncio.to_thread(record, action, subject, by=by, after=after, reason=why)
+
+
 @contextmanager
 def found() -> Iterator[None]:
     """Turns an unknown tenant, key or request in a path into a 404."""

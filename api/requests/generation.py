@@ -7,12 +7,12 @@ do not. Tokens that the hold does not cover never count. Event loop only.
 """
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from api.job import Delta, Job, Served, Transcript
 from api.requests.bridge import OutputBridge
+from api.requests.metering import RunningCharge
 from api.served_model import Detokenizer, EngineClient
 from billing.errors import GateError
 from billing.gate.outcomes import Outcome
@@ -29,15 +29,6 @@ from engine.request import (
 from tiers.errors import MissReason
 
 ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons clients see
-
-
-class Coverage(Protocol):
-    """Says how many output tokens are paid for so far, and why no more are."""
-
-    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int: ...
-
-    @property
-    def refusal(self) -> GateError | None: ...
 
 
 @dataclass(slots=True)
@@ -101,7 +92,7 @@ class Generation:
     """Submits a `Job`, yields its text and reports its result. Used once."""
 
     def __init__(
-        self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: Coverage
+        self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: RunningCharge
     ) -> None:
         self.job = job
         self._engine = engine

@@ -17,8 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from api.job import Bill, Job, Served
-from api.requests.quote import Priced
+from api.job import Bill, Job, Priced, Served
 from billing.errors import GateError, InsufficientBalance, SpendLimitReached
 from billing.gate.holds import Hold
 from billing.gate.work import SYSTEM, Settled

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from api.errors import InvalidRequest, QuoteRefused
-from api.job import Job
+from api.job import Job, Priced
 from api.requests.forecast import Forecast
+from api.requests.metering import Meter
 from api.served_model import EngineClient
 from api.shapes.schemas import Extension
 from billing.errors import InvalidAmount
 from billing.keys import Principal
 from billing.money import format_units, parse_not_negative
-from billing.prices.book import RateRef
 from billing.usage import Usage
 from tiers.tier import TierName
 
@@ -27,16 +27,6 @@ class Survey(Protocol):
     async def __call__(self, job: Job) -> Sequence[Mapping[str, int]]:
         """For each prompt: tokens that would hit, by tier."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """A usage at the current price, in units; `output` is the price of the longest answer."""
-
-    currency: str
-    prompt: int
-    output: int
-    ref: RateRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +69,6 @@ class Quote:
             if self.ttft_ms is None
             else {"low": round(self.ttft_ms[0], 1), "high": round(self.ttft_ms[1], 1)},
         }
-
-
-class Meter(Protocol):
-    """See `api.requests.metering`."""
-
-    def price(self, principal: Principal, job: Job, usage: Usage) -> Priced: ...
 
 
 class Parts(Protocol):

@@ -17,7 +17,7 @@ from typing import Any
 from limits.errors import ConfigurationError
 
 from api.access.auth import KeyGate, Salts
-from api.access.rate_limits import LimitSettings, Overrides, Quota, RateLimits, open_limits
+from api.access.rate_limits import LimitSettings, Overrides, Quota, WindowLimits, open_limits
 from api.requests.metering import LedgerMeter
 from billing.accounts import Accounts
 from billing.alerts.budgets import BudgetWatch
@@ -67,7 +67,7 @@ class Money:
     bills: "Bills"
     gatekeeper: KeyGate
     salts: Salts
-    limits: RateLimits
+    limits: WindowLimits
     replays: Idempotency
     required: bool
     lease_s: int
@@ -265,7 +265,7 @@ def limit_settings(section: LimitsSection) -> LimitSettings:
     )
 
 
-def _limits(section: LimitsSection, overrides: Overrides) -> RateLimits:
+def _limits(section: LimitsSection, overrides: Overrides) -> WindowLimits:
     try:
         return open_limits(limit_settings(section), section.url, overrides)
     except (ConfigurationError, ImportError, ValueError) as error:

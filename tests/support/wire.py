@@ -15,15 +15,15 @@ from typing import Any
 
 from api.access.auth import Gatekeeper, Salts
 from api.access.overload import QueueBound
-from api.access.rate_limits import LimitSettings, RateLimits, open_limits
+from api.access.rate_limits import LimitSettings, WindowLimits, open_limits
 from api.collaborators import Collaborators, Readiness, WireSettings
-from api.job import Bill, Job, Served
+from api.job import Bill, Job, Priced, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.grammars import GrammarPool
 from api.requests.metering import Meter
-from api.requests.quote import Priced, Survey
+from api.requests.quote import Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
@@ -405,7 +405,7 @@ def fake_house(
     models: Sequence[ServedModel] = (),
     gatekeeper: Gatekeeper | None = None,
     meter: Meter | None = None,
-    limits: RateLimits | None = None,
+    limits: WindowLimits | None = None,
     salts: Salts | None = None,
     settings: WireSettings | None = None,
     balances: Callable[[str], Tenant] = rich_tenant,

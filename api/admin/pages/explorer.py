@@ -4,7 +4,6 @@ Actions are in `api.admin.pages.pins`. Tokens are decoded only when an admin ask
 an audit entry.
 """
 
-import asyncio
 import time
 from array import array
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
 from api.admin.pages.forms import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, Costs, Decode, rows_of
-from api.admin.parts import parts_of
+from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Explorer, Room
 from api.errors import InvalidRequest, Unsupported
 from tiers.blocks.keys import PrefixKey
@@ -149,7 +148,7 @@ async def text_page(request: Request, key: str, admin: MayChange) -> Response:
     if decode is None:
         raise Unsupported("This server has no tokenizer to read blocks with.")
     detail, _ = await explorer_of(request).block(key_of(key))
-    await _audit(request, admin, "block.read", key, "")
+    await add_audit_entry(request, admin.name, "block.read", key)
     text = decode(array("i", detail.block.tokens))
     return await show_block(request, admin, key_of(key), text=text)
 
@@ -228,10 +227,3 @@ def _leaves_off(node: TreeNode) -> bool:
 async def _pins(request: Request) -> Sequence[Pin[PrefixKey]]:
     cache_admin = parts_of(request).cache
     return await cache_admin.pins() if cache_admin is not None else []
-
-
-async def _audit(
-    request: Request, admin: Admin, action: str, subject: str, why: str, after: Any = None
-) -> None:
-    record = parts_of(request).record
-    await asyncio.to_thread(record, action, subject, by=admin.name, after=after, reason=why)

@@ -17,7 +17,7 @@ from starlette.responses import RedirectResponse, Response
 from api.admin.access import MayChange, MayRead, admin_of, cookie_name, is_secure, session_of
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
-from api.admin.parts import parts_of
+from api.admin.parts import add_audit_entry, parts_of
 from api.headers import FIT_NAME
 from billing.errors import BillingError
 from billing.keys import PREFIX, Scope
@@ -163,4 +163,4 @@ def _address(request: Request) -> str:
 
 async def _audit(request: Request, action: str, subject: str, by: str, **after: Any) -> None:
     facts = {"address": _address(request)} | after
-    await asyncio.to_thread(parts_of(request).record, action, subject, by=by, after=facts)
+    await add_audit_entry(request, by, action, subject, after=facts)

@@ -1,6 +1,5 @@
 """Recent requests and why their prompts missed: pages under /admin/requests, and JSON."""
 
-import asyncio
 from collections.abc import Iterator
 from itertools import islice
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.forms import Filter
-from api.admin.parts import parts_of
+from api.admin.parts import add_audit_entry, parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
 from api.journal.journal import Journal, RequestRecord
@@ -87,9 +86,8 @@ async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Re
     record, parts = _found(request, request_id), parts_of(request)
     if not record.prompts or parts.decode is None:
         raise Unsupported("This server keeps no prompts; `journal.keep_prompts` would.")
-    await asyncio.to_thread(
-        parts.record, "request.read", record.request_id, by=admin.name, reason="read its prompt"
-    )
+    why = "read its prompt"
+    await add_audit_entry(request, admin.name, "request.read", record.request_id, why=why)
     texts = [parts.decode(tokens) for tokens in record.prompts]
     return await _show(request, admin, record, texts)
 

@@ -9,13 +9,12 @@ from array import array
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
 
 from api.access.shares import OPERATOR
 from api.admin.access import MayChange
 from api.admin.cache_changes import must_exist
 from api.admin.parts import parts_of
-from api.admin.routes.bodies import Name
+from api.admin.routes.bodies import Name, StrictBody
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound
 from api.requests.quote import quote_of
@@ -28,19 +27,15 @@ router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
 AROUND = 12  # tokens shown on either side of a divergence
 
 
-class ExplainedPrompt(BaseModel):
+class ExplainedPrompt(StrictBody):
     """A request's body as it would be sent, and its tenant."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     tenant: Name
     request: dict[str, Any]
 
 
-class Pair(BaseModel):
+class Pair(StrictBody):
     """Two bodies, or ids of two requests whose prompts the journal keeps."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     tenant: Name
     a: dict[str, Any] | str
