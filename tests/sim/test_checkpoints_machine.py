@@ -1,7 +1,8 @@
 """Whatever parts of a prefix leave, and whenever, a model with recurrent states answers as cold.
 
 The model is `ChainRunner` with a state beside its KV, both of which prove the prefix that they were
-computed from. Blocks and checkpoints are evicted one by one, from each tier on its own.
+computed from. Blocks and checkpoints are evicted one by one, from each tier on its own. With a
+window, a block may also lack that part of its KV, and the runner reads all that the window sees.
 """
 
 import random
@@ -36,14 +37,17 @@ from tiers.policy.checkpoints import prompt_end
 
 BLOCK = 4
 STATE = StateName(0, "recurrent", 0)
-LAYOUT = replace(chain_layout(BLOCK), states=(StateTensor(*STATE, (1,), "float32"),))
+STATES = (StateTensor(*STATE, (1,), "float32"),)
+LAYOUT = replace(chain_layout(BLOCK), states=STATES)
+WINDOW = 6  # tokens: two blocks
 
 
 class StatefulRunner(ChainRunner):
     """Reads a sequence's last KV from its state too. `failing` steps fail at their end."""
 
-    def __init__(self, pool: torch.Tensor, checkpoints: torch.Tensor) -> None:
+    def __init__(self, pool: torch.Tensor, checkpoints: torch.Tensor, window: int | None) -> None:
         super().__init__(pool)
+        self._window = window or 1
         self._slots = checkpoints
         self._states = RecurrentStates(BLOCK)
         self.failing = 0
@@ -61,6 +65,8 @@ class StatefulRunner(ChainRunner):
             value = int(before[STATE].view(torch.int32)) if span.start else SEED
             if span.start and value != self._read(span, span.start - 1):
                 raise WrongKv(f"the state of sequence {span.sequence_id} at {span.start}")
+            for position in range(max(0, span.start + 1 - self._window), span.start):
+                self._read(span, position)
         sampled = super().step(batch)
         self._states.finish()
         return sampled
@@ -97,17 +103,30 @@ class World:
     """An engine driven turn by turn over tiers in memory, which outlive it."""
 
     def __init__(
-        self, seed: int, device_blocks: int, slots: int, fault_rate: float, below: int = 300
+        self,
+        seed: int,
+        device_blocks: int,
+        slots: int,
+        fault_rate: float,
+        below: int = 300,
+        window: int | None = None,
     ) -> None:
         self.chance = random.Random(seed)
+        self.window = window
+        self.layout = replace(chain_layout(BLOCK, window), states=STATES)
         self._device_blocks, self._slots = device_blocks, slots
-        own = LAYOUT.checkpoint
         self.tiers = (
             []
             if not below
             else [
-                MemoryTier(most, fault_rate=fault_rate, seed=seed, block_bytes=nbytes)
-                for most, nbytes in ((300, LAYOUT.nbytes), (below, own.nbytes))
+                MemoryTier(
+                    most,
+                    fault_rate=fault_rate,
+                    seed=seed,
+                    block_bytes=layout.nbytes,
+                    lasting_bytes=layout.lasting_nbytes,
+                )
+                for most, layout in ((300, self.layout), (below, self.layout.checkpoint))
             ]
         )
         self.asked: dict[str, tuple[list[int], int, int]] = {}
@@ -119,14 +138,15 @@ class World:
 
     def open(self) -> None:
         """Start an engine over the tiers, with empty memory."""
-        states = self._slots * LAYOUT.checkpoint.nbytes
-        device = self._device_blocks * LAYOUT.nbytes + states
-        host = 40 * LAYOUT.nbytes if self.tiers else 0
+        layout = self.layout
+        states = self._slots * layout.checkpoint.nbytes
+        device = self._device_blocks * layout.nbytes + states
+        host = 40 * layout.nbytes if self.tiers else 0
         disk, checkpoint_disk = self.tiers or (None, None)
         self.movers = [SteppedMover(tier, seed=1) for tier in self.tiers]
         mover, checkpoint_mover = self.movers or (None, None)
         self.cache = TieredCache(
-            LAYOUT,
+            layout,
             CacheSettings(
                 device_bytes=device,
                 host_bytes=host,
@@ -140,7 +160,8 @@ class World:
         )
         assert self.cache.group is not None
         self.groups = [self.cache, self.cache.group]
-        self.runner = StatefulRunner(self.cache.pool.tensor, self.cache.group.pool.tensor)
+        states_pool = self.cache.group.pool.tensor
+        self.runner = StatefulRunner(self.cache.pool.tensor, states_pool, self.window)
         scheduler = SchedulerSettings(max_running=4, step_tokens=12, mixed_step_tokens=6)
         self.engine = Engine(
             self.runner, self.cache, EngineSettings(scheduler=scheduler), self._take
@@ -306,9 +327,12 @@ TRUNKS = [[(7 * i * i + 5 * t + i) % 50 for i in range(60)] for t in range(3)]
 
 
 class Parts(RuleBasedStateMachine):
+    window: int | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(seed=3, device_blocks=26, slots=5, fault_rate=0.05)
+        sizes = {"device_blocks": 26, "slots": 5}
+        self.world = World(seed=3, **sizes, fault_rate=0.05, window=self.window)
 
     @rule(
         trunk=st.integers(0, 2),
@@ -388,7 +412,11 @@ class Parts(RuleBasedStateMachine):
         self.world.finish()
 
 
-Parts.TestCase.settings = settings(
+class WindowedParts(Parts):
+    window = WINDOW
+
+
+Parts.TestCase.settings = WindowedParts.TestCase.settings = settings(
     max_examples=60,
     stateful_step_count=40,
     deadline=None,
@@ -396,12 +424,15 @@ Parts.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestParts: Any = Parts.TestCase
+TestWindowedParts: Any = WindowedParts.TestCase
 
 
+@pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_life_of_evictions_hits_and_is_exact(seed: int) -> None:
+def test_a_long_life_of_evictions_hits_and_is_exact(seed: int, window: int | None) -> None:
     chance = random.Random(seed)
-    world = World(seed, chance.choice((26, 60)), chance.choice((4, 12)), (0.0, 0.2)[seed % 2])
+    sizes = chance.choice((26, 60)), chance.choice((4, 12))
+    world = World(seed, *sizes, (0.0, 0.2)[seed % 2], window=window)
     for step in range(150):
         trunk = TRUNKS[chance.randrange(3)][: chance.randrange(46)]
         world.submit([*trunk, chance.randrange(50)], 1 + chance.randrange(8), 1 + seed % 2)
