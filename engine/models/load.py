@@ -42,7 +42,14 @@ from engine.models.rope import fix_tables
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from engine.vision.tower import VisionTower, has_vision, split, tower_of
+from engine.vision.tower import (
+    VisionTower,
+    drop_towers,
+    has_vision,
+    is_text_of,
+    split,
+    tower_of,
+)
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, sized_layout
 
 if TYPE_CHECKING:
@@ -149,6 +156,8 @@ def load_model(
     if has_vision(model.config):
         tower, model = tower_of(model, folder), split(model)
         tokenizer.take_images(tower.reader.mark)
+    elif is_text_of(model.config):
+        drop_towers(model)
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
     return describe(
         name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device, tower=tower
@@ -226,7 +235,8 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
         _refuse_unsupported(config)
         _recommend_bfloat16(config, dtype, device)
         dequantized = _dequantize(config)
-        kind = AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+        seeing = has_vision(config) or is_text_of(config)
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         model, loading = kind.from_pretrained(
             folder,
             config=config,
@@ -265,7 +275,8 @@ def _load_config(folder: Path) -> Any:
 def _refuse_unsupported(config: Any) -> None:
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not has_vision(config):
+    known = has_vision(config) or is_text_of(config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not known:
         raise ModelError(
             f"transformers has no causal language model of type {config.model_type}; served are "
             f"models of text"

@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 import xxhash
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 from engine.models.load import LoadedModel, describe, load_model
 from engine.models.probe import NOTHING
+from engine.vision.tower import drop_towers, is_text_of
 from tests.support.models import bytes_tokenizer, save_tiny_vision_model
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
@@ -84,6 +89,15 @@ _INDEX: dict[str, Any] = {
     "index_n_heads": 8,
     "index_head_dim": 16,
 }
+_TOWER: dict[str, Any] = {  # of models whose text alone is served
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+}
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 _FOUR = {
     "num_hidden_layers": 4,
@@ -105,6 +119,13 @@ _LONGROPE = {
     },
 }
 
+_MROPE = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 3, 3],
+    }
+}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_value_heads": 4,
@@ -128,6 +149,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "cohere": ("Command R", {}),
     "cohere2": ("Command A, Command R7B", _BOTH),
     "cohere2_moe": ("Command A MoE", _BOTH),
+    "cohere2_vision": ("Command A Vision, its text", {**_BOTH}),
     "ctrl": ("CTRL", {"dff": 64}),
     "cwm": ("CWM", _BOTH),
     "deepseek_v2": ("DeepSeek-V2, V2-Lite, Coder-V2", {**_LATENT, "num_experts_per_tok": 2}),
@@ -156,6 +178,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ernie4_5": ("ERNIE 4.5 dense", {}),
     "ernie4_5_moe": ("ERNIE 4.5", {}),
     "exaone4": ("EXAONE 4", _BOTH),
+    "exaone4_5": ("EXAONE 4.5, its text", _BOTH),
     "exaone_moe": ("K-EXAONE", {}),
     "falcon_h1": ("Falcon-H1", {**_MAMBA, "mamba_d_ssm": 128}),
     "falcon_mamba": ("Falcon Mamba", {}),
@@ -171,8 +194,14 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gemma4_text": ("Gemma 4, its text model", {**_FOUR, **_PER_LAYER, "global_head_dim": 32}),
     "glm": ("GLM-4 9B", {}),
     "glm4": ("GLM-4 32B", {}),
+    "glm46v": ("GLM-4.6V-Flash, its text", _MROPE),
     "glm4_moe": ("GLM-4.5, 4.6, 4.7", {}),
     "glm4_moe_lite": ("GLM-4.7-Flash", _LATENT),
+    "glm4v": ("GLM-4.1V, its text", _MROPE),
+    "glm4v_moe": (
+        "GLM-4.5V, 4.6V, their text",
+        {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [1, 1, 2]}},
+    ),
     "glm_moe_dsa": (
         "GLM-5",
         {**_INDEX, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
@@ -200,10 +229,12 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hy_v4": ("Hunyuan 4", _INDEX),
     "hyperclovax": ("HyperCLOVA X", {}),
     "internlm3": ("InternLM 3", {}),
+    "internvl": ("InternVL 3, its text", {}),
     "iquestcoder": ("IQuest-Coder", {}),
     "jais2": ("Jais 2", {}),
     "jamba": ("Jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "jetmoe": ("JetMoE", {}),
+    "kimi_k25": ("Kimi K2.5, its text", _LATENT),
     "kimi_linear": (
         "Kimi Linear",
         {
@@ -227,6 +258,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "num_dense_layers": 1,
         },
     ),
+    "lfm2_vl": ("LFM2-VL, its text", {"layer_types": ["conv", "full_attention"]}),
     "lfm3": ("LFM3", {"layer_types": ["conv", "full_attention"]}),
     "llama": ("Llama 2 and 3, SmolLM 2, Yi, DeepSeek-R1-Distill-Llama", {}),
     "longcat_flash": ("LongCat-Flash", _LATENT),
@@ -238,6 +270,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mellum": ("Mellum", {}),
     "mimo_v2_flash": ("MiMo-V2-Flash", {**_BOTH, "v_head_dim": 8}),
     "minicpm3": ("MiniCPM3", _LATENT),
+    "minicpmv4_7": ("MiniCPM-V 4.7, its text", _DELTA),
     "minimax": (
         "MiniMax M1, Text-01",
         {"layer_types": ["linear_attention", "full_attention"], "block_size": 16},
@@ -246,6 +279,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "ministral": ("Ministral", _BOTH),
     "ministral3": ("Ministral 3", {}),
     "mistral": ("Mistral 7B, Mistral Small", {}),
+    "mistral3": ("Mistral Small 3.1 and 3.2, their text", {}),
     "mixtral": ("Mixtral", {}),
     "nanochat": ("nanochat", {}),
     "nemotron_h": (
@@ -270,16 +304,21 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "phi3": ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", _LONGROPE),
     "phimoe": ("Phi-3.5-MoE", _LONGROPE),
     "qwen2": ("Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen", {}),
+    "qwen2_5_vl": ("Qwen2.5-VL, its text", _MROPE),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", {}),
+    "qwen2_vl": ("Qwen2-VL, its text", _MROPE),
     "qwen3": ("Qwen3", {}),
     "qwen3_5_moe_text": ("Qwen3.5 MoE, its text model", _DELTA),
     "qwen3_5_text": ("Qwen3.5, its text model", _DELTA),
     "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", {}),
     "qwen3_next": ("Qwen3-Next", _DELTA),
+    "qwen3_vl": ("Qwen3-VL, its text", _MROPE),
+    "qwen3_vl_moe": ("Qwen3-VL MoE, its text", _MROPE),
     "seed_oss": ("Seed-OSS", {}),
     "smollm3": ("SmolLM3", {}),
     "solar_open": ("Solar Open", {}),
     "starcoder2": ("StarCoder2", {}),
+    "step3p7": ("Step-3.7, its text", {**_BOTH, "sliding_window": WINDOW}),
     "vaultgemma": ("VaultGemma", _BOTH),
     "youtu": ("Youtu-LLM", _LATENT),
     "zamba": (
@@ -300,6 +339,7 @@ RECURRENT = frozenset(
         "kimi_linear",
         "mamba",
         "mamba2",
+        "minicpmv4_7",
         "minimax",
         "nemotron_h",
         "olmo_hybrid",
@@ -314,13 +354,17 @@ RECURRENT = frozenset(
 def config_of(model_type: str) -> Any:
     """The tiny config of a model type."""
     config_class = CONFIG_MAPPING[model_type]
-    usual = config_class()
+    whole = config_class()
     _, own = ARCHITECTURES[model_type]
+    usual = whole.get_text_config()
     given = {**_SHAPE, **own}
     for name, value in _ALSO.items():
         if getattr(usual, name, None) is not None:
             given.setdefault(name, value)
-    return config_class(**given)
+    if usual is whole:
+        return config_class(**given)
+    tower = {name: value for name, value in _TOWER.items() if hasattr(whole.vision_config, name)}
+    return config_class(text_config=type(usual)(**given).to_dict(), vision_config=tower)
 
 
 def stock(model_type: str) -> Any:
@@ -328,7 +372,11 @@ def stock(model_type: str) -> Any:
     config = config_of(model_type)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        seeing = is_text_of(config)
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        model: Any = kind.from_config(config, dtype=torch.float32)
+        if seeing:
+            drop_towers(model)
         for name, parameter in model.named_parameters():
             if "sink" in name:
                 torch.nn.init.normal_(parameter, 1.0)  # transformers leaves them near zero
@@ -397,7 +445,7 @@ def _kept(loaded: LoadedModel) -> str:
         notes.append("states of short convolutions")
     if loaded.port is not None:
         notes.append("recurrent states")
-    config: Any = loaded.model.config
+    config: Any = loaded.model.config.get_text_config()
     windows = getattr(config, "layer_types", None) or []
     if "sliding_attention" in windows:
         notes.append("windows" if len({*windows}) == 1 else "windows in some layers")

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BloomConfig,
     LlamaConfig,
     MambaConfig,
@@ -132,7 +133,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
     [
         ("deepseek_v4", "layers of kind compressed_sparse_attention, heavily_compressed_attention"),
         ("glm5_next", "no causal language model of type glm5_next"),
-        ("step3p7", "no causal language model of type step3p7"),
+        ("mistral_large4", "no causal language model of type mistral_large4"),
     ],
 )
 def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
@@ -207,6 +208,31 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
     loaded = load_model(str(folder), device="cpu", dtype="auto", cache_dir=tmp_path)
     assert "DeepseekV3ForCausalLM" == type(loaded.model).__name__
     assert loaded.layers == (LayerLayout(1, 40, 32, shared=True),) * 2
+
+
+@pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
+def test_of_images_and_text_the_text_is_served(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    save_tiny_model(folder)  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = architectures.config_of(model_type)
+        whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    whole.save_pretrained(folder)
+    with caplog.at_level("INFO"):
+        loaded = load_model(str(folder), device="cpu", dtype="auto", cache_dir=tmp_path)
+    assert f"of {model_type} the text is served, and no images" in caplog.text
+    assert loaded.images is None and loaded.tower is None
+    assert sum(1 for _ in whole.parameters()) > sum(1 for _ in loaded.model.parameters())
+    tokens = torch.arange(30) * 7 % 256
+    with torch.inference_mode():
+        expected = whole(input_ids=tokens[None], use_cache=False).logits[0, -1].argmax()
+    span = Span(1, tokens.int().numpy(), 0, [0, 1], True, SamplingParams(temperature=0))
+    (sampled,) = ModelRunner(loaded, new_pool(loaded, 2)).step(Batch([span]))
+    assert int(expected) == sampled.token
 
 
 def quantized_by(folder: Path, method: str, **settings: object) -> None:
