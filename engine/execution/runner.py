@@ -5,7 +5,7 @@ a single row. Attention keeps the sequences apart. Logits are computed only for 
 choose a token.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,7 +24,7 @@ from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
 from engine.execution.cuda_graphs import DecodeGraphs, batch_sizes, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
-from engine.execution.shrinking import NO_MEMORY, Shrinking
+from engine.execution.shrinking import NO_MEMORY, Shrinking, choose_in_parts
 from engine.execution.team import ThreadTeam
 from engine.execution.traced import TracedForward, trace
 from engine.execution.waiting import Waiting
@@ -139,7 +139,9 @@ class ModelRunner:
     def _step(self, spans: Sequence[Span]) -> list[Sampled]:
         logits, prompt_logprobs = self._forward(spans)
         sampling = [span for span in spans if span.sample]
-        chosen = iter(self._sampler.sample(logits, sampling) if logits is not None else ())
+        chosen: Iterator[Sampled] = iter(())
+        if logits is not None:
+            chosen = iter(choose_in_parts(self._sampler.sample, logits, sampling))
         sampled = [next(chosen) if s.sample else Sampled(s.sequence_id, None) for s in spans]
         if not prompt_logprobs:
             return sampled

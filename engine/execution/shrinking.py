@@ -3,7 +3,8 @@
 A step's memory grows with its tokens, and by some paths with the prefix that they read. How much is
 free depends on the allocator's history. So a step that runs out of memory is halved: first by
 sequences, then at the border of a block, as the scheduler's own chunks are. Only a sequence that
-cannot compute one block fails.
+cannot compute one block fails. What has been computed is not computed again: if the memory ends
+while tokens are chosen, only the choice is halved.
 """
 
 import logging
@@ -20,6 +21,24 @@ NO_MEMORY = "the device has too little free memory to compute this request"
 CALM_STEPS = 64  # steps that fit, after which twice as many tokens are tried again
 
 Compute = Callable[[Sequence[Span]], list[Sampled]]
+Choose = Callable[[torch.Tensor, Sequence[Span]], list[Sampled]]
+
+
+def choose_in_parts(choose: Choose, logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+    """`choose` for as many rows at once as fit. logits: [len(spans), vocabulary].
+
+    The step is over by then. Computed again, it would read rows of states that it has replaced.
+    """
+    try:
+        return choose(logits, spans)
+    except torch.OutOfMemoryError as error:
+        logger.warning(f"a choice of {len(spans)} tokens does not fit, so it is halved: {error}")
+    _give_back()
+    if len(spans) == 1:
+        return [Sampled(spans[0].sequence_id, None, error=NO_MEMORY)]
+    half = len(spans) // 2
+    first = choose_in_parts(choose, logits[:half], spans[:half])
+    return first + choose_in_parts(choose, logits[half:], spans[half:])
 
 
 class Shrinking:
@@ -51,9 +70,7 @@ class Shrinking:
             self.max_tokens = min(most, self.max_tokens or most)
             self._num_calm = 0
             logger.warning(f"a step of {num_tokens} tokens does not fit, so it is halved: {error}")
-        # The handler has ended, so the failed step's tensors are free and can be given back.
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        _give_back()
         return None
 
     def _in_halves(self, spans: Sequence[Span]) -> list[Sampled]:
@@ -87,6 +104,12 @@ class Shrinking:
         self._num_calm += 1
         if self._num_calm >= CALM_STEPS:
             self.max_tokens, self._num_calm = 2 * self.max_tokens, 0
+
+
+def _give_back() -> None:
+    """Give free memory back. Outside the handler, whose error keeps the failed step's tensors."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _num_tokens(spans: Sequence[Span]) -> int:

@@ -11,6 +11,7 @@ from engine.batch import Batch, Embedded, Sampled, Span
 from engine.execution.runner import ModelRunner
 from engine.execution.shrinking import CALM_STEPS, NO_MEMORY, Shrinking
 from engine.request import SamplingParams
+from tests.parity import architectures
 from tests.support.models import new_pool, tiny_model
 
 BLOCK = 16
@@ -135,3 +136,44 @@ def test_other_errors_are_not_retried() -> None:
 
     with pytest.raises(RuntimeError, match="another fault"):
         Shrinking(compute, BLOCK)([span(0, 0, 64)])
+
+
+def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a step has written is not computed twice: a short convolution's rows before the step
+    are no longer in the pool once the step's own are."""
+    loaded = architectures.served("lfm2")
+    pools = [new_pool(loaded, 40) for _ in range(2)]
+    whole, limited = (ModelRunner(loaded, pool) for pool in pools)
+    choose = limited._sampler.sample
+
+    def small_choice(logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+        if len(spans) > 1:
+            raise torch.OutOfMemoryError(f"no room for {len(spans)} rows")
+        return choose(logits, spans)
+
+    monkeypatch.setattr(limited._sampler, "sample", small_choice)
+    computed = small(limited, 1000)
+    steps = [[span(0, 0, 5), span(1, 0, 7)], [span(0, 5, 9), span(1, 7, 6)], [span(0, 14, 1)]]
+    for spans in steps:
+        expected, actual = whole.step(Batch(spans)), limited.step(Batch(spans))
+        assert [one.token for one in expected] == [one.token for one in actual]
+        torch.testing.assert_close(pools[1], pools[0], rtol=1e-3, atol=1e-4, equal_nan=True)
+    assert [12, 15, 1] == computed
+
+
+def test_a_sequence_whose_token_alone_cannot_be_chosen_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (_, limited), _ = pair()
+    choose = limited._sampler.sample
+
+    def broken_choice(logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+        if any(each.sequence_id == 1 for each in spans):
+            raise torch.OutOfMemoryError
+        return choose(logits, spans)
+
+    monkeypatch.setattr(limited._sampler, "sample", broken_choice)
+    results = limited.step(Batch([span(n, 0, 4) for n in range(3)]))
+    assert [None, NO_MEMORY, None] == [one.error for one in results]
