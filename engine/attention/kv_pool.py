@@ -23,6 +23,9 @@ class LayerKv(NamedTuple):
 class KvPool:
     """Views of the pool `tensor`. `layers[i]` is the view of layer i.
 
+    `pages[i]` is layer i as a kernel reads it in place: `[num_blocks, 2, block_size, Hkv, D]`, or
+    `[num_blocks, 1, block_size, 1, D]` of latents. Layers of another form have none.
+
     `runs` views the same memory as runs of adjacent parts of one shape, `[num_blocks, parts,
     block_size, Hkv, D]` each, which can be copied in one call. Most models have one run.
     `windows[i]` is the window of all layers in run i. `attended` are the layers in runs, in their
@@ -49,6 +52,9 @@ class KvPool:
         self.order = stored_order(layers)
         self.places = {layer: place for place, layer in enumerate(self.order)}
         self.states = {number: layer.rows for number, layer in enumerate(layers) if layer.rows}
+        self.pages = {
+            number: page for number, page in enumerate(map(_page, self.layers)) if page is not None
+        }
         self.attended = [
             n
             for n in self.order
@@ -59,15 +65,8 @@ class KvPool:
 
     @property
     def paired(self) -> bool:
-        """Whether keys and values have one shape everywhere, which most kernels require."""
+        """Whether keys and values have one shape everywhere, as torch's own kernels require."""
         return self.tensor.ndim == 6 and self.tensor.shape[2] == 2
-
-    @property
-    def latent(self) -> bool:
-        """Whether every layer caches one head whose values are a part of its keys, like DeepSeek's
-        latents. Another kernel serves this case."""
-        one = all(kept.shared and kept.key.shape[2] == 1 for kept in self.layers)
-        return one and not self.states
 
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
@@ -86,6 +85,18 @@ class KvPool:
                 runs.append(flat[:, start:end].unflatten(1, shape))
             start = end
         return runs
+
+
+def _page(kept: LayerKv) -> torch.Tensor | None:
+    """See `KvPool.pages`. A layer's values follow its keys."""
+    key, value = kept.key, kept.value
+    if kept.shared:
+        return key[:, None] if key.shape[2] == 1 else None
+    if key.shape != value.shape:
+        return None
+    apart = value.storage_offset() - key.storage_offset()
+    shape = (len(key), 2, *key.shape[1:])
+    return key.as_strided(shape, (key.stride(0), apart, *key.stride()[1:]))
 
 
 def _uniform(tensor: torch.Tensor) -> list[LayerLayout]:

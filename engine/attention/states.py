@@ -9,14 +9,17 @@ Engine thread only.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from engine.attention.base import AttentionCall, PagedAttention
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
+from engine.hardware import upload
 from tiers.blocks.layout import LayerLayout
 
 
@@ -29,73 +32,165 @@ class PagedStates(Protocol):
         ...
 
 
+class _Places(NamedTuple):
+    """Where a step of T tokens finds the rows before its own, and where it leaves its last ones.
+
+    blocks, rows: [M], rows in the pool. seen: [T, width], for each token the rows up to its own,
+    as numbers in (a row of zeros, the M rows of the pool, the step's own).
+    """
+
+    blocks: torch.Tensor
+    rows: torch.Tensor
+    seen: torch.Tensor
+
+
+class _Written(NamedTuple):
+    """The step's rows [W] that are kept, and their places in the pool."""
+
+    sources: torch.Tensor
+    blocks: torch.Tensor
+    rows: torch.Tensor
+
+
+class _Decode(NamedTuple):
+    """See `StatefulAttention.begin_decode`."""
+
+    tables: torch.Tensor
+    positions: torch.Tensor
+    blocks: torch.Tensor
+
+
 class StatefulAttention:
     """An attention, with states beside it. A step's states enter the pool only at its end, so a
-    failed step leaves the states from which it began."""
+    failed step leaves the states from which it began.
+
+    Rows are found by index, the same for all layers, so a layer is a few operations, however many
+    sequences there are.
+    """
 
     def __init__(
         self, attention: PagedAttention, pool: torch.Tensor, layers: Sequence[LayerLayout]
     ) -> None:
-        self.attention = attention
+        self.attention: Any = attention
         self._kv = KvPool(pool, layers)
         self._spans: Sequence[Span] = ()
+        self._decode: _Decode | None = None
         self._computed: dict[int, torch.Tensor] = {}
+        self._places: dict[tuple[int, int, int], _Places] = {}
+
+    @property
+    def in_place(self) -> bool:
+        """Whether decode steps can begin by `begin_decode`."""
+        return getattr(self.attention, "in_place", False)
 
     def begin(self, spans: Sequence[Span]) -> None:
-        self._spans = spans
+        self._spans, self._decode = spans, None
         self._computed.clear()
+        self._places.clear()
         self.attention.begin(spans)
 
+    def begin_decode(
+        self,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        blocks: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
+        """Begin a step of one token for each of S sequences, as `TritonAttention.begin_decode`."""
+        self._decode = _Decode(tables, lengths.long() - 1, blocks)
+        self._computed.clear()
+        self._places.clear()
+        self.attention.begin_decode(tables, lengths, blocks, rows)
+
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return self.attention.attend(call)
+        output: torch.Tensor = self.attention.attend(call)
+        return output
 
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         """See `PagedStates`. Rows are rounded as the pool rounds them, so that cold and hit
         agree."""
         kept = self._kv.layers[layer].key[:, :, 0]  # [num_blocks, rows, C]
         self._computed[layer] = rounded = rows.to(kept.dtype)
-        rounded = rounded.to(rows.dtype)
-        recalled = []
+        form = (len(rows), width, kept.shape[1])
+        if form not in self._places:
+            find = self._places_of_spans if self._decode is None else self._places_of_tokens
+            self._places[form] = find(*form)
+        places = self._places[form]
+        before = kept[places.blocks, places.rows]
+        known = torch.cat([before.new_zeros(1, before.shape[1]), before, rounded])
+        return known[places.seen].to(rows.dtype)
+
+    def _places_of_spans(self, num_rows: int, width: int, num_kept: int) -> _Places:
+        """For a step from spans. Its last rows may be padding, which sees zeros."""
+        blocks: list[int] = []
+        positions: list[int] = []
+        seen = np.zeros((num_rows, width), np.int64)
         first = 0
         for span in self._spans:
-            own = rounded[first : first + len(span.tokens)]
-            recalled.append(windows_of(self._before(kept, span, width, own), own))
-            first += len(span.tokens)
-        missing = len(rows) - first
-        if missing:  # padding
-            recalled.append(rows.new_zeros(missing, width, rows.shape[1]))
-        return torch.cat(recalled)
+            earlier = range(max(0, span.start - width + 1), span.start)
+            numbers = np.zeros(width - 1 + len(span.tokens), np.int64)
+            numbers[width - 1 - len(earlier) : width - 1] = (
+                np.arange(len(earlier)) + len(blocks) + 1
+            )
+            numbers[width - 1 :] = -np.arange(first + 1, first + 1 + len(span.tokens))
+            count = len(span.tokens)
+            seen[first : first + count] = np.lib.stride_tricks.sliding_window_view(numbers, width)
+            blocks += [span.block_table[p // self._kv.block_size] for p in earlier]
+            positions += earlier
+            first += count
+        own = seen < 0
+        seen[own] = len(blocks) - seen[own]
+        rows = np.array(positions, np.int64) % num_kept
+        return _Places(
+            self._upload(np.array(blocks, np.int64)), self._upload(rows), self._upload(seen)
+        )
 
-    def _before(
-        self, kept: torch.Tensor, span: Span, width: int, like: torch.Tensor
-    ) -> torch.Tensor:
-        """The rows of the `width - 1` positions before the span: [width - 1, C]."""
-        rows = like.new_zeros(width - 1, like.shape[1])
-        for place, position in enumerate(range(span.start - width + 1, span.start)):
-            if position >= 0:
-                block = span.block_table[position // self._kv.block_size]
-                rows[place] = kept[block, position % kept.shape[1]]
-        return rows
+    def _places_of_tokens(self, num_rows: int, width: int, num_kept: int) -> _Places:
+        """For a step from tensors, without a wait for the device."""
+        assert self._decode is not None
+        tables, positions, _ = self._decode
+        earlier = positions[:, None] + torch.arange(1 - width, 0, device=positions.device)
+        there = earlier.clamp(min=0)
+        blocks = tables.gather(1, there // self._kv.block_size).long()
+        numbers = torch.arange(1, earlier.numel() + 1, device=positions.device).view_as(earlier)
+        own = torch.arange(num_rows, device=positions.device) + earlier.numel() + 1
+        seen = torch.cat([numbers * (earlier >= 0), own[:, None]], 1)
+        return _Places(blocks.flatten(), (there % num_kept).flatten(), seen)
 
     def finish(self) -> None:
         self.attention.finish()
-        first = 0
-        for span in self._spans:
-            if span.write_kv:
-                for layer, rows in self._computed.items():
-                    self._write(layer, span, rows[first : first + len(span.tokens)])
-            first += len(span.tokens)
-        self._spans = ()
+        written: dict[int, _Written] = {}
+        for layer, rows in self._computed.items():
+            kept = self._kv.layers[layer].key[:, :, 0]
+            if kept.shape[1] not in written:
+                written[kept.shape[1]] = self._written(kept.shape[1])
+            to = written[kept.shape[1]]
+            kept[to.blocks, to.rows] = rows[to.sources]
+        self._spans, self._decode = (), None
         self._computed.clear()
+        self._places.clear()
 
-    def _write(self, layer: int, span: Span, rows: torch.Tensor) -> None:
-        """Store the last rows of each block that the span touches."""
-        kept, size = self._kv.layers[layer].key[:, :, 0], self._kv.block_size
-        start, end = span.start, span.start + len(span.tokens)
-        for number in range(start // size, -(-end // size)):
-            stop = min(end, (number + 1) * size)
-            for position in range(max(start, number * size, stop - kept.shape[1]), stop):
-                kept[span.block_table[number], position % kept.shape[1]] = rows[position - start]
+    def _written(self, num_kept: int) -> _Written:
+        """The last rows of each block that a span touches; of a decode step, every row."""
+        if self._decode is not None:
+            _, positions, own = self._decode
+            everyone = torch.arange(len(positions), device=positions.device)
+            return _Written(everyone, own, positions % num_kept)
+        size, first = self._kv.block_size, 0
+        places: list[tuple[int, int, int]] = []
+        for span in self._spans:
+            start, end = span.start, span.start + len(span.tokens)
+            for number in range(start // size, -(-end // size)) if span.write_kv else ():
+                stop = min(end, (number + 1) * size)
+                for position in range(max(start, number * size, stop - num_kept), stop):
+                    source = first + position - start
+                    places.append((source, span.block_table[number], position % num_kept))
+            first += len(span.tokens)
+        sources, blocks, rows = np.array(places, np.int64).reshape(-1, 3).T
+        return _Written(self._upload(sources), self._upload(blocks), self._upload(rows))
+
+    def _upload(self, values: NDArray[np.int64]) -> torch.Tensor:
+        return upload(values, self._kv.tensor.device)
 
     def forget(self, sequence_id: int) -> None:
         self.attention.forget(sequence_id)

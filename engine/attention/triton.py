@@ -69,7 +69,8 @@ class TritonAttention:
         gathered."""
         self._pool = pool
         self._kv = KvPool(pool, layers)
-        self.in_place = self._kv.paired or self._kv.latent  # whether the kernel reads the pool
+        # Whether the kernel reads the pool.
+        self.in_place = all(layer in self._kv.pages for layer in self._kv.attended)
         self._varlen = self._kv.paired and varlen_works(pool)
         self._step: _Step | None = None
 
@@ -178,9 +179,9 @@ class TritonAttention:
         """The launch's rows of the step's: [N, Hq, Dv]."""
         chosen = call.query[launch.queries].unflatten(0, (-1, launch.num_queries))
         kept = self._kv.layers[call.layer]
-        rank = kept.value.shape[-1] if self._kv.latent else None
-        pool = kept.key[:, None] if rank is not None else self._pool[:, self._kv.places[call.layer]]
-        output = attend_paged(chosen, pool, launch.keys, call.options, rank=rank)
+        rank = kept.value.shape[-1] if kept.shared else None
+        pages = self._kv.pages[call.layer]
+        output = attend_paged(chosen, pages, launch.keys, call.options, rank=rank)
         output = output.flatten(0, 1)
         return output if launch.kept is None else output[launch.kept]
 
@@ -188,14 +189,16 @@ class TritonAttention:
         """Attention of one span of several tokens, whose rows `call` has. Returns [T, Hq, Dv]."""
         query, options = call.query, call.options
         if self._varlen and can_varlen(query, self._pool, options):
-            layer = self._pool[:, self._kv.places[call.layer]]
-            return attend_varlen(query, layer, table, span.start, options)
+            pages = self._kv.pages[call.layer]
+            return attend_varlen(query, pages, table, span.start, options)
+        kept = self._kv.layers[call.layer]
         first = first_seen(span.start, options.window) // self._kv.block_size
         before = first * self._kv.block_size
         end = span.start + len(span.tokens)
-        keys, values = gather_blocks(self._kv.layers[call.layer], table[first:], end - before)
+        keys, values = gather_blocks(kept, table[first:], end - before)
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-        if not self._kv.paired or options.softcap is not None or options.sinks is not None:
+        even = not kept.shared and keys.shape == values.shape
+        if not even or options.softcap is not None or options.sinks is not None:
             return _attend_tiled(query, keys, values, span.start - before, options)
         if options == AttentionOptions(options.scaling):
             return _attend_causal(query, keys, values, options.scaling)

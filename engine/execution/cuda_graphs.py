@@ -26,8 +26,8 @@ Work = Callable[[], torch.Tensor]
 
 
 def cuda_graphs(device: torch.device, attention: PagedAttention) -> bool:
-    """Whether decode steps can run as graphs here."""
-    return device.type == "cuda" and hasattr(attention, "begin_decode")
+    """Whether decode steps can run as graphs here: only if all of one is done on the device."""
+    return device.type == "cuda" and getattr(attention, "in_place", False)
 
 
 def batch_sizes(max_running: int) -> tuple[int, ...]:
@@ -73,9 +73,10 @@ class DecodeGraphs:
         self,
         forward: Forward,
         attention: PagedAttention,
-        pool: torch.Tensor,
         max_blocks: int,
         *,
+        block_size: int,
+        device: torch.device,
         batch_sizes: Sequence[int],
         record: Callable[[Work], Work] | None = None,
         scratch: int,
@@ -84,14 +85,14 @@ class DecodeGraphs:
         that of the longest sequence. `scratch` is an unowned block for padding rows."""
         self._forward = forward
         self._attention = attention
-        self._block_size = pool.shape[3]
+        self._block_size = block_size
         self._record = record or Recorder()
         self._sizes = tuple(batch_sizes)
         self._replays: dict[int, Work] = {}
         shape = (self._sizes[-1], _COLUMNS + max_blocks)
-        pinned = pool.device.type == "cuda"
+        pinned = device.type == "cuda"
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(shape, dtype=torch.int32, device=pool.device)
+        self._device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._values = self._host.numpy()
         self._padding = np.zeros(shape[1], np.int32)
         self._padding[2:4] = 1, scratch  # one key, its own: the least work a row can do

@@ -105,15 +105,14 @@ class ModelRunner:
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._graphs: DecodeGraphs | None = None
-        in_place = kv.paired or (kv.latent and pool.ndim == 6)
-        in_place = in_place and self._recurrent is None
-        if scratch is not None and in_place and cuda_graphs(self._device, self._attention):
+        if scratch is not None and cuda_graphs(self._device, self._attention):
             max_blocks = -(-loaded.max_context // kv.block_size)
             self._graphs = DecodeGraphs(
                 self._decode_logits,
                 self._attention,
-                pool,
                 min(max_blocks, len(pool)),
+                block_size=kv.block_size,
+                device=self._device,
                 batch_sizes=batch_sizes(max_running),
                 scratch=scratch,
             )

@@ -1,12 +1,20 @@
-"""Recording decode steps, where the recording fails. Streams and graphs are stand-ins."""
+"""Recording decode steps: what is recorded, and where it fails. Streams and graphs are
+stand-ins."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
-from engine.execution.cuda_graphs import Recorder, batch_sizes
+from engine.batch import Span
+from engine.execution.cuda_graphs import DecodeGraphs, Recorder, batch_sizes, cuda_graphs
+from engine.execution.runner import ModelRunner
+from engine.request import SamplingParams
+from tests.parity.architectures import served
+from tests.support.models import new_pool
+from tests.support.torch_calls import Recorder as Calls
 
 
 class Stream:
@@ -71,3 +79,50 @@ def test_a_graph_takes_as_many_sequences_as_may_run(
     sizes = batch_sizes(max_running)
     assert (largest, count) == (sizes[-1], len(sizes))
     assert largest / 2 < max_running <= largest
+
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"}  # for values of a tensor
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "deepseek_v3", "gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "lfm2_moe"]
+)
+def test_a_decode_step_waits_for_nothing_that_it_computes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A capture refuses to wait, and then a model is served without graphs."""
+    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
+
+    def attend(query: torch.Tensor, *_: object, rank: int | None) -> torch.Tensor:
+        return query if rank is None else query[..., :rank]
+
+    monkeypatch.setattr(triton, "attend_paged", attend)
+    loaded = served(name)
+    pool = new_pool(loaded, 8)
+    runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+    assert cuda_graphs(torch.device("cuda"), runner._attention)
+    graphs = DecodeGraphs(
+        runner._decode_logits,
+        runner._attention,
+        max_blocks=4,
+        block_size=16,
+        device=torch.device("cpu"),
+        batch_sizes=(2,),
+        record=lambda work: work,
+        scratch=7,
+    )
+    params = SamplingParams(temperature=0)
+    spans = [Span(1, np.array([40], np.int32), 33, [3, 4, 5], True, params)]
+    with Calls() as calls:
+        graphs.run(spans)
+    assert WAITS.isdisjoint(calls.calls), calls.calls
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "qwen3_next"])
+def test_models_whose_steps_the_host_shapes_get_no_graphs(name: str) -> None:
+    """An index picks keys by sequence, and a recurrent state is a tensor of its sequence."""
+    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
+    loaded = served(name)
+    pool = new_pool(loaded, 8)
+    runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+    assert not cuda_graphs(torch.device("cuda"), runner._attention)
