@@ -15,11 +15,11 @@ import xxhash
 
 from api.job import COMPARED_TOKENS, Comparison, Job, PromptPart
 from api.requests.kept import NOTHING, KeptBodies, RecentBodies, owner_of
+from api.shapes.message import SYSTEM_ROLES
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, prefix_keys, token_bytes
 
 MAX_BYTES: Final = 4 << 20
-SYSTEM_ROLES: Final = ("system", "developer")
 _DIGEST_BYTES: Final = 8
 
 

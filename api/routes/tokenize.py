@@ -1,8 +1,9 @@
 """POST /tokenize and /detokenize: texts and chats to the model's tokens, and back."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 
 from api.collaborators import Collaborators
 from api.context import authorised, read_body, wire_of
@@ -11,10 +12,32 @@ from api.routes.conversation import chat_prompt
 from api.routes.models import find_model
 from api.routes.prompts import encode_chat, encode_text
 from api.served_model import ServedModel
-from api.shapes.body import parse
-from api.shapes.schemas import DetokenizeBody, TokenizeBody
+from api.shapes.body import MESSAGES_MAX, Body, Items, parse
+from api.shapes.message import Message
+from api.shapes.schemas import IDS_MAX, ChatBody
 
 router = APIRouter(tags=["tokens"])
+
+
+class TokenizeBody(Body):
+    model: str | None = None
+    prompt: str | None = None
+    text: str | None = None
+    messages: Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)] | None = None
+    tools: Items[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def as_chat(self, model: str) -> ChatBody:
+        """The body as a chat."""
+        fields = {"messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
+        given = {name: getattr(self, name) for name in fields & self.model_fields_set}
+        return ChatBody.model_construct(model=model, **given)
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=IDS_MAX, fail_fast=True)]
 
 
 @router.post("/tokenize")

@@ -7,7 +7,7 @@ request. `api.requests.retention` keeps it.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from api.shapes.body import Body
 
@@ -37,6 +37,8 @@ class CacheControl(Body):
 class CacheBreakpoint(Body):
     """OpenAI's `prompt_cache_breakpoint` of a part. Its `ttl` goes before that of the options."""
 
+    model_config = ConfigDict(extra="forbid")  # a mistyped ttl would be another price
+
     mode: Literal["explicit"]
     ttl: Ttl | None = None
 
@@ -47,6 +49,8 @@ class CacheOptions(Body):
     `implicit` keeps the whole prompt too. `explicit` keeps only what parts mark, and without a mark
     the request does not use the cache.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     mode: Literal["implicit", "explicit"] | None = None
     ttl: Ttl | None = None
@@ -78,6 +82,19 @@ class Marked(Body):
         if point is None:
             return None
         return TTL_S[point.ttl] if point.ttl else options.for_s
+
+
+def tool_mark(tool: Mapping[str, Any]) -> CacheControl | None:
+    """The mark of a chat's tool, on it or on its function (LiteLLM's form). Raises ValueError."""
+    function = tool.get("function")
+    inner = function.get("cache_control") if isinstance(function, Mapping) else None
+    given = tool.get("cache_control", inner)
+    try:
+        return None if given is None else CacheControl.model_validate(given)
+    except ValidationError:
+        raise ValueError(
+            "cache_control of a tool should be of type 'ephemeral', with a ttl of '5m' or '1h'"
+        ) from None
 
 
 def mark_of(part: Mapping[str, Any]) -> dict[str, Any]:

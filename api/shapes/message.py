@@ -7,6 +7,7 @@ from api.shapes.body import Body, Items
 from api.shapes.breakpoints import Marked
 from api.shapes.images import ImageAsked
 
+SYSTEM_ROLES: Final = ("system", "developer")
 _UNSERVED: Final = {
     "function_call": "send tool_calls",
     "audio": "send what was said as content",

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
-from api.shapes.breakpoints import TTL_S, WRITES_MOST, CacheOptions
+from api.shapes.breakpoints import TTL_S, WRITES_MOST, CacheControl, CacheOptions, tool_mark
 from api.shapes.fields import (
     CHAT,
     COMPLETIONS,
@@ -21,7 +21,7 @@ from api.shapes.fields import (
     ignored_names,
     refuse_unserved,
 )
-from api.shapes.message import Message
+from api.shapes.message import SYSTEM_ROLES, Message
 from engine.bounds import (
     MAX_COUNT,
     MAX_REPETITION_PENALTY,
@@ -127,7 +127,7 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
     cache_salt: Annotated[str, Field(max_length=SALT_CHARS)] | None = None
     metadata: Any = None
-    service_tier: Any = None
+    service_tier: str | None = None
     cachesvc: Extension | None = None
 
     @field_validator("stop")
@@ -230,14 +230,25 @@ class ChatBody(GenerationBody):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
+    cache_control: CacheControl | None = None  # of the whole prompt, in OpenRouter's form
     enable_thinking: bool | None = None  # Qwen's name for `thinking`
+
+    @field_validator("tools")
+    @classmethod
+    def _tools_are_marked_well(
+        cls, tools: list[dict[str, Any]] | None
+    ) -> list[dict[str, Any]] | None:
+        for tool in tools or []:
+            tool_mark(tool)
+        return tools
 
     def refuse_unserved(self) -> None:
         super().refuse_unserved()
-        if self.prompt_cache_options and self.prompt_cache_retention:
+        several = ("prompt_cache_options", "prompt_cache_retention", "cache_control")
+        given = [name for name in several if getattr(self, name) is not None]
+        if len(given) > 1:
             raise InvalidRequest(
-                "prompt_cache_options and prompt_cache_retention both say how long: send one.",
-                param="prompt_cache_options",
+                f"{given[0]} and {given[1]} both say how long: send one.", param=given[0]
             )
 
     @property
@@ -251,17 +262,29 @@ class ChatBody(GenerationBody):
     def breakpoints(self) -> "list[Breakpoint]":
         """The points up to which to keep the prompt: the latest four, the whole prompt included."""
         options = self.prompt_cache_options or CacheOptions()
-        found = [
-            point for n, each in enumerate(self.messages) for point in _marks(n, each, options)
-        ]
-        if self.prompt_cache_retention == "24h":
+        found = list(self._marks_of_tools())
+        for number, each in enumerate(self.messages):
+            found += _marks(number, each, options)
+        if self.cache_control is not None:
+            found.append(Breakpoint(self.cache_control.for_s, len(self.messages)))
+        elif self.prompt_cache_retention == "24h":
             found.append(Breakpoint(TTL_S["24h"], len(self.messages)))
         elif self.prompt_cache_options and options.mode != "explicit":
             found.append(Breakpoint(options.for_s, len(self.messages)))
         return found[-WRITES_MOST:]
 
+    def _marks_of_tools(self) -> "Iterator[Breakpoint]":
+        """Templates put tools before, within or after the system's text, so it is kept too."""
+        others = (n for n, one in enumerate(self.messages) if one.role not in SYSTEM_ROLES)
+        num_system = next(others, len(self.messages))
+        for mark in map(tool_mark, self.tools or []):
+            if mark is not None:
+                yield Breakpoint(mark.for_s, num_system)
+
     def until(self, point: "Breakpoint") -> "ChatBody | None":
         """The chat cut at a breakpoint; None if that is its end."""
+        if not point.messages:  # after the tools of a chat without a system message
+            return self._of([Message(role="user", content="")])
         *before, last = self.messages[: point.messages]
         parts = last.content if isinstance(last.content, list) else []
         num_parts = point.parts or len(parts)
@@ -269,8 +292,11 @@ class ChatBody(GenerationBody):
             return None
         cut = last.model_copy(update={"content": parts[:num_parts]}) if parts else last
         messages = [*before, cut]
-        if all(each.role in ("system", "developer") for each in messages):
+        if all(each.role in SYSTEM_ROLES for each in messages):
             messages.append(Message(role="user", content=""))  # templates need one
+        return self._of(messages)
+
+    def _of(self, messages: list[Message]) -> "ChatBody":
         return self.model_copy(update={"messages": messages, "continue_final_message": None})
 
     @property
@@ -353,27 +379,6 @@ class QuoteBody(Body):
     """The fields that identify the kind of a body."""
 
     messages: list[Any] | None = None
-
-
-class TokenizeBody(Body):
-    model: str | None = None
-    prompt: str | None = None
-    text: str | None = None
-    messages: Annotated[list[Message], Field(max_length=MESSAGES_MAX, fail_fast=True)] | None = None
-    tools: Items[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
-
-    def as_chat(self, model: str) -> ChatBody:
-        """The body as a chat."""
-        fields = {"messages", "tools", "chat_template_kwargs", "add_generation_prompt"}
-        given = {name: getattr(self, name) for name in fields & self.model_fields_set}
-        return ChatBody.model_construct(model=model, **given)
-
-
-class DetokenizeBody(Body):
-    model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=IDS_MAX, fail_fast=True)]
 
 
 def sampling_params(

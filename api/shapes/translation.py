@@ -8,6 +8,7 @@ import orjson
 from pydantic import ValidationError
 
 from api.shapes.body import refusal
+from api.shapes.message import SYSTEM_ROLES
 from api.shapes.schemas import ChatBody
 
 Plain = dict[str, Any]
@@ -36,7 +37,7 @@ def merged_systems(messages: list[Plain]) -> list[Plain]:
 
     Their parts keep their marks.
     """
-    leading = list(takewhile(lambda each: each["role"] in ("system", "developer"), messages))
+    leading = list(takewhile(lambda each: each["role"] in SYSTEM_ROLES, messages))
     if len(leading) < 2:
         return messages
     contents = [each["content"] for each in leading]

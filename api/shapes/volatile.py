@@ -8,6 +8,8 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
+from api.shapes.message import SYSTEM_ROLES
+
 RULES: Final[Mapping[str, re.Pattern[str]]] = {
     # Claude Code sends its version and a digest of the conversation for its own billing.
     "claude-code-billing": re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),
@@ -20,7 +22,7 @@ def without_volatile(
     """The messages, and the `rules` that dropped a line from the head of the first one."""
     plain = list(messages)
     head = plain[0] if plain else {}
-    if head.get("role") not in ("system", "developer") or not isinstance(head["content"], str):
+    if head.get("role") not in SYSTEM_ROLES or not isinstance(head["content"], str):
         return plain, ()
     text, applied = plain[0]["content"], []
     for name in rules:

@@ -342,6 +342,29 @@ async def test_marked_parts_are_kept_for_their_ttl(
     assert [] == await kept(client, house)
 
 
+async def test_a_mark_on_the_whole_chat_keeps_the_whole_prompt(
+    client: httpx.AsyncClient, house: FakeHouse
+) -> None:
+    """OpenRouter's automatic caching, as Messages has it."""
+    found = await kept(client, house, cache_control={"type": "ephemeral", "ttl": "1h"})
+    assert [(3600, len(house.engine.requests[-1].tokens))] == found
+
+
+@pytest.mark.parametrize("inside", [False, True])
+async def test_marked_tools_are_kept_with_what_the_system_says(
+    client: httpx.AsyncClient, house: FakeHouse, inside: bool
+) -> None:
+    """The template of these tests has no tools: they would stand before the first turn's text."""
+    function: dict[str, Any] = {"name": "look"}
+    tool = {"type": "function", "function": function}
+    (function if inside else tool).update(EPHEMERAL)
+    law, user = {"role": "system", "content": "law " * 20}, {"role": "user", "content": "hi"}
+    found = await kept(client, house, messages=[user], tools=[tool])
+    assert [(300, len("user: "))] == found
+    found = await kept(client, house, messages=[law, user], tools=[tool])
+    assert [(300, len(f"system: {law['content']}\nuser: "))] == found
+
+
 async def test_at_most_the_latest_four_are_kept(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:
@@ -367,7 +390,13 @@ async def test_explicit_without_a_mark_does_not_use_the_cache(
         {"prompt_cache_options": {"ttl": "2m"}},
         {"prompt_cache_options": {"mode": "often"}},
         {"prompt_cache_options": {"prewarm": True}},
+        {"prompt_cache_options": {"time": "24h"}},
         {"prompt_cache_options": {}, "prompt_cache_retention": "24h"},
+        {"cache_control": {"type": "ephemeral"}, "prompt_cache_retention": "24h"},
+        {"cache_control": {"type": "lasting"}},
+        {"service_tier": 5},
+        {"tools": [{"type": "function", "function": {"name": "f"}, "cache_control": {}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "cache_control": "x"}}]},
         {"messages": [{"role": "user", "content": [part("a", **BREAKPOINT, **EPHEMERAL)]}]},
         {
             "messages": [

@@ -23,9 +23,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.testclient import TestClient
 
+from api.routes.tokenize import DetokenizeBody, TokenizeBody
 from api.shapes.messages import CountBody, MessagesBody
 from api.shapes.responses import InputBody, ResponsesBody
-from api.shapes.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from api.shapes.schemas import ChatBody, CompletionBody
 from billing.proof.prover import Prover
 from billing.store.opening import database_url, open_store
 from cachesvc.service import Service
