@@ -18,8 +18,8 @@ from billing.errors import StoreError
 from billing.store.schema import use_postgresql
 from billing.store.store import LedgerStore, cause_of
 
-REVISION = "0016"
 MIGRATIONS = Path(__file__).parent / "migrations"
+REVISION = max(file.name for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))[:4]  # the last
 BUSY_TIMEOUT_S = 10
 # Page cache of each of a server's up to 15 connections. SQLite keeps pages until it is full: with
 # 64 MiB the memory grew with the ledger. The operating system caches them too.
