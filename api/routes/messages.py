@@ -14,7 +14,7 @@ from api.routes.prompts import encode_chat
 from api.shapes.body import parse
 from api.shapes.breakpoints import TTL_S
 from api.shapes.fields import ignored_names
-from api.shapes.messages import Breakpoint, CountBody, Diagnostics, MessagesBody
+from api.shapes.messages import CountBody, Diagnostics, MarkedPlace, MessagesBody
 from api.shapes.messages_format import MessagesFormat, anthropic_diagnostics
 from api.shapes.template_arguments import fitting_thinking
 
@@ -57,7 +57,7 @@ async def _format(
 
 def _marks(body: MessagesBody) -> list[Mark]:
     """The last breakpoint of each ttl, without those that a later, longer-lived one covers."""
-    last: dict[str, Breakpoint] = {}
+    last: dict[str, MarkedPlace] = {}
     for point in body.breakpoints():
         last[point.ttl] = point
         if point.ttl == "1h":

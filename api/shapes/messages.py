@@ -78,7 +78,7 @@ class OutputConfig(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Breakpoint:
+class MarkedPlace:
     """A point of the prompt to keep it up to.
 
     It is after `messages` messages and `blocks` blocks of the last of them (0: all). Before the
@@ -130,24 +130,24 @@ class CountBody(Body):
             }
         )
 
-    def breakpoints(self) -> "Iterator[Breakpoint]":
+    def breakpoints(self) -> "Iterator[MarkedPlace]":
         """The points up to which the client asks to keep the prompt, in order."""
         for tool in self.tools or []:
             if tool.cache_control is not None:
-                yield Breakpoint(tool.cache_control.ttl or "5m")
+                yield MarkedPlace(tool.cache_control.ttl or "5m")
         for number, block in enumerate(self.system if isinstance(self.system, list) else []):
             if block.cache_control is not None:
-                yield Breakpoint(block.cache_control.ttl or "5m", system=number + 1)
+                yield MarkedPlace(block.cache_control.ttl or "5m", system=number + 1)
         for number, message in enumerate(self.messages):
             content = message.content if isinstance(message.content, list) else []
             for place, block in enumerate(content):
                 if block.cache_control is not None:
                     ttl = block.cache_control.ttl or "5m"
-                    yield Breakpoint(ttl, messages=number + 1, blocks=place + 1)
+                    yield MarkedPlace(ttl, messages=number + 1, blocks=place + 1)
         if self.cache_control is not None:
-            yield Breakpoint(self.cache_control.ttl or "5m", messages=len(self.messages))
+            yield MarkedPlace(self.cache_control.ttl or "5m", messages=len(self.messages))
 
-    def until(self, point: "Breakpoint") -> "CountBody | None":
+    def until(self, point: "MarkedPlace") -> "CountBody | None":
         """The body cut at a breakpoint; None if that is its end.
 
         A chat must have a message. A cut before the first one gets an empty message, which diverges

@@ -32,7 +32,7 @@ class TargetError(Exception):
     """The server cannot be reached or refuses. The message says what it answered."""
 
 
-class Line:
+class Exchanges:
     """The exchanges that are under way, and how to end them all at once."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Target:
     cold: Mapping[str, Any] | None = None
     others: tuple[str, ...] = ()
     serves: Mapping[str, str] | None = None
-    line: Line = field(default_factory=Line)
+    line: Exchanges = field(default_factory=Exchanges)
     _numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     @property
@@ -131,8 +131,10 @@ def receipt_keys(url: str, key: str | None) -> dict[str, str]:
     return {str(each["key_id"]): str(each["public_key"]) for each in told.get("keys") or []}
 
 
-def _json(url: str, path: str, key: str | None, body: Any = None, line: Line | None = None) -> Any:
-    line = line or Line()
+def _json(
+    url: str, path: str, key: str | None, body: Any = None, line: Exchanges | None = None
+) -> Any:
+    line = line or Exchanges()
     for tried in range(MAX_BUSY + 1):
         status, text, wait_s = _exchange(url, path, key, body, line)
         if status not in BUSY or tried == MAX_BUSY:
@@ -148,7 +150,7 @@ def _json(url: str, path: str, key: str | None, body: Any = None, line: Line | N
 
 
 def _exchange(
-    url: str, path: str, key: str | None, body: Any, line: Line
+    url: str, path: str, key: str | None, body: Any, line: Exchanges
 ) -> tuple[int, bytes, float]:
     """Status and body of the answer, and the seconds after which a busy server wants to be asked
     again."""

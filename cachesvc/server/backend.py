@@ -37,7 +37,7 @@ class ServedEngine(EngineClient, Protocol):
     def stats(self) -> EngineStats: ...
 
 
-class Adapters(Protocol):
+class AdapterDigests(Protocol):
     """LoRA adapters by name, with digests of their contents."""
 
     @property
@@ -60,7 +60,7 @@ class Weights(Protocol):
     def max_context(self) -> int: ...
 
     @property
-    def adapters(self) -> Adapters: ...
+    def adapters(self) -> AdapterDigests: ...
 
     @property
     def images(self) -> ImageReader | None: ...
