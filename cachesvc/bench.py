@@ -200,7 +200,7 @@ class Scenario:
             data_dir=self._data_dir,
             on_outputs=self._probe.on_outputs,
         )
-        running.start(self._engine.chunk_tokens)
+        running.start(core.step_tokens(self._engine, self._loaded.device))
         try:
             yield running
         finally:

@@ -15,6 +15,8 @@ from engine.errors import ModelError
 
 CPU_CACHE_BYTES = 1 << 30  # of the device tier, if not configured
 STEP_BYTES = 2 << 30  # of a GPU, reserved for the memory that steps need
+CPU_STEP_TOKENS = 512  # of prompts in a step
+GPU_STEP_TOKENS = 2048  # so that the arithmetic of a step outlasts its 800 launches (DESIGN)
 T = TypeVar("T")
 
 
@@ -54,6 +56,12 @@ def pick_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError(NO_GPU)
     return name
+
+
+def default_step_tokens(device: str) -> int:
+    """How many tokens of prompts a step computes, if not configured. What does not fit into a GPU's
+    memory is computed in parts (`execution.shrinking`)."""
+    return GPU_STEP_TOKENS if torch.device(device).type == "cuda" else CPU_STEP_TOKENS
 
 
 def spare_bytes(device: str) -> int:

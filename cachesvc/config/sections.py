@@ -228,9 +228,10 @@ class EngineSection(Section):
         description="Refuse a request that would wait longer than this, with a Retry-After",
     )
     chunk_tokens: int = Field(
-        512,
-        ge=1,
-        description="Prompt tokens computed in one step; a quarter while others decode",
+        0,
+        ge=0,
+        description="Prompt tokens computed in one step, a quarter while others decode; 0: 512, or "
+        "2,048 on a GPU",
     )
 
 

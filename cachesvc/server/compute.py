@@ -16,7 +16,7 @@ from cachesvc.server.backend import MakeBackend
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
 from engine.errors import ModelError
-from engine.hardware import pick_device, run_apart, spare_bytes
+from engine.hardware import default_step_tokens, pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.promise import Equal
 from engine.request import StepOutput
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Settings, MakeBackend]:
     """Does the slow work before the tiers are opened: loads the model, or starts vLLM's node.
 
-    Returns the settings with the size of the device tier filled in. Raises ModelError or
+    Returns the settings with what depends on the device filled in. Raises ModelError or
     ConfigError, with the reason, if the model cannot be served.
     """
     if settings.engine.backend == "vllm":
@@ -64,7 +64,14 @@ def _sized(settings: Settings, device: str) -> Settings:
     cache = settings.cache
     if not cache.device_bytes:
         cache = cache.model_copy(update={"device_bytes": spare_bytes(device)})
-    return settings.model_copy(update={"cache": cache})
+    chunk = {"chunk_tokens": step_tokens(settings.engine, device)}
+    engine = settings.engine.model_copy(update=chunk)
+    return settings.model_copy(update={"cache": cache, "engine": engine})
+
+
+def step_tokens(engine: EngineSection, device: str) -> int:
+    """How many tokens of prompts a step computes."""
+    return engine.chunk_tokens or default_step_tokens(device)
 
 
 def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
@@ -141,7 +148,7 @@ def build(
         disk=disk,
         checkpoint_disk=states,
         pin_folder=disk_path(data_dir),
-        engine=_engine_settings(engine, _other_arithmetics(data_dir, loaded)),
+        engine=_engine_settings(engine, loaded.device, _other_arithmetics(data_dir, loaded)),
         stream=stream,
         shares=shares,
     )
@@ -231,12 +238,15 @@ def _other_arithmetics(data_dir: Path, loaded: LoadedModel) -> tuple[bytes, ...]
     return others
 
 
-def _engine_settings(engine: EngineSection, others: tuple[bytes, ...]) -> EngineSettings:
+def _engine_settings(
+    engine: EngineSection, device: str, others: tuple[bytes, ...]
+) -> EngineSettings:
+    num_tokens = step_tokens(engine, device)
     return EngineSettings(
         scheduler=SchedulerSettings(
             max_running=engine.max_running,
-            step_tokens=engine.chunk_tokens,
-            mixed_step_tokens=max(1, engine.chunk_tokens // 4),
+            step_tokens=num_tokens,
+            mixed_step_tokens=max(1, num_tokens // 4),
             other_arithmetics=others,
         ),
         max_waiting=engine.max_waiting,

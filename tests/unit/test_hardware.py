@@ -1,14 +1,21 @@
-"""What the device tier takes where nobody said how much."""
+"""What depends on the device where nobody said how much."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from cachesvc.config.sections import EngineSection
 from cachesvc.config.settings import Settings
 from cachesvc.server import compute
 from engine.errors import ModelError
-from engine.hardware import CPU_CACHE_BYTES, STEP_BYTES, default_dtype, spare_bytes
+from engine.hardware import (
+    CPU_CACHE_BYTES,
+    CPU_STEP_TOKENS,
+    STEP_BYTES,
+    default_dtype,
+    spare_bytes,
+)
 from tests.support.models import save_tiny_model
 
 GIB = 1 << 30
@@ -46,6 +53,17 @@ def test_a_size_that_was_given_is_served_and_a_missing_one_is_told(tmp_path: Pat
 
     assert served(device_bytes=8 << 20).cache.device_bytes == 8 << 20
     assert served().cache.device_bytes == CPU_CACHE_BYTES
+    assert served().engine.chunk_tokens == CPU_STEP_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("given", "device", "expected"), [(0, "cpu", 512), (0, "cuda", 2048), (64, "cuda", 64)]
+)
+def test_a_step_of_a_gpu_is_large_enough_to_hide_its_launches(
+    given: int, device: str, expected: int
+) -> None:
+    settings = compute._engine_settings(EngineSection(chunk_tokens=given), device, ())
+    assert expected == settings.scheduler.step_tokens == 4 * settings.scheduler.mixed_step_tokens
 
 
 @pytest.mark.parametrize(
