@@ -33,6 +33,9 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     assert speed["ours"]["graphs"]["decode_tokens_per_s"] > 0
     assert "tokens_per_s" in speed["generate_batch"], speed["generate_batch"]
     assert figures["service"]["promotion_256"]["hit_host"] == 255
+    conform = figures["conform"]["embedded"]
+    assert conform["ok"] and conform["flips"] == 0 and conform["cases"] >= 200
+    assert {"device", "host", "disk"} <= set(conform["tiers"])
     assert figures["service"]["arrivals"]["gaps_ms"]["quiet_median"] > 0
 
 
