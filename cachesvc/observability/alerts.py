@@ -12,11 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cachesvc.observability.history import History
-from tiers.tier import TierName
+from cachesvc.observability.names import HIT_RATE, HIT_TOKENS, PROMPT_TOKENS
 
 MINUTE_S, HOUR_S = 60.0, 3600.0
-HITS = "+".join(f"traffic.prompt_tokens.{tier}" for tier in TierName)
-PROMPTS = "traffic.prompt_tokens.*"
 
 Floats = npt.NDArray[np.float64]
 Firing = Callable[["Recent"], str | None]
@@ -107,9 +105,9 @@ def _hit_rate_dropped(recent: Recent) -> str | None:
     """Compares the five-minute hit rate, over fifteen minutes, with that of a day before."""
     window_s, span_s = 15 * MINUTE_S, 5 * MINUTE_S
     ages_s, (hits, prompts) = recent.points(
-        [f"delta:{HITS}", f"delta:{PROMPTS}"], window_s + span_s
+        [f"delta:{HIT_TOKENS}", f"delta:{PROMPT_TOKENS}"], window_s + span_s
     )
-    ages_before_s, (before,) = recent.points([f"ratio:{HITS}/{PROMPTS}"], 25 * HOUR_S)
+    ages_before_s, (before,) = recent.points([HIT_RATE], 25 * HOUR_S)
     before = before[(ages_before_s > HOUR_S) & ~np.isnan(before)]
     if not len(ages_s) or not len(before):
         return None

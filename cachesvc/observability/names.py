@@ -231,6 +231,11 @@ VLLM_ALIASES: Mapping[str, Alias] = {
     "vllm:request_prefill_time_seconds": Alias("cachesvc_prefill_seconds"),
 }
 
+# Series of the history: prompt tokens, those that hit in any tier, and the hit rate.
+PROMPT_TOKENS = "traffic.prompt_tokens.*"
+HIT_TOKENS = "+".join(f"traffic.prompt_tokens.{tier}" for tier in TierName)
+HIT_RATE = f"ratio:{HIT_TOKENS}/{PROMPT_TOKENS}"
+
 ROUTES = frozenset(
     {
         "/v1/chat/completions",

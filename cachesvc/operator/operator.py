@@ -23,7 +23,7 @@ from cachesvc.operator.purge import (
     together,
 )
 from cachesvc.operator.scopes import ScopeKind, roots_of
-from cachesvc.operator.storage_meter import StorageCharges
+from cachesvc.operator.storage_meter import StorageMeter
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
 from tiers.operations.face import CacheOperations
@@ -45,7 +45,7 @@ class CacheOperator:
         block_size: int,
         data_dir: Path,
         signer: ReceiptSigner,
-        storage: StorageCharges | None = None,
+        storage: StorageMeter | None = None,
         wall_clock: Callable[[], float] = time.time,
         *,
         forget: Callable[[ScopeKind, str], None] = lambda kind, name: None,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil, floor
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from api.admin.parts import Trail
 from api.cache.explorer import Caller
@@ -49,18 +49,6 @@ T = TypeVar("T")
 
 
 Payers = Callable[[], Mapping[PrefixKey, Payer]]
-
-
-class StorageCharges(Protocol):
-    """The part that the cache operator uses."""
-
-    async def settle(self) -> Collection[str]:
-        """Charges every started hour. Returns the names of pins released unpaid."""
-        ...
-
-    def forget(self, name: str) -> None:
-        """Forgets a pin that was ended early and whose hours are settled."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +103,10 @@ class StorageMeter:
             await asyncio.sleep(self._until_next_s())
 
     async def settle(self) -> Collection[str]:
-        """See `StorageCharges`. Raises BillingError if the ledger fails; no charge is lost."""
+        """Charges every started hour. Returns the names of pins released unpaid.
+
+        Raises BillingError if the ledger fails; no charge is lost.
+        """
         async with self._settling:
             pins = await self._look()
             unpaid = [pin for pin in pins if not await self._charge(pin)]
@@ -124,6 +115,7 @@ class StorageMeter:
             return [pin.name for pin in unpaid]
 
     def forget(self, name: str) -> None:
+        """Forgets a pin that was ended early and whose hours are settled."""
         for known in [known for known, pin in self._known.items() if pin.name == name]:
             self._drop(known)
 

@@ -24,6 +24,7 @@ from cachesvc.config.sections import CostsSection
 from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import firing_alerts
 from cachesvc.observability.history import History, pack
+from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
 from cachesvc.observability.snapshot import Sources, snapshot
 from cachesvc.server.money import limit_settings
 from cachesvc.server.remembered import Remembered
@@ -43,9 +44,8 @@ RECENT_S = 60.0
 FIRST_LINK_S = 24 * 3600.0  # servers are often started long before the first login
 RECENT = {
     "requests_per_s": "rate:traffic.requests.*",
-    "prompt_tokens_per_s": "rate:traffic.prompt_tokens.*",
-    "hit_ratio": "ratio:traffic.prompt_tokens.device+traffic.prompt_tokens.host"
-    "+traffic.prompt_tokens.disk+traffic.prompt_tokens.remote/traffic.prompt_tokens.*",
+    "prompt_tokens_per_s": f"rate:{PROMPT_TOKENS}",
+    "hit_ratio": HIT_RATE,
     "generation_tokens_per_s": "rate:traffic.generation_tokens",
     **{
         f"{name}_p{share}_s": f"p{share}:latency.{name}"

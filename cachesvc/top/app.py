@@ -13,7 +13,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from cachesvc.server.server_file import LiveError
 from cachesvc.top import model
-from cachesvc.top.source import Reading, Source
+from cachesvc.top.source import LiveSource, Reading
 
 STEPS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
@@ -83,7 +83,7 @@ class TopApp(App[None]):
 
     paused: reactive[bool] = reactive(False)
 
-    def __init__(self, source: Source, *, interval_s: float = 1.0) -> None:
+    def __init__(self, source: LiveSource, *, interval_s: float = 1.0) -> None:
         super().__init__()
         self._source = source
         self._interval_s = interval_s

@@ -3,17 +3,17 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlencode
 
+from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
 from cachesvc.server.server_file import LiveServer
 
 WINDOW_S = 120.0  # of the sparklines
 
 SPARKS: Mapping[str, str] = {
-    "prompt tok/s": "rate:traffic.prompt_tokens.*",
-    "hit rate": "ratio:traffic.prompt_tokens.device+traffic.prompt_tokens.host"
-    "+traffic.prompt_tokens.disk+traffic.prompt_tokens.remote/traffic.prompt_tokens.*",
+    "prompt tok/s": f"rate:{PROMPT_TOKENS}",
+    "hit rate": HIT_RATE,
     "ttft p95": "p95:latency.ttft",
     "output tok/s": "rate:traffic.generation_tokens",
 }
@@ -31,14 +31,8 @@ class Reading:
     at_s: float = field(default_factory=time.time)
 
 
-class Source(Protocol):
-    """A source of readings. Blocks. Raises LiveError if the server does not answer."""
-
-    def read(self) -> Reading: ...
-
-
 class LiveSource:
-    """Readings of a running server."""
+    """Readings of a running server. Blocks. Raises LiveError if it does not answer."""
 
     def __init__(self, server: LiveServer) -> None:
         self._server = server

@@ -13,7 +13,7 @@ from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import (
     TenantName,
 )
-from cachesvc.cli.money.invocation import Invocation, Operations, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import confirm, note
 
@@ -132,7 +132,7 @@ def _book(
 
 
 def _show_before(
-    call: Operations,
+    call: Invocation,
     kind: Booking,
     tenant: str,
     amount: str,

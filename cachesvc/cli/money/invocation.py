@@ -6,12 +6,12 @@ names a database, the same function runs here. Commands cannot tell the differen
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from api.admin.routes.operation_table import PREFIX, operation_of
@@ -29,78 +29,15 @@ R = TypeVar("R")
 PATIENCE_S = 600.0  # rating or refunding a long history takes minutes
 
 
-class Operations(Protocol):
-    """Carries out one operation of `billing.operations` with its keyword arguments."""
-
-    def __call__(
-        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R: ...
-
-
-class LocalOperations:
-    """Operations on books that are open here."""
-
-    def __init__(self, books: Books) -> None:
-        self._books = books
-
-    def __call__(
-        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        return operation(self._books, *args, **kwargs)
-
-
-class ServerOperations:
-    """Operations carried out by a running server. A header names the user."""
-
-    def __init__(self, server: LiveServer) -> None:
-        self._server = server
-
-    def __call__(
-        self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
-    ) -> R:
-        assert not args, args
-        _, method, template, _ = operation_of(operation)
-        arguments: dict[str, Any] = {k: v for k, v in kwargs.items() if k != "by"}
-        path = re.sub(
-            r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template
-        )
-        if method == "POST":
-            answer = self._server.post(PREFIX + path, arguments, timeout_s=PATIENCE_S)
-        else:
-            query = urlencode({k: v for k, v in arguments.items() if v is not None})
-            answer = self._server.get(f"{PREFIX}{path}?{query}", timeout_s=PATIENCE_S)
-        return cast(R, answer)
-
-
-@contextmanager
-def operations(
-    data_dir: Path | None, database: str | None, *, create: bool = False
-) -> Iterator[Operations]:
-    """The operations for a command. An error ends the command with its message.
-
-    `create` creates the ledger if there is none.
-    """
-    path = data_dir_of(data_dir)
-    try:
-        server = find_server(path) if database is None else None
-        if server is not None:
-            yield ServerOperations(server)
-            return
-        with open_books(path, database, create=create) as books:
-            yield LocalOperations(books)
-    except (BillingError, LiveError) as error:
-        fail(str(error), exit_code(error))
-
-
 class Invocation:
     """Carries out one command's operations, and says who calls, why, and how to answer.
 
-    Opens the server or the directory at the first call.
+    Finds the server, or opens the directory, at the first call.
     """
 
     def __init__(self, stack: ExitStack, shared: Mapping[str, Any], *, create: bool) -> None:
         self._stack, self._create = stack, create
-        self._call: Operations | None = None
+        self._place: LiveServer | Books | None = None
         self.data_dir: Path | None = shared["data_dir"]
         self.database: str | None = shared["database"]
         self.json: bool = shared.get("json", False)
@@ -114,10 +51,31 @@ class Invocation:
     def __call__(
         self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        if self._call is None:
-            opened = operations(self.data_dir, self.database, create=self._create)
-            self._call = self._stack.enter_context(opened)
-        return self._call(operation, *args, **kwargs)
+        """Carries out an operation of `billing.operations` with its keyword arguments."""
+        assert not args, args
+        place = self._place = self._place or self._found()
+        if isinstance(place, LiveServer):
+            return cast(R, _asked(place, operation, kwargs))
+        return operation(place, *args, **kwargs)
+
+    def _found(self) -> "LiveServer | Books":
+        path = data_dir_of(self.data_dir)
+        server = find_server(path) if self.database is None else None
+        if server is not None:
+            return server
+        opened = open_books(path, self.database, create=self._create)
+        return self._stack.enter_context(opened)
+
+
+def _asked(server: LiveServer, operation: Callable[..., object], given: Mapping[str, Any]) -> Any:
+    """The server's answer to an operation. A header names the user."""
+    _, method, template, _ = operation_of(operation)
+    arguments = {name: value for name, value in given.items() if name != "by"}
+    path = re.sub(r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template)
+    if method == "POST":
+        return server.post(PREFIX + path, arguments, timeout_s=PATIENCE_S)
+    query = urlencode({name: value for name, value in arguments.items() if value is not None})
+    return server.get(f"{PREFIX}{path}?{query}", timeout_s=PATIENCE_S)
 
 
 def _option(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:

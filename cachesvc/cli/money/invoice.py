@@ -17,7 +17,7 @@ from cachesvc.cli.money.books import (
     NO_REASON,
     TenantOption,
 )
-from cachesvc.cli.money.invocation import Invocation, Operations, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.render import confirm, fail, note, print_documents, print_json
 
 _REMOVED = {
@@ -65,7 +65,7 @@ def show(
     _write(made, to)
 
 
-def _made(call: Operations, what: str, month: str | None, form: Form) -> Any:
+def _made(call: Invocation, what: str, month: str | None, form: Form) -> Any:
     if month is None:
         return call(invoices.show_invoice, number=what, format=form)
     return call(invoices.show_month, tenant=what, month=month, format=form)

@@ -27,7 +27,7 @@ from cachesvc.cli.money.books import (
     DataDir,
     books,
 )
-from cachesvc.cli.money.invocation import Invocation, Operations, operating
+from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_documents, print_json
@@ -205,7 +205,7 @@ def correct(
 
 
 def _show_before(
-    call: Operations, tenant: str, name: str, amount: str | None, to: str | None
+    call: Invocation, tenant: str, name: str, amount: str | None, to: str | None
 ) -> None:
     """Says what would be corrected, and asks."""
     if to is not None:
