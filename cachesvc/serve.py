@@ -20,6 +20,7 @@ from cachesvc.server.remote import check_remote
 from cachesvc.server.startup import Startup, answering
 from cachesvc.server.supervisor import notify
 from engine.driver import check_device
+from engine.lean import without_training
 from engine.models.files import check
 from tiers.telemetry.events import EventStream
 
@@ -52,16 +53,14 @@ def serve(
             published(settings.events, stream),
             contextlib.ExitStack() as service_open,
         ):
-            with answering(listener, startup):
+            with answering(listener, startup), contextlib.ExitStack() as lean:
                 logger.info(
                     f"{url_of(listener)} answers 503 until {settings.model.name} is loaded; "
                     "/health/ready says when"
                 )
                 with startup.during("importing torch"), _importing():
                     if not over_vllm:
-                        from engine.lean import import_transformers
-
-                        import_transformers()
+                        lean.enter_context(without_training())
                     from cachesvc.server.compute import prepare  # torch, seconds of it
                 with startup.during(f"loading {settings.model.name}"):
                     with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare") as thread:

@@ -1,16 +1,17 @@
 """Imports transformers without the parts of torch that only training and compiling need.
 
-transformers asks for `torch.distributed.tensor`, sympy and `torch._dynamo` as it is imported, for
-models spread over many devices and for functions that a compiler must leave alone. Here a model is
-on one device, and nothing of transformers is compiled. They are a third of a server's imports.
+transformers asks for `torch.distributed.tensor` and `torch._dynamo` as it is imported, for models
+spread over many devices and for functions that a compiler must leave alone. Here a model is on one
+device, and nothing of transformers is compiled. They are a quarter of a server's imports.
 
-A program of our own calls `import_transformers` before it imports the rest of `engine`. A library
-must not: the program around it may train.
+A program of our own imports the rest of `engine` and loads its model inside `without_training`. A
+library must not: the program around it may train.
 """
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -22,11 +23,12 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 Function = Callable[..., Any]
 
 
-def import_transformers() -> None:
-    """Import transformers' models as with a torch that is built without `torch.distributed`.
+@contextmanager
+def without_training() -> Iterator[None]:
+    """Inside, models are imported and loaded as by a torch that is built without
+    `torch.distributed`, and `torch._dynamo` is imported only by what needs more than its marks.
 
-    `torch._dynamo` is imported later, by whoever uses it. A transformers that needs more of it is
-    left to be imported whole. Main thread, before other threads import.
+    Main thread, while no other thread imports torch.
     """
     import torch
     from transformers.utils import is_torch_distributed_available
@@ -37,15 +39,21 @@ def import_transformers() -> None:
         is_torch_distributed_available()  # asks once and remembers
     finally:
         torch.distributed.is_available = available
-    if _COMPILER in sys.modules:
-        return
-    sys.modules[_COMPILER], sys.modules[_INDEXING] = _Compiler(_COMPILER), _Indexing(_INDEXING)
+    if _COMPILER not in sys.modules:
+        sys.modules[_COMPILER], sys.modules[_INDEXING] = _Compiler(_COMPILER), _Indexing(_INDEXING)
+    try:
+        _import_models()
+        yield
+    finally:
+        _remove()
+
+
+def _import_models() -> None:
     try:
         import transformers.masking_utils
         import transformers.modeling_utils  # noqa: F401
     except ImportError as error:
         logger.info(f"transformers is imported with torch's compiler: {error}")
-    finally:
         _remove()
 
 
