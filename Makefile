@@ -14,6 +14,8 @@ TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Nothing is resolved, and a module is compiled when it is first imported: most of them never are.
 PINNED := install --no-deps --no-compile
+# And not at each start anew, which takes twice as long as all else that a start does.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The first time, pip shows what it fetches; later it would list all that is there already.
 QUIET = $(if $(wildcard $(VENV)/lib/python3*/site-packages/torch),-q)
