@@ -60,6 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--load", type=float, default=1.0, help="time to load, in cold times")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
@@ -68,14 +69,14 @@ def main() -> None:
         loaded = compute.load(ModelSection(), Path(folder))
         loaded = replace(loaded, max_context=max(loaded.max_context, max(options.tokens) + 128))
         for size in options.tokens:
-            figures.append(measured(loaded, Path(folder), size, options.rounds, options.load))
+            figures.append(measured(loaded, Path(folder), size, options))
             print(json.dumps(figures[-1]), flush=True)
     result = {"machine": machine(), "commit": commit(), "load": options.load, "figures": figures}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measured(loaded: Any, folder: Path, size: int, rounds: int, load: float) -> dict[str, Any]:
+def measured(loaded: Any, folder: Path, size: int, options: argparse.Namespace) -> dict[str, Any]:
     layout = loaded.layout(BLOCK, None)
     room = (size // BLOCK + 16) * layout.nbytes * 2
     cache = CacheSection(
@@ -97,13 +98,13 @@ def measured(loaded: Any, folder: Path, size: int, rounds: int, load: float) -> 
     )
     core.start(512)
     try:
-        return _rounds(core, probe, Document(loaded.tokenizer, size, seed=size), rounds, load)
+        return _rounds(core, probe, Document(loaded.tokenizer, size, seed=size), options)
     finally:
         core.close()
 
 
 def _rounds(
-    core: Core, probe: Probe, document: Document, rounds: int, load: float
+    core: Core, probe: Probe, document: Document, options: argparse.Namespace
 ) -> dict[str, Any]:
     promoter = core.cache._promoter
     mover, economy = promoter._mover, promoter._economy
@@ -114,11 +115,11 @@ def _rounds(
     warm = Document(document._tokenizer, 256, seed=-1)
     probe.ask(core, warm.ask(0))
     cold_s, _ = probe.ask(core, document.ask(0))
-    slow.block_s = load * cold_s / num_blocks
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
+    slow.block_s = options.load * cold_s / num_blocks
+    taken: dict[str, list[float]] = {way: [] for way in options.ways}
     hits: dict[str, int] = {}
-    for number in range(rounds):
-        for way in WAYS:
+    for number in range(options.rounds):
+        for way in options.ways:
             core.engine.call(lambda _: sink(core.cache, to_disk=True)).result(300)
             economy.enabled = way != "load"
             # Both rates of this document; what is measured on the way is of single steps.
@@ -136,7 +137,9 @@ def _rounds(
         "seconds": {way: [round(each, 3) for each in all_] for way, all_ in taken.items()},
         "hit_tokens": hits,
         "faster_than": {
-            way: round(medians[way] / medians["both ends"], 2) for way in ("load", "compute")
+            way: round(medians[way] / medians["both ends"], 2)
+            for way in medians
+            if way != "both ends"
         },
     }
 
