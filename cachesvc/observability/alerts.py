@@ -84,11 +84,9 @@ def firing_alerts(history: History) -> list[dict[str, str]]:
     ]
 
 
-def _lasting(
-    series: str, window_s: float, is_so: Callable[[Floats], npt.NDArray[np.bool_]], summary: str
-) -> Firing:
-    """The condition of one series holds throughout the last `window_s` seconds."""
-    return lambda recent: summary if recent.throughout(series, window_s, is_so) else None
+def _ledger_drift(recent: Recent) -> str | None:
+    drifts = recent.throughout("value:money.drift_units", MINUTE_S, lambda units: units != 0)
+    return "Balances and holds do not sum to the ledger" if drifts else None
 
 
 def _clock_skew(recent: Recent) -> str | None:
@@ -126,6 +124,12 @@ def _tier_faults(recent: Recent) -> str | None:
     return f"A tier faults: {', '.join(sources)}" if sources else None
 
 
+def _disk_shard_not_ready(recent: Recent) -> str | None:
+    series = "value:cache.shards.checking+cache.shards.replacing"
+    lasts = recent.throughout(series, 30 * MINUTE_S, lambda shards: shards > 0)
+    return "A disk shard has not taken blocks for 30 minutes" if lasts else None
+
+
 def _disk_tier_full(recent: Recent) -> str | None:
     """Fires if the disk tier has been full for six hours and evicted in each of them."""
     disk = "cache.tiers.disk"
@@ -142,39 +146,25 @@ def _disk_tier_full(recent: Recent) -> str | None:
     return "The disk tier evicts; a larger one may pay" if all(evicting) else None
 
 
+def _hold_too_old(recent: Recent) -> str | None:
+    old = recent.throughout("value:money.oldest_hold_s", 5 * MINUTE_S, lambda age: age > 3600)
+    return "A hold is older than any request should be" if old else None
+
+
+def _queue_grows(recent: Recent) -> str | None:
+    long = recent.throughout("value:engine.num_waiting", 10 * MINUTE_S, lambda num: num > 50)
+    return "Requests wait faster than they are served" if long else None
+
+
 RUNBOOKS = {"DiskShardNotReady": "tier-faults"}
-_DRIFT = _lasting(
-    "value:money.drift_units",
-    MINUTE_S,
-    lambda units: units != 0,
-    "Balances and holds do not sum to the ledger",
-)
-_SHARD = _lasting(
-    "value:cache.shards.checking+cache.shards.replacing",
-    30 * MINUTE_S,
-    lambda shards: shards > 0,
-    "A disk shard has not taken blocks for 30 minutes",
-)
-_HOLD = _lasting(
-    "value:money.oldest_hold_s",
-    5 * MINUTE_S,
-    lambda age_s: age_s > 3600,
-    "A hold is older than any request should be",
-)
-_QUEUE = _lasting(
-    "value:engine.num_waiting",
-    10 * MINUTE_S,
-    lambda num: num > 50,
-    "Requests wait faster than they are served",
-)
 ALERTS: Sequence[Alert] = (
-    Alert("LedgerDrift", "page", MINUTE_S, _DRIFT),
+    Alert("LedgerDrift", "page", MINUTE_S, _ledger_drift),
     Alert("ClockSkew", "page", 0, _clock_skew),
     Alert("InvariantBroken", "page", 0, _invariant_broken),
     Alert("HitRateDropped", "ticket", 15 * MINUTE_S, _hit_rate_dropped),
     Alert("TierFaults", "ticket", 0, _tier_faults),
-    Alert("DiskShardNotReady", "ticket", 30 * MINUTE_S, _SHARD),
+    Alert("DiskShardNotReady", "ticket", 30 * MINUTE_S, _disk_shard_not_ready),
     Alert("DiskTierFull", "info", 6 * HOUR_S, _disk_tier_full),
-    Alert("HoldTooOld", "ticket", 5 * MINUTE_S, _HOLD),
-    Alert("QueueGrows", "ticket", 5 * MINUTE_S, _QUEUE),
+    Alert("HoldTooOld", "ticket", 5 * MINUTE_S, _hold_too_old),
+    Alert("QueueGrows", "ticket", 5 * MINUTE_S, _queue_grows),
 )
