@@ -14,38 +14,26 @@ import torch
 
 from engine.attention import dense
 from engine.attention.base import AttentionCall, first_seen, gather, write_span
-from engine.attention.copies import DEFAULT_BUDGET_BYTES, Rows, WorkingCopies, WorkingCopy
+from engine.attention.copies import DEFAULT_BUDGET_BYTES, WorkingCopies, WorkingCopy
+from engine.attention.dense import Place, StepPart
+from engine.attention.inside import InsideStep
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
 
-_TILE = 128  # query positions attended at once, so that a tile's scores stay in the cache
-
-_TILE_ROWS = 2048  # the same, multiplied by the query heads that share a key
+GATHERED = Place(0, 0, 1, 0)
 
 
 @dataclass(slots=True)
-class _SpanPart:
-    """One span's part of a step. Its rows begin at `first`. If `copy` is None, its keys and values
-    are gathered."""
-
-    span: Span
-    first: int
-    copy: WorkingCopy | None
-
-
-@dataclass(slots=True)
-class _TokenParts:
-    """Adjacent spans of one token each. One call per layer writes their KV, if it is to be
-    written."""
+class _Part:
+    """Adjacent spans, all but one of one token each, and what attention is given of them. None if
+    the only span has no copy: its keys and values are gathered for each layer."""
 
     spans: list[Span]
-    first: int
     copies: list[WorkingCopy]
-    runs: list[torch.Tensor]  # each copy's only run
-    positions: list[int]
-    written: Rows | None
+    first: int
+    given: StepPart | None
 
 
 class CpuAttention:
@@ -64,45 +52,52 @@ class CpuAttention:
         self._kv = KvPool(pool, layers, only=only)
         self._copies = WorkingCopies(self._kv, owners, budget_bytes=budget_bytes)
         self._places = _places(self._kv)
-        self._step: list[_SpanPart | _TokenParts] = []
+        self._step: list[_Part] = []
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangle: torch.Tensor | None = None
-        self._attend_tokens = script(dense.attend_tokens)
-        self._attend_span = script(dense.attend_span)
+        self._attend_part = script(dense.attend_part)
 
     def begin(self, spans: Sequence[Span]) -> None:
+        if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
+            self._triangle = torch.full((dense.TILE, dense.TILE), -torch.inf).triu(1)
         running = {span.sequence_id for span in spans}
         self._step = []
         opened = [(span, self._copies.open(span, running)) for span in spans]
         first = 0
         for _, group in groupby(opened, self._together):
-            first = self._add(list(group), first)
+            part = self._part(list(group), first)
+            self._step.append(part)
+            first += sum(len(span.tokens) for span in part.spans)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        assert self._triangle is not None
         computed, query = call.query.dtype, call.query.float()
-        output = query.new_empty(*query.shape[:2], call.value.shape[2])
+        output = query.new_zeros(*query.shape[:2], call.value.shape[2])  # rows beyond are padding
         key, value = self._rounded(call.key), self._rounded(call.value)
         call = AttentionCall(call.layer, query, key, value, call.options)
-        end = 0
         for part in self._step:
-            if isinstance(part, _TokenParts):
-                self._tokens(part, call, output)
-                end = part.first + len(part.spans)
-                continue
-            end = part.first + len(part.span.tokens)
-            self._span(part, call, output)
-        if end < query.shape[0]:
-            output[end:] = 0  # padding
+            given, place, rows, filled = part.given, self._places[call.layer], call, output
+            if given is None:
+                [span] = part.spans
+                stop = part.first + len(span.tokens)
+                rows, filled = call.of(slice(part.first, stop)), output[part.first : stop]
+                given, place = self._gathered(span, rows), GATHERED
+            self._attend_part(rows, given, place, self._triangle, self._scratch, filled)
         return output.to(computed)
+
+    def inside_step(self) -> InsideStep | None:
+        """The step as a graph can compute it, if every sequence has a copy."""
+        given = [part.given for part in self._step if part.given is not None]
+        if self._triangle is None or len(given) < len(self._step):
+            return None
+        dtype = self._kv.tensor.dtype
+        return InsideStep(given, self._places, self._triangle, self._scratch, dtype)
 
     def finish(self) -> None:
         """Write the step's KV from the copies to the pool's blocks."""
         for part in self._step:
-            if isinstance(part, _TokenParts):
-                for span, copy in zip(part.spans, part.copies, strict=True):
-                    self._copies.finish(copy, span)
-            elif part.copy is not None:
-                self._copies.finish(part.copy, part.span)
+            for span, copy in zip(part.spans, part.copies, strict=False):  # or no copies at all
+                self._copies.finish(copy, span)
         self._step = []
 
     def forget(self, sequence_id: int) -> None:
@@ -125,101 +120,54 @@ class CpuAttention:
             return True, span.write_kv
         return False, span.sequence_id
 
-    def _add(self, group: list[tuple[Span, WorkingCopy | None]], first: int) -> int:
-        """Add the part of these spans, whose rows begin at `first`. Returns the end of their
-        rows."""
-        span, copy = group[0]
-        if not self._together(group[0])[0]:
-            self._step.append(_SpanPart(span, first, copy))
-            return first + len(span.tokens)
+    def _part(self, group: list[tuple[Span, WorkingCopy | None]], first: int) -> _Part:
+        """The part of these spans, whose rows begin at `first`."""
         spans, copies = [span for span, _ in group], [copy for _, copy in group if copy is not None]
-        positions = [span.start for span in spans]
+        if not copies:
+            return _Part(spans, [], first, None)
+        span, positions = spans[0], [span.start for span in spans]
+        if not self._together(group[0])[0]:
+            given = StepPart(
+                first, len(span.tokens), copies[0].runs, [], None, [], span.start, span.write_kv
+            )
+            return _Part(spans, copies, first, given)
         written = self._copies.rows(copies, positions) if span.write_kv else None
+        buffer, rows = (None, []) if written is None else (written.buffer, list(written.numbers))
         runs = [copy.runs[0] for copy in copies]
-        self._step.append(_TokenParts(spans, first, copies, runs, positions, written))
-        return first + len(group)
+        given = StepPart(first, len(spans), runs, positions, buffer, rows, 0, span.write_kv)
+        return _Part(spans, copies, first, given)
 
-    # One part of a layer.
-
-    def _tokens(self, part: _TokenParts, call: AttentionCall, output: torch.Tensor) -> None:
-        (_, key_part), (_, value_part) = self._places[call.layer]
-        self._attend_tokens(
-            call,
-            part.first,
-            part.written.buffer if part.written is not None else None,
-            part.written.numbers if part.written is not None else [],
-            part.runs,
-            key_part,
-            value_part,
-            part.positions,
-            output,
-        )
-
-    def _span(self, part: _SpanPart, call: AttentionCall, output: torch.Tensor) -> None:
-        start, num_tokens = part.span.start, len(part.span.tokens)
-        if part.copy is not None:
-            (key_run, key_part), (value_run, value_part) = self._places[call.layer]
-            keys, values = part.copy.runs[key_run], part.copy.runs[value_run]
-        else:
-            rows = slice(part.first, part.first + num_tokens)
-            if part.span.write_kv:
-                write_span(self._kv, part.span, call.of(rows))
-            keys, values, skipped = self._gathered(part.span, call.layer, call.options.window)
-            key_part, value_part, start = 0, 0, start - skipped
-        groups = call.query.shape[1] // call.key.shape[1]
-        tile = max(1, min(_TILE, _TILE_ROWS // groups))
-        if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
-            self._triangle = torch.full((_TILE, _TILE), -torch.inf).triu(1)
-        num_rows = groups * min(tile, num_tokens)
-        size = dense.scratch_size(num_rows, start + num_tokens)
-        if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=torch.float32)
-        self._attend_span(
-            call,
-            part.first,
-            part.span.write_kv and part.copy is not None,
-            keys,
-            key_part,
-            values,
-            value_part,
-            start,
-            start + num_tokens,
-            tile,
-            self._triangle,
-            self._scratch,
-            output,
-        )
-
-    def _gathered(
-        self, span: Span, layer: int, window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """The span's keys and values of one layer as runs of one part, and how many leading
-        positions they lack."""
-        size = self._kv.block_size
+    def _gathered(self, span: Span, call: AttentionCall) -> StepPart:
+        """A span without a copy, whose rows `call` has, over a run of keys and one of values."""
+        if span.write_kv:
+            write_span(self._kv, span, call)
+        size, num_tokens = self._kv.block_size, len(span.tokens)
         unit = lcm(size, dense.PIECE)
-        skipped = first_seen(span.start, window) // unit * unit
-        end = span.start + len(span.tokens)
+        skipped = first_seen(span.start, call.options.window) // unit * unit
         runs = []
-        for rows in gather(self._kv, layer, span.block_table, end, skipped // size):
+        for rows in gather(
+            self._kv, call.layer, span.block_table, span.start + num_tokens, skipped // size
+        ):
             num_keys, heads, dim = rows.shape
             run = torch.empty(1, heads, dense.padded_keys(num_keys), dim)
             run[0, :, :num_keys] = rows.transpose(0, 1)
             runs.append(run)
-        return runs[0], runs[1], skipped
+        return StepPart(0, num_tokens, runs, [], None, [], span.start - skipped, False)
 
     def _rounded(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows, rounded as the pool rounds them."""
         return rows if rows.dtype == self._kv.tensor.dtype else rows.to(self._kv.tensor.dtype)
 
 
-def _places(kv: KvPool) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-    """For each layer, the run and the part in it of its keys, and of its values. They are the same
-    if values are a part of the keys."""
+def _places(kv: KvPool) -> dict[int, Place]:
+    """For each layer, where its keys and its values are. They are in the same place if values are a
+    part of the keys."""
     parts = iter(
         (number, part) for number, run in enumerate(kv.runs) for part in range(run.shape[1])
     )
     places = {}
     for layer in kv.attended:
         key = next(parts)
-        places[layer] = key, key if kv.layers[layer].shared else next(parts)
+        value = key if kv.layers[layer].shared else next(parts)
+        places[layer] = Place(*key, *value)
     return places

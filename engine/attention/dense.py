@@ -9,6 +9,8 @@ BLAS, does all products, always in the kernel for whole groups of `_ROWS` rows a
 Sums over keys are cut at the same positions for all. docs/exactness.md tells what breaks otherwise.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from engine.attention.base import (
@@ -22,7 +24,83 @@ from engine.attention.base import (
 _ROWS = 4  # rows are padded to a multiple, because MKL has another kernel for those left over
 _LANES = 16  # a softmax begins at a multiple of keys and ends at one
 PIECE = 192  # values summed by one product; how MKL cuts more depends on how many there are
+TILE = 128  # query positions attended at once, so that a tile's scores stay in the cache
+_TILE_ROWS = 2048  # the same, multiplied by the query heads that share a key
 _SMALL = 1024  # multiplications; below 400, torch does those of a batch in a loop of its own
+
+
+class StepPart(NamedTuple):
+    """Rows [first, first + num_rows) of a step: one token each of as many sequences, or the
+    positions from `start` on of one.
+
+    `runs`, of one token each: each sequence's only run [parts, Hkv, capacity, D]. Its KV is written
+    to the rows of `buffer` [N, D] that `rows` [num_rows * Hkv] names for each part, or not at all
+    without a buffer. `runs`, of one sequence: all its runs; `write` says whether its KV is written.
+    A named tuple, because TorchScript takes no dataclass.
+    """
+
+    first: int
+    num_rows: int
+    runs: list[torch.Tensor]
+    positions: list[int]  # of one token each; otherwise empty
+    buffer: torch.Tensor | None
+    rows: list[torch.Tensor]
+    start: int
+    write: bool
+
+
+class Place(NamedTuple):
+    """Where a layer's keys and values are: the run, and the part in it."""
+
+    key_run: int
+    key_part: int
+    value_run: int
+    value_part: int
+
+
+def attend_part(
+    call: AttentionCall,
+    part: StepPart,
+    place: Place,
+    triangle: torch.Tensor,
+    scratch: torch.Tensor,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of one part of a step in one layer, in the rows of `call`, all of whose numbers are
+    float32 or as the pool rounds them. `triangle` [tile, tile] is -inf above its diagonal.
+    `scratch` grows to the room that a tile needs. Fills and returns `output` [T, Hq, Dv]."""
+    if len(part.positions) > 0:
+        return attend_tokens(
+            call,
+            part.first,
+            part.buffer,
+            part.rows,
+            part.runs,
+            place.key_part,
+            place.value_part,
+            part.positions,
+            output,
+        )
+    groups = call.query.shape[1] // call.key.shape[1]
+    tile = tile_rows(groups)
+    size = scratch_size(groups * min(tile, part.num_rows), part.start + part.num_rows)
+    if scratch.numel() < size:
+        scratch.resize_(size)
+    return attend_span(
+        call,
+        part.first,
+        part.write,
+        part.runs[place.key_run],
+        place.key_part,
+        part.runs[place.value_run],
+        place.value_part,
+        part.start,
+        part.start + part.num_rows,
+        tile,
+        triangle,
+        scratch,
+        output,
+    )
 
 
 def attend_tokens(
@@ -251,9 +329,14 @@ def _attend_tile(
     return output
 
 
-def scratch_size(num_rows: int, num_keys: int) -> int:
+def scratch_size(num_rows: int, num_keys: int, rows: int = _ROWS, lanes: int = _LANES) -> int:
     """How many numbers a tile's scores take."""
-    return (num_rows + _ROWS) * (num_keys + 2 * _LANES)
+    return (num_rows + rows) * (num_keys + 2 * lanes)
+
+
+def tile_rows(groups: int, tile: int = TILE, rows: int = _TILE_ROWS) -> int:
+    """How many query positions are attended at once. `groups` query heads share a key."""
+    return max(1, min(tile, rows // groups))
 
 
 def padded_keys(num_keys: int) -> int:

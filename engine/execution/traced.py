@@ -2,8 +2,8 @@
 
 A step of a small model makes about 2,400 short calls of torch. Each call from Python releases
 Python's lock and takes it again, and there the step waits for the server's event loop. The forward
-is recorded once, when the engine warms up, and is then one call. Only attention returns to Python,
-once per layer.
+is recorded once, when the engine warms up, and is then one call, with its attention
+(`engine.attention.inside`).
 
 The graph makes the same calls in the same order, so it computes the same bits. This is checked
 before it serves. A model that cannot be recorded uses its own forward, for example one that
@@ -20,6 +20,8 @@ import torch
 from torch import nn
 
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
+from engine.attention.cpu import CpuAttention
+from engine.attention.inside import InsideAttention
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -35,8 +37,7 @@ def _attend(
     return handed.compute(layer, query, key, value)
 
 
-_library = torch.library.Library("cachesvc", "DEF")
-_library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
+_library = torch.library.Library("cachesvc", "IMPL")
 _library.impl("attend", _attend, "CPU")
 
 
@@ -51,14 +52,28 @@ class _Handed:
     def __init__(self) -> None:
         self.attention: Any = _Alone()
         self.failure: BaseException | None = None
+        with undeprecated():
+            self.inside: Any = torch.jit.script(InsideAttention())
         self._options: dict[int, AttentionOptions] = {}
+
+    def begin(self, attention: "PagedAttention | _Alone") -> None:
+        """The next step is computed with this attention."""
+        self.attention = attention
+        step = attention.inside_step() if isinstance(attention, CpuAttention) else None
+        if step is None:
+            self.inside.leave()
+        else:
+            self.inside.begin(*step)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, options = call
         if layer in self._options:
             raise Untraceable(f"layer {layer} attends twice")
         self._options[layer] = options
-        attended: torch.Tensor = torch.ops.cachesvc.attend(layer, query, key, value)
+        scaling, window, softcap, sinks, _ = options
+        attended: torch.Tensor = self.inside(
+            layer, query, key, value, float(scaling), window, softcap, sinks
+        )
         return attended
 
     def compute(
@@ -91,6 +106,7 @@ class _Forward(nn.Module):
     def __init__(self, model: nn.Module, paged: _Handed) -> None:
         super().__init__()
         self.model = model
+        self.inside = paged.inside  # the graph has the compiled module as its own
         self._paged = paged
 
     def forward(
@@ -136,7 +152,7 @@ class TracedForward:
         The input is either `tokens` [1, T] or embedded `rows` [1, T, hidden], at `positions` [1,
         T]. Raises what `attention` raises, and RuntimeError where another call of the graph fails.
         """
-        self._handed.attention = attention
+        self._handed.begin(attention)
         _thread.handed = self._handed
         if rows is None:
             rows = self._embed(tokens)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import AttentionCall
+from engine.attention.copies import WorkingCopies
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import TracedForward, Untraceable, trace
@@ -133,10 +134,54 @@ def test_an_error_in_attention_comes_out_as_it_is() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm._attention, "attend", burn)
+        patch.setattr(warm._attention, "inside_step", lambda: None)
         with pytest.raises(Burning, match=r"^layer 1$"):
             warm.step(Batch(STEPS[0]))
     told = [[each.token for each in r.step(Batch(STEPS[0]))] for r in (runner(loaded), warm)]
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_step_with_working_copies_does_not_return_to_python(architecture: str) -> None:
+    loaded = tiny_model(architecture)
+    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
+    pools[1].copy_(pools[0])
+    own, warm = (ModelRunner(loaded, pool) for pool in pools)
+    warm._traced = TracedForward(loaded.model)
+
+    def burn(call: AttentionCall) -> torch.Tensor:
+        raise Burning(f"layer {call.layer}")
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(warm._attention, "attend", burn)
+        for step in STEPS:
+            expected, actual = own._forward(step)[0], warm._forward(step)[0]
+            assert expected is not None and actual is not None
+            assert torch.equal(expected, actual)
+
+
+def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_not() -> None:
+    loaded = tiny_model("llama")
+    own, warm = runner(loaded), runner(loaded)
+    warm._traced, seen = TracedForward(loaded.model), 0
+    attend = warm._attention.attend
+
+    def count(call: AttentionCall) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        return attend(call)
+
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(warm._attention, "attend", count)
+        for number, step in enumerate(STEPS):
+            with pytest.MonkeyPatch.context() as full:
+                if number % 2:
+                    full.setattr(WorkingCopies, "open", lambda self, span, busy: None)
+                before, expected = seen, own._forward(step)[0]
+                actual = warm._forward(step)[0]
+            assert expected is not None and actual is not None
+            assert torch.equal(expected, actual)
+            assert (seen > before) == bool(number % 2)
 
 
 def test_an_error_in_the_graph_is_said_in_a_line() -> None:
