@@ -34,7 +34,7 @@ def started(
     model: Path, node: RunningNode | None, folder: Path, **options: Any
 ) -> Iterator[Engine]:
     log = folder / f"vllm-{time.time_ns()}.log"
-    engine = Engine(model, node.socket if node else None, log, **options)
+    engine = Engine(model, node.socket if node else None, log, core_apart=False, **options)
     try:
         yield engine
     finally:

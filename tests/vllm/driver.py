@@ -44,13 +44,19 @@ def main(model: str, connector: str) -> None:
             for output in outputs
         ]
 
+    def reset() -> bool:
+        done: bool = engine.reset_prefix_cache()
+        if not done and os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            engine.llm_engine.step()  # a core in this process moves only when it is called
+        return done
+
     print(json.dumps("ready"), file=say, flush=True)
     for line in sys.stdin:
         told = json.loads(line)
         do = told.pop("do")
         if do == "end":
             break
-        answer: Any = generate(**told) if do == "generate" else engine.reset_prefix_cache()
+        answer: Any = generate(**told) if do == "generate" else reset()
         print(json.dumps(answer), file=say, flush=True)
 
 
