@@ -44,6 +44,7 @@ class BlockCopier(Protocol):
 
     `rows`: [num_frames, stride] bytes of host memory. No copy crosses a multiple of `piece` frames:
     there another registration of pinned memory begins. When a call returns, the bytes are there.
+    When it raises, nothing is under way: frames and blocks get other owners.
     """
 
     def load(
@@ -112,21 +113,25 @@ class DeviceCopier:
         self, rows: torch.Tensor, frames: Sequence[int], blocks: Sequence[int], piece: int
     ) -> None:
         numbers = self._upload(blocks, frames, rows)
-        for begin, end in self._batches(len(frames)):
-            for row, staged in self._runs(rows, frames[begin:end], piece):
-                staged.copy_(row, non_blocking=True)
-            self._table.scatter(self._stage, numbers[begin:end])
-        self._wait()
+        try:
+            for begin, end in self._batches(len(frames)):
+                for row, staged in self._runs(rows, frames[begin:end], piece):
+                    staged.copy_(row, non_blocking=True)
+                self._table.scatter(self._stage, numbers[begin:end])
+        finally:
+            self._wait()
 
     def save(
         self, rows: torch.Tensor, frames: Sequence[int], blocks: Sequence[int], piece: int
     ) -> None:
         numbers = self._upload(blocks, frames, rows)
-        for begin, end in self._batches(len(frames)):
-            self._table.gather(self._stage, numbers[begin:end])
-            for row, staged in self._runs(rows, frames[begin:end], piece):
-                row.copy_(staged, non_blocking=True)
-        self._wait()
+        try:
+            for begin, end in self._batches(len(frames)):
+                self._table.gather(self._stage, numbers[begin:end])
+                for row, staged in self._runs(rows, frames[begin:end], piece):
+                    row.copy_(staged, non_blocking=True)
+        finally:
+            self._wait()
 
     def _batches(self, count: int) -> Iterator[tuple[int, int]]:
         """What fits the stage at once."""

@@ -7,6 +7,7 @@ in a child process that sets the variable first.
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,27 @@ def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_block
 
 
 @in_child
+@pytest.mark.parametrize("way", ["load", "save"])
+def test_after_a_refused_copy_those_before_it_have_ended(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node gives the frames to others at once, and vLLM the blocks."""
+    slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
+    copier, events = DeviceCopier(slabs, STRIDE), []
+
+    def two_runs(*_: object) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        yield rows[:1], copier._stage[:1]
+        events.append("refused")
+        yield rows[:1], torch.empty(3)  # no copy between these
+
+    monkeypatch.setattr(copier, "_runs", two_runs)
+    monkeypatch.setattr(copier, "_wait", lambda: events.append("waited"))
+    with pytest.raises(RuntimeError):
+        getattr(copier, way)(rows, FRAMES, BLOCKS, 6)
+    assert ["refused", "waited"] == events
+
+
+@in_child
 @pytest.mark.parametrize("odd", [2, 4, 6, 7])
 def test_slabs_of_odd_sizes_are_moved_in_narrower_words(odd: int) -> None:
     random = torch.Generator().manual_seed(odd)
@@ -191,4 +213,4 @@ def test_the_kernel_under_the_interpreter() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert "skipped" in child.stdout and "25 passed" in child.stdout, child.stdout
+    assert "skipped" in child.stdout and "27 passed" in child.stdout, child.stdout
