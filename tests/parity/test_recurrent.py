@@ -103,19 +103,30 @@ def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> 
         house.close()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("qwen3_next", ["in_proj_qkvz", "out_proj", "q_proj"]),
+        ("bamba", ["in_proj", "q_proj"]),
+        ("minimax", ["qkv_proj", "out_proj", "q_proj"]),
+    ],
+)
 def test_a_sequence_answers_with_its_own_adapter_beside_others(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    model_type: str,
+    targets: list[str],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Each sequence's adapter updates the layers of the recurrent modules too."""
-    loaded = architectures.served("qwen3_next")
+    loaded = architectures.served(model_type)
     for number in range(2):
         folder = tmp_path_factory.mktemp("adapter")
         save_adapter(
             folder,
-            architectures.stock("qwen3_next"),
+            architectures.stock(model_type),
             seed=number,
             r=4,
-            target_modules=["in_proj_qkvz", "out_proj", "q_proj"],
+            target_modules=targets,
         )
         load_adapter(loaded, f"a{number}", str(folder))
     names = ("a0", None, "a1", "a0")

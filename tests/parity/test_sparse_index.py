@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -229,3 +230,45 @@ def test_an_index_over_keys_of_heads_is_refused_by_name() -> None:
     model.model.layers[1].self_attn.indexer = PoolingIndex()
     with pytest.raises(ModelError, match="PoolingIndex does not pick single latents"):
         prepare(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "own"),
+    [
+        (
+            "minimax_m3_vl_text",
+            {
+                "layer_types": ["full_attention", "minimax_m3_sparse"],
+                "index_n_heads": 2,
+                "index_head_dim": 16,
+                "index_block_size": 4,
+                "index_topk_blocks": 2,
+            },
+        ),
+        (
+            "qwen4_exp_text",
+            {
+                "layer_types": ["linear_attention", "full_attention"],
+                "linear_num_value_heads": 4,
+                "linear_num_key_heads": 2,
+                "linear_key_head_dim": 16,
+                "linear_value_head_dim": 16,
+                "indexer_n_heads": 2,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 16,
+                "indexer_budget": 8,
+                "indexer_compress_ratio": 2,
+                "hc_lowrank": 8,
+                "ngram_vocab_size_base": 512,
+            },
+        ),
+    ],
+)
+def test_an_index_that_picks_groups_of_tokens_is_refused_by_name(
+    model_type: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {**architectures.ARCHITECTURES, model_type: (model_type, own)}
+    monkeypatch.setattr(architectures, "ARCHITECTURES", known)
+    with pytest.raises(ModelError, match="does not pick single latents") as refused:
+        architectures.served(model_type)
+    assert len(str(refused.value)) < 200
