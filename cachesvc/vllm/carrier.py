@@ -1,30 +1,35 @@
 """The workers' side of the connector: copies blocks between vLLM's KV tensors and the node's
 memory.
 
-One thread loads and one stores, each with its own link, so that neither delays a step or the other.
-In the node's frame a block is a run of slabs, one per layer, in the layers' order.
+One thread loads and one stores, each with its own links, so that neither delays a step or the
+other. In the node's frame a block is a run of slabs, one or more for each layer of its group, in
+the layers' order.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
-from cachesvc.vllm.identity import EngineIdentity, UnsupportedKv
+from cachesvc.vllm.groups import KvGroup, UnsupportedKv
+from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.locked import LockedMemory
-from cachesvc.vllm.planner import Transfer
 from cachesvc.vllm.slabs import BlockCopier, copier_of, slabs_of
+from cachesvc.vllm.transfers import Moved, Piece, Transfer, run_bounds
+from tiers.blocks.layout import BlockLayout
 from tiers.node.arena import SharedMemory, frame_stride
 from tiers.node.client import NodeClient
 
 logger = logging.getLogger(__name__)
 
+KvTensors = torch.Tensor | Sequence[torch.Tensor]  # of a layer; several for a state
 TIMEOUT_S = 30.0  # of a load from the disk, or of a store
 
 
@@ -34,15 +39,6 @@ class _Job:
     ready: "torch.cuda.Event | None"  # completes when the device is done with these blocks
 
 
-@dataclass(slots=True)
-class _Done:
-    """What the threads have finished since vLLM last asked. Guarded by the lock."""
-
-    loaded: set[str] = field(default_factory=set)
-    saved: set[str] = field(default_factory=set)
-    failed_blocks: set[int] = field(default_factory=set)
-
-
 class Carrier:
     """Moves one rank's blocks. Call `start` after vLLM has created its KV tensors."""
 
@@ -50,29 +46,30 @@ class Carrier:
         self._identity = identity
         self._rank = rank
         self._node = node
-        self._locked: LockedMemory | None = None
-        self._links = [NodeLink(node, identity.layout, timeout_s=TIMEOUT_S) for _ in range(2)]
+        self._locked: dict[BlockLayout, LockedMemory] = {}
+        layouts = dict.fromkeys(group.layout for group in identity.groups)
+        self._links = [
+            {layout: NodeLink(node, layout, timeout_s=TIMEOUT_S) for layout in layouts}
+            for _ in range(2)
+        ]
         self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue(), SimpleQueue()]
         self._threads: list[threading.Thread] = []
         self._device = torch.device("cpu")
-        self._copiers: list[BlockCopier] = []
+        self._copiers: list[list[BlockCopier]] = [[], []]  # by thread and group
         self._lock = threading.Lock()
-        self._done = _Done()
+        self._moved = Moved()  # since vLLM last asked; guarded by the lock
 
-    def start(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> None:
-        """Starts to serve these tensors. Raises UnsupportedKv for blocks of another shape."""
-        slabs = [slab for name in kv_caches for slab in slabs_of(kv_caches[name], num_blocks)]
-        block_bytes = sum(slab.shape[1] for slab in slabs)
-        if block_bytes != self._identity.block_bytes:
-            raise UnsupportedKv(
-                f"a block has {block_bytes} bytes in vLLM's tensors and "
-                f"{self._identity.block_bytes} by its configuration"
-            )
-        self._device = slabs[0].device
-        stride = frame_stride(self._identity.layout)
-        self._copiers = [copier_of(slabs, stride) for _ in range(2)]
+    def start(self, kv_caches: Mapping[str, KvTensors], num_blocks: int) -> None:
+        """Starts to serve these tensors, by layer. Raises UnsupportedKv for blocks of another
+        shape."""
+        for group in self._identity.groups:
+            slabs = _slabs(group, kv_caches, num_blocks)
+            self._device = slabs[0].device
+            for copiers in self._copiers:
+                copiers.append(copier_of(slabs, frame_stride(group.layout)))
         if self._device.type == "cuda":
-            self._locked = LockedMemory(self._node, self._identity.layout, self._device)
+            for layout in self._links[0]:
+                self._locked[layout] = LockedMemory(self._node, layout, self._device)
         for name, work, queue in (
             ("load", self._load, self._queues[0]),
             ("save", self._save, self._queues[1]),
@@ -90,18 +87,17 @@ class Carrier:
             for transfer in transfers:
                 queue.put(_Job(transfer, ready))
 
-    def take_done(self) -> tuple[set[str], set[str]]:
-        """Requests whose (loads, saves) have ended since the last call, with or without success."""
+    def take_loaded(self) -> Moved:
+        """The loads that have ended since the last call."""
         with self._lock:
-            done = (self._done.loaded, self._done.saved)
-            self._done.loaded, self._done.saved = set(), set()
-        return done
+            moved, self._moved = self._moved, Moved(saved=self._moved.saved)
+            return Moved(moved.loaded, moved.failed, moved.failed_blocks)
 
-    def take_failed_blocks(self) -> set[int]:
-        """vLLM's numbers of blocks that could not be loaded and must be computed."""
+    def take_saved(self) -> list[str]:
+        """The saves that have ended since the last call, with or without success."""
         with self._lock:
-            failed, self._done.failed_blocks = self._done.failed_blocks, set()
-        return failed
+            saved, self._moved.saved = self._moved.saved, []
+        return saved
 
     def close(self) -> None:
         """Finishes started transfers and leaves the node."""
@@ -109,10 +105,10 @@ class Carrier:
             queue.put(None)
         for thread in self._threads:
             thread.join(TIMEOUT_S)
-        for link in self._links:
-            link.close()
-        if self._locked is not None:
-            self._locked.close()
+        for links in self._links:
+            _close(links)
+        for locked in self._locked.values():
+            locked.close()
 
     def _serve(self, work: Callable[[Transfer], None], queue: "SimpleQueue[_Job | None]") -> None:
         if self._device.type == "cuda":  # copies use a stream beside the model's
@@ -123,49 +119,95 @@ class Carrier:
             try:
                 work(job.transfer)
             except Exception:  # the top of this thread: a fault is a miss, and is logged
-                logger.exception(f"cachesvc: moving blocks of {job.transfer.request_id} failed")
+                logger.exception(f"cachesvc: moving blocks of {job.transfer.name} failed")
                 is_load = work == self._load
-                self._links[0 if is_load else 1].close()  # makes the node take its leases back
-                self._end(job.transfer, 0, is_load=is_load)
+                _close(self._links[0 if is_load else 1])  # makes the node take its leases back
+                if is_load:
+                    self._loaded(job.transfer, [0] * len(job.transfer.pieces))
+                else:
+                    self._saved(job.transfer)
 
     def _load(self, transfer: Transfer) -> None:
+        self._loaded(transfer, [self._load_piece(piece) for piece in transfer.pieces])
+
+    def _load_piece(self, piece: Piece) -> int:
+        """The number of leading blocks that were loaded."""
+        layout = self._identity.groups[piece.group].layout
+
         def use(node: NodeClient) -> int:
-            frames = node.lease(transfer.ids[self._rank])
+            frames = node.lease(piece.ids[self._rank])
             assert node.memory is not None
-            blocks = transfer.blocks[: len(frames)]
+            blocks = piece.blocks[: len(frames)]
             with self._rows(node.memory, frames) as rows:
-                self._copiers[0].load(rows, frames, blocks, _piece(node.memory))
+                self._copiers[0][piece.group].load(rows, frames, blocks, _piece(node.memory))
             node.release(frames)
             return len(frames)
 
-        self._end(transfer, self._links[0].attempt(use) or 0, is_load=True)
+        return self._links[0][layout].attempt(use) or 0
 
     def _save(self, transfer: Transfer) -> None:
-        def use(node: NodeClient) -> None:
-            pairs = node.reserve(transfer.ids[self._rank])
-            assert node.memory is not None
-            frames = [frame for _, frame in pairs]
-            blocks = [transfer.blocks[position] for position, _ in pairs]
-            with self._rows(node.memory, frames) as rows:
-                self._copiers[1].save(rows, frames, blocks, _piece(node.memory))
-            node.commit(frames)
+        for piece in transfer.pieces:
+            link = self._links[1][self._identity.groups[piece.group].layout]
+            for begin, end in run_bounds(piece, self._rank):
+                link.attempt(partial(self._save_run, piece, begin, end))
+        self._saved(transfer)
 
-        self._links[1].attempt(use)
-        self._end(transfer, len(transfer.blocks), is_load=False)
+    def _save_run(self, piece: Piece, begin: int, end: int, node: NodeClient) -> None:
+        pairs = node.reserve(piece.ids[self._rank][begin:end])
+        assert node.memory is not None
+        frames = [frame for _, frame in pairs]
+        blocks = [piece.blocks[begin + position] for position, _ in pairs]
+        with self._rows(node.memory, frames) as rows:
+            self._copiers[1][piece.group].save(rows, frames, blocks, _piece(node.memory))
+        node.commit(frames)
 
     def _rows(
         self, memory: SharedMemory, frames: Sequence[int]
     ) -> AbstractContextManager[torch.Tensor]:
         """The rows for copies of these frames of the node's memory: locked for a GPU."""
-        return self._locked.rows(memory, frames) if self._locked else nullcontext(memory.rows)
+        locked = self._locked.get(memory.layout)
+        return locked.rows(memory, frames) if locked else nullcontext(memory.rows)
 
-    def _end(self, transfer: Transfer, num_moved: int, *, is_load: bool) -> None:
+    def _loaded(self, transfer: Transfer, num_loaded: Sequence[int]) -> None:
+        """A load has ended, with so many leading blocks of each piece."""
         with self._lock:
-            if is_load:
-                self._done.failed_blocks |= set(transfer.blocks[num_moved:])
-                self._done.loaded.add(transfer.request_id)
-            else:
-                self._done.saved.add(transfer.request_id)
+            self._moved.loaded.add(transfer.name)
+            for piece, count in zip(transfer.pieces, num_loaded, strict=True):
+                if count == len(piece.blocks):
+                    continue
+                if self._identity.is_plain:
+                    self._moved.failed_blocks |= set(piece.blocks[count:])
+                else:
+                    self._moved.failed.add(transfer.name)
+
+    def _saved(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._moved.saved.append(transfer.name)
+
+
+def _slabs(
+    group: KvGroup, kv_caches: Mapping[str, KvTensors], num_blocks: int
+) -> list[torch.Tensor]:
+    """The slabs of a group's layers. Raises UnsupportedKv if its blocks have another size."""
+    caches = [kv_caches[name] for name in group.layers]
+    tensors = [
+        tensor
+        for cache in caches
+        for tensor in ((cache,) if isinstance(cache, torch.Tensor) else cache)
+    ]
+    slabs = [slab for tensor in tensors for slab in slabs_of(tensor, num_blocks)]
+    block_bytes = sum(slab.shape[1] for slab in slabs)
+    if block_bytes != group.layout.nbytes:
+        raise UnsupportedKv(
+            f"a block has {block_bytes} bytes in vLLM's tensors and "
+            f"{group.layout.nbytes} by its configuration"
+        )
+    return slabs
+
+
+def _close(links: Mapping[BlockLayout, NodeLink]) -> None:
+    for link in links.values():
+        link.close()
 
 
 def _piece(memory: SharedMemory) -> int:

@@ -5,6 +5,7 @@ connector cannot serve a configuration exactly, vLLM runs without it and the log
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,14 +15,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
 from cachesvc.vllm.carrier import Carrier
-from cachesvc.vllm.identity import UnsupportedKv, identity_of
+from cachesvc.vllm.groups import UnsupportedKv
+from cachesvc.vllm.identity import identity_of
 from cachesvc.vllm.link import NodeLink
-from cachesvc.vllm.planner import Planner, Transfer
+from cachesvc.vllm.planner import Planner
 from cachesvc.vllm.reports import Reporter
+from cachesvc.vllm.transfers import Moved, Transfer
 from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
@@ -36,6 +41,17 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: tuple[Transfer, ...] = ()
     saves: tuple[Transfer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Saved(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """Ended saves, by name, and on how many ranks each has ended since the last step."""
+
+    counts: Mapping[str, int]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Saved":
+        assert isinstance(other, Saved), other
+        return Saved(Counter(self.counts) + Counter(other.counts))
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -54,6 +70,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._planner: Planner | None = None
         self._carrier: Carrier | None = None
         self._reporter: Reporter | None = None
+        self._failed_blocks: set[int] = set()  # not yet told
         if role is KVConnectorRole.SCHEDULER and extra.get("reports"):
             self._reporter = Reporter(Path(extra["reports"]))
         try:
@@ -64,8 +81,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._reporter is not None:
             self._reporter.ready(identity)
         if role is KVConnectorRole.SCHEDULER:
-            link = NodeLink(node, identity.layout, timeout_s=PROBE_TIMEOUT_S)
-            self._planner = Planner(identity, link)
+            layouts = dict.fromkeys(group.layout for group in identity.groups)
+            links = {each: NodeLink(node, each, timeout_s=PROBE_TIMEOUT_S) for each in layouts}
+            self._planner = Planner(identity, links)
         else:
             self._carrier = Carrier(identity, node, _rank(identity.num_ranks))
 
@@ -74,6 +92,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return False  # a block that is not stored is a later miss
 
     # In the engine core.
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._planner is not None:
+            self._planner.saves.bind(gpu_block_pool)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -87,8 +109,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._planner is not None:
-            (numbers,) = blocks.get_block_ids()
-            self._planner.allocated(request, numbers, num_external_tokens)
+            self._planner.allocated(request, blocks.get_block_ids(), num_external_tokens)
         if self._reporter is not None:
             hits = self._planner.hits(request) if self._planner is not None else {}
             self._reporter.admitted(request, hits)
@@ -107,31 +128,39 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return {names[TierName(tier)]: tokens for tier, tokens in hits.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
-        return Transfers(*self._planner.take()) if self._planner is not None else Transfers()
+        if self._planner is None:
+            return Transfers()
+        state = getattr(scheduler_output, "kv_connector_block_state", None)
+        self._planner.saves.step(state, scheduler_output.num_scheduled_tokens)
+        return Transfers(*self._planner.take())
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._planner is not None:
-            short = self._planner.fell_short(connector_output.invalid_block_ids)
-            if self._reporter is not None:
-                self._reporter.fell_short(short)
-            self._planner.moved(
-                connector_output.finished_recving or set(),
-                connector_output.finished_sending or set(),
-            )
+        if self._planner is None:
+            return
+        failed = connector_output.failed_recving
+        short = self._planner.fell_short(connector_output.invalid_block_ids, failed)
+        if self._reporter is not None:
+            self._reporter.fell_short(short, begins_anew=bool(failed))
+        self._planner.loaded(connector_output.finished_recving or ())
+        if isinstance(connector_output.kv_connector_worker_meta, Saved):
+            self._planner.saves.saved(connector_output.kv_connector_worker_meta.counts)
+
+    def has_pending_block_frees(self) -> bool:
+        return self._planner is not None and self._planner.saves.is_busy
 
     def request_finished(
         self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if self._reporter is not None:
             self._reporter.finished(request)
         if self._planner is None:
             return False, None
-        return self._planner.finished(request, block_ids)
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        return False, self._planner.finished(request, block_ids)  # what is stored has our reference
 
     def has_pending_push_work(self) -> bool:
         return self._planner is not None and self._planner.is_busy
@@ -141,10 +170,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         if self._carrier is None:
             return
-        (group,) = self._kv_cache_config.kv_cache_groups
-        ordered = {name: kv_caches[name] for name in group.layer_names}
         try:
-            self._carrier.start(ordered, self._kv_cache_config.num_blocks)
+            self._carrier.start(kv_caches, self._kv_cache_config.num_blocks)
         except UnsupportedKv as reason:
             raise ValueError(f"cachesvc cannot serve this engine's KV: {reason}") from reason
 
@@ -161,19 +188,23 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Does nothing: blocks are stored when their request has ended."""
+        """Does nothing: blocks are stored after the step that fills them, or later."""
 
     def wait_for_save(self) -> None:
         """See `save_kv_layer`."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        if self._carrier is None:
-            return None, None
-        loaded, saved = self._carrier.take_done()
-        return saved, loaded
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        moved = self._carrier.take_loaded() if self._carrier is not None else Moved()
+        self._failed_blocks |= moved.failed_blocks
+        return KVConnectorTransferResults(set(), moved.loaded, moved.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._carrier.take_failed_blocks() if self._carrier is not None else set()
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def build_connector_worker_meta(self) -> Saved | None:
+        saved = self._carrier.take_saved() if self._carrier is not None else []
+        return Saved(Counter(saved)) if saved else None
 
     def shutdown(self) -> None:
         if self._carrier is not None:

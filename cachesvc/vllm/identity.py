@@ -2,7 +2,8 @@
 
 The scheduler and every worker compute the same identity from the same configuration. It covers the
 content of the weights, everything that affects how KV is computed or laid out, and the rank. So
-blocks that one rank stores are found by the same rank of another engine, and by nothing else.
+blocks that one rank stores for a group of layers are found by the same rank of another engine for
+that group, and by nothing else.
 """
 
 import contextlib
@@ -15,9 +16,9 @@ from typing import Any
 
 import xxhash
 
+from cachesvc.vllm.groups import KvGroup, UnsupportedKv, groups_of
 from tiers.blocks.keys import CacheScope, PrefixKey
-from tiers.blocks.layout import DTYPES, BlockLayout
-from tiers.node.messages import engine_layout
+from tiers.blocks.layout import BlockLayout
 
 _READ_BYTES = 1 << 22
 _HEX = "hex:"
@@ -25,24 +26,27 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.gguf", "config.json")
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "adapter_config.json")
 
 
-class UnsupportedKv(Exception):
-    """The engine's KV has a form that this connector does not support; the message says why."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """One rank's blocks. `block_bytes` is the size of a block over all of the rank's layers."""
+    """The blocks of an engine: of each group of layers, on each rank."""
 
     scope: CacheScope
-    layout: BlockLayout
+    groups: tuple[KvGroup, ...]
     num_ranks: int
 
     @property
-    def block_bytes(self) -> int:
-        return self.layout.nbytes
+    def layout(self) -> BlockLayout:
+        """The layout of the blocks in which prefixes are counted."""
+        return self.groups[0].layout
 
-    def roots_of(self, request: Any) -> list[PrefixKey]:
-        """The root of a vLLM request's blocks on each rank.
+    @property
+    def is_plain(self) -> bool:
+        """Whether vLLM can compute the end of a prefix whose load fell short. Else it begins the
+        request anew."""
+        return len(self.groups) == 1 and self.groups[0].is_whole
+
+    def roots_of(self, request: Any) -> list[list[PrefixKey]]:
+        """For each group, the root of a vLLM request's blocks on each rank.
 
         It also depends on the tenant's salt and the adapter's content.
         """
@@ -51,7 +55,14 @@ class EngineIdentity:
             scope = replace(scope, tenant=tenant_of(request.cache_salt))
         if request.lora_request is not None:
             scope = replace(scope, adapter=adapter_digest(request.lora_request.lora_path))
-        return rank_roots(scope.root(), self.num_ranks)
+        roots = group_roots(scope.root(), len(self.groups))
+        return [rank_roots(root, self.num_ranks) for root in roots]
+
+
+def group_roots(root: PrefixKey, num_groups: int) -> list[PrefixKey]:
+    """The roots of each group's blocks of a scope. `root` is the scope's own and the first
+    group's."""
+    return [root, *(_derived(root, f"group {number}") for number in range(1, num_groups))]
 
 
 def rank_roots(root: PrefixKey, num_ranks: int) -> list[PrefixKey]:
@@ -59,8 +70,11 @@ def rank_roots(root: PrefixKey, num_ranks: int) -> list[PrefixKey]:
 
     `root` is the scope's own root and the first rank's.
     """
-    others = (f"cachesvc.vllm.rank {rank}".encode() for rank in range(1, num_ranks))
-    return [root, *(PrefixKey(xxhash.xxh3_128_digest(root + name)) for name in others)]
+    return [root, *(_derived(root, f"rank {rank}") for rank in range(1, num_ranks))]
+
+
+def _derived(root: PrefixKey, part: str) -> PrefixKey:
+    return PrefixKey(xxhash.xxh3_128_digest(root + f"cachesvc.vllm.{part}".encode()))
 
 
 def adapter_digest(path: str) -> bytes:
@@ -88,18 +102,12 @@ def identity_of(config: Any, kv_cache: Any) -> EngineIdentity:
         raise UnsupportedKv("pipeline parallelism keeps other layers on every rank")
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         raise UnsupportedKv("decode context parallelism spreads one block over several ranks")
-    if len(kv_cache.kv_cache_groups) != 1:
-        raise UnsupportedKv(
-            f"the model keeps {len(kv_cache.kv_cache_groups)} groups of KV, such as sliding "
-            "windows beside full attention; start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    (group,) = kv_cache.kv_cache_groups
-    layout = _layout(group.kv_cache_spec, len(group.layer_names))
+    groups = groups_of(config, kv_cache)
     scope = CacheScope(
         weights=_weights(config.model_config) + config.model_config.compute_hash().encode(),
-        layout=_described(config, group.kv_cache_spec),
+        layout=_described(config, kv_cache, groups),
     )
-    return EngineIdentity(scope, layout, parallel.tensor_parallel_size)
+    return EngineIdentity(scope, groups, parallel.tensor_parallel_size)
 
 
 def contents_of(features: Sequence[Any], num_blocks: int, block_size: int) -> list[bytes]:
@@ -117,21 +125,7 @@ def contents_of(features: Sequence[Any], num_blocks: int, block_size: int) -> li
     return contents
 
 
-def _layout(spec: Any, num_layers: int) -> BlockLayout:
-    """A block's layout for the tiers. Only the engine knows which bytes are K and which V."""
-    dtype = str(spec.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise UnsupportedKv(f"KV of dtype {dtype} is not served; use --kv-cache-dtype auto")
-    token_bytes = spec.block_size * DTYPES[dtype].itemsize
-    token_items, rest = divmod(spec.page_size_bytes, token_bytes)
-    if rest:
-        raise UnsupportedKv(
-            f"a page of {spec.page_size_bytes} bytes is not a whole number per token"
-        )
-    return engine_layout(num_layers, token_items, spec.block_size, dtype)
-
-
-def _described(config: Any, spec: Any) -> bytes:
+def _described(config: Any, kv_cache: Any, groups: Sequence[KvGroup]) -> bytes:
     """Everything about this engine that affects the position of a number in a block."""
     import vllm
 
@@ -144,13 +138,19 @@ def _described(config: Any, spec: Any) -> bytes:
     attention = getattr(config, "attention_config", None)
     facts = (
         f"vllm {vllm.__version__}",
-        repr(spec),
+        *_specs(kv_cache, groups),
         f"tensor parallel {config.parallel_config.tensor_parallel_size}",
         f"order {order}",
         f"backend {getattr(attention, 'backend', None)}",
         f"device {_device()}",
     )
     return b"vllm:" + xxhash.xxh3_128_digest("\n".join(facts).encode())
+
+
+def _specs(kv_cache: Any, groups: Sequence[KvGroup]) -> list[str]:
+    """What vLLM says of each group, in our order, and their layers if there are several."""
+    specs = [repr(kv_cache.kv_cache_groups[group.number].kv_cache_spec) for group in groups]
+    return specs + ([repr([group.layers for group in groups])] if groups[1:] else [])
 
 
 def _device() -> str:

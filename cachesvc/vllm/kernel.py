@@ -16,17 +16,18 @@ _TILE = 1024  # words that a program moves at once
 
 @triton.jit(do_not_specialize=("stride",))  # type: ignore[untyped-decorator]
 def move_slabs(  # type: ignore[no-untyped-def]
-    stage, slabs, starts, blocks, stride, GATHER: tl.constexpr, TILE: tl.constexpr
+    stage, slabs, starts, strides, blocks, stride, GATHER: tl.constexpr, TILE: tl.constexpr
 ):
     """A program moves one slab's part of one row, in words of `stage`'s type.
 
     stage: [rows, stride]; slabs: [num_slabs] addresses; starts: [num_slabs + 1] where each slab's
-    part of a row begins; blocks: [rows] numbers of blocks in the slabs.
+    part of a row begins; strides: [num_slabs] words from a slab's block to its next; blocks: [rows]
+    numbers of blocks in the slabs.
     """
     row, slab = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts + slab)
     size = tl.load(starts + slab + 1) - start
-    kept = tl.load(slabs + slab).to(stage.dtype) + tl.load(blocks + row) * size
+    kept = tl.load(slabs + slab).to(stage.dtype) + tl.load(blocks + row) * tl.load(strides + slab)
     staged = stage + row.to(tl.int64) * stride + start
     for at in range(0, size, TILE):
         words = at + tl.arange(0, TILE)
@@ -42,10 +43,11 @@ class SlabTable:
 
     def __init__(self, slabs: Sequence[torch.Tensor]) -> None:
         sizes = [slab.shape[1] for slab in slabs]
+        strides = [slab.stride(0) for slab in slabs]
         width = next(
             each
             for each in _WORDS
-            if all(n % each == 0 for n in (*sizes, *(slab.data_ptr() for slab in slabs)))
+            if all(n % each == 0 for n in (*sizes, *strides, *(s.data_ptr() for s in slabs)))
         )
         starts = [0]
         for size in sizes:
@@ -53,6 +55,8 @@ class SlabTable:
         device = slabs[0].device
         self._word = _WORDS[width]
         self._starts = torch.tensor(starts, dtype=torch.int64, device=device)
+        in_words = [stride // width for stride in strides]
+        self._strides = torch.tensor(in_words, dtype=torch.int64, device=device)
         self._slabs = torch.tensor([slab.data_ptr() for slab in slabs], device=device)
 
     def gather(self, stage: torch.Tensor, blocks: torch.Tensor) -> None:
@@ -67,5 +71,7 @@ class SlabTable:
         assert len(blocks) <= len(stage), (len(blocks), len(stage))
         words = stage.view(self._word)
         move_slabs[len(blocks), len(self._slabs)](
-            words, self._slabs, self._starts, blocks, words.stride(0), GATHER=gather, TILE=_TILE
+            *(words, self._slabs, self._starts, self._strides, blocks, words.stride(0)),
+            GATHER=gather,
+            TILE=_TILE,
         )

@@ -27,9 +27,9 @@ _RECEIVE_BYTES = 4 << 20  # about ten thousand reports
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine's block layout and scope, reported once."""
+    """The block layouts of an engine's groups and its scope, reported once."""
 
-    layout: BlockLayout
+    layouts: tuple[BlockLayout, ...]  # the first is that in whose blocks prefixes are counted
     scope: CacheScope  # without adapter and salt
     num_ranks: int
 
@@ -74,7 +74,7 @@ class Reporter:
         scope = identity.scope
         self._send(
             {
-                "layout": describe_layout(identity.layout),
+                "layouts": [describe_layout(group.layout) for group in identity.groups],
                 "num_ranks": identity.num_ranks,
                 "scope": {
                     name: getattr(scope, name).hex() for name in ("weights", "tokenizer", "layout")
@@ -99,13 +99,18 @@ class Reporter:
             message = {"local": local, "hits": dict(hits), "at_ns": time.monotonic_ns()}
             self._send({"id": tag_of(request)["id"], **message})
 
-    def fell_short(self, short: Mapping[str, Mapping[str, int]]) -> None:
-        """What was loaded of these requests, by vLLM's names, is less than was reported."""
+    def fell_short(
+        self, short: Mapping[str, Mapping[str, int]], *, begins_anew: bool = False
+    ) -> None:
+        """What was loaded of these requests, by vLLM's names, is less than was reported.
+
+        vLLM looks up a request again of which it keeps nothing, or that it `begins_anew`.
+        """
         for name, hits in short.items():
             if name in self._first:
                 message_id, local = self._first[name]
                 self._correct(message_id, local, hits)
-                if not local and not hits:
+                if not hits and (begins_anew or not local):
                     self._again.add(name)
 
     def _correct(self, message_id: str, local: int, hits: Mapping[str, int]) -> None:
@@ -181,10 +186,10 @@ class Reports:
             self.path.unlink()
 
     def _note(self, message: dict[str, Any]) -> None:
-        if "layout" in message:
+        if "layouts" in message:
             fields = {name: bytes.fromhex(value) for name, value in message["scope"].items()}
-            layout = described_layout(message["layout"])
-            self.engine = Ready(layout, CacheScope(**fields), int(message["num_ranks"]))
+            layouts = tuple(map(described_layout, message["layouts"]))
+            self.engine = Ready(layouts, CacheScope(**fields), int(message["num_ranks"]))
             return
         name = message["id"]
         if name not in self._expected:

@@ -1,9 +1,10 @@
 """A worker's KV as slabs, and the copies of whole blocks between them and rows of host memory.
 
-A slab is one layer's KV, or its K or its V, as `[num_blocks, bytes]`. A row is a block: a run of
-bytes from each slab, in order. On a CPU every piece is one `memcpy`. On a GPU rows that follow one
-another are one copy, to or from a stage on the device, and one kernel moves them between the stage
-and all slabs. Each thread that copies has its own object.
+A slab is one layer's KV, or its K or its V, or its state, as `[num_blocks, bytes]`. Its stride is
+larger than a block where vLLM pads pages. A row is a block: a run of bytes from each slab, in
+order. On a CPU every piece is one `memcpy`. On a GPU rows that follow one another are one copy, to
+or from a stage on the device, and one kernel moves them between the stage and all slabs. Each
+thread that copies has its own object.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cachesvc.vllm.identity import UnsupportedKv
+from cachesvc.vllm.groups import UnsupportedKv
 
 STAGE_BYTES = 32 << 20  # on the device: at 50 GB/s the kernel's launch hides behind 0.6 ms of copy
 
@@ -27,16 +28,15 @@ _memcpy.restype = None
 def slabs_of(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
     """A layer's KV as views `[num_blocks, bytes]`, in memory order.
 
-    Accepts any dense order of dimensions in which the block is first or second. There is one view
-    if blocks come first, and two if K and V do. Raises UnsupportedKv.
+    Accepts any order of dimensions in which the block is first or second and its numbers are dense.
+    There is one view if blocks come first, and two if K and V do. Raises UnsupportedKv.
     """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    dense = tensor.permute(order)
-    sizes = list(dense.shape)
-    if not dense.is_contiguous() or num_blocks not in sizes[:2]:
+    ordered = tensor.permute(order)
+    parts = [ordered] if ordered.shape[0] == num_blocks else list(ordered.unbind(0))
+    if any(part.shape[0] != num_blocks or not part[0].is_contiguous() for part in parts):
         raise UnsupportedKv(f"KV of shape {list(tensor.shape)} and strides {list(tensor.stride())}")
-    parts = [dense] if sizes[0] == num_blocks else list(dense.unbind(0))
-    return [part.reshape(num_blocks, -1).view(torch.uint8) for part in parts]
+    return [part.flatten(1).view(torch.uint8) for part in parts]
 
 
 class BlockCopier(Protocol):
@@ -67,6 +67,7 @@ class HostCopier:
     def __init__(self, slabs: Sequence[torch.Tensor]) -> None:
         self._slabs = slabs
         self._sizes = [slab.shape[1] for slab in slabs]
+        self._strides = [slab.stride(0) for slab in slabs]
 
     def load(
         self, rows: torch.Tensor, frames: Sequence[int], blocks: Sequence[int], piece: int
@@ -90,7 +91,7 @@ class HostCopier:
         starts = np.cumsum(sizes) - sizes
         in_rows = rows.data_ptr() + np.outer(frames, [rows.stride(0)]) + starts
         bases = np.array([slab.data_ptr() for slab in self._slabs])
-        in_slabs = bases + np.outer(blocks, sizes)
+        in_slabs = bases + np.outer(blocks, self._strides)
         yield from zip(
             in_rows.ravel().tolist(), in_slabs.ravel().tolist(), self._sizes * len(frames),
             strict=True,

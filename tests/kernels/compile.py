@@ -25,6 +25,7 @@ POINTERS = {
     "stage": "i64",
     "slabs": "i64",
     "starts": "i64",
+    "strides": "i64",
     "blocks": "i64",
     "logits": "fp32",
     "rows": "i64",

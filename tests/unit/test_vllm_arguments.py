@@ -1,14 +1,12 @@
 """vLLM's own arguments, and a request in vLLM's words."""
 
-import json
 from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.server.vllm.arguments import has_windows, read_options, vllm_flags
+from cachesvc.server.vllm.arguments import read_options, vllm_flags
 from cachesvc.server.vllm.params import check_served, sampling_of, structure_of
 from cachesvc.vllm.identity import salt_of, tenant_of
 from engine.bounds import MAX_SEED
@@ -115,26 +113,3 @@ def test_contents_are_refused_by_name() -> None:
 def test_a_tenants_salt_is_the_same_in_vllm_and_in_our_scopes() -> None:
     assert b"\x00\xffsalt" == tenant_of(salt_of(b"\x00\xffsalt"))
     assert [b"theirs", b"hex:zz"] == [tenant_of("theirs"), tenant_of("hex:zz")]
-
-
-@pytest.mark.parametrize(
-    ("config", "has"),
-    [
-        ({"layer_types": ["sliding_attention", "full_attention"]}, True),
-        ({"text_config": {"layer_types": ["full_attention", "chunked_attention"]}}, True),
-        ({"sliding_window": 512, "sliding_window_pattern": 6}, True),
-        ({"layer_types": ["full_attention", "full_attention"]}, False),
-        ({"layer_types": ["linear_attention", "full_attention"]}, False),
-        ({"sliding_window": 4096}, False),
-        ({}, False),
-    ],
-)
-def test_windows_beside_full_attention_are_known(
-    tmp_path: Path, config: dict[str, Any], has: bool
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert has is has_windows(tmp_path)
-
-
-def test_a_folder_without_a_configuration_has_no_windows(tmp_path: Path) -> None:
-    assert not has_windows(tmp_path)

@@ -18,9 +18,10 @@ import torch
 from cachesvc.vllm import locked as locked_module
 from cachesvc.vllm import slabs as slabs_module
 from cachesvc.vllm.carrier import Carrier
+from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.locked import LockedMemory
-from cachesvc.vllm.planner import Transfer
+from cachesvc.vllm.transfers import Piece, Transfer
 from tests.unit.test_frames_pinned import Cudart
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, serving, write
 from tiers.blocks.keys import BlockId, CacheScope
@@ -252,7 +253,8 @@ def test_a_client_that_locks_what_there_is_not_is_disconnected(
 
 # The carrier as a whole.
 
-IDENTITY = EngineIdentity(CacheScope(weights=b"w"), LAYOUT, num_ranks=1)
+GROUP = KvGroup(0, ("a", "b"), LAYOUT)
+IDENTITY = EngineIdentity(CacheScope(weights=b"w"), (GROUP,), num_ranks=1)
 
 
 def kv_like_vllm(seed: int | None = None, num_blocks: int = 12) -> dict[str, torch.Tensor]:
@@ -270,7 +272,7 @@ def carrying(path: Path, kv: dict[str, torch.Tensor], *, locks: bool = False) ->
     carrier = Carrier(IDENTITY, path, rank=0)
     carrier.start(kv, 12)
     if locks:
-        carrier._locked = LockedMemory(path, LAYOUT, CPU)
+        carrier._locked[LAYOUT] = LockedMemory(path, LAYOUT, CPU)
     with closing(carrier):
         yield carrier
 
@@ -278,18 +280,20 @@ def carrying(path: Path, kv: dict[str, torch.Tensor], *, locks: bool = False) ->
 def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set[int]:
     """Blocks that failed."""
     carrier.move(loads, saves)
-    waiting = {each.request_id for each in loads}, {each.request_id for each in saves}
+    waiting = {each.name for each in loads}, {each.name for each in saves}
+    failed: set[int] = set()
     give_up = time.monotonic() + 20
     while any(waiting):
-        done = carrier.take_done()
-        waiting = waiting[0] - done[0], waiting[1] - done[1]
+        done = carrier.take_loaded()
+        failed |= done.failed_blocks
+        waiting = waiting[0] - done.loaded, waiting[1] - set(carrier.take_saved())
         assert time.monotonic() < give_up
         time.sleep(0.005)
-    return carrier.take_failed_blocks()
+    return failed
 
 
 def transfer(ids: list[BlockId], *blocks: int) -> Transfer:
-    return Transfer("request", (tuple(ids),), blocks)
+    return Transfer("request", (Piece(0, (tuple(ids),), blocks),))
 
 
 @pytest.mark.parametrize("locks", [False, True])

@@ -52,7 +52,7 @@ def engine(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
 
 
 def operations(path: Path, vllm: Vllm, num_ranks: int = 1) -> NodeOperations:
-    return NodeOperations(path, LAYOUT, num_ranks, forget=vllm.forget, in_flight=vllm.in_flight)
+    return NodeOperations(path, [LAYOUT], num_ranks, forget=vllm.forget, in_flight=vllm.in_flight)
 
 
 def of_rank(rank: int) -> list[BlockId]:

@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from cachesvc.vllm.identity import EngineIdentity, rank_roots
+from cachesvc.vllm.groups import KvGroup
+from cachesvc.vllm.identity import EngineIdentity, group_roots, rank_roots
 from cachesvc.vllm.planner import Planner
 from tiers.blocks.keys import BlockId, CacheScope
-from tiers.node.messages import engine_layout
+from tiers.node.messages import engine_layout, state_layout
 from tiers.tier import TierName
 
 SIZE = 4
 LAYOUT = engine_layout(2, 256, SIZE, "float32")
+WINDOW = KvGroup(1, ("c",), engine_layout(1, 256, SIZE, "float32"), window=SIZE + 2)
+STATE = KvGroup(2, ("d",), state_layout(1, 100, SIZE, "float32"), window=2, is_aligned=True)
+WHOLE = KvGroup(0, ("a", "b"), LAYOUT)
 SCOPE = CacheScope(weights=b"w", layout=b"l")
 
 
@@ -45,7 +49,7 @@ def link() -> Link:
 
 @pytest.fixture
 def planner(link: Link) -> Iterator[Planner]:
-    made = Planner(EngineIdentity(SCOPE, LAYOUT, 1), link, wait_s=0)  # type: ignore[arg-type]
+    made = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {LAYOUT: link}, wait_s=0)  # type: ignore[arg-type]
     yield made
     link.close()
     made.close()
@@ -84,10 +88,11 @@ def test_vllm_goes_on_while_the_node_looks(planner: Planner, link: Link) -> None
     while (found := planner.match(slow, 0)) is None:
         pass
     assert (3 * SIZE, 1) == (found, len(link.asked)), "it is asked once"
-    planner.allocated(slow, [7, 8, 9, 10], found)
+    planner.allocated(slow, [[7, 8, 9, 10]], found)
     assert {"host": SIZE, "disk": SIZE, "remote": SIZE} == planner.hits(slow)
     (load,), () = planner.take()
-    assert ((7, 8, 9), 1) == (load.blocks, len(load.ids))
+    (piece,) = load.pieces
+    assert ((7, 8, 9), 1) == (piece.blocks, len(piece.ids))
 
 
 def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(
@@ -103,14 +108,14 @@ def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(
 def test_a_request_that_ends_before_the_answer_leaves_nothing(planner: Planner, link: Link) -> None:
     asked = request()
     assert planner.match(asked, 0) is None
-    planner.finished(asked, [])
+    planner.finished(asked, [[]])
     assert not planner._asked
     link.may_answer.set()
 
 
 def test_a_block_is_held_when_every_rank_has_its_part(link: Link) -> None:
     link.may_answer.set()
-    planner = Planner(EngineIdentity(SCOPE, LAYOUT, 2), link, wait_s=120)  # type: ignore[arg-type]
+    planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 2), {LAYOUT: link}, wait_s=120)  # type: ignore[arg-type]
     first, second = rank_roots(SCOPE.root(), 2)
     link.held_by[second] = [TierName.DISK]
     assert SIZE == planner.match(request(), 0)
@@ -128,21 +133,145 @@ def test_a_failed_load_is_not_tried_again_for_its_request(
     """The node would promise the same blocks again, and vLLM would ask for ever."""
     link.may_answer.set()
     asked, other = request(), request(name="b")
-    planner.allocated(asked, [7, 8, 9, 10], matched(planner, asked))
-    planner.allocated(other, [3, 4, 5, 6], matched(planner, other))
+    planner.allocated(asked, [[7, 8, 9, 10]], matched(planner, asked))
+    planner.allocated(other, [[3, 4, 5, 6]], matched(planner, other))
     assert {"a": hits} == planner.fell_short(bad)
-    planner.moved({"a", "b"}, set())
+    planner.loaded({"a", "b"})
     assert hits == planner.hits(asked), "what vLLM computes is no hit"
     assert 0 == planner.match(asked, 0)
     assert 3 == len(planner.hits(other))
-    _, params = planner.finished(asked, [7, 8, 9, 10])
+    params = planner.finished(asked, [[7, 8, 9, 10]])
     assert {"cachesvc": {"hit_tokens": hits}} == params
     assert 3 * SIZE == matched(planner, request()), "a later request may try"
     assert {} == planner.fell_short({7, 8, 9})
 
 
 def test_ranks_tenants_and_adapters_have_roots_of_their_own() -> None:
-    identity = EngineIdentity(SCOPE, LAYOUT, 3)
-    roots = [*identity.roots_of(request()), *identity.roots_of(request(salt="t"))]
-    assert len(set(roots)) == 6
-    assert roots[:1] == EngineIdentity(SCOPE, LAYOUT, 1).roots_of(request()), "the first is it all"
+    identity = EngineIdentity(SCOPE, (WHOLE, WINDOW), 3)
+    asked = [*identity.roots_of(request()), *identity.roots_of(request(salt="t"))]
+    roots = [root for group in asked for root in group]
+    assert len(set(roots)) == 12
+    alone = EngineIdentity(SCOPE, (WHOLE,), 1).roots_of(request())
+    assert [roots[:1]] == alone, "the first is it all"
+
+
+class Held(Link):
+    """A node that holds, of each group by its root, the blocks at these places of a prompt."""
+
+    def __init__(self, held: dict[bytes, set[int]]) -> None:
+        super().__init__([])
+        self.held = held
+
+    def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
+        tiers: list[TierName] = []
+        for block in ids:
+            place = int.from_bytes(block.tokens[:4], "little") // SIZE
+            if place not in self.held[block.scope]:
+                break
+            tiers.append(TierName.DISK if place % 2 else TierName.HOST)
+        return tiers
+
+
+@pytest.mark.parametrize(
+    ("window", "state", "num_blocks"),
+    [
+        (range(8), range(8), 8),
+        ({6, 7}, {7}, 8),
+        ({4, 5, 7}, {7, 5, 2}, 6),
+        ({4, 5}, {6, 4}, 0),
+        ({3, 4}, {6, 4}, 5),
+        ({0, 3, 4}, {0, 6}, 1),
+        (range(8), (), 0),
+    ],
+)
+def test_a_prefix_ends_where_every_group_can_resume(
+    window: Sequence[int], state: Sequence[int], num_blocks: int
+) -> None:
+    """A window of five tokens back reaches into two blocks; a state is needed at the very end."""
+    groups = (WHOLE, WINDOW, STATE)
+    roots = group_roots(SCOPE.root(), 3)
+    link = Held(dict(zip(roots, (set(range(8)), set(window), set(state)), strict=True)))
+    planner = Planner(
+        EngineIdentity(SCOPE, groups, 1),
+        {group.layout: link for group in groups},  # type: ignore[misc]
+        wait_s=120,
+    )
+    asked = request(9 * SIZE)
+    assert num_blocks * SIZE == planner.match(asked, 0)
+    if num_blocks == 8:
+        tables = [list(range(1, 10)), [0] * 6 + [20, 21, 22], [0] * 7 + [30, 31]]
+        planner.allocated(asked, tables, 8 * SIZE)
+        (load,), () = planner.take()
+        assert [(0, tuple(range(1, 9))), (1, (20, 21)), (2, (30,))] == [
+            (piece.group, piece.blocks) for piece in load.pieces
+        ]
+        assert {"a": {}} == planner.fell_short((), ["a"]), "it begins anew"
+        assert 0 == planner.match(asked, 0)
+    planner.close()
+
+
+class Blocks:
+    """vLLM's `BlockPool`: how many use each block."""
+
+    num_gpu_blocks = 100
+
+    def __init__(self) -> None:
+        self.blocks = range(100)
+        self.users = [0] * 100
+
+    def touch(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.users[block] += 1
+
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.users[block] -= 1
+            assert self.users[block] >= 0
+
+
+def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them() -> None:
+    groups = (WHOLE, WINDOW, STATE)
+    planner = Planner(EngineIdentity(SCOPE, groups, 2), {}, wait_s=0)
+    pool, asked = Blocks(), request(6 * SIZE)
+    planner.saves.bind(pool)
+    tables = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16], [0, 0, 0, 24, 25, 0]]
+    planner.allocated(asked, tables, 0)
+    asked.num_computed_tokens = 0
+    state = SimpleNamespace(
+        get_block_ids=lambda name: tables, boundary_state_offloads={"a": [(2, 24, 4 * SIZE)]}
+    )
+    planner.saves.step(state, {"a": 4 * SIZE})
+    assert [1, 1, 1, 1, 0] == [pool.users[n] for n in (11, 12, 14, 24, 15)]
+    assert ((), ()) == planner.take(), "its step is not done"
+    asked.num_computed_tokens = 4 * SIZE
+    tables[1][:2] = [0, 0]  # vLLM has freed them
+    state.boundary_state_offloads = {}
+    planner.saves.step(state, {"a": SIZE})
+    (), (save,) = planner.take()
+    assert [(1, (11, 12, 13, 14)), (2, (24,))] == [(p.group, p.blocks) for p in save.pieces]
+    planner.saves.saved({save.name: 1})
+    assert 1 == pool.users[11]
+    planner.saves.saved({save.name: 1})
+    assert [0, 0, 1] == [pool.users[n] for n in (11, 24, 15)]
+    asked.num_computed_tokens = 5 * SIZE + 1
+    planner.finished(asked, tables)
+    (), (last,) = planner.take()
+    assert [(0, (1, 2, 3, 4, 5)), (1, (15,))] == [(p.group, p.blocks) for p in last.pieces]
+    planner.saves.saved({last.name: 2})
+    assert not any(pool.users) and not planner.is_busy
+    planner.close()
+
+
+def test_blocks_of_a_request_that_is_preempted_are_given_up() -> None:
+    planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
+    pool, asked = Blocks(), request(6 * SIZE)
+    planner.saves.bind(pool)
+    tables = [[1, 2], [11, 12]]
+    planner.allocated(asked, tables, 0)
+    asked.num_computed_tokens = 0
+    state = SimpleNamespace(get_block_ids=lambda name: tables, boundary_state_offloads={})
+    planner.saves.step(state, {"a": 2 * SIZE})
+    assert 1 == pool.users[12]
+    planner.allocated(asked, tables, 0)
+    assert not any(pool.users)
+    planner.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.reports import Reporter, Reports
 from tiers.blocks.keys import CacheScope
@@ -105,7 +106,7 @@ def test_requests_of_others_are_not_told_and_not_kept(ends: tuple[Reporter, Repo
 
 def test_nonsense_is_passed_over(ends: tuple[Reporter, Reports]) -> None:
     _, reports = ends
-    for data in (b"", b"{", b"[]", b'{"id": []}', b'{"layout": {}}', b'{"id": "r:0"}', b"\xff"):
+    for data in (b"", b"{", b"[]", b'{"id": []}', b'{"layouts": [{}]}', b'{"id": "r:0"}', b"\xff"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
             other.sendto(data, str(reports.path))
     reports.expect("r:0")
@@ -127,8 +128,9 @@ def test_the_sender_neither_waits_nor_fails_where_nobody_reads(tmp_path: Path) -
 def test_the_engines_blocks_are_told_once_it_knows_them(ends: tuple[Reporter, Reports]) -> None:
     reporter, reports = ends
     layout = engine_layout(2, 64, 16, "float32")
-    reporter.ready(EngineIdentity(CacheScope(weights=b"w", layout=b"l"), layout, 1))
+    scope = CacheScope(weights=b"w", layout=b"l")
+    reporter.ready(EngineIdentity(scope, (KvGroup(0, ("a",), layout),), 1))
     reports.take()
     assert reports.engine is not None
-    assert layout == reports.engine.layout
+    assert (layout,) == reports.engine.layouts
     assert (b"w", b"l") == (reports.engine.scope.weights, reports.engine.scope.layout)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cachesvc.vllm import slabs as slabs_module
-from cachesvc.vllm.identity import UnsupportedKv
+from cachesvc.vllm.groups import UnsupportedKv
 from cachesvc.vllm.slabs import BlockCopier, DeviceCopier, HostCopier, runs_of, slabs_of
 from tests.support.torch_calls import Recorder
 
@@ -30,13 +30,15 @@ copiers = pytest.mark.parametrize(
 
 
 def slabs_like_vllm(num_blocks: int = NUM_BLOCKS, seed: int = 1) -> list[torch.Tensor]:
-    """Layers of several sizes: K and V beside each other, apart, and one of latents."""
+    """Layers of several sizes: K and V beside each other, apart, one of latents, and a state in
+    larger pages."""
     random = torch.Generator().manual_seed(seed)
 
     def filled(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
 
     layers = [filled(num_blocks, 2, 8, 24), filled(2, num_blocks, 8, 40), filled(num_blocks, 8, 72)]
+    layers.append(filled(num_blocks, 256)[:, None, None, :168])
     return [slab for layer in layers for slab in slabs_of(layer, num_blocks)]
 
 
@@ -54,7 +56,9 @@ def block_of(slabs: list[torch.Tensor], number: int) -> torch.Tensor:
 
 
 def test_slabs_are_views_in_the_order_of_memory() -> None:
-    assert [(9, 384), (9, 320), (9, 320), (9, 576)] == [tuple(s.shape) for s in slabs_like_vllm()]
+    assert [(9, 384), (9, 320), (9, 320), (9, 576), (9, 168)] == [
+        tuple(s.shape) for s in slabs_like_vllm()
+    ]
     with pytest.raises(UnsupportedKv):
         slabs_of(torch.zeros(4, 9, 2, 8)[:, :, :, ::2], 9)
     with pytest.raises(UnsupportedKv):
@@ -134,7 +138,7 @@ def test_on_a_cpu_each_piece_is_copied_once_and_by_no_other_thread(
     monkeypatch.setattr(slabs_module, "_memcpy", lambda to, source, size: copied.append(size))
     with Recorder() as recorder:
         HostCopier(slabs).load(rows, FRAMES, BLOCKS, piece=6)
-    assert 4 * len(FRAMES) == len(copied)
+    assert 5 * len(FRAMES) == len(copied)
     assert {} == recorder.calls
 
 
@@ -142,7 +146,7 @@ def test_on_a_cpu_each_piece_is_copied_once_and_by_no_other_thread(
 def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """128 blocks of 4 slabs: 512 copies one by one."""
+    """128 blocks of 5 slabs: 640 copies one by one."""
     from cachesvc.vllm import kernel
 
     slabs, rows = slabs_like_vllm(128), torch.zeros(160, STRIDE, dtype=torch.uint8)

@@ -20,10 +20,8 @@ def main(model: str, connector: str) -> None:
 
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
-    options: dict[str, Any] = json.loads(connector)
-    engine = LLM(
-        model, dtype="float32", max_model_len=4096, enforce_eager=True, max_num_seqs=4, **options
-    )
+    options: dict[str, Any] = {"dtype": "float32"} | json.loads(connector)
+    engine = LLM(model, max_model_len=4096, enforce_eager=True, max_num_seqs=4, **options)
 
     def generate(
         prompts: list[list[int]], salt: str | None = None, max_tokens: int = 12

@@ -86,11 +86,18 @@ def engine_layout(num_layers: int, token_items: int, block_size: int, dtype: str
     return BlockLayout((layer,) * num_layers, block_size, dtype)
 
 
+def state_layout(num_layers: int, state_items: int, block_size: int, dtype: str) -> BlockLayout:
+    """A block with a state of `state_items` numbers per layer, as of the block's last token."""
+    layer = LayerLayout(num_heads=1, key_dim=state_items, value_dim=0, shared=True, rows=1)
+    return BlockLayout((layer,) * num_layers, block_size, dtype)
+
+
 def describe_layout(layout: BlockLayout) -> dict[str, Any]:
-    """The arguments of `engine_layout` that make this layout."""
+    """The arguments of `engine_layout` or `state_layout` that make this layout."""
+    items = "state_items" if layout.has_states else "token_items"
     return {
         "num_layers": len(layout.layers),
-        "token_items": layout.layers[0].token_items,
+        items: layout.layers[0].token_items,
         "block_size": layout.block_size,
         "dtype": layout.dtype,
     }
@@ -98,7 +105,9 @@ def describe_layout(layout: BlockLayout) -> dict[str, Any]:
 
 def described_layout(fields: Any) -> BlockLayout:
     """The inverse of `describe_layout`. Raises NodeError for a layout that no engine can have."""
-    sizes = {"num_layers": 1 << 12, "token_items": 1 << 24, "block_size": 1 << 20}
+    is_state = isinstance(fields, dict) and "state_items" in fields
+    items = "state_items" if is_state else "token_items"
+    sizes = {"num_layers": 1 << 12, items: 1 << 24, "block_size": 1 << 20}
     if not isinstance(fields, dict) or set(fields) != {*sizes, "dtype"}:
         raise NodeError(f"a block layout has the fields {', '.join(sizes)} and dtype")
     for name, most in sizes.items():
@@ -106,7 +115,7 @@ def described_layout(fields: Any) -> BlockLayout:
             raise NodeError(f"{name} of a block layout is {fields[name]!r}; at most {most}")
     if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
         raise NodeError(f"blocks of dtype {fields['dtype']!r} cannot be served")
-    return engine_layout(**fields)
+    return state_layout(**fields) if is_state else engine_layout(**fields)
 
 
 def run_of(ids: Sequence[BlockId]) -> TokenRun:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey
 from tiers.blocks.packing import pack_blocks
@@ -132,13 +133,14 @@ class Pool:
         return NodeProbe(in_memory, job if self.mover.submit(job) else None)
 
     def lease(self, ids: Sequence[BlockId]) -> Lease:
-        """Lease the leading run of these blocks. Blocks held only below are loaded first."""
-        blocks = self._run(ids)
-        if blocks:
-            self.residency.acquire_run(blocks)
-        self.counts.hits[TierName.HOST] += len(blocks)
-        self.used([block.key for block in ids[: len(blocks)]])
-        return Lease(blocks + self._load(ids[len(blocks) :]))
+        """Lease the leading run of these blocks. Blocks held only below are loaded first.
+
+        Of a window, the first blocks may have left memory before the last.
+        """
+        blocks: list[Block] = []
+        while more := self._hold(ids[len(blocks) :]) or self._load(ids[len(blocks) :]):
+            blocks += more
+        return Lease(blocks)
 
     def settle(self, lease: Lease) -> list[int]:
         """The frames of a ready lease, for its leading run that is held. The other blocks are
@@ -233,6 +235,15 @@ class Pool:
 
     # Internals.
 
+    def _hold(self, ids: Sequence[BlockId]) -> list[Block]:
+        """The leading blocks that memory can serve, acquired."""
+        blocks = self._run(ids)
+        if blocks:
+            self.residency.acquire_run(blocks)
+        self.counts.hits[TierName.HOST] += len(blocks)
+        self.used([block.key for block in ids[: len(blocks)]])
+        return blocks
+
     def _run(self, ids: Sequence[BlockId]) -> list[Block]:
         """The leading blocks that memory can serve. The identity of each is compared."""
         get, run = self.residency.index.get, list[Block]()
@@ -278,8 +289,8 @@ class Pool:
             self.residency.release(block, use)
 
     def _load(self, ids: Sequence[BlockId]) -> list[Block]:
-        """Start loading these blocks from the tier below. Blocks already being loaded are
-        included."""
+        """Start loading the leading blocks that memory lacks from the tier below. Blocks already
+        being loaded are included."""
         index = self.residency.index
         rising: list[Block] = []
         packed = _packed(ids)
@@ -290,12 +301,12 @@ class Pool:
                 break
             self.residency.acquire(block)
             rising.append(block)
-        rest = ids[len(rising) :]
-        known = self._is_closed(rest) or any(index.get(each.key) is not None for each in rest)
-        if self.mover is None or known or not rest:
+        lacking = takewhile(lambda each: index.get(each.key) is None, ids[len(rising) :])
+        rest = list(lacking)
+        if self.mover is None or not rest or self._is_closed(rest):
             return rising
         fresh: list[Block] = []
-        for block_id, tokens in zip(rest, packed[len(rising) :], strict=True):
+        for block_id, tokens in zip(rest, packed[len(rising) :], strict=False):
             block = self._add(block_id, tokens, BlockState.LOADING)
             if block is None:
                 break

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cachesvc.vllm.identity import UnsupportedKv, adapter_digest
+from cachesvc.vllm.groups import UnsupportedKv
+from cachesvc.vllm.identity import adapter_digest
 from engine.errors import AdapterError
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's; the least that holds every adapter is taken

@@ -4,9 +4,7 @@ vLLM's own parser reads them, so they mean the same as in `vllm serve`.
 """
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from cachesvc.config.errors import ConfigError, WrongOption
@@ -83,23 +81,3 @@ def read_options(rest: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
         else:
             found[name] = True
     return found
-
-
-def has_windows(folder: Path) -> bool:
-    """Whether a model mixes sliding-window and full attention, which one group of blocks can hold.
-
-    Otherwise vLLM uses a group for each and frees blocks outside the window, which leaves a
-    prefix's blocks incomplete. False for a model with recurrent states.
-    """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    text = config.get("text_config") or config
-    kinds = set(text.get("layer_types") or ())
-    if not kinds:
-        return bool(text.get("sliding_window") and text.get("sliding_window_pattern"))
-    return len(kinds) > 1 and kinds <= _ATTENTION
-
-
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}

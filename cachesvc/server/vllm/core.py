@@ -17,7 +17,7 @@ from cachesvc.config.settings import Settings
 from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
-from cachesvc.server.vllm.arguments import engine_arguments, has_windows
+from cachesvc.server.vllm.arguments import engine_arguments
 from cachesvc.server.vllm.engine import VllmEngine
 from cachesvc.server.vllm.generate import VllmSettings
 from cachesvc.server.vllm.grammars import CheckedGrammars
@@ -176,8 +176,6 @@ def build(
     ours = _ours(settings, spoken, adapters)
     if socket is not None and reports is not None:
         ours["kv_transfer_config"] = _transfer(socket, reports)
-        if has_windows(spoken.folder) and not _chooses_groups(settings.engine.vllm):
-            ours["disable_hybrid_kv_cache_manager"] = True
     arguments = engine_arguments(settings.engine.vllm, ours)
 
     def open_llm(stat_logger: Any) -> Any:
@@ -204,7 +202,7 @@ def build(
         if reports.engine is not None:
             node_operations = NodeOperations(
                 socket,
-                layout,
+                reports.engine.layouts,
                 reports.engine.num_ranks,
                 forget=engine.forget_prefixes,
                 in_flight=engine.in_flight,
@@ -289,11 +287,6 @@ def _ours(
     return ours
 
 
-def _chooses_groups(given: Mapping[str, Any]) -> bool:
-    """Whether the user chose how vLLM groups layers."""
-    return any("hybrid-kv-cache-manager" in name.replace("_", "-") for name in given)
-
-
 def _transfer(node: Path, reports: Reports) -> Any:
     from vllm.config import KVTransferConfig
 
@@ -317,7 +310,7 @@ def _blocks(
 ) -> tuple[BlockLayout, CacheScope]:
     """The layout and scope of vLLM's blocks; placeholders if no connector reports them."""
     if reports is not None and reports.engine is not None:
-        return reports.engine.layout, reports.engine.scope
+        return reports.engine.layouts[0], reports.engine.scope
     if reports is not None:
         logger.warning("the connector caches nothing below vLLM; the log above says why")
     if not engine.block_size:

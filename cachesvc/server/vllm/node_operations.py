@@ -10,11 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cachesvc.vllm.identity import rank_roots
+from cachesvc.vllm.identity import group_roots, rank_roots
 from engine.errors import EngineError
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, PrefixKey, child_key
@@ -50,18 +50,18 @@ class NodeOperations:
     def __init__(
         self,
         socket: Path,
-        layout: BlockLayout,
+        layouts: Sequence[BlockLayout],
         num_ranks: int,
         *,
         forget: Callable[[], "Future[bool]"],
         in_flight: Callable[[], frozenset[str]],
     ) -> None:
         self._socket = socket
-        self._layout = layout
+        self._layouts = tuple(layouts)  # of each group; prefixes are counted in the first's blocks
         self._num_ranks = num_ranks
         self._forget = forget
         self._in_flight = in_flight
-        self._quick = NodeClient(socket, layout, timeout_s=QUICK_S)
+        self._quick = NodeClient(socket, layouts[0], timeout_s=QUICK_S)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
         self._pins: list[Pin[PrefixKey]] = []
         self._ended = threading.Event()
@@ -70,14 +70,14 @@ class NodeOperations:
     def introduce(self, node: NodeClient) -> None:
         """Sends the owners of scopes to a newly joined node. Raises NodeError."""
         if self.owners:
-            ranks = self._num_ranks
             node.know(
-                {
-                    each: name
-                    for root, name in self.owners.items()
-                    for each in rank_roots(root, ranks)
-                }
+                {each: name for root, name in self.owners.items() for each in self._parts(root)}
             )
+
+    def _parts(self, root: PrefixKey) -> list[PrefixKey]:
+        """The roots of every group's blocks of a scope, on every rank."""
+        groups = group_roots(root, len(self._layouts))
+        return [each for group in groups for each in rank_roots(group, self._num_ranks)]
 
     def close(self) -> None:
         self._ended.set()
@@ -97,6 +97,8 @@ class NodeOperations:
     ) -> Pin[PrefixKey]:
         if self._num_ranks > 1:
             raise PinError("pins are not kept with tensor parallelism: each rank has its own keys")
+        if len(self._layouts) > 1:
+            raise PinError("pins are not kept for a model with several groups of KV")
         answer = self._ask(
             "pin",
             name=name,
@@ -158,14 +160,17 @@ class NodeOperations:
         return result
 
     def _purge(self, roots: Collection[PrefixKey], result: "Future[Purged]") -> None:
-        every = [each.hex() for root in roots for each in rank_roots(root, self._num_ranks)]
+        every = [each.hex() for root in roots for each in self._parts(root)]
         try:
-            with closing(NodeClient(self._socket, self._layout, timeout_s=SLOW_S)) as node:
-                node.connect()
-                answer = node.operate("purge", roots=every)
+            with ExitStack() as nodes:
+                answers = []
+                for layout in dict.fromkeys(self._layouts):
+                    node = NodeClient(self._socket, layout, timeout_s=SLOW_S)
+                    nodes.enter_context(closing(node)).connect()
+                    answers.append(node.operate("purge", roots=every))
                 running = self._in_flight()
                 self._empty_device()
-                result.set_result(_purged(roots, answer))
+                result.set_result(_purged(roots, answers))
                 while running & self._in_flight() and not self._ended.wait(LOOK_S):
                     pass
                 self._ended.wait(STORE_S)
@@ -200,17 +205,22 @@ class NodeOperations:
 
     def _later(self, work: Callable[[NodeClient], T]) -> "Future[T]":
         def run() -> T:
-            with closing(NodeClient(self._socket, self._layout, timeout_s=SLOW_S)) as node:
+            with closing(NodeClient(self._socket, self._layouts[0], timeout_s=SLOW_S)) as node:
                 node.connect()
                 return work(node)
 
         return self._threads.submit(run)
 
 
-def _purged(roots: Collection[PrefixKey], answer: dict[str, Any]) -> Purged:
-    removed = {TierName(tier): Removed(*counts) for tier, counts in answer["removed"].items()}
-    pins, left = tuple(answer["pins"]), int(answer["num_left"])
-    return Purged(tuple(sorted(roots)), removed, int(answer["in_use"]), pins, left)
+def _purged(roots: Collection[PrefixKey], answers: Sequence[dict[str, Any]]) -> Purged:
+    """One result of the answers of every layout's blocks."""
+    removed: dict[TierName, Removed] = {}
+    for tier, counts in (each for answer in answers for each in answer["removed"].items()):
+        name = TierName(tier)
+        removed[name] = removed.get(name, Removed()).plus(Removed(*counts))
+    pins = tuple(pin for answer in answers for pin in answer["pins"])
+    left, in_use = (sum(int(each[name]) for each in answers) for name in ("num_left", "in_use"))
+    return Purged(tuple(sorted(roots)), removed, in_use, pins, left)
 
 
 def _under(root: PrefixKey, ids: Sequence[BlockId]) -> list[BlockId]:

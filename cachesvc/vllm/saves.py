@@ -1,0 +1,216 @@
+"""Which of vLLM's blocks are stored in the node, and until then kept from being reused.
+
+    filled in a step ─► held: a reference of ours ─► its step is done ─► saved by every rank ─► free
+
+vLLM frees a window's blocks and a state while their request runs. So a block of such a group is
+held in the step that fills it, and stored in the next. Blocks of other groups are stored when their
+request ends. No step waits for either. vLLM's scheduling loop only.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cachesvc.vllm.chains import RequestChains
+from cachesvc.vllm.identity import EngineIdentity
+from cachesvc.vllm.transfers import Piece, Transfer
+
+logger = logging.getLogger(__name__)
+
+MAX_HELD = 1 / 4  # of vLLM's blocks, for running requests; what is beyond is not stored
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request that runs. `held`: (group, place of the block) -> vLLM's number of it."""
+
+    request: Any
+    chains: RequestChains
+    seen: int | None = None  # tokens up to which its blocks were looked at
+    held: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Save:
+    """Blocks being stored, and how many ranks have not done so."""
+
+    blocks: list[int]
+    ranks_left: int
+
+
+class Saves:
+    """The stores of one engine. `bind` it to vLLM's blocks first; until then nothing is stored."""
+
+    def __init__(self, identity: EngineIdentity) -> None:
+        self._identity = identity
+        self._passing = [
+            number for number, group in enumerate(identity.groups) if not group.is_whole
+        ]
+        self._pool: Any = None
+        self._running: dict[str, _Running] = {}
+        self._saving: dict[str, _Save] = {}
+        self._planned: list[Transfer] = []
+        self._num_saves = 0
+        self._num_held = 0
+
+    def bind(self, pool: Any) -> None:
+        """`pool` is vLLM's `BlockPool`, which counts the users of blocks."""
+        self._pool = pool
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether blocks are being stored, so that vLLM must keep stepping."""
+        return bool(self._saving)
+
+    def admitted(self, request: Any, chains: RequestChains) -> None:
+        """The request was given its blocks, for the first time or again."""
+        if (before := self._running.get(request.request_id)) is not None:
+            self._drop(before)
+        self._running[request.request_id] = _Running(request, chains)
+
+    def step(self, state: Any, scheduled: Mapping[str, int]) -> None:
+        """vLLM is about to run a step. Plan to store what earlier steps filled, and hold what this
+        one fills.
+
+        `state` is vLLM's `KVConnectorBlockState`, `scheduled` its tokens by request.
+        """
+        if not self._passing or self._pool is None:
+            return
+        for each in self._running.values():
+            if each.held:
+                self._save(each, self._filled(each))
+        handed = getattr(state, "boundary_state_offloads", None) or {}
+        for name in {*scheduled, *handed}:
+            if (running := self._running.get(name)) is not None:
+                self._hold_states(running, handed.get(name, ()))
+                self._hold_filled(running, state, scheduled.get(name, 0))
+
+    def finished(self, request: Any, numbers: Sequence[Sequence[int]]) -> None:
+        """The request has ended: plan to store what is left of it. `numbers`: its blocks, by
+        group."""
+        running = self._running.pop(request.request_id, None)
+        if running is None or self._pool is None:
+            return
+        pieces = self._filled(running)
+        computed = _computed(request)
+        for number, group in enumerate(self._identity.groups):
+            if group.is_whole:
+                blocks = numbers[group.number]
+                end = min(computed // group.block_size, len(blocks), _first_null(blocks))
+                self._pin(blocks[:end])
+                pieces += [(number, place, blocks[place]) for place in range(end)]
+        self._save(running, pieces)
+        self._drop(running)
+
+    def forget(self, request: Any) -> None:
+        """The request has ended, and nothing more of it is stored."""
+        if (running := self._running.pop(request.request_id, None)) is not None:
+            self._drop(running)
+
+    def take(self) -> tuple[Transfer, ...]:
+        """The stores of the next step."""
+        planned, self._planned = tuple(self._planned), []
+        return planned
+
+    def saved(self, counts: Mapping[str, int]) -> None:
+        """So many more ranks have ended these stores. vLLM may reuse what all have stored."""
+        for name, count in counts.items():
+            if (save := self._saving.get(name)) is None:
+                continue
+            save.ranks_left -= count
+            if save.ranks_left <= 0:
+                del self._saving[name]
+                self._free(save.blocks)
+
+    # Internals.
+
+    def _hold_filled(self, running: _Running, state: Any, num_tokens: int) -> None:
+        """Hold the blocks that this step fills, of groups that keep them in order."""
+        request, seen = running.request, running.seen
+        before = request.num_computed_tokens
+        running.seen = end = max(before + num_tokens, seen or 0)
+        numbers = None
+        for number in self._passing:
+            group = self._identity.groups[number]
+            first = (before if seen is None else seen) // group.block_size
+            if group.is_aligned or first >= end // group.block_size:
+                continue
+            numbers = numbers or state.get_block_ids(request.request_id)
+            blocks = numbers[group.number] if numbers else ()
+            for place in range(first, min(end // group.block_size, len(blocks))):
+                self._hold(running, number, place, blocks[place])
+
+    def _hold_states(self, running: _Running, handed: Iterable[tuple[int, int, int]]) -> None:
+        """Hold the states that vLLM hands over: (its group, its block, tokens in the state)."""
+        by_number = {self._identity.groups[number].number: number for number in self._passing}
+        for theirs, block, num_tokens in handed:
+            number = by_number.get(theirs)
+            if number is not None and num_tokens % self._identity.groups[number].block_size == 0:
+                place = num_tokens // self._identity.groups[number].block_size - 1
+                self._hold(running, number, place, block)
+
+    def _hold(self, running: _Running, number: int, place: int, block: int) -> None:
+        most = MAX_HELD * self._pool.num_gpu_blocks
+        if block and self._num_held < most and (number, place) not in running.held:
+            self._pin([block])
+            self._num_held += 1
+            running.held[number, place] = block
+
+    def _filled(self, running: _Running) -> list[tuple[int, int, int]]:
+        """Take the held blocks whose step is done: (group, place, vLLM's number)."""
+        computed, groups = _computed(running.request), self._identity.groups
+        done = [
+            (number, place, block)
+            for (number, place), block in running.held.items()
+            if (place + 1) * groups[number].block_size <= computed
+        ]
+        for number, place, _ in done:
+            del running.held[number, place]
+        self._num_held -= len(done)
+        return done
+
+    def _save(self, running: _Running, filled: Sequence[tuple[int, int, int]]) -> None:
+        """Plan to store blocks that we hold."""
+        if not filled:
+            return
+        running.chains.grow(running.request, _computed(running.request))
+        by_group: dict[int, dict[int, int]] = {}
+        for number, place, block in filled:
+            by_group.setdefault(number, {})[place] = block
+        self._num_saves += 1
+        name = f"{running.request.request_id} {self._num_saves}"
+        pieces = tuple(_piece(running.chains, each, by_group[each]) for each in sorted(by_group))
+        self._planned.append(Transfer(name, pieces))
+        self._saving[name] = _Save([block for _, _, block in filled], self._identity.num_ranks)
+
+    def _drop(self, running: _Running) -> None:
+        """Give up what is held of a request."""
+        self._num_held -= len(running.held)
+        self._free(list(running.held.values()))
+        running.held.clear()
+
+    def _pin(self, blocks: Sequence[int]) -> None:
+        self._pool.touch([self._pool.blocks[block] for block in blocks])
+
+    def _free(self, blocks: Sequence[int]) -> None:
+        """The end of a prefix first: vLLM evicts it before its beginning."""
+        if blocks:
+            self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+
+def _piece(chains: RequestChains, number: int, blocks: Mapping[int, int]) -> Piece:
+    places = sorted(blocks)
+    ids = chains.ids(number, places[0], places[-1] + 1)
+    chosen = tuple(tuple(chain[place - places[0]] for place in places) for chain in ids)
+    return Piece(number, chosen, tuple(blocks[place] for place in places))
+
+
+def _computed(request: Any) -> int:
+    """Tokens whose KV is there: without those of steps under way."""
+    return int(request.num_computed_tokens) - int(getattr(request, "num_in_flight_tokens", 0))
+
+
+def _first_null(blocks: Sequence[int]) -> int:
+    """The first index whose block vLLM has freed; its number is 0."""
+    return next((place for place, number in enumerate(blocks) if number == 0), len(blocks))

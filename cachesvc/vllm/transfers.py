@@ -1,0 +1,42 @@
+"""What the engine core and the workers tell each other: blocks to move, and what was moved."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from cachesvc.vllm.chains import RankIds
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks of one group. `ids[r][i]` is rank r's part of block i; `blocks` are vLLM's numbers."""
+
+    group: int
+    ids: RankIds
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Pieces to move between the node and vLLM. A load has the name of its request."""
+
+    name: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Moved:
+    """Ended transfers by name. A load that lacks anything has failed; `failed_blocks` are those
+    that were not loaded, where vLLM can compute them alone."""
+
+    loaded: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
+    saved: list[str] = field(default_factory=list)
+
+
+def run_bounds(piece: Piece, rank: int) -> list[tuple[int, int]]:
+    """The bounds of the runs of consecutive blocks in a piece."""
+    ids = piece.ids[rank]
+    breaks = [n for n in range(1, len(ids)) if ids[n].parent != ids[n - 1].key]
+    bounds = [0, *breaks, len(ids)]
+    return list(pairwise(bounds)) if ids else []
