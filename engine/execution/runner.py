@@ -88,10 +88,12 @@ class ModelRunner:
         self._device = torch.device(loaded.device)
         pick = partial(pick_attention, pool, loaded.layers, DTYPES[loaded.dtype], owners)
         indexed, others = indexed_layers(loaded.layers)
-        self._attention: PagedAttention = attention or pick(indexed or None)
+        whole = attention or pick(indexed or None)
+        windowed = pick(others) if others else None
+        self._picked = [each for each in (whole, windowed) if each is not None]
+        self._attention: PagedAttention = whole
         if indexed:
-            windowed = pick(others) if others else None
-            self._attention = SparseAttention(self._attention, pool, loaded.layers, windowed)
+            self._attention = SparseAttention(whole, pool, loaded.layers, windowed)
         if kv.states:
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._recurrent: RecurrentStates | None = None
@@ -155,27 +157,27 @@ class ModelRunner:
 
         Call it before serving: block 0 of the pool must be unowned.
         """
-        attention = self._attention
-        while isinstance(attention, RecurrentAttention | SparseAttention | StatefulAttention):
-            attention = attention.attention
-        if isinstance(attention, CpuAttention):
-            attention.warm_up(self._max_context)
-            if self._recurrent is None:
-                self._traced = trace(self._model)
-        self._try_kernels(attention)
+        on_cpu = [each for each in self._picked if isinstance(each, CpuAttention)]
+        for each in on_cpu:
+            each.warm_up(self._max_context)
+        if on_cpu and self._recurrent is None:
+            self._traced = trace(self._model)
+        self._try_kernels()
         if self._graphs is not None:
             self._graphs.warm_up()
 
-    def _try_kernels(self, attention: Any) -> None:
+    def _try_kernels(self) -> None:
         """Compile what tails and decode steps without a graph launch. Where a GPU has no room for a
         kernel, or the machine no compiler, attention does without."""
         try:
             self._try(2)
             self._try(1)
         except Exception as error:
-            if not getattr(attention, "in_place", False):
+            kernels: list[Any] = [each for each in self._picked if getattr(each, "in_place", False)]
+            if not kernels:
                 raise
-            attention.give_up_kernel(error)
+            for attention in kernels:
+                attention.give_up_kernel(error)
             self._graphs = None
             self._try(2)
 

@@ -23,12 +23,14 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.sparse import IndexRows, SparseAttention, picked
 from engine.batch import Span
 from engine.errors import ModelError
+from engine.execution import runner
 from engine.models.load import LoadedModel
 from engine.models.probe import prepare
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
 from tests.parity.test_engine_tiers import BLOCK, House
+from tests.support.models import new_pool
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.memory.device import DevicePool
 
@@ -272,3 +274,33 @@ def test_an_index_that_picks_groups_of_tokens_is_refused_by_name(
     with pytest.raises(ModelError, match="does not pick single latents") as refused:
         architectures.served(model_type)
     assert len(str(refused.value)) < 200
+
+
+class Unfitting(ReferenceAttention):
+    """An attention whose kernel does not fit the GPU."""
+
+    in_place = True
+
+    def attend(self, call: AttentionCall) -> torch.Tensor:
+        if self.in_place:
+            raise RuntimeError("out of shared memory")
+        return super().attend(call)
+
+    def give_up_kernel(self, error: Exception) -> None:
+        self.in_place = False
+
+
+def test_a_kernel_that_does_not_fit_is_given_up_by_every_attention_of_a_model(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """dots3.note has one for the layers with an index and one for those with a window."""
+    picked_ones: list[Unfitting] = []
+
+    def pick(pool: torch.Tensor, layers: Sequence[LayerLayout], *_: object) -> Unfitting:
+        picked_ones.append(Unfitting(pool, layers))
+        return picked_ones[-1]
+
+    monkeypatch.setattr(runner, "pick_attention", pick)
+    runner.ModelRunner(loaded, new_pool(loaded, 4, BLOCK)).warm_up()
+    assert len(picked_ones) == (2 if loaded.name == "tiny-dots3_note_text" else 1)
+    assert not any(each.in_place for each in picked_ones)
