@@ -22,7 +22,7 @@ from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.locked import LockedMemory
 from cachesvc.vllm.slabs import BlockCopier, copier_of, slabs_of
-from cachesvc.vllm.transfers import Moved, Piece, Transfer, run_bounds
+from cachesvc.vllm.transfers import GroupBlocks, Transfer, Transferred, run_bounds
 from tiers.blocks.layout import BlockLayout
 from tiers.node.arena import SharedMemory, frame_stride
 from tiers.node.client import NodeClient
@@ -57,7 +57,7 @@ class Carrier:
         self._device = torch.device("cpu")
         self._copiers: list[list[BlockCopier]] = [[], []]  # by thread and group
         self._lock = threading.Lock()
-        self._moved = Moved()  # since vLLM last asked; guarded by the lock
+        self._moved = Transferred()  # since vLLM last asked; guarded by the lock
 
     def start(self, kv_caches: Mapping[str, KvTensors], num_blocks: int) -> None:
         """Starts to serve these tensors, by layer. Raises UnsupportedKv for blocks of another
@@ -87,11 +87,11 @@ class Carrier:
             for transfer in transfers:
                 queue.put(_Job(transfer, ready))
 
-    def take_loaded(self) -> Moved:
+    def take_loaded(self) -> Transferred:
         """The loads that have ended since the last call."""
         with self._lock:
-            moved, self._moved = self._moved, Moved(saved=self._moved.saved)
-            return Moved(moved.loaded, moved.failed, moved.failed_blocks)
+            moved, self._moved = self._moved, Transferred(saved=self._moved.saved)
+            return Transferred(moved.loaded, moved.failed, moved.failed_blocks)
 
     def take_saved(self) -> list[str]:
         """The saves that have ended since the last call, with or without success."""
@@ -130,7 +130,7 @@ class Carrier:
     def _load(self, transfer: Transfer) -> None:
         self._loaded(transfer, [self._load_piece(piece) for piece in transfer.pieces])
 
-    def _load_piece(self, piece: Piece) -> int:
+    def _load_piece(self, piece: GroupBlocks) -> int:
         """The number of leading blocks that were loaded."""
         layout = self._identity.groups[piece.group].layout
 
@@ -152,7 +152,7 @@ class Carrier:
                 link.attempt(partial(self._save_run, piece, begin, end))
         self._saved(transfer)
 
-    def _save_run(self, piece: Piece, begin: int, end: int, node: NodeClient) -> None:
+    def _save_run(self, piece: GroupBlocks, begin: int, end: int, node: NodeClient) -> None:
         pairs = node.reserve(piece.ids[self._rank][begin:end])
         assert node.memory is not None
         frames = [frame for _, frame in pairs]

@@ -26,7 +26,7 @@ from cachesvc.vllm.identity import identity_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner
 from cachesvc.vllm.reports import Reporter
-from cachesvc.vllm.transfers import Moved, Transfer
+from cachesvc.vllm.transfers import Transfer, Transferred
 from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
@@ -194,7 +194,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See `save_kv_layer`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        moved = self._carrier.take_loaded() if self._carrier is not None else Moved()
+        moved = self._carrier.take_loaded() if self._carrier is not None else Transferred()
         self._failed_blocks |= moved.failed_blocks
         return KVConnectorTransferResults(set(), moved.loaded, moved.failed)
 

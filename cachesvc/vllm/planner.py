@@ -17,7 +17,7 @@ from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.lookup import longest_prefix
 from cachesvc.vllm.reports import tag_of
 from cachesvc.vllm.saves import Saves
-from cachesvc.vllm.transfers import Piece, Transfer
+from cachesvc.vllm.transfers import GroupBlocks, Transfer
 from tiers.blocks.layout import BlockLayout
 from tiers.tier import TierName
 
@@ -140,7 +140,7 @@ class Planner:
 
     def _pieces(
         self, match: _Match, blocks: Sequence[Sequence[int]], end: int
-    ) -> tuple[Piece, ...]:
+    ) -> tuple[GroupBlocks, ...]:
         """The blocks to load up to token `end`: every one that vLLM gave the request behind what
         it has, because vLLM will use and share them all."""
         pieces = []
@@ -150,7 +150,7 @@ class Planner:
             while first < stop and not numbers[first]:
                 first += 1
             ids = match.chains.ids(number, first, stop)
-            pieces.append(Piece(number, ids, tuple(numbers[first:stop])))
+            pieces.append(GroupBlocks(number, ids, tuple(numbers[first:stop])))
         return tuple(pieces)
 
     def _tokens_of(self, tiers: Sequence[TierName]) -> dict[str, int]:

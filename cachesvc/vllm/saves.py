@@ -14,7 +14,7 @@ from typing import Any
 
 from cachesvc.vllm.chains import RequestChains
 from cachesvc.vllm.identity import EngineIdentity
-from cachesvc.vllm.transfers import Piece, Transfer
+from cachesvc.vllm.transfers import GroupBlocks, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -199,11 +199,11 @@ class Saves:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 
-def _piece(chains: RequestChains, number: int, blocks: Mapping[int, int]) -> Piece:
+def _piece(chains: RequestChains, number: int, blocks: Mapping[int, int]) -> GroupBlocks:
     places = sorted(blocks)
     ids = chains.ids(number, places[0], places[-1] + 1)
     chosen = tuple(tuple(chain[place - places[0]] for place in places) for chain in ids)
-    return Piece(number, chosen, tuple(blocks[place] for place in places))
+    return GroupBlocks(number, chosen, tuple(blocks[place] for place in places))
 
 
 def _computed(request: Any) -> int:

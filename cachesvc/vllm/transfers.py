@@ -7,7 +7,7 @@ from cachesvc.vllm.chains import RankIds
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class GroupBlocks:
     """Blocks of one group. `ids[r][i]` is rank r's part of block i; `blocks` are vLLM's numbers."""
 
     group: int
@@ -20,11 +20,11 @@ class Transfer:
     """Pieces to move between the node and vLLM. A load has the name of its request."""
 
     name: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[GroupBlocks, ...]
 
 
 @dataclass(slots=True)
-class Moved:
+class Transferred:
     """Ended transfers by name. A load that lacks anything has failed; `failed_blocks` are those
     that were not loaded, where vLLM can compute them alone."""
 
@@ -34,7 +34,7 @@ class Moved:
     saved: list[str] = field(default_factory=list)
 
 
-def run_bounds(piece: Piece, rank: int) -> list[tuple[int, int]]:
+def run_bounds(piece: GroupBlocks, rank: int) -> list[tuple[int, int]]:
     """The bounds of the runs of consecutive blocks in a piece."""
     ids = piece.ids[rank]
     breaks = [n for n in range(1, len(ids)) if ids[n].parent != ids[n - 1].key]

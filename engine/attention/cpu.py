@@ -15,14 +15,14 @@ import torch
 from engine.attention import dense
 from engine.attention.base import AttentionCall, first_seen, gather, write_span
 from engine.attention.copies import DEFAULT_BUDGET_BYTES, WorkingCopies, WorkingCopy
-from engine.attention.dense import Place, StepPart
+from engine.attention.dense import KvPlace, StepPart
 from engine.attention.inside import InsideStep
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
 
-GATHERED = Place(0, 0, 1, 0)
+GATHERED = KvPlace(0, 0, 1, 0)
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class CpuAttention:
         return rows if rows.dtype == self._kv.tensor.dtype else rows.to(self._kv.tensor.dtype)
 
 
-def _places(kv: KvPool) -> dict[int, Place]:
+def _places(kv: KvPool) -> dict[int, KvPlace]:
     """For each layer, where its keys and its values are. They are in the same place if values are a
     part of the keys."""
     parts = iter(
@@ -169,5 +169,5 @@ def _places(kv: KvPool) -> dict[int, Place]:
     for layer in kv.attended:
         key = next(parts)
         value = key if kv.layers[layer].shared else next(parts)
-        places[layer] = Place(*key, *value)
+        places[layer] = KvPlace(*key, *value)
     return places

@@ -49,7 +49,7 @@ class StepPart(NamedTuple):
     write: bool
 
 
-class Place(NamedTuple):
+class KvPlace(NamedTuple):
     """Where a layer's keys and values are: the run, and the part in it."""
 
     key_run: int
@@ -61,7 +61,7 @@ class Place(NamedTuple):
 def attend_part(
     call: AttentionCall,
     part: StepPart,
-    place: Place,
+    place: KvPlace,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
     output: torch.Tensor,

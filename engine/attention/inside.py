@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.attention.base import AttentionCall, AttentionOptions
-from engine.attention.dense import Place, StepPart, attend_part
+from engine.attention.dense import KvPlace, StepPart, attend_part
 
 _library = torch.library.Library("cachesvc", "DEF")
 _library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
@@ -22,7 +22,7 @@ class InsideStep(NamedTuple):
     copy. `triangle` and `scratch` are as `attend_part` takes them, `dtype` is the pool's."""
 
     parts: list[StepPart]
-    places: dict[int, Place]
+    places: dict[int, KvPlace]
     triangle: torch.Tensor
     scratch: torch.Tensor
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class InsideAttention(nn.Module):
 
     inside: bool
     parts: list[StepPart]
-    places: dict[int, Place]
+    places: dict[int, KvPlace]
     triangle: torch.Tensor
     scratch: torch.Tensor
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class InsideAttention(nn.Module):
     def begin(
         self,
         parts: list[StepPart],
-        places: dict[int, Place],
+        places: dict[int, KvPlace],
         triangle: torch.Tensor,
         scratch: torch.Tensor,
         dtype: torch.dtype,

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.errors import NotJson
+from api.routes.tokenize import DetokenizeBody
 from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, parse
 from api.shapes.schemas import (
     BIASES_MAX,
@@ -15,7 +16,6 @@ from api.shapes.schemas import (
     STOP_CHARS_MAX,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
 )
 from engine.structure import MAX_DEPTH, MAX_VALUES
 from tests.support.wire import byte_model

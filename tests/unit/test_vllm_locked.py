@@ -21,7 +21,7 @@ from cachesvc.vllm.carrier import Carrier
 from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.locked import LockedMemory
-from cachesvc.vllm.transfers import Piece, Transfer
+from cachesvc.vllm.transfers import GroupBlocks, Transfer
 from tests.unit.test_frames_pinned import Cudart
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, serving, write
 from tiers.blocks.keys import BlockId, CacheScope
@@ -293,7 +293,7 @@ def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set
 
 
 def transfer(ids: list[BlockId], *blocks: int) -> Transfer:
-    return Transfer("request", (Piece(0, (tuple(ids),), blocks),))
+    return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),))
 
 
 @pytest.mark.parametrize("locks", [False, True])

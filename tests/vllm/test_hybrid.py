@@ -65,16 +65,11 @@ def qwen3_next() -> PreTrainedModel:
 
 
 # dtype, tokens of a block, and whether a prompt that parts early finds what it needs: vLLM kept no
-# state in the middle of the first prompt.
+# state in the middle of the first prompt. vLLM's CPU build has one dtype for Qwen3-Next.
 MODELS: dict[str, tuple[Callable[[], PreTrainedModel], str, int, bool]] = {
     "gemma3": (gemma3, "float32", 128, True),
     "gpt_oss": (gpt_oss, "float32", 128, True),
-    "qwen3_next": (
-        qwen3_next,
-        "bfloat16",
-        640,
-        False,
-    ),  # vLLM's CPU build has no other dtype for it
+    "qwen3_next": (qwen3_next, "bfloat16", 640, False),
 }
 
 
