@@ -87,7 +87,8 @@
       const output = document.querySelector(`[data-level="${each.tier}"]`);
       if (output) output.textContent = `${cachesvc.format(each.hit_rate, "%")} at ${cachesvc.format(each.capacity_bytes, "B")}`;
     }
-    document.getElementById("early").hidden = answer.ready;
+    document.getElementById("early").hidden = answer.ready; // in the place of the other: nothing moves
+    document.getElementById("usual").hidden = !answer.ready;
     plot.setData([answer.capacities, answer.hit_rates]);
     tell(plot);
     const words = tiers.map((each) => `${each.tier} ${cachesvc.format(each.hit_rate, "%")}`).join(", ");
