@@ -59,7 +59,6 @@ class Trail(Protocol):
         subject: str,
         *,
         by: str,
-        before: Any = None,
         after: Any = None,
         reason: str = "",
     ) -> None: ...
