@@ -7,7 +7,7 @@ either the old or the new file is there, complete.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,7 @@ class Compacted:
     file_bytes: int
 
 
-def compact_folder(
-    root: Path, storage: Storage | None = None, clock: Callable[[], float] = time.time
-) -> list[Compacted]:
+def compact_folder(root: Path) -> list[Compacted]:
     """Rewrite every shard of a folder that no server holds.
 
     Raises DirectoryLocked, ConfigurationError if there is no tier, and OSError for lack of room.
@@ -48,10 +46,10 @@ def compact_folder(
         raise ConfigurationError(f"there is no disk cache in {root}; check --data-dir")
     lock = DirectoryLock(root)
     try:
-        pinned = keys_in_force(root, clock())
+        pinned = keys_in_force(root, time.time())
         size = meta.map_bytes
         return [
-            compact(shard_path(root, number), size, size, storage or Storage(), pinned)
+            compact(shard_path(root, number), size, size, Storage(), pinned)
             for number in range(meta.num_shards)
         ]
     finally:

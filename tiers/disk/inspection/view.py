@@ -19,7 +19,7 @@ from tiers.disk.directory import (
     read_holder,
 )
 from tiers.disk.format.record import Header, unpack_header
-from tiers.disk.format.rows import Account, Day, IndexEntry
+from tiers.disk.format.rows import Account, IndexEntry
 from tiers.disk.inspection.maintenance import pages, pages_by_age
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.shard import Shard
@@ -117,15 +117,12 @@ class DiskView:
             server=read_holder(self.path) if is_locked(self.path) else None,
         )
 
-    def blocks(
-        self, scope: PrefixKey | None = None, *, oldest: bool = False
-    ) -> Iterator[BlockInfo]:
-        """Every block, or a scope's, by key or (`oldest`) in order of eviction."""
+    def blocks(self, *, oldest: bool = False) -> Iterator[BlockInfo]:
+        """Every block, by key or (`oldest`) in order of eviction."""
         for number, shard in enumerate(self.shards):
             for rows in pages_by_age(shard) if oldest else pages(shard):
                 for key, entry in rows:
-                    if scope is None or entry.scope == scope:
-                        yield _info(number, key, entry)
+                    yield _info(number, key, entry)
 
     def find(self, key_start: bytes) -> list[BlockInfo]:
         """Blocks whose key begins with these bytes."""
@@ -175,14 +172,6 @@ class DiskView:
             for root, account in shard.accounts().items():
                 total[root] = total.get(root, Account()).plus(*account)
         return total
-
-    def days(self) -> dict[int, Day]:
-        """Writes by day since 1970 (UTC)."""
-        total: dict[int, Day] = {}
-        for shard in self.shards:
-            for number, day in shard.days().items():
-                total[number] = total.get(number, Day()).plus(day)
-        return dict(sorted(total.items()))
 
 
 class _DiskForest:
