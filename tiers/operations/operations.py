@@ -249,7 +249,8 @@ class TierOperations:
 
     def _left_host(self, block: Block) -> None:
         if self._disk is not None and block.key is not None:
-            self._disk.demoted([block.key], [block.idle_s(time.monotonic())])
+            idle_s = block.idle_s(time.monotonic())
+            self._disk.demoted([block.key], [idle_s], [block.use.windows])
 
 
 def _traced(
