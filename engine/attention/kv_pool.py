@@ -10,7 +10,8 @@ from tiers.blocks.layout import LayerLayout, block_size_of, part_views, stored_o
 
 
 class LayerKv(NamedTuple):
-    """One layer's keys `[num_blocks, block_size, Hkv, Dk]` and values `[..., Dv]`, strided views.
+    """One layer's keys `[num_blocks, block_size, Hkv, Dk]` and values `[..., Dv]`, strided views. A
+    layer with `rows` or a `rate` has fewer rows than tokens.
 
     With `shared`, values are the first Dv numbers of the keys, so writing a key writes its value.
     """
@@ -29,8 +30,8 @@ class KvPool:
     `runs` views the same memory as runs of adjacent parts of one shape, `[num_blocks, parts,
     block_size, Hkv, D]` each, which can be copied in one call. Most models have one run.
     `windows[i]` is the window of all layers in run i. `attended` are the layers in runs, in their
-    order: not those with states, whose rows `states` counts, nor those with index keys. `order` is
-    the order of the layers in a block, and `places[layer]` is a layer's position in it.
+    order: not those with states, whose rows `states` counts, nor those with index keys or entries.
+    `order` is the order of the layers in a block, and `places[layer]` is a layer's position in it.
     """
 
     def __init__(
@@ -58,7 +59,10 @@ class KvPool:
         self.attended = [
             n
             for n in self.order
-            if not layers[n].rows and layers[n].picks is None and (only is None or n in only)
+            if not layers[n].rows
+            and layers[n].picks is None
+            and layers[n].rate == 1
+            and (only is None or n in only)
         ]
         self.windows: list[int | None] = []
         self.runs = self._runs(layers)
@@ -72,13 +76,19 @@ class KvPool:
         flat = self.tensor.flatten(1)
         paged = [n for n in self.order if not layers[n].rows]  # paged layers come first
         shapes = [
-            (layers[n].num_heads, dim, layers[n].window, n in self.attended)
+            (
+                layers[n].rows_of(self.block_size),
+                layers[n].num_heads,
+                dim,
+                layers[n].window,
+                n in self.attended,
+            )
             for n in paged
             for dim in layers[n].parts
         ]
         runs, start = [], 0
-        for (num_heads, dim, window, attended), parts in groupby(shapes):
-            shape = (len(list(parts)), self.block_size, num_heads, dim)
+        for (num_rows, num_heads, dim, window, attended), parts in groupby(shapes):
+            shape = (len(list(parts)), num_rows, num_heads, dim)
             end = start + torch.Size(shape).numel()
             if attended:
                 self.windows.append(window)

@@ -4,11 +4,24 @@ import pytest
 import torch
 
 from engine.attention.kv_pool import KvPool
-from tiers.blocks.layout import BlockLayout, LayerLayout, part_views, sized_layout
+from tiers.blocks.layout import (
+    BlockLayout,
+    LayerLayout,
+    block_size_of,
+    entry_size,
+    part_views,
+    sized_layout,
+)
 from tiers.memory.device import DevicePool
 
 LATENT = LayerLayout(1, 576, 512, shared=True)
 MIXED = (LayerLayout(2, 16, 16), LayerLayout(1, 32, 8), LayerLayout(1, 40, 32, shared=True))
+ENTRIES = (  # in the window, and of every fourth and every second token
+    LayerLayout(1, 16, 16, shared=True, window=6),
+    LayerLayout(1, 16, 16, shared=True, rate=4),
+    LayerLayout(1, 8, 8, shared=True, window=8, rows=8),
+    LayerLayout(1, 16, 16, shared=True, rate=2),
+)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +88,24 @@ def test_small_kv_gets_longer_blocks_unless_their_size_is_set(
     assert 64 == sized_layout(layers, dtype, block_size=64).block_size
 
 
+def test_a_layer_with_a_rate_has_one_row_for_so_many_tokens() -> None:
+    layout = BlockLayout(ENTRIES, 8, "float32")
+    assert 4 * 16 * (8 // 4 + 8 // 2) == layout.lasting_nbytes
+    assert 4 * (16 * 8 + 8 * 8) == layout.nbytes - layout.lasting_nbytes
+    blocks = torch.zeros(3, *layout.shape)
+    assert [8, 2, 8, 4] == [part[0].shape[1] for part in part_views(blocks, ENTRIES)]
+    assert (4, 8) == (entry_size(ENTRIES), block_size_of(blocks[0].numel(), ENTRIES))
+    other = BlockLayout((*ENTRIES[:3], LayerLayout(1, 32, 32, shared=True, rate=4)), 8, "float32")
+    assert (layout.nbytes, True) == (other.nbytes, layout.digest() != other.digest())
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(4, 64), (128, 128), (96, 96), (512, 512)])
+def test_blocks_end_where_entries_do(rate: int, expected: int) -> None:
+    entries = LayerLayout(1, 512, 512, shared=True, rate=rate)
+    window = LayerLayout(1, 512, 512, shared=True, window=128)
+    assert expected == sized_layout((window, entries) * 30, "bfloat16").block_size
+
+
 def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:
     """DeepSeek-V3, bfloat16: 61 layers, 128 heads with keys of 192 and values of 128."""
     latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")
@@ -83,17 +114,17 @@ def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:
     assert 71 == expanded.token_nbytes // latent.token_nbytes
 
 
-@pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3])
+@pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3, ENTRIES])
 def test_parts_tile_a_block_without_gap_or_overlap(layers: tuple[LayerLayout, ...]) -> None:
     layout = BlockLayout(layers, 4, "float32")
     blocks = torch.zeros(3, *layout.shape)
     number = 0
-    for layer in part_views(blocks, layers):
-        for part in layer:
-            assert part.shape[:2] == (3, 4)
+    for layer, parts in zip(layers, part_views(blocks, layers), strict=True):
+        for part in parts:
+            assert part.shape[:2] == (3, layer.rows_of(4))
             part[1] = torch.arange(number, number + part[1].numel()).view(part[1].shape)
             number += part[1].numel()
-    assert torch.equal(torch.arange(layout.nbytes // 4), blocks[1].flatten().long())
+    assert torch.equal(torch.arange(layout.nbytes // 4), blocks[1].flatten().long().sort().values)
     assert 0 == blocks[::2].abs().max()
 
 

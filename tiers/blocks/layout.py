@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple, Self
 
 import torch
@@ -23,7 +23,6 @@ DTYPES: dict[str, torch.dtype] = {
 # rounds hits down further. (docs/models.md, "Block size")
 BLOCK_SIZES = (64, 128, 256)
 SMALL_NBYTES = 1 << 19
-APART_SHARE = 1 / 4  # of a block: a smaller window part saves less than a record of its own costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,9 @@ class LayerLayout:
 
     A layer with `picks` stores keys of a sparse index. Nothing attends to them: by them, the layers
     that do attend pick so many keys for each query (DeepSeek-V3.2).
+
+    A layer with a `rate` stores one entry for so many tokens, which a compressor makes of them
+    (DeepSeek-V4).
     """
 
     num_heads: int
@@ -48,6 +50,7 @@ class LayerLayout:
     window: int | None = None  # tokens a position attends to, including itself; None: all
     rows: int | None = None  # stored per block: position p is row p % rows; None: one per token
     picks: int | None = None  # the keys that its index picks for a query; None: it is no index
+    rate: int = 1  # tokens for each stored row
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -55,12 +58,16 @@ class LayerLayout:
         return (self.key_dim,) if self.shared else (self.key_dim, self.value_dim)
 
     @property
-    def token_items(self) -> int:
+    def row_items(self) -> int:
         return self.num_heads * sum(self.parts)
+
+    def rows_of(self, block_size: int) -> int:
+        """Rows per block."""
+        return self.rows or block_size // self.rate
 
     def items(self, block_size: int) -> int:
         """Numbers per block."""
-        return self.token_items * (self.rows or block_size)
+        return self.row_items * self.rows_of(block_size)
 
 
 class StateTensor(NamedTuple):
@@ -109,7 +116,8 @@ class BlockLayout:
     def shape(self) -> tuple[int, ...]:
         first = self.layers[0]
         shapes = {(*layer.parts, layer.num_heads) for layer in self.layers}
-        if len(shapes) == 1 and len({*first.parts}) == 1 and not self.has_states:
+        alike = len(shapes) == 1 and len({*first.parts}) == 1
+        if alike and not self.has_states and entry_size(self.layers) == 1:
             head = (first.num_heads, first.key_dim)
             return (len(self.layers), len(first.parts), self.block_size, *head)
         return (self._items,)
@@ -161,11 +169,6 @@ class BlockLayout:
         return self.lasting_nbytes if part is Part.LASTING else self.nbytes - self.lasting_nbytes
 
     @property
-    def apart(self) -> bool:
-        """Whether tiers below memory keep the window part of a block in a record of its own."""
-        return self.nbytes - self.lasting_nbytes >= APART_SHARE * self.nbytes
-
-    @property
     def reach(self) -> int:
         """The number of blocks before a position that cover all windows; 0 without windows."""
         widest = max((layer.window or 0 for layer in self.layers), default=0)
@@ -187,6 +190,8 @@ class BlockLayout:
             text = f"cachesvc.layout.v1:{self.shape}:{self.dtype}"
         if self.states:
             text += f":{[tuple(state) for state in self.states]}"
+        if entry_size(self.layers) > 1:
+            text += f":{[layer.rate for layer in self.layers]}"
         return xxhash.xxh3_128_digest(text.encode())
 
     @property
@@ -201,11 +206,19 @@ def sized_layout(
     *,
     block_size: int | None = None,
 ) -> BlockLayout:
-    """The layout of a model's blocks of `block_size` tokens. None takes the first of `BLOCK_SIZES`
-    with which a block has `SMALL_NBYTES`, or the last."""
-    sizes = BLOCK_SIZES if block_size is None else (block_size,)
+    """The layout of a model's blocks of `block_size` tokens, which must be a multiple of
+    `entry_size`. None takes the first of `BLOCK_SIZES` with which a block has `SMALL_NBYTES`, or
+    the last."""
+    whole = entry_size(layers)
+    sizes = [-(-size // whole) * whole for size in BLOCK_SIZES]
+    sizes = sizes if block_size is None else [block_size]
     layouts = [BlockLayout(layers, size, dtype, states) for size in sizes]
     return next((each for each in layouts if each.nbytes >= SMALL_NBYTES), layouts[-1])
+
+
+def entry_size(layers: Sequence[LayerLayout]) -> int:
+    """The number of tokens of which every layer has whole rows. Blocks have a multiple of it."""
+    return lcm(*(layer.rate for layer in layers))
 
 
 def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
@@ -221,13 +234,14 @@ def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
 def block_size_of(num_items: int, layers: Sequence[LayerLayout]) -> int:
     """The number of tokens in a block of `num_items` numbers."""
     states = sum(layer.items(0) for layer in layers if layer.rows)
-    per_token = sum(layer.token_items for layer in layers if not layer.rows)
-    return (num_items - states) // per_token if per_token else 0
+    whole = entry_size(layers)
+    each = sum(layer.items(whole) for layer in layers if not layer.rows)
+    return (num_items - states) // each * whole if each else 0
 
 
 def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list[torch.Tensor]]:
     """Each layer's parts as `[num_blocks, block_size, num_heads, dim]`, over the same memory; a
-    state has its rows in place of `block_size`.
+    state, or a layer with a rate, has its rows in place of `block_size`.
 
     blocks: [num_blocks, *shape of their layout].
     """
@@ -235,7 +249,7 @@ def part_views(blocks: torch.Tensor, layers: Sequence[LayerLayout]) -> list[list
     block_size = block_size_of(flat.shape[1], layers)
     order = stored_order(layers)
     shapes = [
-        (layers[n].rows or block_size, layers[n].num_heads, dim)
+        (layers[n].rows_of(block_size), layers[n].num_heads, dim)
         for n in order
         for dim in layers[n].parts
     ]

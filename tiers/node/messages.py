@@ -97,7 +97,7 @@ def describe_layout(layout: BlockLayout) -> dict[str, Any]:
     items = "state_items" if layout.has_states else "token_items"
     return {
         "num_layers": len(layout.layers),
-        items: layout.layers[0].token_items,
+        items: layout.layers[0].row_items,
         "block_size": layout.block_size,
         "dtype": layout.dtype,
     }
