@@ -113,10 +113,12 @@ class Journal:
         self,
         settings: JournalSettings | None = None,
         *,
+        clock_s: Callable[[], float] = time.time,
         on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
         self.on_end = on_end  # called with each request that finished or was refused
         self.settings = settings or JournalSettings()
+        self._clock_s = clock_s
         self._running: dict[str, tuple[RequestRecord, Generation]] = {}
         self._ended: dict[str, RequestRecord] = {}  # ordered by end
         self._nbytes = 0
@@ -162,7 +164,7 @@ class Journal:
         if not isinstance(error, Exception):
             return  # the client left or the server is stopping: no refusal
         record = self._record(job, principal, client_id, stream, State.REFUSED, trail)
-        self._keep(replace(record, failure=_failure(error), ended_s=time.time()))
+        self._keep(replace(record, failure=_failure(error), ended_s=self._clock_s()))
 
     def settle(self, request_id: str, delivered: "Delivered") -> None:
         """Records that the request ended and its charge was posted."""
@@ -176,7 +178,7 @@ class Journal:
                 bill=replace(bill, receipt=None) if bill is not None else None,
                 delivered=delivered.complete,
                 failure=_failure(delivered.error) if delivered.error is not None else None,
-                ended_s=time.time(),
+                ended_s=self._clock_s(),
             )
         )
 
@@ -222,7 +224,7 @@ class Journal:
             num_choices=job.num_choices,
             prompt_tokens=job.prompt_tokens,
             scope=job.scope.root(),
-            arrived_s=time.time(),
+            arrived_s=self._clock_s(),
             state=state,
             trail=trail,
             prompts=job.prompts if self.settings.keep_prompts else (),

@@ -23,7 +23,7 @@ from engine.errors import ModelError
 from tiers.blocks.layout import LayerLayout
 
 IMPLEMENTATION = "cachesvc_paged"  # the name in `config._attn_implementation`
-LATENT = "cachesvc_latent"  # the attribute of an attention module that caches latents
+KEPT = "cachesvc_kept"  # the attribute of a module that keeps other than keys and values
 
 
 class AttentionOptions(NamedTuple):
@@ -124,9 +124,9 @@ def paged_attention(
     assert isinstance(layer, int), layer
     rows = [each[0].transpose(0, 1) for each in (query, key, value)]
     call = AttentionCall(layer, rows[0], rows[1], rows[2], options)
-    latent = getattr(module, LATENT, None)
-    if latent is not None:
-        return latent.attend(paged, call).unsqueeze(0), None
+    kept = getattr(module, KEPT, None)
+    if kept is not None:
+        return kept.attend(paged, call).unsqueeze(0), None
     return paged.attend(call).unsqueeze(0), None
 
 

@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.attention.base import LATENT, AttentionCall, PagedAttention
+from engine.attention.base import KEPT, AttentionCall, PagedAttention
+from engine.attention.compressed import is_compressor
 from engine.attention.sparse import IndexForward, PagedIndex, other_index, page_index
 
 
@@ -76,7 +77,8 @@ def absorb(model: nn.Module) -> int:
     found: list[Any] = [module for module in model.modules() if _is_latent(module)]
     for module in model.modules():
         index = getattr(module, "indexer", None)
-        if isinstance(index, nn.Module) and not _is_latent(module):
+        known = _is_latent(module) or is_compressor(module)
+        if isinstance(index, nn.Module) and not known:
             raise other_index(index)
     num_indexes = 0
     for module in found:
@@ -88,7 +90,7 @@ def absorb(model: nn.Module) -> int:
             own = page_index(module, len(found) + num_indexes)
             num_indexes += 1
         latent = LatentAttention(key_weight.contiguous(), value_weight.contiguous(), own)
-        setattr(module, LATENT, latent)
+        setattr(module, KEPT, latent)
         module.kv_b_proj = _Unexpanded(latent, weight.shape[0])
     return len(found)
 

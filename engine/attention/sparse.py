@@ -166,8 +166,9 @@ def check_layers(kind: str, picked: Mapping[int, bool], windows: Container[int])
 
 def indexed_layers(layers: Sequence[LayerLayout]) -> tuple[set[int], set[int]]:
     """Of a model with a sparse index, the layers that attend to what it picks, and the others. The
-    probe sees to it that these are the ones with a window. Both are empty without an index."""
-    if all(layer.picks is None for layer in layers):
+    probe sees to it that these are the ones with a window. Both are empty without an index, or if
+    it picks entries (`attention.compressed`)."""
+    if all(layer.picks is None or layer.rate > 1 for layer in layers):
         return set(), set()
     attending = [number for number, layer in enumerate(layers) if layer.picks is None]
     windowed = {number for number in attending if layers[number].window is not None}
@@ -277,13 +278,19 @@ class SparseAttention:
 
 
 def picked(
-    query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor, start: int, top_k: int
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key: torch.Tensor,
+    start: int,
+    top_k: int,
+    *,
+    rate: int = 1,
 ) -> torch.Tensor:
     """The positions, in ascending order, of the `top_k` keys that the index picks for each query:
     [T, top_k].
 
     The queries are at positions from `start` on, each of which sees more than `top_k` keys. query:
-    [T, H, D]; weights: [T, H]; key: [N, D], N = start + T.
+    [T, H, D]; weights: [T, H]; key: [N, D], one for each `rate` tokens, N = (start + T) // rate.
     """
     num_heads, num_keys = query.shape[1], len(key)
     keys = pad(key.float(), (0, 0, 0, padded_keys(num_keys) - num_keys))
@@ -291,8 +298,8 @@ def picked(
     chosen = []
     for at in range(0, len(query), step):
         scores = _scores(query[at : at + step].float(), weights[at : at + step], keys)
-        last = torch.arange(start + at, start + at + len(scores), device=key.device)
-        unseen = torch.arange(len(keys), device=key.device) > last[:, None]
+        ends = torch.arange(start + at + 1, start + at + 1 + len(scores), device=key.device) // rate
+        unseen = torch.arange(len(keys), device=key.device) >= ends[:, None]
         scores = scores.nan_to_num_(nan=-torch.inf).masked_fill_(unseen, -torch.inf)
         chosen.append(_best(scores, top_k))
     return torch.cat(chosen)

@@ -176,24 +176,30 @@ class StatefulAttention:
             _, positions, own = self._decode
             everyone = torch.arange(len(positions), device=positions.device)
             return _Written(everyone, own, positions % num_kept)
-        size, first = self._kv.block_size, 0
-        places: list[tuple[int, int, int]] = []
-        for span in self._spans:
-            start, end = span.start, span.start + len(span.tokens)
-            for number in range(start // size, -(-end // size)) if span.write_kv else ():
-                stop = min(end, (number + 1) * size)
-                for position in range(max(start, number * size, stop - num_kept), stop):
-                    source = first + position - start
-                    places.append((source, span.block_table[number], position % num_kept))
-            first += len(span.tokens)
-        sources, blocks, rows = np.array(places, np.int64).reshape(-1, 3).T
-        return _Written(self._upload(sources), self._upload(blocks), self._upload(rows))
+        written = last_rows(self._spans, self._kv.block_size, num_kept)
+        return _Written(*map(self._upload, written))
 
     def _upload(self, values: NDArray[np.int64]) -> torch.Tensor:
         return upload(values, self._kv.tensor.device)
 
     def forget(self, sequence_id: int) -> None:
         self.attention.forget(sequence_id)
+
+
+def last_rows(spans: Sequence[Span], block_size: int, num_kept: int) -> NDArray[np.int64]:
+    """The last rows of each block that a step writes: [3, W], the row in the step, the block, and
+    the row in the block. A block keeps `num_kept`."""
+    places: list[tuple[int, int, int]] = []
+    first = 0
+    for span in spans:
+        start, end = span.start, span.start + len(span.tokens)
+        for number in range(start // block_size, -(-end // block_size)) if span.write_kv else ():
+            stop = min(end, (number + 1) * block_size)
+            for position in range(max(start, number * block_size, stop - num_kept), stop):
+                source = first + position - start
+                places.append((source, span.block_table[number], position % num_kept))
+        first += len(span.tokens)
+    return np.array(places, np.int64).reshape(-1, 3).T
 
 
 def windows_of(before: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

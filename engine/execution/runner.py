@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine.attention.base import PagedAttention, ReferenceAttention
+from engine.attention.compressed import CompressedAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.kv_pool import KvPool
 from engine.attention.recurrent import RecurrentAttention, RecurrentStates, state_views
@@ -47,6 +48,8 @@ def pick_attention(
     """The fastest attention for the pool's device. `dtype` is the model's compute dtype. `owners`
     are those of the pool's slots (`DevicePool.owners`). It attends in the layers `only`, or in
     all."""
+    if any(layer.rate > 1 for layer in layers):
+        return CompressedAttention(pool, layers)
     if pool.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         return CpuAttention(pool, layers, owners, only=only)
     if pool.device.type == "cuda":
@@ -94,7 +97,7 @@ class ModelRunner:
         self._attention: PagedAttention = whole
         if indexed:
             self._attention = SparseAttention(whole, pool, loaded.layers, windowed)
-        if kv.states:
+        if kv.states and not isinstance(whole, CompressedAttention):
             self._attention = StatefulAttention(self._attention, pool, loaded.layers)
         self._recurrent: RecurrentStates | None = None
         self._checkpoints = checkpoints

@@ -50,7 +50,7 @@ from engine.vision.tower import (
     split,
     tower_of,
 )
-from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, sized_layout
+from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, entry_size, sized_layout
 
 if TYPE_CHECKING:
     from engine.vision.pictures import PictureReader  # imports Pillow, an extra
@@ -66,6 +66,8 @@ _PAGED_LAYERS = frozenset(
         "full_attention",
         "sliding_attention",
         "indexed_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
         "linear_attention",
         "hybrid",
         "moe",
@@ -122,7 +124,14 @@ class LoadedModel:
 
     def layout(self, block_size: int | None = None, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks. `block_size` None follows the bytes of a token, and
-        `kv_dtype` None means the compute dtype."""
+        `kv_dtype` None means the compute dtype. Raises ModelError for a size in which compressed
+        entries do not end where blocks do."""
+        whole = entry_size(self.layers)
+        if block_size is not None and block_size % whole:
+            raise ModelError(
+                f"{self.name} keeps one entry for {whole} tokens, which blocks of {block_size} "
+                f"would cut; set the block size to a multiple of {whole}, or leave it unset"
+            )
         states = self.port.tensors if self.port is not None else ()
         return sized_layout(self.layers, kv_dtype or self.dtype, states, block_size=block_size)
 

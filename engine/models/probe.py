@@ -20,6 +20,15 @@ import torch
 
 from engine.attention import base as attention
 from engine.attention.base import AttentionCall, AttentionOptions, attend_dense
+from engine.attention.compressed import (
+    Compressor,
+    EntryRows,
+    SeenEntries,
+    attend_entries,
+    longest_entry,
+    page_compressors,
+    seen_entries,
+)
 from engine.attention.latent import absorb
 from engine.attention.recurrent import Piece, RecurrentStates, State, StatePort, tensors_of
 from engine.attention.sparse import IndexRows, attend_picked, check_layers, picked
@@ -55,6 +64,7 @@ class ProbeAttention:
         self.options: dict[int, AttentionOptions] = {}
         self.layouts: dict[int, LayerLayout] = {}
         self.kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.rates: dict[int, int] = {}  # of layers with compressed entries
         self._stop_after = stop_after
         self._port = port
         self.states = RecurrentStates()
@@ -124,6 +134,50 @@ class ProbeAttention:
             )
             first = end
 
+    def attend_with(self, call: AttentionCall, step: EntryRows) -> torch.Tensor:
+        """See `engine.attention.compressed.PagedEntries`."""
+        layer, outputs, first = call.layer, [], 0
+        self.layers.append(layer)
+        self.options[layer], self.rates[layer] = call.options, step.compressor.rate
+        self.layouts[layer] = _layout_of(call.key, call.value)
+        self.layouts |= step.compressor.layouts()
+        if step.indexed is not None:
+            self.layouts |= step.indexed.compressor.layouts(step.indexed.top_k)
+        for sequence, offset, count in self._pieces:
+            own = slice(first, first + count)
+            key = self._joined(sequence, layer, offset, call.key[own])
+            entries = self._entries(sequence, offset, step.compressor, step.rows[own])
+            keys = None
+            if step.indexed is not None:
+                keys = self._entries(
+                    sequence, offset, step.indexed.compressor, step.indexed.rows[own]
+                )
+            seen = seen_entries(step, own, offset, keys)
+            table = torch.zeros(1, dtype=torch.long, device=seen.device)
+            beside = SeenEntries(entries[None], table, seen)
+            outputs.append(attend_entries(call.of(own), key[:, 0], offset, beside))
+            first = own.stop
+        if layer == self._stop_after:
+            raise _Enough
+        return torch.cat(outputs)
+
+    def _entries(
+        self, sequence: int, offset: int, compressor: Compressor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """A sequence's entries up to this call."""
+        rows = self._joined(sequence, compressor.rows, offset, rows)
+        before = compressor.nothing(-compressor.first_row(0), rows)
+        entries = compressor.made(torch.cat([before, rows]), sequence)
+        self.kept[sequence, compressor.entries] = (entries, entries)
+        return entries
+
+    def _joined(self, sequence: int, layer: int, offset: int, rows: torch.Tensor) -> torch.Tensor:
+        """A sequence's rows of this and earlier calls."""
+        if offset:
+            rows = torch.cat([self.kept[sequence, layer][0], rows])
+        self.kept[sequence, layer] = (rows, rows)
+        return rows
+
     def recall(self, layer: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         """See `engine.attention.states.PagedStates`."""
         self.layers.append(layer)
@@ -185,18 +239,20 @@ def _prepare(
 ) -> tuple[LayerLayout, ...]:
     with _narrow_windows(model) as narrowed:
         model.set_attn_implementation("eager")
-        expected = _forward(model, [(0, 0, PROBE_TOKENS)])
+        size = PROBE_TOKENS + longest_entry(model)  # so that an entry ends
+        expected = _forward(model, [(0, 0, size)])
         absorb(model)
+        num_layers = model.config.get_text_config().num_hidden_layers
+        page_compressors(model, num_layers)
         page_convolutions(model)
         if packing.can_pack(model):
             packing.pack(model, port.modules if port is not None else ())
         model.set_attn_implementation(attention.IMPLEMENTATION)
         probe = ProbeAttention(port=port)
-        actual = _paged(model, probe, [(0, 0, PROBE_TOKENS)])
-        starts = _starts(model, max_context)
-        both = [(start, 0, PROBE_TOKENS) for start in sorted({0, starts[-1]})]
-        beside = _paged(model, ProbeAttention(port=port), both)[:PROBE_TOKENS]
-    num_layers = model.config.get_text_config().num_hidden_layers
+        actual = _paged(model, probe, [(0, 0, size)])
+        starts = _starts(model, max_context, size)
+        both = [(start, 0, size) for start in sorted({0, starts[-1]})]
+        beside = _paged(model, ProbeAttention(port=port), both)[:size]
     if port is None and probe.layers != list(range(num_layers)):
         raise ModelError(
             f"{kind} has {num_layers} layers, of which {probe.layers} came to attention: its KV "
@@ -207,7 +263,7 @@ def _prepare(
     if port is not None:
         _check_states(model, port, actual)
     if probe.layers:
-        _check_neighbours(model, _one_of_each_kind(probe), starts, port)
+        _check_neighbours(model, _one_of_each_kind(probe), starts, size, port)
     _compare(model, actual, beside, "gives other logits beside another sequence than alone")
     whole = _first_token(model, port) if narrowed else probe
     windows = _windows(whole, max_context) if narrowed else {}
@@ -282,13 +338,16 @@ def _layout_of(key: torch.Tensor, value: torch.Tensor) -> LayerLayout:
 # Alone, in chunks, and beside others.
 
 
-def _check_neighbours(model: Any, last: int, starts: Sequence[int], port: StatePort | None) -> None:
-    """Raise ModelError if a token's keys and values, up to layer `last`, depend on what is computed
-    beside it."""
-    together = _kept(model, last, [[(start, 0, PROBE_TOKENS) for start in starts]], port)
+def _check_neighbours(
+    model: Any, last: int, starts: Sequence[int], size: int, port: StatePort | None
+) -> None:
+    """Raise ModelError if the keys and values of one of `size` tokens, up to layer `last`, depend
+    on what is computed beside it."""
+    together = _kept(model, last, [[(start, 0, size) for start in starts]], port)
+    half = size // 2
     for start in starts:
-        alone = _kept(model, last, [[(start, 0, PROBE_TOKENS)]], port)
-        chunked = _kept(model, last, [[(start, 0, _HALF)], [(start, _HALF, _HALF)]], port)
+        alone = _kept(model, last, [[(start, 0, size)]], port)
+        chunked = _kept(model, last, [[(start, 0, half)], [(start, half, size - half)]], port)
         for kept, how in ((chunked, "in chunks"), (together, "beside other sequences")):
             for layer in sorted({layer for _, layer in alone}):
                 for expected, actual in zip(alone[start, layer], kept[start, layer], strict=True):
@@ -297,19 +356,19 @@ def _check_neighbours(model: Any, last: int, starts: Sequence[int], port: StateP
                         expected.flatten(1).float(),
                         actual.flatten(1).float(),
                         f"computes other keys or values {how} than alone, at positions {start} to "
-                        f"{start + PROBE_TOKENS - 1} in layer {layer}",
+                        f"{start + size - 1} in layer {layer}",
                     )
 
 
-def _starts(model: Any, max_context: int) -> list[int]:
+def _starts(model: Any, max_context: int, size: int) -> list[int]:
     """The first positions of the probed sequences: 0, half a probe before each boundary, and the
     very end."""
     config = model.config.get_text_config()
     borders = set(_lengths(getattr(config, "rope_parameters", None)))
     borders |= set(_lengths({name: getattr(config, name, None) for name in _WINDOWS}))
     borders.add(getattr(config, "original_max_position_embeddings", None) or 0)
-    end = max_context - PROBE_TOKENS
-    inner = sorted(border - _HALF for border in borders if _HALF < border <= max_context - _HALF)
+    end, half = max_context - size, size // 2
+    inner = sorted(border - half for border in borders if half < border <= max_context - half)
     return sorted({0, *inner[-_MAX_BORDERS:], max(0, end)})
 
 
@@ -323,7 +382,10 @@ def _lengths(parameters: Any) -> Iterator[int]:
 
 def _one_of_each_kind(probe: ProbeAttention) -> int:
     """The first layer, other than the first, up to which every kind of layer has occurred."""
-    kinds = [(probe.options[layer].window, probe.layouts[layer]) for layer in probe.layers]
+    kinds = [
+        (probe.options[layer].window, probe.layouts[layer], probe.rates.get(layer))
+        for layer in probe.layers
+    ]
     last = max(kinds.index(kind) for kind in set(kinds))
     return probe.layers[min(max(last, 1), len(kinds) - 1)]
 

@@ -155,6 +155,31 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "deepseek_v2": ("DeepSeek-V2, V2-Lite, Coder-V2", {**_LATENT, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepSeek-V3, R1, Kimi K2", _LATENT),
     "deepseek_v32": ("DeepSeek-V3.2", _INDEX),
+    "deepseek_v4": (
+        "DeepSeek-V4",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "compress_rates": {
+                "compressed_sparse_attention": 4,
+                "heavily_compressed_attention": 8,
+            },
+            "partial_rotary_factor": 0.5,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "index_n_heads": 8,
+            "index_head_dim": 16,
+            "index_topk": 6,
+        },
+    ),
     "dots1": (
         "dots.llm1",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -378,8 +403,11 @@ def stock(model_type: str) -> Any:
         if seeing:
             drop_towers(model)
         for name, parameter in model.named_parameters():
-            if "sink" in name:
+            if "sink" in name or "position_bias" in name:
                 torch.nn.init.normal_(parameter, 1.0)  # transformers leaves them near zero
+        for name, buffer in model.named_buffers():
+            if "tid2eid" in name:  # the experts of each token, which a checkpoint has
+                buffer.random_(0, config.get_text_config().n_routed_experts)
     return model.eval().requires_grad_(False)
 
 
@@ -433,15 +461,20 @@ def _kept(loaded: LoadedModel) -> str:
         return "recurrent states alone"
     notes = []
     tokens = [each for each in loaded.layers if not each.rows]
-    layers = [replace(each, window=None) for each in tokens if each.picks is None]
-    notes.append("latents" if layers[0].shared else "keys and values")
+    entries = any(each.rate > 1 for each in tokens)
+    layers = [
+        replace(each, window=None) for each in tokens if each.picks is None and each.rate == 1
+    ]
+    notes.append("latents" if layers[0].shared and not entries else "keys and values")
     if len({*layers}) > 1:
         notes[0] += " of several shapes"
     elif layers[0].key_dim != layers[0].value_dim and not layers[0].shared:
         notes[0] += " of two sizes"
-    if len(layers) < len(tokens):
+    if entries:
+        notes.append("compressed entries")
+    if any(each.picks is not None for each in tokens):
         notes.append("index keys")
-    if len(tokens) < len(loaded.layers):
+    if len(tokens) < len(loaded.layers) and not entries:
         notes.append("states of short convolutions")
     if loaded.port is not None:
         notes.append("recurrent states")

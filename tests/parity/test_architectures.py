@@ -85,7 +85,7 @@ def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None
 
 
 @pytest.mark.parametrize(
-    "model_type", ["deepseek_v3", "deepseek_v32", "gpt_oss", "gemma4_text", "lfm2"]
+    "model_type", ["deepseek_v3", "deepseek_v32", "deepseek_v4", "gpt_oss", "gemma4_text", "lfm2"]
 )
 def test_rounded_kv_answers_the_same_cold_and_from_every_tier(
     model_type: str, tmp_path: Path

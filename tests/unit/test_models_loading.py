@@ -131,7 +131,7 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model_type", "said"),
     [
-        ("deepseek_v4", "layers of kind compressed_sparse_attention, heavily_compressed_attention"),
+        ("llama4_text", "layers of kind chunked_attention"),
         ("glm5_next", "no causal language model of type glm5_next"),
         ("mistral_large4", "no causal language model of type mistral_large4"),
     ],

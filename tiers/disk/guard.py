@@ -8,7 +8,6 @@ import threading
 from collections.abc import Collection, Hashable, Mapping
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.format.record import block_key
 from tiers.disk.format.rows import Account
 from tiers.policy.quota import COMMON, Quotas
 
@@ -26,11 +25,11 @@ class DiskGuard:
         self._kept = keys
 
     def keeps(self, key: PrefixKey) -> bool:
-        return block_key(key) in self._kept
+        return key in self._kept
 
     def spares(self, key: PrefixKey, scope: PrefixKey) -> bool:
         """Whether this block must stay although room is needed."""
-        if block_key(key) in self._kept:
+        if key in self._kept:
             return True
         quotas = self._quotas
         if quotas is None:

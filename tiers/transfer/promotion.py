@@ -21,7 +21,7 @@ from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover, ProbeJob
 from tiers.transfer.ticket import Progress, Rear, Ticket, TicketState
-from tiers.transfer.windows import WindowMender, lacking_windows, longest
+from tiers.transfer.windows import WindowMender
 
 _, LOADING, READY, LOST = BlockState
 BLOCKS_PER_LIFT = 16  # one copy; its frames are then free for blocks that later slots evict
@@ -84,7 +84,8 @@ class Promoter:
     def close(self, ticket: Ticket, use: Use) -> None:
         """Release the ticket's references. Loads under way finish, and their blocks stay in the
         host tier."""
-        self._residency.release_prefix(ticket.blocks, use)
+        for block in reversed(ticket.blocks):
+            self._residency.release(block, use)
         ticket.blocks.clear()
         ticket.sources.clear()
         rear, ticket.rear = ticket.rear, None
@@ -132,8 +133,7 @@ class Promoter:
         if ticket.closed:
             ticket.move(TicketState.SETTLED)
             return False
-        lacking = lacking_windows(ticket) if self._reach else None
-        job = ProbeJob(ticket.chain.block_ids(start, end), lacking)
+        job = ProbeJob(ticket.chain.block_ids(start, end))
         if not self._mover.submit(job):
             ticket.stop = MissReason.OVERLOADED
             ticket.move(TicketState.SETTLED)
@@ -146,13 +146,11 @@ class Promoter:
         """Start loading what the probe found, as far as there are frames. Returns the ticket's next
         state."""
         assert ticket.probe is not None and self._mover is not None
-        probe, ticket.probe = ticket.probe, None
+        held, ticket.probe = ticket.probe.held, None
         self._match(ticket)  # others may have loaded or computed part of it by now
         start = len(ticket.blocks)
         layout = self._layout
-        end = min(start + probe.held, len(ticket.chain.keys))
-        if self._reach:
-            end = longest(ticket, end, self._reach, probe.windows)
+        end = min(start + held, len(ticket.chain.keys))
         if end <= start:
             return TicketState.SETTLED
         num_blocks = end - start

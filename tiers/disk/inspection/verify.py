@@ -10,13 +10,7 @@ from dataclasses import dataclass, field
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import decode
-from tiers.disk.format.record import (
-    Header,
-    check_payload,
-    num_blocks_of,
-    record_key,
-    unpack_header,
-)
+from tiers.disk.format.record import Header, check_payload, unpack_header
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import delete, pages
 from tiers.disk.shard import Shard
@@ -79,7 +73,7 @@ def verify(
         for key, entry in rows:
             why = checker.check(key, entry)
             if why is None:
-                num_blocks += num_blocks_of(key)
+                num_blocks += 1
                 logical_bytes += entry.logical_nbytes
             elif _still_there(shard, key, entry):
                 bad[why] += 1
@@ -110,8 +104,7 @@ class _Checker:
         header = unpack_header(entry.header)
         if isinstance(header, MissReason):
             return header
-        named = child_key(header.parent, header.tokens, header.content)
-        if record_key(header) != key or header.key != named:
+        if header.key != key or child_key(header.parent, header.tokens, header.content) != key:
             return MissReason.COLLISION
         try:
             buffer = self._record.take(self._shard.room_for(entry))

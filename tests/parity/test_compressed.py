@@ -1,0 +1,315 @@
+"""DeepSeek-V4: attention over a window and over compressed entries.
+
+That it answers as transformers does from every tier is in `test_architectures`.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from engine.attention.base import AttentionCall, AttentionOptions
+from engine.attention.compressed import (
+    CompressedAttention,
+    Compressor,
+    EntryIndex,
+    EntryRows,
+    is_compressor,
+)
+from engine.attention.kv_pool import KvPool
+from engine.batch import Span
+from engine.errors import AdapterError, ModelError
+from engine.models.load import LoadedModel, load_adapter
+from engine.request import SamplingParams
+from tests.parity import architectures
+from tests.parity.test_architectures import prompt, stock_tokens
+from tests.parity.test_engine_tiers import BLOCK, House
+from tests.parity.test_recurrent import generated_tokens
+from tests.support.models import save_adapter
+from tiers.blocks.layout import BlockLayout, LayerLayout, sized_layout
+from tiers.memory.device import DevicePool
+
+KIND = "deepseek_v4"
+TOKENS = 37
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return architectures.served(KIND)
+
+
+@pytest.fixture
+def house(loaded: LoadedModel, tmp_path: Path) -> Iterator[House]:
+    house = House(loaded, tmp_path, step_tokens=BLOCK)
+    yield house
+    house.close()
+
+
+def test_a_block_has_an_entry_for_every_rate_tokens(loaded: LoadedModel) -> None:
+    """Of three layers with entries, two have an index as well."""
+    layout = loaded.layout(BLOCK)
+    sparse, heavy, index = BLOCK // 4 * 16, BLOCK // 8 * 16, BLOCK // 4 * 16
+    assert 4 * (2 * (sparse + index) + heavy) == layout.lasting_nbytes
+    windows, rows = 4 * BLOCK * 16, 2 * (8 * 64 + 8 * 64) + 8 * 32
+    assert 4 * (windows + rows) == layout.nbytes - layout.lasting_nbytes
+    assert (2, True) == (layout.reach, layout.has_states)
+
+
+def test_bytes_of_the_published_model_are_those_of_the_page() -> None:
+    config = CONFIG_MAPPING[KIND]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    window = LayerLayout(1, config.head_dim, config.head_dim, shared=True, window=128)
+    layers = [window] * config.num_hidden_layers
+    for module in model.modules():
+        if is_compressor(module):
+            picks = getattr(module, "index_topk", None)
+            layers += Compressor(module, 0).layouts(picks).values()
+    layout = sized_layout(tuple(layers), "bfloat16")
+    nbytes = Counter[tuple[int, int | None, int]]()
+    for layer in layers:
+        nbytes[layer.rate, layer.picks, layer.rows or 0] += 2 * layer.items(layout.block_size)
+    page = architectures.PAGE.read_text(encoding="utf-8").split("### DeepSeek-V4's bytes")[1]
+    assert 6 == len(nbytes)
+    for number in (*nbytes.values(), layout.token_nbytes, layout.lasting_nbytes // 128):
+        assert f" {number:,} " in page, number
+    blocks = 32_768 // layout.block_size
+    moves = (blocks - 1) * layout.lasting_nbytes + layout.nbytes
+    for gib in (moves / (1 << 30), blocks * layout.nbytes / (1 << 30)):
+        assert f"{gib:.2f} GiB" in page
+
+
+def test_blocks_that_would_cut_an_entry_are_refused_in_a_sentence(loaded: LoadedModel) -> None:
+    assert 0 == loaded.layout().block_size % 8
+    with pytest.raises(
+        ModelError, match="blocks of 20 would cut; set the block size to a multiple of 8"
+    ):
+        loaded.layout(20)
+
+
+def test_prompts_of_every_length_answer_as_transformers_does(house: House) -> None:
+    """Around entries, the window, the number of entries that are picked, and blocks."""
+    tokens = prompt(6 * BLOCK, seed=5)
+    for length in (1, 3, 4, 5, 8, 15, 16, 23, 24, 27, 28, 29, 2 * BLOCK, 5 * BLOCK + 3):
+        expected = stock_tokens(KIND, tokens[:length])
+        assert expected == generated_tokens(KIND, tokens[:length])
+        for cache in (False, True, True):
+            [(answer, _)] = house.ask([tokens[:length]], cache=cache)
+            assert expected == answer
+
+
+def test_prompts_that_part_anywhere_resume_where_a_block_ends(house: House) -> None:
+    tokens = prompt(4 * BLOCK, seed=2)
+    house.ask([tokens])
+    for length in range(BLOCK - 1, 3 * BLOCK + 2):
+        [(expected, _)] = house.ask([tokens[:length]], cache=False)
+        [(answer, counts)] = house.ask([tokens[:length]])
+        assert expected == answer
+        assert min(length // BLOCK * BLOCK, length - 1) == counts.hit
+
+
+def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
+    loaded: LoadedModel, tmp_path: Path
+) -> None:
+    """Twelve blocks for four requests of one to six."""
+    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
+    tokens = prompt(4 * BLOCK + 11, seed=1)
+    asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
+    try:
+        alone = [house.ask([each], cache=False)[0][0] for each in asked]
+        for _ in range(3):
+            assert alone == [answer for answer, _ in house.ask(asked)]
+    finally:
+        house.close()
+
+
+def test_samples_of_one_prompt_part_within_an_entry(house: House) -> None:
+    tokens = prompt(2 * BLOCK + 5, seed=1)
+    [(expected, _)] = house.ask([tokens], cache=False)
+    for _ in range(2):
+        [(answers, _)] = house.ask([tokens], n=BLOCK + 6)
+        assert expected * (BLOCK + 6) == answers
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_fails_leaves_the_rows_of_open_entries(
+    late: bool, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again, one sequence at a time, whether it failed before its end or after."""
+    asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
+    expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
+    runner: Any = house.engine._runner
+    owner, name = (runner._sampler, "sample") if late else (runner._attention, "finish")
+    whole, calls = getattr(owner, name), count()
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) % 5 == 3:
+            raise RuntimeError("a step fails")
+        return whole(*arguments)
+
+    monkeypatch.setattr(owner, name, failing)
+    assert expected == [answer for answer, _ in house.ask(asked)]
+    assert next(calls) > 8
+
+
+# Adapters.
+
+
+def test_a_sequence_answers_with_its_own_adapter_beside_others(
+    loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of the compressors' and the index's layers, too."""
+    targets = ["q_b_proj", "kv_proj", "gate_proj", "weights_proj", "o_b_proj"]
+    for number in range(2):
+        folder = tmp_path_factory.mktemp("adapter")
+        save_adapter(folder, architectures.stock(KIND), seed=number, r=4, target_modules=targets)
+        load_adapter(loaded, f"a{number}", str(folder))
+    names = ("a0", None, "a1", "a0")
+    asked = [prompt(50, seed=1)] * 3 + [prompt(20, seed=2)]
+    house = House(loaded, tmp_path_factory.mktemp("house"), step_tokens=BLOCK)
+    try:
+        alone = [
+            house.ask([tokens], cache=False, adapters=[name])[0][0]
+            for tokens, name in zip(asked, names, strict=True)
+        ]
+        for _ in range(2):
+            assert alone == [answer for answer, _ in house.ask(asked, adapters=names)]
+    finally:
+        house.close()
+        for number in range(2):
+            loaded.adapters.remove(f"a{number}")
+    assert 3 == len({tuple(answer) for answer in alone[:3]})
+
+
+def test_an_adapter_of_the_grouped_output_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+    """Its layer multiplies each group of heads by weights of its own."""
+    save_adapter(tmp_path, architectures.stock(KIND), r=4, target_modules=["o_a_proj"])
+    with pytest.raises(AdapterError, match="is not computed for every token"):
+        load_adapter(loaded, "grouped", str(tmp_path))
+
+
+# Attention.
+
+
+HEADS, SIZE, WINDOW, TOP_K = 4, 16, 6, 3
+INDEX_HEADS, INDEX_SIZE, HIDDEN = 8, 16, 64
+
+
+def compressors() -> tuple[Any, Compressor, Compressor]:
+    """A layer's compressor and its index's, of transformers' tiny model."""
+    module = architectures.stock(KIND).model.layers[1].self_attn.compressor
+    return module, Compressor(module, 1), Compressor(module.indexer, 3)
+
+
+def layers_of(main: Compressor, index: Compressor) -> tuple[LayerLayout, ...]:
+    kept = {**main.layouts(), **index.layouts(TOP_K)}
+    return (LayerLayout(1, SIZE, SIZE, shared=True, window=WINDOW), *kept.values())
+
+
+def span(sequence: int, start: int, count: int, *, write_kv: bool = True) -> Span:
+    tokens = np.zeros(count, np.int32)
+    table = [[2, 0, 1, 5, 4], [8, 6, 7, 9, 3]][sequence]
+    params = SamplingParams(temperature=0)
+    return Span(sequence, tokens, start, table, False, params, write_kv=write_kv)
+
+
+class Rows:
+    """What two sequences of equal tokens compute, and attention over it."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        _, self.main, self.index = compressors()
+        self.layers = layers_of(self.main, self.index)
+        hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+        self.rows, self.index_rows = (
+            each.rows_of(hidden[None]) for each in (self.main, self.index)
+        )
+        self.query = torch.randn(TOKENS, HEADS, SIZE, generator=generator)
+        self.key = torch.randn(TOKENS, 1, SIZE, generator=generator)
+        self.index_query = torch.randn(TOKENS, INDEX_HEADS, INDEX_SIZE, generator=generator)
+        self.weights = torch.randn(TOKENS, INDEX_HEADS, generator=generator)
+        self.options = AttentionOptions(0.25, WINDOW, sinks=torch.linspace(-1, 2, HEADS))
+
+    def attend(self, attention: CompressedAttention, spans: list[Span]) -> torch.Tensor:
+        at = torch.cat([torch.arange(s.start, s.start + len(s.tokens)) for s in spans])
+        index = EntryIndex(
+            self.index, self.index_rows[at], self.index_query[at], self.weights[at], TOP_K
+        )
+        attention.begin(spans)
+        call = AttentionCall(0, self.query[at], self.key[at], self.key[at], self.options)
+        return attention.attend_with(call, EntryRows(self.main, self.rows[at], index))
+
+    def expected(self) -> torch.Tensor:
+        """With masks, over the entries of the whole sequence at once."""
+        entries, keys = (
+            each.made(torch.cat([each.nothing(4, rows), rows]), 0)
+            for each, rows in ((self.main, self.rows), (self.index, self.index_rows))
+        )
+        scores = torch.einsum("thd,ed->the", self.index_query, keys).relu()
+        scores = (scores * self.weights[:, :, None]).sum(1)
+        place = torch.arange(TOKENS)[:, None]
+        ended = torch.arange(len(entries)) < (place + 1) // 4
+        best = scores.masked_fill(~ended, -torch.inf).topk(TOP_K).indices
+        seen = torch.zeros_like(ended).scatter(1, best, True) & ended
+        near = (torch.arange(TOKENS) <= place) & (torch.arange(TOKENS) > place - WINDOW)
+        all_keys = torch.cat([self.key[:, 0], entries])
+        mask = torch.cat([near, seen], 1)
+        scores = torch.einsum("thd,kd->thk", self.query, all_keys) * 0.25
+        scores = scores.masked_fill(~mask[:, None], -torch.inf)
+        assert self.options.sinks is not None
+        sinks = self.options.sinks[None, :, None].expand(TOKENS, -1, 1)
+        shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        return torch.einsum("thk,kd->thd", shares, all_keys)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+def test_any_cut_into_steps_makes_the_same_entries_and_attends_to_them(threads: int) -> None:
+    """Alone, in chunks on both sides of entries and blocks, beside another, after a step that
+    failed, and a last token again."""
+    rows = Rows()
+    expected = rows.expected()
+    whole = None
+    for cuts in (
+        [TOKENS],
+        [4, TOKENS],
+        [3, 5, 6, 8, 21, TOKENS],
+        [15, 16, 17, 32, TOKENS],
+        [*range(1, TOKENS + 1)],
+    ):
+        pool = DevicePool(BlockLayout(rows.layers, 8, "float32"), 10)
+        pool.tensor.fill_(torch.nan)
+        attention = CompressedAttention(pool.tensor, rows.layers)
+        outputs = []
+        for start, end in pairwise([0, *cuts]):
+            spans = [span(0, start, end - start), span(1, start, end - start)]
+            rows.attend(attention, spans)  # fails before its end
+            output = rows.attend(attention, spans)
+            attention.finish()
+            assert torch.equal(output[: end - start], output[end - start :])
+            outputs.append(output[: end - start])
+        together = torch.cat(outputs)
+        torch.testing.assert_close(together, expected)
+        whole = together if whole is None else whole
+        assert torch.equal(whole, together), cuts
+        for layer in (rows.main.rows, rows.index.rows):  # which a wholly cached prompt needs not
+            KvPool(pool.tensor, rows.layers).layers[layer].key.fill_(torch.nan)
+        for last in (15, 31):  # the last token of full blocks
+            again = rows.attend(attention, [span(0, last, 1, write_kv=False)])
+            attention.finish()
+            assert torch.equal(whole[last : last + 1], again)
