@@ -116,7 +116,7 @@ gpu-check: ## Parity and benches on a CUDA machine with torch installed; writes 
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,python3) -m tests.bench.gpu_check $(ARGS)
 
 docs: $(STAMP) ## Write the reference pages in docs/ from the code
-	@$(BIN)/python -m cachesvc.reference docs
+	@$(BIN)/python -m tests.reference docs
 
 models: $(TESTS) ## Write the tables of docs/models.md from tiny models of every architecture
 	@$(BIN)/python -m tests.parity.architectures

@@ -28,10 +28,10 @@ class AdminTrail:
         before: Any,
         after: Any,
         reason: str,
-    ) -> None:
-        """Adds an entry in the transaction of the change it describes."""
+    ) -> int:
+        """Adds an entry in the transaction of the change it describes. Returns its number."""
         check_text(reason, "reason")
-        store_trail.add_trail(
+        return store_trail.add_trail(
             connection,
             at_ns=self._clock_ns(),
             actor=actor,
@@ -48,13 +48,12 @@ class AdminTrail:
         subject: str,
         *,
         by: str,
-        before: Any = None,
         after: Any = None,
         reason: str = "",
     ) -> None:
         """Adds an entry for a change made elsewhere: a login, a pin, an eviction."""
         self._store.retrying(
-            lambda connection: self.add(connection, by, action, subject, before, after, reason)
+            lambda connection: self.add(connection, by, action, subject, None, after, reason)
         )
 
     def newest(

@@ -29,10 +29,9 @@ from billing.gate.commands import (
     Settle,
     TopUp,
 )
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Entry
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
-from billing.gate.wallets import check_rate
 from billing.gate.work import Settled
 from billing.group_commit import GroupCommit, LedgerStats
 from billing.names import check_text
@@ -208,78 +207,16 @@ class Ledger:
         """The current account. Reads the store: call it off the event loop, or rarely."""
         return self.accounts.tenant(tenant)
 
-    def grant(
-        self,
-        tenant: str,
-        amount: int,
-        *,
-        reference: str,
-        by: str,
-        reason: str = "",
-        expires_ns: int = 0,
-        scope: Sequence[str] = (),
-    ) -> "Future[Entry]":
-        """Gives promotional money, once per reference.
+    def post(self, command: Deposit | Adjust | MoveWallet) -> "Future[Entry]":
+        """Books money in or out, as a person decided, once per reference.
 
-        What is left of it at `expires_ns` is removed (0: never). With a `scope`, only requests at
-        these prices spend it.
+        A deposit settles debt first. Fails with `InsufficientBalance` for a withdrawal of money
+        that is spent or held. What was spent of a chargeback becomes debt.
         """
-        kept = tuple(scope)
-        command = Deposit(tenant, Kind.GRANT, reference, amount, by, reason, expires_ns, kept)
-        return self._deposit(command)
-
-    def deposit(
-        self, tenant: str, amount: int, *, reference: str, by: str, reason: str = ""
-    ) -> "Future[Entry]":
-        """Books a payment, once per reference. It settles debt first."""
-        return self._deposit(Deposit(tenant, Kind.TOPUP, reference, amount, by, reason))
-
-    def withdraw(
-        self, tenant: str, amount: int, *, reference: str, by: str, reason: str
-    ) -> "Future[Entry]":
-        """Books a payout of paid money. Fails with `InsufficientBalance` if it is spent or held."""
-        return self._deposit(Deposit(tenant, Kind.WITHDRAWAL, reference, amount, by, reason))
-
-    def charge_back(
-        self, tenant: str, amount: int, *, reference: str, by: str, reason: str
-    ) -> "Future[Entry]":
-        """Books a payment reversed by the payer's bank. What was spent of it becomes debt."""
-        return self._deposit(Deposit(tenant, Kind.CHARGEBACK, reference, amount, by, reason))
-
-    def adjust(
-        self, tenant: str, deposit: str, amount: int, *, reference: str, by: str, reason: str
-    ) -> "Future[Entry]":
-        """Corrects the amount of the top-up or grant with reference `deposit`."""
-        check_text(deposit, "reference of the deposit")
-        return self._deposit(Adjust(tenant, deposit, reference, amount, by, reason))
-
-    def pay_into_wallet(
-        self, tenant: str, amount: int, currency: str, *, reference: str, by: str, reason: str = ""
-    ) -> "Future[Entry]":
-        """Books a payment in another currency than the tenant's; negative: a payout."""
-        return self._deposit(MoveWallet(tenant, reference, currency, amount, by, reason))
-
-    def convert(
-        self,
-        tenant: str,
-        amount: int,
-        currency: str,
-        *,
-        rate: str,
-        rate_date: str,
-        rate_source: str,
-        reference: str,
-        by: str,
-        reason: str = "",
-    ) -> "Future[Entry]":
-        """Converts `amount` of a wallet into the balance, at a rate that the entry records."""
-        rate = check_rate(rate, rate_date, rate_source)
-        at = (rate, rate_date, rate_source)
-        return self._deposit(MoveWallet(tenant, reference, currency, -amount, by, reason, *at))
-
-    def _deposit(self, command: Deposit | Adjust | MoveWallet) -> "Future[Entry]":
         check_text(command.reference, "reference")
         check_text(command.reason, "reason")
+        if isinstance(command, Adjust):
+            check_text(command.deposit, "reference of the deposit")
         return self._jumped() or self._commits.submit(command)
 
     def correct(

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from billing.accounts import Accounts
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.store.opening import database_url, open_store
@@ -102,7 +104,9 @@ class LiveServer:
         ledger.start()
         try:
             accounts.create_tenant(tenant, "CNY", by="test")
-            ledger.deposit(tenant, units, reference="first", by="test").result()
+            ledger.post(
+                Deposit(tenant, Kind.TOPUP, amount=units, reference="first", by="test")
+            ).result()
             key, _ = accounts.create_key(tenant, by="test")
         finally:
             ledger.close()

@@ -33,15 +33,15 @@ class DiskBlocks:
     cut: bool = False
 
 
-def read_disk(view: DiskView, max_blocks: int = MAX_DISK_BLOCKS) -> DiskBlocks:
+def read_disk(view: DiskView) -> DiskBlocks:
     """A snapshot of the disk tier. Any thread may take it, at about 10 us a block."""
     by_key: dict[PrefixKey, BlockInfo] = {}
     by_parent: dict[PrefixKey, list[BlockInfo]] = {}
-    for block in islice(view.blocks(), max_blocks):
+    for block in islice(view.blocks(), MAX_DISK_BLOCKS):
         if block.why is None:
             by_key[block.key] = block
             by_parent.setdefault(block.parent, []).append(block)
-    return DiskBlocks(by_key, by_parent, len(by_key) == max_blocks)
+    return DiskBlocks(by_key, by_parent, len(by_key) == MAX_DISK_BLOCKS)
 
 
 def same_start(disk: DiskBlocks, absence: Absence, seed: int) -> tuple[int, PrefixKey | None]:

@@ -167,7 +167,7 @@ class BlockTables:
                     self._index.remove(block)  # announced but not filled: nobody must wait for it
                 self._tails.offer(chain, len(blocks), block, num_tokens)
             self._residency.release(block, use)
-        self._residency.release_run(reversed(blocks), use)
+        self._residency.release_prefix(blocks, use)
         blocks.clear()
 
 

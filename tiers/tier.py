@@ -232,9 +232,16 @@ class ManagedTier(Tier, Protocol):
         thread. Returns at once."""
         ...
 
-    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Whether the KV of layers with windows can be loaded for each of these blocks. Like
+        `probe`, it may be optimistic."""
+        return [True] * len(keys)
+
+    def demoted(
+        self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()
+    ) -> None:
         """Note that the tiers above dropped these blocks, which are held here, last used `idle_s`
-        ago. Threads as for `keep`."""
+        ago. `windows` says whether that use needed their windows. Threads as for `keep`."""
         ...
 
     def flush(self) -> None:

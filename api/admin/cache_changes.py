@@ -13,6 +13,7 @@ from api.admin.login.sessions import Admin
 from api.admin.parts import AdminParts, CacheAdmin, add_audit_entry, parts_of
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound, Unsupported
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import TierError
 from tiers.policy.retention import Pin
@@ -28,16 +29,14 @@ def cache_admin_of(request: Request) -> CacheAdmin:
     return cache_admin
 
 
-async def whole_prefix(
-    cache_admin: CacheAdmin, key: PrefixKey
-) -> tuple[PrefixKey, Sequence[PrefixKey]]:
-    """Scope and keys of the prefix that ends with block `key`. Raises RecordNotFound."""
-    scope, keys = await cache_admin.prefix_of(key)
-    if not keys:
+async def whole_prefix(cache_admin: CacheAdmin, key: PrefixKey) -> KeyedPrefix:
+    """The prefix that ends with block `key`. Raises RecordNotFound."""
+    prefix = await cache_admin.prefix_of(key)
+    if not prefix.keys:
         raise RecordNotFound(
             f"no whole prefix ends with block {key.hex()}; see `cachesvc cache ls`"
         )
-    return scope, keys
+    return prefix
 
 
 async def must_exist(request: Request, tenant: str) -> None:
@@ -70,7 +69,7 @@ async def pin(
     request: Request,
     by: Admin,
     name: str,
-    prefix: tuple[PrefixKey, Sequence[PrefixKey]],
+    prefix: Chain | KeyedPrefix,
     *,
     until_s: float,
     why: str,
@@ -79,12 +78,11 @@ async def pin(
 
     Raises InvalidRequest if the tiers refuse it: too many blocks, or a moment in the past.
     """
-    scope, keys = prefix
     try:
-        made = await cache_admin_of(request).pin(name, scope, keys, until_s, why)
+        made = await cache_admin_of(request).pin(name, prefix, until_s, why)
     except TierError as error:
         raise InvalidRequest(str(error)) from None
-    after = {"scope": scope.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s}
+    after = {"scope": prefix.root.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s}
     await add_audit_entry(request, by.name, "cache.pin", name, why=why, after=after)
     return made
 

@@ -19,6 +19,7 @@ from api.errors import RecordNotFound, Unsupported
 from billing.errors import UnknownDeposit, UnknownHold, UnknownKey, UnknownTenant
 from billing.keys import Principal
 from billing.operations.books import OpenBooks
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.policy.retention import Pin
 
@@ -58,7 +59,6 @@ class Trail(Protocol):
         subject: str,
         *,
         by: str,
-        before: Any = None,
         after: Any = None,
         reason: str = "",
     ) -> None: ...
@@ -95,7 +95,7 @@ class CacheAdmin(Protocol):
     def block_size(self) -> int: ...
 
     async def pin(
-        self, name: str, scope: PrefixKey, keys: Sequence[PrefixKey], until_s: float, why: str
+        self, name: str, prefix: Chain | KeyedPrefix, until_s: float, why: str
     ) -> Pin[PrefixKey]:
         """Raises PinError."""
         ...
@@ -104,8 +104,8 @@ class CacheAdmin(Protocol):
 
     async def pins(self) -> Sequence[Pin[PrefixKey]]: ...
 
-    async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
-        """Scope and keys of the prefix that ends with a block; no keys if a block is missing."""
+    async def prefix_of(self, key: PrefixKey) -> KeyedPrefix:
+        """The prefix that ends with a block; no keys if a block is missing."""
         ...
 
     async def evict(self, keys: Sequence[PrefixKey]) -> Mapping[str, int]:

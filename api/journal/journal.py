@@ -113,12 +113,10 @@ class Journal:
         self,
         settings: JournalSettings | None = None,
         *,
-        clock_s: Callable[[], float] = time.time,
         on_end: Callable[[RequestRecord], None] = lambda record: None,
     ) -> None:
         self.on_end = on_end  # called with each request that finished or was refused
         self.settings = settings or JournalSettings()
-        self._clock_s = clock_s
         self._running: dict[str, tuple[RequestRecord, Generation]] = {}
         self._ended: dict[str, RequestRecord] = {}  # ordered by end
         self._nbytes = 0
@@ -164,7 +162,7 @@ class Journal:
         if not isinstance(error, Exception):
             return  # the client left or the server is stopping: no refusal
         record = self._record(job, principal, client_id, stream, State.REFUSED, trail)
-        self._keep(replace(record, failure=_failure(error), ended_s=self._clock_s()))
+        self._keep(replace(record, failure=_failure(error), ended_s=time.time()))
 
     def settle(self, request_id: str, delivered: "Delivered") -> None:
         """Records that the request ended and its charge was posted."""
@@ -178,7 +176,7 @@ class Journal:
                 bill=replace(bill, receipt=None) if bill is not None else None,
                 delivered=delivered.complete,
                 failure=_failure(delivered.error) if delivered.error is not None else None,
-                ended_s=self._clock_s(),
+                ended_s=time.time(),
             )
         )
 
@@ -224,7 +222,7 @@ class Journal:
             num_choices=job.num_choices,
             prompt_tokens=job.prompt_tokens,
             scope=job.scope.root(),
-            arrived_s=self._clock_s(),
+            arrived_s=time.time(),
             state=state,
             trail=trail,
             prompts=job.prompts if self.settings.keep_prompts else (),

@@ -18,6 +18,7 @@ import xxhash
 
 from api.job import Job, Kept, Served, Session
 from billing.gate.outcomes import Outcome
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.policy.retention import PinKind
 
@@ -59,7 +60,7 @@ class TenantPins(Protocol):
         ...
 
     async def keep(
-        self, name: str, root: PrefixKey, keys: Sequence[PrefixKey], for_s: float, *, owner: str
+        self, name: str, prefix: Chain | KeyedPrefix, for_s: float, *, owner: str
     ) -> Kept:
         """Pin a cache, durably. Raises CacheNotKept, and CacheNotPaid for its first hour."""
         ...

@@ -22,7 +22,7 @@ from api.shapes.body import parse
 from api.shapes.caches import CacheChange, CacheFormat, NewCache, cache_document
 from api.shapes.schemas import ChatBody
 from billing.keys import Principal
-from tiers.blocks.chain import Chain
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.contents import block_contents
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"])
@@ -80,7 +80,9 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
     if pin.kind.gives_way:
         raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
     pins = _retention(wire).pins
-    kept = await pins.keep(pin.name, pin.scope, pin.keys, body.ttl, owner=principal.tenant)
+    kept = await pins.keep(
+        pin.name, KeyedPrefix(pin.scope, pin.keys), body.ttl, owner=principal.tenant
+    )
     return _document(wire, principal, kept)
 
 
@@ -102,10 +104,10 @@ def _retention(wire: Collaborators) -> Retention:
 
 async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept:
     """Pin the job's prompt. Raises CacheNotKept and CacheNotPaid."""
-    pins, root = retention.pins, job.scope.root()
+    pins = retention.pins
     contents = block_contents(job.contents[0] if job.contents else (), pins.block_size)
-    keys = Chain(root, job.prompts[0], pins.block_size, contents).keys
-    return await pins.keep(f"{job.tenant}:{name}", root, keys, ttl_s, owner=job.tenant)
+    prefix = Chain(job.scope.root(), job.prompts[0], pins.block_size, contents)
+    return await pins.keep(f"{job.tenant}:{name}", prefix, ttl_s, owner=job.tenant)
 
 
 async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:

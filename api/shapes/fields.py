@@ -3,7 +3,7 @@
 A field that would change the answer or its meaning is refused, with what to do instead, unless its
 value changes nothing. A field that changes neither is ignored, for a stated reason. A field in no
 table is unknown; it is ignored too. The header X-Cachesvc-Ignored of the answer names both.
-`api.shapes.protocols` joins these tables with the fields that are honoured.
+`make docs` joins these tables with the fields that are honoured.
 """
 
 import re

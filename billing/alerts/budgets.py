@@ -27,7 +27,6 @@ from billing.prices.book import NS
 from billing.store import alerts as rows
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
-from billing.store.trail import add_trail
 
 ALERT_AT = (80, 100)  # percent of a budget
 MOST_A_DAY = 100  # maximum of top-up requests of one budget
@@ -93,7 +92,6 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
 
     A new hard one first reads its period's entries: 18 s for a million.
     """
-    check_text(reason, "reason")
     _check(budget)
     accounts.tenant(budget.tenant)
     store = accounts.store
@@ -118,8 +116,8 @@ def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reas
         if budget.hard:
             row["since_ns"] = hardening.since_ns(before, wanted)
         was = None if before is None else _payload(before)
-        number = _note(
-            connection, "budget.set", budget.name, was, _payload(row), by, now_ns, reason
+        number = accounts.trail.add(
+            connection, by, "budget.set", budget.name, was, _payload(row), reason
         )
         version = {"since_ns": row["since_ns"], "version": number} if budget.hard else _NO_VERSION
         rows.put_budget(store, connection, wanted | version)
@@ -149,7 +147,6 @@ def _check(budget: Budget) -> None:
 
 def remove_budget(accounts: Accounts, name: str, *, by: str, now_ns: int, reason: str) -> None:
     """Removes a budget. Raises `UnknownBudget`."""
-    check_text(reason, "reason")
     store = accounts.store
 
     def write(connection: Connection) -> None:
@@ -161,7 +158,8 @@ def remove_budget(accounts: Accounts, name: str, *, by: str, now_ns: int, reason
         if hardening is not None:
             after = {"entry": str(hardening.lock(connection, before["tenant"]))}
         rows.drop_budget(connection, name)
-        _note(connection, "budget.remove", name, _payload(before), after, by, now_ns, reason)
+        was = _payload(before)
+        accounts.trail.add(connection, by, "budget.remove", name, was, after, reason)
         if hardening is not None:
             hardening.stand(connection, name, before["tenant"])
 
@@ -176,28 +174,6 @@ def all_budgets(store: LedgerStore) -> list[Budget]:
 
 def budgets_in(connection: Connection) -> list[Budget]:
     return [_budget(row) for row in rows.budget_rows(connection)]
-
-
-def _note(
-    connection: Connection,
-    action: str,
-    name: str,
-    before: Any,
-    after: Any,
-    by: str,
-    now_ns: int,
-    reason: str,
-) -> int:
-    return add_trail(
-        connection,
-        at_ns=now_ns,
-        actor=by,
-        action=action,
-        subject=name,
-        before=before,
-        after=after,
-        reason=reason,
-    )
 
 
 def _payload(row: Any) -> dict[str, str]:

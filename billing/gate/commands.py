@@ -81,7 +81,7 @@ class Deposit:
     reference: str
     amount: int
     by: str
-    reason: str
+    reason: str = ""
     expires_ns: int = 0  # of a grant that expires
     scope: tuple[str, ...] = ()  # of a grant for some prices only
 
@@ -112,7 +112,7 @@ class MoveWallet:
     currency: str
     amount: int
     by: str
-    reason: str
+    reason: str = ""
     rate: str = ""
     rate_date: str = ""
     rate_source: str = ""

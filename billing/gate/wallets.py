@@ -77,8 +77,9 @@ def move(work: Work, command: MoveWallet) -> Entry:
     }
     postings: dict[str, int] = {}
     if command.rate:
-        gain = converted(-command.amount, command.rate)
-        body |= {"rate": command.rate, "rate_date": command.rate_date}
+        rate = check_rate(command.rate, command.rate_date, command.rate_source)
+        gain = converted(-command.amount, rate)
+        body |= {"rate": rate, "rate_date": command.rate_date}
         body |= {"rate_source": command.rate_source}
         postings = {**pay_in(account, gain), "cash": -gain}
     standing = work.entry(command.tenant, command.reference, kind)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from enum import StrEnum
-from typing import Any
 
 import orjson
 
+from billing.admin_trail import AdminTrail
 from billing.errors import InvoiceError, MonthOpen, PartiesError, UnknownInvoice
 from billing.gate.entries import Entry, Kind
 from billing.gate.plans import GRACE_NS, REFERENCE, committing_card, month_ns
@@ -29,7 +29,6 @@ from billing.invoices.document import (
 )
 from billing.invoices.parties import Parties, parse_parties
 from billing.money import format_units, parse_units, round_half_even
-from billing.names import check_text
 from billing.prices.book import NS, PriceBook
 from billing.prices.cards import applied_card
 from billing.reports.statement import month_days
@@ -37,7 +36,7 @@ from billing.store import accounts as store_accounts
 from billing.store import invoices as rows
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
-from billing.store.trail import add_trail, lock_trail
+from billing.store.trail import lock_trail
 
 
 class InvoiceState(StrEnum):
@@ -74,6 +73,7 @@ class InvoiceRegister:
     def __init__(self, store: LedgerStore, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self.store = store
         self._clock_ns = clock_ns
+        self._trail = AdminTrail(store, clock_ns)
 
     # -- seller and buyers -------------------------------------------------------------------------
 
@@ -84,7 +84,6 @@ class InvoiceRegister:
 
     def apply_parties(self, text: str, *, by: str, reason: str = "") -> Parties:
         """Sets seller and buyers for new invoices. Issued invoices keep their names."""
-        check_text(reason, "reason")
         parties = parse_parties(text)
 
         def write(connection: Connection) -> None:
@@ -101,7 +100,7 @@ class InvoiceRegister:
                 raise PartiesError(f"there is no tenant {sorted(unknown)[0]!r}; see [[buyer]]")
             row = rows.add_parties(connection, text, self._clock_ns())
             after = {"seller": parties.seller.name, "digest": rows.row_digest(row)}
-            self._note(connection, by, "parties", str(row["seq"]), after, reason)
+            self._trail.add(connection, by, "invoice.parties", str(row["seq"]), None, after, reason)
 
         self.store.retrying(write)
         return parties
@@ -125,10 +124,10 @@ class InvoiceRegister:
         with self.store.reading() as connection:
             return _find(connection, number, tenant)
 
-    def listing(self, tenant: str | None = None, limit: int | None = None) -> list[Invoice]:
+    def listing(self, tenant: str | None = None) -> list[Invoice]:
         """Invoices and credit notes, the newest first."""
         with self.store.reading() as connection:
-            return list(_documents(connection, tenant, limit))
+            return list(_documents(connection, tenant))
 
     # -- changes -----------------------------------------------------------------------------------
 
@@ -137,7 +136,6 @@ class InvoiceRegister:
 
         Raises `MonthOpen` while the month's minimum is not booked.
         """
-        check_text(reason, "reason")
         month = canonical_month(month)
 
         def write(connection: Connection) -> Invoice:
@@ -167,7 +165,6 @@ class InvoiceRegister:
 
     def mark(self, number: str, state: InvoiceState, *, by: str, reason: str) -> Invoice:
         """Marks an issued invoice as paid, or as void if it is neither paid nor credited."""
-        check_text(reason, "reason")
         if state not in MARKS:
             raise InvoiceError(f"an invoice is marked paid or void, not {state}")
 
@@ -197,7 +194,6 @@ class InvoiceRegister:
 
         It covers corrections in no invoice or credit note yet, and books none itself.
         """
-        check_text(reason, "reason")
 
         def write(connection: Connection) -> Invoice:
             tenant = _find(connection, number).document["tenant"]
@@ -237,7 +233,7 @@ class InvoiceRegister:
         values |= {"kind": document["kind"], "about": about, "at_ns": now_ns, "text": text}
         rows.add_invoice(connection, values)
         after = {"total": document["total"], "digest": rows.row_digest(values)}
-        self._note(connection, by, "issue", number, after, reason)
+        self._trail.add(connection, by, "invoice.issue", number, None, after, reason)
         return Invoice(document, InvoiceState.FINAL)
 
     def _mark(
@@ -251,22 +247,8 @@ class InvoiceRegister:
     ) -> Invoice:
         row = rows.add_mark(connection, invoice.number, state.value, now_ns)
         after = {"digest": rows.row_digest(row)}
-        self._note(connection, by, state.value, invoice.number, after, reason)
+        self._trail.add(connection, by, f"invoice.{state}", invoice.number, None, after, reason)
         return Invoice(invoice.document, state)
-
-    def _note(
-        self, connection: Connection, by: str, what: str, subject: str, after: Any, reason: str
-    ) -> None:
-        add_trail(
-            connection,
-            at_ns=self._clock_ns(),
-            actor=by,
-            action=f"invoice.{what}",
-            subject=subject,
-            before=None,
-            after=after,
-            reason=reason,
-        )
 
 
 def _lock(connection: Connection, tenant: str) -> None:
@@ -316,13 +298,11 @@ def _parties(connection: Connection) -> Parties:
     return parse_parties(found[-1]["text"])
 
 
-def _documents(
-    connection: Connection, tenant: str | None = None, limit: int | None = None
-) -> Iterable[Invoice]:
+def _documents(connection: Connection, tenant: str | None = None) -> Iterable[Invoice]:
     marks: dict[str, set[str]] = {}
     for row in rows.mark_rows(connection):
         marks.setdefault(row["number"], set()).add(row["state"])
-    for row in rows.invoice_rows(connection, tenant, limit):
+    for row in rows.invoice_rows(connection, tenant):
         yield Invoice(orjson.loads(row["text"]), _state(marks.get(row["number"], ())))
 
 

@@ -5,10 +5,11 @@ import secrets
 import time
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 from billing.errors import InvalidName, InvalidSpan
-from billing.ledger import Ledger
+from billing.gate.commands import Adjust, Deposit, MoveWallet
+from billing.gate.entries import Kind
 from billing.money import parse_not_negative, parse_positive
 from billing.operations.arguments import Amount, Argument, Reference, Text, Why, text
 from billing.operations.books import Books
@@ -26,11 +27,11 @@ class Booking(StrEnum):
     CHARGEBACK = "chargeback"  # a payment reversed by the payer's bank
 
 
-_BOOK: dict[Booking, Any] = {
-    Booking.GRANT: Ledger.grant,
-    Booking.TOPUP: Ledger.deposit,
-    Booking.WITHDRAW: Ledger.withdraw,
-    Booking.CHARGEBACK: Ledger.charge_back,
+_KINDS = {
+    Booking.GRANT: Kind.GRANT,
+    Booking.TOPUP: Kind.TOPUP,
+    Booking.WITHDRAW: Kind.WITHDRAWAL,
+    Booking.CHARGEBACK: Kind.CHARGEBACK,
 }
 
 
@@ -83,23 +84,18 @@ def book_deposit(
         raise InvalidSpan(f"a {kind} does not expire; only a grant does")
     if scope and kind is not Booking.GRANT:
         raise InvalidName(f"a {kind} has no scope; only a grant does")
-    about: dict[str, Any] = {"reference": name, "by": by, "reason": why}
     if (rate or rate_date or rate_source) and (not currency or kind is not Booking.TOPUP):
         raise InvalidName("a rate converts a wallet: give the wallet's currency, in a top-up")
-    if currency and rate:
-        at = {"rate": rate, "rate_date": rate_date or "", "rate_source": rate_source or ""}
-        books.ledger.convert(tenant, units, currency, **at, **about).result()
-        return show_balance(books, tenant=tenant)
-    if currency and currency != books.accounts.tenant(tenant).currency:
+    if currency and (rate or currency != books.accounts.tenant(tenant).currency):
         if kind not in (Booking.TOPUP, Booking.WITHDRAW):
             raise InvalidName(f"a {kind} is in the tenant's own currency")
-        moved = units if kind is Booking.TOPUP else -units
-        books.ledger.pay_into_wallet(tenant, moved, currency, **about).result()
+        moved = units if kind is Booking.TOPUP and not rate else -units
+        at = (rate or "", rate_date or "", rate_source or "")
+        books.ledger.post(MoveWallet(tenant, name, currency, moved, by, why, *at)).result()
         return show_balance(books, tenant=tenant)
-    more: dict[str, Any] = {"expires_ns": end_of(expires, time.time_ns())} if expires else {}
-    if scope:
-        more["scope"] = scope
-    _BOOK[kind](books.ledger, tenant, units, **about, **more).result()
+    ends_ns = end_of(expires, time.time_ns()) if expires else 0
+    booked = Deposit(tenant, _KINDS[kind], name, units, by, why, ends_ns, tuple(scope or ()))
+    books.ledger.post(booked).result()
     return tenant_document(books.accounts.tenant(tenant))
 
 
@@ -116,5 +112,5 @@ def adjust_deposit(
     """Correct a mistyped top-up or grant with an entry for the difference."""
     units = parse_not_negative(amount)
     name = reference or f"adjust_{secrets.token_hex(8)}"
-    books.ledger.adjust(tenant, deposit, units, reference=name, by=by, reason=why).result()
+    books.ledger.post(Adjust(tenant, deposit, name, units, by, why)).result()
     return tenant_document(books.accounts.tenant(tenant))

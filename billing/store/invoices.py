@@ -55,14 +55,12 @@ def find_invoice(connection: Connection, number: str) -> RowMapping | None:
     return connection.execute(_invoices().where(invoices.c.number == number)).mappings().first()
 
 
-def invoice_rows(
-    connection: Connection, tenant: str | None = None, limit: int | None = None
-) -> list[RowMapping]:
+def invoice_rows(connection: Connection, tenant: str | None = None) -> list[RowMapping]:
     """Invoices and credit notes, newest first."""
     query = _invoices().order_by(invoices.c.at_ns.desc(), invoices.c.series, invoices.c.seq.desc())
     if tenant is not None:
         query = query.where(invoices.c.tenant == tenant)
-    return list(connection.execute(query.limit(limit)).mappings())
+    return list(connection.execute(query).mappings())
 
 
 def mark_rows(connection: Connection) -> list[RowMapping]:

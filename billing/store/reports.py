@@ -205,13 +205,13 @@ def all_sessions(connection: Connection) -> list[Row]:
     ]
 
 
-def repeated(connection: Connection, limit: int = 20) -> list[tuple[str, str, str, int]]:
+def repeated(connection: Connection) -> list[tuple[str, str, str, int]]:
     """Tenant, kind, id and last number of entries that share tenant, kind and id. The database's
     index refuses them, unless somebody removed it."""
     key = (entries.c.tenant, entries.c.request_id, entries.c.kind)
     query = select(*key).group_by(*key).having(func.count() > 1)  # reads the index alone
     found = []
-    for row in connection.execute(query.order_by(*key).limit(limit)).all():
+    for row in connection.execute(query.order_by(*key).limit(20)).all():
         same = [column == value for column, value in zip(key, row, strict=True)]
         seq = connection.scalar(select(func.max(entries.c.seq)).where(*same)) or 0
         found.append((row.tenant, row.kind, row.request_id, seq))

@@ -84,11 +84,6 @@ def load(name: str, entry: Command) -> Any:
     return _literal(get_command(outer))
 
 
-def unescaped(help_text: str) -> str:
-    """What `--help` shows of a help text of a loaded command."""
-    return help_text.replace("\\[", "[")
-
-
 def _literal(command: Any) -> Any:
     """The command with its help as text: Rich takes `[all time]` for a style, and drops it."""
     for each in (command, *command.get_params(typer.Context(command))):

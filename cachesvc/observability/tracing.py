@@ -10,7 +10,7 @@ Needs the extra `otel`; nothing else imports opentelemetry.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from api.journal.journal import RequestRecord, State
@@ -49,9 +49,7 @@ def open_tracer(settings: TracingSection) -> "RequestTracer | None":
 class RequestTracer:
     """Turns records into spans. `trace` on the event loop, `close` on any thread."""
 
-    def __init__(
-        self, settings: TracingSection, *, offset_ns: Callable[[], int] | None = None
-    ) -> None:
+    def __init__(self, settings: TracingSection) -> None:
         from opentelemetry import trace
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -72,11 +70,10 @@ class RequestTracer:
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("cachesvc")
-        self._offset_ns = offset_ns or _offset_ns
 
     def trace(self, record: RequestRecord) -> None:
         """Sends the spans of an ended request."""
-        offset_ns = self._offset_ns()
+        offset_ns = time.time_ns() - time.monotonic_ns()  # requests are timed by the latter
         timeline = record.served.timeline if record.served is not None else Timeline()
         ended_ns = round((record.ended_s or time.time()) * 1e9)
         began_ns = (
@@ -175,8 +172,3 @@ def _usage(usage: Usage) -> Attributes:
 def _hits(usage: Usage) -> Attributes:
     tiers = [each for each in TOKEN_CLASSES if each.tier]
     return {f"cachesvc.hit_tokens.{each.tier}": getattr(usage, each.name) for each in tiers}
-
-
-def _offset_ns() -> int:
-    """The offset from the monotonic clock, which times requests, to Unix time."""
-    return time.time_ns() - time.monotonic_ns()

@@ -24,6 +24,7 @@ from cachesvc.operator.purge import (
 )
 from cachesvc.operator.scopes import ScopeKind, roots_of
 from cachesvc.operator.storage_meter import StorageMeter
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
 from tiers.operations.face import CacheOperations
@@ -62,8 +63,7 @@ class CacheOperator:
     async def pin(
         self,
         name: str,
-        scope: PrefixKey,
-        keys: Sequence[PrefixKey],
+        prefix: Chain | KeyedPrefix,
         until_s: float,
         why: str,
         *,
@@ -75,7 +75,7 @@ class CacheOperator:
         for_s = until_s - self._wall_clock()  # the cache's own clock is not set when this one is
 
         def set_pin(cache: CacheOperations) -> Pin[PrefixKey]:
-            return cache.pin(name, keys, cache.now_s + for_s, why, scope=scope, owner=owner)
+            return cache.pin(name, prefix, cache.now_s + for_s, why, owner=owner)
 
         pin = await self._call(set_pin)
         try:
@@ -101,9 +101,8 @@ class CacheOperator:
         """The pins, and the current time of the clock by which they end."""
         return await self._call(lambda cache: (cache.now_s, cache.pins()))
 
-    async def prefix_of(self, key: PrefixKey) -> tuple[PrefixKey, Sequence[PrefixKey]]:
-        """The scope and keys of the prefix that ends with this block; no keys if a block is
-        missing."""
+    async def prefix_of(self, key: PrefixKey) -> KeyedPrefix:
+        """The prefix that ends with this block; no keys if a block is missing."""
         return await self._done(lambda cache: cache.prefix_of(key))
 
     async def evict(self, keys: Sequence[PrefixKey]) -> dict[str, int]:

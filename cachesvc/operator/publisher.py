@@ -19,10 +19,9 @@ PUBLISH_S = 10.0  # after that the rest is left to be computed
 class BlockPublisher:
     """A `Publisher` on one engine."""
 
-    def __init__(self, call: Caller, block_size: int, *, timeout_s: float = PUBLISH_S) -> None:
+    def __init__(self, call: Caller, block_size: int) -> None:
         self._call = call
         self._block_size = block_size
-        self._timeout_s = timeout_s
 
     async def publish(self, job: Job) -> int:
         chain = Chain(
@@ -31,7 +30,7 @@ class BlockPublisher:
             self._block_size,
             block_contents(job.contents[0] if job.contents else (), self._block_size),
         )
-        give_up = time.monotonic() + self._timeout_s
+        give_up = time.monotonic() + PUBLISH_S
 
         while time.monotonic() < give_up:
             sending = await asyncio.wrap_future(self._call(lambda cache: cache.publish(chain)))

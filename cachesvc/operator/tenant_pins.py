@@ -13,7 +13,7 @@ from api.cache.explorer import Caller
 from api.errors import CacheNotKept, CacheNotPaid
 from api.job import Kept
 from cachesvc.operator.operator import CacheOperator, UnpaidPin
-from tiers.blocks.chain import Chain
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.operations.face import CacheOperations
 from tiers.policy.retention import Pin, PinError, PinKind
@@ -52,11 +52,11 @@ class CachePins:
         self._in_passing(lambda cache: cache.unpin(name))
 
     async def keep(
-        self, name: str, root: PrefixKey, keys: Sequence[PrefixKey], for_s: float, *, owner: str
+        self, name: str, prefix: Chain | KeyedPrefix, for_s: float, *, owner: str
     ) -> Kept:
         until_s = time.time() + for_s
         try:
-            pin = await self._operator.pin(name, root, keys, until_s, "", owner=owner)
+            pin = await self._operator.pin(name, prefix, until_s, "", owner=owner)
         except UnpaidPin:
             raise CacheNotPaid(
                 "The balance does not cover the cache's first hour; it is not kept."

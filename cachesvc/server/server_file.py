@@ -55,14 +55,14 @@ class LiveServer:
         """The JSON answer of `path` to `body`. Raises LiveError."""
         return self._ask("POST", path, body, timeout_s)
 
-    def follow(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Iterator[tuple[str, Any]]:
+    def follow(self, path: str) -> Iterator[tuple[str, Any]]:
         """The server-sent events at `path`, as name and JSON, until the server ends them.
 
-        Raises LiveError, also after `timeout_s` without even a comment.
+        Raises LiveError, also after `TIMEOUT_S` without even a comment.
         """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(
-            address.hostname or "", address.port, timeout=timeout_s
+            address.hostname or "", address.port, timeout=TIMEOUT_S
         )
         with contextlib.closing(connection):
             try:

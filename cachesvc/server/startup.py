@@ -27,23 +27,20 @@ class Startup:
     """The current phase and the time of each. `show` is called at every change. Any thread may
     read."""
 
-    def __init__(
-        self, show: Show = lambda what, part: None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, show: Show = lambda what, part: None) -> None:
         self.phase = "starting"
         self._show = show
-        self._clock = clock
-        self._began_s = clock()
+        self._began_s = time.monotonic()
         self._took_s: dict[str, float] = {}
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Counts the block as `phase`."""
-        began_s = self._clock()
+        began_s = time.monotonic()
         self.phase = phase
         self._show(phase, None)
         yield
-        self._took_s[phase] = self._clock() - began_s
+        self._took_s[phase] = time.monotonic() - began_s
 
     def progress(self, what: str, part: float) -> None:
         """Reports work within a phase; `part` is the done share, from 0 to 1."""
@@ -56,7 +53,7 @@ class Startup:
 
     @property
     def total_s(self) -> float:
-        return self._clock() - self._began_s
+        return time.monotonic() - self._began_s
 
 
 @contextlib.contextmanager

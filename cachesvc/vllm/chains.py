@@ -1,28 +1,43 @@
-"""A vLLM request's blocks as the tiers name them: by group of layers and rank."""
+"""A prompt's blocks as the tiers name them: by group of layers and rank."""
 
 from collections.abc import Sequence
 from typing import Any
 
+from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity, contents_of
-from tiers.blocks.keys import TOKEN_BYTES, BlockId, token_bytes
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, token_bytes
 from tiers.node.messages import TokenRun
 
 RankIds = tuple[tuple[BlockId, ...], ...]  # [rank][block]
 
 
 class RequestChains:
-    """The ids of a request's blocks, made when they are needed and extended with its tokens.
+    """The ids of a prompt's blocks, made when they are needed and extended with its tokens.
 
     One thread at a time.
     """
 
-    def __init__(self, identity: EngineIdentity, request: Any) -> None:
-        self._sizes = [group.block_size for group in identity.groups]
-        self._roots = identity.roots_of(request)
-        self._chains: list[list[list[BlockId]]] = [[[] for _ in roots] for roots in self._roots]
-        self._features: Sequence[Any] = request.mm_features
-        self._tokens = bytearray()
-        self.grow(request, request.num_tokens)
+    def __init__(
+        self,
+        groups: Sequence[KvGroup],
+        roots: list[list[PrefixKey]],
+        tokens: bytes = b"",
+        features: Sequence[Any] = (),
+    ) -> None:
+        """`roots`: of each group's blocks on each rank. `features`: images and the like."""
+        self._sizes = [group.block_size for group in groups]
+        self._roots = roots
+        self._chains: list[list[list[BlockId]]] = [[[] for _ in each] for each in roots]
+        self._features = features
+        self._tokens = bytearray(tokens)
+
+    @classmethod
+    def of(cls, identity: EngineIdentity, request: Any) -> "RequestChains":
+        """The blocks of a vLLM request."""
+        roots, features = identity.roots_of(request), request.mm_features
+        chains = cls(identity.groups, roots, features=features)
+        chains.grow(request, request.num_tokens)
+        return chains
 
     def grow(self, request: Any, num_tokens: int) -> None:
         """Learn the request's tokens up to `num_tokens`."""

@@ -11,7 +11,7 @@ from math import lcm, prod
 from typing import Any
 
 from tiers.blocks.layout import DTYPES, BlockLayout
-from tiers.node.messages import engine_layout, state_layout
+from tiers.node.messages import describe_layout, described_layout, engine_layout, state_layout
 
 
 class UnsupportedKv(Exception):
@@ -47,6 +47,18 @@ class KvGroup:
         elif self.chunk is not None:
             skipped = num_tokens // self.chunk * self.chunk
         return skipped // self.block_size
+
+
+def describe_group(group: KvGroup) -> dict[str, Any]:
+    """What a server must know of a group, as JSON."""
+    needs = {"window": group.window, "chunk": group.chunk}
+    return {"number": group.number, "layout": describe_layout(group.layout), **needs}
+
+
+def described_group(fields: Any) -> KvGroup:
+    """The inverse of `describe_group`. The layers' names are left out."""
+    layout = described_layout(fields["layout"])
+    return KvGroup(int(fields["number"]), (), layout, fields["window"], fields["chunk"])
 
 
 def groups_of(config: Any, kv_cache: Any) -> tuple[KvGroup, ...]:

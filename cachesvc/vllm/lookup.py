@@ -8,12 +8,24 @@ from collections.abc import Callable, Sequence
 
 from cachesvc.vllm.chains import RankIds, RequestChains
 from cachesvc.vllm.groups import KvGroup, alignment
+from tiers.blocks.keys import BlockId
 from tiers.tier import TierName
 
 MAX_LOOKS = 256  # at the node, for windows and states; after that the prompt is a miss
 _ORDER = tuple(TierName)
 
 Probe = Callable[[int, RankIds], list[TierName]]  # the tiers of the leading blocks of a group
+
+
+def probe_ranks(
+    probe: Callable[[Sequence[BlockId]], list[TierName]], runs: RankIds
+) -> list[TierName]:
+    """The tiers of the leading blocks of which every rank has its part: the farther one's."""
+    tiers = probe(runs[0])
+    for run in runs[1:]:
+        found = probe(run[: len(tiers)])
+        tiers = [max(pair, key=_ORDER.index) for pair in zip(tiers, found, strict=False)]
+    return tiers
 
 
 def longest_prefix(

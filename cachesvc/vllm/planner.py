@@ -14,7 +14,7 @@ from cachesvc.vllm.chains import RankIds, RequestChains
 from cachesvc.vllm.groups import alignment
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.link import NodeLink
-from cachesvc.vllm.lookup import longest_prefix
+from cachesvc.vllm.lookup import longest_prefix, probe_ranks
 from cachesvc.vllm.reports import tag_of
 from cachesvc.vllm.saves import Saves
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
@@ -101,7 +101,7 @@ class Planner:
         name, wait_s = request.request_id, 0.0
         question = self._asked.get(name)
         if question is None or (question.start, question.end) != (start, end):
-            chains = RequestChains(self.identity, request)
+            chains = RequestChains.of(self.identity, request)
             answer = self._asking.submit(self._look, chains, start, end)
             question = _Question(start, end, chains, answer)
             self._asked[name], wait_s = question, self.wait_s
@@ -118,17 +118,14 @@ class Planner:
 
     def _probe(self, number: int, runs: RankIds) -> list[TierName]:
         link = self.links[self.identity.groups[number].layout]
-        tiers = link.probe(runs[0])
-        for run in runs[1:]:  # a block is complete if every rank has its part
-            tiers = _farther(tiers, link.probe(run[: len(tiers)]))
-        return tiers
+        return probe_ranks(link.probe, runs)
 
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
         """vLLM allocated blocks, by group, for `num_tokens` of the match: plans their load."""
         match = self._matches.pop(request.request_id, None)
         if _is_stored(request):
             chains = match.chains if match is not None else None
-            self.saves.admitted(request, chains or RequestChains(self.identity, request))
+            self.saves.admitted(request, chains or RequestChains.of(self.identity, request))
         if not num_tokens or match is None:
             return
         end = match.start + num_tokens
@@ -219,8 +216,3 @@ def _has_identity(request: Any) -> bool:
 
 def _is_stored(request: Any) -> bool:
     return _has_identity(request) and bool(tag_of(request).get("store", True))
-
-
-def _farther(some: Sequence[TierName], others: Sequence[TierName]) -> list[TierName]:
-    order = list(TierName)
-    return [max(pair, key=order.index) for pair in zip(some, others, strict=False)]

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cachesvc.vllm.groups import KvGroup, describe_group, described_group
 from cachesvc.vllm.identity import EngineIdentity
 from tiers.blocks.keys import CacheScope
-from tiers.blocks.layout import BlockLayout
-from tiers.node.messages import describe_layout, described_layout
 
 PARAMETER = "cachesvc"  # our key in vLLM's kv_transfer_params
 _MAX_BYTES = 1 << 16
@@ -27,9 +26,9 @@ _RECEIVE_BYTES = 4 << 20  # about ten thousand reports
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The block layouts of an engine's groups and its scope, reported once."""
+    """The groups of an engine's KV and its scope, reported once."""
 
-    layouts: tuple[BlockLayout, ...]  # the first is that in whose blocks prefixes are counted
+    groups: tuple[KvGroup, ...]  # the first is that in whose blocks prefixes are counted
     scope: CacheScope  # without adapter and salt
     num_ranks: int
 
@@ -74,7 +73,7 @@ class Reporter:
         scope = identity.scope
         self._send(
             {
-                "layouts": [describe_layout(group.layout) for group in identity.groups],
+                "groups": [describe_group(group) for group in identity.groups],
                 "num_ranks": identity.num_ranks,
                 "scope": {
                     name: getattr(scope, name).hex() for name in ("weights", "tokenizer", "layout")
@@ -186,10 +185,10 @@ class Reports:
             self.path.unlink()
 
     def _note(self, message: dict[str, Any]) -> None:
-        if "layouts" in message:
+        if "groups" in message:
             fields = {name: bytes.fromhex(value) for name, value in message["scope"].items()}
-            layouts = tuple(map(described_layout, message["layouts"]))
-            self.engine = Ready(layouts, CacheScope(**fields), int(message["num_ranks"]))
+            groups = tuple(map(described_group, message["groups"]))
+            self.engine = Ready(groups, CacheScope(**fields), int(message["num_ranks"]))
             return
         name = message["id"]
         if name not in self._expected:

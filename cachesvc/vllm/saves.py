@@ -5,14 +5,23 @@
 vLLM frees a window's blocks and a state while their request runs. So a block of such a group is
 held in the step that fills it, and stored in the next. Blocks of other groups are stored when their
 request ends. No step waits for either. vLLM's scheduling loop only.
+
+States are large, and vLLM hands over few: by default only that at the last block's end before the
+end of a prompt, and that where it saw two prompts part. So states at the ends of other steps are
+chosen here, where a step ends with a block. The distance between two chosen ones doubles, from the
+first on, until the states take as many bytes as the KV of the tokens between them. A prompt that
+parts from an earlier one resumes at the last of them.
 """
 
 import logging
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil, lcm
 from typing import Any
 
 from cachesvc.vllm.chains import RequestChains
+from cachesvc.vllm.groups import KvGroup
 from cachesvc.vllm.identity import EngineIdentity
 from cachesvc.vllm.transfers import GroupBlocks, Transfer
 
@@ -28,6 +37,7 @@ class _Running:
     request: Any
     chains: RequestChains
     seen: int | None = None  # tokens up to which its blocks were looked at
+    last_state: int = 0  # tokens in the last states that were held, or that it began with
     held: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
@@ -47,6 +57,8 @@ class Saves:
         self._passing = [
             number for number, group in enumerate(identity.groups) if not group.is_whole
         ]
+        self._aligned = [number for number in self._passing if identity.groups[number].is_aligned]
+        self._state_every = states_every(identity.groups)
         self._pool: Any = None
         self._running: dict[str, _Running] = {}
         self._saving: dict[str, _Save] = {}
@@ -83,8 +95,11 @@ class Saves:
         handed = getattr(state, "boundary_state_offloads", None) or {}
         for name in {*scheduled, *handed}:
             if (running := self._running.get(name)) is not None:
+                num_tokens = scheduled.get(name, 0)
                 self._hold_states(running, handed.get(name, ()))
-                self._hold_filled(running, state, scheduled.get(name, 0))
+                if self._aligned and num_tokens:
+                    self._hold_end(running, state, num_tokens)
+                self._hold_filled(running, state, num_tokens)
 
     def finished(self, request: Any, numbers: Sequence[Sequence[int]]) -> None:
         """The request has ended: plan to store what is left of it. `numbers`: its blocks, by
@@ -149,6 +164,25 @@ class Saves:
             if number is not None and num_tokens % self._identity.groups[number].block_size == 0:
                 place = num_tokens // self._identity.groups[number].block_size - 1
                 self._hold(running, number, place, block)
+                running.last_state = max(running.last_state, num_tokens)
+
+    def _hold_end(self, running: _Running, state: Any, num_tokens: int) -> None:
+        """Hold the states at the end of this step, if it ends a block far enough from the last
+        ones. vLLM keeps the last block of a request until the step after it."""
+        before = running.request.num_computed_tokens
+        end = before + num_tokens
+        if running.seen is None:
+            running.last_state = max(running.last_state, before)
+        far = min(running.last_state, self._state_every)
+        sizes = [self._identity.groups[number].block_size for number in self._aligned]
+        if end - running.last_state < max(far, 1) or any(end % size for size in sizes):
+            return
+        numbers = state.get_block_ids(running.request.request_id)
+        for number, size in zip(self._aligned, sizes, strict=True) if numbers else ():
+            blocks = numbers[self._identity.groups[number].number]
+            if len(blocks) == end // size:  # else its last block is another
+                self._hold(running, number, end // size - 1, blocks[-1])
+                running.last_state = end
 
     def _hold(self, running: _Running, number: int, place: int, block: int) -> None:
         most = MAX_HELD * self._pool.num_gpu_blocks
@@ -197,6 +231,19 @@ class Saves:
         """The end of a prefix first: vLLM evicts it before its beginning."""
         if blocks:
             self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
+
+
+def states_every(groups: Sequence[KvGroup]) -> int:
+    """Tokens whose KV takes as many bytes as the states at one position: whole blocks.
+
+    Without other KV there is no such number, and the distance of states goes on doubling.
+    """
+    states = [group.layout for group in groups if group.is_aligned]
+    token_bytes = sum(g.layout.nbytes / g.block_size for g in groups if g.is_whole)
+    if not states or not token_bytes:
+        return sys.maxsize
+    step = lcm(*(layout.block_size for layout in states))
+    return ceil(sum(layout.nbytes for layout in states) / token_bytes / step) * step
 
 
 def _piece(chains: RequestChains, number: int, blocks: Mapping[int, int]) -> GroupBlocks:

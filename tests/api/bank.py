@@ -6,6 +6,7 @@ from api.access.auth import KeyGate
 from api.collaborators import WireSettings
 from api.requests.metering import LedgerMeter
 from billing.accounts import Accounts
+from billing.gate.commands import Deposit
 from billing.gate.entries import Entry, Kind
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
@@ -60,7 +61,9 @@ class Bank:
         """A prepaid tenant with this much; the headers that its key makes."""
         self.accounts.create_tenant(tenant, "CNY", by="test")
         if units:
-            self.ledger.deposit(tenant, units, reference="first", by="test").result()
+            self.ledger.post(
+                Deposit(tenant, Kind.TOPUP, amount=units, reference="first", by="test")
+            ).result()
         secret, _ = self.accounts.create_key(tenant, by="test", **key)
         return {"authorization": f"Bearer {secret}"}
 

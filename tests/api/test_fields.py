@@ -13,7 +13,7 @@ from anthropic.types.beta import message_create_params as anthropic_beta
 from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
-from api.shapes.protocols import PROTOCOLS, Handling
+from tests.support.protocols import PROTOCOLS, Handling
 from tests.support.wire import ByteTokenizer, FakeHouse, Script
 
 CHAT = "/v1/chat/completions"

@@ -9,6 +9,8 @@ import pytest
 from limits.aio.storage import MemoryStorage
 
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.money import UNITS
 from engine.errors import QueueFull
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
@@ -127,7 +129,9 @@ async def test_a_refusal_leaves_its_key_free(bank: Bank) -> None:
     async with serving(bank) as (app, client, house):
         headers = bank.customer(0) | {"idempotency-key": "order-1"}
         poor = await client.post(CHAT, json=HELLO, headers=headers)
-        bank.ledger.deposit("acme", UNITS, reference="later", by="test").result()
+        bank.ledger.post(
+            Deposit("acme", Kind.TOPUP, amount=UNITS, reference="later", by="test")
+        ).result()
         house.engine.script = Script(stall=True)
         visit = Visit(app, CHAT, HELLO, authorization=headers["authorization"]).start()
         await begun(house, requests=1)

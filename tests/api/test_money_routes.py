@@ -23,6 +23,8 @@ from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
 from api.app import create_app
 from billing.accounts import Accounts
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
@@ -67,7 +69,9 @@ def house(tmp_path: Path) -> Iterator[House]:
     ledger = Ledger(store, accounts, first_card=default_card())
     ledger.start()
     accounts.create_tenant("acme", "CNY", by="test")
-    ledger.deposit("acme", 10 * UNITS, reference="first", by="test").result()
+    ledger.post(
+        Deposit("acme", Kind.TOPUP, amount=10 * UNITS, reference="first", by="test")
+    ).result()
     house = House(
         OpenBooks(store, accounts, ledger, Prover(store), ReceiptSigner.open(tmp_path)), tmp_path
     )

@@ -33,6 +33,8 @@ import uvloop
 
 from api.requests.metering import durable
 from billing.accounts import Accounts
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
@@ -65,7 +67,9 @@ def main() -> None:
         ledger = Ledger(store, Accounts(store), first_card=default_card())
         ledger.start()
         ledger.accounts.create_tenant("acme", "CNY", by="bench")
-        ledger.deposit("acme", 10**9 * UNITS, reference="d", by="bench").result()
+        ledger.post(
+            Deposit("acme", Kind.TOPUP, amount=10**9 * UNITS, reference="d", by="bench")
+        ).result()
         results: dict[str, Any] = {
             "commit": provenance.commit(),
             "machine": provenance.machine(),

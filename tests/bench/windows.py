@@ -1,20 +1,26 @@
-"""What it would cost a model with sliding windows to keep less of a block than all of it.
+"""What a model with sliding windows gains by keeping less of a block than all of it.
 
-    python tests/bench/windows.py --trace FILE [--trace FILE] [--json FILE]
+    python tests/bench/windows.py --trace FILE [--trace FILE] [--served] [--json FILE]
 
 One tier under LRU, in the sizes of gemma-3-27b: 19 % of a block is what layers without a window
 keep. A prefix ends a hit only where the block before its end has its window part (windows of 1,024
-tokens, blocks of 512: one block). Three ways: `whole`, as served; `ends`, where a prompt's last
-block alone keeps its window part, and a block where prompts have parted before; `apart`, where a
-window part leaves by its own recency, and is used only by a hit that ends there.
+tokens, blocks of 512: one block). Three ways: `whole`; `ends`, where a prompt's last block alone
+keeps its window part, and a block where prompts have parted before; `apart`, as the disk does it,
+where a window part leaves by its own recency, and is used only by a hit that ends there.
 
 Estimate: `ends` holds five times as many blocks, so it gains while the tier is too small for the
 load and loses wherever prompts part in new places. `apart` should lose nowhere.
+
+With `--served`, each trace also goes through the real disk tier, with blocks in one record and in
+two: look up, load what a hit needs, store the rest. Expected: as replayed, within half a point.
 """
 
 import argparse
 import json
+import random
 import sys
+import tempfile
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,12 +29,25 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.provenance import commit, machine
+from tiers.blocks import layout as layouts
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import FrameArena
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout, LayerLayout
+from tiers.blocks.part import Part
+from tiers.disk.open import open_disk
 from tiers.replay.trace import read_trace
 
 LASTING = 0.19  # of a block; docs/models.md, "Windows"
 SHARES = (0.02, 0.05, 0.10, 0.20, 0.40)  # of the distinct blocks of a trace
 WAYS = ("whole", "ends", "apart")
 Prompts = Sequence[Sequence[Any]]
+TOKENS, AT_ONCE = 4, 8  # in a block; blocks loaded or stored together
+ROOT = CacheScope(tenant=b"bench").root()
+# A page for a block without its window part and four pages for that.
+FULL, SLIDING = LayerLayout(1, 224, 224), LayerLayout(1, 224, 224, window=TOKENS)
+LAYOUT = BlockLayout((FULL, *[SLIDING] * 4), TOKENS, "float16")
+RECORD_BYTES = 5 * 4096 + 700  # with its places in the indexes
 
 
 class Tier:
@@ -88,26 +107,69 @@ def hit_rate(prompts: Prompts, capacity: float, way: str) -> float:
     return served / total
 
 
-def of_trace(path: Path) -> list[dict[str, Any]]:
-    prompts = [request.blocks for request in read_trace(path).requests]
+def served(prompts: Prompts, capacity: float, *, apart: bool) -> float:
+    """Of all blocks, those that the real disk tier served."""
+    kept, layouts.APART_SHARE = layouts.APART_SHARE, layouts.APART_SHARE if apart else 2
+    numbers: dict[Any, int] = {}
+    hits = 0
+    arena = FrameArena(LAYOUT, AT_ONCE)
+    frames = [frame for frame in (arena.take() for _ in range(AT_ONCE)) if frame is not None]
+    for number, frame in enumerate(frames):  # not compressible
+        frame.buffer[:] = random.Random(number).randbytes(LAYOUT.nbytes)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            tier = open_disk(Path(folder), LAYOUT, int(capacity * RECORD_BYTES))
+            for prompt in prompts:
+                firsts = [numbers.setdefault(key, len(numbers)) * TOKENS for key in prompt]
+                tokens = array("i", (first + n for first in firsts for n in range(TOKENS)))
+                chain = Chain(ROOT, tokens, TOKENS)
+                ids = chain.block_ids(0, len(chain.keys))
+                held = tier.probe(ids)
+                there = tier.have_windows(chain.keys[:held])
+                hit = next((n for n in range(held, 0, -1) if there[n - 1]), 0)
+                hits += hit
+                for start in reversed(range(0, hit, AT_ONCE)):  # the tail is the oldest
+                    end = min(hit, start + AT_ONCE)
+                    for number, frame in enumerate(frames, start):
+                        frame.part = Part.WHOLE if number == hit - 1 else Part.LASTING
+                    assert end - start == tier.load(ids[start:end], frames).num_blocks
+                for frame in frames:
+                    frame.part = Part.WHOLE
+                for start in reversed(range(hit, len(ids), AT_ONCE)):
+                    tier.store(ids[start : start + AT_ONCE], frames[: len(ids) - start])
+            tier.close()
+    finally:
+        layouts.APART_SHARE = kept
+    return round(hits / sum(map(len, prompts)), 4)
+
+
+def of_trace(path: Path, shares: Sequence[float], *, serves: bool) -> list[dict[str, Any]]:
+    prompts = [tuple(dict.fromkeys(request.blocks)) for request in read_trace(path).requests]
     distinct = len({key for prompt in prompts for key in prompt})
     rows = []
-    for share in SHARES:
+    for share in shares:
         rates = {way: round(hit_rate(prompts, share * distinct, way), 4) for way in WAYS}
-        rows.append({"share": share, **rates})
+        row: dict[str, Any] = {"share": share, **rates}
+        if serves:
+            capacity = share * distinct
+            row["served whole"] = served(prompts, capacity, apart=False)
+            row["served apart"] = served(prompts, capacity, apart=True)
+        rows.append(row)
+        print("  " + "  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, action="append", required=True)
+    parser.add_argument("--share", type=float, action="append", help="only these capacities")
+    parser.add_argument("--served", action="store_true", help="also with the real cache")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    found = {path.name: of_trace(path) for path in arguments.trace}
-    for name, rows in found.items():
-        print(name)
-        for row in rows:
-            print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
+    found = {}
+    for path in arguments.trace:
+        print(path.name)
+        found[path.name] = of_trace(path, arguments.share or SHARES, serves=arguments.served)
     if arguments.json:
         told = {"commit": commit(), "machine": machine(), "lasting": LASTING, "traces": found}
         arguments.json.write_text(json.dumps(told, indent=1) + "\n")

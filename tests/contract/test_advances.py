@@ -6,7 +6,8 @@ from time import monotonic, sleep
 import pytest
 
 from billing.errors import InsufficientBalance, TenantSuspended
-from billing.gate.commands import Allot, Reserve
+from billing.gate.commands import Allot, Deposit, Reserve
+from billing.gate.entries import Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
@@ -81,7 +82,7 @@ def test_what_is_held_in_advance_cannot_be_spent_by_anybody_else(house: TestLedg
         house.reserve("r", UNITS - UNITS // 8 + 1)
     everything = {"reference": "w", "by": "test", "reason": "all"}
     with pytest.raises(InsufficientBalance):
-        house.ledger.withdraw("acme", UNITS, **everything).result()
+        house.ledger.post(Deposit("acme", Kind.WITHDRAWAL, amount=UNITS, **everything)).result()
     house.reserve("r", UNITS - UNITS // 8)
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.prices.cards import parse_card
@@ -40,7 +42,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         house.charge("r1", USAGE)
         by = {"by": "ops", "reason": "agreed"}
         house.ledger.correct("acme", "r1", reference="c", amount=5, **by).result()
-        house.ledger.withdraw("acme", 7, reference="w", **by).result()
+        house.ledger.post(Deposit("acme", Kind.WITHDRAWAL, amount=7, reference="w", **by)).result()
         assert audit.verify(house.ledger.store).problems == []
     return path
 

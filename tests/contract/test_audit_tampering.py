@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from billing.alerts.budgets import Budget, set_budget
-from billing.gate.commands import Allot
+from billing.gate.commands import Allot, Deposit, MoveWallet
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
 from billing.invoices.register import InvoiceRegister, InvoiceState
@@ -99,11 +100,13 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
-        house.ledger.pay_into_wallet("acme", 9, "USD", reference="w", by="ops").result()
+        house.ledger.post(
+            MoveWallet("acme", currency="USD", amount=9, reference="w", by="ops")
+        ).result()
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
-        house.ledger.grant("acme", 5, **grant).result()
+        house.ledger.post(Deposit("acme", Kind.GRANT, amount=5, **grant)).result()
         grant |= {"reference": "only", "scope": ["*@standard"]}
-        house.ledger.grant("acme", 5, **grant).result()
+        house.ledger.post(Deposit("acme", Kind.GRANT, amount=5, **grant)).result()
         house.clock.advance(40 * 86_400)
         register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
         register.apply_parties(PARTIES.format(zone="UTC"), **BY)

@@ -9,6 +9,7 @@ from billing.errors import (
     InvalidName,
     UnknownDeposit,
 )
+from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Kind
 from billing.gate.work import SYSTEM
 from billing.money import UNITS
@@ -23,11 +24,15 @@ BY = {"by": "ops", "reason": "as agreed"}
 
 def test_what_is_neither_spent_nor_held_can_be_paid_out(house: TestLedger) -> None:
     house.fund(UNITS)
-    house.ledger.grant("acme", UNITS, reference="g", **BY).result()
+    house.ledger.post(Deposit("acme", Kind.GRANT, amount=UNITS, reference="g", **BY)).result()
     house.reserve("r1", UNITS + 10)  # beyond what was granted
     with pytest.raises(InsufficientBalance, match="available to tenant 'acme'"):
-        house.ledger.withdraw("acme", UNITS - 9, reference="w", **BY).result()
-    house.ledger.withdraw("acme", UNITS - 10, reference="w", **BY).result()
+        house.ledger.post(
+            Deposit("acme", Kind.WITHDRAWAL, amount=UNITS - 9, reference="w", **BY)
+        ).result()
+    house.ledger.post(
+        Deposit("acme", Kind.WITHDRAWAL, amount=UNITS - 10, reference="w", **BY)
+    ).result()
     account = house.accounts.tenant("acme")
     assert (account.granted, account.topup, account.owed) == (UNITS, 10, 0)
     assert entries(house.ledger.store)[-1].kind is Kind.WITHDRAWAL
@@ -35,42 +40,55 @@ def test_what_is_neither_spent_nor_held_can_be_paid_out(house: TestLedger) -> No
 
 def test_a_withdrawal_is_booked_once_for_its_reference(house: TestLedger) -> None:
     house.fund(UNITS)
-    first = house.ledger.withdraw("acme", 5, reference="w", **BY).result()
-    assert first == house.ledger.withdraw("acme", 5, reference="w", **BY).result()
+    first = house.ledger.post(
+        Deposit("acme", Kind.WITHDRAWAL, amount=5, reference="w", **BY)
+    ).result()
+    assert (
+        first
+        == house.ledger.post(
+            Deposit("acme", Kind.WITHDRAWAL, amount=5, reference="w", **BY)
+        ).result()
+    )
     with pytest.raises(AlreadyExists):
-        house.ledger.withdraw("acme", 6, reference="w", **BY).result()
+        house.ledger.post(Deposit("acme", Kind.WITHDRAWAL, amount=6, reference="w", **BY)).result()
 
 
 def test_what_was_spent_of_a_payment_that_is_taken_back_is_owed(house: TestLedger) -> None:
     house.fund(UNITS)
     house.charge("r1", USAGE)
-    house.ledger.charge_back("acme", UNITS, reference="cb", **BY).result()
+    house.ledger.post(Deposit("acme", Kind.CHARGEBACK, amount=UNITS, reference="cb", **BY)).result()
     account = house.accounts.tenant("acme")
     assert (account.topup, account.owed) == (0, PRICE)
     house.fund(UNITS)
     assert house.accounts.tenant("acme").topup == UNITS - PRICE
 
 
-@pytest.mark.parametrize("kind", ["deposit", "grant"])
-def test_a_mistyped_deposit_is_put_right(house: TestLedger, kind: str) -> None:
-    book = house.ledger.grant if kind == "grant" else house.ledger.deposit
-    book("acme", 1000 * UNITS, reference="p1", by="ops").result()
+@pytest.mark.parametrize("kind", [Kind.TOPUP, Kind.GRANT])
+def test_a_mistyped_deposit_is_put_right(house: TestLedger, kind: Kind) -> None:
+    house.ledger.post(Deposit("acme", kind, "p1", 1000 * UNITS, "ops")).result()
     house.charge("r1", USAGE)
-    done = house.ledger.adjust("acme", "p1", 100 * UNITS, reference="a1", **BY).result()
-    assert done == house.ledger.adjust("acme", "p1", 100 * UNITS, reference="a1", **BY).result()
+    done = house.ledger.post(
+        Adjust("acme", "p1", amount=100 * UNITS, reference="a1", **BY)
+    ).result()
+    assert (
+        done
+        == house.ledger.post(
+            Adjust("acme", "p1", amount=100 * UNITS, reference="a1", **BY)
+        ).result()
+    )
     assert house.accounts.tenant("acme").balance == 100 * UNITS - PRICE
-    house.ledger.adjust("acme", "p1", 0, reference="a2", **BY).result()
+    house.ledger.post(Adjust("acme", "p1", amount=0, reference="a2", **BY)).result()
     assert house.accounts.tenant("acme").owed == PRICE
-    house.ledger.adjust("acme", "p1", UNITS, reference="a3", **BY).result()
+    house.ledger.post(Adjust("acme", "p1", amount=UNITS, reference="a3", **BY)).result()
     assert house.accounts.tenant("acme").balance == UNITS - PRICE
 
 
 def test_an_adjustment_needs_a_deposit_and_a_difference(house: TestLedger) -> None:
     house.fund(UNITS)
     with pytest.raises(UnknownDeposit, match="no top-up and no grant with reference 'other'"):
-        house.ledger.adjust("acme", "other", 1, reference="a", **BY).result()
+        house.ledger.post(Adjust("acme", "other", amount=1, reference="a", **BY)).result()
     with pytest.raises(InvalidAmount, match=r"already 1\.00 CNY"):
-        house.ledger.adjust("acme", "fund-0", UNITS, reference="a", **BY).result()
+        house.ledger.post(Adjust("acme", "fund-0", amount=UNITS, reference="a", **BY)).result()
 
 
 def test_nobody_books_money_under_the_servers_own_name(house: TestLedger) -> None:
@@ -78,8 +96,8 @@ def test_nobody_books_money_under_the_servers_own_name(house: TestLedger) -> Non
     house.charge("r1", USAGE)
     as_system = {"by": SYSTEM, "reason": "x"}
     for booked in (
-        house.ledger.deposit("acme", 1, reference="d", **as_system),
-        house.ledger.adjust("acme", "fund-0", 1, reference="a", **as_system),
+        house.ledger.post(Deposit("acme", Kind.TOPUP, amount=1, reference="d", **as_system)),
+        house.ledger.post(Adjust("acme", "fund-0", amount=1, reference="a", **as_system)),
         house.ledger.correct("acme", "r1", reference="c", **as_system),
     ):
         with pytest.raises(InvalidName, match="say who decides"):

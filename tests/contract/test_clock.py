@@ -7,6 +7,8 @@ import pytest
 from billing.accounts import Accounts
 from billing.clock import TOLERANCE_NS, ClockWatch
 from billing.errors import ClockJumped
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
@@ -51,7 +53,11 @@ def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedge
     store, end_ns = house.ledger.store, START_NS + 30 * DAY_S * NS
 
     def grant(reference: str) -> None:
-        given = house.ledger.grant("acme", UNITS, reference=reference, by="eve", expires_ns=end_ns)
+        given = house.ledger.post(
+            Deposit(
+                "acme", Kind.GRANT, amount=UNITS, reference=reference, by="eve", expires_ns=end_ns
+            )
+        )
         given.result()
 
     grant("gift")
@@ -106,14 +112,16 @@ def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
     ledger.start()
     try:
         accounts.create_tenant("acme", "CNY", by="test")
-        ledger.deposit("acme", UNITS, reference="d1", by="test").result()
+        ledger.post(Deposit("acme", Kind.TOPUP, amount=UNITS, reference="d1", by="test")).result()
         pinned = ledger.book.at("m", clock(), "CNY")
         running = ledger.reserve("acme", "running", 10**9, pinned).result()
         clock.advance(40 * DAY_S)
         with pytest.raises(ClockJumped, match="3,456,000 s ahead of where it should be"):
             ledger.reserve("acme", "r2", 1, pinned).result()
         with pytest.raises(ClockJumped):
-            ledger.deposit("acme", UNITS, reference="d2", by="test").result()
+            ledger.post(
+                Deposit("acme", Kind.TOPUP, amount=UNITS, reference="d2", by="test")
+            ).result()
         assert "ahead of where it should be" in ledger.refuses
         ledger.settle(running, USAGE, Outcome.FINISHED).result()
         clock.advance(-40 * DAY_S)

@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 
 from billing.errors import InsufficientBalance
+from billing.gate.commands import Deposit, MoveWallet
+from billing.gate.entries import Entry, Kind
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.invoices.register import InvoiceRegister
@@ -169,19 +171,27 @@ def at_ns(day: str) -> int:
 
 
 def deposits(house: TestLedger, sheets: dict[str, Sheet]) -> None:
-    give, by = house.ledger.grant, {"by": "ops"}
-    give("acme", 3 * UNITS, reference="hello", **by).result()
-    chat = give("acme", 5 * UNITS, reference="chat", scope=["chat-*"], **by).result()
-    batch = give("acme", UNITS, reference="batch", scope=["*@batch"], **by).result()
+    by = {"by": "ops"}
+
+    def give(reference: str, amount: int, *scope: str) -> Entry:
+        grant = Deposit("acme", Kind.GRANT, reference, amount, scope=scope, **by)
+        return house.ledger.post(grant).result()
+
+    give("hello", 3 * UNITS)
+    chat, batch = give("chat", 5 * UNITS, "chat-*"), give("batch", UNITS, "*@batch")
     house.fund(900 * UNITS, "acme")
     acme, bolt = sheets["acme"], sheets["bolt"]
     acme.free, acme.paid = Decimal(3), Decimal(900)
     never = float("inf")
     acme.grants[chat.seq] = (never, ["chat-*"], Decimal(5))
     acme.grants[batch.seq] = (never, ["*@batch"], Decimal(1))
-    house.ledger.pay_into_wallet("bolt", 500 * UNITS, "EUR", reference="w", **by).result()
+    house.ledger.post(
+        MoveWallet("bolt", currency="EUR", amount=500 * UNITS, reference="w", **by)
+    ).result()
     ecb = {"rate": "1.0389", "rate_date": "2024-12-31", "rate_source": "ECB"}
-    house.ledger.convert("bolt", 321 * UNITS, "EUR", reference="c", **ecb, **by).result()
+    house.ledger.post(
+        MoveWallet("bolt", currency="EUR", amount=-321 * UNITS, reference="c", **ecb, **by)
+    ).result()
     bolt.paid = 321 * Decimal("1.0389")
 
 
@@ -276,7 +286,9 @@ def test_invoices_and_a_credit_note_are_what_the_spreadsheet_says(month: Month) 
         net, owed = rounded(own[dearest]), rounded(sheet.requests[dearest]["owed"])
         assert figures(net, owed) == said(note.document), tenant
     with pytest.raises(InsufficientBalance, match="EUR"):  # what is left in the wallet is 179
-        house.ledger.pay_into_wallet("bolt", -180 * UNITS, "EUR", reference="x", by="ops").result()
+        house.ledger.post(
+            MoveWallet("bolt", currency="EUR", amount=-180 * UNITS, reference="x", by="ops")
+        ).result()
 
 
 def tax(net: Decimal) -> Decimal:

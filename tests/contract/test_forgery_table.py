@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from billing.errors import BillingError
-from billing.gate.commands import Allot
+from billing.gate.commands import Allot, Deposit, MoveWallet
+from billing.gate.entries import Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.invoices.register import InvoiceRegister
@@ -51,9 +52,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         house.accounts.apply_card(parse_card(card().replace('output = "100"', PINS)), by="ops")
         house.fund(1000 * UNITS)
         ledger = house.ledger
-        ledger.pay_into_wallet("acme", 9 * UNITS, "USD", reference="w", **BY).result()
+        ledger.post(
+            MoveWallet("acme", currency="USD", amount=9 * UNITS, reference="w", **BY)
+        ).result()
         rate = {"rate": "7", "rate_date": "2025-01-01", "rate_source": "ECB"}
-        ledger.convert("acme", 4 * UNITS, "USD", reference="c", **rate, **BY).result()
+        ledger.post(
+            MoveWallet("acme", currency="USD", amount=-4 * UNITS, reference="c", **rate, **BY)
+        ).result()
         charge(house, "r1", Usage(miss=600))
         charge(house, "r2", Usage(output=12))
         charge(house, "pin", Usage(storage_token_minutes=1000))
@@ -68,7 +73,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         house.clock.advance(3600)
         charge(house, "r5", Usage(miss=1_000_000))
         ends_ns = house.clock() + 30 * DAY * NS
-        ledger.grant("acme", 5 * UNITS, reference="g", expires_ns=ends_ns, **BY).result()
+        ledger.post(
+            Deposit("acme", Kind.GRANT, amount=5 * UNITS, reference="g", expires_ns=ends_ns, **BY)
+        ).result()
         register.credit(issued.number, **BY)
         hold(house, "open", 10**9)
         house.ledger.store.apply(

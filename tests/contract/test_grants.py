@@ -3,6 +3,7 @@
 import pytest
 
 from billing.errors import AlreadyExists, InvalidAmount, InvalidSpan
+from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
@@ -18,8 +19,15 @@ DAY_NS = 86_400 * NS
 
 def give(house: TestLedger, name: str, amount: int, days: int = 0) -> Entry:
     expires_ns = START_NS + days * DAY_NS if days else 0
-    given = house.ledger.grant(
-        "acme", amount * UNITS, reference=name, by="eve", expires_ns=expires_ns
+    given = house.ledger.post(
+        Deposit(
+            "acme",
+            Kind.GRANT,
+            amount=amount * UNITS,
+            reference=name,
+            by="eve",
+            expires_ns=expires_ns,
+        )
     )
     return given.result()
 
@@ -98,12 +106,14 @@ def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestL
     with pytest.raises(AlreadyExists, match="another expiry"):
         give(house, "g", 2, days=2)
     adjusted = {"reference": "a", "by": "eve", "reason": ""}
-    house.ledger.adjust("acme", "g", 1 * UNITS, **adjusted).result()
+    house.ledger.post(Adjust("acme", "g", amount=1 * UNITS, **adjusted)).result()
     assert {"g": "1.00"} == left(house)
     house.clock.advance(86_400)
     house.ledger.expire()
     with pytest.raises(InvalidAmount, match="has expired"):
-        house.ledger.adjust("acme", "g", 9 * UNITS, **adjusted | {"reference": "b"}).result()
+        house.ledger.post(
+            Adjust("acme", "g", amount=9 * UNITS, **adjusted | {"reference": "b"})
+        ).result()
 
 
 def test_rebuild_finds_what_expires_from_the_entries(house: TestLedger) -> None:

@@ -18,6 +18,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
@@ -276,7 +278,9 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
                 ends = house.clock() + draw.randrange(1, 40 * 86_400) * 10**9
                 about = {"reference": f"g{number}", "by": "eve", "scope": scope}
                 amount = draw.randrange(1, 10**11)
-                house.ledger.grant(tenant, amount, expires_ns=ends, **about).result()
+                house.ledger.post(
+                    Deposit(tenant, Kind.GRANT, amount=amount, expires_ns=ends, **about)
+                ).result()
             if draw.random() < 0.1:
                 house.ledger.expire()
             tenant, model = draw.choice(["acme", "bolt"]), draw.choice(["small", "big-1", "big-2"])

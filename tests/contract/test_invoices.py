@@ -8,6 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from billing.errors import BillingError, InvoiceError, PartiesError, UnknownInvoice
+from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.invoices.document import month_sums
@@ -99,7 +100,9 @@ def test_a_tenant_that_paid_in_advance_owes_the_tax(
     house: TestLedger, register: InvoiceRegister
 ) -> None:
     house.fund(20 * UNITS)
-    house.ledger.grant("acme", 2 * UNITS, reference="g", by="test").result()
+    house.ledger.post(
+        Deposit("acme", Kind.GRANT, amount=2 * UNITS, reference="g", by="test")
+    ).result()
     house.charge("r1", Usage(miss=10_000_000))
     house.clock.now_ns = at("2025-02-01T00:00")
     issued = register.finalize("acme", "2025-01", **BY)
@@ -247,8 +250,8 @@ def test_the_invoices_and_what_is_carried_are_the_ledger(house: TestLedger, zone
             hold, usage = held.pop(dice.randrange(len(held))), Usage(miss=dice.randrange(10**7))
             house.ledger.settle(hold, usage, Outcome.FINISHED).result()
         elif what == "pay":
-            kind = dice.choice((house.ledger.grant, house.ledger.deposit))
-            kind("acme", dice.randrange(1, 9 * UNITS), reference=f"p{number}", by="x").result()
+            kind, amount = dice.choice((Kind.GRANT, Kind.TOPUP)), dice.randrange(1, 9 * UNITS)
+            house.ledger.post(Deposit("acme", kind, f"p{number}", amount, "x")).result()
         elif what == "correct":
             name, amount = f"r{dice.randrange(number + 1)}", dice.choice((None, 10**10 + 7))
             with suppress(BillingError):  # it was never charged, or given back before

@@ -24,6 +24,7 @@ from billing.errors import (
     UnknownKey,
     UnknownTenant,
 )
+from billing.gate.commands import Deposit
 from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
@@ -54,7 +55,9 @@ def test_a_hold_is_taken_and_a_settlement_charges_what_was_used(house: TestLedge
 
 def test_granted_money_is_spent_first_and_debt_is_paid_first(house: TestLedger) -> None:
     house.accounts.set_credit_limit("acme", UNITS, by="test")
-    house.ledger.grant("acme", 4_000_000, reference="g", by="test").result()
+    house.ledger.post(
+        Deposit("acme", Kind.GRANT, amount=4_000_000, reference="g", by="test")
+    ).result()
     house.fund(100_000_000)
     house.charge("r1", USAGE)
     charged = entries(house.ledger.store)[-1]
@@ -230,10 +233,14 @@ def test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left(
 
 def test_a_deposit_is_booked_once_for_each_reference(house: TestLedger) -> None:
     for _ in range(2):
-        house.ledger.deposit("acme", 7, reference="inv-1", by="test").result()
+        house.ledger.post(
+            Deposit("acme", Kind.TOPUP, amount=7, reference="inv-1", by="test")
+        ).result()
     assert house.ledger.balance("acme").topup == 7
     with pytest.raises(AlreadyExists):
-        house.ledger.deposit("acme", 8, reference="inv-1", by="test").result()
+        house.ledger.post(
+            Deposit("acme", Kind.TOPUP, amount=8, reference="inv-1", by="test")
+        ).result()
 
 
 def test_amounts_beyond_64_bits_stay_exact(house: TestLedger) -> None:

@@ -6,6 +6,8 @@ import pytest
 import sqlalchemy as sa
 
 from billing.errors import LedgerUnavailable, StoreError
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
@@ -76,7 +78,7 @@ def test_a_ledger_of_the_first_schema_is_brought_up_to_date(url: str) -> None:
         assert audit.verify(house.ledger.store).problems == []
         house.charge("r2", USAGE, session="s")
         grant = {"reference": "g", "by": "ops", "scope": ["*"]}
-        house.ledger.grant("acme", 5, **grant).result()
+        house.ledger.post(Deposit("acme", Kind.GRANT, amount=5, **grant)).result()
         house.charge("r3", USAGE)
         proof = audit.verify(house.ledger.store)
         assert (6, []) == (proof.num_entries, proof.problems)

@@ -2,12 +2,15 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from tests.redis_server import redis_server
-from tests.unit.test_node_socket import joined, prompt, serving, write
+from tests.unit.test_node_socket import ROOT, joined, prompt, serving, write
+from tests.unit.test_vllm_operations import GROUPS, TOKENS, Parts, Vllm, operations
+from tiers.blocks.chain import Chain
 from tiers.errors import ConfigurationError
 from tiers.node.client import NodeClient
 from tiers.node.node import NodeServer
@@ -86,6 +89,25 @@ def test_a_store_that_is_away_is_a_miss(tmp_path: Path) -> None:
         write(client, ids)
         assert [TierName.HOST] * 3 == client.probe(ids)
         assert client.stats()["pools"][0]["remote"]["faults"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(
+    tmp_path: Path, url: str, num_ranks: int
+) -> None:
+    path = tmp_path / "node.sock"
+    with (
+        serving(path, **below(tmp_path / "disk", url, RemoteWrites.REUSED)),
+        closing(Parts(path, num_ranks)) as parts,
+        closing(operations(path, Vllm(), num_ranks, GROUPS)) as hands,
+    ):
+        for number, client, ids in parts.runs():
+            for place in {0: [0, 1, 2, 3, 4], 1: [0, 1, 2], 2: [0, 2]}[number]:
+                write(client, ids[place : place + 1])
+        chain = Chain(ROOT, TOKENS, 4)
+        assert 3 == hands.publish(chain).result(120), "the window ends there, and has a state"
+        parts.write()
+        assert 5 == hands.publish(chain).result(120)
 
 
 def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path: Path) -> None:

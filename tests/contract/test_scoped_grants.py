@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from billing.errors import AlreadyExists, InsufficientBalance, InvalidName
-from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
+from billing.gate.commands import Adjust, Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
@@ -52,7 +52,9 @@ def give(
 ) -> Entry:
     about = {"reference": name, "by": "eve", "scope": scope}
     expires_ns = START_NS + days * DAY_NS if days else 0
-    return shop.ledger.grant(tenant, amount * UNITS, expires_ns=expires_ns, **about).result()
+    return shop.ledger.post(
+        Deposit(tenant, Kind.GRANT, amount=amount * UNITS, expires_ns=expires_ns, **about)
+    ).result()
 
 
 def hold(
@@ -151,7 +153,7 @@ def test_nothing_of_it_is_paid_out_or_held_in_advance(shop: TestLedger) -> None:
     give(shop, "chat", 100, "chat")
     about = {"reference": "w", "by": "eve", "reason": "wants it"}
     with pytest.raises(InsufficientBalance):
-        shop.ledger.withdraw("acme", 1, **about).result()
+        shop.ledger.post(Deposit("acme", Kind.WITHDRAWAL, amount=1, **about)).result()
     assert 0 == shop.accounts.tenant("acme").available
 
 
@@ -193,10 +195,10 @@ def test_one_that_was_mistyped_is_put_right_and_what_was_spent_of_it_is_owed(
 ) -> None:
     give(shop, "chat", 5, "chat")
     about = {"by": "eve", "reason": "typed wrong"}
-    shop.ledger.adjust("acme", "chat", 8 * UNITS, reference="a", **about).result()
+    shop.ledger.post(Adjust("acme", "chat", amount=8 * UNITS, reference="a", **about)).result()
     assert {"chat": "8.00"} == left(shop)
     charge(shop, "r1", "chat", 6)
-    shop.ledger.adjust("acme", "chat", 1 * UNITS, reference="b", **about).result()
+    shop.ledger.post(Adjust("acme", "chat", amount=1 * UNITS, reference="b", **about)).result()
     account = shop.accounts.tenant("acme")
     assert (0, 5 * UNITS) == (account.scoped, account.owed)
 

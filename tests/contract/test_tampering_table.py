@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from billing.errors import BillingError
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.money import UNITS
 from billing.proof import audit
 from billing.proof.result import Head
@@ -35,7 +37,7 @@ class House:
         self.heads_file, self.receipt_file = folder / "heads.jsonl", folder / "receipt.json"
         with running_ledger(f"sqlite:///{self.path}") as house:
             grant = {"reference": "g", "by": "ops", "scope": ["other"]}
-            house.ledger.grant("acme", 7, **grant).result()
+            house.ledger.post(Deposit("acme", Kind.GRANT, amount=7, **grant)).result()
             house.fund(UNITS)
             house.charge("r1", USAGE)
             copy(self.path, self.older)

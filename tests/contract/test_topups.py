@@ -10,6 +10,7 @@ import pytest
 from billing.alerts.budgets import BudgetSpan, BudgetWatch, all_budgets
 from billing.alerts.outbox import FIRST_RETRY_NS, Outbox
 from billing.errors import InvalidAmount, InvalidName
+from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.money import UNITS
 from billing.operations.balance import Booking, book_deposit
@@ -69,7 +70,9 @@ def test_each_fall_asks_once_and_a_restart_asks_for_the_same(
     told = {k: alert.data[k] for k in ("tenant", "ask", "balance", "reference", "amount")}
     assert ["acme", "100.00", "19.00", alert.id, "20.00"] == list(told.values())
     spend(house, "r2", 1)
-    house.ledger.grant("acme", UNITS // 2, reference="gift", by="ops").result()
+    house.ledger.post(
+        Deposit("acme", Kind.GRANT, amount=UNITS // 2, reference="gift", by="ops")
+    ).result()
     later = BudgetWatch(house.ledger.store)
     assert [alert.id] == wanted(watch, house) == wanted(later, house)
     pay(books, alert.id)
@@ -96,7 +99,7 @@ def test_a_top_up_that_was_too_small_asks_again(house: TestLedger, books: OpenBo
 def test_money_for_some_prices_only_does_not_count(house: TestLedger, books: OpenBooks) -> None:
     ask(books)
     about = {"reference": "g", "by": "ops", "scope": ["chat"]}
-    house.ledger.grant("acme", 500 * UNITS, **about).result()
+    house.ledger.post(Deposit("acme", Kind.GRANT, amount=500 * UNITS, **about)).result()
     assert ["topup/acme/refill/0/1"] == wanted(BudgetWatch(house.ledger.store), house)
 
 

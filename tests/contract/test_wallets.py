@@ -15,6 +15,7 @@ from billing.errors import (
     InvalidName,
     InvalidSpan,
 )
+from billing.gate.commands import MoveWallet
 from billing.money import UNITS, format_units
 from billing.operations.balance import Booking, book_deposit
 from billing.operations.books import OpenBooks
@@ -34,12 +35,12 @@ ECB = {"rate_date": "2024-12-31", "rate_source": "ECB"}
 
 def pay(house: TestLedger, amount: int, reference: str = "w", currency: str = "USD") -> None:
     about = {"reference": reference, "by": "ops", "reason": "paid"}
-    house.ledger.pay_into_wallet("acme", amount, currency, **about).result()
+    house.ledger.post(MoveWallet("acme", currency=currency, amount=amount, **about)).result()
 
 
 def convert(house: TestLedger, amount: int, reference: str = "c", **more: Any) -> None:
     about = {"rate": "7.1", **ECB, "reference": reference, "by": "ops"} | more
-    house.ledger.convert("acme", amount, "USD", **about).result()
+    house.ledger.post(MoveWallet("acme", currency="USD", amount=-amount, **about)).result()
 
 
 def wallets(house: TestLedger) -> dict[str, str]:

@@ -23,6 +23,8 @@ KILLS = int(os.environ.get("LEDGER_KILLS", "8"))  # 50 by hand
 CHILD = """
 import itertools, sys, threading
 from tests.support.billing import running_ledger
+from billing.gate.commands import Adjust, Deposit
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 url, run = sys.argv[1:]
@@ -40,10 +42,10 @@ with running_ledger(url) as house:
     def cashier():
         for turn in itertools.count():
             name, who = f"{run}-{turn}", {"by": "ops", "reason": "test"}
-            house.ledger.deposit("acme", 1000, reference=f"d-{name}", **who).result()
-            house.ledger.withdraw("acme", 300, reference=f"w-{name}", **who).result()
-            house.ledger.charge_back("acme", 20, reference=f"b-{name}", **who).result()
-            house.ledger.adjust("acme", f"d-{name}", 900, reference=f"a-{name}", **who).result()
+            house.ledger.post(Deposit("acme", Kind.TOPUP, f"d-{name}", 1000, **who)).result()
+            house.ledger.post(Deposit("acme", Kind.WITHDRAWAL, f"w-{name}", 300, **who)).result()
+            house.ledger.post(Deposit("acme", Kind.CHARGEBACK, f"b-{name}", 20, **who)).result()
+            house.ledger.post(Adjust("acme", f"d-{name}", f"a-{name}", 900, **who)).result()
             with lock:
                 print(f"cash-{name}", flush=True)
     threading.Thread(target=cashier, daemon=True).start()

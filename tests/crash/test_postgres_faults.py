@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from billing.errors import LedgerUnavailable, StoreError
+from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
@@ -89,7 +90,9 @@ def test_a_commit_whose_answer_is_lost_is_not_done_twice(
     for name in answered:
         ask(house, name)
     assert "without its hold" not in caplog.text
-    deposit = house.ledger.deposit("acme", 7, reference="d", by="test").result()
+    deposit = house.ledger.post(
+        Deposit("acme", Kind.TOPUP, amount=7, reference="d", by="test")
+    ).result()
     assert deposit.amount == 7
     monkeypatch.undo()
     give_up = time.monotonic() + 60

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from billing.accounts import Accounts
+from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import PRESUMED, Outcome
 from billing.ledger import Ledger
@@ -115,9 +116,15 @@ class Load:
 
 def pay_once(ledger: Ledger, turn: int) -> list[Entry]:
     by = {"by": "cashier", "reason": "test"}
-    paid_in = ledger.deposit("plain", 1000, reference=f"in-{turn}", **by).result()
-    paid_out = ledger.withdraw("plain", 300, reference=f"out-{turn}", **by).result()
-    right = ledger.adjust("plain", f"in-{turn}", 900, reference=f"right-{turn}", **by).result()
+    paid_in = ledger.post(
+        Deposit("plain", Kind.TOPUP, amount=1000, reference=f"in-{turn}", **by)
+    ).result()
+    paid_out = ledger.post(
+        Deposit("plain", Kind.WITHDRAWAL, amount=300, reference=f"out-{turn}", **by)
+    ).result()
+    right = ledger.post(
+        Adjust("plain", f"in-{turn}", amount=900, reference=f"right-{turn}", **by)
+    ).result()
     return [paid_in, paid_out, right]
 
 

@@ -5,6 +5,7 @@ Every slot and frame that nobody owns is filled with NaN before a hit, so that r
 loaded shows.
 """
 
+import random
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,9 @@ from tests.parity import architectures
 from tests.parity.test_architectures import prompt
 from tests.parity.test_engine_tiers import BLOCK, House
 from tests.support.models import bytes_tokenizer
+from tiers.blocks.chain import Chain
+from tiers.disk.format.record import window_key
+from tiers.disk.tier import DiskTier
 from tiers.tier import TierName
 
 NUM_BLOCKS = 20
@@ -187,3 +191,58 @@ def test_long_and_short_prefixes_at_once_answer_as_alone(
         answers = [answer for answer, _ in house.ask(order)]
         assert (expected if order is asked else expected[::-1]) == answers
         sink(house, to_disk=True)
+
+
+def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    """Window parts leave one by one, at random; hits are the longest possible, answers as cold."""
+    house = open_house(loaded)
+    disk, reach = house.cache.disk, house.cache.layout.reach
+    assert isinstance(disk, DiskTier)
+    chance = random.Random(loaded.name)
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    with disk.view() as view:
+        infos = list(view.blocks())
+    root = infos[0].scope
+    partial = 0
+    for _ in range(6):
+        asked = LONG[: chance.randint(2, NUM_BLOCKS) * BLOCK + 3]
+        keys = Chain(root, asked, BLOCK).keys
+        gone = chance.sample(keys, len(keys) // 4)
+        house.engine.call(lambda _, gone=gone: disk.discard(list(map(window_key, gone)))).result(60)
+        there = disk.have_windows(keys)
+        ends = (n for n in range(len(keys), 0, -1) if all(there[max(0, n - reach) : n]))
+        expected = next(ends, 0)
+        partial += 0 < expected < len(keys)
+        [(cold, _)] = house.ask([asked], cache=False)
+        before = moved(house)
+        [(answer, counts)] = house.ask([asked])
+        assert (cold, expected * BLOCK) == (answer, counts.hit_disk)
+        read = moved(house)[DISK_TO_HOST] - before[DISK_TO_HOST]
+        assert needed(house, expected) == read, "no more is read than is used"
+        sink(house, to_disk=True)
+        assert disk.have_windows(keys[expected:]) == [True] * (len(keys) - expected)
+    assert partial
+
+
+def test_blocks_in_memory_end_where_their_windows_are_below(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    """Blocks without windows in memory, and a hole among their windows on disk."""
+    house = open_house(loaded)
+    disk, reach = house.cache.disk, house.cache.layout.reach
+    assert isinstance(disk, DiskTier)
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    house.ask([LONG])  # all but the last blocks are in memory without their windows
+    with disk.view() as view:
+        root = next(iter(view.blocks())).scope
+    keys = Chain(root, LONG, BLOCK).keys
+    house.engine.call(lambda _: disk.discard([window_key(keys[8])])).result(60)
+    [(expected, _)] = house.ask([SHORT], cache=False)
+    [(answer, counts)] = house.ask([SHORT])  # ten blocks
+    assert reach == 2
+    assert (expected, 8 * BLOCK) == (answer, counts.hit)
+    assert disk.have_windows(keys[:8]) == [True] * 8

@@ -6,18 +6,17 @@ Blocks hold four tokens; a word is a token, and `~` one that the model chose. Ev
 the code that serves `cachesvc cache tree`.
 """
 
-import json
 import re
 from array import array
 from collections.abc import Sequence
 
-from cachesvc.cli.cache.tree import tree_lines
+from cachesvc.cli.cache.tree import Node, tree_lines
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tiers.blocks.keys import CacheScope
-from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
+from tiers.blocks.tree import TreeQuery, tree_json
 from tiers.cache import CacheSettings, TieredCache
 from tiers.explore import DiskBlocks, TierForest
 
@@ -64,8 +63,8 @@ class Figure:
 
     def draw(self) -> str:
         tree = TierForest(self.cache.index, DiskBlocks()).tree(TreeQuery(num_tokens=100))
-        assert json.loads(json.dumps(tree_json(tree)))["num_seen"] == tree.num_blocks
-        lines = list(tree_lines(tree, label=self._label))[1:]  # without the scope
+        assert tree.num_seen == tree.num_blocks
+        lines = list(tree_lines(tree_json(tree), label=self._label))[1:]  # without the scope
         return "\n".join(re.sub(r", \d+ tokens.*", "", line) for line in lines)
 
     def _submit(self, name: str, tokens: list[int], params: SamplingParams, *, cache: bool) -> None:
@@ -92,10 +91,8 @@ class Figure:
                 self.words.append(word)
         return [FIRST_WORD + self.words.index(word) for word in part.split()]
 
-    def _label(self, node: TreeNode) -> str:
-        words = [
-            self.words[t - FIRST_WORD] if t >= FIRST_WORD else "~" for t in array("i", node.tokens)
-        ]
+    def _label(self, node: Node) -> str:
+        words = [self.words[t - FIRST_WORD] if t >= FIRST_WORD else "~" for t in node["token_ids"]]
         return f"[{' '.join(words)}]"
 
 

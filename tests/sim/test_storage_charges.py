@@ -19,7 +19,8 @@ from tests.support.admin import RecordingTrail
 from tests.support.billing import ManualClock, TestLedger, running_ledger
 from tests.support.chain_runner import chain_layout
 from tests.support.memory_tier import MemoryTier, SteppedMover
-from tiers.blocks.keys import CacheScope, PrefixKey, prefix_keys, token_bytes
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.pin_file import load_pins
 from tiers.operations.face import CacheOperations
@@ -89,8 +90,8 @@ class Life:
     async def pin(
         self, name: str, num_blocks: int, hours: float, scope: PrefixKey = ROOT
     ) -> Pin[PrefixKey]:
-        keys = prefix_keys(scope, token_bytes(range(num_blocks * BLOCK)), BLOCK)
-        return await self.hands.pin(name, scope, keys, self.now_s() + hours * HOUR_S, "hot")
+        prefix = Chain(scope, range(num_blocks * BLOCK), BLOCK)
+        return await self.hands.pin(name, prefix, self.now_s() + hours * HOUR_S, "hot")
 
     async def wait(self, seconds: int) -> None:
         """Time passes; the cache ends pins whose time is over, the meter looks."""
@@ -188,9 +189,8 @@ async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(
         life = Life(tmp_path, money)
 
         async def make(name: str) -> None:
-            keys = prefix_keys(ROOT, token_bytes(range(BLOCK)), BLOCK)
             ends_s = life.now_s() + 2 * HOUR_S
-            await life.hands.pin(name, ROOT, keys, ends_s, "", owner="acme")
+            await life.hands.pin(name, Chain(ROOT, range(BLOCK), BLOCK), ends_s, "", owner="acme")
 
         for number in range(MAX_CACHES):
             await make(f"c{number}")

@@ -67,6 +67,7 @@ class World:
         quotas: dict[PrefixKey, float] | None = None,
         late_copies: bool = False,
         window: int | None = None,
+        window_loss: float = 0.0,
         both_ends: bool = False,
     ) -> None:
         """`quotas` are parts of every tier, by scope; with a `window` a second layer has it."""
@@ -84,6 +85,7 @@ class World:
             block_bytes=layout.nbytes,
             lasting_bytes=layout.lasting_nbytes,
             shares=shares,
+            window_loss=window_loss,
         )
         self.tier = tier
         self.mover = SteppedMover(tier, seed=seed)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from billing.accounts import Accounts
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
@@ -42,7 +44,9 @@ class TestLedger:
 
     def fund(self, amount: int, tenant: str = "acme") -> None:
         reference = f"fund-{self.accounts.tenant(tenant).seq}"
-        self.ledger.deposit(tenant, amount, reference=reference, by="test").result()
+        self.ledger.post(
+            Deposit(tenant, Kind.TOPUP, amount=amount, reference=reference, by="test")
+        ).result()
 
     def reserve(
         self, request_id: str, amount: int, tenant: str = "acme", ttl_s: int = 60, **context: Any

@@ -37,10 +37,14 @@ class MemoryTier(ManagedTier):
         fault_rate: float = 0.0,
         seed: int = 0,
         shares: QuotaShares | None = None,
+        window_loss: float = 0.0,
     ) -> None:
         """`block_bytes` is for the stats and the quotas. A frame that wants only the lasting part
-        gets its first `lasting_bytes`."""
+        gets its first `lasting_bytes`. With the probability `window_loss`, a store also drops the
+        windows of some block."""
         self._lasting_bytes = lasting_bytes
+        self._window_loss = window_loss
+        self._without_windows: set[PrefixKey] = set()
         self._capacity = capacity_blocks
         self._block_bytes = block_bytes
         self._guard = DiskGuard(Quotas(shares, capacity_blocks * block_bytes) if shares else None)
@@ -63,6 +67,8 @@ class MemoryTier(ManagedTier):
             num_loaded, reason = 0, None
             for block, frame in zip(ids, into, strict=False):
                 reason = self._why_not(block)
+                if frame.part is not Part.LASTING and block.key in self._without_windows:
+                    reason = reason or MissReason.ABSENT
                 lasting = slice(self._lasting_bytes)
                 noise = b"\xee" * len(frame.buffer)  # anyone who reads it will notice
                 data = noise if reason is not None else self._blocks[block.key][1]
@@ -101,6 +107,7 @@ class MemoryTier(ManagedTier):
             for block, frame in zip(ids, frames, strict=True):
                 held = self._blocks.get(block.key)
                 if held is not None and held[0] == block:
+                    self._without_windows.discard(block.key)
                     continue
                 if self._random.random() < self.fault_rate:
                     dropped.append(block.key)
@@ -114,6 +121,8 @@ class MemoryTier(ManagedTier):
                     continue
                 self._blocks[block.key] = (block, bytes(frame.buffer))
                 self._counts["stored"] += held is None
+                if self._window_loss and self._random.random() < self._window_loss:
+                    self._without_windows.add(self._random.choice(list(self._blocks)))
             return dropped
 
     def _make_room(self) -> list[PrefixKey]:
@@ -129,6 +138,7 @@ class MemoryTier(ManagedTier):
 
     def _take_out(self, keys: Sequence[PrefixKey]) -> list[PrefixKey]:
         gone = [key for key in keys if key in self._blocks]
+        self._without_windows.difference_update(gone)
         for key in gone:
             block, _ = self._blocks.pop(key)
             self._guard.moved(block.scope, -self._block_bytes)
@@ -144,7 +154,13 @@ class MemoryTier(ManagedTier):
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         return self._guard.usage()
 
-    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        with self._opened():
+            return [key in self._blocks and key not in self._without_windows for key in keys]
+
+    def demoted(
+        self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()
+    ) -> None:
         with self._opened():
             for key in keys:
                 if key in self._blocks:

@@ -191,7 +191,6 @@ def test_scopes_of_a_key_are_those_of_all_options(shell: Shell) -> None:
                 *(
                     "usage",
                     "usage --by session",
-                    "usage --line",
                     "keys list",
                 ),
                 *("prices plan", "prices plan two-tier"),
@@ -264,7 +263,6 @@ def test_one_is_one(shell: Shell) -> None:
     shell("tenants", "create", "acme")
     use(shell)
     assert "proved: 1 entry of 2 tenants" in shell("ledger", "verify")
-    assert "today" in (line := shell("usage", "--line")) and "| 1 request |" in line
     assert "rebuilt from 1 entry" in shell("ledger", "verify", "--rebuild")
 
 

@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from billing.errors import ExportError
-from billing.gate.entries import AMOUNTS, Entry
+from billing.gate.commands import Deposit, MoveWallet
+from billing.gate.entries import AMOUNTS, Entry, Kind
 from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.invoices.document import month_sums
@@ -86,8 +87,10 @@ def test_amounts_are_decimals_wherever_an_entry_is_told(house: TestLedger) -> No
     """In the ledger's JSON as in events: no amount in units of 1e-12."""
     house.accounts.apply_card(parse_card(NIGHTS), by="test")
     grant = {"reference": "g", "by": "eve", "scope": ["*"]}
-    house.ledger.grant("acme", UNITS // 2, **grant).result()
-    house.ledger.pay_into_wallet("acme", 9 * UNITS, "USD", reference="w", by="eve").result()
+    house.ledger.post(Deposit("acme", Kind.GRANT, amount=UNITS // 2, **grant)).result()
+    house.ledger.post(
+        MoveWallet("acme", currency="USD", amount=9 * UNITS, reference="w", by="eve")
+    ).result()
     charged(house, "r9", Usage(hit_disk=900, miss=100, output=7))
     for entry in entries(house):
         for told in (entry_document(entry)["details"], export.cloud_event(entry)["data"]):
@@ -261,7 +264,7 @@ def test_what_grants_pay_is_a_credit_so_that_billed_costs_meet_the_invoice(
     house: TestLedger,
 ) -> None:
     """Also if it is given back, and in the next month. The invoice's net subtracts grants."""
-    house.ledger.grant("acme", 10**9, reference="g", by="eve").result()
+    house.ledger.post(Deposit("acme", Kind.GRANT, amount=10**9, reference="g", by="eve")).result()
     house.charge("g1", Usage(miss=1200))
     house.charge("g2", Usage(miss=5))
     about = {"by": "eve", "reason": "why"}

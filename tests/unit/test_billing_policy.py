@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from billing.errors import InsufficientBalance
-from billing.gate.commands import Reap
+from billing.gate.commands import Deposit, Reap
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome, billable
 from billing.money import UNITS
 from billing.prices.book import NS
@@ -102,7 +103,9 @@ def test_the_price_is_that_of_the_admission(house: TestLedger) -> None:
 
 
 def test_granted_money_is_spent_before_paid_money(house: TestLedger) -> None:
-    house.ledger.grant("acme", 5_000_000, reference="g", by="test").result()
+    house.ledger.post(
+        Deposit("acme", Kind.GRANT, amount=5_000_000, reference="g", by="test")
+    ).result()
     house.charge("r1", Usage(output=1))
     account = house.ledger.balance("acme")
     assert (account.granted, account.topup) == (3_000_000, UNITS)
@@ -112,7 +115,9 @@ def test_granted_money_is_spent_before_paid_money(house: TestLedger) -> None:
 
 
 def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: TestLedger) -> None:
-    house.ledger.grant("acme", 5_000_000, reference="g", by="test").result()
+    house.ledger.post(
+        Deposit("acme", Kind.GRANT, amount=5_000_000, reference="g", by="test")
+    ).result()
     house.charge("r1", Usage(output=4))  # 5 granted, 3 paid
 
     def give_back(reference: str, amount: int) -> tuple[int, int]:

@@ -14,13 +14,17 @@ from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import read_meta, shard_path
 from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.verify import verify_all
-from tiers.disk.inspection.view import open_view
+from tiers.disk.inspection.view import DiskView, open_view
 from tiers.disk.open import shard_map_bytes
 from tiers.disk.pin_file import save_pins
 from tiers.disk.shard import Shard
 from tiers.disk.storage import LOCK_BYTES
 from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.retention import Pin
+
+
+def num_stored(view: DiskView) -> int:
+    return sum(day.num_stored for shard in view.shards for day in shard.days().values())
 
 
 def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
@@ -32,15 +36,14 @@ def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
     tier.close()
     with open_view(tmp_path) as view:
         before = [info.key for info in view.blocks(oldest=True)]
-        days = view.days()
+        stored = num_stored(view)
     (done,) = compact_folder(tmp_path)
     assert (done.num_kept, done.num_dropped) == (len(before), 0)
     assert done.file_bytes < done.file_bytes_before
     with open_view(tmp_path) as view:
         assert [info.key for info in view.blocks(oldest=True)] == before
         assert verify_all(view.shards).sound
-        assert sum(day.num_stored for day in view.days().values()) == 160
-        assert sum(day.num_stored for day in days.values()) == 160
+        assert num_stored(view) == stored == 160
     tier = opened(tmp_path)
     assert load(tier, blocks(39)) == 4
     assert store(tier, blocks(41)) == []

@@ -9,7 +9,7 @@ import pytest
 from cachesvc.cli import COMMANDS
 from cachesvc.config.settings import known_settings
 from cachesvc.observability.names import SPECS
-from cachesvc.reference import pages
+from tests.reference import pages
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from billing.errors import LedgerUnavailable
-from billing.gate.entries import Entry
+from billing.gate.commands import Deposit
+from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
@@ -88,7 +89,7 @@ def test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart(
         disk.error = None
         for asked in (
             house.ledger.settle(hold, USED, Outcome.FINISHED),
-            house.ledger.deposit("acme", 1, reference="d", by="test"),
+            house.ledger.post(Deposit("acme", Kind.TOPUP, amount=1, reference="d", by="test")),
         ):
             with pytest.raises(LedgerUnavailable, match="restart the server"):
                 asked.result(10)

@@ -414,8 +414,6 @@ def test_a_pin_that_cannot_be_set_is_explained() -> None:
         bench.operations.pin("none", bench.chain(0, 0), late)
     with pytest.raises(PinError, match="end in the past"):
         bench.operations.pin("past", bench.chain(0, 2), bench.clock.now_s)
-    with pytest.raises(PinError, match="give its root"):
-        bench.operations.pin("unknown", [PrefixKey(b"k" * 16)], late)
     layout = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=0)
     with pytest.raises(PinError, match=r"set cache\.host_bytes"):
         TieredCache(LAYOUT, layout).operations.pin("p", bench.chain(0, 1), 9e12)

@@ -85,7 +85,7 @@ def test_a_cut_header_is_torn(end: int) -> None:
 
 def test_another_format_version_is_named_as_such() -> None:
     data = bytearray(packed(block()))
-    data[8] = 3
+    data[8] = 5
     assert unpack_header(bytes(data)) == MissReason.VERSION
 
 

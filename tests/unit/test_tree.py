@@ -146,13 +146,13 @@ def test_blocks_that_cannot_be_reached_are_counted() -> None:
     tree = tree_of(index, TreeQuery())
     assert (2, 0) == (tree.num_blocks, tree.num_seen)
     assert ["2 blocks not shown: left off above, or a block before them is gone"] == list(
-        tree_lines(tree)
+        tree_lines(tree_json(tree))
     )
 
 
 def test_a_drawing_joins_its_lines_and_says_what_is_more() -> None:
     index = index_of([1, 1, 2, 2, 6, 6], [1, 1, 2, 2, 7, 7], [3, 3])
-    lines = list(tree_lines(tree_of(index, TreeQuery()), label=lambda node: "*"))
+    lines = list(tree_lines(tree_json(tree_of(index, TreeQuery())), label=lambda node: "*"))
     assert [
         f"scope {ROOT.hex()}",
         "├─ * 2 blocks, 4 tokens, device",
@@ -160,7 +160,8 @@ def test_a_drawing_joins_its_lines_and_says_what_is_more() -> None:
         "│  └─ * 1 block, 2 tokens, device",
         "└─ * 1 block, 2 tokens, device",
     ] == lines
-    lines = list(tree_lines(tree_of(index, TreeQuery(max_nodes=1)), label=lambda node: "*"))
+    grown = tree_json(tree_of(index, TreeQuery(max_nodes=1)))
+    lines = list(tree_lines(grown, label=lambda node: "*"))
     assert ["   └─ 2 more", "└─ 1 more"] == [line.replace("│", " ") for line in lines[2:4]]
 
 

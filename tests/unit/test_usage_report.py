@@ -203,14 +203,3 @@ def test_sessions_are_chosen_by_their_last_day(data_dir: Path) -> None:
 def test_a_span_that_is_none_is_said(data_dir: Path, flags: tuple[str, ...], words: str) -> None:
     said = " ".join(call(data_dir, "--by", "day", *flags, code=2).replace("│", " ").split())
     assert words in said
-
-
-def test_the_status_line_tells_today_and_the_month(tmp_path: Path) -> None:
-    now_ns = int(datetime.now(UTC).timestamp()) * NS
-    database = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
-    with running_ledger(database, clock=ManualClock(now_ns)) as house:
-        house.charge("r1", Usage(hit_host=640, miss=40, output=5))
-    line = call(tmp_path, "--line", "--timezone", "UTC")
-    assert line.startswith("today 0.000114 CNY | 1 request | hit 94.1 % | saved 0.000576 CNY")
-    told = json.loads(call(tmp_path, "--line", "--timezone", "UTC", "--json"))
-    assert (1, "0.000114") == (told["today"][0]["requests"], told["month"][0]["amount"])

@@ -2,21 +2,24 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cachesvc.server.vllm import node_operations as module
 from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
 from cachesvc.server.vllm.tiers import OperationsElsewhere
-from cachesvc.vllm.identity import rank_roots
+from cachesvc.vllm.groups import KvGroup
+from cachesvc.vllm.identity import group_roots, rank_roots
 from tests.unit.test_node_socket import LAYOUT, ROOT, joined, prompt, serving, write
-from tiers.blocks.chain import Chain
-from tiers.blocks.keys import BlockId, block_ids
+from tiers.blocks.chain import Chain, KeyedPrefix
+from tiers.blocks.keys import BlockId, block_ids, token_bytes
 from tiers.node.client import NodeClient
+from tiers.node.messages import state_layout
 from tiers.policy.retention import PinError
 from tiers.tier import TierName
 
@@ -51,8 +54,13 @@ def engine(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
         yield client
 
 
-def operations(path: Path, vllm: Vllm, num_ranks: int = 1) -> NodeOperations:
-    return NodeOperations(path, [LAYOUT], num_ranks, forget=vllm.forget, in_flight=vllm.in_flight)
+def operations(
+    path: Path,
+    vllm: Vllm,
+    num_ranks: int = 1,
+    groups: Sequence[KvGroup] = (KvGroup(0, (), LAYOUT),),
+) -> NodeOperations:
+    return NodeOperations(path, groups, num_ranks, forget=vllm.forget, in_flight=vllm.in_flight)
 
 
 def of_rank(rank: int) -> list[BlockId]:
@@ -118,13 +126,111 @@ def test_pins_stay_shown_while_the_node_is_away(path: Path) -> None:
     with closing(operations(path, Vllm())) as hands:
         with serving(path), joined(path) as engine:
             write(engine, prompt(1))
-            hands.pin("p", ROOT, [each.key for each in prompt(1)], 3600, "", "")
-            assert 1 == len(hands.pins())
-        assert ["p"] == [each.name for each in hands.pins()]
+            hands.pins.pin("p", Chain(ROOT, [1] * 12, 4), 3600, "", "")
+            assert 1 == len(hands.pins.pins())
+        assert ["p"] == [each.name for each in hands.pins.pins()]
         with pytest.raises(PinError, match="does not answer"):
-            hands.unpin("p")
+            hands.pins.unpin("p")
 
 
-def test_pins_are_refused_where_each_rank_has_keys_of_its_own(path: Path) -> None:
-    with closing(operations(path, Vllm(), 2)) as hands, pytest.raises(PinError, match="tensor"):
-        hands.pin("p", ROOT, [], 1, "", "")
+GROUPS = (
+    KvGroup(0, (), LAYOUT),
+    KvGroup(1, (), LAYOUT, window=6),
+    KvGroup(2, (), state_layout(1, 100, 4, "float32"), window=2),
+)
+TOKENS = [1] * 21  # five blocks and a tail
+
+
+class Parts:
+    """Blocks of `TOKENS` in a node, by group and rank."""
+
+    def __init__(self, path: Path, num_ranks: int) -> None:
+        self.clients = {g.layout: NodeClient(path, g.layout) for g in GROUPS}
+        for client in self.clients.values():
+            client.connect()
+        self.num_ranks = num_ranks
+
+    def runs(self) -> Iterator[tuple[int, NodeClient, list[BlockId]]]:
+        for number, group in enumerate(GROUPS):
+            for root in rank_roots(group_roots(ROOT, 3)[number], self.num_ranks):
+                ids = block_ids(root, token_bytes(TOKENS), 4)
+                yield number, self.clients[group.layout], ids
+
+    def write(self) -> None:
+        for _, client, ids in self.runs():
+            write(client, ids)
+
+    def held(self) -> list[tuple[int, list[int]]]:
+        """For each group and rank, the places of the blocks that the node has."""
+        return [
+            (number, [place for place, block in enumerate(ids) if client.probe([block])])
+            for number, client, ids in self.runs()
+        ]
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
+
+
+@pytest.fixture(params=[1, 2])
+def parts(request: pytest.FixtureRequest, engine: NodeClient, path: Path) -> Iterator[Parts]:
+    with closing(Parts(path, request.param)) as made:
+        yield made
+
+
+def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts: Parts, path: Path) -> None:
+    parts.write()
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
+        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        chain = Chain(ROOT, TOKENS, 4)
+        pin = cache.pin("system", chain, cache.now_s + 3600, "a test")
+        assert (chain.keys, 20) == (list(pin.keys), pin.num_tokens)
+        cache.saved().result(120)
+        cache.evict(chain.keys).result(120)
+        needed = {0: [0, 1, 2, 3, 4], 1: [3, 4], 2: [4]}
+        assert [(number, needed[number]) for number, _, _ in parts.runs()] == parts.held()
+        again = cache.pin("system", KeyedPrefix(ROOT, pin.keys), cache.now_s + 7200)
+        assert again.until_s > pin.until_s + 3000 and [again] == cache.pins()
+        assert cache.unpin("system") and not cache.unpin("system")
+        cache.evict(chain.keys).result(120)
+        assert not any(places for _, places in parts.held())
+
+
+def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(
+    parts: Parts, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
+        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        first = cache.pin("p", Chain(ROOT, TOKENS, 4), cache.now_s + 3600, "first")
+        ask = NodeClient.operate
+
+        def refuse(node: NodeClient, what: str, **about: Any) -> dict[str, Any]:
+            if what == "pin" and node is hands.pins._nodes[GROUPS[2].layout]:
+                return {"refused": "no room", "excess": 1}
+            return ask(node, what, **about)
+
+        monkeypatch.setattr(NodeClient, "operate", refuse)
+        for name in ("p", "q"):
+            with pytest.raises(PinError, match="no room"):
+                cache.pin(name, Chain(ROOT, [2] * 21, 4), cache.now_s + 3600)
+        monkeypatch.undo()
+        (pin,) = cache.pins()
+        assert (first.name, first.keys, first.why) == (pin.name, pin.keys, pin.why)
+        assert abs(first.until_s - pin.until_s) < 60
+
+
+def test_a_prefix_of_several_groups_is_pinned_by_its_tokens(parts: Parts, path: Path) -> None:
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
+        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        keys = Chain(ROOT, TOKENS, 4).keys
+        with pytest.raises(PinError, match="by its prompt or messages"):
+            cache.pin("p", KeyedPrefix(ROOT, keys), cache.now_s + 3600)
+
+
+def test_evicted_blocks_leave_every_group_and_rank(parts: Parts, path: Path) -> None:
+    parts.write()
+    with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
+        keys = Chain(ROOT, TOKENS, 4).keys
+        removed = hands.evict(keys[3:]).result(120)
+        assert 2 * 3 * parts.num_ranks == removed[TierName.HOST]
+        assert [(number, [0, 1, 2]) for number, _, _ in parts.runs()] == parts.held()

@@ -262,6 +262,32 @@ def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them() -> Non
     planner.close()
 
 
+def held_states(num_bytes: int, *, begins: int = 0) -> list[int]:
+    """The blocks whose states are held of a prompt of 16, computed in steps of one block, from
+    block `begins` on."""
+    size = state_layout(1, num_bytes // 4, SIZE, "float32")
+    group = KvGroup(1, ("d",), size, window=2, is_aligned=True)
+    planner = Planner(EngineIdentity(SCOPE, (WHOLE, group), 1), {}, wait_s=0)
+    pool, asked = Blocks(), request(16 * SIZE)
+    planner.saves.bind(pool)
+    planner.allocated(asked, [[], []], 0)
+    for block in range(begins, 16):
+        tables = [list(range(1, block + 2)), [0] * block + [50 + block]]
+        state = SimpleNamespace(get_block_ids=lambda name, t=tables: t, boundary_state_offloads={})
+        asked.num_computed_tokens = block * SIZE
+        planner.saves.step(state, {"a": SIZE})
+    planner.close()
+    return [block for block in range(16) if pool.users[50 + block]]
+
+
+def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_other_kv() -> None:
+    block_bytes = WHOLE.layout.nbytes
+    assert [0, 1, 3, 7, 15] == held_states(16 * block_bytes)
+    assert [0, 1, 3, 7, 11, 15] == held_states(4 * block_bytes)
+    assert [*range(16)] == held_states(block_bytes)
+    assert [11, 15] == held_states(4 * block_bytes, begins=8), "it began with a state"
+
+
 def test_blocks_of_a_request_that_is_preempted_are_given_up() -> None:
     planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
     pool, asked = Blocks(), request(6 * SIZE)

@@ -129,8 +129,9 @@ def test_the_engines_blocks_are_told_once_it_knows_them(ends: tuple[Reporter, Re
     reporter, reports = ends
     layout = engine_layout(2, 64, 16, "float32")
     scope = CacheScope(weights=b"w", layout=b"l")
-    reporter.ready(EngineIdentity(scope, (KvGroup(0, ("a",), layout),), 1))
+    groups = (KvGroup(0, ("a",), layout), KvGroup(1, ("b",), layout, window=20))
+    reporter.ready(EngineIdentity(scope, groups, 1))
     reports.take()
     assert reports.engine is not None
-    assert (layout,) == reports.engine.layouts
+    assert [(layout, None), (layout, 20)] == [(g.layout, g.window) for g in reports.engine.groups]
     assert (b"w", b"l") == (reports.engine.scope.weights, reports.engine.scope.layout)

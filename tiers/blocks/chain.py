@@ -4,11 +4,20 @@ Owned by one sequence, on the engine thread. Grows as tokens are generated.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import xxhash
 
 from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, token_bytes
 from tiers.blocks.packing import cut_evenly, pack_blocks
+
+
+class KeyedPrefix(NamedTuple):
+    """A prefix of which only the keys are known: its scope's root and its blocks from the first
+    on."""
+
+    root: PrefixKey
+    keys: Sequence[PrefixKey]
 
 
 class Chain:

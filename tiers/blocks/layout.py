@@ -23,6 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
 # rounds hits down further. (docs/models.md, "Block size")
 BLOCK_SIZES = (64, 128, 256)
 SMALL_NBYTES = 1 << 19
+APART_SHARE = 1 / 4  # of a block: a smaller window part saves less than a record of its own costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +168,11 @@ class BlockLayout:
         if part is Part.WHOLE:
             return self.nbytes
         return self.lasting_nbytes if part is Part.LASTING else self.nbytes - self.lasting_nbytes
+
+    @property
+    def apart(self) -> bool:
+        """Whether tiers below memory keep the window part of a block in a record of its own."""
+        return self.nbytes - self.lasting_nbytes >= APART_SHARE * self.nbytes
 
     @property
     def reach(self) -> int:

@@ -126,10 +126,20 @@ class DiskArray(ManagedTier):
         for disk in self._open():
             disk.keep(keys)
 
-    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
-        idle = dict(zip(keys, idle_s, strict=True))
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        there: dict[PrefixKey, bool] = {}
         for disk, mine in self._by_disk(keys):
-            disk.demoted(mine, [idle[key] for key in mine])
+            there.update(zip(mine, disk.have_windows(mine), strict=True))
+        return [there[key] for key in keys]
+
+    def demoted(
+        self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()
+    ) -> None:
+        idle = dict(zip(keys, idle_s, strict=True))
+        needed = dict(zip(keys, windows, strict=False))
+        for disk, mine in self._by_disk(keys):
+            told = [needed[key] for key in mine] if needed else ()
+            disk.demoted(mine, [idle[key] for key in mine], told)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these is held. Raises storage errors."""

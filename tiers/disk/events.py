@@ -6,7 +6,7 @@ Every committed write transaction of this process and every load is reported her
 import threading
 from collections.abc import Callable, Sequence
 
-from tiers.disk.format.record import parent_of, tokens_of, written_s_of
+from tiers.disk.format.record import is_window, parent_of, tokens_of, written_s_of
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.transaction import Writer
 from tiers.telemetry.events import EventKind, EventStream
@@ -32,7 +32,9 @@ class DiskEvents:
         """Records a committed write transaction."""
         if writer.gone:
             with self._lock:
-                for _, entry, cause in writer.gone:
+                for key, entry, cause in writer.gone:
+                    if is_window(key):
+                        continue
                     lived_s = writer.now_s - written_s_of(entry.header)
                     idle_s = writer.now_s - entry.place.used_s
                     self._lives.left(cause, lived_s=max(0, lived_s), idle_s=max(0, idle_s))
@@ -52,6 +54,8 @@ class DiskEvents:
 
     def _tell(self, writer: Writer) -> None:
         for key, entry, cause in writer.gone:
+            if is_window(key):
+                continue
             self._stream.publish(
                 EventKind.REMOVED,
                 TierName.DISK,
@@ -62,6 +66,8 @@ class DiskEvents:
                 cause=cause,
             )
         for key, entry in writer.fresh:
+            if is_window(key):
+                continue
             self._stream.publish(
                 EventKind.MOVED,
                 TierName.DISK,

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Collection, Hashable, Mapping
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.format.record import block_key
 from tiers.disk.format.rows import Account
 from tiers.policy.quota import COMMON, Quotas
 
@@ -25,11 +26,11 @@ class DiskGuard:
         self._kept = keys
 
     def keeps(self, key: PrefixKey) -> bool:
-        return key in self._kept
+        return block_key(key) in self._kept
 
     def spares(self, key: PrefixKey, scope: PrefixKey) -> bool:
         """Whether this block must stay although room is needed."""
-        if key in self._kept:
+        if block_key(key) in self._kept:
             return True
         quotas = self._quotas
         if quotas is None:

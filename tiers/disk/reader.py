@@ -18,7 +18,7 @@ from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import shard_of
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import check, decode, needed_nbytes
-from tiers.disk.format.record import Header, is_block, unpack_header
+from tiers.disk.format.record import Header, is_block, unpack_header, window_key
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.rates import RateMeter
 from tiers.disk.shard import ShardDamaged
@@ -42,22 +42,23 @@ class Scratch(threading.local):
 
 
 class Found(NamedTuple):
-    """A block in the index, verified by its entry."""
+    """A record in the index, verified by its entry, and the part of its block to take from it."""
 
     number: int  # of the shard
     key: PrefixKey
     entry: IndexEntry
     header: Header
+    part: Part = Part.WHOLE
 
 
 def trimmed(found: Found, part: Part) -> Found:
-    """The same with its record cut to the length needed for the part."""
+    """The same for this part, with its record cut to the length needed."""
     if found.header.lasting is None:
-        return found
+        return found._replace(part=part)
     place = found.entry.place
     nbytes = len(found.entry.header) + needed_nbytes(found.header, part)
     shorter = place._replace(nbytes=min(place.nbytes, nbytes))
-    return found._replace(entry=found.entry._replace(place=shorter))
+    return found._replace(entry=found.entry._replace(place=shorter), part=part)
 
 
 class BlockReader:
@@ -84,7 +85,7 @@ class BlockReader:
 
         Verifies nothing, because `load` does.
         """
-        keys = self._keys(ids)
+        keys = self._keys([block.key for block in ids])
         left = [0] * len(self._slots)
         for number, slot in enumerate(self._slots):
             try:
@@ -102,7 +103,7 @@ class BlockReader:
 
     def find(self, ids: Sequence[BlockId]) -> tuple[list[Found], MissReason | None]:
         """The leading run verified by the index, and why it ends early (None: it does not)."""
-        entries, broken = self._entries(ids)
+        entries, broken = self._entries([block.key for block in ids])
         found: list[Found] = []
         for block in ids:
             number = shard_of(block.key, len(self._slots))
@@ -115,6 +116,50 @@ class BlockReader:
             found.append(Found(number, block.key, entry, header))
         return found, None
 
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Whether each of these blocks is held with its window part. Like `num_held`, it verifies
+        nothing."""
+        there: dict[PrefixKey, bool] = {}
+        for mine, slot in zip(self._keys(keys), self._slots, strict=True):
+            try:
+                if mine:
+                    with slot.read() as shard:
+                        there.update(zip(mine, shard.have_windows(mine), strict=True))
+            except (*StorageError, ShardDamaged) as error:
+                self._counts.fault(MissReason.IO_ERROR, 1, f"looking up in {slot.path}: {error}")
+        return [there.get(key, False) for key in keys]
+
+    def records(
+        self, ids: Sequence[BlockId], found: Sequence[Found], into: Sequence[Frame]
+    ) -> tuple[list[list[Found]], MissReason | None]:
+        """The records to read for each of the blocks `found`, as far as they are held: a block's
+        own, that of its window part, or both. With the reason why they end early."""
+        wanted = [
+            window_key(place.key)
+            for place, frame in zip(found, into, strict=False)
+            if place.header.part is Part.LASTING and frame.part is not Part.LASTING
+        ]
+        entries, broken = self._entries(wanted) if wanted else ([], set())
+        records: list[list[Found]] = []
+        for block, place, frame in zip(ids, found, into, strict=False):
+            if place.header.part is not Part.LASTING:
+                records.append([trimmed(place, frame.part)])
+                continue
+            own = place._replace(part=Part.LASTING)
+            if frame.part is Part.LASTING:
+                records.append([own])
+                continue
+            entry = next(entries[place.number], None)
+            if entry is None:
+                io_error = place.number in broken
+                return records, MissReason.IO_ERROR if io_error else MissReason.ABSENT
+            header = self._prove(entry, block)
+            if isinstance(header, MissReason):
+                return records, header
+            window = Found(place.number, window_key(place.key), entry, header, Part.WINDOW)
+            records.append([window] if frame.part is Part.WINDOW else [own, window])
+        return records, None
+
     def refuse(self, block: BlockId, why: MissReason) -> None:
         """Counts an entry that `find` rejected, and condemns it if it is damaged."""
         if why in (MissReason.ABSENT, MissReason.IO_ERROR):
@@ -123,28 +168,29 @@ class BlockReader:
         if why not in (MissReason.COLLISION, MissReason.LAYOUT):
             self._counts.condemn(shard_of(block.key, len(self._slots)), block.key)
 
-    def load(self, found: Sequence[Found], into: Sequence[Frame]) -> Loaded:
-        """Fills `into[i]` with `found[i]`, and stops at the first that cannot be served.
+    def load(self, records: Sequence[Sequence[Found]], into: Sequence[Frame]) -> Loaded:
+        """Fills `into[i]` from `records[i]`, and stops at the first that cannot be served.
 
         Reads no more of each than its entry says; see `trimmed`.
         """
-        self._read_ahead(found)
-        for done, (place, frame) in enumerate(zip(found, into, strict=True)):
-            why = self._fill(place, frame.buffer, frame.part)
-            if why is not None:
-                return Loaded(done, self._blame(place, why))
-        return Loaded(len(found), None)
+        self._read_ahead([place for places in records for place in places])
+        for done, (places, frame) in enumerate(zip(records, into, strict=True)):
+            for place in places:
+                why = self._fill(place, frame.buffer)
+                if why is not None:
+                    return Loaded(done, self._blame(place, why))
+        return Loaded(len(records), None)
 
-    def _keys(self, ids: Sequence[BlockId]) -> list[list[PrefixKey]]:
+    def _keys(self, keys: Sequence[PrefixKey]) -> list[list[PrefixKey]]:
         """The keys by shard."""
-        keys: list[list[PrefixKey]] = [[] for _ in self._slots]
-        for block in ids:
-            keys[shard_of(block.key, len(self._slots))].append(block.key)
-        return keys
+        by_shard: list[list[PrefixKey]] = [[] for _ in self._slots]
+        for key in keys:
+            by_shard[shard_of(key, len(self._slots))].append(key)
+        return by_shard
 
-    def _entries(self, ids: Sequence[BlockId]) -> tuple[list[Iterator[IndexEntry]], set[int]]:
+    def _entries(self, wanted: Sequence[PrefixKey]) -> tuple[list[Iterator[IndexEntry]], set[int]]:
         """Each shard's run of entries, and the shards that failed."""
-        keys = self._keys(ids)
+        keys = self._keys(wanted)
         runs: list[Iterator[IndexEntry]] = []
         broken: set[int] = set()
         for number, slot in enumerate(self._slots):
@@ -165,7 +211,8 @@ class BlockReader:
             return header
         if not is_block(entry.header, block):
             return MissReason.COLLISION
-        if header.layout != self._layout_digest or header.logical_nbytes != self._block_bytes:
+        nbytes = self._part_bytes[header.part]
+        if header.layout != self._layout_digest or header.logical_nbytes != nbytes:
             return MissReason.LAYOUT
         return header
 
@@ -182,7 +229,7 @@ class BlockReader:
             except (*StorageError, ShardDamaged):
                 return  # only a hint; the read itself will report errors
 
-    def _fill(self, found: Found, into: memoryview, part: Part) -> MissReason | None:
+    def _fill(self, found: Found, into: memoryview) -> MissReason | None:
         if len(into) != self._block_bytes:
             return MissReason.LAYOUT
         slot, entry, header = self._slots[found.number], found.entry, found.header
@@ -194,7 +241,7 @@ class BlockReader:
         except (*StorageError, ShardDamaged) as error:
             self._counts.fault(MissReason.IO_ERROR, 1, f"reading a block of {slot.path}: {error}")
             return MissReason.IO_ERROR
-        return self._verify(entry, header, record, into, part)
+        return self._verify(entry, header, record, into, found.part)
 
     def _verify(
         self, entry: IndexEntry, header: Header, record: memoryview, into: memoryview, part: Part
@@ -215,7 +262,8 @@ class BlockReader:
             except DecodeError:
                 return MissReason.DECODE
             saved = self._part_bytes[part] - nbytes
-            if saved > 0 and part is not Part.WINDOW:  # raw records have nothing to expand
+            # Raw records have nothing to expand.
+            if saved > 0 and (part is not Part.WINDOW or header.part is Part.WINDOW):
                 seconds = time.perf_counter() - started_s
                 self._rates.expanded(self._part_bytes[part], saved, seconds)
         return why

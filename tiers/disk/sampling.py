@@ -7,6 +7,7 @@ it.
 from collections.abc import Iterable, Sequence
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.format.record import is_window
 from tiers.disk.shard import Shard
 from tiers.tier import Sample
 
@@ -24,7 +25,8 @@ def sample_of(shards: Iterable[Shard], max_keys: int) -> Sample:
         after = 0
         while rows := shard.uses(after, ROWS):
             after = rows[-1][0]
-            uses += [(used_s, key) for _, key, used_s in rows if hash_of(key) < bound]
+            blocks = [(used_s, key) for _, key, used_s in rows if not is_window(key)]
+            uses += [use for use in blocks if hash_of(use[1]) < bound]
             if len(uses) > 2 * max_keys:
                 uses, bound = thinned(uses, max_keys, bound)
     return in_order(uses, max_keys, bound)

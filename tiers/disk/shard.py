@@ -29,7 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.part import Part
 from tiers.disk.clock import IdleClock
+from tiers.disk.format.record import is_window, part_of, window_key
 from tiers.disk.format.rows import (
     Account,
     Day,
@@ -159,6 +161,15 @@ class Shard:
                 found.append(IndexEntry.unpack(data))
         return found
 
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Whether each of these blocks is held with its window part."""
+        get, index = self._storage.get, self._dbs.index
+        with self._reading() as txn:
+            return [
+                get(txn, window_key(key), index) is not None or _is_whole(get(txn, key, index))
+                for key in keys
+            ]
+
     def will_need(self, entries: Sequence[IndexEntry]) -> None:
         """Starts reading these records. Neighbours on disk become one request."""
         start = end = 0
@@ -254,12 +265,16 @@ class Shard:
     def walk(self) -> str | None:
         """Reads every branch and leaf page. Returns the error that LMDB finds, if any."""
         counts: dict[str, int] = {}
+        windows = 0
         with self._reading() as txn:
             for name, db in zip(Databases._fields, self._dbs, strict=True):
+                counts[name] = 0
                 with txn.cursor(db=db) as cursor:
-                    counts[name] = sum(1 for _ in cursor.iternext(keys=True, values=False))
+                    for key in cursor.iternext(keys=True, values=False):
+                        counts[name] += 1
+                        windows += name == "index" and is_window(key)
             num_blocks = self._totals(txn).num_blocks
-        if not counts["data"] == counts["index"] == counts["order"] == num_blocks:
+        if not counts["data"] == counts["index"] == counts["order"] == num_blocks + windows:
             return f"its databases disagree: {counts}, {num_blocks} blocks in all"
         return None
 
@@ -383,6 +398,10 @@ class Shard:
     def forget_dead_readers(self) -> int:
         """Clears reader slots of dead processes, which would prevent the reuse of freed pages."""
         return int(self._env.reader_check())
+
+
+def _is_whole(data: bytes | None) -> bool:
+    return data is not None and part_of(IndexEntry.unpack(data).header) is Part.WHOLE
 
 
 def _orders(cursor: Any, after: int, *, newest_first: bool) -> Iterator[bytes]:

@@ -19,17 +19,25 @@ from pathlib import Path
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.part import Part
 from tiers.disk.counts import Counted, DiskCounts
 from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
 from tiers.disk.events import DiskEvents
-from tiers.disk.format.record import Header, unpack_header
+from tiers.disk.format.payload import joined
+from tiers.disk.format.record import (
+    Header,
+    block_key,
+    is_window,
+    unpack_header,
+    window_key,
+)
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.guard import DiskGuard
 from tiers.disk.inspection.export import proven, whole_nbytes
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.rates import RateMeter
-from tiers.disk.reader import BlockReader, Scratch, trimmed
+from tiers.disk.reader import BlockReader, Scratch
 from tiers.disk.readers import readers_for
 from tiers.disk.sampling import sample_of
 from tiers.disk.settings import DiskSettings
@@ -100,24 +108,32 @@ class DiskTier(ManagedTier):
         found, reason = self._reader.find(wanted)
         if reason is not None:
             self._reader.refuse(wanted[len(found)], reason)
-        found = [trimmed(place, frame.part) for place, frame in zip(found, into, strict=False)]
-        loaded = self._reader.load(found, into[: len(found)])
+        records, lacking = self._reader.records(wanted, found, into)
+        if lacking is not None:
+            self._reader.refuse(wanted[len(records)], lacking)
+        loaded = self._reader.load(records, into[: len(records)])
         served = found[: loaded.num_blocks]
+        read = [place for places in records[: loaded.num_blocks] for place in places]
         self._counts.loaded(
             num_loaded=len(served),
             num_missed=len(wanted) - len(served),
-            read_bytes=sum(place.entry.place.nbytes for place in served),
+            read_bytes=sum(place.entry.place.nbytes for place in read),
         )
         self._events.served([place.entry for place in served])
         now_s = self._clock()
+        windows = {place.key for place in read if is_window(place.key)}
         for number in range(len(self._slots)):
             # Tail first, so that a prefix outlives its continuations.
             keys = [place.key for place in reversed(served) if place.number == number]
             self._counts.hit(number, keys, self.layout.nbytes)
-            uses = [(key, int(now_s)) for key in keys]
+            uses = [(key, int(now_s)) for key in _with_windows(keys, windows)]
             self._counts.use(number, uses, duplicated=self.settings.moves)
         ages = tuple(max(0.0, now_s - place.header.computed_s) for place in served)
-        return Loaded(len(served), loaded.reason or reason, ages=ages)
+        return Loaded(len(served), loaded.reason or lacking or reason, ages=ages)
+
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        self._check_open()
+        return self._reader.have_windows(keys)
 
     def store(
         self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
@@ -139,10 +155,18 @@ class DiskTier(ManagedTier):
         """From now on these are dropped neither for room nor for age nor on request."""
         self._guard.keep(frozenset(keys))
 
-    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
+    def demoted(
+        self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()
+    ) -> None:
         """The tiers above dropped these: they move to the recent end of the order."""
         now_s = self._clock()
-        uses = [(key, max(0, int(now_s - idle))) for key, idle in zip(keys, idle_s, strict=True)]
+        used = {key: max(0, int(now_s - idle)) for key, idle in zip(keys, idle_s, strict=True)}
+        with_windows = {
+            window_key(key)
+            for key, needed in zip(keys, windows, strict=False)
+            if needed and self.layout.apart
+        }
+        uses = [(key, used[block_key(key)]) for key in _with_windows(keys, with_windows)]
         for number in range(len(self._slots)):
             mine = [use for use in uses if shard_of(use[0], len(self._slots)) == number]
             self._counts.use(number, mine, duplicated=False)
@@ -158,8 +182,20 @@ class DiskTier(ManagedTier):
         return header.block_id if isinstance(header, Header) else None
 
     def read_record(self, key: PrefixKey) -> tuple[PrefixKey, bytes] | None:
-        """The scope of a block and its stored record, verified; None if it is not held."""
+        """The scope of a block and its stored record, verified; None if it is not held.
+
+        With its window part, if that is held in a record of its own.
+        """
         self._check_open()
+        found = self._read_one(key)
+        if found is None:
+            return None
+        header, record = found
+        if header.part is Part.LASTING and (window := self._read_one(window_key(key))) is not None:
+            record = joined(record, window[1])
+        return header.scope, record
+
+    def _read_one(self, key: PrefixKey) -> tuple[Header, bytes] | None:
         try:
             with self._slots[shard_of(key, len(self._slots))].read() as shard:
                 for entry in shard.find([key]):
@@ -167,7 +203,7 @@ class DiskTier(ManagedTier):
                     record = shard.read(key, entry, buffer)
                     header = proven(record, key)
                     if isinstance(header, Header):
-                        return header.scope, bytes(record[: whole_nbytes(record, header)])
+                        return header, bytes(record[: whole_nbytes(record, header)])
         except (*StorageError, ShardDamaged):
             return None
         return None
@@ -285,3 +321,12 @@ class DiskTier(ManagedTier):
     def _check_open(self) -> None:
         if self._closed:
             raise TierClosed(f"the disk cache in {self.root} is closed")
+
+
+def _with_windows(keys: Sequence[PrefixKey], windows: Collection[PrefixKey]) -> list[PrefixKey]:
+    """The keys of blocks in order of use, after those of their window parts in `windows`. A window
+    part that is as old as a block leaves before it."""
+    if not windows:
+        return list(keys)
+    parts = [window_key(key) for key in keys]
+    return [*(part for part in parts if part in windows), *keys]

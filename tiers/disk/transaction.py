@@ -23,7 +23,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.part import Part
 from tiers.disk.clock import IdleClock
+from tiers.disk.format.record import is_window, num_blocks_of, part_of, window_key
 from tiers.disk.format.rows import (
     DAY_S,
     Account,
@@ -66,7 +68,8 @@ class Databases(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A block to write. `data` is header and payload, MIN_RECORD bytes or more."""
+    """A block or a window part to write. `data` is header and payload, MIN_RECORD bytes or
+    more."""
 
     key: PrefixKey
     scope: PrefixKey
@@ -76,7 +79,7 @@ class Record(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """A block that this transaction removed."""
+    """A block, or a window part, that this transaction removed."""
 
     key: PrefixKey
     entry: IndexEntry
@@ -161,12 +164,13 @@ class Writer:
         entry = IndexEntry(place, record.header)
         self._place(record.key, entry)
         stored = self._pages(len(record.data)) * self._page_bytes
-        self._account(record.scope, 1, stored, record.logical_nbytes)
+        count = num_blocks_of(record.key)
+        self._account(record.scope, count, stored, record.logical_nbytes)
         totals = self.totals
         self.totals = totals._replace(
-            num_stored=totals.num_stored + 1, written_bytes=totals.written_bytes + stored
+            num_stored=totals.num_stored + count, written_bytes=totals.written_bytes + stored
         )
-        self._day = self._day.plus(Day(written_bytes=stored, num_stored=1))
+        self._day = self._day.plus(Day(written_bytes=stored, num_stored=count))
         self.written_bytes += stored
         self.fresh.append((record.key, entry))
 
@@ -185,17 +189,19 @@ class Writer:
         return True
 
     def delete(self, key: PrefixKey, cause: Cause = Cause.REQUEST) -> bool:
-        """Deletes a block, if it is held."""
+        """Deletes a block with its window part, or the latter alone, if it is held."""
         entry = self.find(key)
         if entry is None:
             return False
+        if part_of(entry.header) is Part.LASTING and not is_window(key):
+            self.delete(window_key(key), cause)
         self._num_changes += 1
         self._before_free(entry.place.offset, entry.place.nbytes)
         self._storage.delete(self._txn, key, self._dbs.data)
         self._storage.delete(self._txn, key, self._dbs.index)
         self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
         stored = self._pages(entry.place.nbytes) * self._page_bytes
-        self._account(entry.scope, -1, -stored, -entry.logical_nbytes)
+        self._account(entry.scope, -num_blocks_of(key), -stored, -entry.logical_nbytes)
         self.gone.append(Gone(key, entry, cause))
         return True
 
@@ -206,7 +212,8 @@ class Writer:
         """
         num_held = 0
         while keys and not self.spent:
-            num_held += self.delete(keys.pop())
+            key = keys.pop()
+            num_held += self.delete(key) and not is_window(key)
         return num_held
 
     def has_room(self, nbytes: int) -> bool:
@@ -241,8 +248,9 @@ class Writer:
                     spared.append(key)
                     continue
                 borrowed = guard is not None and guard.is_over(entry.scope)
+                before = len(self.gone)
                 self._evict([key], Cause.QUOTA if borrowed else Cause.ROOM)
-                excess -= self._pages(entry.place.nbytes)
+                excess -= sum(self._pages(e.place.nbytes) for _, e, _ in self.gone[before:])
                 if excess <= 0:
                     break
             self._move_back(spared)
@@ -293,7 +301,7 @@ class Writer:
         """Writes the accounts changed by this transaction."""
         self._storage.put(self._txn, b"totals", self.totals.pack(), self._dbs.state)
         for root, account in self._accounts.items():
-            if account.num_blocks:
+            if account.num_blocks or account.stored_bytes:
                 self._storage.put(self._txn, root, account.pack(), self._dbs.scopes)
             else:
                 self._storage.delete(self._txn, root, self._dbs.scopes)
@@ -308,7 +316,7 @@ class Writer:
         self._storage.put(self._txn, pack_sequence(entry.place.sequence), order, self._dbs.order)
 
     def _evict(self, keys: list[PrefixKey], cause: Cause) -> None:
-        gone = [key for key in keys if self.delete(key, cause)]
+        gone = [key for key in keys if self.delete(key, cause) and not is_window(key)]
         self.totals = self.totals._replace(num_evicted=self.totals.num_evicted + len(gone))
         self._day = self._day.plus(Day(num_evicted=len(gone)))
         self.evicted += gone

@@ -6,7 +6,7 @@ on a thread per shard, so that one shard's encoding overlaps another's write.
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +15,18 @@ from typing import NamedTuple
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.part import Part
 from tiers.disk.counts import DiskCounts, Pending
 from tiers.disk.directory import shard_of
 from tiers.disk.format.payload import encode, payload_bound
-from tiers.disk.format.record import header_nbytes, is_block, pack_header
+from tiers.disk.format.record import (
+    header_nbytes,
+    is_block,
+    num_blocks_of,
+    pack_header,
+    part_of,
+    window_key,
+)
 from tiers.disk.format.rows import Account
 from tiers.disk.guard import DiskGuard
 from tiers.disk.rates import RateMeter
@@ -41,12 +49,18 @@ READERS_WAIT_S = 0.5  # readers take less than a millisecond, once they run
 
 
 class _Fresh(NamedTuple):
-    """A block to write, with the times when it was computed and used."""
+    """A block to write, or a part of it, with the times when it was computed and used."""
 
     block: BlockId
     frame: Frame
     computed_s: int
     used_s: int
+    part: Part = Part.WHOLE
+
+    @property
+    def key(self) -> PrefixKey:
+        """The key of its record."""
+        return window_key(self.block.key) if self.part is Part.WINDOW else self.block.key
 
 
 @dataclass(slots=True)
@@ -86,7 +100,9 @@ class BlockWriter:
         self._block_bytes = layout.nbytes
         self._item_bytes = layout.torch_dtype.itemsize
         self._layout_digest = layout.digest()
-        self._split = layout.lasting_nbytes if layout.reach else None
+        self._apart = layout.apart
+        self._lasting_bytes = layout.lasting_nbytes
+        self._split = layout.lasting_nbytes if layout.reach and not layout.apart else None
         self._payload_bound = payload_bound(layout.nbytes, self._split)
         self._scratch = scratch
         self._counts = counts
@@ -119,13 +135,21 @@ class BlockWriter:
 
     def _store(self, number: int, rows: Sequence[_Fresh]) -> None:
         """Writes blocks of one shard, in batches."""
+        if self._apart:
+            # All window parts of a run leave before its blocks.
+            parts = (Part.LASTING, Part.WINDOW)
+            rows = [row._replace(part=part) for part in parts for row in rows]
         run = _Run(rows)
         while run.done < len(rows):
             if not self._can_write(number):
                 break
             if not self._write(number, run):
                 break
-        self._counts.refused(row.block.key for row in rows[run.done :])
+        self._refused(rows[run.done :])
+
+    def _refused(self, rows: Iterable[_Fresh]) -> None:
+        """Records blocks that are not stored. Without its window part, a block is of use."""
+        self._counts.refused(row.key for row in rows if row.part is not Part.WINDOW)
 
     def close(self) -> None:
         for thread in self._threads:
@@ -189,7 +213,8 @@ class BlockWriter:
                         yield writer
                 part = Pending()
                 self._slots[number].committed()
-                self._counts.wrote(len(writer.fresh), writer.written_bytes, writer.evicted)
+                stored = sum(num_blocks_of(key) for key, _ in writer.fresh)
+                self._counts.wrote(stored, writer.written_bytes, writer.evicted)
         except BaseException as error:
             if isinstance(error, StorageError) and not isinstance(error, MapFull):
                 self._slots[number].committed(error)
@@ -256,28 +281,35 @@ class BlockWriter:
         fresh: list[_Fresh] = []
         places: list[int] = []
         for place, row in zip(range(last, 0, -1), batch, strict=False):
-            entry = writer.find(row.block.key)
+            entry = writer.find(row.key)
             if entry is not None and is_block(entry.header, row.block):
-                writer.touch(row.block.key, place, row.used_s)
-            else:
+                writer.touch(row.key, place, row.used_s)
+            elif row.part is not Part.WINDOW or self._lacks_window(writer, row.block, fresh):
                 fresh.append(row)
                 places.append(place)
-        need = sum(self._record_bound(row.block) for row in fresh)
+        need = sum(self._record_bound(row) for row in fresh)
         if not need:
             return True
         if self._over_budget(writer, need, fresh):
-            self._counts.refused(row.block.key for row in fresh)
+            self._refused(fresh)
             return True
         if not self._make_room(writer, need, fresh):
             if writer.spent:
                 return False
-            self._counts.refused(row.block.key for row in fresh)
+            self._refused(fresh)
             return True
         for row, place in zip(fresh, places, strict=True):
             # After a collision, the block requested last stays.
-            writer.delete(row.block.key, Cause.REDUNDANT)
+            writer.delete(row.key, Cause.REDUNDANT)
             writer.put(self._encode(row), place, row.used_s)
         return True
+
+    def _lacks_window(self, writer: Writer, block: BlockId, fresh: Sequence[_Fresh]) -> bool:
+        """Whether a block is held, or is about to be, by a record without its window part."""
+        entry = writer.find(block.key)
+        if entry is not None and is_block(entry.header, block):
+            return part_of(entry.header) is Part.LASTING
+        return any(row.block is block for row in fresh)
 
     def _make_room(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
         """Makes room for these. They count for their groups before they are stored, so among equals
@@ -295,13 +327,25 @@ class BlockWriter:
         budget = self._settings.write_budget_bytes
         if budget is None or writer.written_today() + need <= budget:
             return False
-        if any(self._guard.keeps(row.block.key) for row in fresh):
+        if any(self._guard.keeps(row.key) for row in fresh):
             return False
-        self._counts.over_budget(len(fresh))
+        self._counts.over_budget(sum(row.part is not Part.WINDOW for row in fresh))
         return True
 
-    def _record_bound(self, block: BlockId) -> int:
-        return max(MIN_RECORD, self._header_nbytes(block) + self._payload_bound)
+    def _record_bound(self, row: _Fresh) -> int:
+        bound = self._payload_bound
+        if row.part is not Part.WHOLE:
+            bound = payload_bound(len(self._bytes_of(row)), None)
+        return max(MIN_RECORD, self._header_nbytes(row.block) + bound)
+
+    def _bytes_of(self, row: _Fresh) -> memoryview:
+        """The bytes of the frame that the record is to have."""
+        buffer = row.frame.buffer
+        assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
+        if row.part is Part.WHOLE:
+            return buffer
+        first = row.part is Part.LASTING
+        return buffer[: self._lasting_bytes] if first else buffer[self._lasting_bytes :]
 
     def _header_nbytes(self, block: BlockId) -> int:
         return header_nbytes(block, parted=self._split is not None)
@@ -312,9 +356,8 @@ class BlockWriter:
         return self._settings.write_budget_bytes is None and self._rates.stores_raw()
 
     def _encode(self, row: _Fresh) -> Record:
-        block, buffer = row.block, row.frame.buffer
-        assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
-        room = self._scratch.buffer(self._record_bound(block))
+        block, buffer = row.block, self._bytes_of(row)
+        room = self._scratch.buffer(self._record_bound(row))
         start = self._header_nbytes(block)
         coder = self._scratch.raw if self._stores_raw else self._scratch.codec
         codec, nbytes, lasting = encode(coder, buffer, room[start:], self._split)
@@ -329,11 +372,12 @@ class BlockWriter:
             written_s=int(self._clock()),
             lasting=lasting,
             computed_s=row.computed_s,
+            part=row.part,
         )
         room[:start] = header
         if end < MIN_RECORD:
             room[end:MIN_RECORD] = bytes(MIN_RECORD - end)
-        return Record(block.key, block.scope, header, room[: max(end, MIN_RECORD)], len(buffer))
+        return Record(row.key, block.scope, header, room[: max(end, MIN_RECORD)], len(buffer))
 
     def _relieve(self, number: int, run: _Run) -> bool:
         """Makes room after a full map. Returns whether a retry makes sense."""

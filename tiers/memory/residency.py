@@ -7,6 +7,7 @@ common part is here.
 
 import time
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.keys import PrefixKey
@@ -153,6 +154,21 @@ class Residency:
             run.clear()
             self.release(block, use)
         self._idle(run, use)
+
+    def release_prefix(self, blocks: Sequence[Block], use: Use) -> None:
+        """Releases the blocks of a prefix, tail first. If the layout has windows, this use needed
+        those of blocks that it computed, and of the last ones before them."""
+        reach = self.pool.layout.reach
+        passed: Sequence[Block] = ()
+        if reach:
+            numbers = (n for n, block in enumerate(blocks) if block.use is NEVER_USED)
+            passed = blocks[: max(0, next(numbers, len(blocks)) - reach)]
+        self.release_run(reversed(blocks), use)
+        if passed:
+            use = replace(use, windows=False)
+            for block in passed:
+                if not block.ref_count:
+                    block.use = use
 
     def _idle(self, blocks: list[Block], use: Use) -> None:
         self.device.idle_run(blocks, use)

@@ -14,7 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.pin_file import load_pins, pin_fields, save_pins
 from tiers.errors import NodeError
 from tiers.node.below import disk_folder
@@ -93,6 +93,7 @@ class PoolOperations:
             "pins": self._pins,
             "saved": self._saved,
             "evict": self._evict,
+            "trace": self._trace,
         }
         try:
             what = asked["do"]
@@ -144,6 +145,7 @@ class PoolOperations:
                 now_s + for_s,
                 str(asked["why"]),
                 owner=str(asked["owner"]),
+                num_tokens=int(asked["num_tokens"]) if "num_tokens" in asked else None,
             )
         except PinError as error:
             return done({"refused": str(error), "excess": error.excess})
@@ -174,6 +176,31 @@ class PoolOperations:
 
     def _evict(self, asked: Mapping[str, Any]) -> "Future[Any]":
         return evict(self.pool.residency, self.pool.mover, _keys(asked["keys"]))
+
+    def _trace(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
+        """The identity of each of these blocks and of all before them, as far as they are held."""
+        found: dict[PrefixKey, BlockId] = {}
+        missing: list[PrefixKey] = []
+        for key in _keys(asked["keys"]):
+            at = key
+            while at not in found and (block := self.pool.residency.index.get(at)) is not None:
+                found[at] = block.identity()
+                at = found[at].parent
+            missing.append(at)
+        answer: Future[dict[str, Any]] = Future()
+
+        def tell(traced: "Future[None]") -> None:
+            if (error := traced.exception()) is not None:
+                answer.set_exception(error)
+                return
+            answer.set_result(
+                {"blocks": [[part.hex() for part in each] for each in found.values()]}
+            )
+            self.pool.wake()
+
+        below = ask_writer(self.pool.mover, lambda tier: _traced(tier, missing, found), None)
+        below.add_done_callback(tell)
+        return answer
 
     def _purge(self, client: int, roots: Sequence[PrefixKey]) -> "Future[dict[str, Any]]":
         wanted = frozenset(roots)
@@ -207,6 +234,18 @@ def operations_on(
     num_blocks = settings.disk_bytes * len(folders) // layout.nbytes
     folder = disk_folder(folders[0], layout)
     return PoolOperations(pool, below, folder, num_blocks, shares=shares)
+
+
+def _traced(
+    tier: ManagedTier,
+    keys: Sequence[PrefixKey],
+    found: dict[PrefixKey, BlockId],
+) -> None:
+    """Add to `found` the blocks below memory that end with these keys. Writer thread."""
+    for key in keys:
+        at = key
+        while at not in found and (block := tier.trace(at)) is not None:
+            found[at], at = block, block.parent
 
 
 def _keys(names: Collection[str]) -> list[PrefixKey]:

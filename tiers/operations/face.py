@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from tiers.blocks.chain import Chain
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.index import BlockIndex
 from tiers.operations.purge import Purged
@@ -46,11 +46,8 @@ class CacheOperations(Protocol):
         Any thread."""
         raise NotImplementedError
 
-    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
-        """The scope's root and the keys of the prefix that ends with block `key`.
-
-        The list is empty if a block of the prefix is missing.
-        """
+    def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
+        """The prefix that ends with block `key`. It has no keys if a block is missing."""
         raise NotImplementedError
 
     def working_set(self) -> TrafficReport:
@@ -71,19 +68,17 @@ class CacheOperations(Protocol):
     def pin(
         self,
         name: str,
-        prefix: Chain | Sequence[PrefixKey],
+        prefix: Chain | KeyedPrefix,
         until_s: float,
         why: str = "",
         *,
-        scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
         """Pin a prefix in at least one tier until `until_s` (Unix seconds); see
         `tiers.operations.pins`.
 
-        `prefix` is a chain, or the keys of its blocks from the first on, with their scope's root if
-        that is not in memory. A pin of the same name is replaced. The pin is in force at once. It
-        survives a restart once `saved` is done. Raises PinError.
+        A pin of the same name is replaced. The pin is in force at once. It survives a restart once
+        `saved` is done. Raises PinError.
         """
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from tiers.blocks.chain import Chain
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.block import Block
@@ -135,24 +135,15 @@ class TierOperations:
     def pin(
         self,
         name: str,
-        prefix: Chain | Sequence[PrefixKey],
+        prefix: Chain | KeyedPrefix,
         until_s: float,
         why: str = "",
         *,
-        scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
         if self._disk is None and self._residency.frames is None:
             raise PinError("pins need a host or a disk tier; set cache.host_bytes")
-        keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
-        if isinstance(prefix, Chain):
-            scope = prefix.root
-        elif scope is None:
-            first = self._residency.index.get(keys[0]) if keys else None
-            scope = first.scope if first is not None else None
-        if scope is None:
-            raise PinError(f"the scope of {name!r} is unknown here; give its root")
-        pin = self.keeper.pin(name, scope, keys, until_s, why, owner=owner)
+        pin = self.keeper.pin(name, prefix.root, prefix.keys, until_s, why, owner=owner)
         self._keep_checkpoint(name)
         return pin
 
@@ -211,7 +202,7 @@ class TierOperations:
             self._checkpoints.evict(keys)
         return evict(self._residency, self._mover, keys)
 
-    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
+    def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
         """Looks in memory, then below."""
         keys: list[PrefixKey] = []
         scope = parent = PrefixKey(b"")
@@ -219,9 +210,10 @@ class TierOperations:
             keys.append(key)
             scope, parent, _, _, _ = block.identity()
             if parent == scope:
-                return done((scope, keys[::-1]))
+                return done(KeyedPrefix(scope, keys[::-1]))
             key = parent
-        return ask_writer(self._mover, lambda tier: _traced(tier, scope, key, keys), (scope, []))
+        missing = KeyedPrefix(scope, [])
+        return ask_writer(self._mover, lambda tier: _traced(tier, scope, key, keys), missing)
 
     def working_set(self) -> TrafficReport:
         return self.traffic.report(
@@ -257,18 +249,19 @@ class TierOperations:
 
     def _left_host(self, block: Block) -> None:
         if self._disk is not None and block.key is not None:
-            self._disk.demoted([block.key], [block.idle_s(time.monotonic())])
+            idle_s = block.idle_s(time.monotonic())
+            self._disk.demoted([block.key], [idle_s], [block.use.windows])
 
 
 def _traced(
     tier: ManagedTier, scope: PrefixKey, key: PrefixKey, after: list[PrefixKey]
-) -> tuple[PrefixKey, list[PrefixKey]]:
+) -> KeyedPrefix:
     """Walk from block `key` back to the first block. `after` holds the keys behind `key`. Writer
     thread."""
     keys = list(after)
     while (block := tier.trace(key)) is not None:
         keys.append(key)
         if block.parent == block.scope:
-            return block.scope, keys[::-1]
+            return KeyedPrefix(block.scope, keys[::-1])
         key = block.parent
-    return scope, []
+    return KeyedPrefix(scope, [])

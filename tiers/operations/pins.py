@@ -105,13 +105,17 @@ class Keeper:
         why: str,
         *,
         owner: str = "",
+        num_tokens: int | None = None,
     ) -> Pin[PrefixKey]:
         """Pin a prefix for an operator or as a tenant's cache. Replaces a pin of the same name.
 
+        `num_tokens`: of the prefix, if `keys` are not each a block of it, as with several groups.
         Pins in passing give way. Raises PinError, and then nothing has changed.
         """
         kind = PinKind.CACHE if owner else PinKind.OPERATOR
         pin = self._made(name, scope, keys, until_s, why, owner, kind)
+        if num_tokens is not None:
+            pin = replace(pin, num_tokens=num_tokens)
         caches = [other for other in self._pins.of_owner(owner) if not other.kind.gives_way]
         if owner and self._pins.get(name) is None and len(caches) >= MAX_CACHES:
             raise PinError(f"{owner!r} has {MAX_CACHES} caches, as many as are kept; delete one")

@@ -9,7 +9,7 @@ the publisher call it, several at a time.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit, urlunsplit
 
@@ -283,26 +283,18 @@ class _S3Objects:
         return [self._one(self._read, name) for name in names]
 
     def put(self, name: str, data: bytes) -> None:
-        try:
+        with _refusing(self._errors):
             self._obstore.put(self._store, name, data)
-        except self._errors as error:
-            raise RemoteError(f"{type(error).__name__}: {error}") from error
 
     def delete(self, names: Sequence[str]) -> int:
-        try:
+        with _refusing(self._errors), suppress(FileNotFoundError):
             self._obstore.delete(self._store, list(names))
-        except FileNotFoundError:
-            pass
-        except self._errors as error:
-            raise RemoteError(f"{type(error).__name__}: {error}") from error
         return len(names)
 
     def names(self, start: str) -> Iterator[str]:
-        try:
+        with _refusing(self._errors):
             for page in self._obstore.list(self._store, prefix=start.rstrip("/")):
                 yield from (entry["path"] for entry in page)
-        except self._errors as error:
-            raise RemoteError(f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         self._store = None
@@ -311,9 +303,6 @@ class _S3Objects:
         return bytes(self._obstore.get(store, name).bytes())
 
     def _one(self, call: Callable[[Any, str], Any], name: str) -> Any:
-        try:
+        with _refusing(self._errors), suppress(FileNotFoundError):
             return call(self._store, name)
-        except FileNotFoundError:
-            return None
-        except self._errors as error:
-            raise RemoteError(f"{type(error).__name__}: {error}") from error
+        return None

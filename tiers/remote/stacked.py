@@ -139,8 +139,15 @@ class StackedTier(ManagedTier):
         self.remote.discard([pair for pair in scoped if pair[1] not in self._kept])
         return num_held
 
-    def demoted(self, keys: Sequence[PrefixKey], idle_s: Sequence[float]) -> None:
-        self.disk.demoted(keys, idle_s)
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """As the disk says. What it does not hold at all may be whole in the store."""
+        there = zip(self.disk.have_windows(keys), self.disk.held(keys), strict=True)
+        return [windows or not held for windows, held in there]
+
+    def demoted(
+        self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()
+    ) -> None:
+        self.disk.demoted(keys, idle_s, windows)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         return self.disk.held(keys)

@@ -22,6 +22,7 @@ from typing import TypeVar
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.part import Part
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import decode
 from tiers.disk.format.record import check_payload, is_block, unpack_header
@@ -74,6 +75,7 @@ class RemoteTier:
     ) -> None:
         self._objects = objects
         self._block_bytes = layout.nbytes
+        self._part_bytes = {part: layout.part_nbytes(part) for part in Part}
         self._block_tokens = layout.block_size
         self._layout_digest = layout.digest()
         self._item_bytes = layout.torch_dtype.itemsize
@@ -141,8 +143,11 @@ class RemoteTier:
         nbytes = int.from_bytes(data[12:16], "little")
         if not is_block(data[:nbytes], block):
             return MissReason.COLLISION
-        if header.layout != self._layout_digest or header.logical_nbytes != self._block_bytes:
+        expected = self._part_bytes[header.part]
+        if header.layout != self._layout_digest or header.logical_nbytes != expected:
             return MissReason.LAYOUT
+        if header.part not in (Part.WHOLE, frame.part):
+            return MissReason.ABSENT  # the disk it came from had no more of the block
         # In its own memory, because the codec needs aligned words.
         payload = memoryview(bytes(data[nbytes : nbytes + header.payload_nbytes]))
         why = check_payload(header, payload)

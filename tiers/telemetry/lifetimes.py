@@ -6,7 +6,6 @@ thread feeds those of the memory tiers. The disk's are fed under its own lock.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 
 from tiers.histogram import Histogram
 from tiers.tier import AGES_S, Cause, LifeStats
@@ -15,10 +14,10 @@ from tiers.tier import AGES_S, Cause, LifeStats
 class Lives:
     """The observations of one tier."""
 
-    def __init__(self, bounds: Sequence[float] = AGES_S) -> None:
-        self._lifetime = Histogram(bounds)
-        self._idle = Histogram(bounds)
-        self._reuse_gap = Histogram(bounds)
+    def __init__(self) -> None:
+        self._lifetime = Histogram(AGES_S)
+        self._idle = Histogram(AGES_S)
+        self._reuse_gap = Histogram(AGES_S)
         self._causes: Counter[Cause] = Counter()
 
     def left(self, cause: Cause, *, lived_s: float, idle_s: float) -> None:

@@ -10,9 +10,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import compress
 from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -32,17 +33,26 @@ STORE_YIELD_S = 0.05  # the longest that a store waits for loads to finish
 
 @dataclass(slots=True, eq=False)
 class ProbeJob:
-    """Find how many leading blocks of `ids` the tier holds."""
+    """Find how many leading blocks of `ids` the tier holds.
+
+    If the layout has windows, `lacking` are blocks above the tier that lack theirs. `windows` are
+    then those of all these blocks whose windows can be loaded.
+    """
 
     ids: Sequence[BlockId]
+    lacking: Sequence[PrefixKey] | None = None
     held: int = 0
+    windows: Collection[PrefixKey] = ()
     done: bool = False
 
     def run(self, tier: ManagedTier) -> None:
         self.held = tier.probe(self.ids)
+        if self.lacking is not None:
+            keys = [*self.lacking, *(block.key for block in self.ids[: self.held])]
+            self.windows = frozenset(compress(keys, tier.have_windows(keys)))
 
     def fail(self) -> None:
-        self.held = 0
+        self.held, self.windows = 0, ()
 
 
 @dataclass(slots=True, eq=False)

@@ -21,7 +21,7 @@ from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover, ProbeJob
 from tiers.transfer.ticket import Progress, Rear, Ticket, TicketState
-from tiers.transfer.windows import WindowMender
+from tiers.transfer.windows import WindowMender, lacking_windows, longest
 
 _, LOADING, READY, LOST = BlockState
 BLOCKS_PER_LIFT = 16  # one copy; its frames are then free for blocks that later slots evict
@@ -84,8 +84,7 @@ class Promoter:
     def close(self, ticket: Ticket, use: Use) -> None:
         """Release the ticket's references. Loads under way finish, and their blocks stay in the
         host tier."""
-        for block in reversed(ticket.blocks):
-            self._residency.release(block, use)
+        self._residency.release_prefix(ticket.blocks, use)
         ticket.blocks.clear()
         ticket.sources.clear()
         rear, ticket.rear = ticket.rear, None
@@ -133,7 +132,8 @@ class Promoter:
         if ticket.closed:
             ticket.move(TicketState.SETTLED)
             return False
-        job = ProbeJob(ticket.chain.block_ids(start, end))
+        lacking = lacking_windows(ticket) if self._reach else None
+        job = ProbeJob(ticket.chain.block_ids(start, end), lacking)
         if not self._mover.submit(job):
             ticket.stop = MissReason.OVERLOADED
             ticket.move(TicketState.SETTLED)
@@ -146,11 +146,13 @@ class Promoter:
         """Start loading what the probe found, as far as there are frames. Returns the ticket's next
         state."""
         assert ticket.probe is not None and self._mover is not None
-        held, ticket.probe = ticket.probe.held, None
+        probe, ticket.probe = ticket.probe, None
         self._match(ticket)  # others may have loaded or computed part of it by now
         start = len(ticket.blocks)
         layout = self._layout
-        end = min(start + held, len(ticket.chain.keys))
+        end = min(start + probe.held, len(ticket.chain.keys))
+        if self._reach:
+            end = longest(ticket, end, self._reach, probe.windows)
         if end <= start:
             return TicketState.SETTLED
         num_blocks = end - start

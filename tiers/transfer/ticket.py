@@ -96,7 +96,8 @@ class Ticket:
     probe: ProbeJob | None = None
     num_on_device: int = 0  # leading blocks known to have a slot
     closed: bool = False  # a copy of its next block failed: it takes no more
-    mended: bool = False  # whether the missing windows of its last blocks were requested
+    windows: ProbeJob | None = None  # which missing windows of its blocks can be loaded
+    mended: bool = False  # whether those of its last blocks were requested
     resume: "Resume | None" = None  # for a model with recurrent states
     splits: bool = False  # whether its request may compute a front while a rear loads
     rear: Rear | None = None

@@ -1,20 +1,41 @@
-"""Restores layers' windows in blocks that a longer prefix left behind, for a shorter prefix.
+"""Finds where a prefix can be resumed by a model with windows, and restores missing windows.
 
 If a layout has windows, a prefix needs only its last `reach` blocks whole. Of the blocks before
-those it needs the lasting part. A longer prefix may have left only the lasting part of a block that
-a shorter one needs whole. Then the other part is read, or the prefix is cut. Engine thread only.
-Nothing here waits.
+those it needs the lasting part. The other part of a block, its windows, is loaded and leaves on its
+own: a longer prefix may have left only the lasting part of a block that a shorter one needs whole,
+and below memory windows have a place of their own in the order of eviction. So a prefix ends where
+its last blocks have their windows in memory or below, and those not in memory are read. Engine
+thread only. Nothing here waits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.memory.block import Block
 from tiers.memory.residency import Residency
 from tiers.tier import TierName
-from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover
+from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover, ProbeJob
 from tiers.transfer.ticket import Ticket
+
+
+def longest(ticket: Ticket, end: int, reach: int, windows: Collection[PrefixKey] = ()) -> int:
+    """The longest prefix of at most `end` blocks whose last `reach` have their windows: in memory,
+    or because they are among `windows`."""
+    run = found = 0
+    for number, key in enumerate(ticket.chain.keys[:end]):
+        here = number < len(ticket.blocks) and ticket.blocks[number].is_whole
+        run = run + 1 if here or key in windows else 0
+        if run >= min(number + 1, reach):
+            found = number + 1
+    return found
+
+
+def lacking_windows(ticket: Ticket) -> list[PrefixKey]:
+    """Its blocks that memory holds without their windows."""
+    keys = (None if block.is_whole else block.key for block in ticket.blocks)
+    return [key for key in keys if key is not None]
 
 
 class WindowMender:
@@ -30,12 +51,19 @@ class WindowMender:
     def stand(self, ticket: Ticket) -> bool:
         """Whether the last blocks are whole above the disk. May cut the ticket to a prefix of which
         this is true. False while missing parts are being read."""
-        lacking = [block for block in ticket.blocks[-self._reach :] if not block.is_whole]
+        lacking = self._lacking(ticket)
         if any(block in blocks for _, blocks in self._reads for block in lacking):
             return False
         if lacking and not ticket.mended:
+            if ticket.windows is None and self._ask(ticket):
+                return False
+            if ticket.windows is not None:
+                if not ticket.windows.done:
+                    return False
+                self._cut(ticket, ticket.windows.windows)
+                lacking = self._lacking(ticket)
             ticket.mended = True
-            if self._mend(lacking):
+            if lacking and self._mend(lacking):
                 return False
         if lacking:
             self._cut(ticket)
@@ -53,11 +81,23 @@ class WindowMender:
     def num_reads(self) -> int:
         return len(self._reads)
 
+    def _lacking(self, ticket: Ticket) -> list[Block]:
+        """Those of its last blocks that memory does not hold whole."""
+        return [block for block in ticket.blocks[-self._reach :] if not block.is_whole]
+
+    def _ask(self, ticket: Ticket) -> bool:
+        """Ask the tiers below which missing windows they have. False if they cannot be asked."""
+        job = ProbeJob((), lacking_windows(ticket))
+        if self._mover is None or not self._mover.submit(job):
+            return False
+        ticket.windows = job
+        return True
+
     def _mend(self, blocks: Sequence[Block]) -> bool:
         """Read the missing part of blocks that have their lasting part. False if one cannot be
         had."""
         residency = self._residency
-        if self._mover is None or not all(block.held_below for block in blocks):
+        if self._mover is None:
             return False
         for block in blocks:
             if block.frame is None and not residency.demote(block):
@@ -95,13 +135,12 @@ class WindowMender:
             blocks[num_loaded].fault = reason
         return True
 
-    def _cut(self, ticket: Ticket) -> None:
-        """Shorten the ticket to the longest prefix whose last blocks are whole."""
-        run = end = 0
-        for number, block in enumerate(ticket.blocks, 1):
-            run = run + 1 if block.is_whole else 0
-            if run >= min(number, self._reach):
-                end = number
+    def _cut(self, ticket: Ticket, windows: Collection[PrefixKey] = ()) -> None:
+        """Shorten the ticket to the longest prefix whose last blocks are whole, or will be once
+        `windows` are read."""
+        end = longest(ticket, len(ticket.blocks), self._reach, windows)
+        if end == len(ticket.blocks):
+            return
         ticket.stop = next((b.fault for b in ticket.blocks[end:] if b.fault), MissReason.ABSENT)
         for block in ticket.cut(end):
             self._residency.release(block, block.use)

@@ -17,10 +17,10 @@ PER_SERVER = 60
 class LoginLimits:
     """How often one address may try."""
 
-    def __init__(self, per_address: int = PER_ADDRESS, per_server: int = PER_SERVER) -> None:
+    def __init__(self, per_address: int = PER_ADDRESS) -> None:
         self._limiter = MovingWindowRateLimiter(MemoryStorage())
         self._address: RateLimitItem = RateLimitItemPerMinute(per_address, namespace="login")
-        self._server: RateLimitItem = RateLimitItemPerMinute(per_server, namespace="logins")
+        self._server: RateLimitItem = RateLimitItemPerMinute(PER_SERVER, namespace="logins")
 
     async def attempt(self, address: str) -> None:
         """Counts an attempt. Raises RateLimited."""

@@ -4,7 +4,6 @@ Every change leaves an audit entry. A change is complete, on disk as well, befor
 """
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ from api.routes.models import find_model
 from api.routes.prompts import Encoded, encode_chat, encode_prompt
 from api.shapes.message import Message
 from api.shapes.schemas import ChatBody
-from tiers.blocks.chain import Chain
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.policy.retention import pin_json
@@ -99,10 +98,8 @@ async def purge(request: Request, body: Purging, by: MayChange) -> dict[str, Any
     return await cache_changes.purge(request, by, body.kind, body.name, body.why)
 
 
-async def _prefix(
-    request: Request, body: NewPin, cache_admin: CacheAdmin
-) -> tuple[PrefixKey, Sequence[PrefixKey]]:
-    """The scope's root and the keys of the full blocks of the prefix."""
+async def _prefix(request: Request, body: NewPin, cache_admin: CacheAdmin) -> Chain | KeyedPrefix:
+    """The prefix that the body names."""
     ways = [way for way in (body.key, body.prompt, body.messages) if way is not None]
     if len(ways) != 1:
         raise InvalidRequest("Say what to pin by one of `key`, `prompt` and `messages`.")
@@ -130,4 +127,4 @@ async def _prefix(
     )
     root = replace(model.scope, tenant=salt).root()
     contents = block_contents(encoded.contents, cache_admin.block_size)
-    return root, Chain(root, encoded.tokens, cache_admin.block_size, contents).keys
+    return Chain(root, encoded.tokens, cache_admin.block_size, contents)

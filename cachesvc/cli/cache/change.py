@@ -29,7 +29,7 @@ from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection import export as disk_transfer
 from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.export import Moved, Rule, chain_rule, import_blocks
-from tiers.disk.inspection.maintenance import pages_by_age, remove
+from tiers.disk.inspection.maintenance import chosen, remove
 from tiers.disk.inspection.opening import open_disks, open_shards, placed
 from tiers.disk.inspection.view import DiskView, open_view
 from tiers.disk.pin_file import pinned_keys
@@ -244,14 +244,8 @@ def _both(first: Rule, second: Rule) -> Rule:
 
 def _planned(shard: Shard, rule: Rule, at_most_bytes: int | None) -> Removed:
     """What `remove` would remove now."""
-    total = Removed()
-    for rows in pages_by_age(shard):
-        for key, entry in rows:
-            if at_most_bytes is not None and total.stored_bytes >= at_most_bytes:
-                return total
-            if rule(key, entry):
-                total = total.plus(Removed(1, entry.place.nbytes, entry.logical_nbytes))
-    return total
+    sizes = (size for _, size in chosen(shard, rule, at_most_bytes=at_most_bytes))
+    return reduce(Removed.plus, sizes, Removed())
 
 
 @contextmanager

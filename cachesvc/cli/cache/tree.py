@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
@@ -13,17 +14,14 @@ from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, fail, note, print_json
 from cachesvc.config.places import found_disk
-from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import MAX_DEPTH, Tree, TreeNode, TreeQuery, tree_json
+from tiers.blocks.tree import MAX_DEPTH, Tree, TreeQuery, tree_json
 from tiers.disk.inspection.view import open_view
 from tiers.tier import TierName
 
 SHOWN = 10_000  # nodes of a tree that a person or a page can handle
 
-Label = Callable[[TreeNode], str]
-
-
-NO_NAMES: Mapping[PrefixKey, str] = {}
+Node = Mapping[str, Any]  # of `tiers.blocks.tree.tree_json`
+Label = Callable[[Node], str]
 
 
 def tree(
@@ -42,101 +40,64 @@ def tree(
     if live:
         asked = urlencode({"depth": depth, "tenant": tenant})
         document = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
-        if json:
-            print_json(document)
-            return
-        for line in tree_lines(tree_from_json(document), names=owners_in(document)):
-            typer.echo(line)
-        return
-    query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
-    with open_view(found_disk(existing_data_dir(data_dir))) as view:
-        grown = view.tree(query, time.time())
+    else:
+        document = tree_json(_on_disk(data_dir, depth, children))
     if json:
-        print_json(tree_json(grown))
+        print_json(document)
         return
-    for line in tree_lines(grown):
+    for line in tree_lines(document):
         typer.echo(line)
-    if not grown.num_blocks:
+    if not document["num_blocks"] and not live:
         note("no block is on disk; --live draws what the running server holds in memory")
 
 
-def tree_from_json(document: Mapping[str, Any]) -> Tree:
-    """The inverse of `tiers.blocks.tree.tree_json`, without token ids."""
-    roots = []
-    for scope in document["scopes"]:
-        key = _key(scope["scope"])
-        children = [_node(each) for each in scope["nodes"]]
-        roots.append(TreeNode(key, key, children=children, left_off=scope["left_off"]))
-    return Tree(roots, document["num_blocks"], document["num_seen"])
+def _on_disk(data_dir: Path | None, depth: int, children: int) -> Tree:
+    query = TreeQuery(depth=depth, max_children=children, max_nodes=SHOWN, max_blocks=sys.maxsize)
+    with open_view(found_disk(existing_data_dir(data_dir))) as view:
+        return view.tree(query, time.time())
 
 
-def owners_in(document: Mapping[str, Any]) -> dict[PrefixKey, str]:
-    """The owner of each scope, if the server reports it."""
-    found = ((_key(scope["scope"]), scope.get("owner")) for scope in document["scopes"])
-    return {key: owner for key, owner in found if key is not None and owner}
-
-
-def _node(document: Mapping[str, Any]) -> TreeNode:
-    return TreeNode(
-        _key(document["key"]),
-        _key(document["last_key"]),
-        num_blocks=document["num_blocks"],
-        num_tokens=document["num_tokens"],
-        places=[run["place"] for run in document["runs"] for _ in range(run["num_blocks"])],
-        num_in_use=document["num_in_use"],
-        num_clean=document["num_clean"],
-        hits=document["hits"],
-        idle_s=document["idle_s"],
-        children=[_node(child) for child in document["children"]],
-        left_off=document["left_off"],
-    )
-
-
-def _key(text: str | None) -> PrefixKey | None:
-    return PrefixKey(bytes.fromhex(text)) if text else None
-
-
-def key_label(node: TreeNode) -> str:
+def key_label(node: Node) -> str:
     """A node's key as a label; a partly filled block has none."""
-    return node.key.hex()[:12] if node.key else "(partial)"
+    return node["key"][:12] if node["key"] else "(partial)"
 
 
-def tree_lines(
-    tree: Tree, label: Label = key_label, *, names: Mapping[PrefixKey, str] = NO_NAMES
-) -> Iterator[str]:
-    """One line per scope and per node, and one where nodes are omitted."""
-    for root in tree.roots:
-        owner = names.get(root.last) if root.last else None
-        yield f"scope {root.last.hex() if root.last else ''}" + (f" of {owner}" if owner else "")
-        yield from _below(root, label, "")
-    missing = tree.num_blocks - tree.num_seen
+def tree_lines(document: Node, label: Label = key_label) -> Iterator[str]:
+    """One line per scope and per node of `tree_json`, and one where nodes are omitted."""
+    for scope in document["scopes"]:
+        owner = f" of {scope['owner']}" if scope.get("owner") else ""
+        yield f"scope {scope['scope'] or ''}{owner}"
+        yield from _below(scope["nodes"], scope["left_off"], label, "")
+    missing = document["num_blocks"] - document["num_seen"]
     if missing:
         blocks = number_of(missing, "block")
         yield f"{blocks} not shown: left off above, or a block before them is gone"
 
 
-def _below(node: TreeNode, label: Label, indent: str) -> Iterator[str]:
-    rows = len(node.children) + (node.left_off > 0)
-    for number, child in enumerate(node.children, start=1):
-        yield f"{indent}{'└─' if number == rows else '├─'} {label(child)} {summary(child)}"
-        yield from _below(child, label, indent + ("   " if number == rows else "│  "))
-    if node.left_off:
-        yield f"{indent}└─ {node.left_off} more"
+def _below(nodes: Sequence[Node], left_off: int, label: Label, indent: str) -> Iterator[str]:
+    rows = len(nodes) + (left_off > 0)
+    for number, node in enumerate(nodes, start=1):
+        yield f"{indent}{'└─' if number == rows else '├─'} {label(node)} {summary(node)}"
+        further = indent + ("   " if number == rows else "│  ")
+        yield from _below(node["children"], node["left_off"], label, further)
+    if left_off:
+        yield f"{indent}└─ {left_off} more"
 
 
-def summary(node: TreeNode) -> str:
+def summary(node: Node) -> str:
     """`34 blocks, 2176 tokens`; for a running server also the tiers and the number in use."""
-    parts = [number_of(node.num_blocks, "block"), number_of(node.num_tokens, "token")]
-    if node.runs == [(TierName.DISK, node.num_blocks)]:
+    parts = [number_of(node["num_blocks"], "block"), number_of(node["num_tokens"], "token")]
+    runs = [(run["place"], run["num_blocks"]) for run in node["runs"]]
+    if runs == [(TierName.DISK, node["num_blocks"])]:
         return ", ".join(parts)
-    if len(node.runs) == 1:
-        parts.append(node.runs[0][0])
+    if len(runs) == 1:
+        parts.append(runs[0][0])
     else:
-        parts.append(" ".join(f"{place} {count}" for place, count in node.runs))
-    if node.hits:
-        parts.append(number_of(node.hits, "hit"))
-    if node.num_in_use:
-        parts.append(f"{node.num_in_use} in use")
-    if node.idle_s >= 1:
-        parts.append(f"idle {seconds(node.idle_s)}")
+        parts.append(" ".join(f"{place} {count}" for place, count in runs))
+    if node["hits"]:
+        parts.append(number_of(node["hits"], "hit"))
+    if node["num_in_use"]:
+        parts.append(f"{node['num_in_use']} in use")
+    if node["idle_s"] >= 1:
+        parts.append(f"idle {seconds(node['idle_s'])}")
     return ", ".join(parts)

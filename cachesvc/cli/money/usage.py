@@ -1,7 +1,7 @@
 """`cachesvc usage`: tokens by class, what they cost and what hits saved; statements and exports."""
 
 import os
-from datetime import datetime, tzinfo
+from datetime import tzinfo
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ import typer
 from api.format import number_of, percent
 from billing.errors import InvalidName, InvalidSpan
 from billing.gate.entries import Entry
-from billing.money import format_units, parse_amount
 from billing.operations import usage as usages
 from billing.operations.books import Books
 from billing.operations.usage import StatementForm
@@ -37,7 +36,7 @@ _REMOVED = {
     "monthly": "`cachesvc usage --by month`",
     "session": "`cachesvc usage --by session`",
     "statement": "`cachesvc usage --statement MONTH --tenant TENANT`",
-    "statusline": "`cachesvc usage --line`",
+    "statusline": "`cachesvc usage --since today`",
     "receipt-keys": "`cachesvc usage receipt --public-keys`",
     "verify-receipt": "`cachesvc usage receipt --check FILE`",
 }
@@ -76,9 +75,6 @@ def usage(
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="At most this many sessions, latest first")
     ] = 50,
-    line: Annotated[
-        bool, typer.Option("--line", help="Today and this month in one line, in local time")
-    ] = False,
     statement: Annotated[
         str | None,
         typer.Option(metavar="MONTH", help="A statement of one tenant's month, such as 2026-11"),
@@ -93,16 +89,13 @@ def usage(
     """
     if context.invoked_subcommand is not None:
         return
-    if by is None and not line and (since or until or breakdown):
+    if by is None and (since or until or breakdown):
         by = "day"
     if by not in (None, *PERIODS):
         by, breakdown = None, by
     zone = _checked_span(since, until, timezone or "UTC", breakdown)
     if statement is not None:
         _print_statement(call, tenant, statement, zone, breakdown, form)
-        return
-    if line:
-        _print_line(call, tenant, timezone or "local")
         return
     span: dict[str, Any] = {"tenant": tenant, "since": since, "until": until, "timezone": zone}
     if by == "session":
@@ -111,33 +104,6 @@ def usage(
         unit = Unit(by or "all")
         found = call(usages.period_usage, **span, unit=unit, breakdown=breakdown)
     _show(found, call.json)
-
-
-def _print_line(call: Invocation, tenant: str | None, timezone: str) -> None:
-    """Today and this month in one line."""
-    today = datetime.now(_zone(timezone)).date()
-    found = call(
-        usages.period_usage,
-        unit=Unit.DAY,
-        tenant=tenant,
-        since=str(today.replace(day=1)),
-        until=str(today),
-        timezone=_sent_zone(timezone),
-    )
-    of_today = [period for period in found if period["period"] == str(today)]
-    if call.json:
-        print_json({"today": _sums(of_today), "month": _sums(found)})
-        return
-    requests = sum(period["requests"] for period in of_today)
-    hit, prompt = (sum(p[name] for p in of_today) for name in ("hit_tokens", "prompt_tokens"))
-    parts = [
-        f"today {_money(of_today, 'amount')}",
-        number_of(requests, "request"),
-        f"hit {percent(hit, prompt)}",
-        f"saved {_money(of_today, 'saved')}",
-        f"month {_money(found, 'amount')}",
-    ]
-    typer.echo(" | ".join(parts))
 
 
 def _checked_span(
@@ -164,38 +130,6 @@ def _zone(name: str) -> tzinfo:
 def _sent_zone(name: str) -> str:
     """Replaces `local` by this terminal's time zone, not the server's."""
     return local_zone_name() if name == "local" else name
-
-
-def _sums(periods: list[Document]) -> list[dict[str, object]]:
-    """The totals, one document per currency."""
-    counts = ("requests", "prompt_tokens", "hit_tokens", "output_tokens")
-    return [
-        {
-            "currency": currency,
-            **{name: sum(period[name] for period in mine) for name in counts},
-            "amount": format_units(_units(mine, "amount")),
-            "saved": format_units(_units(mine, "saved")),
-        }
-        for currency, mine in _by_currency(periods).items()
-    ]
-
-
-def _by_currency(periods: list[Document]) -> dict[str, list[Document]]:
-    found: dict[str, list[Document]] = {}
-    for period in periods:
-        found.setdefault(period["currency"], []).append(period)
-    return found
-
-
-def _money(periods: list[Document], name: str) -> str:
-    sums = {currency: _units(mine, name) for currency, mine in _by_currency(periods).items()}
-    return (
-        " + ".join(f"{format_units(units)} {currency}" for currency, units in sums.items()) or "0"
-    )
-
-
-def _units(periods: list[Document], name: str) -> int:
-    return sum(parse_amount(period[name]) for period in periods)
 
 
 def _print_statement(

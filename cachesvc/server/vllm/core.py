@@ -202,12 +202,12 @@ def build(
         if reports.engine is not None:
             node_operations = NodeOperations(
                 socket,
-                reports.engine.layouts,
+                reports.engine.groups,
                 reports.engine.num_ranks,
                 forget=engine.forget_prefixes,
                 in_flight=engine.in_flight,
             )
-            node_operations.pins()  # the first request makes the node open this layout's tiers
+            node_operations.pins.pins()  # the first request makes the node open a layout's tiers
         introduce = [node_operations.introduce] if node_operations is not None else []
         node = NodeWatch(socket, *introduce)
         node.look()
@@ -310,7 +310,7 @@ def _blocks(
 ) -> tuple[BlockLayout, CacheScope]:
     """The layout and scope of vLLM's blocks; placeholders if no connector reports them."""
     if reports is not None and reports.engine is not None:
-        return reports.engine.layouts[0], reports.engine.scope
+        return reports.engine.groups[0].layout, reports.engine.scope
     if reports is not None:
         logger.warning("the connector caches nothing below vLLM; the log above says why")
     if not engine.block_size:

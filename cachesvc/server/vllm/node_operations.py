@@ -8,28 +8,28 @@ every running request has ended and stored its blocks.
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cachesvc.vllm.identity import group_roots, rank_roots
+from cachesvc.server.vllm.node_pins import NodePins
+from cachesvc.server.vllm.node_prefixes import KvParts, block_of
+from cachesvc.vllm.groups import KvGroup
 from engine.errors import EngineError
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import BlockId, PrefixKey, child_key
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.pin_file import pin_of
-from tiers.errors import NodeError
 from tiers.node.client import NodeClient
 from tiers.operations.purge import Purged
-from tiers.policy.retention import Pin, PinError
 from tiers.tier import Removed, TierName
 
 logger = logging.getLogger(__name__)
 
-QUICK_S = 2.0  # for answers that the engine's thread waits for
 SLOW_S = 120.0  # for answers that need the disk
+TRACED_KEYS = 1024  # asked for at once
 FORGET_S = 30.0  # how long to try to empty vLLM's own cache
 STORE_S = 10.0  # time to store a request's blocks after its end
 PUBLISH_S = 8.0
@@ -41,6 +41,33 @@ class ElsewhereError(EngineError):
     """The blocks are not in this process; the message says where they are."""
 
 
+class _Nodes:
+    """Connections for slow work, one for each layout that is asked for. One thread."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._nodes: dict[BlockLayout, NodeClient] = {}
+
+    def __getitem__(self, layout: BlockLayout) -> NodeClient:
+        if layout not in self._nodes:
+            node = NodeClient(self._socket, layout, timeout_s=SLOW_S)
+            node.connect()
+            self._nodes[layout] = node
+        return self._nodes[layout]
+
+    def held(self, layout: BlockLayout, run: Sequence[BlockId]) -> list[TierName]:
+        """The tiers of the leading blocks that the node has."""
+        return self[layout].probe(run)
+
+    def sent(self, layout: BlockLayout, run: Sequence[BlockId]) -> list[TierName]:
+        """Send these blocks to the store. Returns as many tiers as leading ones are there."""
+        return [TierName.REMOTE] * self[layout].publish(run)
+
+    def close(self) -> None:
+        for node in self._nodes.values():
+            node.close()
+
+
 class NodeOperations:
     """Operations on the node at `socket`.
 
@@ -50,20 +77,18 @@ class NodeOperations:
     def __init__(
         self,
         socket: Path,
-        layouts: Sequence[BlockLayout],
+        groups: Sequence[KvGroup],
         num_ranks: int,
         *,
         forget: Callable[[], "Future[bool]"],
         in_flight: Callable[[], frozenset[str]],
     ) -> None:
         self._socket = socket
-        self._layouts = tuple(layouts)  # of each group; prefixes are counted in the first's blocks
-        self._num_ranks = num_ranks
+        self.parts = KvParts(tuple(groups), num_ranks)
+        self.pins = NodePins(socket, self.parts)
         self._forget = forget
         self._in_flight = in_flight
-        self._quick = NodeClient(socket, layouts[0], timeout_s=QUICK_S)
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="cachesvc-node-operate")
-        self._pins: list[Pin[PrefixKey]] = []
         self._ended = threading.Event()
         self.owners: Mapping[PrefixKey, str] = {}  # owner of each scope, for the node's quotas
 
@@ -71,82 +96,58 @@ class NodeOperations:
         """Sends the owners of scopes to a newly joined node. Raises NodeError."""
         if self.owners:
             node.know(
-                {each: name for root, name in self.owners.items() for each in self._parts(root)}
+                {each: name for root, name in self.owners.items() for each in self._roots(root)}
             )
 
-    def _parts(self, root: PrefixKey) -> list[PrefixKey]:
+    def _roots(self, root: PrefixKey) -> list[PrefixKey]:
         """The roots of every group's blocks of a scope, on every rank."""
-        groups = group_roots(root, len(self._layouts))
-        return [each for group in groups for each in rank_roots(group, self._num_ranks)]
+        return [each for group in self.parts.roots(root) for each in group]
 
     def close(self) -> None:
         self._ended.set()
         self._threads.shutdown(cancel_futures=True)
-        self._quick.close()
-
-    # The engine's thread.
-
-    def pin(
-        self,
-        name: str,
-        scope: PrefixKey,
-        keys: Sequence[PrefixKey],
-        for_s: float,
-        why: str,
-        owner: str,
-    ) -> Pin[PrefixKey]:
-        if self._num_ranks > 1:
-            raise PinError("pins are not kept with tensor parallelism: each rank has its own keys")
-        if len(self._layouts) > 1:
-            raise PinError("pins are not kept for a model with several groups of KV")
-        answer = self._ask(
-            "pin",
-            name=name,
-            scope=scope.hex(),
-            keys=[key.hex() for key in keys],
-            for_s=for_s,
-            why=why,
-            owner=owner,
-        )
-        if "refused" in answer:
-            raise PinError(answer["refused"], answer["excess"])
-        return pin_of(answer["pin"])
-
-    def unpin(self, name: str) -> bool:
-        return bool(self._ask("unpin", name=name)["found"])
-
-    def pins(self) -> list[Pin[PrefixKey]]:
-        """The node's pins; while it is unreachable, the last known ones."""
-        try:
-            self._pins = [pin_of(fields) for fields in self._ask("pins")["pins"]]
-        except PinError as error:
-            logger.warning(f"pins are shown as they were: {error}")
-        return self._pins
+        self.pins.close()
 
     # Calls whose results come later.
 
     def saved(self) -> "Future[None]":
-        return self._later(lambda node: (node.operate("saved"), None)[1])
+        """Done once the pins of every layout are on disk."""
+
+        def saved(nodes: _Nodes) -> None:
+            for layout in self.parts.layouts:
+                nodes[layout].operate("saved")
+
+        return self._later(saved)
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        def evict(node: NodeClient) -> dict[TierName, int]:
-            removed = node.operate("evict", keys=[key.hex() for key in keys])
-            return {TierName(tier): count for tier, count in removed.items()}
+        """Remove these blocks, and those of other groups and ranks that have their tokens. The
+        result counts all of them."""
+
+        def evict(nodes: _Nodes) -> dict[TierName, int]:
+            wanted = {layout: list(keys) for layout in self.parts.layouts}
+            if not self.parts.are_one:
+                wanted = self.parts.spanning(keys, _traced(nodes[self.parts.layouts[0]], keys))
+            removed: Counter[TierName] = Counter()
+            for layout, each in wanted.items():
+                told = nodes[layout].operate("evict", keys=[key.hex() for key in each])
+                removed.update({TierName(tier): count for tier, count in told.items()})
+            return dict(removed)
 
         return self._later(evict)
 
     def publish(self, chain: Chain) -> "Future[int]":
-        """The number of the prefix's blocks in the store, once all are there or the time is
-        over."""
-        ids = chain.block_ids(0, len(chain.keys))
-        runs = [_under(root, ids) for root in rank_roots(chain.root, self._num_ranks)]
+        """The number of the prefix's blocks from whose end others can resume by what is in the
+        store, once that is all that can be or the time is over."""
+        prefix = self.parts.prefix(chain)
 
-        def publish(node: NodeClient) -> int:
+        def publish(nodes: _Nodes) -> int:
             give_up = time.monotonic() + PUBLISH_S
             while True:
-                num_sent = min(node.publish(run) for run in runs)
-                if num_sent == len(ids) or time.monotonic() > give_up:
+                num_sent = prefix.held(nodes.sent)
+                if num_sent == len(chain.keys) or time.monotonic() > give_up:
                     return num_sent
+                if prefix.is_whole(nodes.sent) and num_sent >= prefix.held(nodes.held):
+                    return num_sent  # there is no window or state at a later place
                 time.sleep(LOOK_S)
 
         return self._later(publish)
@@ -160,14 +161,12 @@ class NodeOperations:
         return result
 
     def _purge(self, roots: Collection[PrefixKey], result: "Future[Purged]") -> None:
-        every = [each.hex() for root in roots for each in self._parts(root)]
+        every = [each.hex() for root in roots for each in self._roots(root)]
         try:
-            with ExitStack() as nodes:
-                answers = []
-                for layout in dict.fromkeys(self._layouts):
-                    node = NodeClient(self._socket, layout, timeout_s=SLOW_S)
-                    nodes.enter_context(closing(node)).connect()
-                    answers.append(node.operate("purge", roots=every))
+            with closing(_Nodes(self._socket)) as nodes:
+                answers = [
+                    nodes[layout].operate("purge", roots=every) for layout in self.parts.layouts
+                ]
                 running = self._in_flight()
                 self._empty_device()
                 result.set_result(_purged(roots, answers))
@@ -194,22 +193,21 @@ class NodeOperations:
                 raise ElsewhereError(f"vLLM did not empty its own cache: {why}; purge again")
             time.sleep(0.1)
 
-    def _ask(self, what: str, **about: Any) -> dict[str, Any]:
-        try:
-            if not self._quick.is_connected:
-                self._quick.connect()
-            return self._quick.operate(what, **about)
-        except NodeError as error:
-            self._quick.close()
-            raise PinError(f"the node keeps the pins, and does not answer: {error}") from error
-
-    def _later(self, work: Callable[[NodeClient], T]) -> "Future[T]":
+    def _later(self, work: "Callable[[_Nodes], T]") -> "Future[T]":
         def run() -> T:
-            with closing(NodeClient(self._socket, self._layouts[0], timeout_s=SLOW_S)) as node:
-                node.connect()
-                return work(node)
+            with closing(_Nodes(self._socket)) as nodes:
+                return work(nodes)
 
         return self._threads.submit(run)
+
+
+def _traced(node: NodeClient, keys: Sequence[PrefixKey]) -> list[BlockId]:
+    """These blocks and those before them, as far as the node holds them."""
+    found: list[BlockId] = []
+    for begin in range(0, len(keys), TRACED_KEYS):
+        asked = [key.hex() for key in keys[begin : begin + TRACED_KEYS]]
+        found += map(block_of, node.operate("trace", keys=asked)["blocks"])
+    return found
 
 
 def _purged(roots: Collection[PrefixKey], answers: Sequence[dict[str, Any]]) -> Purged:
@@ -221,15 +219,3 @@ def _purged(roots: Collection[PrefixKey], answers: Sequence[dict[str, Any]]) -> 
     pins = tuple(pin for answer in answers for pin in answer["pins"])
     left, in_use = (sum(int(each[name]) for each in answers) for name in ("num_left", "in_use"))
     return Purged(tuple(sorted(roots)), removed, in_use, pins, left)
-
-
-def _under(root: PrefixKey, ids: Sequence[BlockId]) -> list[BlockId]:
-    """The ids of the same tokens' blocks on another rank."""
-    if not ids or ids[0].scope == root:
-        return list(ids)
-    found, parent = [], root
-    for block in ids:
-        key = child_key(parent, block.tokens, block.content)
-        found.append(BlockId(root, parent, key, block.tokens, block.content))
-        parent = key
-    return found

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from cachesvc.server.vllm.counts import EngineCounts
 from cachesvc.server.vllm.node import NodeWatch
 from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
-from tiers.blocks.chain import Chain
+from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.memory.index import BlockIndex
@@ -48,8 +48,8 @@ class OperationsElsewhere:
     def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
         return []
 
-    def prefix_of(self, key: PrefixKey) -> "Future[tuple[PrefixKey, list[PrefixKey]]]":
-        return done((PrefixKey(b""), []))
+    def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
+        return done(KeyedPrefix(PrefixKey(b""), []))
 
     def working_set(self) -> TrafficReport:
         return Traffic().report(
@@ -68,20 +68,15 @@ class OperationsElsewhere:
     def pin(
         self,
         name: str,
-        prefix: Chain | Sequence[PrefixKey],
+        prefix: Chain | KeyedPrefix,
         until_s: float,
         why: str = "",
         *,
-        scope: PrefixKey | None = None,
         owner: str = "",
     ) -> Pin[PrefixKey]:
         if self._node is None:
             raise PinError("pins need a node below vLLM; set cache.host_bytes")
-        keys = prefix.keys if isinstance(prefix, Chain) else list(prefix)
-        root = prefix.root if isinstance(prefix, Chain) else scope
-        if root is None:
-            raise PinError(f"the scope of {name!r} is unknown here; give its root")
-        return self._node.pin(name, root, keys, until_s - self.now_s, why, owner)
+        return self._node.pins.pin(name, prefix, until_s - self.now_s, why, owner)
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
         return 0
@@ -90,10 +85,10 @@ class OperationsElsewhere:
         pass
 
     def unpin(self, name: str) -> bool:
-        return self._node.unpin(name) if self._node is not None else False
+        return self._node.pins.unpin(name) if self._node is not None else False
 
     def pins(self) -> list[Pin[PrefixKey]]:
-        return self._node.pins() if self._node is not None else []
+        return self._node.pins.pins() if self._node is not None else []
 
     def saved(self) -> "Future[None]":
         return self._node.saved() if self._node is not None else done(None)

@@ -7,7 +7,13 @@ import xxhash
 
 from tiers.blocks.part import Part
 from tiers.disk.format.codec import Codec, CodecId, bound
-from tiers.disk.format.record import Header, Lasting, check_payload
+from tiers.disk.format.record import (
+    Header,
+    Lasting,
+    check_payload,
+    pack_header,
+    unpack_header,
+)
 from tiers.errors import MissReason
 
 
@@ -34,6 +40,28 @@ def encode(
     into[nbytes : lasting.end] = bytes(lasting.end - nbytes)
     used, nbytes = codec.encode(block[split:], into[lasting.end :])
     return used, lasting.end + nbytes, lasting
+
+
+def joined(lasting: bytes, window: bytes) -> bytes:
+    """The record of a whole block, made of those of its two parts, each verified."""
+    first, second = unpack_header(lasting), unpack_header(window)
+    assert isinstance(first, Header) and isinstance(second, Header), "a record was not verified"
+    own = lasting[-first.payload_nbytes :] if first.payload_nbytes else b""
+    size = first.logical_nbytes, first.payload_nbytes, first.payload_checksum, first.codec
+    kept = Lasting(*size)
+    payload = own.ljust(kept.end, b"\0") + window[-second.payload_nbytes :]
+    header = pack_header(
+        first.block_id,
+        layout=first.layout,
+        codec=second.codec,
+        item_bytes=first.item_bytes,
+        logical_nbytes=first.logical_nbytes + second.logical_nbytes,
+        payload=memoryview(payload),
+        written_s=first.written_s,
+        lasting=kept,
+        computed_s=first.computed_s,
+    )
+    return header + payload
 
 
 def needed_nbytes(header: Header, part: Part) -> int:
@@ -63,9 +91,15 @@ def decode(
 ) -> None:
     """Fills the part of `into`, exactly one block, from a checked 8-aligned payload.
 
-    Raises DecodeError. A payload of one piece fills all of it.
+    Raises DecodeError. A payload of one piece fills all of it, or the part that its record has.
     """
     lasting = header.lasting
+    if header.part is not Part.WHOLE:
+        nbytes = header.logical_nbytes
+        if nbytes:  # without full layers, the first part is empty
+            first = 0 if header.part is Part.LASTING else len(into) - nbytes
+            codec.decode(header.codec, payload, into[first : first + nbytes])
+        return
     if lasting is None:
         codec.decode(header.codec, payload, into)
         return

@@ -21,6 +21,10 @@ first is the KV of layers without windows; the second begins at a multiple of 8.
 zeros the header has, for the first payload: bytes of KV (8), coded bytes (8), their xxh3_64 (8),
 codec id (8).
 
+Versions 3 and 4 have one part of a block each, with the header of version 1: 3 the KV of layers
+without windows, 4 that of the others. Both name their block. The record of version 4 is stored
+under `window_key`, so that it has a place of its own in the order of eviction.
+
 Pure functions over bytes, for every thread of the disk tier and for the command line.
 """
 
@@ -29,11 +33,15 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import KEY_BYTES, BlockId, PrefixKey
+from tiers.blocks.part import Part
 from tiers.errors import MissReason
 
 MAGIC = b"cachesvc"
-VERSION, VERSION_PARTED = 1, 2
+VERSION, VERSION_PARTED, VERSION_LASTING, VERSION_WINDOW = 1, 2, 3, 4
+_VERSIONS = {Part.WHOLE: VERSION, Part.LASTING: VERSION_LASTING, Part.WINDOW: VERSION_WINDOW}
+_PARTS = {version: part for part, version in _VERSIONS.items()} | {VERSION_PARTED: Part.WHOLE}
+_WINDOW = b"w"  # after a block's key
 _FIXED = struct.Struct("<8sHBBI16s16s16s16sQIIQQQQ")
 _PREFIX = struct.Struct("<8sHBBI")
 _CHECKSUM = struct.Struct("<Q")
@@ -73,6 +81,7 @@ class Header(NamedTuple):
     written_s: int
     computed_s: int  # may be earlier than written, if the block was in memory first
     lasting: Lasting | None = None
+    part: Part = Part.WHOLE  # what of the block the record has
 
     @property
     def block_id(self) -> BlockId:
@@ -96,12 +105,13 @@ def pack_header(
     written_s: int,
     lasting: Lasting | None = None,
     computed_s: int = 0,
+    part: Part = Part.WHOLE,
 ) -> bytes:
-    """The header of `block` with `payload`, whose checksum it computes."""
+    """The header of `block`, or of a part of it, with `payload`, whose checksum it computes."""
     nbytes = header_nbytes(block, parted=lasting is not None)
     fixed = _FIXED.pack(
         MAGIC,
-        VERSION if lasting is None else VERSION_PARTED,
+        _VERSIONS[part] if lasting is None else VERSION_PARTED,
         codec,
         item_bytes,
         nbytes,
@@ -129,7 +139,8 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
     magic, version, _codec, _item, nbytes = _PREFIX.unpack_from(data)
     if magic != MAGIC:
         return MissReason.CHECKSUM
-    if version not in (VERSION, VERSION_PARTED):
+    part = _PARTS.get(version)
+    if part is None:
         return MissReason.VERSION
     if not _FIXED.size + 8 <= nbytes <= len(data):
         return MissReason.TORN
@@ -164,7 +175,38 @@ def unpack_header(data: bytes | memoryview) -> Header | MissReason:
         written_s,
         computed_s or written_s,
         lasting,
+        part,
     )
+
+
+def window_key(key: PrefixKey) -> PrefixKey:
+    """The key of the record of a block's window part."""
+    return PrefixKey(key + _WINDOW)
+
+
+def block_key(key: PrefixKey) -> PrefixKey:
+    """The key of the block that this record is of."""
+    return PrefixKey(key[:KEY_BYTES])
+
+
+def is_window(key: bytes) -> bool:
+    """Whether the record with this key is a window part, and no block by itself."""
+    return len(key) > KEY_BYTES
+
+
+def num_blocks_of(key: bytes) -> int:
+    """How many blocks the record with this key counts for: a window part for none."""
+    return int(not is_window(key))
+
+
+def record_key(header: Header) -> PrefixKey:
+    """The key of the record with this header."""
+    return window_key(header.key) if header.part is Part.WINDOW else header.key
+
+
+def part_of(header: bytes) -> Part | None:
+    """The part of a block that the record has, by these header bytes, checked or not."""
+    return _PARTS.get(int.from_bytes(header[8:10], "little"))
 
 
 def is_block(header: bytes, block: BlockId) -> bool:

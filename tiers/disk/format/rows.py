@@ -3,7 +3,7 @@
 import struct
 from typing import NamedTuple
 
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.disk.format.record import logical_nbytes_of, scope_of
 
 DAY_S = 86_400
@@ -108,7 +108,7 @@ _TOTALS = struct.Struct("<7Q")
 _ACCOUNT = struct.Struct("<3Q")
 _DAY = struct.Struct("<5Q")
 _SEQUENCE = struct.Struct(">Q")
-_ORDER = struct.Struct("<16sI")
+_USED = struct.Struct("<I")
 _DAY_KEY = struct.Struct(">I")
 
 
@@ -122,12 +122,14 @@ def unpack_sequence(data: bytes) -> int:
 
 
 def pack_order(key: PrefixKey, used_s: int) -> bytes:
-    return _ORDER.pack(key, used_s)
+    return key + _USED.pack(used_s)
 
 
 def unpack_order(data: bytes) -> tuple[PrefixKey, int]:
-    key, used_s = _ORDER.unpack(data)
-    return PrefixKey(key), int(used_s)
+    key = bytes(data[: -_USED.size])
+    if len(key) not in (KEY_BYTES, KEY_BYTES + 1):  # a block's, or that of its window part
+        raise struct.error(f"a row of {len(data)} bytes")
+    return PrefixKey(key), int(_USED.unpack(data[-_USED.size :])[0])
 
 
 def pack_day(day: int) -> bytes:

@@ -7,12 +7,13 @@ either the old or the new file is there, complete.
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import DirectoryLock, read_meta, shard_path
+from tiers.disk.format.record import num_blocks_of, window_key
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.export import make_record, proven, read_record
 from tiers.disk.pin_file import keys_in_force
@@ -36,9 +37,7 @@ class Compacted:
     file_bytes: int
 
 
-def compact_folder(
-    root: Path, storage: Storage | None = None, clock: Callable[[], float] = time.time
-) -> list[Compacted]:
+def compact_folder(root: Path) -> list[Compacted]:
     """Rewrite every shard of a folder that no server holds.
 
     Raises DirectoryLocked, ConfigurationError if there is no tier, and OSError for lack of room.
@@ -48,10 +47,10 @@ def compact_folder(
         raise ConfigurationError(f"there is no disk cache in {root}; check --data-dir")
     lock = DirectoryLock(root)
     try:
-        pinned = keys_in_force(root, clock())
+        pinned = keys_in_force(root, time.time())
         size = meta.map_bytes
         return [
-            compact(shard_path(root, number), size, size, storage or Storage(), pinned)
+            compact(shard_path(root, number), size, size, Storage(), pinned)
             for number in range(meta.num_shards)
         ]
     finally:
@@ -116,7 +115,7 @@ def copy_blocks(source: Shard, target: Shard, pinned: Sequence[PrefixKey]) -> in
 
 def _in_order(source: Shard, pinned: Sequence[PrefixKey]) -> Iterator[list[Row]]:
     """The blocks to copy, up to ROWS at a time, each once."""
-    first = dict.fromkeys(pinned)
+    first = {each: None for key in pinned for each in (key, window_key(key))}
     held = [(key, entry) for key in first for entry in source.find([key])]
     for start in range(0, len(held), ROWS):
         yield held[start : start + ROWS]
@@ -137,7 +136,7 @@ def _copy(source: Shard, writer: Writer, rows: list[Row]) -> tuple[int, bool]:
         if not writer.has_room(len(data)):
             return num_copied, True
         writer.put(make_record(bytes(data), header), entry.place.sequence, entry.place.used_s)
-        num_copied += 1
+        num_copied += num_blocks_of(key)
     return num_copied, False
 
 

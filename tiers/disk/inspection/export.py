@@ -1,7 +1,8 @@
 """Moves blocks between machines: an export is a stream of records, and an import verifies each.
 
 A stream is "cachesvc-blocks\\n", then per block a u32 length and the record as on disk (header and
-payload), oldest first. A length of 0, the number of blocks (u64) and xxh3_64 of that number end it.
+payload), oldest first. A window part may have a record of its own. A length of 0, the number of
+records (u64) and xxh3_64 of that number end it.
 An importer trusts nothing: every header, payload and key is checked again. If a stream ends early,
 the complete blocks are kept.
 """
@@ -16,7 +17,16 @@ import xxhash
 
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.format.codec import CodecId
-from tiers.disk.format.record import Header, check_payload, parent_of, unpack_header
+from tiers.disk.format.record import (
+    Header,
+    block_key,
+    check_payload,
+    is_window,
+    num_blocks_of,
+    parent_of,
+    record_key,
+    unpack_header,
+)
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import pages_by_age
 from tiers.disk.shard import Shard
@@ -58,6 +68,8 @@ def chain_rule(shards: Sequence[Shard], keys: Collection[PrefixKey]) -> Rule:
     for shard in shards:
         for rows in pages_by_age(shard):
             for key, entry in rows:
+                if is_window(key):
+                    continue
                 parents[key] = parent_of(entry.header)
                 children.setdefault(parents[key], []).append(key)
     chosen: set[PrefixKey] = set()
@@ -70,14 +82,14 @@ def chain_rule(shards: Sequence[Shard], keys: Collection[PrefixKey]) -> Rule:
         key = below.pop()
         chosen.add(key)
         below += children.get(key, [])
-    return lambda key, _: key in chosen
+    return lambda key, _: block_key(key) in chosen
 
 
 def export(shards: Sequence[Shard], to: BinaryIO, rule: Rule) -> Moved:
     """Writes the blocks selected by `rule` to a stream, each checked. Safe beside a running
     server."""
     to.write(MAGIC)
-    num_blocks = nbytes = 0
+    num_records = num_blocks = nbytes = 0
     bad: Counter[MissReason] = Counter()
     for shard in shards:
         for key, record in _records(shard, rule):
@@ -88,9 +100,10 @@ def export(shards: Sequence[Shard], to: BinaryIO, rule: Rule) -> Moved:
             whole = record[: whole_nbytes(record, found)]
             to.write(_LENGTH.pack(len(whole)))
             to.write(whole)
-            num_blocks += 1
+            num_records += 1
+            num_blocks += num_blocks_of(key)
             nbytes += len(whole)
-    to.write(_LENGTH.pack(0) + _end(num_blocks))
+    to.write(_LENGTH.pack(0) + _end(num_records))
     return Moved(num_blocks, nbytes, bad=dict(bad))
 
 
@@ -170,7 +183,7 @@ class _Importer:
                 shard.forget_dead_readers()
                 shard.wait_for_readers(READERS_WAIT_S)
                 shard.learn_slack(self._batch_bytes(number))
-        self._num_refused += len(batch)
+        self._num_refused += sum(num_blocks_of(record.key) for record in batch)
 
     def _write_part(self, shard: Shard, batch: list[Record]) -> None:
         """One transaction; takes from the batch what it stored, found or had no room for."""
@@ -185,12 +198,13 @@ class _Importer:
         if again:
             return
         del batch[: len(part)]
-        self._num_held += len(part) - len(fresh)
+        num_fresh = sum(num_blocks_of(record.key) for record in fresh)
+        self._num_held += sum(num_blocks_of(record.key) for record in part) - num_fresh
         if room:
-            self._num_stored += len(fresh)
+            self._num_stored += num_fresh
             self._nbytes += sum(len(record.data) for record in fresh)
         else:
-            self._num_refused += len(fresh)
+            self._num_refused += num_fresh
 
 
 def _records(shard: Shard, rule: Rule) -> Iterator[tuple[PrefixKey, memoryview]]:
@@ -210,7 +224,7 @@ def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:
     header = unpack_header(record)
     if isinstance(header, MissReason):
         return header
-    if key is not None and header.key != key:
+    if key is not None and record_key(header) != key:
         return MissReason.ABSENT
     if child_key(header.parent, header.tokens, header.content) != header.key:
         return MissReason.COLLISION
@@ -229,11 +243,12 @@ def whole_nbytes(record: memoryview, header: Header) -> int:
     return _header_nbytes(record) + header.payload_nbytes
 
 
-def _end(num_blocks: int) -> bytes:
-    return _END.pack(num_blocks, xxhash.xxh3_64_intdigest(num_blocks.to_bytes(8, "little")))
+def _end(num_records: int) -> bytes:
+    return _END.pack(num_records, xxhash.xxh3_64_intdigest(num_records.to_bytes(8, "little")))
 
 
 def make_record(data: bytes, header: Header) -> Record:
     start = _header_nbytes(data)
     whole = data.ljust(MIN_RECORD, b"\0")
-    return Record(header.key, header.scope, data[:start], memoryview(whole), header.logical_nbytes)
+    key = record_key(header)
+    return Record(key, header.scope, data[:start], memoryview(whole), header.logical_nbytes)

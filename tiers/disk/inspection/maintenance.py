@@ -8,6 +8,8 @@ process, and by `DiskTier` in the server.
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.part import Part
+from tiers.disk.format.record import num_blocks_of, part_of, window_key
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.shard import Shard
 from tiers.tier import Removed
@@ -18,7 +20,8 @@ Rule = Callable[[PrefixKey, IndexEntry], bool]
 
 
 def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
-    """Every block, in order of keys. A block stored meanwhile may be missed; none comes twice."""
+    """Every record, in order of keys: a block, then its window part. One stored meanwhile may be
+    missed; none comes twice."""
     after: PrefixKey | None = None
     while rows := shard.entries(after, PAGE_BLOCKS):
         yield rows
@@ -26,26 +29,51 @@ def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
 
 
 def pages_by_age(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
-    """Every block, the next to be evicted first."""
+    """Every record, the next to be evicted first."""
     after = 0
     while rows := shard.by_age(after, PAGE_BLOCKS):
         yield rows
         after = rows[-1][1].place.sequence
 
 
-def remove(shard: Shard, rule: Rule, *, at_most_bytes: int | None = None) -> Removed:
-    """Deletes the blocks selected by `rule`, oldest first, up to `at_most_bytes`."""
-    total = Removed()
+def chosen(
+    shard: Shard, rule: Rule, *, at_most_bytes: int | None = None
+) -> Iterator[tuple[list[PrefixKey], Removed]]:
+    """The records selected by `rule`, oldest first, up to `at_most_bytes`, page by page. A block
+    takes its window part along."""
+    along: set[PrefixKey] = set()  # window parts chosen before their turn
+    total = 0
     for rows in pages_by_age(shard):
-        to_delete = []
+        keys: list[PrefixKey] = []
+        size = Removed()
         for key, entry in rows:
-            if at_most_bytes is not None and total.stored_bytes >= at_most_bytes:
+            if at_most_bytes is not None and total + size.stored_bytes >= at_most_bytes:
                 break
-            if rule(key, entry):
-                to_delete.append(key)
-                total = total.plus(Removed(1, entry.place.nbytes, entry.logical_nbytes))
-        delete(shard, to_delete)
+            if key in along or not rule(key, entry):
+                along.discard(key)
+                continue
+            keys.append(key)
+            size = size.plus(_size(key, entry))
+            if part_of(entry.header) is Part.LASTING and window_key(key) not in keys:
+                for window in shard.find([window_key(key)]):
+                    keys.append(window_key(key))
+                    along.add(window_key(key))
+                    size = size.plus(_size(window_key(key), window))
+        yield keys, size
+        total += size.stored_bytes
+
+
+def remove(shard: Shard, rule: Rule, *, at_most_bytes: int | None = None) -> Removed:
+    """Deletes the records selected by `rule`, as `chosen` does."""
+    total = Removed()
+    for keys, size in chosen(shard, rule, at_most_bytes=at_most_bytes):
+        delete(shard, keys)
+        total = total.plus(size)
     return total
+
+
+def _size(key: PrefixKey, entry: IndexEntry) -> Removed:
+    return Removed(num_blocks_of(key), entry.place.nbytes, entry.logical_nbytes)
 
 
 def delete(shard: Shard, keys: list[PrefixKey]) -> int:
@@ -62,7 +90,7 @@ def purge(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> Removed:
     wanted = frozenset(roots)
     total = Removed()
     for shard in shards:
-        while (removed := remove(shard, lambda _, entry: entry.scope in wanted)).num_blocks:
+        while (removed := remove(shard, lambda _, entry: entry.scope in wanted)).stored_bytes:
             total = total.plus(removed)
         shard.sync()
     return total
@@ -71,4 +99,5 @@ def purge(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> Removed:
 def count(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> int:
     """The number of blocks of these scopes, by their own headers."""
     wanted = frozenset(roots)
-    return sum(e.scope in wanted for shard in shards for rows in pages(shard) for _, e in rows)
+    rows = (row for shard in shards for page in pages(shard) for row in page)
+    return sum(num_blocks_of(key) for key, entry in rows if entry.scope in wanted)

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from tiers.blocks.keys import PrefixKey, child_key
 from tiers.disk.format.codec import Codec, DecodeError
 from tiers.disk.format.payload import decode
-from tiers.disk.format.record import Header, check_payload, unpack_header
+from tiers.disk.format.record import (
+    Header,
+    check_payload,
+    num_blocks_of,
+    record_key,
+    unpack_header,
+)
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection.maintenance import delete, pages
 from tiers.disk.shard import Shard
@@ -73,7 +79,7 @@ def verify(
         for key, entry in rows:
             why = checker.check(key, entry)
             if why is None:
-                num_blocks += 1
+                num_blocks += num_blocks_of(key)
                 logical_bytes += entry.logical_nbytes
             elif _still_there(shard, key, entry):
                 bad[why] += 1
@@ -104,7 +110,8 @@ class _Checker:
         header = unpack_header(entry.header)
         if isinstance(header, MissReason):
             return header
-        if header.key != key or child_key(header.parent, header.tokens, header.content) != key:
+        named = child_key(header.parent, header.tokens, header.content)
+        if record_key(header) != key or header.key != named:
             return MissReason.COLLISION
         try:
             buffer = self._record.take(self._shard.room_for(entry))

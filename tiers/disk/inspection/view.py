@@ -7,10 +7,11 @@ process. `DiskTier.view` gives the same over the open shards.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
+from tiers.blocks.part import Part
 from tiers.blocks.tree import Tree, TreeQuery, grow
 from tiers.blocks.view import BlockView
 from tiers.disk.directory import (
@@ -18,8 +19,8 @@ from tiers.disk.directory import (
     is_locked,
     read_holder,
 )
-from tiers.disk.format.record import Header, unpack_header
-from tiers.disk.format.rows import Account, Day, IndexEntry
+from tiers.disk.format.record import Header, is_window, part_of, unpack_header, window_key
+from tiers.disk.format.rows import Account, IndexEntry
 from tiers.disk.inspection.maintenance import pages, pages_by_age
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.shard import Shard
@@ -117,15 +118,13 @@ class DiskView:
             server=read_holder(self.path) if is_locked(self.path) else None,
         )
 
-    def blocks(
-        self, scope: PrefixKey | None = None, *, oldest: bool = False
-    ) -> Iterator[BlockInfo]:
-        """Every block, or a scope's, by key or (`oldest`) in order of eviction."""
+    def blocks(self, *, oldest: bool = False) -> Iterator[BlockInfo]:
+        """Every block, by key or (`oldest`) in order of eviction."""
         for number, shard in enumerate(self.shards):
             for rows in pages_by_age(shard) if oldest else pages(shard):
                 for key, entry in rows:
-                    if scope is None or entry.scope == scope:
-                        yield _info(number, key, entry)
+                    if not is_window(key):
+                        yield self._info(number, key, entry)
 
     def find(self, key_start: bytes) -> list[BlockInfo]:
         """Blocks whose key begins with these bytes."""
@@ -135,16 +134,29 @@ class DiskView:
             start = PrefixKey(key_start)
             exact = shard.find([start]) if len(start) == 16 else []
             if exact:
-                found.append(_info(number, start, exact[0]))
+                found.append(self._info(number, start, exact[0]))
                 continue
             after = start
             while rows := shard.entries(after, 64):
                 mine = [(key, entry) for key, entry in rows if key.startswith(key_start)]
-                found += [_info(number, key, entry) for key, entry in mine]
+                blocks = [row for row in mine if not is_window(row[0])]
+                found += [self._info(number, *row) for row in blocks]
                 if len(mine) < len(rows):
                     break
                 after = rows[-1][0]
         return found
+
+    def _info(self, number: int, key: PrefixKey, entry: IndexEntry) -> BlockInfo:
+        """A block, with the bytes of its window part where that has a record of its own."""
+        info = _info(number, key, entry)
+        if part_of(entry.header) is not Part.LASTING:
+            return info
+        windows = self.shards[number].find([window_key(key)])
+        return replace(
+            info,
+            stored_bytes=info.stored_bytes + sum(each.place.nbytes for each in windows),
+            logical_bytes=info.logical_bytes + sum(each.logical_nbytes for each in windows),
+        )
 
     def chain(self, block: BlockInfo) -> list[BlockInfo]:
         """The blocks that lead to `block`, the first of the prompt first, and `block` itself."""
@@ -175,14 +187,6 @@ class DiskView:
             for root, account in shard.accounts().items():
                 total[root] = total.get(root, Account()).plus(*account)
         return total
-
-    def days(self) -> dict[int, Day]:
-        """Writes by day since 1970 (UTC)."""
-        total: dict[int, Day] = {}
-        for shard in self.shards:
-            for number, day in shard.days().items():
-                total[number] = total.get(number, Day()).plus(day)
-        return dict(sorted(total.items()))
 
 
 class _DiskForest:

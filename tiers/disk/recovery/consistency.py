@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.format.record import Header, unpack_header
+from tiers.disk.format.record import Header, num_blocks_of, record_key, unpack_header
 from tiers.disk.format.rows import Account, Day, IndexEntry, Totals, unpack_order, unpack_sequence
 from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, Node, PageFile, run_pages
 
@@ -82,7 +82,7 @@ class ShardSums:
         self._add("index", node.key, (place.offset - HEADER) // PAGE, place.nbytes)
         self._add("places", node.key, place.sequence)
         self._last_sequence = max(self._last_sequence, place.sequence)
-        gain = (1, run_pages(place.nbytes) * PAGE, header.logical_nbytes)
+        gain = (num_blocks_of(node.key), run_pages(place.nbytes) * PAGE, header.logical_nbytes)
         self._totals = _plus(self._totals, gain)
         held = self._accounts.get(header.scope, Account())
         self._accounts[header.scope] = held.plus(*gain)
@@ -161,8 +161,9 @@ class Repair:
         if max(stands) >= _MOST:
             stands = Totals()
         totals, accounts, last = Totals(), dict[PrefixKey, Account](), 0
-        for entry, header in good.values():
-            gain = (1, run_pages(entry.place.nbytes) * PAGE, header.logical_nbytes)
+        for key, (entry, header) in good.items():
+            stored = run_pages(entry.place.nbytes) * PAGE
+            gain = (num_blocks_of(key), stored, header.logical_nbytes)
             totals = _plus(totals, gain)
             accounts[header.scope] = accounts.get(header.scope, Account()).plus(*gain)
             last = max(last, entry.place.sequence)
@@ -188,7 +189,7 @@ def proven_entry(key: bytes, value: bytes) -> tuple[IndexEntry, Header]:
     """The index entry, if its header is valid and belongs to this key. Raises ValueError."""
     entry = IndexEntry.unpack(value)
     header = unpack_header(entry.header)
-    if not isinstance(header, Header) or header.key != key:
+    if not isinstance(header, Header) or record_key(header) != key:
         raise ValueError(f"the index entry of {key.hex()} is damaged")
     place = entry.place
     if not 0 < place.sequence < _MOST or (place.offset and place.offset % PAGE != HEADER):

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
+from tiers.blocks.part import Part
+from tiers.disk.format.record import part_of, window_key
 from tiers.disk.format.rows import IndexEntry, Totals
 from tiers.disk.recovery.consistency import DAMAGED, proven_entry
 from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, PageFile, Torn, run_pages
@@ -60,6 +62,14 @@ class UncheckedShard:
                 break
             found.append(entry)
         return found
+
+    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+        """Like `Shard.have_windows`."""
+        return [self._entry(window_key(key)) is not None or self._is_whole(key) for key in keys]
+
+    def _is_whole(self, key: PrefixKey) -> bool:
+        entry = self._entry(key)
+        return entry is not None and part_of(entry.header) is Part.WHOLE
 
     def will_need(self, entries: Sequence[IndexEntry]) -> None:
         for place in (entry.place for entry in entries):

@@ -6,8 +6,6 @@ from billing.store.schema import append_only_statements, metadata
 
 revision = "0001"
 down_revision = None
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

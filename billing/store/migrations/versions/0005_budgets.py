@@ -6,8 +6,6 @@ from billing.store.schema import budgets, outbox
 
 revision = "0005"
 down_revision = "0004"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -15,8 +15,6 @@ from billing.store.schema import (
 
 revision = "0006"
 down_revision = "0005"
-branch_labels = None
-depends_on = None
 
 NEW = ("granted_hi", "granted_lo", "owed_hi", "owed_lo")
 

@@ -6,8 +6,6 @@ from billing.store.schema import expiring
 
 revision = "0007"
 down_revision = "0006"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

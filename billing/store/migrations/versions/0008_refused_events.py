@@ -6,8 +6,6 @@ from billing.store.schema import refused_events
 
 revision = "0008"
 down_revision = "0007"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -6,8 +6,6 @@ from billing.store.schema import advances
 
 revision = "0009"
 down_revision = "0008"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

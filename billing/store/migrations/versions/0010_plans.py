@@ -7,8 +7,6 @@ from billing.store.schema import included_used
 
 revision = "0010"
 down_revision = "0009"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

@@ -6,8 +6,6 @@ from billing.store.schema import wallets
 
 revision = "0012"
 down_revision = "0011"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

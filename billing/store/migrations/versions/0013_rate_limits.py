@@ -6,8 +6,6 @@ from billing.store.schema import rate_limits
 
 revision = "0013"
 down_revision = "0012"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

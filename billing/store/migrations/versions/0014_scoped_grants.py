@@ -7,8 +7,6 @@ from billing.store.schema import Wide, scoped_grants
 
 revision = "0014"
 down_revision = "0013"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

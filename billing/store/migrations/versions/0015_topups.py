@@ -7,8 +7,6 @@ from billing.store.schema import Wide
 
 revision = "0015"
 down_revision = "0014"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

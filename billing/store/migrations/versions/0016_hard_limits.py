@@ -7,8 +7,6 @@ from billing.store.schema import spending
 
 revision = "0016"
 down_revision = "0015"
-branch_labels = None
-depends_on = None
 
 
 def upgrade() -> None:

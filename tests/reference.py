@@ -11,12 +11,12 @@ from typing import Any
 from typer.core import TyperGroup
 
 from api.errors import TABLE, UNEXPECTED
-from api.shapes.protocols import PROTOCOLS
 from cachesvc.cli import COMMANDS, load
 from cachesvc.cli.config import shown
-from cachesvc.cli.lazy import LazyGroup, unescaped
+from cachesvc.cli.lazy import LazyGroup
 from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.observability.names import SPECS
+from tests.support.protocols import PROTOCOLS
 
 SETTINGS_INTRO = """# Settings
 
@@ -55,6 +55,11 @@ than a neutral one is a 400 that names the field. Ignored: it changes no answer,
 given. The header `X-Cachesvc-Ignored` of an answer names the fields of its request that were
 ignored or unknown.
 """
+
+
+def unescaped(help_text: str) -> str:
+    """What `--help` shows of a help text of a loaded command."""
+    return help_text.replace("\\[", "[")
 
 
 def pages() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Every field of every protocol, and what is done with it, from the tables that the code uses.
 
-Used by `cachesvc.reference`, which writes docs/fields.md, and by the test that compares the
+Used by `tests.reference`, which writes docs/fields.md, and by the test that compares the
 providers' own lists with it.
 """
 
