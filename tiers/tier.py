@@ -232,10 +232,10 @@ class ManagedTier(Tier, Protocol):
         thread. Returns at once."""
         ...
 
-    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+    def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
         """Whether the KV of layers with windows can be loaded for each of these blocks. Like
         `probe`, it may be optimistic."""
-        return [True] * len(keys)
+        return [True] * len(ids)
 
     def demoted(
         self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()

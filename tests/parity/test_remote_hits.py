@@ -26,8 +26,10 @@ def server(tmp_path: Path) -> Iterator[Build]:
     houses: list[House] = []
     with redis_server(tmp_path) as url:
 
-        def build(name: str, writes: RemoteWrites = RemoteWrites.ALL) -> House:
-            loaded = tiny_model("llama")
+        def build(
+            name: str, writes: RemoteWrites = RemoteWrites.ALL, model: str = "llama"
+        ) -> House:
+            loaded = tiny_model(model)
             layout = loaded.layout(BLOCK, None)
 
             def above(disk: DiskTier) -> StackedTier:
@@ -49,10 +51,12 @@ def drained(house: House) -> RemoteTier:
     return house.cache.disk.remote
 
 
-def test_the_second_servers_first_request_hits_remotely(server: Build) -> None:
-    """Its answer equals a computed one, and the loaded blocks go on to its own disk."""
-    one, two = server("one"), server("two")
-    [prompt] = prompts_over(tiny_model("llama"), 1)
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_the_second_servers_first_request_hits_remotely(model: str, server: Build) -> None:
+    """Its answer equals a computed one, and the loaded blocks go on to its own disk, also those
+    that are loaded without their windows."""
+    one, two = server("one", model=model), server("two", model=model)
+    [prompt] = prompts_over(tiny_model(model), 1)
     [(tokens, counts)] = one.ask([prompt])
     assert counts.hit == 0
     one.sink(to_disk=True)

@@ -209,10 +209,11 @@ def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
     partial = 0
     for _ in range(6):
         asked = LONG[: chance.randint(2, NUM_BLOCKS) * BLOCK + 3]
-        keys = Chain(root, asked, BLOCK).keys
+        ids = Chain(root, asked, BLOCK).block_ids(0, len(asked) // BLOCK)
+        keys = [block.key for block in ids]
         gone = chance.sample(keys, len(keys) // 4)
         house.engine.call(lambda _, gone=gone: disk.discard(list(map(window_key, gone)))).result(60)
-        there = disk.have_windows(keys)
+        there = disk.have_windows(ids)
         ends = (n for n in range(len(keys), 0, -1) if all(there[max(0, n - reach) : n]))
         expected = next(ends, 0)
         partial += 0 < expected < len(keys)
@@ -223,7 +224,7 @@ def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
         read = moved(house)[DISK_TO_HOST] - before[DISK_TO_HOST]
         assert needed(house, expected) == read, "no more is read than is used"
         sink(house, to_disk=True)
-        assert disk.have_windows(keys[expected:]) == [True] * (len(keys) - expected)
+        assert disk.have_windows(ids[expected:]) == [True] * (len(keys) - expected)
     assert partial
 
 
@@ -239,10 +240,45 @@ def test_blocks_in_memory_end_where_their_windows_are_below(
     house.ask([LONG])  # all but the last blocks are in memory without their windows
     with disk.view() as view:
         root = next(iter(view.blocks())).scope
-    keys = Chain(root, LONG, BLOCK).keys
+    ids = Chain(root, LONG, BLOCK).block_ids(0, NUM_BLOCKS)
+    keys = [block.key for block in ids]
     house.engine.call(lambda _: disk.discard([window_key(keys[8])])).result(60)
     [(expected, _)] = house.ask([SHORT], cache=False)
     [(answer, counts)] = house.ask([SHORT])  # ten blocks
     assert reach == 2
     assert (expected, 8 * BLOCK) == (answer, counts.hit)
-    assert disk.have_windows(keys[:8]) == [True] * 8
+    assert disk.have_windows(ids[:8]) == [True] * 8
+
+
+def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_computed(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded)
+    disk, reach = house.cache.disk, house.cache.layout.reach
+    assert isinstance(disk, DiskTier)
+    cold = [house.ask([tokens], cache=False)[0][0] for tokens in (LONG, SHORT)]
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    house.ask([LONG])  # all but the last blocks are in memory without their windows
+
+    def drop(_: object) -> None:
+        residency = house.cache.residency
+        for block in residency.index:
+            assert block.key is not None and disk.discard([block.key])
+            residency.queue.dropped(block)
+            residency.host.sync(block)
+
+    house.engine.call(drop).result(60)
+    sink(house, to_disk=True)
+    with disk.view() as view:
+        root = next(iter(view.blocks())).scope
+    ids = Chain(root, LONG, BLOCK).block_ids(0, NUM_BLOCKS)
+    assert [False] * (NUM_BLOCKS - reach) + [True] * reach == disk.have_windows(ids)
+    [(answer, counts)] = house.ask([LONG])
+    assert (cold[0], NUM_BLOCKS * BLOCK) == (answer, counts.hit_disk)
+    [(answer, counts)] = house.ask([SHORT])  # its blocks are in memory, their windows nowhere
+    assert (cold[1], 0) == (answer, counts.hit)
+    sink(house, to_disk=True)
+    assert [True] * 10 == disk.have_windows(ids[:10])
+    [(answer, counts)] = house.ask([SHORT])
+    assert (cold[1], 10 * BLOCK) == (answer, counts.hit_disk)

@@ -125,6 +125,7 @@ class World:
                     seed=seed,
                     block_bytes=layout.nbytes,
                     lasting_bytes=layout.lasting_nbytes,
+                    window_loss=0.2 if layout.apart else 0.0,
                 )
                 for most, layout in ((300, self.layout), (below, self.layout.checkpoint))
             ]

@@ -106,8 +106,12 @@ class MemoryTier(ManagedTier):
             dropped: list[PrefixKey] = []
             for block, frame in zip(ids, frames, strict=True):
                 held = self._blocks.get(block.key)
+                lasting = slice(None if frame.part is Part.WHOLE else self._lasting_bytes)
+                data = bytes(frame.buffer[lasting]).ljust(len(frame.buffer), b"\xee")
                 if held is not None and held[0] == block:
-                    self._without_windows.discard(block.key)
+                    if frame.part is Part.WHOLE and block.key in self._without_windows:
+                        self._without_windows.discard(block.key)
+                        self._blocks[block.key] = (block, data)
                     continue
                 if self._random.random() < self.fault_rate:
                     dropped.append(block.key)
@@ -119,7 +123,9 @@ class MemoryTier(ManagedTier):
                     dropped.append(block.key)
                     self._guard.moved(block.scope, -self._block_bytes)
                     continue
-                self._blocks[block.key] = (block, bytes(frame.buffer))
+                self._blocks[block.key] = (block, data)
+                if frame.part is not Part.WHOLE:
+                    self._without_windows.add(block.key)
                 self._counts["stored"] += held is None
                 if self._window_loss and self._random.random() < self._window_loss:
                     self._without_windows.add(self._random.choice(list(self._blocks)))
@@ -154,8 +160,9 @@ class MemoryTier(ManagedTier):
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         return self._guard.usage()
 
-    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+    def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
         with self._opened():
+            keys = [block.key for block in ids]
             return [key in self._blocks and key not in self._without_windows for key in keys]
 
     def demoted(

@@ -97,13 +97,13 @@ def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DiskTier]:
 def test_each_part_is_read_alone_and_a_missing_one_ends_the_run(tier: DiskTier) -> None:
     ids = blocks()
     assert [] == store(tier, ids)
-    assert [True] * 4 == tier.have_windows(keys_of(ids))
+    assert [True] * 4 == tier.have_windows(ids)
     assert 4 == load(tier, ids, LASTING, LASTING, WINDOW, WHOLE).num_blocks
     before = tier.stats().read_bytes
     assert 4 == load(tier, ids, *[LASTING] * 4).num_blocks
     assert tier.stats().read_bytes - before < 5 * LAYOUT.lasting_nbytes
     assert 0 == tier.discard(windows_of(ids[1:2])), "no block by itself"
-    assert [True, False, True, True] == tier.have_windows(keys_of(ids))
+    assert [True, False, True, True] == tier.have_windows(ids)
     assert 4 == tier.probe(ids) == tier.stats().num_blocks
     assert Loaded(1, MissReason.ABSENT) == load(tier, ids, *[WHOLE] * 4)
     assert Loaded(0, MissReason.ABSENT) == load(tier, ids[1:2], WINDOW)
@@ -133,8 +133,8 @@ def test_windows_that_no_use_needs_leave_before_their_blocks(tmp_path: Path) -> 
             dropped = store(tier, blocks(seed, count=4))
             assert not {*keys_of(ids), *keys_of(ended)} & {*dropped}
             assert all(len(key) == 16 for key in dropped)
-        assert [False] * 7 + [True] == tier.have_windows(keys_of(ids))
-        assert [False] * 6 + [True] * 2 == tier.have_windows(keys_of(ended))
+        assert [False] * 7 + [True] == tier.have_windows(ids)
+        assert [False] * 6 + [True] * 2 == tier.have_windows(ended)
         assert 8 == load(tier, ids, *[LASTING] * 7, WHOLE).num_blocks
         with tier.view() as view:
             held = len(list(view.blocks()))
@@ -211,7 +211,7 @@ def test_parts_survive_being_moved(how: str, tmp_path: Path) -> None:
         meta.write_text(meta.read_text().replace('"clean": true', '"clean": false'))
     assert 4 == sound(root)
     with closing(opened(root)) as tier:
-        assert [False] * 2 + [True] * 2 == tier.have_windows(keys_of(ids))
+        assert [False] * 2 + [True] * 2 == tier.have_windows(ids)
         assert 4 == load(tier, ids, LASTING, LASTING, WHOLE, WINDOW).num_blocks
         assert not tier.stats().faults
 
@@ -230,7 +230,7 @@ def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path: Path) -> No
     parts = [unpack_header(data) for data in objects.held.values()]
     assert {WHOLE, LASTING} == {each.part for each in parts if isinstance(each, Header)}
     with closing(server("two")) as two:
-        assert [True] * 3 == two.have_windows(keys_of(ids[:3])), "as far as is known"
+        assert [True] * 3 == two.have_windows(ids[:3]), "as far as is known"
         loaded = load(two, ids[:3], *[WHOLE] * 3)
         assert (1, MissReason.ABSENT) == (loaded.num_blocks, loaded.reason)
         assert (TierName.REMOTE,) == loaded.sources
@@ -262,7 +262,7 @@ def test_a_long_life_of_two_disks_serves_no_wrong_byte(seed: int, tmp_path: Path
             store(tier, ids)
         elif act < 0.8:
             parts = [chance.choice((WHOLE, LASTING, WINDOW)) for _ in ids]
-            expected = tier.have_windows(keys_of(ids)), tier.probe(ids)
+            expected = tier.have_windows(ids), tier.probe(ids)
             num_loaded = load(tier, ids, *parts).num_blocks
             there = (
                 number < expected[1] and (part is LASTING or expected[0][number])

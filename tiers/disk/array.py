@@ -126,11 +126,13 @@ class DiskArray(ManagedTier):
         for disk in self._open():
             disk.keep(keys)
 
-    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        there: dict[PrefixKey, bool] = {}
-        for disk, mine in self._by_disk(keys):
-            there.update(zip(mine, disk.have_windows(mine), strict=True))
-        return [there[key] for key in keys]
+    def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
+        there = [False] * len(ids)
+        for root, numbers in self._parts(ids).items():
+            told = self._disk(root).have_windows([ids[number] for number in numbers])
+            for number, windows in zip(numbers, told, strict=True):
+                there[number] = windows
+        return there
 
     def demoted(
         self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()

@@ -131,9 +131,9 @@ class DiskTier(ManagedTier):
         ages = tuple(max(0.0, now_s - place.header.computed_s) for place in served)
         return Loaded(len(served), loaded.reason or lacking or reason, ages=ages)
 
-    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
+    def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
         self._check_open()
-        return self._reader.have_windows(keys)
+        return self._reader.have_windows([block.key for block in ids])
 
     def store(
         self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()

@@ -137,8 +137,11 @@ class BlockWriter:
         """Writes blocks of one shard, in batches."""
         if self._apart:
             # All window parts of a run leave before its blocks.
-            parts = (Part.LASTING, Part.WINDOW)
-            rows = [row._replace(part=part) for part in parts for row in rows]
+            whole = [row for row in rows if row.frame.part is Part.WHOLE]
+            rows = [
+                *(row._replace(part=Part.LASTING) for row in rows),
+                *(row._replace(part=Part.WINDOW) for row in whole),
+            ]
         run = _Run(rows)
         while run.done < len(rows):
             if not self._can_write(number):

@@ -151,10 +151,13 @@ class Block:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether it is a full block that only memory holds and that may be written."""
+        """Whether it is a full block that only memory holds."""
         stands = self.key is not None and self.state is BlockState.READY
-        if not stands or self.below >= Below.HELD:
-            return False
+        return stands and self.below < Below.HELD
+
+    @property
+    def writes_whole(self) -> bool:
+        """Whether a write has all of its KV: from its frame, or from one made of its slot."""
         return self.slot_whole if self.frame is None else self.frame.part is Part.WHOLE
 
     @property

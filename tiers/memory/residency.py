@@ -239,6 +239,8 @@ class Residency:
         """The slot of a block that nobody else has is `to`'s from now on."""
         self.device.hand_over(block, to)
         self._claims.move_slot(block, to)
+        if to.frame is not None and to.frame.part is Part.LASTING:
+            self._regained_windows(to)
         self.host.sync(to)
         self._drop_lesser_frame(to)
 
@@ -247,7 +249,13 @@ class Residency:
         assert block.slot is not None and whole.slot is not None and whole.slot_whole
         self.pool.copy_rows(whole.slot, block.slot, self.pool.layout.block_size)
         block.slot_whole = True
+        self._regained_windows(block)
         self._drop_lesser_frame(block)
+
+    def _regained_windows(self, block: Block) -> None:
+        """The windows of a block were computed again, so the tiers below may lack them."""
+        if self.pool.layout.apart:
+            self.queue.dropped(block)
 
     def _drop_lesser_frame(self, block: Block) -> None:
         """Give up a frame that has less than the slot: a copy down makes a whole one."""

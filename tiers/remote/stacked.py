@@ -139,10 +139,12 @@ class StackedTier(ManagedTier):
         self.remote.discard([pair for pair in scoped if pair[1] not in self._kept])
         return num_held
 
-    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """As the disk says. What it does not hold at all may be whole in the store."""
-        there = zip(self.disk.have_windows(keys), self.disk.held(keys), strict=True)
-        return [windows or not held for windows, held in there]
+    def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
+        """What the store holds is taken to be whole."""
+        there = self.disk.have_windows(ids)
+        lacking = [block for block, windows in zip(ids, there, strict=True) if not windows]
+        found = iter(self.remote.exist(lacking) if lacking else ())
+        return [windows or next(found) for windows in there]
 
     def demoted(
         self, keys: Sequence[PrefixKey], idle_s: Sequence[float], windows: Sequence[bool] = ()

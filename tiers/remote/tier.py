@@ -106,6 +106,12 @@ class RemoteTier:
             return 0
         return held
 
+    def exist(self, ids: Sequence[BlockId]) -> list[bool]:
+        """Whether the store has each of these blocks, or a part of it. False if it does not
+        answer."""
+        found = self._call(lambda: self._objects.exists([_name(block) for block in ids]))
+        return [False] * len(ids) if found is None else list(found)
+
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
         """Fill `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be
         served."""

@@ -58,6 +58,7 @@ class Demoter:
         self._residency = residency
         self._mover = mover
         self._settings = settings
+        self._apart = residency.pool.layout.apart
         self._stores: list[_Store] = []
         self._eager: OrderedDict[Block, None] = OrderedDict()  # to be written soon
         self._admission: Demotion[PrefixKey] = Demotion(settings.write_policy, settings.num_ghosts)
@@ -97,13 +98,13 @@ class Demoter:
         """Queue a block to be written soon. False if the disk is not to have it."""
         if self._mover is None or not (block.pinned or self._worth_writing(block)):
             return False
-        if block.is_dirty:
+        if self._dirty(block):
             self._eager[block] = None
-        return block.is_dirty
+        return self._dirty(block)
 
     def write_now(self, block: Block) -> bool:
         """Write a block ahead of the normal queue. False if it is not to be written."""
-        if self._mover is None or not block.is_dirty or block.below is Below.REFUSED:
+        if self._mover is None or not self._dirty(block) or block.below is Below.REFUSED:
             return False
         self._eager[block] = None
         return True
@@ -162,21 +163,21 @@ class Demoter:
         if self._mover is None or self._residency.frames is None:
             return 0
         give_up = time.monotonic() + deadline_s
-        todo = [block for block in self._residency.index if block.is_dirty]
+        todo = [block for block in self._residency.index if self._dirty(block)]
         todo.sort(key=lambda block: block.depth)
         pending = deque(todo)
         while (pending or self._stores) and time.monotonic() < give_up:
             self._collect()
             batch = [pending.popleft() for _ in range(min(BLOCKS_PER_STORE, len(pending)))]
             # A block that was being written when the flush began may be below by now.
-            batch = [block for block in batch if block.is_dirty]
-            refused = [block for block in self._store(batch) if block.is_dirty]
+            batch = [block for block in batch if self._dirty(block)]
+            refused = [block for block in self._store(batch) if self._dirty(block)]
             pending.extendleft(reversed(refused))
             if refused and not self._stores:
                 break  # no work under way will free a frame for them
             if refused or not pending:
                 time.sleep(FLUSH_POLL_S)
-        return sum(block.is_dirty for block in todo)
+        return sum(self._dirty(block) for block in todo)
 
     def _clean_device(self) -> None:
         """Copy down the next blocks to leave the device: a few per step, or twice as many as the
@@ -270,9 +271,13 @@ class Demoter:
             block = above
         return run[::-1]
 
+    def _dirty(self, block: Block) -> bool:
+        """Whether memory alone holds the block, and a tier below can take what memory has of it."""
+        return block.is_dirty and (self._apart or block.writes_whole)
+
     def _worth_waiting(self, block: Block) -> bool:
         """Whether the disk should have a block that it does not have."""
-        return block.is_dirty and self._worth_writing(block)
+        return self._dirty(block) and self._worth_writing(block)
 
     def _worth_writing(self, block: Block) -> bool:
         return block.below in (Below.ABSENT, WAITING) and not self._skips(block)
@@ -284,7 +289,7 @@ class Demoter:
     def _write_eager(self) -> None:
         while self._eager and self._mover is not None and self._mover.store_room:
             batch = list(islice(self._eager, BLOCKS_PER_STORE))
-            refused = self._store(block for block in batch if block.is_dirty)
+            refused = self._store(block for block in batch if self._dirty(block))
             for block in batch:
                 if block not in refused:
                     del self._eager[block]

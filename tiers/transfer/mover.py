@@ -40,7 +40,7 @@ class ProbeJob:
     """
 
     ids: Sequence[BlockId]
-    lacking: Sequence[PrefixKey] | None = None
+    lacking: Sequence[BlockId] | None = None
     held: int = 0
     windows: Collection[PrefixKey] = ()
     done: bool = False
@@ -48,8 +48,9 @@ class ProbeJob:
     def run(self, tier: ManagedTier) -> None:
         self.held = tier.probe(self.ids)
         if self.lacking is not None:
-            keys = [*self.lacking, *(block.key for block in self.ids[: self.held])]
-            self.windows = frozenset(compress(keys, tier.have_windows(keys)))
+            ids = [*self.lacking, *self.ids[: self.held]]
+            there = compress(ids, tier.have_windows(ids))
+            self.windows = frozenset(block.key for block in there)
 
     def fail(self) -> None:
         self.held, self.windows = 0, ()

@@ -10,7 +10,7 @@ thread only. Nothing here waits.
 
 from collections.abc import Collection, Sequence
 
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.memory.block import Block
@@ -32,10 +32,10 @@ def longest(ticket: Ticket, end: int, reach: int, windows: Collection[PrefixKey]
     return found
 
 
-def lacking_windows(ticket: Ticket) -> list[PrefixKey]:
+def lacking_windows(ticket: Ticket) -> list[BlockId]:
     """Its blocks that memory holds without their windows."""
-    keys = (None if block.is_whole else block.key for block in ticket.blocks)
-    return [key for key in keys if key is not None]
+    id_of = ticket.chain.block_id
+    return [id_of(number) for number, block in enumerate(ticket.blocks) if not block.is_whole]
 
 
 class WindowMender:
