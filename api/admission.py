@@ -20,7 +20,7 @@ from api.access.auth import Salts
 from api.access.rate_limits import Permit
 from api.collaborators import Collaborators
 from api.context import RequestLog, request_log_of, wire_of
-from api.errors import InvalidRequest, Unsupported
+from api.errors import InvalidRequest
 from api.headers import FIT_NAME, single_header
 from api.job import Asked, Delivered, Job, Served
 from api.journal.journal import RequestTrail
@@ -39,7 +39,6 @@ from billing.idempotency import FirstAnswer
 from billing.keys import Principal
 from billing.usage import EMPTY, HIT_CLASSES
 from engine.bounds import check_params
-from engine.structure import Grammar, GrammarSource
 from tiers.blocks.keys import CacheScope
 
 USER_CHARS, TAG_CHARS, TAG_VALUE_CHARS, TAGS_MOST = 256, 64, 512, 16  # the ledger's bounds
@@ -154,7 +153,7 @@ async def deliver(
         permit = await wire.limits.admit(principal, user)
         held.push_async_callback(ending.leave, permit)
         if job.source is not None:
-            job = replace(job, grammar=await compiled(wire, principal.tenant, job.source))
+            job = replace(job, grammar=await wire.grammars.get(principal.tenant, job.source))
         charge = await wire.meter.admit(principal, job)
         held.push_async_callback(charge.void)
         generation = Generation(job, engine=wire.engine, bridge=wire.bridge, coverage=charge)
@@ -231,8 +230,7 @@ class _Ending:
             trail=self._trail,
         )
         self._held = held.pop_all()
-        if self._wire.retention is not None:
-            self._wire.retention.began(self._job)
+        self._wire.retention.began(self._job)
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
@@ -241,8 +239,7 @@ class _Ending:
             self._wire.journal.settle(self._log.request_id, delivered)
             self._remember(served)
             self._wire.forecast.observe(served)
-            if self._wire.retention is not None:
-                self._wire.retention.ended(self._job, served)
+            self._wire.retention.ended(self._job, served)
         self._log.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,
@@ -265,9 +262,9 @@ class _Ending:
 
     def _remember(self, served: Served) -> None:
         """Remembers a turn's tokens, to compare the next turn with."""
-        conversations, turn = self._wire.conversations, self._job.turn
-        if conversations is not None and turn is not None and served.outcome is Outcome.FINISHED:
-            conversations.remember(
+        turn = self._job.turn
+        if turn is not None and served.outcome is Outcome.FINISHED:
+            self._wire.conversations.remember(
                 turn,
                 self._job.prompts[0],
                 served.transcripts,
@@ -280,9 +277,3 @@ class _Ending:
         timings = timings_ms(delivered.served.timeline, delivered.served.usage.output)
         sent = round((first - self._log.arrival_ns) / 1e6, 3) if first else None
         return {**timings, "first_byte": sent}
-
-
-async def compiled(wire: Collaborators, tenant: str, source: GrammarSource) -> Grammar:
-    if wire.grammars is None:
-        raise Unsupported("Structured output is not served here.", param=source.field)
-    return await wire.grammars.get(tenant, source)

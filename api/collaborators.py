@@ -75,20 +75,20 @@ class Collaborators:
     meter: "Meter"
     limits: "WindowLimits"
     journal: "Journal"
-    replays: "Idempotency | None" = None  # None: Idempotency-Key is ignored
-    grammars: "GrammarPool | None" = None  # None: structured output is refused
+    replays: "Idempotency"
+    grammars: "GrammarPool"
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
-    conversations: "Conversations | None" = None  # None: divergences of turns are not reported
-    retention: "Retention | None" = None  # None: nothing is pinned for tenants
+    conversations: "Conversations"
+    retention: "Retention"
     encoders: "FairPool"  # tokenise long texts
     balances: Callable[[str], Tenant]  # by tenant; may read a store: called off the loop
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
     settings: WireSettings
-    ledger_store: "LedgerStore | None" = None  # None: no usage to show
-    receipt_keys: Mapping[str, str] = field(default_factory=dict)  # public keys in hex, by id
+    ledger_store: "LedgerStore"
+    receipt_keys: Mapping[str, str]  # public keys in hex, by id
     responses: StoredResponses = field(default_factory=StoredResponses)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of answered prompts
-    survey: "Survey | None" = None  # None: hits cannot be predicted
+    survey: "Survey"
     forecast: Forecast = field(default_factory=Forecast)
     feeds: Feeds = field(default_factory=Feeds)  # subscribers to block events

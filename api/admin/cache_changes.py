@@ -10,23 +10,15 @@ from typing import Any, Literal
 from fastapi import Request
 
 from api.admin.login.sessions import Admin
-from api.admin.parts import AdminParts, CacheAdmin, add_audit_entry, parts_of
+from api.admin.parts import CacheAdmin, add_audit_entry, parts_of
 from api.context import wire_of
-from api.errors import InvalidRequest, RecordNotFound, Unsupported
+from api.errors import InvalidRequest, RecordNotFound
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import TierError
 from tiers.policy.retention import Pin
 
 OwnerKind = Literal["tenant", "group"]
-
-
-def cache_admin_of(request: Request) -> CacheAdmin:
-    """Raises Unsupported if this server's cache cannot be changed."""
-    cache_admin = parts_of(request).cache
-    if cache_admin is None:
-        raise Unsupported("this server has no cache to change")
-    return cache_admin
 
 
 async def whole_prefix(cache_admin: CacheAdmin, key: PrefixKey) -> KeyedPrefix:
@@ -45,8 +37,6 @@ async def must_exist(request: Request, tenant: str) -> None:
     A mistyped name must not end in a pin that serves nobody or a receipt that proves nothing.
     """
     books = parts_of(request).books
-    if books is None:
-        return
     if await asyncio.to_thread(books.accounts.find_tenant, tenant) is None:
         raise RecordNotFound(f"no tenant is named {tenant!r}; see `cachesvc tenants show`")
 
@@ -57,7 +47,7 @@ async def must_be_known(request: Request, name: str) -> None:
     A mistyped name has no blocks, which would look like a cold cache.
     """
     books = parts_of(request).books
-    if books is None or name in wire_of(request).salts.groups:
+    if name in wire_of(request).salts.groups:
         return
     if await asyncio.to_thread(books.accounts.find_tenant, name) is None:
         raise RecordNotFound(
@@ -79,7 +69,7 @@ async def pin(
     Raises InvalidRequest if the tiers refuse it: too many blocks, or a moment in the past.
     """
     try:
-        made = await cache_admin_of(request).pin(name, prefix, until_s, why)
+        made = await parts_of(request).cache.pin(name, prefix, until_s, why)
     except TierError as error:
         raise InvalidRequest(str(error)) from None
     after = {"scope": prefix.root.hex(), "num_tokens": made.num_tokens, "until_s": made.until_s}
@@ -89,7 +79,7 @@ async def pin(
 
 async def unpin(request: Request, by: Admin, name: str, why: str) -> None:
     """End a pin. Raises RecordNotFound if there is none of that name."""
-    if not await cache_admin_of(request).unpin(name):
+    if not await parts_of(request).cache.unpin(name):
         raise RecordNotFound(
             f"there is no pin {name[:64]!r}, or it has ended; `cachesvc cache pin` lists them"
         )
@@ -104,8 +94,8 @@ async def evict(
 
     `subject` is what the audit entry calls them.
     """
-    removed = await cache_admin_of(request).evict(keys)
-    _look_again(parts_of(request))
+    removed = await parts_of(request).cache.evict(keys)
+    parts_of(request).explorer.forget_disk()  # its snapshot is out of date
     named = subject or (keys[0].hex() if len(keys) == 1 else f"{len(keys)} blocks")
     await add_audit_entry(request, by.name, "cache.evict", named, why=why, after=removed)
     return removed
@@ -120,13 +110,7 @@ async def purge(
     """
     if kind == "tenant":
         await must_exist(request, name)
-    signed = await cache_admin_of(request).purge(kind, name, by=by.name, why=why)
-    _look_again(parts_of(request))
+    signed = await parts_of(request).cache.purge(kind, name, by=by.name, why=why)
+    parts_of(request).explorer.forget_disk()  # its snapshot is out of date
     await add_audit_entry(request, by.name, "cache.purge", name, why=why, after=signed)
     return signed
-
-
-def _look_again(parts: AdminParts) -> None:
-    """Drop the explorer's snapshot of the disk, which is out of date."""
-    if parts.explorer is not None:
-        parts.explorer.forget_disk()

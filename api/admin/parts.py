@@ -1,8 +1,7 @@
 """What the admin routes need from the other packages, as one value.
 
 `cachesvc.server.dashboard` fills it in from the running server, tests from fakes. Each area of the
-admin pages adds the fields it needs. A part that a server may lack is None by default, and its
-routes answer that this server has none.
+admin pages adds the fields it needs.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ from fastapi import Request
 
 from api.admin.login.guard import LoginForms, LoginLimits
 from api.admin.login.sessions import Admin, Sessions
-from api.errors import RecordNotFound, Unsupported
+from api.errors import RecordNotFound
 from billing.errors import UnknownDeposit, UnknownHold, UnknownKey, UnknownTenant
 from billing.keys import Principal
 from billing.operations.books import OpenBooks
@@ -131,20 +130,19 @@ class AdminParts:
     operator_token: str  # grants everything; this machine's command line reads it from a file
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server
-    journal: "Journal | None" = None  # of recent requests
-    explorer: "Explorer | None" = None  # reads all tiers
-    decode: Callable[[Sequence[int]], str] | None = None  # token ids to text
-    # Role and size of each message in a run of token ids.
-    outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]] | None = None
-    limits: "LimitSettings | None" = None  # of requests and tokens a minute
+    journal: "Journal"  # of recent requests
+    explorer: "Explorer"  # reads all tiers
+    decode: Callable[[Sequence[int]], str]  # token ids to text
+    outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]]  # role and size of each message
+    limits: "LimitSettings"  # of requests and tokens a minute
     gib_month: Mapping[str, int] = field(default_factory=dict)  # price of each tier, in units
-    currency: Callable[[], str] = lambda: ""  # of the rate card in force
-    history: History | None = None
-    alerts: Callable[[], Sequence[Mapping[str, str]]] = tuple  # firing now
-    working_set: "Callable[[], Future[TrafficReport]] | None" = None
-    books: OpenBooks | None = None  # accounts and ledger
-    blocks: "MemoryReader | None" = None  # of the tiers in memory
-    cache: "CacheAdmin | None" = None  # to change the tiers
+    currency: Callable[[], str]  # of the rate card in force
+    history: History
+    alerts: Callable[[], Sequence[Mapping[str, str]]]  # firing now
+    working_set: "Callable[[], Future[TrafficReport]]"
+    books: OpenBooks  # accounts and ledger
+    blocks: "MemoryReader"  # of the tiers in memory
+    cache: "CacheAdmin"  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
     login_forms: LoginForms = field(default_factory=LoginForms)
     password_checks: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
@@ -156,13 +154,11 @@ def parts_of(request: Request) -> AdminParts:
 
 
 def books_of(request: Request) -> OpenBooks:
-    """The books of this request's server. Raises Unsupported if it has none.
+    """The books of this request's server.
 
     Changes by other processes are read first, so an admin sees them at once. Blocks.
     """
     books = parts_of(request).books
-    if books is None:
-        raise Unsupported("this server keeps no accounts")
     books.accounts.refresh()
     return books
 

@@ -50,7 +50,7 @@ class KeyClaim:
 
 
 async def claim(
-    store: Idempotency | None,
+    store: Idempotency,
     request: Request,
     principal: Principal,
     raw: bytes,
@@ -62,7 +62,7 @@ async def claim(
     Raises InvalidRequest, IdempotencyConflict or IdempotencyBusy.
     """
     key = single_header(request, IDEMPOTENCY_KEY)
-    if key is None or store is None:
+    if key is None:
         return None
     if not FIT_NAME.fullmatch(key):
         raise InvalidRequest(f"{IDEMPOTENCY_KEY} must be 1 to 128 letters, digits or . _ : @ -.")

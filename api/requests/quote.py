@@ -79,14 +79,14 @@ class Parts(Protocol):
     @property
     def meter(self) -> Meter: ...
     @property
-    def survey(self) -> Survey | None: ...
+    def survey(self) -> Survey: ...
     @property
     def forecast(self) -> Forecast: ...
 
 
 async def quote_of(wire: Parts, principal: Principal, job: Job) -> Quote:
     """The quote of a job. Raises NoPrice if the model has no price."""
-    found = await wire.survey(job) if wire.survey is not None and job.cache else []
+    found = await wire.survey(job) if job.cache else []
     hits = {tier: sum(one.get(tier, 0) for one in found) for tier in TierName}
     miss = job.prompt_tokens - sum(hits.values())
     usage = Usage(**{f"hit_{tier}": tokens for tier, tokens in hits.items()}, miss=miss)

@@ -33,7 +33,7 @@ async def make_cache(request: Request) -> Response:
     """Keep `messages` or `prompt` for `ttl`. Replaces a cache of the same name."""
     principal = await authorised(request)
     wire = wire_of(request)
-    retention = _retention(wire)
+    retention = wire.retention
     raw = await read_body(request)
     body = parse(raw, NewCache)
     name = body.checked_name() or f"cache-{uuid.uuid4().hex[:16]}"
@@ -58,7 +58,7 @@ async def list_caches(request: Request) -> dict[str, Any]:
     wire = wire_of(request)
     caches = [
         _document(wire, principal, kept)
-        for kept in await _retention(wire).pins.of_owner(principal.tenant)
+        for kept in await wire.retention.pins.of_owner(principal.tenant)
     ]
     return {"object": "list", "data": caches}
 
@@ -79,7 +79,7 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
     pin = (await _found(wire, principal, name)).pin
     if pin.kind.gives_way:
         raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
-    pins = _retention(wire).pins
+    pins = wire.retention.pins
     kept = await pins.keep(
         pin.name, KeyedPrefix(pin.scope, pin.keys), body.ttl, owner=principal.tenant
     )
@@ -92,14 +92,8 @@ async def delete_cache(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     kept = await _found(wire, principal, name)
-    await _retention(wire).pins.end(kept.pin.name, owner=principal.tenant)
+    await wire.retention.pins.end(kept.pin.name, owner=principal.tenant)
     return {"id": kept.name, "object": "cache", "deleted": True}
-
-
-def _retention(wire: Collaborators) -> Retention:
-    if wire.retention is None:
-        raise Unsupported("This server keeps no caches.")
-    return wire.retention
 
 
 async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept:
@@ -111,7 +105,7 @@ async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept
 
 
 async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
-    for kept in await _retention(wire).pins.of_owner(principal.tenant):
+    for kept in await wire.retention.pins.of_owner(principal.tenant):
         if kept.name == name:
             return kept
     raise CacheNotFound(f"There is no cache '{name[:128]}', or it has expired.")

@@ -87,7 +87,7 @@ async def chat_of(
     log.add(ignored_fields=body.ignored or log.facts.get("ignored_fields"))
     scope = scope_for(wire.salts, model, principal, body.extension.share)
     turn = _turn(wire, body, scope, prompt)
-    if turn is not None and wire.conversations is not None:
+    if turn is not None:
         await wire.conversations.recall(turn)
     replays = (replays or wire.settings.replay_turns) and not _is_named(body)
     replay = _replay(wire, prompt, turn) if replays else None
@@ -166,8 +166,6 @@ def _remembered(
     wire: Collaborators, job: Job, turn: Turn, num_same: int, new_reply: Callable[[], Reply]
 ) -> Job:
     """The job as a turn that continues from its conversation's last tokens."""
-    if wire.conversations is None:
-        return job
     return replace(
         job,
         turn=turn,
@@ -265,14 +263,14 @@ def _turn(
 ) -> Turn | None:
     """The chat as a turn of its conversation; None if turns are not remembered."""
     unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
-    if wire.conversations is None or not body.uses_cache or unknown:
+    if not body.uses_cache or unknown:
         return None
     return turn_of(scope, prompt.messages, prompt.offered_tools)
 
 
 def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:
     """What the chat continues from. Never calls in harmony, which end with their own marker."""
-    if wire.conversations is None or turn is None or prompt.continue_final_message:
+    if turn is None or prompt.continue_final_message:
         return None
     replay = wire.conversations.replay(turn)
     if replay is None or replay.place == len(prompt.messages) - 1:

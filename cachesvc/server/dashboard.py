@@ -69,9 +69,9 @@ class Dashboard:
         explorer: Explorer,
         decode: Callable[[Sequence[int]], str],
         outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]],
-        working_set: Callable[[], Future[TrafficReport]] | None = None,
-        blocks: MemoryReader | None = None,
-        cache: CacheAdmin | None = None,
+        working_set: Callable[[], Future[TrafficReport]],
+        blocks: MemoryReader,
+        cache: CacheAdmin,
     ) -> None:
         self._remembered = Remembered(None, max_records=0)
         self._sources = sources

@@ -2,6 +2,8 @@
 
 import re
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,6 +16,9 @@ from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.app import create_app
 from api.page_headers import POLICY
+from billing.accounts import Accounts
+from billing.proof.prover import Prover
+from billing.store.opening import database_url, open_store
 from engine.errors import QueueFull
 from tests.support.admin import fake_parts
 from tests.support.wire import Script, fake_house
@@ -50,8 +55,11 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def parts() -> AdminParts:
-    return fake_parts()
+def parts(tmp_path: Path) -> Iterator[AdminParts]:
+    store = open_store(database_url(tmp_path))
+    books = SimpleNamespace(accounts=Accounts(store), prover=Prover(store))
+    yield fake_parts(books=books)
+    store.close()
 
 
 @pytest.fixture

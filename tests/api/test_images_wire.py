@@ -15,10 +15,13 @@ import pytest
 from PIL import Image
 
 from api.collaborators import WireSettings
+from api.requests.grammars import GrammarPool
 from api.served_model import ServedModel
+from engine.errors import InvalidParameter
 from engine.models.load import LoadedModel, load_model
 from engine.text.detokenizer import IncrementalDetokenizer
 from tests.api.conftest import running
+from tests.api.test_structured_wire import RecordingCompiler
 from tests.support.models import IMAGE, save_tiny_vision_model
 from tests.support.wire import FakeHouse, Script, byte_model, fake_house
 
@@ -39,7 +42,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def house(loaded: LoadedModel, pictures: Path) -> FakeHouse:
+async def house(loaded: LoadedModel, pictures: Path) -> AsyncIterator[FakeHouse]:
     seeing = dataclasses.replace(
         byte_model("eyes"),
         tokenizer=loaded.tokenizer,
@@ -47,9 +50,17 @@ async def house(loaded: LoadedModel, pictures: Path) -> FakeHouse:
         vocab_size=loaded.vocab_size,
         images=loaded.images,
     )
-    house = fake_house(models=[seeing, byte_model()], settings=WireSettings(image_dir=pictures))
+    compiler = RecordingCompiler()
+    compiler.refuse = InvalidParameter("no such grammar")
+    grammars = GrammarPool(compiler)
+    house = fake_house(
+        models=[seeing, byte_model()],
+        settings=WireSettings(image_dir=pictures),
+        grammars=grammars,
+    )
     house.engine.script = Script(answer="A cat.")
-    return house
+    yield house
+    grammars.close()
 
 
 @pytest.fixture

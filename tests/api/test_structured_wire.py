@@ -175,12 +175,6 @@ async def test_a_tenants_grammars_do_not_delay_anothers() -> None:
     assert "p" in order[: NUM_THREADS + 2]
 
 
-async def test_without_a_compiler_it_is_refused() -> None:
-    async with running(fake_house()) as (_, client):
-        answer = await client.post(CHAT, json=chat(regex="a"))
-        assert (400, "regex") == (answer.status_code, answer.json()["error"]["param"])
-
-
 async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path: Path) -> None:
     """It compiles, and matching takes longer with each token of the answer."""
     save_tiny_model(tmp_path / "tiny")

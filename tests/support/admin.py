@@ -2,14 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+from api.access.rate_limits import LimitSettings
 from api.admin.login.sessions import Admin, Role, Sessions
 from api.admin.parts import AdminParts
+from api.journal.journal import Journal
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
+from billing.prices.book import PriceBook
 
 OPERATOR_TOKEN = "op-of-the-tests"
+
+NO_BOOKS = SimpleNamespace(
+    accounts=SimpleNamespace(book=PriceBook(), refresh=int, find_tenant=str)
+)  # every tenant exists
 
 
 @dataclass(slots=True)
@@ -24,11 +32,10 @@ class RecordingTrail:
         subject: str,
         *,
         by: str,
-        before: Any = None,
         after: Any = None,
         reason: str = "",
     ) -> None:
-        entry = {"action": action, "subject": subject, "by": by, "before": before, "after": after}
+        entry = {"action": action, "subject": subject, "by": by, "after": after}
         self.entries.append(entry | {"reason": reason})
 
     @property
@@ -80,8 +87,12 @@ class FlatHistory:
         return dict.fromkeys(series, 2.0)
 
 
+async def _nothing(*_: Any) -> list[Any]:
+    return []
+
+
 def fake_parts(**overrides: Any) -> AdminParts:
-    """Parts over fakes; pass the ones under test."""
+    """Parts over fakes; pass the ones under test. Nothing is cached, on accounts or firing."""
     keys = {"sk-admin": frozenset({Scope.ADMIN}), "sk-plain": frozenset({Scope.INFERENCE})}
     values: dict[str, Any] = {
         "sessions": Sessions(),
@@ -93,5 +104,16 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "record": RecordingTrail(),
         "stats": lambda: {"time_s": 0.0},
         "history": FlatHistory(),
+        "journal": Journal(),
+        "limits": LimitSettings(),
+        "currency": str,
+        "alerts": tuple,
+        "decode": str,
+        "outline": lambda tokens: [],
+        "books": NO_BOOKS,
+        "explorer": SimpleNamespace(forget_disk=tuple),
+        "cache": SimpleNamespace(pins=_nothing),
+        "blocks": _nothing,
+        "working_set": None,
     }
     return AdminParts(**values | overrides)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from api.access.auth import Gatekeeper, Salts
 from api.access.overload import QueueBound
@@ -387,6 +387,20 @@ def rich_tenant(name: str) -> Tenant:
     return Tenant(name, "CNY", 0, False, 0, 10 * UNITS, 100 * UNITS, 0, 0, 1)
 
 
+class _KeepsNothing:
+    """A `Retention` without a cache behind it."""
+
+    def began(self, job: Job) -> None:
+        pass
+
+    def ended(self, job: Job, served: Served) -> None:
+        pass
+
+
+async def _nowhere(job: Job) -> Sequence[Mapping[str, int]]:
+    return []
+
+
 @dataclass(frozen=True, slots=True)
 class FakeHouse:
     """The collaborators of an app under test, and the fakes behind them."""
@@ -418,7 +432,10 @@ def fake_house(
     retention: Retention | None = None,
     survey: Survey | None = None,
 ) -> FakeHouse:
-    """A whole wire over a `ScriptedEngine`; pass the parts under test."""
+    """A whole wire over a `ScriptedEngine`; pass the parts under test.
+
+    It has no ledger, no store of answers and no grammars unless they are passed.
+    """
     bridge = OutputBridge()
     engine = ScriptedEngine(bridge.deliver)
     counting = CountingMeter()
@@ -432,14 +449,14 @@ def fake_house(
         meter=meter or counting,
         limits=limits or open_limits(LimitSettings(), "memory://"),
         balances=balances,
-        ledger_store=ledger_store,
+        ledger_store=ledger_store or cast(Any, None),
         journal=journal or Journal(),
-        replays=replays,
-        grammars=grammars,
+        replays=replays or cast(Any, None),
+        grammars=grammars or cast(Any, None),
         receipt_keys=receipt_keys or {},
         conversations=Conversations(100_000),
-        retention=retention,
-        survey=survey,
+        retention=retention or cast(Any, _KeepsNothing()),
+        survey=survey or _nowhere,
         encoders=encoder_pool(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),

@@ -6,7 +6,6 @@ an audit entry.
 
 import time
 from array import array
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -19,11 +18,10 @@ from api.admin.pages.base import render
 from api.admin.pages.forms import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, Costs, Decode, rows_of
 from api.admin.parts import add_audit_entry, parts_of
-from api.cache.explorer import Explorer, Room
-from api.errors import InvalidRequest, Unsupported
+from api.cache.explorer import Room
+from api.errors import InvalidRequest
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
-from tiers.policy.retention import Pin
 from tiers.tier import TierName
 
 router = APIRouter(tags=["admin: cache"])
@@ -54,7 +52,7 @@ async def tree(
     if tenant:
         await must_be_known(request, tenant)
     roots = (key_of(below),) if below else ()
-    grown = await explorer_of(request).tree(TreeQuery(roots=roots, depth=depth), tenant)
+    grown = await parts_of(request).explorer.tree(TreeQuery(roots=roots, depth=depth), tenant)
     payload = tree_json(grown.tree)
     for scope, root in zip(payload["scopes"], grown.tree.roots, strict=True):
         owner = grown.owners.get(root.last) if root.last is not None else None
@@ -73,9 +71,9 @@ async def owners(request: Request, _: MayRead) -> list[dict[str, Any]]:
 
 
 async def room_of(request: Request) -> list[Room]:
-    """Bytes of each owner in each tier. Raises Unsupported if there is no cache."""
-    read = parts_of(request).blocks
-    return await explorer_of(request).room(await read(None) if read is not None else ())
+    """Bytes of each owner in each tier."""
+    parts = parts_of(request)
+    return await parts.explorer.room(await parts.blocks(None))
 
 
 @router.get("/admin/explorer", include_in_schema=False)
@@ -91,7 +89,7 @@ async def page(
     receipt: Annotated[int | None, Query(ge=0)] = None,
 ) -> Response:
     """The tree, or the block that a search found."""
-    explorer = explorer_of(request)
+    explorer = parts_of(request).explorer
     found: list[PrefixKey] = []
     if q.strip():
         found = await explorer.find(_hex(q))
@@ -119,11 +117,10 @@ async def page(
         num_blocks=grown.tree.num_blocks,
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
-        pins=await _pins(request),
+        pins=await parts_of(request).cache.pins(),
         room=[] if q or below else await room_of(request),
         tiers=TierName,
         now_s=time.time(),
-        can_keep=parts_of(request).cache is not None,
         q=q,
         found=found,
         tenant=tenant,
@@ -144,21 +141,10 @@ async def block_page(request: Request, key: str, admin: MayRead, done: Filter = 
 @router.post("/admin/explorer/{key}/text", include_in_schema=False)
 async def text_page(request: Request, key: str, admin: MayChange) -> Response:
     """A block's tokens as text. Leaves an audit entry."""
-    decode = parts_of(request).decode
-    if decode is None:
-        raise Unsupported("This server has no tokenizer to read blocks with.")
-    detail, _ = await explorer_of(request).block(key_of(key))
+    detail, _ = await parts_of(request).explorer.block(key_of(key))
     await add_audit_entry(request, admin.name, "block.read", key)
-    text = decode(array("i", detail.block.tokens))
+    text = parts_of(request).decode(array("i", detail.block.tokens))
     return await show_block(request, admin, key_of(key), text=text)
-
-
-def explorer_of(request: Request) -> Explorer:
-    """Raises Unsupported if the server has no cache to explore."""
-    explorer = parts_of(request).explorer
-    if explorer is None:
-        raise Unsupported("This server has no cache that can be looked into.")
-    return explorer
 
 
 def key_of(text: str) -> PrefixKey:
@@ -181,7 +167,7 @@ async def show_block(
     wrong: str = "",
     done: str = "",
 ) -> Response:
-    explorer, parts = explorer_of(request), parts_of(request)
+    explorer, parts = parts_of(request).explorer, parts_of(request)
     detail, owner = await explorer.block(key)
     query = TreeQuery(roots=(key,), depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
     below = await explorer.tree(query)
@@ -195,11 +181,9 @@ async def show_block(
         block_bytes=explorer.block_bytes,
         scopes=rows_of(below, costs, decode=labels_for(request, admin), outline=parts.outline),
         num_below=below.tree.num_seen,
-        pins=[pin for pin in await _pins(request) if key in pin.keys],
+        pins=[pin for pin in await parts_of(request).cache.pins() if key in pin.keys],
         now_s=time.time(),
-        can_keep=parts.cache is not None,
         text=text,
-        can_decode=parts.decode is not None,
         wrong=wrong,
         done=done,
     )
@@ -208,7 +192,7 @@ async def show_block(
 def labels_for(request: Request, admin: Admin) -> Decode | None:
     """The decoder of prefixes' first words: for admins, if the server keeps prompts."""
     parts = parts_of(request)
-    kept = parts.journal is not None and parts.journal.settings.keep_prompts
+    kept = parts.journal.settings.keep_prompts
     return parts.decode if kept and admin.role is Role.ADMIN else None
 
 
@@ -222,8 +206,3 @@ def _hex(text: str) -> str:
 def _leaves_off(node: TreeNode) -> bool:
     """Whether the tree omits reachable blocks."""
     return node.left_off > 0 or any(map(_leaves_off, node.children))
-
-
-async def _pins(request: Request) -> Sequence[Pin[PrefixKey]]:
-    cache_admin = parts_of(request).cache
-    return await cache_admin.pins() if cache_admin is not None else []

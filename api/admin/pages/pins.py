@@ -12,9 +12,10 @@ from starlette.responses import RedirectResponse, Response
 
 from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
-from api.admin.cache_changes import OwnerKind, cache_admin_of, whole_prefix
-from api.admin.pages.explorer import explorer_of, key_of, show_block
+from api.admin.cache_changes import OwnerKind, whole_prefix
+from api.admin.pages.explorer import key_of, show_block
 from api.admin.pages.forms import Text, reason_in
+from api.admin.parts import parts_of
 from api.errors import ApiError, InvalidRequest, RecordNotFound
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
@@ -35,7 +36,7 @@ async def pin(
     try:
         reason, until_s = reason_in(why), time.time() + _hours(hours) * 3600
         wanted = name.strip() or f"pin-{key[:12]}"
-        prefix = await whole_prefix(cache_admin_of(request), key_of(key))
+        prefix = await whole_prefix(parts_of(request).cache, key_of(key))
         await cache_changes.pin(request, admin, wanted, prefix, until_s=until_s, why=reason)
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
@@ -56,7 +57,7 @@ async def evict(
     """Remove the block (or the run that it ends) and all its continuations from every tier."""
     try:
         reason = reason_in(why)
-        keys = await explorer_of(request).below(key_of(key), whole_run=what == "run")
+        keys = await parts_of(request).explorer.below(key_of(key), whole_run=what == "run")
         removed = await cache_changes.evict(request, admin, keys, reason, subject=key)
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
@@ -83,7 +84,7 @@ async def purge(
 @router.get("/explorer-receipts/{finished_ns}.json")
 async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
     """The signed receipt of a purge, as a file to download."""
-    signed = await cache_admin_of(request).receipt(finished_ns)
+    signed = await parts_of(request).cache.receipt(finished_ns)
     if signed is None:
         raise RecordNotFound(f"No purge that ended at {finished_ns} has a receipt here.")
     name = f"purge-{finished_ns}.json"

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admin.access import MayRead
-from api.admin.pages.explorer import IDLE, explorer_of, labels_for
+from api.admin.pages.explorer import IDLE, labels_for
 from api.admin.pages.forms import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, TIERS, Costs, PrefixRow, ScopeRows, rows_of
 from api.admin.parts import parts_of
@@ -31,7 +31,7 @@ async def table(
     request: Request, admin: MayRead, tenant: Filter = "", idle: Filter = "", sort: Filter = ""
 ) -> Response:
     """More rows than the page shows, with the same filters and order."""
-    explorer = explorer_of(request)
+    explorer = parts_of(request).explorer
     query = TreeQuery(
         depth=64, max_nodes=MAX_ROWS, max_children=MAX_ROWS, num_tokens=OUTLINE_TOKENS
     )

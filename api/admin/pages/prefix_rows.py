@@ -7,7 +7,7 @@ ends are the questions asked after a document, and would hide the document.
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
@@ -39,17 +39,16 @@ class Costs:
     """Prices of a prefix: what a hit saves a client now, and what a GiB costs a month."""
 
     block_bytes: int
-    book: PriceBook | None = None
-    gib_month: Mapping[str, int] = field(default_factory=dict)  # units, by tier, where known
+    book: PriceBook
+    gib_month: Mapping[str, int]  # units, by tier, where known
 
     @classmethod
     def of(cls, parts: "AdminParts", block_bytes: int) -> "Costs":
-        book = parts.books.accounts.book if parts.books is not None else None
-        return cls(block_bytes, book, parts.gib_month)
+        return cls(block_bytes, parts.books.accounts.book, parts.gib_month)
 
     def saved(self, owner: Owner | None, tier: str, hit_tokens: int) -> tuple[int, str] | None:
         """Estimated savings of these hits at today's price; None without a price."""
-        if self.book is None or owner is None:
+        if owner is None:
             return None
         try:
             pinned = self.book.at(owner.model, time.time_ns())
@@ -144,8 +143,8 @@ def rows_of(
     *,
     min_idle_s: float = 0.0,
     sort: str = "",
-    decode: Decode | None = None,
-    outline: Outline | None = None,
+    decode: Decode | None,
+    outline: Outline,
 ) -> list[ScopeRows]:
     """Every scope with its rows; with `min_idle_s` only rows unused for that long.
 
@@ -180,7 +179,7 @@ class _Walk:
     costs: Costs
     order: Callable[[PrefixRow], float] | None
     decode: Decode | None
-    outline: Outline | None
+    outline: Outline
 
     def below(self, nodes: Sequence[TreeNode], level: int, role: str) -> Iterator[PrefixRow]:
         """These nodes, each followed by its continuations. `role` is the preceding message's."""
@@ -228,8 +227,6 @@ class _Walk:
     def _messages(self, node: TreeNode, role: str) -> Messages:
         """The messages of a node. Without a mark, the first one continues a message of this
         `role`."""
-        if self.outline is None:
-            return []
         messages = self.outline(array("i", node.tokens))
         return [(name or role, size, not name) for name, size in messages]
 

@@ -32,7 +32,7 @@ async def requests(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[dict[str, Any]]:
     """Recent requests in the journal, running ones first."""
-    chosen = _chosen(journal_of(request), tenant, state, "")
+    chosen = _chosen(parts_of(request).journal, tenant, state, "")
     return [summary(record) for record in islice(chosen, limit)]
 
 
@@ -53,7 +53,7 @@ async def page(
     skip: Annotated[int, Query(ge=0, le=MAX_SKIP)] = 0,
 ) -> Response:
     """The list. A search that matches one request redirects to it."""
-    journal = journal_of(request)
+    journal = parts_of(request).journal
     record = journal.find(q.strip()) if q.strip() else None
     if record is not None:
         return await _show(request, admin, record)
@@ -84,7 +84,7 @@ async def request_page(request: Request, request_id: str, admin: MayRead) -> Res
 async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Response:
     """The prompt's text, if the operator keeps prompts. Leaves an audit entry."""
     record, parts = _found(request, request_id), parts_of(request)
-    if not record.prompts or parts.decode is None:
+    if not record.prompts:
         raise Unsupported("This server keeps no prompts; `journal.keep_prompts` would.")
     why = "read its prompt"
     await add_audit_entry(request, admin.name, "request.read", record.request_id, why=why)
@@ -92,21 +92,14 @@ async def prompt_page(request: Request, request_id: str, admin: MayChange) -> Re
     return await _show(request, admin, record, texts)
 
 
-def journal_of(request: Request) -> Journal:
-    """The journal of this request's server. Raises Unsupported if it has none."""
-    journal = parts_of(request).journal
-    if journal is None:
-        raise Unsupported("This server keeps no journal of requests.")
-    return journal
-
-
 def _found(request: Request, request_id: str) -> RequestRecord:
-    record = journal_of(request).find(request_id)
+    journal = parts_of(request).journal
+    record = journal.find(request_id)
     if record is None:
         raise RequestNotFound(
             f"The journal has no request {request_id[:80]!r}: it keeps the latest "
-            f"{journal_of(request).settings.max_requests:,} since the server started. Its bill is "
-            "in the ledger still."
+            f"{journal.settings.max_requests:,} since the server started. Its bill is in the "
+            "ledger still."
         )
     return record
 
@@ -134,7 +127,7 @@ def _row(record: RequestRecord) -> dict[str, Any]:
 async def _findings(request: Request, record: RequestRecord) -> dict[int, MissFinding]:
     """What a search of all tiers adds to the lookups' own reasons."""
     explorer = parts_of(request).explorer
-    if explorer is None or record.served is None:
+    if record.served is None:
         return {}
     numbers = range(len(record.served.lookups))
     return {number: await explorer.finding(record, number) for number in numbers}

@@ -14,7 +14,6 @@ from anyio import from_thread
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.access.rate_limits import LimitSettings
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
@@ -122,9 +121,9 @@ def _tenants(
 
 
 async def _room_of(request: Request) -> dict[str, Counter[TierName]]:
-    """Bytes of each tenant in each tier, over all models; empty if there is no cache."""
+    """Bytes of each tenant in each tier, over all models."""
     room: dict[str, Counter[TierName]] = {}
-    for each in await room_of(request) if parts_of(request).explorer is not None else ():
+    for each in await room_of(request):
         room.setdefault(each.owner, Counter()).update(each.num_bytes)
     return room
 
@@ -176,7 +175,7 @@ def _state(tenant: Tenant) -> str:
 def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, int | None]]:
     """Each limit: its name, its label, the value in force, and the value an admin set."""
     limits, overrides = parts_of(request).limits, books_of(request).accounts.rate_limits(tenant)
-    quota = (limits or LimitSettings()).of_tenant(tenant, overrides)
+    quota = limits.of_tenant(tenant, overrides)
     of_tenant = [
         (name, words, getattr(quota, name), overrides.get(name)) for name, words in LIMITS.items()
     ]

@@ -17,7 +17,6 @@ from api.admin.pages.advice import MONTH_S, CurveTier, advise
 from api.admin.pages.base import render
 from api.admin.parts import AdminParts, parts_of
 from api.admin.routes.answers import json_answer
-from api.errors import Unsupported
 from billing.errors import NoPrice
 from billing.money import format_units
 from billing.prices.book import Rates
@@ -52,8 +51,6 @@ async def report(request: Request, _: MayRead) -> Response:
     Amounts are decimal strings in the card's currency. A month has thirty days.
     """
     parts = parts_of(request)
-    if parts.working_set is None:
-        raise Unsupported("this server does not sample its traffic")
     found = await asyncio.wrap_future(parts.working_set())
     return json_answer(request, _document(parts, found))
 
@@ -121,15 +118,11 @@ def _cost(parts: AdminParts, tier: TierName) -> str | None:
 def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:
     """Prompt tokens a second, and the seconds over which they were measured."""
     series = "rate:traffic.prompt_tokens.*"
-    if parts.history is None:
-        return 0.0, 0.0
     uses = parts.history.over([series], window_s=WINDOW_S)[series]
     return uses or 0.0, min(WINDOW_S, uptime_s)
 
 
 def _rates(parts: AdminParts, model: str) -> tuple[Rates, str]:
-    if parts.books is None:
-        return NO_RATES, ""
     try:
         pinned = parts.books.accounts.book.at(model, time.time_ns())
     except NoPrice:

@@ -12,7 +12,7 @@ from api.admin.cache_changes import must_be_known
 from api.admin.parts import parts_of
 from api.collaborators import Collaborators
 from api.context import wire_of
-from api.errors import InvalidRequest, Unsupported
+from api.errors import InvalidRequest
 from tiers.blocks.keys import PrefixKey, token_ids
 from tiers.blocks.view import BlockView
 from tiers.tier import TierName
@@ -38,12 +38,9 @@ async def blocks(
     `tenant` is a tenant or a sharing group. `key` is the beginning of a key, `idle_s` the minimum
     time since last use; `tokens` adds token ids.
     """
-    read = parts_of(request).blocks
-    if read is None:
-        raise Unsupported("this server has no tiers to look into")
     if tenant:
         await must_be_known(request, tenant)
-    found = await read(_scopes_of(wire_of(request), tenant) if tenant else None)
+    found = await parts_of(request).blocks(_scopes_of(wire_of(request), tenant) if tenant else None)
     wanted = [
         block
         for block in found

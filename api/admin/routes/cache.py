@@ -13,8 +13,8 @@ from pydantic import Field
 from api.access.shares import OPERATOR
 from api.admin import cache_changes
 from api.admin.access import MayChange, MayRead
-from api.admin.cache_changes import OwnerKind, cache_admin_of, must_exist, whole_prefix
-from api.admin.parts import CacheAdmin
+from api.admin.cache_changes import OwnerKind, must_exist, whole_prefix
+from api.admin.parts import CacheAdmin, parts_of
 from api.admin.routes.bodies import AdminBody, Name
 from api.context import wire_of
 from api.errors import InvalidRequest
@@ -64,13 +64,13 @@ class Purging(AdminBody):
 @router.get("/pins")
 async def pins(request: Request, _: MayRead) -> list[dict[str, Any]]:
     """Every pin in force."""
-    return [pin_json(pin) for pin in await cache_admin_of(request).pins()]
+    return [pin_json(pin) for pin in await parts_of(request).cache.pins()]
 
 
 @router.post("/pin")
 async def pin(request: Request, body: NewPin, by: MayChange) -> dict[str, Any]:
     """Pin a prefix, which keeps it in at least one tier. Replaces a pin of that name."""
-    prefix = await _prefix(request, body, cache_admin_of(request))
+    prefix = await _prefix(request, body, parts_of(request).cache)
     until_s = time.time() + body.for_s
     return pin_json(
         await cache_changes.pin(request, by, body.name, prefix, until_s=until_s, why=body.why)

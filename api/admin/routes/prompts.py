@@ -60,7 +60,6 @@ async def diff(request: Request, body: Pair, _: MayChange) -> dict[str, Any]:
     )
     at = common_length(one, other)
     decode = parts_of(request).decode
-    assert decode is not None
     return {
         "same": at == len(one) == len(other),
         "at_token": at,
@@ -74,8 +73,7 @@ async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) ->
     if isinstance(asked, dict):
         job = await quoted_job(request, Principal(tenant or OPERATOR), json.dumps(asked).encode())
         return job.prompts[0]
-    journal = parts_of(request).journal
-    record = journal.find(asked) if journal is not None else None
+    record = parts_of(request).journal.find(asked)
     if record is None:
         raise RecordNotFound(f"the server remembers no request {asked[:64]!r}")
     if not record.prompts:
