@@ -6,7 +6,8 @@ loaded shows.
 """
 
 import random
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from tests.parity.test_architectures import prompt
 from tests.parity.test_engine_tiers import BLOCK, House
 from tests.support.models import bytes_tokenizer
 from tiers.blocks.chain import Chain
+from tiers.blocks.frames import Frame
+from tiers.blocks.keys import BlockId
 from tiers.disk.format.record import window_key
 from tiers.disk.tier import DiskTier
-from tiers.tier import TierName
+from tiers.tier import Loaded, TierName
 
 NUM_BLOCKS = 20
 LONG = prompt(NUM_BLOCKS * BLOCK + 11, seed=1)
@@ -229,7 +232,7 @@ def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
 
 
 def test_blocks_in_memory_end_where_their_windows_are_below(
-    loaded: LoadedModel, open_house: Callable[..., House]
+    loaded: LoadedModel, open_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks without windows in memory, and a hole among their windows on disk."""
     house = open_house(loaded)
@@ -244,6 +247,13 @@ def test_blocks_in_memory_end_where_their_windows_are_below(
     keys = [block.key for block in ids]
     house.engine.call(lambda _: disk.discard([window_key(keys[8])])).result(60)
     [(expected, _)] = house.ask([SHORT], cache=False)
+    load = disk.load
+
+    def slow(ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
+        time.sleep(0.1)  # the ticket is looked at meanwhile
+        return load(ids, into)
+
+    monkeypatch.setattr(disk, "load", slow)
     [(answer, counts)] = house.ask([SHORT])  # ten blocks
     assert reach == 2
     assert (expected, 8 * BLOCK) == (answer, counts.hit)

@@ -20,7 +20,9 @@ from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover, ProbeJob
 from tiers.transfer.ticket import Ticket
 
 
-def longest(ticket: Ticket, end: int, reach: int, windows: Collection[PrefixKey] = ()) -> int:
+def longest(
+    ticket: Ticket, end: int, reach: int, windows: Collection[PrefixKey | None] = ()
+) -> int:
     """The longest prefix of at most `end` blocks whose last `reach` have their windows: in memory,
     or because they are among `windows`."""
     run = found = 0
@@ -52,6 +54,9 @@ class WindowMender:
         """Whether the last blocks are whole above the disk. May cut the ticket to a prefix of which
         this is true. False while missing parts are being read."""
         lacking = self._lacking(ticket)
+        if lacking and ticket.mended:  # blocks after those that were asked about
+            self._cut(ticket, {block.key for _, blocks in self._reads for block in blocks})
+            lacking = self._lacking(ticket)
         if any(block in blocks for _, blocks in self._reads for block in lacking):
             return False
         if lacking and not ticket.mended:
@@ -135,7 +140,7 @@ class WindowMender:
             blocks[num_loaded].fault = reason
         return True
 
-    def _cut(self, ticket: Ticket, windows: Collection[PrefixKey] = ()) -> None:
+    def _cut(self, ticket: Ticket, windows: Collection[PrefixKey | None] = ()) -> None:
         """Shorten the ticket to the longest prefix whose last blocks are whole, or will be once
         `windows` are read."""
         end = longest(ticket, len(ticket.blocks), self._reach, windows)
