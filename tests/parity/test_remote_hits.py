@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.models.load import LoadedModel
+from tests.parity import architectures
 from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, prompts_over
 from tests.redis_server import redis_server
 from tests.support.models import tiny_model
@@ -29,7 +31,7 @@ def server(tmp_path: Path) -> Iterator[Build]:
         def build(
             name: str, writes: RemoteWrites = RemoteWrites.ALL, model: str = "llama"
         ) -> House:
-            loaded = tiny_model(model)
+            loaded = model_of(model)
             layout = loaded.layout(BLOCK, None)
 
             def above(disk: DiskTier) -> StackedTier:
@@ -45,18 +47,22 @@ def server(tmp_path: Path) -> Iterator[Build]:
             house.close()
 
 
+def model_of(name: str) -> LoadedModel:
+    return architectures.served(name) if name == "deepseek_v4" else tiny_model(name)
+
+
 def drained(house: House) -> RemoteTier:
     assert isinstance(house.cache.disk, StackedTier)
     assert house.cache.disk.remote.drain(20)
     return house.cache.disk.remote
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma2"])
+@pytest.mark.parametrize("model", ["llama", "gemma2", "deepseek_v4"])
 def test_the_second_servers_first_request_hits_remotely(model: str, server: Build) -> None:
     """Its answer equals a computed one, and the loaded blocks go on to its own disk, also those
     that are loaded without their windows."""
     one, two = server("one", model=model), server("two", model=model)
-    [prompt] = prompts_over(tiny_model(model), 1)
+    [prompt] = prompts_over(model_of(model), 1)
     [(tokens, counts)] = one.ask([prompt])
     assert counts.hit == 0
     one.sink(to_disk=True)
