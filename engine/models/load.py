@@ -241,7 +241,7 @@ def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
 def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     try:
         config = _load_config(folder)
-        _refuse_unsupported(config)
+        refuse_unsupported(config)
         _recommend_bfloat16(config, dtype, device)
         dequantized = _dequantize(config)
         seeing = has_vision(config) or is_text_of(config)
@@ -281,7 +281,8 @@ def _load_config(folder: Path) -> Any:
     return CONFIG_MAPPING[known_as].from_dict({**given, "model_type": known_as})
 
 
-def _refuse_unsupported(config: Any) -> None:
+def refuse_unsupported(config: Any) -> None:
+    """Raise ModelError for a model that its config alone shows not to be served."""
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
     known = has_vision(config) or is_text_of(config)

@@ -240,7 +240,7 @@ def _prepare(
     with _narrow_windows(model) as narrowed:
         model.set_attn_implementation("eager")
         size = PROBE_TOKENS + longest_entry(model)  # so that an entry ends
-        expected = _forward(model, [(0, 0, size)])
+        expected = _forward(model, [(0, 0, size)], position_ids=None)  # it counts them itself
         absorb(model)
         num_layers = model.config.get_text_config().num_hidden_layers
         page_compressors(model, num_layers)
@@ -436,12 +436,8 @@ def _forward(model: Any, pieces: Pieces, **arguments: Any) -> torch.Tensor:
     offsets = torch.cat([torch.arange(n, device=device) + offset for _, offset, n in pieces])
     starts = torch.cat([torch.full((n,), start, device=device) for start, _, n in pieces])
     tokens = (offsets + 1) * 7919 % model.config.get_text_config().vocab_size
-    output = model(
-        input_ids=tokens[None],
-        position_ids=(starts + offsets)[None],
-        use_cache=False,
-        **arguments,
-    )
+    given = {"position_ids": (starts + offsets)[None]} | arguments
+    output = model(input_ids=tokens[None], use_cache=False, **given)
     logits: torch.Tensor = output.logits
     return logits[0].float()
 

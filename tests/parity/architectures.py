@@ -17,6 +17,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    PreTrainedConfig,
 )
 
 from engine.models.load import LoadedModel, describe, load_model
@@ -89,7 +90,7 @@ _INDEX: dict[str, Any] = {
     "index_n_heads": 8,
     "index_head_dim": 16,
 }
-_TOWER: dict[str, Any] = {  # of models whose text alone is served
+_TOWER: dict[str, Any] = {  # what reads images or sound, of models whose text alone is served
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -97,6 +98,17 @@ _TOWER: dict[str, Any] = {  # of models whose text alone is served
     "num_attention_heads": 2,
     "num_heads": 2,
     "out_hidden_size": 64,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_layers": 1,
+    "base_channels": 32,
+    "num_blocks": 1,
+    "ext_pw_out_channel": 32,
+    "depthwise_separable_out_channel": 32,
+    "nemo_conv_channels": 32,
+    "nemo_final_size": 1,
 }
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 _FOUR = {
@@ -133,6 +145,41 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_ZAMBA2 = {
+    "num_hidden_layers": 4,
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "layer_types": ["mamba", "hybrid"] * 2,
+}
+_DECODER = {"is_decoder": True}
+_DOTS3: dict[str, Any] = {
+    **_INDEX,
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "indexed_attention"] * 2,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 40,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": 16,
+    "swa_v_head_dim": 16,
+}
+_QWEN4 = {
+    **_DELTA,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
+    "hc_lowrank": 8,
+    "ngram_vocab_size_base": 512,
+}
+_VISION = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_AUDIO = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_blocks"),
+    *("ext_pw_out_channel", "depthwise_separable_out_channel"),
+    *("nemo_conv_channels", "nemo_final_size"),
+)
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 
 # By model type: what people know it by, and what its tiny config has besides.
@@ -145,13 +192,36 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "axk2": ("A.X K2", _INDEX),
     "bailing_hybrid": ("Ling, Ring 2.5 and 3", {**_LATENT, "layer_types": _DELTA["layer_types"]}),
     "bamba": ("Bamba", {**_MAMBA, "attn_layer_indices": [1]}),
+    "beam": ("Beam", {}),
+    "bert": ("BERT as a decoder", _DECODER),
+    "bert-generation": ("BERT for generation", _DECODER),
     "bitnet": ("BitNet b1.58", {}),
     "cohere": ("Command R", {}),
     "cohere2": ("Command A, Command R7B", _BOTH),
     "cohere2_moe": ("Command A MoE", _BOTH),
     "cohere2_vision": ("Command A Vision, its text", {**_BOTH}),
+    "cohere_compass_text": (
+        "Cohere Compass, its text model",
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    ),
     "ctrl": ("CTRL", {"dff": 64}),
     "cwm": ("CWM", _BOTH),
+    "dbrx": (
+        "DBRX",
+        {
+            "d_model": 64,
+            "n_heads": 4,
+            "n_layers": 2,
+            "max_seq_len": 512,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
+            "ffn_config": {
+                "hidden_size": 64,
+                "ffn_hidden_size": 64,
+                "moe_num_experts": 4,
+                "moe_top_k": 2,
+            },
+        },
+    ),
     "deepseek_v2": ("DeepSeek-V2, V2-Lite, Coder-V2", {**_LATENT, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepSeek-V3, R1, Kimi K2", _LATENT),
     "deepseek_v32": ("DeepSeek-V3.2", _INDEX),
@@ -184,22 +254,18 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "dots.llm1",
         {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     ),
-    "dots3_note_text": (
-        "dots3.note, its text model",
+    "dots3_note": (
+        "dots3.note, its text",
         {
-            **_INDEX,
-            "head_dim": 24,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "indexed_attention"] * 2,
-            "swa_num_attention_heads": 2,
-            "swa_num_key_value_heads": 2,
-            "swa_q_lora_rank": 24,
-            "swa_kv_lora_rank": 40,
-            "swa_head_dim": 24,
-            "swa_qk_nope_head_dim": 16,
-            "swa_v_head_dim": 16,
+            **_DOTS3,
+            "vision_config": {"adapter_out_dim": 64},
+            "audio_config": {"adapter_out_dim": 64},
         },
     ),
+    "dots3_note_text": ("dots3.note, its text model", _DOTS3),
+    "electra": ("ELECTRA as a decoder", _DECODER),
+    "emu3": ("Emu3, its text", {}),
+    "ernie": ("ERNIE as a decoder", _DECODER),
     "ernie4_5": ("ERNIE 4.5 dense", {}),
     "ernie4_5_moe": ("ERNIE 4.5", {}),
     "exaone4": ("EXAONE 4", _BOTH),
@@ -209,14 +275,22 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "falcon_mamba": ("Falcon Mamba", {}),
     "flex_olmo": ("FlexOlmo", {}),
     "flint": ("Flint", {}),
+    "fuyu": ("Fuyu, its text", {}),
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma 2", _BOTH),
+    "gemma3": ("Gemma 3 with images, its text", _BOTH),
     "gemma3_text": ("Gemma 3", _BOTH),
     "gemma3n_text": (
         "Gemma 3n, its text model",
         {**_FOUR, **_PER_LAYER, "activation_sparsity_pattern": [0.0] * 4},
     ),
+    "gemma4": (
+        "Gemma 4 with images, its text",
+        {**_FOUR, **_PER_LAYER, "global_head_dim": 32},
+    ),
     "gemma4_text": ("Gemma 4, its text model", {**_FOUR, **_PER_LAYER, "global_head_dim": 32}),
+    "gemma4_unified": ("Gemma 4 Unified, its text", {**_BOTH, "global_head_dim": 32}),
+    "gemma4_unified_text": ("Gemma 4 Unified, its text model", _BOTH),
     "glm": ("GLM-4 9B", {}),
     "glm4": ("GLM-4 32B", {}),
     "glm46v": ("GLM-4.6V-Flash, its text", _MROPE),
@@ -306,6 +380,9 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "mistral": ("Mistral 7B, Mistral Small", {}),
     "mistral3": ("Mistral Small 3.1 and 3.2, their text", {}),
     "mixtral": ("Mixtral", {}),
+    "modernbert-decoder": ("ModernBERT decoder, Ettin", {}),
+    "moshi": ("Moshi, its text model", {}),
+    "moss_transcribe_diarize": ("MOSS Transcribe Diarize, its text", {}),
     "nanochat": ("nanochat", {}),
     "nemotron_h": (
         "Nemotron-H, Nemotron 3",
@@ -327,18 +404,28 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "persimmon": ("Persimmon", {}),
     "phi": ("Phi-1, Phi-2", {}),
     "phi3": ("Phi-3, Phi-3.5, Phi-4, Phi-4-mini", _LONGROPE),
+    "phi4_multimodal": (
+        "Phi-4-multimodal, its text",
+        {
+            "vision_config": {name: _TOWER[name] for name in _VISION},
+            "audio_config": {name: _TOWER[name] for name in _AUDIO},
+        },
+    ),
     "phimoe": ("Phi-3.5-MoE", _LONGROPE),
     "qwen2": ("Qwen2, Qwen2.5, QwQ, DeepSeek-R1-Distill-Qwen", {}),
     "qwen2_5_vl": ("Qwen2.5-VL, its text", _MROPE),
     "qwen2_moe": ("Qwen1.5-MoE, Qwen2-57B-A14B", {}),
     "qwen2_vl": ("Qwen2-VL, its text", _MROPE),
     "qwen3": ("Qwen3", {}),
+    "qwen3_5": ("Qwen3.5, its text", _DELTA),
+    "qwen3_5_moe": ("Qwen3.5 MoE, its text", _DELTA),
     "qwen3_5_moe_text": ("Qwen3.5 MoE, its text model", _DELTA),
     "qwen3_5_text": ("Qwen3.5, its text model", _DELTA),
     "qwen3_moe": ("Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder", {}),
     "qwen3_next": ("Qwen3-Next", _DELTA),
     "qwen3_vl": ("Qwen3-VL, its text", _MROPE),
     "qwen3_vl_moe": ("Qwen3-VL MoE, its text", _MROPE),
+    "roc_bert": ("RoCBert as a decoder", _DECODER),
     "seed_oss": ("Seed-OSS", {}),
     "smollm3": ("SmolLM3", {}),
     "solar_open": ("Solar Open", {}),
@@ -350,6 +437,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "Zamba",
         {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     ),
+    "zamba2": ("Zamba 2 with one group of heads", _ZAMBA2),
 }
 
 
@@ -368,19 +456,106 @@ RECURRENT = frozenset(
         "minimax",
         "nemotron_h",
         "olmo_hybrid",
+        "qwen3_5",
+        "qwen3_5_moe",
         "qwen3_5_moe_text",
         "qwen3_5_text",
         "qwen3_next",
         "zamba",
+        "zamba2",
     }
 )  # of these, the ones with recurrent states: tests/parity/test_recurrent.py
 
 
+_NO_INTERFACE = "does not support transformers' attention interface"
+_BIDIRECTIONAL = "gives other logits with paged attention"
+_OTHER_POSITIONS = {"is_decoder": True, "max_position_embeddings": 800}
+_BOTH_WAYS = "is an encoder-decoder"
+
+# Every other type that transformers calls a causal language model, by what its load says, and what
+# its tiny config has; None for the type's own config, built without memory.
+REFUSED: Mapping[str, tuple[str, Mapping[str, Any] | None]] = {
+    "bart": (_BOTH_WAYS, None),
+    "big_bird": (_NO_INTERFACE, None),
+    "bigbird_pegasus": (_BOTH_WAYS, None),
+    "biogpt": (_NO_INTERFACE, None),
+    "blenderbot": (_BOTH_WAYS, None),
+    "blenderbot-small": (_BOTH_WAYS, None),
+    "bloom": (_NO_INTERFACE, None),
+    "blt": (_NO_INTERFACE, None),
+    "camembert": (_BIDIRECTIONAL, _OTHER_POSITIONS),
+    "codegen": (_NO_INTERFACE, None),
+    "cpmant": (_NO_INTERFACE, None),
+    "data2vec-text": (_BIDIRECTIONAL, _OTHER_POSITIONS),
+    "diffllama": ("its KV cannot be paged", {}),
+    "doge": ("asks attention for attention_mask", {}),
+    "falcon": (_NO_INTERFACE, None),
+    "gemma3n": ("cannot be loaded", None),
+    "gemma4_assistant": ("cannot be loaded", None),
+    "gemma4_unified_assistant": ("cannot be loaded", None),
+    "git": (_NO_INTERFACE, None),
+    "got_ocr2": ("asks attention for logits_to_keep", {}),
+    "gpt_neo": (_NO_INTERFACE, None),
+    "gpt_neox_japanese": (_NO_INTERFACE, None),
+    "gptj": (_NO_INTERFACE, None),
+    "hrm_text": ("its KV cannot be paged", {}),
+    "inkling2_text": ("layers of kind hybrid_sliding", None),
+    "inkling_text": ("layers of kind hybrid_sliding", None),
+    "llama4": ("layers of kind chunked_attention", None),
+    "llama4_text": ("layers of kind chunked_attention", None),
+    "marian": (_BOTH_WAYS, None),
+    "mbart": (_BOTH_WAYS, None),
+    "megatron-bert": (_NO_INTERFACE, None),
+    "minimax_m3_vl_text": (
+        "layers of kind minimax_m3_sparse",
+        {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+    ),
+    "mllama": ("its KV cannot be paged", {"cross_attention_layers": [1]}),
+    "mpt": (_NO_INTERFACE, None),
+    "musicgen": (_BOTH_WAYS, None),
+    "musicgen_melody": (_BOTH_WAYS, None),
+    "mvp": (_BOTH_WAYS, None),
+    "nemotron": ("is not handed the arguments", {}),
+    "openai-gpt": (_NO_INTERFACE, None),
+    "pegasus": (_BOTH_WAYS, None),
+    "plbart": (_BOTH_WAYS, None),
+    "prophetnet": (_BOTH_WAYS, None),
+    "qwen4_exp": ("does not pick single latents", _QWEN4),
+    "qwen4_exp_text": ("does not pick single latents", _QWEN4),
+    "recurrent_gemma": ("its KV cannot be paged", {}),
+    "reformer": (_NO_INTERFACE, {"is_decoder": True, "axial_pos_embds_dim": (32, 32)}),
+    "rembert": (_NO_INTERFACE, None),
+    "roberta": (_BIDIRECTIONAL, _OTHER_POSITIONS),
+    "roberta-prelayernorm": (_BIDIRECTIONAL, _OTHER_POSITIONS),
+    "roformer": (_NO_INTERFACE, None),
+    "rwkv": (_NO_INTERFACE, None),
+    "stablelm": (_NO_INTERFACE, None),
+    "trocr": (_NO_INTERFACE, None),
+    "whisper": (_BOTH_WAYS, None),
+    "xglm": (_NO_INTERFACE, None),
+    "xlm": (_NO_INTERFACE, None),
+    "xlm-roberta": (_BIDIRECTIONAL, _OTHER_POSITIONS),
+    "xlm-roberta-xl": (_BIDIRECTIONAL, _OTHER_POSITIONS),
+    "xlnet": (_NO_INTERFACE, None),
+    "xlstm": (_NO_INTERFACE, None),
+    "xmod": (
+        _BIDIRECTIONAL,
+        {**_OTHER_POSITIONS, "default_language": "en_XX", "languages": ["en_XX"]},
+    ),
+    "zaya": ("cannot be run with paged attention", {"num_experts_per_tok": 1}),
+}
+
+
 def config_of(model_type: str) -> Any:
     """The tiny config of a model type."""
+    _, own = ARCHITECTURES[model_type]
+    return tiny_config(model_type, own)
+
+
+def tiny_config(model_type: str, own: Mapping[str, Any]) -> Any:
+    """A config of this type with small sizes, and what it has of its `own`."""
     config_class = CONFIG_MAPPING[model_type]
     whole = config_class()
-    _, own = ARCHITECTURES[model_type]
     usual = whole.get_text_config()
     given = {**_SHAPE, **own}
     for name, value in _ALSO.items():
@@ -388,8 +563,13 @@ def config_of(model_type: str) -> Any:
             given.setdefault(name, value)
     if usual is whole:
         return config_class(**given)
-    tower = {name: value for name, value in _TOWER.items() if hasattr(whole.vision_config, name)}
-    return config_class(text_config=type(usual)(**given).to_dict(), vision_config=tower)
+    towers = {
+        part: {name: value for name, value in _TOWER.items() if hasattr(tower, name)}
+        for part, tower in vars(whole).items()
+        if isinstance(tower, PreTrainedConfig) and tower is not usual
+    }
+    towers |= {part: given.pop(part) for part in towers if part in given}
+    return config_class(text_config=type(usual)(**given).to_dict(), **towers)
 
 
 def stock(model_type: str) -> Any:

@@ -247,23 +247,6 @@ def test_an_index_over_keys_of_heads_is_refused_by_name() -> None:
                 "index_topk_blocks": 2,
             },
         ),
-        (
-            "qwen4_exp_text",
-            {
-                "layer_types": ["linear_attention", "full_attention"],
-                "linear_num_value_heads": 4,
-                "linear_num_key_heads": 2,
-                "linear_key_head_dim": 16,
-                "linear_value_head_dim": 16,
-                "indexer_n_heads": 2,
-                "indexer_kv_heads": 1,
-                "indexer_head_dim": 16,
-                "indexer_budget": 8,
-                "indexer_compress_ratio": 2,
-                "hc_lowrank": 8,
-                "ngram_vocab_size_base": 512,
-            },
-        ),
     ],
 )
 def test_an_index_that_picks_groups_of_tokens_is_refused_by_name(
