@@ -30,7 +30,8 @@ from tiers.node.client import NodeClient
 logger = logging.getLogger(__name__)
 
 KvTensors = torch.Tensor | Sequence[torch.Tensor]  # of a layer; several for a state
-TIMEOUT_S = 30.0  # of a load from the disk, or of a store
+LOAD_S = 30.0  # for a load, which may be from the disk
+STORE_S = 5.0  # for each answer of a store; the node has it in memory, and vLLM's blocks wait
 
 
 @dataclass(slots=True)
@@ -49,8 +50,8 @@ class Carrier:
         self._locked: dict[BlockLayout, LockedMemory] = {}
         layouts = dict.fromkeys(group.layout for group in identity.groups)
         self._links = [
-            {layout: NodeLink(node, layout, timeout_s=TIMEOUT_S) for layout in layouts}
-            for _ in range(2)
+            {layout: NodeLink(node, layout, timeout_s=timeout_s) for layout in layouts}
+            for timeout_s in (LOAD_S, STORE_S)
         ]
         self._queues: list[SimpleQueue[_Job | None]] = [SimpleQueue(), SimpleQueue()]
         self._threads: list[threading.Thread] = []
@@ -104,7 +105,7 @@ class Carrier:
         for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
-            thread.join(TIMEOUT_S)
+            thread.join(LOAD_S)
         for links in self._links:
             _close(links)
         for locked in self._locked.values():

@@ -15,6 +15,7 @@ parts from an earlier one resumes at the last of them.
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, lcm
@@ -27,7 +28,10 @@ from cachesvc.vllm.transfers import GroupBlocks, Transfer
 
 logger = logging.getLogger(__name__)
 
-MAX_HELD = 1 / 4  # of vLLM's blocks, for running requests; what is beyond is not stored
+# Of vLLM's blocks, until they are stored. What is beyond is not stored, because a node that hangs
+# must leave vLLM enough to go on.
+MAX_HELD = 1 / 4  # windows' blocks and states
+MAX_WAITING = 1 / 2  # blocks of ended requests, or all of one request
 
 
 @dataclass(slots=True)
@@ -47,6 +51,8 @@ class _Save:
 
     blocks: list[int]
     ranks_left: int
+    num_held: int  # of the blocks, those that were held while their request ran
+    waiting: list[int]  # and those of groups that need all
 
 
 class Saves:
@@ -65,6 +71,7 @@ class Saves:
         self._planned: list[Transfer] = []
         self._num_saves = 0
         self._num_held = 0
+        self._waiting: Counter[int] = Counter()  # blocks of ended requests, and by how many
 
     def bind(self, pool: Any) -> None:
         """`pool` is vLLM's `BlockPool`, which counts the users of blocks."""
@@ -113,7 +120,9 @@ class Saves:
             if group.is_whole:
                 blocks = numbers[group.number]
                 end = min(computed // group.block_size, len(blocks), _first_null(blocks))
+                end = self._room_for(blocks[:end])
                 self._pin(blocks[:end])
+                self._waiting.update(blocks[:end])
                 pieces += [(number, place, blocks[place]) for place in range(end)]
         self._save(running, pieces)
         self._drop(running)
@@ -136,6 +145,11 @@ class Saves:
             save.ranks_left -= count
             if save.ranks_left <= 0:
                 del self._saving[name]
+                self._num_held -= save.num_held
+                self._waiting.subtract(save.waiting)
+                for block in save.waiting:
+                    if not self._waiting[block]:
+                        del self._waiting[block]
                 self._free(save.blocks)
 
     # Internals.
@@ -201,8 +215,16 @@ class Saves:
         ]
         for number, place, _ in done:
             del running.held[number, place]
-        self._num_held -= len(done)
         return done
+
+    def _room_for(self, blocks: Sequence[int]) -> int:
+        """How many of an ended request's leading blocks may wait too: all, if no others do."""
+        room = int(MAX_WAITING * self._pool.num_gpu_blocks) - len(self._waiting)
+        for place, block in enumerate(blocks) if self._waiting else ():
+            room -= block not in self._waiting
+            if room < 0:
+                return place
+        return len(blocks)
 
     def _save(self, running: _Running, filled: Sequence[tuple[int, int, int]]) -> None:
         """Plan to store blocks that we hold."""
@@ -216,7 +238,10 @@ class Saves:
         name = f"{running.request.request_id} {self._num_saves}"
         pieces = tuple(_piece(running.chains, each, by_group[each]) for each in sorted(by_group))
         self._planned.append(Transfer(name, pieces))
-        self._saving[name] = _Save([block for _, _, block in filled], self._identity.num_ranks)
+        blocks = [block for _, _, block in filled]
+        whole = [block for group, _, block in filled if self._identity.groups[group].is_whole]
+        num_held = len(blocks) - len(whole)
+        self._saving[name] = _Save(blocks, self._identity.num_ranks, num_held, whole)
 
     def _drop(self, running: _Running) -> None:
         """Give up what is held of a request."""

@@ -288,6 +288,58 @@ def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_ot
     assert [11, 15] == held_states(4 * block_bytes, begins=8), "it began with a state"
 
 
+def ended(planner: Planner, name: str, blocks: Sequence[int]) -> None:
+    asked = request(len(blocks) * SIZE, name)
+    planner.allocated(asked, [blocks], 0)
+    planner.finished(asked, [blocks])
+
+
+def stored(planner: Planner) -> list[int]:
+    """How many blocks each planned store has."""
+    return [sum(len(piece.blocks) for piece in save.pieces) for save in planner.saves.take()]
+
+
+def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request() -> None:
+    planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {}, wait_s=0)
+    pool = Blocks()
+    planner.saves.bind(pool)
+    ended(planner, "long", range(1, 91))
+    assert [90] == stored(planner), "nothing else waits"
+    ended(planner, "more", range(91, 100))
+    assert [] == stored(planner)
+    planner.saves.saved({"long 1": 1})
+    assert not any(pool.users)
+    ended(planner, "a", [*range(1, 31)])
+    ended(planner, "b", [*range(1, 31), *range(31, 41)])
+    ended(planner, "c", [*range(1, 21), *range(50, 70)])
+    assert [30, 40, 30] == stored(planner), "shared blocks wait once, and 50 do in all"
+    planner.saves.saved({"a 2": 1, "b 3": 1})
+    ended(planner, "d", [*range(70, 90)])
+    assert [20] == stored(planner)
+    planner.saves.saved({"c 4": 1, "d 5": 1})
+    assert not any(pool.users) and not planner.is_busy
+    planner.close()
+
+
+def test_windows_that_wait_for_their_stores_count_as_held() -> None:
+    planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
+    pool, asked = Blocks(), request(60 * SIZE)
+    planner.saves.bind(pool)
+    tables = [list(range(1, 61)), [*range(40, 100)]]
+    planner.allocated(asked, tables, 0)
+    state = SimpleNamespace(get_block_ids=lambda name: tables, boundary_state_offloads={})
+    for step in range(6):
+        asked.num_computed_tokens = 10 * step * SIZE
+        planner.saves.step(state, {"a": 10 * SIZE})
+    assert 25 == sum(pool.users), "a quarter of vLLM's blocks"
+    for save in planner.saves.take():
+        planner.saves.saved({save.name: 1})
+    asked.num_computed_tokens = 50 * SIZE
+    planner.saves.step(state, {"a": 10 * SIZE})
+    assert 0 == sum(pool.users)
+    planner.close()
+
+
 def test_blocks_of_a_request_that_is_preempted_are_given_up() -> None:
     planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
     pool, asked = Blocks(), request(6 * SIZE)
