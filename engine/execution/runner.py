@@ -147,6 +147,9 @@ class ModelRunner:
         if logits is not None:
             chosen = iter(choose_in_parts(self._sampler.sample, logits, sampling))
         sampled = [next(chosen) if s.sample else Sampled(s.sequence_id, None) for s in spans]
+        # Not before, because a step that fails is tried again, from the states that this replaces.
+        # A graph has done it.
+        self._attention.finish()
         if not prompt_logprobs:
             return sampled
         remaining = iter(prompt_logprobs)
@@ -259,7 +262,6 @@ class ModelRunner:
             logits = self._logits(keep, arguments)[0, : len(wanted)].float()
         else:
             self._model.base_model(**arguments)
-        self._attention.finish()
         self._adapters.finish()
         return logits, prompt_logprobs
 

@@ -25,10 +25,8 @@ Choose = Callable[[torch.Tensor, Sequence[Span]], list[Sampled]]
 
 
 def choose_in_parts(choose: Choose, logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
-    """`choose` for as many rows at once as fit. logits: [len(spans), vocabulary].
-
-    The step is over by then. Computed again, it would read rows of states that it has replaced.
-    """
+    """`choose` for as many rows at once as fit. logits: [len(spans), vocabulary]. The step is not
+    computed again."""
     try:
         return choose(logits, spans)
     except torch.OutOfMemoryError as error:

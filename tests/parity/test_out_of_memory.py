@@ -141,8 +141,7 @@ def test_other_errors_are_not_retried() -> None:
 def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a step has written is not computed twice: a short convolution's rows before the step
-    are no longer in the pool once the step's own are."""
+    """The step is computed once."""
     loaded = architectures.served("lfm2")
     pools = [new_pool(loaded, 40) for _ in range(2)]
     whole, limited = (ModelRunner(loaded, pool) for pool in pools)
@@ -161,6 +160,31 @@ def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_ag
         assert [one.token for one in expected] == [one.token for one in actual]
         torch.testing.assert_close(pools[1], pools[0], rtol=1e-3, atol=1e-4, equal_nan=True)
     assert [12, 15, 1] == computed
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "deepseek_v4"])
+def test_a_step_that_fails_at_its_choice_is_computed_again_from_the_states_before(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several tokens within a block, as a grammar forces them. Their rows replace those that the
+    first of them reads."""
+    loaded = architectures.served(model_type)
+    pools = [new_pool(loaded, 40) for _ in range(2)]
+    whole, failing = (ModelRunner(loaded, pool) for pool in pools)
+    for runner in (whole, failing):
+        runner.step(Batch([span(0, 0, 18)]))
+    last = Batch([span(0, 18, 10)])
+    expected = whole.step(last)
+
+    def no_choice(logits: torch.Tensor, spans: Sequence[Span]) -> list[Sampled]:
+        raise RuntimeError("no choice")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(failing._sampler, "sample", no_choice)
+        with pytest.raises(RuntimeError, match="no choice"):
+            failing.step(last)
+    assert expected == failing.step(last)
+    assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
 def test_a_sequence_whose_token_alone_cannot_be_chosen_fails_alone(

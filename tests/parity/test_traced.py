@@ -53,6 +53,12 @@ def runner(loaded: LoadedModel) -> ModelRunner:
     return ModelRunner(loaded, new_pool(loaded, 40, BLOCK))
 
 
+def forward(runner: ModelRunner, step: list[Span]) -> torch.Tensor | None:
+    logits, _ = runner._forward(step)
+    runner._attention.finish()
+    return logits
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_and_kv_are_those_of_the_models_own_forward(architecture: str) -> None:
     loaded = tiny_model(architecture)
@@ -62,8 +68,8 @@ def test_logits_and_kv_are_those_of_the_models_own_forward(architecture: str) ->
     traced._traced = TracedForward(loaded.model)
     for step in STEPS:
         with torch.inference_mode():
-            expected, _ = own._forward(step)
-            actual, _ = traced._forward(step)
+            expected = forward(own, step)
+            actual = forward(traced, step)
         assert expected is not None and actual is not None
         assert torch.equal(expected, actual)
     assert torch.equal(*(pool.nan_to_num(7) for pool in pools)), "nobody's blocks hold NaN"
@@ -155,7 +161,7 @@ def test_a_step_with_working_copies_does_not_return_to_python(architecture: str)
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
         patch.setattr(warm._attention, "attend", burn)
         for step in STEPS:
-            expected, actual = own._forward(step)[0], warm._forward(step)[0]
+            expected, actual = forward(own, step), forward(warm, step)
             assert expected is not None and actual is not None
             assert torch.equal(expected, actual)
 
@@ -177,8 +183,8 @@ def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_no
             with pytest.MonkeyPatch.context() as full:
                 if number % 2:
                     full.setattr(WorkingCopies, "open", lambda self, span, busy: None)
-                before, expected = seen, own._forward(step)[0]
-                actual = warm._forward(step)[0]
+                before, expected = seen, forward(own, step)
+                actual = forward(warm, step)
             assert expected is not None and actual is not None
             assert torch.equal(expected, actual)
             assert (seen > before) == bool(number % 2)
@@ -211,8 +217,8 @@ def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
         [span(2, 5, 1, 10)],
     ):
         with torch.inference_mode():
-            expected, _ = plain._forward(step)
-            actual, _ = traced._forward(step)
+            expected = forward(plain, step)
+            actual = forward(traced, step)
         assert expected is not None and actual is not None
         assert torch.equal(expected, actual)
 
