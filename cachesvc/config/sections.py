@@ -161,7 +161,7 @@ class CacheSection(Section):
         ),
     )
     policy: Annotated[str, AfterValidator(_known)] = Field(
-        "lru", description="What to evict from memory: lru, arc or adaptive"
+        "lru", description=f"What to evict from memory: {', '.join(PolicyName)}"
     )
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"

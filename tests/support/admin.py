@@ -111,7 +111,7 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "decode": str,
         "outline": lambda tokens: [],
         "books": NO_BOOKS,
-        "explorer": SimpleNamespace(forget_disk=tuple),
+        "explorer": SimpleNamespace(forget_disk=tuple, room=_nothing),
         "cache": SimpleNamespace(pins=_nothing),
         "blocks": _nothing,
         "working_set": None,

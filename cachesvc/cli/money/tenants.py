@@ -28,7 +28,7 @@ from cachesvc.cli.render import (
     print_json,
     print_pairs,
 )
-from cachesvc.server.server_file import LiveError, find_server
+from cachesvc.server.server_file import find_server
 from tiers.tier import TierName
 
 _REMOVED = {
@@ -96,16 +96,12 @@ def show(
 
 
 def _room(found: list[Document], call: Invocation) -> list[dict[str, int]]:
-    """Bytes of each tenant in each tier; empty if no server with a cache is running."""
+    """Bytes of each tenant in each tier; empty if no server is running."""
     server = find_server(data_dir_of(call.data_dir)) if not call.database else None
     if server is None:
         return []
-    try:
-        owners = server.get("/admin/api/cache/owners")
-    except LiveError:  # the server has no cache to show
-        return []
     taken: dict[str, Counter[str]] = {}
-    for owner in owners:
+    for owner in server.get("/admin/api/cache/owners"):
         taken.setdefault(owner["owner"], Counter()).update(owner["bytes"])
     return [dict(taken.get(each["tenant"], {})) for each in found]
 
