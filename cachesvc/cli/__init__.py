@@ -18,7 +18,7 @@ import typer
 
 import cachesvc
 from cachesvc.cli.exits import exit_code
-from cachesvc.cli.lazy import Command, lazy_group
+from cachesvc.cli.lazy import Command, LazyGroup, lazy_group
 from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
 
@@ -64,9 +64,30 @@ REMOVED = {
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS)
 _FAILED = (errno.EIO, errno.EROFS)  # of a file system, which may name no file
 
+
+class Root(LazyGroup):
+    """Prints an error that a user can fix as one sentence, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                fail(f"a disk is full: {error}; free some space, then try again")
+            if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename:
+                path = error.filename2 or error.filename
+                fail(f"{path} cannot be used: {error.strerror}; repair it, or move it away")
+            if isinstance(error, OSError) and error.errno in _FAILED:
+                fail(f"a disk failed: {error}; see the kernel's log, and repair its file system")
+            if not isinstance(error, _user_errors()):
+                raise
+            fail(str(error), exit_code(error))
+
+
 app = lazy_group(
     COMMANDS,
     removed=REMOVED,
+    of=Root,
     name="cachesvc",
     pretty_exceptions_enable=False,
     help="A context cache for LLM serving: KV blocks in tiers, and a bill that can be proved.",
@@ -111,9 +132,8 @@ def main() -> None:
 def run() -> None:
     """Runs one command, in a process that may go on.
 
-    An error that a user can fix is printed as one sentence without a traceback. Files are created
-    for their owner only, even in a data directory that others can enter: the ledger, and the tokens
-    and KV of prompts.
+    Files are created for their owner only, even in a data directory that others can enter: the
+    ledger, and the tokens and KV of prompts.
     """
     os.umask(0o077)
     # A container's first process ignores signals that it does not handle, and `serve` installs its
@@ -126,17 +146,6 @@ def run() -> None:
     except BrokenPipeError:  # the reader closed the pipe
         sys.stderr.close()
         sys.exit(0)
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            fail(f"a disk is full: {error}; free some space, then try again")
-        if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename is not None:
-            path = error.filename2 or error.filename
-            fail(f"{path} cannot be used: {error.strerror}; repair it, or move it away")
-        if isinstance(error, OSError) and error.errno in _FAILED:
-            fail(f"a disk failed: {error}; see the kernel's log, and repair its file system")
-        if not isinstance(error, _user_errors()):
-            raise
-        fail(str(error), exit_code(error))
 
 
 def _skip_last_collection() -> None:

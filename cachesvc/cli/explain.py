@@ -12,7 +12,7 @@ import typer
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import AsJson, fail, print_json
-from cachesvc.server.server_file import LiveError, LiveServer
+from cachesvc.server.server_file import LiveServer
 
 Tenant = Annotated[str, typer.Option(help="Tenant of the request")]
 SHOWN = 40  # characters of each side of a difference
@@ -36,10 +36,7 @@ def explain(
     """
     bodies = [_body(each) for each in (request, other) if each is not None]
     server = running_server(data_dir)
-    try:
-        payload, lines = _explained(server, tenant, request, other, bodies)
-    except LiveError as error:
-        fail(str(error))
+    payload, lines = _explained(server, tenant, request, other, bodies)
     print_json(payload) if json else typer.echo("\n".join(lines()))
 
 

@@ -54,13 +54,17 @@ def without(removed: Mapping[str, str]) -> type[Group]:
 
 
 def lazy_group(
-    commands: Mapping[str, Command], *, removed: Mapping[str, str] | None = None, **options: Any
+    commands: Mapping[str, Command],
+    *,
+    removed: Mapping[str, str] | None = None,
+    of: type[LazyGroup] = LazyGroup,
+    **options: Any,
 ) -> typer.Typer:
     """A group of `commands`; `options` are those of `typer.Typer`.
 
     `removed` says for each removed command what to do instead.
     """
-    kind = type("Lazy", (LazyGroup,), {"entries": commands, "removed": removed or {}})
+    kind = type("Lazy", (of,), {"entries": commands, "removed": removed or {}})
     group = typer.Typer(cls=kind, no_args_is_help=True, **options)
     for name, entry in commands.items():
         group.command(name, help=entry.help)(_stub)

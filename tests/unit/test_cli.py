@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -14,7 +15,6 @@ from typer.testing import CliRunner, Result
 import cachesvc
 from api.format import seconds, size
 from cachesvc.cli import COMMANDS, REMOVED, app, load, run
-from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import known_settings
 from cachesvc.importing import importing
 
@@ -143,20 +143,19 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_that_cannot_be_used_is_named_without_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "new").touch()
     (tmp_path / "scopes.json").mkdir()
 
-    def replace() -> None:
+    def replace(*_: Any) -> None:
         (tmp_path / "new").replace(tmp_path / "scopes.json")
 
-    monkeypatch.setattr("cachesvc.cli.app", replace)
-    with pytest.raises(SystemExit) as ended:
-        run()
-    assert 1 == ended.value.code
+    monkeypatch.setattr("cachesvc.cli.lazy.LazyGroup.invoke", replace)
+    failed = call("doctor")
+    assert 1 == failed.exit_code
     told = f"{tmp_path / 'scopes.json'} cannot be used: Is a directory; repair it, or move it away"
-    assert told in capsys.readouterr().err
+    assert told in failed.stderr
 
 
 @pytest.mark.parametrize(
@@ -170,8 +169,7 @@ def test_a_misspelt_variable_stops_a_command_that_would_use_the_default_director
     monkeypatch.setenv("XDG_DATA_HOME", str(home))
     monkeypatch.setenv("CACHESVC_DATA_DIR", str(tmp_path / "meant"))
     refused = call(*command)
-    assert isinstance(refused.exception, ConfigError)
-    assert "did you mean CACHESVC_SERVER__DATA_DIR?" in str(refused.exception)
+    assert "did you mean CACHESVC_SERVER__DATA_DIR?" in refused.stderr
     assert not home.exists()
     given = call(*command, "--data-dir", str(tmp_path / "given"))
     assert "CACHESVC_DATA_DIR" not in f"{given.output}{given.exception}"
@@ -208,8 +206,7 @@ def test_serve_refuses_what_cannot_work_before_it_loads_a_model(
 ) -> None:
     failed = call("serve", "--data-dir", str(tmp_path), *flags)
     assert 0 != failed.exit_code
-    assert isinstance(failed.exception, ConfigError)
-    assert message in str(failed.exception)
+    assert message in failed.stderr
 
 
 @pytest.mark.parametrize(

@@ -256,7 +256,7 @@ def test_a_tenant_that_the_server_does_not_know_is_named(
     flags = ("cache", *command, "--data-dir", str(server.data_dir), "--tenant")
     failed = call(*flags, "amce")
     assert 1 == failed.exit_code
-    assert "no tenant or sharing group is named 'amce'" in str(failed.exception)
+    assert "no tenant or sharing group is named 'amce'" in failed.stderr
     for known in ("acme", "handbook"):
         assert 0 == call(*flags, known).exit_code
 

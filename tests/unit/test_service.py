@@ -65,7 +65,8 @@ def refused_without_torch(data_dir: Path, *flags: str) -> str:
         "import sys\n"
         "from cachesvc.cli import app\n"
         f"try: app({['serve', '--data-dir', str(data_dir), *flags]!r}, standalone_mode=False)\n"
-        "except Exception as error: print('torch' in sys.modules, type(error).__name__)\n"
+        "except SystemExit as left:\n"
+        "    print('torch' in sys.modules, type(left.__context__).__name__)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.stdout.strip()

@@ -11,7 +11,7 @@ from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, duration, existing_data_dir
 from cachesvc.cli.render import KEY_DIGITS, AsJson, Column, fail, print_documents, print_json
 from cachesvc.config.places import found_disk
-from cachesvc.server.server_file import LiveError, find_server
+from cachesvc.server.server_file import find_server
 from tiers.disk.pin_file import load_pins
 from tiers.policy.retention import pin_json
 
@@ -82,11 +82,7 @@ def _end(name: str, why: str, data_dir: Path | None, json: bool) -> None:
 
 
 def _post(what: str, body: dict[str, Any], data_dir: Path | None) -> Any:
-    server = running_server(data_dir)
-    try:
-        return server.post(f"/admin/api/cache/{what}", body)
-    except LiveError as error:
-        fail(str(error))
+    return running_server(data_dir).post(f"/admin/api/cache/{what}", body)
 
 
 def _list(path: Path, json: bool) -> None:

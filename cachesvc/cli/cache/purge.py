@@ -18,11 +18,10 @@ from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progres
 from cachesvc.config.places import default_database_url, found_disk
 from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
 from cachesvc.operator.scopes import ScopeKind, roots_of
-from cachesvc.server.server_file import LiveError, find_server
+from cachesvc.server.server_file import find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.maintenance import purge as purge_shards
 from tiers.disk.inspection.opening import open_shards
-from tiers.errors import TierError
 from tiers.tier import Removed
 
 PURGE_TIMEOUT_S = 600.0
@@ -77,12 +76,9 @@ def _purge_live(path: Path, kind: ScopeKind, name: str, why: str) -> Mapping[str
             fail(f"{path} is held by {holder}, which does not answer; stop it and try again")
         return None
     body = {"kind": kind, "name": name, "why": why}
-    try:
-        signed: Mapping[str, Any] = server.post(
-            "/admin/api/cache/purge", body, timeout_s=PURGE_TIMEOUT_S
-        )
-    except LiveError as error:
-        fail(str(error))
+    signed: Mapping[str, Any] = server.post(
+        "/admin/api/cache/purge", body, timeout_s=PURGE_TIMEOUT_S
+    )
     return signed
 
 
@@ -106,7 +102,7 @@ def _purge_disk(path: Path, order: Order, roots: Collection[PrefixKey]) -> Mappi
     """Purges the disk of a stopped server. Returns the receipt, which is also stored there."""
     try:
         signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
-    except (TierError, PurgeFailed) as error:
+    except PurgeFailed as error:
         fail(str(error))
     keep_receipt(path, signed)
     return signed

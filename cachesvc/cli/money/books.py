@@ -11,10 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from billing.errors import BillingError
-from cachesvc.cli.exits import exit_code
 from cachesvc.cli.options import DataDir, data_dir_of
-from cachesvc.cli.render import fail
 from cachesvc.config.places import default_database_url
 from cachesvc.importing import importing
 from cachesvc.server.server_file import actor
@@ -58,7 +55,6 @@ __all__ = [
     "actor",
     "books",
     "limit_text",
-    "open_books",
 ]
 
 
@@ -66,18 +62,8 @@ __all__ = [
 def books(
     data_dir: Path | None, database: str | None, *, create: bool = False
 ) -> "Iterator[FolderBooks]":
-    """The ledger of a data directory or URL. A billing error ends the command with its message."""
-    path = data_dir_of(data_dir)
-    try:
-        with open_books(path, database, create=create) as found:
-            yield found
-    except BillingError as error:
-        fail(str(error), exit_code(error))
-
-
-@contextmanager
-def open_books(path: Path, database: str | None, *, create: bool) -> "Iterator[FolderBooks]":
     """The ledger of a URL, of the environment or of a data directory. Raises `BillingError`."""
+    path = data_dir_of(data_dir)
     # Imported here, because importing the database takes longer than a running server's answer.
     with importing():
         from billing.operations.books import FolderBooks

@@ -15,13 +15,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 from urllib.parse import quote, urlencode
 
 from api.admin.routes.operation_table import PREFIX, operation_of
-from billing.errors import BillingError
 from billing.operations.books import Books
-from cachesvc.cli.exits import exit_code
-from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, Reason, Why, Yes, open_books
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, Reason, Why, Yes, books
 from cachesvc.cli.options import DataDir, data_dir_of
-from cachesvc.cli.render import AsJson, fail, must_ask
-from cachesvc.server.server_file import LiveError, LiveServer, actor, find_server
+from cachesvc.cli.render import AsJson, must_ask
+from cachesvc.server.server_file import LiveServer, actor, find_server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,11 +57,10 @@ class Invocation:
         return operation(place, *args, **kwargs)
 
     def _found(self) -> "LiveServer | Books":
-        path = data_dir_of(self.data_dir)
-        server = find_server(path) if self.database is None else None
+        server = find_server(data_dir_of(self.data_dir)) if self.database is None else None
         if server is not None:
             return server
-        opened = open_books(path, self.database, create=self._create)
+        opened = books(self.data_dir, self.database, create=self._create)
         return self._stack.enter_context(opened)
 
 
@@ -110,11 +107,8 @@ def operating(
         @wraps(function)
         def run(**given: Any) -> None:
             options = {each.name: given.pop(each.name) for each in shared}
-            try:
-                with ExitStack() as stack:
-                    function(Invocation(stack, options, create=create), **given)
-            except (BillingError, LiveError) as error:
-                fail(str(error), exit_code(error))
+            with ExitStack() as stack:
+                function(Invocation(stack, options, create=create), **given)
 
         parameters = [*(each.replace(kind=Parameter.KEYWORD_ONLY) for each in own), *shared]
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

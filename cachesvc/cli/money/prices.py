@@ -8,9 +8,8 @@ from typing import Annotated
 import typer
 
 from api.format import number_of
-from billing.errors import BillingError
 from billing.operations import ledger, prices
-from billing.prices.book import NS, RateCard
+from billing.prices.book import NS
 from billing.prices.cards import find_card
 from billing.prices.lint import CardFinding, Severity, lint
 from billing.reports.documents import (
@@ -51,7 +50,7 @@ Card = Annotated[str, typer.Argument(help="A TOML file, or the name of a shipped
 
 def _lint(card: str, json: bool) -> None:
     """Exits with 1 if the card can be gamed or loses money against its stated cost."""
-    found = lint(_card(card))
+    found = lint(find_card(card))
     if json:
         print_json([finding_document(finding) for finding in found])
     else:
@@ -85,7 +84,7 @@ def show(
     if diff is not None:
         _print_diff(card, diff, call.json)
         return
-    cards = [card_document(_card(card))] if card is not None else call(prices.applied_cards)
+    cards = [card_document(find_card(card))] if card is not None else call(prices.applied_cards)
     if call.json:
         print_json(cards)
         return
@@ -134,7 +133,7 @@ def apply(
     card: Card,
 ) -> None:
     """Put a card in force from its valid_from on. It never changes afterwards."""
-    new = _card(card)
+    new = find_card(card)
     found = lint(new)
     _print_findings(found)
     if _errors(found):
@@ -152,15 +151,8 @@ def apply(
 def _print_diff(before: str | None, after: str, json: bool) -> None:
     if before is None:
         fail("--diff compares two cards: name the first one as well", 2)
-    changes = differences(_card(before), _card(after))
+    changes = differences(find_card(before), find_card(after))
     print_documents(changes, json, ("field", "before", "after"), right=("before", "after"))
-
-
-def _card(name_or_path: str) -> RateCard:
-    try:
-        return find_card(name_or_path)
-    except BillingError as error:
-        fail(str(error))
 
 
 def _instant(card: Document) -> str:
