@@ -341,11 +341,13 @@ class TieredCache:
         layout, residency = self.layout, self.residency
         counters, keeper = residency.counters, self.operations.keeper
         num_device = self.pool.num_blocks - self.pool.num_free
-        num_frames = residency.frames.num_frames if residency.frames else 0
+        frames = residency.frames
+        num_frames = frames.num_frames if frames is not None else 0
+        used_frames = num_frames - (frames.num_free if frames is not None else 0)
         states = self.group.stats() if self.group is not None else None
         return CacheStats(
-            device=counters.stats(TierName.DEVICE, num_device, self.pool.num_blocks),
-            host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames),
+            device=counters.stats(TierName.DEVICE, num_device, self.pool.num_blocks, num_device),
+            host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames, used_frames),
             below=tuple(level.stats() for level in self._levels),
             checkpoints=(states.device, states.host, *states.below) if states is not None else (),
             events=dict(counters.events),

@@ -42,6 +42,7 @@ class House:
         folder: Path,
         *,
         device_blocks: int = 40,
+        host_blocks: int = 64,
         step_tokens: int = 64,
         kv_dtype: str | None = None,
         share_tails: bool = True,
@@ -49,7 +50,7 @@ class House:
         above: Callable[[DiskTier], Tier] = lambda disk: disk,
     ) -> None:
         layout = loaded.layout(BLOCK, kv_dtype)
-        device_bytes, host_bytes = device_blocks * layout.nbytes, 64 * layout.nbytes
+        device_bytes, host_bytes = device_blocks * layout.nbytes, host_blocks * layout.nbytes
         share = 0.0
         states = None
         if layout.states:

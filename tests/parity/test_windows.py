@@ -23,7 +23,7 @@ from tests.parity.test_architectures import prompt
 from tests.parity.test_engine_tiers import BLOCK, House
 from tests.support.models import bytes_tokenizer
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame
+from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.disk.format.record import window_key
 from tiers.disk.tier import DiskTier
@@ -72,8 +72,16 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
     houses: list[House] = []
 
-    def build(loaded: LoadedModel, *, share_tails: bool = False) -> House:
-        houses.append(House(loaded, tmp_path, device_blocks=60, share_tails=share_tails))
+    def build(loaded: LoadedModel, *, share_tails: bool = False, host_blocks: int = 64) -> House:
+        houses.append(
+            House(
+                loaded,
+                tmp_path,
+                device_blocks=60,
+                host_blocks=host_blocks,
+                share_tails=share_tails,
+            )
+        )
         return houses[-1]
 
     yield build
@@ -89,11 +97,14 @@ def sink(house: House, *, to_disk: bool) -> None:
     def spoil(_: object) -> None:
         cache = house.cache
         pool, frames = cache.pool, cache.residency.frames
-        assert frames is not None
+        assert isinstance(frames, FrameArena)
         for slot in pool._free:
             pool.tensor[slot] = torch.nan
         for number in frames._free:
-            frames.tensor(number).fill_(torch.nan)
+            frames.tensor(number * frames.num_lesser).fill_(torch.nan)
+        for number, parts in frames._cut.items():
+            for part in parts:
+                frames.tensor(number * frames.num_lesser + part, lesser=True).fill_(torch.nan)
 
     house.engine.call(spoil).result(60)
 
@@ -295,3 +306,43 @@ def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_com
     assert [True] * 10 == disk.have_windows(ids[:10])
     [(answer, counts)] = house.ask([SHORT])
     assert (cold[1], 10 * BLOCK) == (answer, counts.hit_disk)
+
+
+def test_the_host_holds_more_blocks_than_frames_where_windows_are_not_needed(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded, host_blocks=26)
+    assert house.cache.layout.num_lesser > 1
+    prompts = [prompt(NUM_BLOCKS * BLOCK + 11, seed=seed) for seed in (3, 4)]
+    cold = [house.ask([tokens], cache=False)[0][0] for tokens in prompts]
+    for tokens in prompts:
+        house.ask([tokens])
+        sink(house, to_disk=True)
+    for tokens in prompts:
+        house.ask([tokens])  # from disk, without the windows of all but its last blocks
+    sink(house, to_disk=False)
+    hits = 0
+    for tokens, expected in zip(prompts, cold, strict=True):
+        [(answer, counts)] = house.ask([tokens])
+        assert (expected, NUM_BLOCKS * BLOCK) == (answer, counts.hit)
+        hits += counts.hit_host
+    assert hits == 2 * NUM_BLOCKS * BLOCK, "of 40 blocks in 26 frames"
+    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+
+
+def test_windows_that_no_use_needed_leave_the_host_before_any_block(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded, host_blocks=42)
+    [(cold, _)] = house.ask([LONG], cache=False)
+    house.ask([LONG])
+    sink(house, to_disk=False)  # whole: computed, and not yet on disk
+    house.ask([LONG])
+    house.engine.call(lambda _: house.cache.flush()).result(60)
+    sink(house, to_disk=False)
+    for seed in (5, 6):
+        house.ask([prompt(15 * BLOCK + 3, seed=seed)])
+        sink(house, to_disk=False)
+    [(answer, counts)] = house.ask([LONG])
+    assert (cold, NUM_BLOCKS * BLOCK) == (answer, counts.hit_host)
+    house.engine.call(lambda _: house.cache.residency.check()).result(60)

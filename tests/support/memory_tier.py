@@ -72,6 +72,7 @@ class MemoryTier(ManagedTier):
                 lasting = slice(self._lasting_bytes)
                 noise = b"\xee" * len(frame.buffer)  # anyone who reads it will notice
                 data = noise if reason is not None else self._blocks[block.key][1]
+                data = data[: len(frame.buffer)]
                 if frame.part is Part.WINDOW:
                     frame.buffer[lasting.stop :] = data[lasting.stop :]
                 else:

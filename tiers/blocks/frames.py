@@ -32,9 +32,9 @@ class FrameMemory(Protocol):
 
     stride: int
 
-    def tensor(self, number: int) -> torch.Tensor: ...
+    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor: ...
 
-    def buffer(self, number: int) -> memoryview: ...
+    def buffer(self, number: int, lesser: bool = False) -> memoryview: ...
 
 
 class Arena(FrameMemory, Protocol):
@@ -45,15 +45,21 @@ class Arena(FrameMemory, Protocol):
     @property
     def num_free(self) -> int: ...
 
-    def take(self) -> "Frame | None":
-        """A free frame, or None. Its bytes are left over from its last holder."""
+    @property
+    def num_taken(self) -> int:
+        """How many frames, of either size, have an owner."""
+        ...
+
+    def take(self, lesser: bool = False) -> "Frame | None":
+        """A free frame, or None. Its bytes are left over from its last holder. With `lesser`, it
+        may have room for a block without its windows alone."""
         ...
 
     def give(self, frame: "Frame") -> None:
         """Give a frame back. The caller must not use it again."""
         ...
 
-    def reuse(self, frame: "Frame") -> "Frame | None":
+    def reuse(self, frame: "Frame", lesser: bool = False) -> "Frame | None":
         """A frame for a new owner, in place of this one. None: more frames must be given up."""
         ...
 
@@ -70,22 +76,28 @@ class Frame:
     load, will hold.
     """
 
-    __slots__ = ("memory", "number", "part")
+    __slots__ = ("lesser", "memory", "number", "part")
 
-    def __init__(self, memory: FrameMemory, number: int) -> None:
+    def __init__(self, memory: FrameMemory, number: int, lesser: bool = False) -> None:
+        """A `lesser` frame has room for a block without its windows alone."""
         self.memory = memory
         self.number = number
-        self.part = Part.WHOLE
+        self.lesser = lesser
+        self.part = Part.LASTING if lesser else Part.WHOLE
+
+    def vacate(self) -> None:
+        """Its block has left it."""
+        self.part = Part.LASTING if self.lesser else Part.WHOLE
 
     @property
     def tensor(self) -> torch.Tensor:
         """The frame with the layout's shape and dtype; a new view each time."""
-        return self.memory.tensor(self.number)
+        return self.memory.tensor(self.number, self.lesser)
 
     @property
     def buffer(self) -> memoryview:
         """The same memory as writable bytes, for code without torch."""
-        return self.memory.buffer(self.number)
+        return self.memory.buffer(self.number, self.lesser)
 
 
 def frame_stride(layout: BlockLayout, device: str = "cpu") -> int:
@@ -98,7 +110,12 @@ def frame_stride(layout: BlockLayout, device: str = "cpu") -> int:
 
 class FrameArena:
     """`num_frames` frames in one allocation. Invariants: free + taken == num_frames; a frame for a
-    GPU lies wholly in one registration, or in none."""
+    GPU lies wholly in one registration, or in none.
+
+    If the layout has windows, a frame may be cut into `layout.num_lesser` frames for blocks without
+    them, and is whole again once all of these are free. Frame n's first lesser frame has number n *
+    `num_lesser`, so numbers of frames are multiples of that.
+    """
 
     def __init__(self, layout: BlockLayout, num_frames: int, device: str = "cpu") -> None:
         if num_frames < 1:
@@ -124,6 +141,9 @@ class FrameArena:
         self._rows = torch.from_numpy(memory).view(num_frames, self.stride)
         self._bytes: memoryview = memory.data
         self._free = array("i", range(num_frames - 1, -1, -1))
+        self.num_lesser = layout.num_lesser
+        self._cut: dict[int, list[int]] = {}  # the free lesser frames of cut frames that have any
+        self._num_used: dict[int, int] = {}  # how many lesser frames of each cut frame are taken
 
     def touch(self, max_bytes: int) -> None:
         """Touches the memory of the frames that will be taken first.
@@ -137,32 +157,87 @@ class FrameArena:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> Frame | None:
+    @property
+    def num_taken(self) -> int:
+        """Frames and lesser frames that blocks have."""
+        return (
+            self.num_frames - len(self._free) - len(self._num_used) + sum(self._num_used.values())
+        )
+
+    def take(self, lesser: bool = False) -> Frame | None:
         """A free frame, or None. Its bytes are left over from its last holder."""
-        return Frame(self, self._free.pop()) if self._free else None
+        if lesser and self.num_lesser > 1:
+            return self._take_lesser()
+        return Frame(self, self._free.pop() * self.num_lesser) if self._free else None
+
+    def _take_lesser(self) -> Frame | None:
+        if not self._cut:
+            if not self._free:
+                return None
+            self.cut(self._free.pop(), in_use=0)
+        number, free = next(iter(self._cut.items()))
+        frame = Frame(self, number * self.num_lesser + free.pop(), lesser=True)
+        self._num_used[number] += 1
+        if not free:
+            del self._cut[number]
+        return frame
+
+    def cut(self, number: int, *, in_use: int) -> None:
+        """Cut frame `number`, of whose lesser frames the first `in_use` are taken."""
+        self._cut[number] = list(range(self.num_lesser - 1, in_use - 1, -1))
+        self._num_used[number] = in_use
+
+    @property
+    def has_lesser(self) -> bool:
+        """Whether a lesser frame is free without cutting a frame."""
+        return bool(self._cut)
+
+    def lessen(self, frame: Frame) -> Frame:
+        """Cut a frame where it is, and keep its first part: a lesser frame with the same bytes."""
+        assert not frame.lesser and self.num_lesser > 1
+        self.cut(frame.number // self.num_lesser, in_use=1)
+        return Frame(self, frame.number, lesser=True)
 
     def give(self, frame: Frame) -> None:
         """Gives a frame back. The caller must not use it again."""
+        number, part = divmod(frame.number, self.num_lesser)
+        if frame.lesser:
+            self._cut.setdefault(number, []).append(part)
+            self._num_used[number] -= 1
+            if self._num_used[number]:
+                return
+            assert len(self._cut[number]) == self.num_lesser, "a frame was given back twice"
+            del self._cut[number], self._num_used[number]
         assert len(self._free) < self.num_frames, "a frame was given back twice"
-        self._free.append(frame.number)
+        self._free.append(number)
 
-    def reuse(self, frame: Frame) -> Frame:
-        """The same frame: all are alike."""
-        return frame
+    def reuse(self, frame: Frame, lesser: bool = False) -> Frame | None:
+        """The same frame if it is of this size. Otherwise it may be enough for one."""
+        if frame.lesser == (lesser and self.num_lesser > 1):
+            return frame
+        self.give(frame)
+        return self.take(lesser)
 
     def can_reuse(self, frame: Frame) -> bool:
         """Always: all are alike."""
         return True
 
-    def tensor(self, number: int) -> torch.Tensor:
-        """The memory of a frame."""
-        row = self._rows[number, : self.layout.nbytes]
+    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor:
+        """The memory of a frame. That of a lesser one is flat."""
+        place, part = divmod(number, self.num_lesser)
+        if lesser:
+            nbytes = self.layout.lasting_nbytes
+            row = self._rows[place, part * nbytes : (part + 1) * nbytes]
+            return row.view(self.layout.torch_dtype)
+        row = self._rows[place, : self.layout.nbytes]
         return row.view(self.layout.torch_dtype).view(self.layout.shape)
 
-    def buffer(self, number: int) -> memoryview:
+    def buffer(self, number: int, lesser: bool = False) -> memoryview:
         """The same as bytes."""
-        start = number * self.stride
-        return self._bytes[start : start + self.layout.nbytes]
+        place, part = divmod(number, self.num_lesser)
+        nbytes = self.layout.lasting_nbytes if lesser else self.layout.nbytes
+        start = place * self.stride + part * nbytes
+        return self._bytes[start : start + nbytes]
 
 
 def pin(memory: NDArray[np.uint8], cudart: Any, stride: int = PAGE_BYTES) -> int:

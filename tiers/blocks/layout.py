@@ -23,6 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
 # rounds hits down further. (docs/models.md, "Block size")
 BLOCK_SIZES = (64, 128, 256)
 SMALL_NBYTES = 1 << 19
+MOST_LESSER = 8  # blocks without windows in a frame
 APART_SHARE = 1 / 4  # of a block: a smaller window part saves less than a record of its own costs
 
 
@@ -173,6 +174,14 @@ class BlockLayout:
     def apart(self) -> bool:
         """Whether tiers below memory keep the window part of a block in a record of its own."""
         return self.nbytes - self.lasting_nbytes >= APART_SHARE * self.nbytes
+
+    @property
+    def num_lesser(self) -> int:
+        """How many blocks without their windows have room in a frame. A few at most, so that a
+        frame is not kept by one of many."""
+        if not self.apart:
+            return 1
+        return min(MOST_LESSER, self.nbytes // max(1, self.lasting_nbytes))
 
     @property
     def reach(self) -> int:

@@ -230,7 +230,7 @@ class BlockReader:
                 return  # only a hint; the read itself will report errors
 
     def _fill(self, found: Found, into: memoryview) -> MissReason | None:
-        if len(into) != self._block_bytes:
+        if len(into) not in (self._block_bytes, self._part_bytes[found.part]):
             return MissReason.LAYOUT
         slot, entry, header = self._slots[found.number], found.entry, found.header
         try:

@@ -344,7 +344,8 @@ class BlockWriter:
     def _bytes_of(self, row: _Fresh) -> memoryview:
         """The bytes of the frame that the record is to have."""
         buffer = row.frame.buffer
-        assert len(buffer) == self._block_bytes, f"a frame of {len(buffer)} bytes"
+        least = self._lasting_bytes if row.part is Part.LASTING else self._block_bytes
+        assert len(buffer) in (least, self._block_bytes), f"a frame of {len(buffer)} bytes"
         if row.part is Part.WHOLE:
             return buffer
         first = row.part is Part.LASTING

@@ -52,6 +52,10 @@ class MemoryCounters:
             kind = EventKind.STORED if source is None else EventKind.MOVED
             self._tell(kind, block, tier, source=source)
 
+    def moved_frame(self, number: int, to: int) -> None:
+        """A block's bytes moved within the host."""
+        self._frame_since_s[to] = self._frame_since_s[number]
+
     def left(self, block: Block, tier: TierName, cause: Cause) -> None:
         """The block is about to leave a memory tier; its key and place are still known."""
         purged = cause is Cause.REQUEST
@@ -62,13 +66,13 @@ class MemoryCounters:
         if self.stream.listening and block.key is not None:
             self._tell(EventKind.REMOVED, block, tier, cause=cause)
 
-    def stats(self, tier: TierName, num_blocks: int, capacity: int) -> TierStats:
-        """The stats of a memory tier with `num_blocks` of `capacity` blocks."""
+    def stats(self, tier: TierName, num_blocks: int, capacity: int, used: int) -> TierStats:
+        """The stats of a memory tier with `num_blocks` in `used` of `capacity` places."""
         lives, nbytes = self.lives[tier].stats(), num_blocks * self._block_bytes
         return TierStats(
             name=tier,
             num_blocks=num_blocks,
-            used_bytes=nbytes,
+            used_bytes=used * self._block_bytes,
             logical_bytes=nbytes,
             capacity_bytes=capacity * self._block_bytes,
             stored=self.events[tier, CacheEvent.STORED],

@@ -39,6 +39,8 @@ class HostTier:
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
         self._second_copies: set[Block] = set()  # DUPLICATED, unless also IN_USE or PINNED
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
+        # EVICTABLE, in whole frames, and their last use did not need their windows; oldest first.
+        self._passed: OrderedDict[Block, None] = OrderedDict()
 
     def settle(self, block: Block, frame: Frame) -> None:
         """Give the block this frame. Moves it from ABSENT to EVICTABLE, then to the state it should
@@ -67,6 +69,29 @@ class HostTier:
             elif new is DUPLICATED:
                 self._duplicated[block] = None
         self._queue.sync(block)
+        if not block.use.windows:
+            self._sync_passed(block)
+
+    def _sync_passed(self, block: Block) -> None:
+        """Take in that the windows of a block may not be needed any more, or are again."""
+        frame = block.frame
+        spare = frame is not None and frame.part is Part.WHOLE and block.slot is None
+        if spare and block.host is EVICTABLE and not block.busy and not block.use.windows:
+            self._passed[block] = None
+        else:
+            self._passed.pop(block, None)
+
+    def passed(self, *, may_lose: bool) -> Block | None:
+        """The block whose windows leave next, before any block does: its last use did not need
+        them. Unless they `may_lose` it, a lower tier has it."""
+        while self._passed:
+            block = next(iter(self._passed))
+            self._sync_passed(block)
+            if block in self._passed and (may_lose or block.held_below):
+                del self._passed[block]
+                return block
+            self._passed.pop(block, None)
+        return None
 
     def left_device(self, block: Block) -> None:
         """Take in that the block has left the device, where it was used until now."""
@@ -119,7 +144,9 @@ class HostTier:
         assert frame is not None and not block.busy, f"the frame of {block} is in use"
         self._unlist(block)
         self._move(block, ABSENT)
-        block.frame, frame.part = None, Part.WHOLE
+        block.frame = None
+        frame.vacate()
+        self._passed.pop(block, None)
         self._second_copies.discard(block)
         self._lifted.pop(block, None)
         self.num_blocks -= 1
@@ -194,8 +221,7 @@ class HostTier:
         framed = [block for block in blocks if block.frame is not None]
         assert len(framed) == self.num_blocks
         if self.frames is not None:
-            taken = self.frames.num_frames - self.frames.num_free
-            assert taken == len(framed), "a frame leaked"
+            assert self.frames.num_taken == len(framed), "a frame leaked"
         for block in blocks:
             assert (block.frame is None) == (block.host is ABSENT), f"{block} has a frame?"
             if block.frame is not None:

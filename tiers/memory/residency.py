@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from tiers.blocks.frames import Arena, Frame
+from tiers.blocks.frames import Arena, Frame, FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.memory.block import NEVER_USED, Below, Block, BlockState, DeviceState, HostState
@@ -60,12 +60,13 @@ class Residency:
             pool.layout.nbytes,
             stream or EventStream(),
             num_slots=pool.num_blocks,
-            num_frames=num_frames,
+            num_frames=num_frames * pool.layout.num_lesser,
         )
         self.copies = Copies(self.host, self.counters)
         self.evicted_keys = EvictedKeys()
         self.pinned_keys: Container[PrefixKey] = ()
-        self.demote: Callable[[Block], bool] = lambda block: False  # to a frame, if it gets one
+        self.demote: Callable[..., bool] = lambda block, **_: False  # to a frame, if it gets one
+        self.has_below = False  # whether there are tiers below memory
         self.skips: Callable[[Block], bool] = lambda block: False  # the write policy: not to disk
         self.on_lost: Callable[[Block], None] = lambda block: None
         self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
@@ -169,6 +170,7 @@ class Residency:
             for block in passed:
                 if not block.ref_count:
                     block.use = use
+                    self.host.sync(block)
 
     def _idle(self, blocks: list[Block], use: Use) -> None:
         self.device.idle_run(blocks, use)
@@ -290,12 +292,19 @@ class Residency:
             block.use = Use(time.monotonic(), 1, block.scope)
         self.host.settle(block, frame)
 
-    def take_frame(self, tenant: Hashable, sparing: Collection[Block] = ()) -> Frame | None:
-        """A frame for a new owner, evicting a cold host block; one that costs nothing if it can."""
+    def take_frame(
+        self, tenant: Hashable, sparing: Collection[Block] = (), *, lesser: bool = False
+    ) -> Frame | None:
+        """A frame for a new owner, evicting a cold host block; one that costs nothing if it can.
+        Windows that no use needed leave before blocks. With `lesser`, it is one for a block without
+        windows."""
         if self.frames is None:
             return None
-        frame = self.frames.take()
+        frame = self.frames.take(lesser)
         while frame is None:
+            if self._lessen(sparing):
+                frame = self.frames.take(lesser)
+                continue
             self._claims.weigh_frame(tenant, 1)
             block = self.host.victim(sparing)
             if block is None and not sparing:
@@ -304,13 +313,59 @@ class Residency:
             if block is None:
                 return None
             cause = self._claims.cause(TierName.HOST, block, tenant)
-            frame = self.frames.reuse(self.holder_of(block)._leave_host(block, cause))
+            frame = self.frames.reuse(self.holder_of(block)._leave_host(block, cause), lesser)
         return frame
+
+    def _lessen(self, sparing: Collection[Block]) -> bool:
+        """Make room on the host by giving up windows that no use needed. False if there are
+        none."""
+        frames = self.frames
+        if not isinstance(frames, FrameArena) or frames.num_lesser == 1:
+            return False
+        block = self.host.passed(may_lose=not self.has_below)
+        if block is None or block in sparing:
+            return False
+        frame = block.frame
+        assert frame is not None
+        if not frames.has_lesser:
+            self._move_frame(block, frames.lessen(frame))
+            return True
+        lesser = frames.take(lesser=True)
+        assert lesser is not None
+        lesser.buffer[:] = frame.buffer[: len(lesser.buffer)]
+        self._move_frame(block, lesser)
+        frames.give(frame)
+        return True
+
+    def enlarge(self, block: Block, sparing: Collection[Block]) -> bool:
+        """Give a block on the host room for its windows. False if there is none."""
+        frame = block.frame
+        assert frame is not None and frame.part is Part.LASTING
+        if not frame.lesser:
+            return True
+        if block.busy:
+            return False
+        whole = self.take_frame(block.scope, sparing)
+        if whole is None:
+            return False
+        assert block.frame is frame and self.frames is not None, f"{block} lost its frame"
+        whole.part = Part.LASTING
+        whole.buffer[: len(frame.buffer)] = frame.buffer
+        self._move_frame(block, whole)
+        self.frames.give(frame)
+        return True
+
+    def _move_frame(self, block: Block, frame: Frame) -> None:
+        """The block's bytes are in another frame from here on."""
+        assert block.frame is not None
+        self.counters.moved_frame(block.frame.number, frame.number)
+        block.frame = frame
+        self.host.sync(block)
 
     def give_frame(self, frame: Frame) -> None:
         """Gives back a frame that was taken and got no owner."""
         assert self.frames is not None
-        frame.part = Part.WHOLE
+        frame.vacate()
         self.frames.give(frame)
 
     def _pinned_victim(self) -> Block | None:

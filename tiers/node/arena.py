@@ -47,11 +47,11 @@ class SharedMemory:
         self._map = mmap.mmap(file, self.stride * num_frames)
         self.rows = torch.frombuffer(self._map, dtype=torch.uint8).view(num_frames, self.stride)
 
-    def tensor(self, number: int) -> torch.Tensor:
+    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor:
         block = self.rows[number, : self.layout.nbytes]
         return block.view(self.layout.torch_dtype).view(self.layout.shape)
 
-    def buffer(self, number: int) -> memoryview:
+    def buffer(self, number: int, lesser: bool = False) -> memoryview:
         start = self.stride * number
         return memoryview(self._map)[start : start + self.layout.nbytes]
 
@@ -104,7 +104,11 @@ class SharedArena:
         """Frames of the file that no block has. The capacity may allow fewer."""
         return self.num_frames - self._fresh + len(self._free) + len(self._free_locked)
 
-    def take(self) -> Frame | None:
+    @property
+    def num_taken(self) -> int:
+        return self.num_frames - self.num_free
+
+    def take(self, lesser: bool = False) -> Frame | None:
         self._capacity.asker = self
         if self._free_locked:
             self._capacity.kept_bytes -= self.stride
@@ -127,7 +131,7 @@ class SharedArena:
         self._free.append(frame.number)
         self.memory.give_back(frame.number)
 
-    def reuse(self, frame: Frame) -> Frame | None:
+    def reuse(self, frame: Frame, lesser: bool = False) -> Frame | None:
         """The same frame if it is of this layout. Otherwise its memory may be enough for one."""
         if frame.memory is self:
             return frame
@@ -191,8 +195,8 @@ class SharedArena:
     def num_locked_bytes(self) -> int:
         return sum(len(self._frames_of(piece)) for piece in self._locks) * self.stride
 
-    def tensor(self, number: int) -> torch.Tensor:
+    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor:
         return self.memory.tensor(number)
 
-    def buffer(self, number: int) -> memoryview:
+    def buffer(self, number: int, lesser: bool = False) -> memoryview:
         return self.memory.buffer(number)

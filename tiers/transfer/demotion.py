@@ -78,6 +78,7 @@ class Demoter:
         self._burst = self._last_burst = self._turnover = 0
         self._idle_since = 0  # `num_frames_taken` when the writer was last idle
         residency.demote = self.copy_down
+        residency.has_below = mover is not None
         if mover is not None:
             residency.queue.worth = self._worth_waiting
             residency.skips = self._skips
@@ -131,16 +132,21 @@ class Demoter:
         """Whether a block that was to be written soon is not written yet."""
         return bool(self._eager or self._stores)
 
-    def copy_down(self, block: Block, sparing: Collection[Block] = ()) -> bool:
+    def copy_down(
+        self, block: Block, sparing: Collection[Block] = (), *, roomy: bool = False
+    ) -> bool:
         """Copy a device block to a host frame. False if only blocks in `sparing` could give one, or
-        if the copy failed."""
+        if the copy failed. A block goes without windows that its last use did not need. `roomy`:
+        the frame is to have room for them nevertheless."""
         residency = self._residency
         assert block.slot is not None and block.frame is None, f"{block} cannot be copied down"
-        frame = residency.take_frame(block.scope, sparing)
+        passed = self._apart and block.held_below and not block.use.windows
+        whole = block.slot_whole and not passed
+        frame = residency.take_frame(block.scope, sparing, lesser=not (whole or roomy))
         if frame is None:
             return False
         started = time.perf_counter()
-        frame.part = Part.WHOLE if block.slot_whole else Part.LASTING
+        frame.part = Part.WHOLE if whole else Part.LASTING
         nbytes = residency.pool.layout.part_nbytes(frame.part)
         try:
             copy = residency.pool.copy_out(block.slot, frame)

@@ -207,7 +207,7 @@ class Promoter:
         for number in range(start, end):
             if residency.index.get(chain.keys[number]) is not None:
                 break
-            frame = residency.take_frame(chain.root)
+            frame = residency.take_frame(chain.root, lesser=number < whole_from)
             if frame is None:
                 ticket.stop = MissReason.NO_ROOM
                 break

@@ -1,0 +1,80 @@
+"""A frame may be cut into frames for blocks without windows, and is whole again when empty."""
+
+import random
+
+import pytest
+
+from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.layout import BlockLayout, LayerLayout
+from tiers.blocks.part import Part
+
+FULL, SLIDING = LayerLayout(1, 8, 8), LayerLayout(1, 8, 8, window=40)
+LAYOUT = BlockLayout((FULL, SLIDING, SLIDING, SLIDING), 16, "float32")
+
+
+def bytes_of(frame: Frame) -> int:
+    return LAYOUT.lasting_nbytes if frame.lesser else LAYOUT.nbytes
+
+
+def test_how_many_go_into_a_frame() -> None:
+    assert 4 == LAYOUT.num_lesser
+    assert 1 == BlockLayout((FULL, FULL), 16, "float32").num_lesser
+    assert 1 == BlockLayout((*[FULL] * 9, SLIDING), 16, "float32").num_lesser, "too little is saved"
+    assert 8 == BlockLayout((FULL, *[SLIDING] * 20), 16, "float32").num_lesser
+    assert 8 == BlockLayout((SLIDING, SLIDING), 16, "float32").num_lesser, "of windows alone"
+
+
+def test_a_frame_is_cut_when_needed_and_whole_when_empty() -> None:
+    arena = FrameArena(LAYOUT, 2)
+    whole, *lesser = arena.take(), *(arena.take(lesser=True) for _ in range(4))
+    assert arena.take() is arena.take(lesser=True) is None
+    assert (0, 5) == (arena.num_free, arena.num_taken)
+    for frame in lesser[1:]:
+        assert frame is not None and frame.part is Part.LASTING
+        arena.give(frame)
+    assert arena.take() is None
+    assert lesser[0] is not None and whole is not None
+    arena.give(lesser[0])
+    assert (1, 1) == (arena.num_free, arena.num_taken)
+    smaller = arena.lessen(whole)
+    assert smaller.buffer.obj is whole.buffer.obj and smaller.number == whole.number
+    whole = arena.reuse(smaller)
+    assert whole is not None and not whole.lesser
+    assert (1, 1) == (arena.num_free, arena.num_taken)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed: int) -> None:
+    chance = random.Random(seed)
+    arena = FrameArena(LAYOUT, 6)
+    held: dict[Frame, bytes] = {}
+
+    def fill(frame: Frame) -> None:
+        held[frame] = chance.randbytes(bytes_of(frame))
+        frame.buffer[:] = held[frame]
+
+    for _ in range(600):
+        act = chance.random()
+        if act < 0.5:
+            frame = arena.take(lesser=chance.random() < 0.7)
+            if frame is not None:
+                fill(frame)
+        elif held:
+            frame = chance.choice(list(held))
+            data = held.pop(frame)
+            if act < 0.6 and not frame.lesser:
+                frame = arena.lessen(frame)
+                held[frame] = data[: LAYOUT.lasting_nbytes]
+            elif act < 0.75:
+                other = arena.reuse(frame, lesser=chance.random() < 0.5)
+                if other is not None:
+                    fill(other)
+            else:
+                arena.give(frame)
+        assert len(held) == arena.num_taken
+        assert all(bytes(frame.buffer) == data for frame, data in held.items())
+        assert all(frame.tensor.numel() * 4 == len(frame.buffer) for frame in held)
+    for frame in held:
+        arena.give(frame)
+    assert (6, 0) == (arena.num_free, arena.num_taken)
+    assert all(arena.take() is not None for _ in range(6))
