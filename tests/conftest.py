@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +17,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import psutil
 import pytest
 import structlog
+
+if TYPE_CHECKING:
+    from engine.operators.library import Operators
 
 pytest_plugins = ["tests.databases"]
 
@@ -96,3 +99,15 @@ def _no_threads_left() -> Iterator[None]:
         if time.monotonic() > deadline:
             pytest.fail(f"threads left running: {sorted(thread.name for thread in left)}")
         time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def operators(tmp_path_factory: pytest.TempPathFactory) -> "Operators":
+    """The compiled operators, loaded into this process."""
+    from engine.operators.library import Operators
+
+    compiled = Operators(tmp_path_factory.mktemp("operators"))
+    if compiled.missing is not None and not os.environ.get("CI"):
+        pytest.skip(compiled.missing)
+    assert compiled.load()
+    return compiled

@@ -13,6 +13,7 @@ from math import lcm
 import torch
 
 from engine.attention import dense
+from engine.attention.agreement import operator_agrees
 from engine.attention.base import AttentionCall, first_seen, gather, write_span
 from engine.attention.copies import DEFAULT_BUDGET_BYTES, WorkingCopies, WorkingCopy
 from engine.attention.dense import KvPlace, StepPart
@@ -56,6 +57,7 @@ class CpuAttention:
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangle: torch.Tensor | None = None
         self._attend_part = script(dense.attend_part)
+        self._fused = False
 
     def begin(self, spans: Sequence[Span]) -> None:
         if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
@@ -82,7 +84,8 @@ class CpuAttention:
                 stop = part.first + len(span.tokens)
                 rows, filled = call.of(slice(part.first, stop)), output[part.first : stop]
                 given, place = self._gathered(span, rows), GATHERED
-            self._attend_part(rows, given, place, self._triangle, self._scratch, filled)
+            scratch, fused = self._scratch, self._fused
+            self._attend_part(rows, given, place, self._triangle, scratch, fused, filled)
         return output.to(computed)
 
     def inside_step(self) -> InsideStep | None:
@@ -91,7 +94,7 @@ class CpuAttention:
         if self._triangle is None or len(given) < len(self._step):
             return None
         dtype = self._kv.tensor.dtype
-        return InsideStep(given, self._places, self._triangle, self._scratch, dtype)
+        return InsideStep(given, self._places, self._triangle, self._scratch, dtype, self._fused)
 
     def finish(self) -> None:
         """Write the step's KV from the copies to the pool's blocks."""
@@ -102,6 +105,11 @@ class CpuAttention:
 
     def forget(self, sequence_id: int) -> None:
         self._copies.forget(sequence_id)
+
+    def fuse(self) -> None:
+        """From now on single tokens are attended by the compiled operator, where it gives the bits
+        of `dense` for heads such as these."""
+        self._fused = all(operator_agrees(dim) for dim in {run.shape[-1] for run in self._kv.runs})
 
     def warm_up(self, num_tokens: int) -> None:
         """Touch the memory of a copy of `num_tokens`."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+import engine.operators.library  # noqa: F401  defines the operators
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
@@ -64,11 +65,30 @@ def attend_part(
     place: KvPlace,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
+    fused: bool,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of one part of a step in one layer, in the rows of `call`, all of whose numbers are
     float32 or as the pool rounds them. `triangle` [tile, tile] is -inf above its diagonal.
-    `scratch` grows to the room that a tile needs. Fills and returns `output` [T, Hq, Dv]."""
+    `scratch` grows to the room that a tile needs. `fused` says whether compiled operators may
+    attend. Fills and returns `output` [T, Hq, Dv]."""
+    if fused and (len(part.positions) > 0 or part.num_rows == 1) and suits_operator(call, place):
+        torch.ops.cachesvc.attend_tokens(
+            call.query,
+            call.key.float(),
+            call.value.float(),
+            part.first,
+            part.write,
+            # In another list, because torch empties the one that an operator is given.
+            list(part.runs) if len(part.positions) > 0 else [part.runs[place.key_run]],
+            part.positions if len(part.positions) > 0 else [part.start],
+            place.key_part,
+            place.value_part,
+            call.options.window,
+            call.options.scaling,
+            output,
+        )
+        return output
     if len(part.positions) > 0:
         return attend_tokens(
             call,
@@ -101,6 +121,18 @@ def attend_part(
         scratch,
         output,
     )
+
+
+def suits_operator(
+    call: AttentionCall, place: KvPlace, lanes: int = _LANES, piece: int = PIECE
+) -> bool:
+    """Whether the compiled operator computes such attention of single tokens."""
+    dim = call.key.shape[2]
+    if call.options.softcap is not None or call.options.sinks is not None:
+        return False
+    if dim % lanes > 0 or dim > piece or call.value.shape[2] != dim:
+        return False
+    return place.key_run == place.value_run
 
 
 def attend_tokens(

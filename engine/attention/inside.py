@@ -19,13 +19,15 @@ _library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Te
 
 class InsideStep(NamedTuple):
     """A step all of whose KV is in working copies: its parts, and where each layer's KV is in a
-    copy. `triangle` and `scratch` are as `attend_part` takes them, `dtype` is the pool's."""
+    copy. `triangle`, `scratch` and `fused` are as `attend_part` takes them, `dtype` is the pool's.
+    """
 
     parts: list[StepPart]
     places: dict[int, KvPlace]
     triangle: torch.Tensor
     scratch: torch.Tensor
     dtype: torch.dtype
+    fused: bool
 
 
 class InsideAttention(nn.Module):
@@ -38,10 +40,11 @@ class InsideAttention(nn.Module):
     triangle: torch.Tensor
     scratch: torch.Tensor
     dtype: torch.dtype
+    fused: bool
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside = False
+        self.inside, self.fused = False, False
         self.parts, self.places = [], {}
         self.triangle = self.scratch = torch.empty(0)
         self.dtype = torch.float32
@@ -54,10 +57,11 @@ class InsideAttention(nn.Module):
         triangle: torch.Tensor,
         scratch: torch.Tensor,
         dtype: torch.dtype,
+        fused: bool,
     ) -> None:
         """The next calls are layers of this `InsideStep`."""
         self.parts, self.places, self.dtype = parts, places, dtype
-        self.triangle, self.scratch = triangle, scratch
+        self.triangle, self.scratch, self.fused = triangle, scratch, fused
         self.inside = True
 
     @torch.jit.export
@@ -85,5 +89,6 @@ class InsideAttention(nn.Module):
         call = AttentionCall(layer, query.float(), rounded[0], rounded[1], options)
         output = call.query.new_zeros([query.shape[0], query.shape[1], value.shape[2]])
         for part in self.parts:
-            attend_part(call, part, self.places[layer], self.triangle, self.scratch, output)
+            place = self.places[layer]
+            attend_part(call, part, place, self.triangle, self.scratch, self.fused, output)
         return output.to(query.dtype)

@@ -31,7 +31,7 @@ from engine.execution.traced import TracedForward, trace
 from engine.execution.waiting import Waiting
 from engine.hardware import upload
 from engine.models.load import LoadedModel
-from engine.models.packing import MIN_ROWS
+from engine.models.packing import MIN_ROWS, fewest_rows
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.layout import DTYPES, LayerLayout
 
@@ -86,6 +86,8 @@ class ModelRunner:
         assert pool.shape[1:] == loaded.layout(kv.block_size).shape, pool.shape
         self._model: Any = loaded.model
         self._adapters = loaded.adapters
+        self._operators = loaded.operators
+        self._fewest_rows = MIN_ROWS
         self._max_context = loaded.max_context
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
@@ -166,8 +168,14 @@ class ModelRunner:
         on_cpu = [each for each in self._picked if isinstance(each, CpuAttention)]
         for each in on_cpu:
             each.warm_up(self._max_context)
+        fused = self._operators is not None and self._operators.load()
+        if fused:
+            for each in on_cpu:
+                each.fuse()
         if on_cpu and self._recurrent is None:
-            self._traced = trace(self._model)
+            self._traced = trace(self._model, fused=fused)
+        if on_cpu:
+            self._fewest_rows = fewest_rows(self._model)
         self._try_kernels()
         if self._graphs is not None:
             self._graphs.warm_up()
@@ -257,7 +265,7 @@ class ModelRunner:
         if any(span.targets is not None for span in spans):
             prompt_logprobs, logits = self._heads(spans, ends - lengths, wanted, arguments)
         elif wanted:
-            rows = _at_least(MIN_ROWS, np.array(wanted))
+            rows = _at_least(self._fewest_rows, np.array(wanted))
             keep = upload(rows, self._device)
             logits = self._logits(keep, arguments)[0, : len(wanted)].float()
         else:
@@ -325,7 +333,7 @@ class ModelRunner:
         base = self._model.base_model
         base.forward = lambda *_, **__: states
         try:
-            keep = upload(_at_least(MIN_ROWS, np.array(rows)), self._device)
+            keep = upload(_at_least(self._fewest_rows, np.array(rows)), self._device)
             output = self._model(logits_to_keep=keep, **arguments)
         finally:
             del base.forward
@@ -345,7 +353,7 @@ class ModelRunner:
 
     def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
         """The parts concatenated as [1, T], int64, on the device."""
-        joined = _at_least(MIN_ROWS, np.concatenate(parts).astype(np.int64))
+        joined = _at_least(self._fewest_rows, np.concatenate(parts).astype(np.int64))
         return upload(joined, self._device)[None]
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
+from engine.execution.fusing import flatten, fuse
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,14 @@ class Untraceable(Exception):
 
 class _Handed:
     """The `paged` of a recorded forward: a call in the graph, which comes back to `compute`. A
-    layer's other arguments are the same in every step, so they are stored."""
+    layer's other arguments are the same in every step: `options`."""
 
     def __init__(self) -> None:
         self.attention: Any = _Alone()
         self.failure: BaseException | None = None
         with undeprecated():
             self.inside: Any = torch.jit.script(InsideAttention())
-        self._options: dict[int, AttentionOptions] = {}
+        self.options: dict[int, AttentionOptions] = {}
 
     def begin(self, attention: "PagedAttention | _Alone") -> None:
         """The next step is computed with this attention."""
@@ -67,20 +68,17 @@ class _Handed:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, options = call
-        if layer in self._options:
+        if layer in self.options:
             raise Untraceable(f"layer {layer} attends twice")
-        self._options[layer] = options
-        scaling, window, softcap, sinks, _ = options
-        attended: torch.Tensor = self.inside(
-            layer, query, key, value, float(scaling), window, softcap, sinks
-        )
+        self.options[layer] = options
+        attended: torch.Tensor = torch.ops.cachesvc.attend(layer, query, key, value)
         return attended
 
     def compute(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         try:
-            call = AttentionCall(layer, query, key, value, self._options[layer])
+            call = AttentionCall(layer, query, key, value, self.options[layer])
             attended: torch.Tensor = self.attention.attend(call)
         except BaseException as error:
             self.failure = error  # of which TorchScript would leave the text alone
@@ -123,14 +121,18 @@ class _Forward(nn.Module):
 
 
 class TracedForward:
-    """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits."""
+    """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits.
+    `fused` says whether compiled operators take the place of torch's calls."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, fused: bool = False) -> None:
         self._handed = _Handed()
         self._embed = model.get_input_embeddings()
         try:
             with torch.inference_mode():
                 self._graph = self._record(model)
+                flatten(self._graph.graph, self._graph.inside, self._handed.options)
+                if fused:
+                    fuse(self._graph.graph)
                 for number, first in _CHECKED:
                     self._check(model, self._tokens(number), first)
         except Untraceable:
@@ -214,8 +216,13 @@ def _muted(name: str) -> Iterator[None]:
         muted.disabled = before
 
 
-def trace(model: Any) -> TracedForward | None:
+def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
     """Record the model's forward. None if that fails, with the reason in the log."""
+    if fused:
+        try:
+            return TracedForward(model, fused=True)
+        except Untraceable as reason:
+            logger.info("the compiled operators are not used: %s", reason)
     try:
         return TracedForward(model)
     except Untraceable as reason:

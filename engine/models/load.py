@@ -6,7 +6,7 @@ model.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from engine.models.gguf import Progress
 from engine.models.packing import has_bfloat16
 from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import fix_tables
+from engine.operators.library import Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
@@ -82,6 +83,10 @@ _SAME_AS = {"kimi_k2": "deepseek_v3"}
 _DEQUANTISED = ("fp8", "mxfp4")
 
 
+# From this size on, operators are compiled: smaller models are for trying things out.
+_COMPILED_FROM_BYTES = 64 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, and what the engine must know of it.
@@ -106,6 +111,7 @@ class LoadedModel:
     arithmetic: Arithmetic
     tower: VisionTower | None = None  # None: the model sees no images
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
+    operators: Operators | None = None  # compiled for its forward; None: none are
 
     @property
     def promise(self) -> Promise:
@@ -159,6 +165,9 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
     folder, content = find(name, cache_dir, report)
+    operators = None
+    if device == "cpu" and dtype == "float32" and _weights_bytes(folder) >= _COMPILED_FROM_BYTES:
+        operators = Operators(cache_dir)  # compiled while the model loads
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
     tower = None
@@ -168,9 +177,14 @@ def load_model(
     elif is_text_of(model.config):
         drop_towers(model)
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
-    return describe(
+    loaded = describe(
         name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device, tower=tower
     )
+    return replace(loaded, operators=operators)
+
+
+def _weights_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def describe(

@@ -1,6 +1,7 @@
 """A recorded forward computes the bits of the model's own, or is not used."""
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from transformers.utils import logging as transformers_logging
 from engine.attention.base import AttentionCall
 from engine.attention.copies import WorkingCopies
 from engine.batch import Batch, Span
+from engine.execution import fusing
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import TracedForward, Untraceable, trace
 from engine.models.load import LoadedModel, describe, load_adapter
 from engine.models.packing import PackedLinear
+from engine.operators.library import Operators
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.support.models import (
@@ -59,13 +62,19 @@ def forward(runner: ModelRunner, step: list[Span]) -> torch.Tensor | None:
     return logits
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_and_kv_are_those_of_the_models_own_forward(architecture: str) -> None:
+def test_logits_and_kv_are_those_of_the_models_own_forward(
+    architecture: str, fused: bool, operators: Operators
+) -> None:
     loaded = tiny_model(architecture)
     pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
     pools[1].copy_(pools[0])
     own, traced = (ModelRunner(loaded, pool) for pool in pools)
-    traced._traced = TracedForward(loaded.model)
+    traced._traced = TracedForward(loaded.model, fused=fused)
+    if fused:
+        for attention in traced._picked:
+            attention.fuse()
     for step in STEPS:
         with torch.inference_mode():
             expected = forward(own, step)
@@ -254,3 +263,26 @@ def test_a_graph_that_gives_other_bits_is_refused() -> None:
     model = Counting(tiny_model("llama").model)
     with pytest.raises(Untraceable, match="the logits of 2 tokens are others"):
         TracedForward(model)
+
+
+def test_operators_take_the_place_of_every_norm_rotation_and_activation(
+    operators: Operators,
+) -> None:
+    graph = TracedForward(tiny_model("llama").model, fused=True)._graph.graph
+    kinds = Counter(node.kind() for node in graph.nodes())
+    layers = 3
+    expected = {"norm": 2 * layers + 1, "rotate": 2 * layers, "silu_mul": layers}
+    assert {name: kinds[f"cachesvc::{name}"] for name in expected} == expected
+    assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
+
+
+def test_operators_that_give_other_bits_are_not_used(
+    operators: Operators, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    patterns = list(fusing._PATTERNS)
+    norm = "%normed = cachesvc::norm(%x, %eps)"
+    patterns[0] = (patterns[0][0], patterns[0][1].replace(norm, "%normed = aten::mul(%x, %eps)"))
+    monkeypatch.setattr(fusing, "_PATTERNS", tuple(patterns))
+    with caplog.at_level(logging.INFO):
+        assert trace(tiny_model("llama").model, fused=True) is not None
+    assert "the compiled operators are not used: the logits of 2 tokens are others" in caplog.text

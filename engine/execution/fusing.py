@@ -1,0 +1,105 @@
+"""Changes a recorded forward: one flat graph, with compiled operators in place of torch's calls.
+
+The operators (`engine.operators`) compute the bits of the calls that they replace. The rest stays.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from engine.attention.base import AttentionOptions
+
+# What is replaced, and by what. Norms are without their weight, which models apply differently.
+# Constants are inputs of a pattern, because torch compares none that have other uses. If one were
+# not as usual, the logits of the check would be others (`engine.execution.traced`).
+_PATTERNS = (
+    (
+        """graph(%x, %eps, %two, %dims, %keep, %none, %one):
+  %squares = aten::pow(%x, %two)
+  %mean = aten::mean(%squares, %dims, %keep, %none)
+  %sum = aten::add(%mean, %eps, %one)
+  %scale = aten::rsqrt(%sum)
+  %normed = aten::mul(%x, %scale)
+  return (%normed)""",
+        """graph(%x, %eps, %two, %dims, %keep, %none, %one):
+  %normed = cachesvc::norm(%x, %eps)
+  return (%normed)""",
+    ),
+    (
+        """graph(%gate, %up):
+  %activated = aten::silu(%gate)
+  %product = aten::mul(%activated, %up)
+  return (%product)""",
+        """graph(%gate, %up):
+  %product = cachesvc::silu_mul(%gate, %up)
+  return (%product)""",
+    ),
+    (
+        """graph(%x, %cos, %sin, %half, %zero, %dim, %all, %one, %last):
+  %straight = aten::mul(%x, %cos)
+  %head = aten::slice(%x, %dim, %zero, %half, %one)
+  %tail = aten::slice(%x, %dim, %half, %all, %one)
+  %negative = aten::neg(%tail)
+  %both : Tensor[] = prim::ListConstruct(%negative, %head)
+  %turned = aten::cat(%both, %last)
+  %across = aten::mul(%turned, %sin)
+  %rotated = aten::add(%straight, %across, %one)
+  return (%rotated)""",
+        """graph(%x, %cos, %sin, %half, %zero, %dim, %all, %one, %last):
+  %rotated = cachesvc::rotate(%x, %cos, %sin)
+  return (%rotated)""",
+    ),
+)
+
+
+def flatten(graph: Any, inside: Any, options: Mapping[int, AttentionOptions]) -> None:
+    """Put the graphs of a model's modules into one, and let each layer call `inside`, the
+    attribute of the forward that attends, with its `options`."""
+    torch._C._jit_pass_inline(graph)
+    forward = next(iter(graph.inputs()))
+    for node in graph.findAllNodes("cachesvc::attend", recurse=True):
+        scaling, window, softcap, sinks, _ = options[node.inputsAt(0).toIValue()]
+        graph.setInsertPoint(node)
+        attribute = _insert(graph, "prim::GetAttr", [forward], "inside", inside._c._type())
+        given = [graph.insertConstant(each) for each in (float(scaling), window, softcap, sinks)]
+        attended = _insert(
+            graph,
+            "prim::CallMethod",
+            [attribute, *node.inputs(), *given],
+            "forward",
+            torch._C.TensorType.get(),
+        )
+        node.output().replaceAllUsesWith(attended)
+        node.destroy()
+    graph.setInsertPoint(graph.return_node())  # a node that no pass takes out
+    torch._C._jit_pass_cse(graph)
+    torch._C._jit_pass_dce(graph)
+
+
+def _insert(graph: Any, kind: str, inputs: list[Any], name: str, output: Any) -> Any:
+    """The value of a new node at the point where nodes are inserted."""
+    node = graph.create(kind, inputs, 1)
+    node.s_("name", name)
+    node.output().setType(output)
+    graph.insertNode(node)
+    return node.output()
+
+
+def fuse(graph: Any) -> None:
+    """Replace the calls of a flat graph by operators."""
+    for node in graph.findAllNodes("aten::to"):
+        if _is_float(node.inputsAt(0)) and _is_float(node.output()):
+            node.output().replaceAllUsesWith(node.inputsAt(0))
+    torch._C._jit_pass_dce(graph)
+    rewrite: Callable[[str, str, Any], None]
+    rewrite = torch._C._jit_pass_custom_pattern_based_rewrite_graph
+    for pattern, replacement in _PATTERNS:
+        rewrite(pattern, replacement, graph)
+    torch._C._jit_pass_dce(graph)
+
+
+def _is_float(value: Any) -> bool:
+    """Whether the recorded tensor was float32."""
+    kind = value.type()
+    return isinstance(kind, torch._C.TensorType) and kind.scalarType() == "Float"

@@ -1,0 +1,153 @@
+"""Compiles the operators with the machine's own C++ compiler, keeps the result, and loads it.
+
+A forward makes a thousand short calls of torch for each token. Where there is a compiler, four
+operators take the place of two thirds of them, and of what attention makes for each sequence.
+Without a compiler the forward makes the calls, slower, for the same bits. The first start compiles
+while the model loads, in about 5 s of one processor. Later ones load what it kept.
+"""
+
+import logging
+import shutil
+import subprocess
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+import xxhash
+
+logger = logging.getLogger(__name__)
+
+COMPILERS = ("c++", "g++", "clang++")
+SOURCE = Path(__file__).with_name("operators.cpp")
+_COMPILING_S = 120.0  # 5 on a free processor
+# The instructions that torch itself uses, as in its own build. Below AVX2 there is no multiply-add.
+_FLAGS = {
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "AVX512": (
+        *("-mavx2", "-mfma", "-mf16c"),
+        *("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw"),
+    ),
+}
+
+# TorchScript compiles calls of operators that nothing implements yet.
+_library = torch.library.Library("cachesvc", "FRAGMENT")
+_library.define("norm(Tensor x, Tensor eps) -> Tensor")
+_library.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
+_library.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+_library.define(
+    "attend_tokens(Tensor query, Tensor key, Tensor value, int first, bool write, "
+    "Tensor(a!)[] runs, int[] positions, int key_part, int value_part, int? window, "
+    "float scaling, Tensor(b!) output) -> ()"
+)
+
+
+class OperatorsMissing(Exception):
+    """There are no compiled operators here. The message says why."""
+
+
+class Operators:
+    """The compiled operators of one folder. Compiling begins at once, in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: where a compiled library is kept, for this version and these instructions."""
+        self._capability = torch.backends.cpu.get_cpu_capability()
+        self._folder, self._name = folder, f"operators-{self._key()}"
+        self._compiling: _Compiling | None = None
+        self.missing: str | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            if self.kept is None:
+                self._compiling = _Compiling(self._command(), folder)
+        except (OperatorsMissing, OSError) as error:
+            self.missing = str(error)
+
+    @property
+    def kept(self) -> Path | None:
+        """The library, if the folder has one. Its name ends with the digest of its contents: a
+        process that loads a damaged one ends without a word."""
+        for found in self._folder.glob(f"{self._name}-*.so"):
+            if found.stem == self._stem(found):
+                return found
+            logger.warning("%s is damaged, and compiled again", found)
+            found.unlink(missing_ok=True)
+        return None
+
+    def load(self) -> bool:
+        """Wait until they are compiled, and load them into this process. False, with the reason in
+        the log, where there are none."""
+        try:
+            if self.missing is not None:
+                raise OperatorsMissing(self.missing)
+            if self._compiling is not None:
+                made = self._compiling.finish()
+                made.replace(self._folder / f"{self._stem(made)}.so")
+                self._compiling = None
+            torch.ops.load_library(str(self.kept))
+        except (OperatorsMissing, OSError) as error:
+            logger.info("no compiled operators: %s", error)
+            return False
+        return True
+
+    def _key(self) -> str:
+        """A name for what the library depends on."""
+        parts = (SOURCE.read_bytes(), torch.__version__.encode(), self._capability.encode())
+        return xxhash.xxh3_64_hexdigest(b"\0".join(parts))
+
+    def _stem(self, library: Path) -> str:
+        return f"{self._name}-{xxhash.xxh3_64_hexdigest(library.read_bytes())}"
+
+    def _command(self) -> list[str]:
+        """The compiler's arguments, except for where the library goes."""
+        if self._capability not in _FLAGS:
+            raise OperatorsMissing(f"torch computes with {self._capability} instructions")
+        compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
+        if compiler is None:
+            raise OperatorsMissing("this machine has no C++ compiler")
+        root = Path(torch.__file__).parent
+        return [
+            *(compiler, "-std=c++20", "-O3", "-fPIC", "-shared", "-w"),
+            *("-ffp-contract=off", "-fno-math-errno"),
+            *_FLAGS[self._capability],
+            f"-DCPU_CAPABILITY={self._capability}",
+            f"-DCPU_CAPABILITY_{self._capability}",
+            *(f"-I{root / 'include'}", str(SOURCE)),
+            *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
+        ]
+
+
+class _Compiling:
+    """A compiler at work in a folder of its own, which goes with this object."""
+
+    def __init__(self, command: list[str], parent: Path) -> None:
+        folder = Path(tempfile.mkdtemp(prefix=".operators-", dir=parent))
+        self._made, self._said = folder / "operators.so", folder / "errors"
+        with self._said.open("wb") as said:
+            self._process = subprocess.Popen(
+                [*command, "-o", str(self._made)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+            )
+        self._end = weakref.finalize(self, _clear, self._process, folder)
+
+    def finish(self) -> Path:
+        """The library, until the object goes. Raises OperatorsMissing with the compiler's first
+        error."""
+        try:
+            failed = self._process.wait(_COMPILING_S)
+        except subprocess.TimeoutExpired:
+            self._end()
+            raise OperatorsMissing(f"the C++ compiler took {_COMPILING_S:.0f} s") from None
+        if failed:
+            said = self._said.read_text(errors="replace")
+            errors = [line for line in said.splitlines() if "error" in line] or [said[-200:]]
+            self._end()
+            raise OperatorsMissing(f"the C++ compiler failed: {errors[0]}")
+        return self._made
+
+
+def _clear(process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    process.kill()
+    process.wait()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,120 @@
+"""The compiled operators compute the bits of torch's calls, and a start does without them."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from engine.attention import agreement
+from engine.attention.agreement import operator_agrees
+from engine.operators import library
+from engine.operators.library import Operators
+
+WIDTHS = (16, 72, 576, 1536, 4096, 16384)
+ROWS = (1, 2, 37, 200)
+EPS = torch.tensor(1e-5, dtype=torch.float64)
+
+
+def test_norms_and_activations_have_torchs_bits(operators: Operators) -> None:
+    random = torch.Generator().manual_seed(0)
+    for width in WIDTHS:
+        for rows in ROWS:
+            x, y = torch.randn(2, 1, rows, width, generator=random)
+            normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+            assert torch.equal(torch.ops.cachesvc.norm(x, EPS), normed), (width, rows)
+            if width % 32 == 0:  # torch computes the last numbers of others one by one
+                assert torch.equal(torch.ops.cachesvc.silu_mul(x, y), silu(x) * y), (width, rows)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+def test_a_rotation_has_torchs_bits(operators: Operators, dim: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    for heads in (1, 9):
+        for tokens in ROWS:
+            x = torch.randn(1, tokens, heads, dim, generator=random).transpose(1, 2)
+            cos, sin = torch.randn(2, 1, 1, tokens, dim, generator=random)
+            half = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), -1)
+            rotated = torch.ops.cachesvc.rotate(x, cos, sin)
+            assert torch.equal(rotated, x * cos + half * sin), (heads, tokens)
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 192])
+def test_attention_has_the_bits_of_dense(operators: Operators, dim: int) -> None:
+    assert operator_agrees(dim)
+
+
+def test_attention_that_sums_in_another_order_does_not_agree(
+    operators: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "attend_tokens", _in_doubles)
+    assert not operator_agrees(64)
+
+
+def _in_doubles(call, _first, _buffer, _rows, runs, _key, _value, positions, output):  # type: ignore[no-untyped-def]
+    for number, (run, position) in enumerate(zip(runs, positions, strict=True)):
+        run[:, :, position] = torch.stack([call.key[number], call.value[number]])
+        keys, values = run[:, :, : position + 1].double()
+        query = call.query[number].double().unflatten(0, (len(keys), -1)) * call.options.scaling
+        output[number] = ((query @ keys.mT).softmax(-1) @ values).flatten(0, 1)
+    return output
+
+
+def test_a_call_that_an_operator_cannot_compute_is_refused(operators: Operators) -> None:
+    with pytest.raises(RuntimeError, match="not float32"):
+        torch.ops.cachesvc.norm(torch.zeros(2, 4, dtype=torch.float64), EPS)
+    run, row = torch.zeros(2, 1, 32, 16), torch.zeros(1, 1, 16)
+    for position, expected in ((31, None), (32, "another run")):
+        call = (row, row, row, 0, True, [run], [position], 0, 1, None, 1.0, torch.zeros(1, 1, 16))
+        if expected is None:
+            torch.ops.cachesvc.attend_tokens(*call)
+        else:
+            with pytest.raises(RuntimeError, match=expected):
+                torch.ops.cachesvc.attend_tokens(*call)
+
+
+def test_the_library_is_kept_and_a_damaged_one_compiled_again(
+    operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert operators.kept is not None
+    copied = Path(shutil.copy(operators.kept, tmp_path))
+    assert Operators(tmp_path)._compiling is None, "the kept library is for this machine"
+    copied.write_bytes(operators.kept.read_bytes()[:1000])
+    again = Operators(tmp_path)
+    assert "damaged" in caplog.text
+    assert not copied.exists()
+    assert again.load()
+    assert again.kept is not None
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("", "no C++ compiler"),
+        ("echo 'x.cpp:1: error: no such header' >&2; exit 1", "no such header"),
+        ("sleep 9", "took 0 s"),
+    ],
+)
+def test_a_start_does_without_a_compiler_that_fails(
+    compiler: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if torch.backends.cpu.get_cpu_capability() not in library._FLAGS:
+        pytest.skip("there are no operators for this processor")
+    program = tmp_path / "c++"
+    if compiler:
+        program.write_text(f"#!/bin/sh\n{compiler}\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(library, "COMPILERS", (str(program),))
+    monkeypatch.setattr(library, "_COMPILING_S", 0.4)
+    folder = tmp_path / "models"
+    folder.mkdir()
+    with caplog.at_level(logging.INFO):
+        assert not Operators(folder).load()
+    assert reason in caplog.text
+    assert not list(folder.iterdir()), "nothing is left behind"
