@@ -52,6 +52,7 @@ class Residency:
         num_frames = frames.num_frames if frames is not None else 0
         self.index = index
         self.pool = pool
+        self._reach = pool.layout.reach
         self.frames = frames
         self.queue = WriteQueue()
         self.device = DeviceTier(pool, device_policy)
@@ -159,7 +160,7 @@ class Residency:
     def release_prefix(self, blocks: Sequence[Block], use: Use) -> None:
         """Releases the blocks of a prefix, tail first. If the layout has windows, this use needed
         those of blocks that it computed, and of the last ones before them."""
-        reach = self.pool.layout.reach
+        reach = self._reach
         passed: Sequence[Block] = ()
         if reach:
             numbers = (n for n, block in enumerate(blocks) if block.use is NEVER_USED)
