@@ -26,6 +26,7 @@ from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
 from cachesvc.config.sources import load_settings
 from engine.hardware import CPU_CACHE_BYTES, Hardware, read_hardware
+from engine.operators.library import COMPILERS, find_compiler
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
@@ -120,6 +121,7 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
         yield check_compiler(c_compiler(), Path(sysconfig.get_paths()["include"]) / "Python.h")
     else:
         yield Finding("gpu", Level.OK, "none; the CPU stands in for it")
+        yield check_operators(find_compiler())
     cores = len(os.sched_getaffinity(0))
     message = f"{cores} cores, {hardware.threads} threads of arithmetic"
     if hardware.threads > cores:
@@ -143,6 +145,18 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
         )
     elif available is not None:
         yield Finding("memory", Level.OK, f"{size(available)} available, tiers take {size(needed)}")
+
+
+def check_operators(compiler: str | None) -> Finding:
+    """The engine compiles operators for a CPU with a C++ compiler."""
+    if compiler is not None:
+        return Finding("compiler", Level.OK, compiler)
+    return Finding(
+        "compiler",
+        Level.WARNING,
+        f"no C++ compiler ({', '.join(COMPILERS)}) on PATH: decoding takes up to a fifth longer",
+        "install one, on Debian `apt-get install g++`",
+    )
 
 
 def check_compiler(compiler: str | None, header: Path) -> Finding:

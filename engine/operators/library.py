@@ -101,8 +101,7 @@ class Operators:
         """The compiler's arguments, except for where the library goes."""
         if self._capability not in _FLAGS:
             raise OperatorsMissing(f"torch computes with {self._capability} instructions")
-        compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
-        if compiler is None:
+        if (compiler := find_compiler()) is None:
             raise OperatorsMissing("this machine has no C++ compiler")
         root = Path(torch.__file__).parent
         return [
@@ -114,6 +113,11 @@ class Operators:
             *(f"-I{root / 'include'}", str(SOURCE)),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
         ]
+
+
+def find_compiler() -> str | None:
+    """The path of this machine's C++ compiler."""
+    return next((found for name in COMPILERS if (found := shutil.which(name))), None)
 
 
 class _Compiling:

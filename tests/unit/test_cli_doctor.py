@@ -100,6 +100,15 @@ def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
     assert doctor.check_privacy(tmp_path).level is Level.OK
 
 
+def test_a_cpu_without_a_cpp_compiler_is_a_warning() -> None:
+    found = doctor.check_operators(None)
+    assert (Level.WARNING, "install one, on Debian `apt-get install g++`") == (
+        found.level,
+        found.fix,
+    )
+    assert doctor.check_operators("/usr/bin/c++").level is Level.OK
+
+
 def test_a_gpu_without_a_c_compiler_or_headers_is_a_warning(tmp_path: Path) -> None:
     header = tmp_path / "Python.h"
     lacking_both = doctor.check_compiler(None, header)
