@@ -117,11 +117,11 @@ class RunningNode:
         self.disk = disk or folder / "disk"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, host: str = "512MiB") -> None:
+    def start(self, host: str = "512MiB", disk: str = "2GiB") -> None:
         self._process = subprocess.Popen(
             [
                 *(Path(sys.executable).with_name("cachesvc"), "node", "--socket", self.socket),
-                *("--host-cache", host, "--disk-cache-dir", self.disk, "--disk-cache", "2GiB"),
+                *("--host-cache", host, "--disk-cache-dir", self.disk, "--disk-cache", disk),
                 *self.more,
             ],
             cwd=ROOT,

@@ -16,6 +16,7 @@ from tests.vllm.conftest import started
 from tests.vllm.processes import Engine, RunningNode
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
+from tiers.node.below import disk_folder
 from tiers.node.messages import described_layout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
@@ -103,7 +104,7 @@ def test_the_same_tokens_from_every_tier_and_after_every_kill(
         node.until_on_disk()
         layout = described_layout(node.pool()["layout"])
         node.stop()
-        damage(node, layout)
+        damage(node.disk, layout)
         node.start()
         wait_for_link(story, second)
         second.forget()
@@ -139,10 +140,11 @@ def wait_for_link(story: Story, engine: Engine) -> None:
     raise AssertionError("the engine did not come back to the node")
 
 
-def damage(node: RunningNode, layout: BlockLayout) -> None:
-    """Flip a bit in the payload of one block of one prompt."""
-    (folder,) = node.disk.glob("*/")
+def damage(disk: Path, layout: BlockLayout) -> None:
+    """Flip a bit in the payload of every other block, in the order of their keys."""
+    folder = disk_folder(disk, layout)
     with closing(open_disk(folder, layout, 2 << 30)) as tier, tier.view() as view:
-        first = next(block for block in view.blocks() if block.parent == block.scope)
-        shard, offset = record_offset(tier, first.key)
-    flip(folder / shard / "data.mdb", offset + 100_000)
+        keys = sorted(block.key for block in view.blocks())
+        places = [record_offset(tier, key) for key in keys[::2]]
+    for shard, offset in places:
+        flip(folder / shard / "data.mdb", offset + layout.nbytes // 4)
