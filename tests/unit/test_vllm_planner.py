@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cachesvc.vllm.groups import KvGroup
-from cachesvc.vllm.identity import EngineIdentity, group_roots, rank_roots
+from cachesvc.vllm.groups import KvGroup, UnsupportedKv
+from cachesvc.vllm.identity import EngineIdentity, group_roots, identity_of, rank_roots
 from cachesvc.vllm.planner import Planner
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.node.messages import engine_layout, state_layout
@@ -353,3 +353,17 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up() -> None:
     planner.allocated(asked, tables, 0)
     assert not any(pool.users)
     planner.close()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "why"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"pipeline_parallel_size": 1, "decode_context_parallel_size": 2}, "context parallelism"),
+    ],
+)
+def test_ranks_that_share_neither_layers_nor_blocks_are_refused(
+    parallel: dict[str, int], why: str
+) -> None:
+    with pytest.raises(UnsupportedKv, match=why):
+        identity_of(SimpleNamespace(parallel_config=SimpleNamespace(**parallel)), None)
