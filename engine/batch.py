@@ -67,3 +67,8 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(len(span.tokens) for span in self.spans)
+
+    @property
+    def num_keys(self) -> int:
+        """How many keys its rows see, all together, without windows."""
+        return sum(len(s.tokens) * (2 * s.start + len(s.tokens) + 1) // 2 for s in self.spans)

@@ -136,7 +136,7 @@ class ModelRunner:
             self._recurrent.begin_step()
         if self._team is None:
             return self._shrinking(batch.spans)
-        self._team.begin(batch.num_tokens)
+        self._team.begin(batch.num_tokens, batch.num_keys)
         try:
             return self._shrinking(batch.spans)
         finally:

@@ -32,21 +32,29 @@ GAIN = 0.95  # more threads must take less than this share of the time, as they 
 HOPELESS = 1.5  # a trial ends if all its steps take this many times the usual time
 CHANGED = 1.5  # another begins if all steps take this many times as long as at the last trial
 LEAST_REST = 32  # the fewest steps before that
+ALIKE = 1.25  # steps are compared only if the work of none is more than this many times another's
+ROW_KEYS = 1000  # keys whose attention counts as much work as a row's products
 
 
 @dataclass(slots=True)
 class _Kind:
     """Steps of similar numbers of rows. `size` is their number of threads. `recent` holds the
-    seconds of the latest."""
+    seconds of the latest, and `works` their work."""
 
     size: int
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLE))
+    works: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLE))
     usual_s: float = 0.0  # at the last trial
     rest: int = FIRST_REST  # steps until the next trial
     last_rest: int = REST // 2
     grows: bool = False  # whether this or the next trial tries more threads
     tried: int | None = None  # the number of threads on trial
     trial: list[float] = field(default_factory=list)
+
+    def is_like(self, work: int) -> bool:
+        """Whether a step of so much work is comparable with the latest. The chunks of a long prompt
+        take longer and longer, and the next prompt's first take a third of its last."""
+        return all(each <= ALIKE * work and work <= ALIKE * each for each in self.works)
 
 
 class ThreadTeam:
@@ -67,15 +75,18 @@ class ThreadTeam:
         self._waiting = waiting
         self.size = most or 0
         self._kinds: dict[int, _Kind] = {}  # by the bit length of their number of rows
-        self._begun: tuple[_Kind, float] | None = None
+        self._begun: tuple[_Kind, float, int] | None = None
 
-    def begin(self, num_rows: int) -> None:
-        """Begin a step of `num_rows` rows."""
+    def begin(self, num_rows: int, num_keys: int) -> None:
+        """Begin a step of `num_rows` rows, which see so many keys."""
         if self._most is None:
             self.size = torch.get_num_threads()
             self._most = min(self.size, num_processors())
         kind = self._kinds.setdefault(num_rows.bit_length(), _Kind(self._most))
-        if kind.tried is None and kind.rest <= 0 and self._most > 1:
+        work = num_rows * ROW_KEYS + num_keys
+        if not kind.is_like(work):
+            self._give_up(kind)
+        elif kind.tried is None and kind.rest <= 0 and self._most > 1:
             self._try(kind)
         size = kind.size if kind.tried is None else kind.tried
         if size != self.size:
@@ -83,15 +94,16 @@ class ThreadTeam:
             self.size = size
         if self._waiting is not None:
             self._waiting.begin(size)
-        self._begun = kind, self._clock_s()
+        self._begun = kind, self._clock_s(), work
 
     def end(self) -> None:
         """End the step, whether it succeeded or not."""
         assert self._begun is not None, "no step has begun"
-        kind, begun_s = self._begun
+        kind, begun_s, work = self._begun
         took_s = self._clock_s() - begun_s
         if kind.tried is None:
             kind.recent.append(took_s)
+            kind.works.append(work)
             kind.rest -= 1
             rested = kind.last_rest - kind.rest >= LEAST_REST and len(kind.recent) == SAMPLE
             if rested and min(kind.recent) > CHANGED * kind.usual_s > 0:
@@ -104,6 +116,11 @@ class ThreadTeam:
             self._judge(kind, before_s, min(kind.trial))
         elif len(counted) == SAMPLE:
             self._judge(kind, before_s, median(counted))
+
+    def _give_up(self, kind: _Kind) -> None:
+        """End a trial, if there is one, that found nothing out."""
+        if kind.tried is not None:
+            kind.tried, kind.rest = None, LEAST_REST
 
     def _try(self, kind: _Kind) -> None:
         assert self._most is not None

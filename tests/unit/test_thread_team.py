@@ -20,12 +20,13 @@ class Machine:
         self.now_s = 1000.0
         self.team = ThreadTeam(most, resize=lambda _: None, clock_s=lambda: self.now_s)
         self.sizes: Counter[int] = Counter()
+        self.keys = lambda: 0
 
     def steps(self, count: int, rows: int = 4) -> Counter[int]:
         """How many of the next steps were computed with each size."""
         sizes: Counter[int] = Counter()
         for _ in range(count):
-            self.team.begin(rows)
+            self.team.begin(rows, self.keys())
             sizes[self.team.size] += 1
             self.now_s += self.seconds(rows, self.team.size)
             self.team.end()
@@ -94,6 +95,26 @@ def test_steps_of_any_length_are_no_reason_for_endless_trials(longest: int) -> N
     lengths = random.Random(3)
     machine = Machine(lambda rows, threads: lengths.uniform(1, longest) / threads)
     assert machine.steps(5000)[1] < 5000 / 8
+
+
+def test_the_chunks_of_long_prompts_are_compared_with_their_like_alone() -> None:
+    """Each takes longer than the one before, and the next prompt's first a fraction of the last."""
+    machine, chunk = Machine(idle), 0
+
+    def keys() -> int:
+        return 512 * (512 * chunk + 256)
+
+    machine.keys = keys
+    machine.seconds = lambda rows, threads: (512 * 3000 + keys()) / threads
+    sizes: Counter[int] = Counter()
+    for number in range(20 * 32):
+        chunk = number % 32
+        sizes += machine.steps(1, 512)
+    assert sizes[1] < sum(sizes.values()) / 20
+    machine.keys = lambda: 0
+    machine.seconds = lambda rows, threads: 3000 * crowded(rows, threads)
+    machine.steps(LEAST_REST + 4 * SAMPLE, 512)
+    assert machine.steps(100, 512)[1] > 90, "steps of one length are compared"
 
 
 def test_a_few_slow_steps_decide_nothing() -> None:
