@@ -109,7 +109,8 @@ class CpuAttention:
     def fuse(self) -> None:
         """From now on single tokens are attended by the compiled operator, where it gives the bits
         of `dense` for heads such as these."""
-        self._fused = all(operator_agrees(dim) for dim in {run.shape[-1] for run in self._kv.runs})
+        dims = {run.shape[-1] for run in self._kv.runs if dense.suits_heads(run.shape[-1])}
+        self._fused = bool(dims) and all(operator_agrees(dim) for dim in dims)
 
     def warm_up(self, num_tokens: int) -> None:
         """Touch the memory of a copy of `num_tokens`."""

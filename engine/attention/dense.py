@@ -123,16 +123,19 @@ def attend_part(
     )
 
 
-def suits_operator(
-    call: AttentionCall, place: KvPlace, lanes: int = _LANES, piece: int = PIECE
-) -> bool:
+def suits_operator(call: AttentionCall, place: KvPlace) -> bool:
     """Whether the compiled operator computes such attention of single tokens."""
     dim = call.key.shape[2]
     if call.options.softcap is not None or call.options.sinks is not None:
         return False
-    if dim % lanes > 0 or dim > piece or call.value.shape[2] != dim:
+    if not suits_heads(dim) or call.value.shape[2] != dim:
         return False
     return place.key_run == place.value_run
+
+
+def suits_heads(dim: int, lanes: int = _LANES, piece: int = PIECE) -> bool:
+    """Whether the compiled operator attends for heads of `dim`."""
+    return dim % lanes == 0 and dim <= piece
 
 
 def attend_tokens(

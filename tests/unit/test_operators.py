@@ -10,8 +10,10 @@ from torch.nn.functional import silu
 
 from engine.attention import agreement
 from engine.attention.agreement import operator_agrees
+from engine.attention.cpu import CpuAttention
 from engine.operators import library
 from engine.operators.library import Operators
+from tiers.blocks.layout import BlockLayout, LayerLayout
 
 WIDTHS = (16, 72, 576, 1536, 4096, 16384)
 ROWS = (1, 2, 37, 200)
@@ -44,6 +46,19 @@ def test_a_rotation_has_torchs_bits(operators: Operators, dim: int) -> None:
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 192])
 def test_attention_has_the_bits_of_dense(operators: Operators, dim: int) -> None:
     assert operator_agrees(dim)
+
+
+@pytest.mark.parametrize(
+    ("dims", "fused"), [((64,), True), ((72,), False), ((256,), False), ((64, 256), True)]
+)
+def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
+    operators: Operators, dims: tuple[int, ...], fused: bool
+) -> None:
+    layers = [LayerLayout(2, dim, dim) for dim in dims]
+    pool = torch.zeros(4, *BlockLayout(tuple(layers), 16, "float32").shape)
+    attention = CpuAttention(pool, layers)
+    attention.fuse()
+    assert attention._fused == fused
 
 
 def test_attention_that_sums_in_another_order_does_not_agree(
