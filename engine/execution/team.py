@@ -11,8 +11,9 @@ Equal inputs give equal bits with any number of threads. Engine thread only.
 """
 
 import logging
+import math
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
@@ -32,29 +33,23 @@ GAIN = 0.95  # more threads must take less than this share of the time, as they 
 HOPELESS = 1.5  # a trial ends if all its steps take this many times the usual time
 CHANGED = 1.5  # another begins if all steps take this many times as long as at the last trial
 LEAST_REST = 32  # the fewest steps before that
-ALIKE = 1.25  # steps are compared only if the work of none is more than this many times another's
+ALIKE = 1.25  # steps of a kind have work within this ratio
 ROW_KEYS = 1000  # keys whose attention counts as much work as a row's products
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of similar numbers of rows. `size` is their number of threads. `recent` holds the
-    seconds of the latest, and `works` their work."""
+    """Steps of similar numbers of rows and like work. `size` is their number of threads. `recent`
+    holds the seconds of the latest."""
 
     size: int
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLE))
-    works: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLE))
     usual_s: float = 0.0  # at the last trial
     rest: int = FIRST_REST  # steps until the next trial
     last_rest: int = REST // 2
     grows: bool = False  # whether this or the next trial tries more threads
     tried: int | None = None  # the number of threads on trial
     trial: list[float] = field(default_factory=list)
-
-    def is_like(self, work: int) -> bool:
-        """Whether a step of so much work is comparable with the latest. The chunks of a long prompt
-        take longer and longer, and the next prompt's first take a third of its last."""
-        return all(each <= ALIKE * work and work <= ALIKE * each for each in self.works)
 
 
 class ThreadTeam:
@@ -74,19 +69,18 @@ class ThreadTeam:
         self._clock_s = clock_s
         self._waiting = waiting
         self.size = most or 0
-        self._kinds: dict[int, _Kind] = {}  # by the bit length of their number of rows
-        self._begun: tuple[_Kind, float, int] | None = None
+        # By the bit length of their number of rows, and the work of its kind.
+        self._kinds: dict[int, dict[int, _Kind]] = defaultdict(dict)
+        self._latest: dict[int, _Kind] = {}  # by that bit length
+        self._begun: tuple[_Kind, float] | None = None
 
     def begin(self, num_rows: int, num_keys: int) -> None:
         """Begin a step of `num_rows` rows, which see so many keys."""
         if self._most is None:
             self.size = torch.get_num_threads()
             self._most = min(self.size, num_processors())
-        kind = self._kinds.setdefault(num_rows.bit_length(), _Kind(self._most))
-        work = num_rows * ROW_KEYS + num_keys
-        if not kind.is_like(work):
-            self._give_up(kind)
-        elif kind.tried is None and kind.rest <= 0 and self._most > 1:
+        kind = self._kind(num_rows, num_keys)
+        if kind.tried is None and kind.rest <= 0 and self._most > 1:
             self._try(kind)
         size = kind.size if kind.tried is None else kind.tried
         if size != self.size:
@@ -94,16 +88,15 @@ class ThreadTeam:
             self.size = size
         if self._waiting is not None:
             self._waiting.begin(size)
-        self._begun = kind, self._clock_s(), work
+        self._begun = kind, self._clock_s()
 
     def end(self) -> None:
         """End the step, whether it succeeded or not."""
         assert self._begun is not None, "no step has begun"
-        kind, begun_s, work = self._begun
+        kind, begun_s = self._begun
         took_s = self._clock_s() - begun_s
         if kind.tried is None:
             kind.recent.append(took_s)
-            kind.works.append(work)
             kind.rest -= 1
             rested = kind.last_rest - kind.rest >= LEAST_REST and len(kind.recent) == SAMPLE
             if rested and min(kind.recent) > CHANGED * kind.usual_s > 0:
@@ -117,10 +110,21 @@ class ThreadTeam:
         elif len(counted) == SAMPLE:
             self._judge(kind, before_s, median(counted))
 
-    def _give_up(self, kind: _Kind) -> None:
-        """End a trial, if there is one, that found nothing out."""
-        if kind.tried is not None:
-            kind.tried, kind.rest = None, LEAST_REST
+    def _kind(self, num_rows: int, num_keys: int) -> _Kind:
+        """The step's kind. A new one has the size of the latest with as many rows.
+
+        The chunks of a long prompt take longer and longer, and the next prompt's first take a third
+        of its last. Compared with those, they would be faster with any size.
+        """
+        assert self._most is not None
+        rows = num_rows.bit_length()
+        work = round(math.log(num_rows * ROW_KEYS + num_keys, ALIKE))
+        kind = self._kinds[rows].get(work)
+        if kind is None:
+            latest = self._latest.get(rows)
+            kind = self._kinds[rows][work] = _Kind(self._most if latest is None else latest.size)
+        self._latest[rows] = kind
+        return kind
 
     def _try(self, kind: _Kind) -> None:
         assert self._most is not None

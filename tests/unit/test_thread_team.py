@@ -97,7 +97,7 @@ def test_steps_of_any_length_are_no_reason_for_endless_trials(longest: int) -> N
     assert machine.steps(5000)[1] < 5000 / 8
 
 
-def test_the_chunks_of_long_prompts_are_compared_with_their_like_alone() -> None:
+def test_the_chunks_of_long_prompts_are_compared_with_their_like() -> None:
     """Each takes longer than the one before, and the next prompt's first a fraction of the last."""
     machine, chunk = Machine(idle), 0
 
@@ -111,10 +111,16 @@ def test_the_chunks_of_long_prompts_are_compared_with_their_like_alone() -> None
         chunk = number % 32
         sizes += machine.steps(1, 512)
     assert sizes[1] < sum(sizes.values()) / 20
-    machine.keys = lambda: 0
-    machine.seconds = lambda rows, threads: 3000 * crowded(rows, threads)
-    machine.steps(LEAST_REST + 4 * SAMPLE, 512)
-    assert machine.steps(100, 512)[1] > 90, "steps of one length are compared"
+
+
+def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread() -> None:
+    """Each length is a kind of its own, and a new one begins as the latest."""
+    machine, lengths = Machine(crowded), random.Random(0)
+    machine.keys = lambda: 4 * lengths.randrange(8000)
+    machine.steps(20 * FIRST_REST)
+    assert machine.steps(1000)[1] > 950
+    machine.keys = lambda: 4 * lengths.randrange(20_000, 30_000)
+    assert machine.steps(20)[1] == 20
 
 
 def test_a_few_slow_steps_decide_nothing() -> None:
