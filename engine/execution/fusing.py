@@ -10,6 +10,16 @@ import torch
 
 from engine.attention.base import AttentionOptions
 
+_VECTORS = 32  # numbers that torch computes at once, at most
+_SILU = (
+    """graph(%gate, %up):
+  %activated = aten::silu(%gate)
+  %product = aten::mul(%activated, %up)
+  return (%product)""",
+    """graph(%gate, %up):
+  %product = cachesvc::silu_mul(%gate, %up)
+  return (%product)""",
+)
 # What is replaced, and by what. Norms are without their weight, which models apply differently.
 # Constants are inputs of a pattern, because torch compares none that have other uses. If one were
 # not as usual, the logits of the check would be others (`engine.execution.traced`).
@@ -26,15 +36,7 @@ _PATTERNS = (
   %normed = cachesvc::norm(%x, %eps)
   return (%normed)""",
     ),
-    (
-        """graph(%gate, %up):
-  %activated = aten::silu(%gate)
-  %product = aten::mul(%activated, %up)
-  return (%product)""",
-        """graph(%gate, %up):
-  %product = cachesvc::silu_mul(%gate, %up)
-  return (%product)""",
-    ),
+    _SILU,
     (
         """graph(%x, %cos, %sin, %half, %zero, %dim, %all, %one, %last):
   %straight = aten::mul(%x, %cos)
@@ -95,8 +97,18 @@ def fuse(graph: Any) -> None:
     rewrite: Callable[[str, str, Any], None]
     rewrite = torch._C._jit_pass_custom_pattern_based_rewrite_graph
     for pattern, replacement in _PATTERNS:
-        rewrite(pattern, replacement, graph)
+        if pattern is not _SILU[0] or all(
+            map(_ends_with_a_vector, graph.findAllNodes("aten::silu"))
+        ):
+            rewrite(pattern, replacement, graph)
     torch._C._jit_pass_dce(graph)
+
+
+def _ends_with_a_vector(node: Any) -> bool:
+    """Whether the recorded rows end where torch's vectors do. It computes the last numbers of other
+    rows by another function than the operator, which no check of a few rows would show."""
+    sizes = node.output().type().sizes()
+    return sizes is not None and sizes[-1] % _VECTORS == 0
 
 
 def _is_float(value: Any) -> bool:

@@ -286,3 +286,15 @@ def test_operators_that_give_other_bits_are_not_used(
     with caplog.at_level(logging.INFO):
         assert trace(tiny_model("llama").model, fused=True) is not None
     assert "the compiled operators are not used: the logits of 2 tokens are others" in caplog.text
+
+
+def test_activations_that_end_within_torchs_vectors_are_left_to_it(
+    operators: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 96 numbers, and vectors of 64."""
+    monkeypatch.setattr(fusing, "_VECTORS", 64)
+    graph = TracedForward(tiny_model("llama").model, fused=True)._graph.graph
+    kinds = Counter(node.kind() for node in graph.nodes())
+    assert (3, 0, 7) == tuple(
+        kinds[kind] for kind in ("aten::silu", "cachesvc::silu_mul", "cachesvc::norm")
+    )
