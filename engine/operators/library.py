@@ -7,7 +7,9 @@ while the model loads, in about 5 s of one processor. Later ones load what it ke
 """
 
 import logging
+import os
 import shutil
+import stat
 import subprocess
 import tempfile
 import weakref
@@ -55,18 +57,22 @@ class Operators:
         self._folder, self._name = folder, f"operators-{self._key()}"
         self._compiling: _Compiling | None = None
         self.missing: str | None = None
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             if self.kept is None:
-                self._compiling = _Compiling(self._command(), folder)
+                self._compiling = _Compiling(self._command())
         except (OperatorsMissing, OSError) as error:
             self.missing = str(error)
 
     @property
     def kept(self) -> Path | None:
         """The library, if the folder has one. Its name ends with the digest of its contents: a
-        process that loads a damaged one ends without a word."""
+        process that loads a damaged one ends without a word. A file that another user could have
+        written is not loaded. Raises OperatorsMissing for it."""
         for found in self._folder.glob(f"{self._name}-*.so"):
+            status = found.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise OperatorsMissing(f"{found} is not this user's alone; delete it")
             if found.stem == self._stem(found):
                 return found
             logger.warning("%s is damaged, and compiled again", found)
@@ -81,7 +87,10 @@ class Operators:
                 raise OperatorsMissing(self.missing)
             if self._compiling is not None:
                 made = self._compiling.finish()
-                made.replace(self._folder / f"{self._stem(made)}.so")
+                kept = self._folder / f"{self._stem(made)}.so"
+                part = Path(shutil.copyfile(made, kept.with_suffix(".part")))
+                part.chmod(0o700)
+                part.replace(kept)
                 self._compiling = None
             torch.ops.load_library(str(self.kept))
         except (OperatorsMissing, OSError) as error:
@@ -121,10 +130,10 @@ def find_compiler() -> str | None:
 
 
 class _Compiling:
-    """A compiler at work in a folder of its own, which goes with this object."""
+    """A compiler at work in a temporary folder of its own, which goes with this object."""
 
-    def __init__(self, command: list[str], parent: Path) -> None:
-        folder = Path(tempfile.mkdtemp(prefix=".operators-", dir=parent))
+    def __init__(self, command: list[str]) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="cachesvc-operators-"))
         self._made, self._said = folder / "operators.so", folder / "errors"
         with self._said.open("wb") as said:
             self._process = subprocess.Popen(

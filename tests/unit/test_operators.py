@@ -104,6 +104,28 @@ def test_the_library_is_kept_and_a_damaged_one_compiled_again(
     assert again.kept is not None
 
 
+def test_a_library_that_others_may_write_is_not_loaded(
+    operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert operators.kept is not None
+    copied = Path(shutil.copy(operators.kept, tmp_path))
+    copied.chmod(0o722)
+    with caplog.at_level(logging.INFO):
+        assert not Operators(tmp_path).load()
+    assert "is not this user's alone; delete it" in caplog.text
+    assert copied.exists()
+
+
+@pytest.mark.parametrize("folder", ["a file", "/proc/nowhere"])
+def test_a_start_does_without_a_folder_to_keep_operators(
+    folder: str, operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a file").touch()
+    with caplog.at_level(logging.INFO):
+        assert not Operators(tmp_path / folder).load()
+    assert "no compiled operators" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [
