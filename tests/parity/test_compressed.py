@@ -116,21 +116,6 @@ def test_prompts_that_part_anywhere_resume_where_a_block_ends(house: House) -> N
         assert min(length // BLOCK * BLOCK, length - 1) == counts.hit
 
 
-def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
-    """Twelve blocks for four requests of one to six."""
-    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
-    tokens = prompt(4 * BLOCK + 11, seed=1)
-    asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
-    try:
-        alone = [house.ask([each], cache=False)[0][0] for each in asked]
-        for _ in range(3):
-            assert alone == [answer for answer, _ in house.ask(asked)]
-    finally:
-        house.close()
-
-
 def test_samples_of_one_prompt_part_within_an_entry(house: House) -> None:
     tokens = prompt(2 * BLOCK + 5, seed=1)
     [(expected, _)] = house.ask([tokens], cache=False)

@@ -68,21 +68,6 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
 
 
-def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
-    """Twelve blocks for four requests of one to six."""
-    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
-    tokens = prompt(4 * BLOCK + 11, seed=1)
-    asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
-    try:
-        alone = [house.ask([each], cache=False)[0][0] for each in asked]
-        for _ in range(3):
-            assert alone == [answer for answer, _ in house.ask(asked)]
-    finally:
-        house.close()
-
-
 def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> None:
     """At the second sight the prompt's own part is computed; a third one resumes there."""
     loaded = architectures.served("qwen3_next")

@@ -66,21 +66,6 @@ def test_prompts_of_every_length_answer_as_transformers_does(
         house.close()
 
 
-def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
-    """Twelve blocks for four requests of one to six."""
-    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
-    tokens = prompt(4 * BLOCK + 11, seed=1)
-    asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
-    try:
-        alone = [house.ask([each], cache=False)[0][0] for each in asked]
-        for _ in range(3):
-            assert alone == [answer for answer, _ in house.ask(asked)]
-    finally:
-        house.close()
-
-
 def test_index_keys_are_a_part_of_every_block() -> None:
     """Of three layers, the second takes what the first one's index picked, and has no keys."""
     layout = architectures.served("glm_moe_dsa").layout(BLOCK)

@@ -1,0 +1,28 @@
+"""Sequences that are preempted beside others answer as alone, whatever their layers keep."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity import architectures
+from tests.parity.test_architectures import prompt
+from tests.parity.test_engine_tiers import BLOCK, House
+
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text")
+
+
+@pytest.mark.parametrize("kind", [*sorted(architectures.RECURRENT), *INDEXED, "deepseek_v4"])
+def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
+    kind: str, tmp_path: Path
+) -> None:
+    """Twelve blocks for four requests of one to six."""
+    loaded = architectures.served(kind)
+    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
+    tokens = prompt(4 * BLOCK + 11, seed=1)
+    asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
+    try:
+        alone = [house.ask([each], cache=False)[0][0] for each in asked]
+        for _ in range(3):
+            assert alone == [answer for answer, _ in house.ask(asked)]
+    finally:
+        house.close()
