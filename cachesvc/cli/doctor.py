@@ -154,7 +154,7 @@ def check_operators(compiler: str | None) -> Finding:
     return Finding(
         "compiler",
         Level.WARNING,
-        f"no C++ compiler ({', '.join(COMPILERS)}) on PATH: decoding takes up to a fifth longer",
+        f"no C++ compiler ({', '.join(COMPILERS)}) on PATH: decoding takes up to a quarter longer",
         "install one, on Debian `apt-get install g++`",
     )
 

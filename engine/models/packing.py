@@ -141,8 +141,8 @@ def pack(model: nn.Module, alone: Iterable[nn.Module] = ()) -> int:
 def fewest_rows(model: nn.Module) -> int:
     """The number of rows that a step of fewer computes, by the time of the largest packed layer.
 
-    With AVX-512, oneDNN's kernel for 4 rows takes 0.7 times as long as the one for 2, which waits
-    for its own sums. With AVX2 it takes longer. No bit depends on the choice. Takes some 50 ms.
+    With AVX-512, oneDNN's kernel for 4 rows takes 0.7 times as long as the one for 2, as
+    measured. With AVX2 it takes longer. No bit depends on the choice. Takes some 50 ms.
     """
     packed = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
     if not packed:
