@@ -5,6 +5,7 @@ whatever the model's dtype, in one call per part of a step and layer. Without me
 sequence is gathered from the pool anew for each layer. Engine thread only.
 """
 
+import logging
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,6 +23,8 @@ from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
+
+logger = logging.getLogger(__name__)
 
 GATHERED = KvPlace(0, 0, 1, 0)
 
@@ -110,7 +113,12 @@ class CpuAttention:
         """From now on single tokens are attended by the compiled operator, where it gives the bits
         of `dense` for heads such as these."""
         dims = {run.shape[-1] for run in self._kv.runs if dense.suits_heads(run.shape[-1])}
-        self._fused = bool(dims) and all(operator_agrees(dim) for dim in dims)
+        others = [dim for dim in sorted(dims) if not operator_agrees(dim)]
+        if others:
+            logger.info(
+                "the compiled attention is not used: heads of %d have other bits", others[0]
+            )
+        self._fused = bool(dims) and not others
 
     def warm_up(self, num_tokens: int) -> None:
         """Touch the memory of a copy of `num_tokens`."""

@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.base import AttentionOptions
 
+_OPERATORS = ("cachesvc::norm", "cachesvc::silu_mul", "cachesvc::rotate")
 _VECTORS = 32  # numbers that torch computes at once, at most
 _SILU = (
     """graph(%gate, %up):
@@ -88,8 +89,8 @@ def _insert(graph: Any, kind: str, inputs: list[Any], name: str, output: Any) ->
     return node.output()
 
 
-def fuse(graph: Any) -> None:
-    """Replace the calls of a flat graph by operators."""
+def fuse(graph: Any) -> int:
+    """Replace the calls of a flat graph by operators. Returns how many it calls now."""
     for node in graph.findAllNodes("aten::to"):
         if _is_float(node.inputsAt(0)) and _is_float(node.output()):
             node.output().replaceAllUsesWith(node.inputsAt(0))
@@ -102,6 +103,7 @@ def fuse(graph: Any) -> None:
         ):
             rewrite(pattern, replacement, graph)
     torch._C._jit_pass_dce(graph)
+    return sum(len(graph.findAllNodes(kind)) for kind in _OPERATORS)
 
 
 def _ends_with_a_vector(node: Any) -> bool:

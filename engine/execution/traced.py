@@ -127,12 +127,13 @@ class TracedForward:
     def __init__(self, model: Any, *, fused: bool = False) -> None:
         self._handed = _Handed()
         self._embed = model.get_input_embeddings()
+        self.num_operators = 0  # of calls of compiled operators, beside attention's
         try:
             with torch.inference_mode():
                 self._graph = self._record(model)
                 flatten(self._graph.graph, self._graph.inside, self._handed.options)
                 if fused:
-                    fuse(self._graph.graph)
+                    self.num_operators = fuse(self._graph.graph)
                 for number, first in _CHECKED:
                     self._check(model, self._tokens(number), first)
         except Untraceable:
@@ -220,7 +221,9 @@ def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
     """Record the model's forward. None if that fails, with the reason in the log."""
     if fused:
         try:
-            return TracedForward(model, fused=True)
+            traced = TracedForward(model, fused=True)
+            logger.info("the forward calls compiled operators %d times", traced.num_operators)
+            return traced
         except Untraceable as reason:
             logger.info("the compiled operators are not used: %s", reason)
     try:

@@ -21,7 +21,7 @@ from transformers import modeling_gguf_pytorch_utils as modeling_gguf
 
 from engine.errors import ModelError
 from engine.models.gguf_tokenizer import bos_token, build_tokenizer
-from engine.models.partial import partial_folder
+from engine.partial import partial_folder
 
 logger = logging.getLogger(__name__)
 

@@ -3,26 +3,32 @@
 A forward makes a thousand short calls of torch for each token. Where there is a compiler, four
 operators take the place of two thirds of them, and of what attention makes for each sequence.
 Without a compiler the forward makes the calls, slower, for the same bits. The first start compiles
-while the model loads, in about 5 s of one processor. Later ones load what it kept.
+while the model loads, in about 5 s of one processor. Later ones load what it kept. A start serves
+without a compiler's work if that takes much longer.
 """
 
 import logging
 import os
 import shutil
+import signal
 import stat
 import subprocess
-import tempfile
+import threading
 import weakref
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 import xxhash
 
+from engine.partial import partial_folder
+
 logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 SOURCE = Path(__file__).with_name("operators.cpp")
-_COMPILING_S = 120.0  # 5 on a free processor
+PATIENCE_S = 20.0  # of a start that has nothing else to do; compiling takes 5 on a free processor
 # The instructions that torch itself uses, as in its own build. Below AVX2 there is no multiply-add.
 _FLAGS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
@@ -60,7 +66,7 @@ class Operators:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.kept is None:
-                self._compiling = _Compiling(self._command())
+                self._compiling = _Compiling(self._command(), folder / self._name)
         except (OperatorsMissing, OSError) as error:
             self.missing = str(error)
 
@@ -73,26 +79,24 @@ class Operators:
             status = found.stat()
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise OperatorsMissing(f"{found} is not this user's alone; delete it")
-            if found.stem == self._stem(found):
+            if found.stem == _stem(self._name, found):
                 return found
             logger.warning("%s is damaged, and compiled again", found)
             found.unlink(missing_ok=True)
         return None
 
-    def load(self) -> bool:
+    def load(self, patience_s: float = PATIENCE_S) -> bool:
         """Wait until they are compiled, and load them into this process. False, with the reason in
-        the log, where there are none."""
+        the log, where there are none. A compiler that is slower goes on, and what it makes is kept
+        for the next start."""
         try:
             if self.missing is not None:
                 raise OperatorsMissing(self.missing)
             if self._compiling is not None:
-                made = self._compiling.finish()
-                kept = self._folder / f"{self._stem(made)}.so"
-                part = Path(shutil.copyfile(made, kept.with_suffix(".part")))
-                part.chmod(0o700)
-                part.replace(kept)
-                self._compiling = None
-            torch.ops.load_library(str(self.kept))
+                self._compiling.wait(patience_s)
+            if (kept := self.kept) is None:
+                raise OperatorsMissing(f"another process has removed them from {self._folder}")
+            torch.ops.load_library(str(kept))
         except (OperatorsMissing, OSError) as error:
             logger.info("no compiled operators: %s", error)
             return False
@@ -102,9 +106,6 @@ class Operators:
         """A name for what the library depends on."""
         parts = (SOURCE.read_bytes(), torch.__version__.encode(), self._capability.encode())
         return xxhash.xxh3_64_hexdigest(b"\0".join(parts))
-
-    def _stem(self, library: Path) -> str:
-        return f"{self._name}-{xxhash.xxh3_64_hexdigest(library.read_bytes())}"
 
     def _command(self) -> list[str]:
         """The compiler's arguments, except for where the library goes."""
@@ -130,37 +131,79 @@ def find_compiler() -> str | None:
 
 
 class _Compiling:
-    """A compiler at work in a temporary folder of its own, which goes with this object."""
+    """A compiler at work in a folder of its own. A thread waits for it, moves what it made into
+    place and removes the folder. It ends with this object."""
 
-    def __init__(self, command: list[str]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="cachesvc-operators-"))
-        self._made, self._said = folder / "operators.so", folder / "errors"
-        with self._said.open("wb") as said:
-            self._process = subprocess.Popen(
-                [*command, "-o", str(self._made)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=said,
+    def __init__(self, command: list[str], library: Path) -> None:
+        """library: where it goes, without the digest of its contents and the suffix."""
+        self._kept: Future[None] = Future()
+        with ExitStack() as held:
+            folder = held.enter_context(partial_folder(library, "operators-"))
+            with _said(folder).open("wb") as said:
+                process = subprocess.Popen(
+                    ["env", f"TMPDIR={folder}", *command, "-o", str(_made(folder))],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    start_new_session=True,  # a compiler has children, which end with it
+                )
+            thread = threading.Thread(
+                target=_keep,
+                args=(process, folder, library, held.pop_all(), self._kept),
+                name="compiling-operators",
+                daemon=True,
             )
-        self._end = weakref.finalize(self, _clear, self._process, folder)
+        thread.start()
+        self._end = weakref.finalize(self, _kill, process, thread)
 
-    def finish(self) -> Path:
-        """The library, until the object goes. Raises OperatorsMissing with the compiler's first
-        error."""
+    def wait(self, patience_s: float) -> None:
+        """Until the library is in place. Raises OperatorsMissing, with the compiler's first error
+        if it failed, and OSError."""
         try:
-            failed = self._process.wait(_COMPILING_S)
-        except subprocess.TimeoutExpired:
-            self._end()
-            raise OperatorsMissing(f"the C++ compiler took {_COMPILING_S:.0f} s") from None
-        if failed:
-            said = self._said.read_text(errors="replace")
-            errors = [line for line in said.splitlines() if "error" in line] or [said[-200:]]
-            self._end()
-            raise OperatorsMissing(f"the C++ compiler failed: {errors[0]}")
-        return self._made
+            self._kept.result(patience_s)
+        except TimeoutError:
+            raise OperatorsMissing(
+                f"the C++ compiler is at work after {patience_s:.0f} s, and a later start loads "
+                "what it makes"
+            ) from None
 
 
-def _clear(process: "subprocess.Popen[bytes]", folder: Path) -> None:
-    process.kill()
-    process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
+def _keep(
+    process: "subprocess.Popen[bytes]",
+    folder: Path,
+    library: Path,
+    held: ExitStack,
+    kept: "Future[None]",
+) -> None:
+    try:
+        with held:
+            if process.wait():
+                said = _said(folder).read_text(errors="replace")
+                errors = [line for line in said.splitlines() if "error" in line] or [said[-200:]]
+                raise OperatorsMissing(f"the C++ compiler failed: {errors[0]}")
+            made = _made(folder)
+            made.chmod(0o700)
+            made.replace(library.with_name(f"{_stem(library.name, made)}.so"))
+    except (OperatorsMissing, OSError) as error:
+        kept.set_exception(error)
+    else:
+        kept.set_result(None)
+
+
+def _kill(process: "subprocess.Popen[bytes]", thread: threading.Thread) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    thread.join()
+
+
+def _made(folder: Path) -> Path:
+    return folder / "operators.so"
+
+
+def _said(folder: Path) -> Path:
+    return folder / "errors"
+
+
+def _stem(name: str, library: Path) -> str:
+    return f"{name}-{xxhash.xxh3_64_hexdigest(library.read_bytes())}"

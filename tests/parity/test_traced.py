@@ -266,12 +266,14 @@ def test_a_graph_that_gives_other_bits_is_refused() -> None:
 
 
 def test_operators_take_the_place_of_every_norm_rotation_and_activation(
-    operators: Operators,
+    operators: Operators, caplog: pytest.LogCaptureFixture
 ) -> None:
-    graph = TracedForward(tiny_model("llama").model, fused=True)._graph.graph
-    kinds = Counter(node.kind() for node in graph.nodes())
+    with caplog.at_level(logging.INFO):
+        traced = trace(tiny_model("llama").model, fused=True)
+    kinds = Counter(node.kind() for node in traced._graph.graph.nodes())
     layers = 3
     expected = {"norm": 2 * layers + 1, "rotate": 2 * layers, "silu_mul": layers}
+    assert f"calls compiled operators {sum(expected.values())} times" in caplog.text
     assert {name: kinds[f"cachesvc::{name}"] for name in expected} == expected
     assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
 

@@ -2,8 +2,10 @@
 
 import logging
 import shutil
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -13,6 +15,7 @@ from engine.attention.agreement import operator_agrees
 from engine.attention.cpu import CpuAttention
 from engine.operators import library
 from engine.operators.library import Operators
+from tests.patience import PATIENCE_S
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 WIDTHS = (16, 72, 576, 1536, 4096, 16384)
@@ -62,10 +65,18 @@ def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
 
 
 def test_attention_that_sums_in_another_order_does_not_agree(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch
+    operators: Operators, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(agreement, "attend_tokens", _in_doubles)
     assert not operator_agrees(64)
+    layers = [LayerLayout(2, 64, 64)]
+    attention = CpuAttention(
+        torch.zeros(4, *BlockLayout(tuple(layers), 16, "float32").shape), layers
+    )
+    with caplog.at_level(logging.INFO):
+        attention.fuse()
+    assert not attention._fused
+    assert "the compiled attention is not used: heads of 64 have other bits" in caplog.text
 
 
 def _in_doubles(call, _first, _buffer, _rows, runs, _key, _value, positions, output):  # type: ignore[no-untyped-def]
@@ -131,7 +142,7 @@ def test_a_start_does_without_a_folder_to_keep_operators(
     [
         ("", "no C++ compiler"),
         ("echo 'x.cpp:1: error: no such header' >&2; exit 1", "no such header"),
-        ("sleep 9", "took 0 s"),
+        ("exit 0", "No such file"),
     ],
 )
 def test_a_start_does_without_a_compiler_that_fails(
@@ -141,6 +152,80 @@ def test_a_start_does_without_a_compiler_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    folder = _models(tmp_path, monkeypatch, compiler)
+    with caplog.at_level(logging.INFO):
+        assert not Operators(folder).load()
+    assert reason in caplog.text
+    assert not list(folder.iterdir()), "nothing is left behind"
+
+
+def test_a_start_does_not_wait_for_a_slow_compiler_whose_work_serves_the_next(
+    operators: Operators,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go = tmp_path / "go"
+    folder = _models(tmp_path, monkeypatch, _compiler_that_waits(go, operators))
+    first = Operators(folder)
+    with caplog.at_level(logging.INFO):
+        assert not first.load(patience_s=0.1)
+    assert "the C++ compiler is at work after 0 s, and a later start loads" in caplog.text
+    assert first.kept is None
+    go.touch()
+    first._compiling.wait(PATIENCE_S)
+    assert [first.kept] == list(folder.iterdir())
+    second = Operators(folder)
+    assert second._compiling is None
+    assert second.load()
+
+
+def test_a_compiler_ends_with_its_children_when_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
+    compiling = Operators(folder)
+    deadline = time.monotonic() + PATIENCE_S
+    while not (child := _read(tmp_path / "child")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert psutil.pid_exists(int(child))
+    del compiling
+    while psutil.pid_exists(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(int(child))
+    assert not list(folder.iterdir())
+
+
+def test_what_a_killed_start_was_compiling_is_removed_by_the_next(
+    operators: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _models(tmp_path, monkeypatch, "exit 1")
+    left = folder / f".{operators._name}-left"
+    left.mkdir()
+    (left / "operators.so").write_bytes(b"half")
+    Operators(folder).load()
+    assert not left.exists()
+
+
+def test_two_starts_that_compile_at_once_both_load(
+    operators: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = tmp_path / "go"
+    folder = _models(tmp_path, monkeypatch, _compiler_that_waits(go, operators))
+    both = [Operators(folder) for _ in range(2)]
+    go.touch()
+    assert all(each.load(PATIENCE_S) for each in both)
+    assert [both[0].kept] == list(folder.iterdir()), "the same source gives the same library"
+
+
+def _compiler_that_waits(go: Path, operators: Operators) -> str:
+    """Once `go` exists, it makes the library that `operators` has, at its last argument."""
+    wait = f"while [ ! -e {go} ]; do sleep 0.05; done"
+    return f'{wait}; for made; do :; done; cp {operators.kept} "$made"'
+
+
+def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> Path:
+    """An empty folder, on a machine whose compiler is this script of a shell; "": none."""
     if torch.backends.cpu.get_cpu_capability() not in library._FLAGS:
         pytest.skip("there are no operators for this processor")
     program = tmp_path / "c++"
@@ -148,10 +233,10 @@ def test_a_start_does_without_a_compiler_that_fails(
         program.write_text(f"#!/bin/sh\n{compiler}\n")
         program.chmod(0o755)
     monkeypatch.setattr(library, "COMPILERS", (str(program),))
-    monkeypatch.setattr(library, "_COMPILING_S", 0.4)
     folder = tmp_path / "models"
     folder.mkdir()
-    with caplog.at_level(logging.INFO):
-        assert not Operators(folder).load()
-    assert reason in caplog.text
-    assert not list(folder.iterdir()), "nothing is left behind"
+    return folder
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""

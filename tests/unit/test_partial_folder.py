@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.models.partial import partial_folder
+from engine.partial import partial_folder
 
 HOLD = (
-    "import sys, time; from pathlib import Path; from engine.models.partial import partial_folder\n"
+    "import sys, time; from pathlib import Path; from engine.partial import partial_folder\n"
     "with partial_folder(Path(sys.argv[1]), 'gguf-') as partial:\n"
     "    (partial / 'weights').write_bytes(b'w'); print(partial, flush=True); time.sleep(600)"
 )
