@@ -384,8 +384,16 @@ TOPUP = {"kind": "topup", "why": "x"}
         ("tenants", {"tenant": "acme", "why": "x"}, "exists"),
         ("keys", {"tenant": "acme", "scopes": "root", "why": "x"}, "root"),
         ("keys", {"tenant": "acme", "why": "x"}, "at least one scope"),
-        ("keys", {"tenant": "acme", "scopes": "usage", "days": "0", "why": "x"}, "number of days"),
-        ("keys", {"tenant": "acme", "scopes": "usage", "days": "²", "why": "x"}, "number of days"),
+        (
+            "keys",
+            {"tenant": "acme", "scopes": "usage", "expires_in_s": "0", "why": "x"},
+            "number of days",
+        ),
+        (
+            "keys",
+            {"tenant": "acme", "scopes": "usage", "expires_in_s": "²", "why": "x"},
+            "number of days",
+        ),
         ("keys", {"tenant": "nobody", "scopes": "usage", "why": "x"}, "does not exist"),
     ],
 )
@@ -443,7 +451,13 @@ async def test_budgets_and_invoices_have_forms(
 async def test_a_key_is_shown_once_and_revoked(
     client: httpx.AsyncClient, books_of_acme: House
 ) -> None:
-    form = {"tenant": "acme", "name": "laptop", "scopes": "inference", "days": "7", "why": "new"}
+    form = {
+        "tenant": "acme",
+        "name": "laptop",
+        "scopes": "inference",
+        "expires_in_s": "7",
+        "why": "new",
+    }
     made = await client.post("keys", data=form)
     key = re.search(r'<pre class="key"[^>]*>(sk-[^<]+)</pre>', made.text)
     assert key is not None and "no-store" == made.headers["cache-control"]

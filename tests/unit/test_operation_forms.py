@@ -6,6 +6,7 @@ from typing import Any, get_type_hints
 import pytest
 from starlette.datastructures import FormData
 
+from api.admin.pages import keys
 from api.admin.pages.operation_forms import OperationForm, field_of
 from api.admin.pages.tenant_forms import FORMS
 from api.admin.pages.tenants import CREATE
@@ -14,7 +15,7 @@ from api.errors import InvalidRequest
 from billing.alerts.budgets import BudgetSpan, Of
 from billing.operations.balance import Booking
 
-EVERY = {**FORMS, "create": CREATE}
+EVERY = {**FORMS, "create": CREATE, "key": keys.CREATE, "revoke": keys.REVOKE}
 
 
 @pytest.mark.parametrize("form", EVERY.values(), ids=EVERY)
@@ -28,7 +29,9 @@ def test_a_form_asks_for_arguments_of_an_operation_with_a_route(form: OperationF
     assert set() == form.required - asked
     must = {name for name, each in arguments.items() if each.default is inspect.Parameter.empty}
     assert {"books", "by", "why"} <= must
-    assert {"books", "by", "why", "tenant"} >= must - asked, "nothing that must be given is missing"
+    assert {"books", "by", "why", "tenant", "key_id"} >= must - asked, (
+        "nothing that must be given is missing"
+    )
 
 
 @pytest.mark.parametrize("form", EVERY.values(), ids=EVERY)

@@ -4,27 +4,40 @@ Plain functions: the server runs them on its thread pool, because they use the l
 """
 
 import time
-from typing import Annotated
 
-from fastapi import APIRouter, Form, Request
+from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
-from api.admin.pages.forms import Filter, Text, reason_in, tried
+from api.admin.pages.forms import Filter
+from api.admin.pages.operation_forms import OperationForm, Sent
 from api.admin.parts import books_of
-from api.errors import InvalidRequest
 from billing.keys import Scope
 from billing.operations import keys as operations
-from billing.operations.books import Books
 from billing.reports.documents import key_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
-DAY_S = 86_400
-MAX_DAYS = 3660
-DONE = {"revoked": "The key is revoked, from now on."}
+CREATE = OperationForm(
+    operation=operations.create_key,
+    done="The key is created.",
+    button="Create the key",
+    labels={"tenant": "Tenant", "name": "Name", "scopes": "It may", "expires_in_s": "Days"},
+    choices={
+        "scopes": {
+            Scope.INFERENCE: "ask the model",
+            Scope.USAGE: "read its own usage",
+            Scope.ADMIN: "everything, of every tenant",
+        }
+    },
+    hints={"name": "to know it by", "expires_in_s": "until it expires; empty is never"},
+)
+REVOKE = OperationForm(
+    operation=operations.revoke_key, done="The key is revoked, from now on.", button="Revoke"
+)
+DONE = {"revoked": REVOKE.done}
 
 
 @router.get("/keys")
@@ -35,40 +48,16 @@ def keys_page(
 
 
 @router.post("/keys")
-def create_key(
-    request: Request,
-    admin: MayChange,
-    tenant: Text = "",
-    name: Text = "",
-    scopes: Annotated[list[str] | None, Form()] = None,
-    days: Text = "",
-    why: Text = "",
-) -> Response:
+def create_key(request: Request, admin: MayChange, sent: Sent) -> Response:
     """A new key, shown by this answer only."""
-    made: list[str] = []
-
-    def create(books: Books) -> None:
-        document = operations.create_key(
-            books,
-            tenant=tenant,
-            name=name.strip(),
-            scopes=operations.known_scopes(scopes or []),
-            expires_in_s=_expires_in_s(days),
-            by=admin.name,
-            why=reason_in(why),
-        )
-        made.append(document["key"])
-
-    wrong = tried(request, create)
-    return _keys(request, admin, tenant=tenant, wrong=wrong, key=made[0] if made else "")
+    wrong, made = CREATE.submit(request, admin, sent)
+    tenant, key = str(sent.get("tenant", "")), made["key"] if made is not None else ""
+    return _keys(request, admin, tenant=tenant, wrong=wrong, key=key)
 
 
 @router.post("/keys/{key_id}/revoke")
-def revoke_key(request: Request, key_id: str, admin: MayChange, why: Text = "") -> Response:
-    def revoke(books: Books) -> None:
-        operations.revoke_key(books, key_id=key_id, by=admin.name, why=reason_in(why))
-
-    wrong = tried(request, revoke)
+def revoke_key(request: Request, key_id: str, admin: MayChange, sent: Sent) -> Response:
+    wrong, _ = REVOKE.submit(request, admin, sent, key_id=key_id)
     if wrong:
         return _keys(request, admin, wrong=wrong)
     return RedirectResponse("/admin/keys?done=revoked", 303)
@@ -92,7 +81,8 @@ def _keys(
         admin,
         keys=[each for each in keys if state in ("", each["state"])],
         tenants=[each.tenant for each in books.accounts.tenants()],
-        scopes=list(Scope),
+        form=CREATE,
+        scopes=operations.USUAL_SCOPES,
         tenant=tenant,
         state=state,
         key=key,
@@ -101,11 +91,3 @@ def _keys(
     )
     answer.headers["Cache-Control"] = "no-store"
     return answer
-
-
-def _expires_in_s(days: str) -> int | None:
-    if not days.strip():
-        return None
-    if not days.strip().isdecimal() or len(days) > 9 or not 0 < int(days) <= MAX_DAYS:
-        raise InvalidRequest(f"{days!r} is not a number of days from 1 to {MAX_DAYS}")
-    return int(days) * DAY_S

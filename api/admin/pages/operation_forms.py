@@ -15,7 +15,7 @@ from fastapi import Depends, Request
 from starlette.datastructures import FormData
 
 from api.admin.login.sessions import Admin
-from api.admin.pages.forms import count_in, names_in, reason_in, tried
+from api.admin.pages.forms import count_in, names_in, reason_in, seconds_in, tried
 from api.errors import InvalidRequest
 from billing.operations.arguments import Argument
 from billing.operations.books import Books
@@ -34,7 +34,7 @@ Sent = Annotated[FormData, Depends(_sent)]
 class FormField(NamedTuple):
     """How a form asks for an argument."""
 
-    kind: Literal["text", "date", "count", "choice", "flag", "names", "counts"]
+    kind: Literal["text", "date", "days", "count", "choice", "several", "flag", "names", "counts"]
     read: Callable[[str], Any]  # what was typed, as the operation takes it
     choices: Mapping[str, str]  # the values, each with its words
     hint: str
@@ -75,6 +75,8 @@ class OperationForm:
             def read(text: str) -> Any:
                 return None if text.lower() == UNLIMITED else found.read(text)
 
+        if name.endswith("_in_s"):
+            found, read = found._replace(kind="days"), seconds_in
         return found._replace(
             kind="date" if name.endswith("_date") else found.kind,
             read=read,
@@ -90,18 +92,19 @@ class OperationForm:
         sent: FormData,
         check: Callable[[Books, Mapping[str, Any]], None] = lambda *_: None,
         **known: str,
-    ) -> str:
-        """Carry the operation out. Returns the error's text, or "" on success. Blocks.
+    ) -> tuple[str, Any]:
+        """Carry the operation out. Returns the error's text, or "" and what the operation returned.
+        Blocks.
 
         `known` are arguments that the page knows. `check` may refuse what was typed.
         """
 
-        def change(books: Books) -> None:
+        def change(books: Books) -> object:
             why, typed = reason_in(_text(sent, "why")), self.typed(sent)
             check(books, typed)
             takes = inspect.signature(self.operation).parameters
             given = typed | {name: value for name, value in known.items() if name in takes}
-            self.operation(books, **given, by=admin.name, why=why)
+            return self.operation(books, **given, by=admin.name, why=why)
 
         return tried(request, change)
 
@@ -115,6 +118,9 @@ class OperationForm:
                 found[name] = {
                     each: count_in(_text(sent, f"{name}.{each}")) for each in asked.choices
                 }
+            elif asked.kind == "several":
+                texts = [str(each) for each in sent.getlist(name)]
+                found[name] = [_checked(asked, self.labels[name], text) for text in texts]
             elif text := _text(sent, name):
                 found[name] = _checked(asked, self.labels[name], text)
             elif asked.required:
@@ -139,6 +145,8 @@ def field_of(annotation: Any) -> FormField:
     if isinstance(origin, type) and issubclass(origin, Mapping):
         return FormField("counts", str, {}, "", MAX_TEXT, True)
     if isinstance(origin, type) and issubclass(origin, Sequence):
+        if isinstance(parts[0], EnumType):
+            return field_of(parts[0])._replace(kind="several")
         return FormField("names", names_in, {}, "", MAX_TEXT, True)
     if parts:  # a union: its first part is what is typed
         return field_of(parts[0])
@@ -158,7 +166,7 @@ def _with(found: FormField, argument: Argument) -> FormField:
 def _checked(asked: FormField, label: str, text: str) -> Any:
     if len(text) > asked.most:
         raise InvalidRequest(f"{label}: at most {asked.most} characters. Nothing was changed.")
-    if asked.kind == "choice" and text not in asked.choices:
+    if asked.kind in ("choice", "several") and text not in asked.choices:
         raise InvalidRequest(f"{label}: {text!r} is none of {', '.join(asked.choices)}.")
     return asked.read(text)
 

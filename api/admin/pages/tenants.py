@@ -56,9 +56,10 @@ def tenants_page(request: Request, admin: MayRead, q: Filter = "", done: Filter 
 
 @router.post("/tenants")
 def create_tenant(request: Request, admin: MayChange, sent: Sent) -> Response:
-    if wrong := CREATE.submit(request, admin, sent):
+    wrong, made = CREATE.submit(request, admin, sent)
+    if wrong:
         return _tenants(request, admin, wrong=wrong)
-    return RedirectResponse(f"/admin/tenants/{CREATE.typed(sent)['tenant']}?done=created", 303)
+    return RedirectResponse(f"/admin/tenants/{made['tenant']}?done=created", 303)
 
 
 @router.get("/tenants/{tenant}")
@@ -81,7 +82,8 @@ def submit_form(request: Request, tenant: str, name: str, admin: MayChange, sent
     def check(books: Books, typed: Mapping[str, Any]) -> None:
         _refuse_of_others(books, tenant, typed)
 
-    if wrong := FORMS[name].submit(request, admin, sent, check, tenant=tenant):
+    wrong, _ = FORMS[name].submit(request, admin, sent, check, tenant=tenant)
+    if wrong:
         return show_tenant(request, admin, tenant, wrong=wrong)
     return RedirectResponse(f"/admin/tenants/{tenant}?done={name}", 303)
 
