@@ -26,7 +26,8 @@ from engine.request import (
 )
 from engine.scheduling.shares import part_of
 from engine.structure import Grammar, GrammarSource
-from tiers.blocks.contents import Content
+from tiers.blocks.chain import Chain
+from tiers.blocks.contents import Content, block_contents
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.errors import MissReason
 from tiers.policy.retention import Pin
@@ -202,6 +203,15 @@ class Job:
         """The same prompt without an answer and without a turn to remember."""
         params = replace(self.params, max_tokens=0, min_tokens=0)
         return replace(self, params=params, source=None, turn=None)
+
+    def block_contents(self, number: int, block_size: int) -> list[bytes]:
+        """The contents of each block of a prompt."""
+        return block_contents(self.contents[number] if self.contents else (), block_size)
+
+    def chain(self, number: int, block_size: int) -> Chain:
+        """The blocks of a prompt."""
+        contents = self.block_contents(number, block_size)
+        return Chain(self.scope.root(), self.prompts[number], block_size, contents)
 
     @property
     def share(self) -> str:

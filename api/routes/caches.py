@@ -22,8 +22,7 @@ from api.shapes.body import parse
 from api.shapes.caches import CacheChange, CacheFormat, NewCache, cache_document
 from api.shapes.schemas import ChatBody
 from billing.keys import Principal
-from tiers.blocks.chain import Chain, KeyedPrefix
-from tiers.blocks.contents import block_contents
+from tiers.blocks.chain import KeyedPrefix
 
 router = APIRouter(prefix="/v1/caches", tags=["caches"])
 
@@ -99,8 +98,7 @@ async def delete_cache(request: Request, name: str) -> dict[str, Any]:
 async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept:
     """Pin the job's prompt. Raises CacheNotKept and CacheNotPaid."""
     pins = retention.pins
-    contents = block_contents(job.contents[0] if job.contents else (), pins.block_size)
-    prefix = Chain(job.scope.root(), job.prompts[0], pins.block_size, contents)
+    prefix = job.chain(0, pins.block_size)
     return await pins.keep(f"{job.tenant}:{name}", prefix, ttl_s, owner=job.tenant)
 
 

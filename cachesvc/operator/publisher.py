@@ -9,8 +9,6 @@ import time
 
 from api.cache.explorer import Caller
 from api.job import Job
-from tiers.blocks.chain import Chain
-from tiers.blocks.contents import block_contents
 
 LOOK_S = 0.01  # between two checks whether the disk has the blocks
 PUBLISH_S = 10.0  # after that the rest is left to be computed
@@ -24,12 +22,7 @@ class BlockPublisher:
         self._block_size = block_size
 
     async def publish(self, job: Job) -> int:
-        chain = Chain(
-            job.scope.root(),
-            job.prompts[0],
-            self._block_size,
-            block_contents(job.contents[0] if job.contents else (), self._block_size),
-        )
+        chain = job.chain(0, self._block_size)
         give_up = time.monotonic() + PUBLISH_S
 
         while time.monotonic() < give_up:

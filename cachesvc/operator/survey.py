@@ -10,8 +10,6 @@ from typing import Any
 
 from api.cache.explorer import Caller
 from api.job import Job
-from tiers.blocks.chain import Chain
-from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import BlockId
 from tiers.operations.face import CacheOperations
 from tiers.tier import TierName
@@ -32,12 +30,8 @@ class CacheSurvey:
         return [await self._found(job, number) for number in range(len(job.prompts))]
 
     async def _found(self, job: Job, number: int) -> Mapping[str, int]:
-        prompt = job.prompts[number]
-
         def look(cache: CacheOperations) -> tuple[list[TierName], list[BlockId]]:
-            size = self._block_size
-            contents = block_contents(job.contents[number] if job.contents else (), size)
-            chain = Chain(job.scope.root(), prompt, size, contents)
+            chain = job.chain(number, self._block_size)
             sources = cache.sources(chain)
             return sources, chain.block_ids(len(sources), len(chain.keys))
 
@@ -48,7 +42,7 @@ class CacheSurvey:
         tokens: Counter[Any] = Counter()
         for tier in sources:
             tokens[str(tier)] += self._block_size
-        over = tokens.total() - (len(prompt) - 1)  # the last token is always computed
+        over = tokens.total() - (len(job.prompts[number]) - 1)  # the last token is always computed
         if over > 0:
             tokens[str(sources[-1])] -= over
         return tokens
