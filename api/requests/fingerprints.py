@@ -14,9 +14,8 @@ import orjson
 import xxhash
 
 from api.job import COMPARED_TOKENS, Comparison, Job, PromptPart
-from api.requests.kept import NOTHING, KeptBodies, RecentBodies, owner_of
+from api.requests.kept import NOTHING, KeptAnswers, KeptBodies
 from api.shapes.message import SYSTEM_ROLES
-from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, prefix_keys, token_bytes
 
 MAX_BYTES: Final = 4 << 20
@@ -66,39 +65,25 @@ def compare(old: Fingerprint, new: Fingerprint, job: Job) -> Comparison:
     return Comparison(changed, min(same * COMPARED_TOKENS, old.num_tokens), old.num_tokens)
 
 
-class Fingerprints:
-    """At most `MAX_BYTES` in memory; the least recently used leave first. `salt` is a tenant's."""
+class Fingerprints(KeptAnswers[Fingerprint]):
+    """At most `MAX_BYTES` in memory; the least recently used leave first."""
 
     def __init__(self, kept: KeptBodies = NOTHING) -> None:
-        self._bodies = RecentBodies(MAX_BYTES, kept)
+        super().__init__("fingerprint", _made, MAX_BYTES, kept)
 
-    def put(self, salt: bytes, answer_id: str, printed: Fingerprint) -> None:
-        body = [printed.parts, printed.messages, printed.num_tokens, printed.blocks]
-        self._bodies.put(_name(salt, answer_id), owner_of(salt), orjson.dumps(body))
 
-    async def get(self, salt: bytes, answer_id: str) -> Fingerprint | None:
-        body = await self._bodies.get(_name(salt, answer_id), owner_of(salt))
-        if body is None:
-            return None
-        try:
-            printed = Fingerprint(*orjson.loads(body))
-        except (ValueError, TypeError):  # written by another version
-            return None
-        return printed if printed.parts.keys() == {*PromptPart} - {PromptPart.MESSAGES} else None
-
-    def delete(self, salt: bytes, answer_id: str) -> None:
-        self._bodies.delete(_name(salt, answer_id))
-
-    def forget(self, owner: bytes) -> None:
-        """Remove the fingerprints of one owner, here and on disk."""
-        self._bodies.forget(owner)
+def _made(*fields: Any) -> Fingerprint:
+    """Raises ValueError if another version compared other parts."""
+    printed = Fingerprint(*fields)
+    if printed.parts.keys() != {*PromptPart} - {PromptPart.MESSAGES}:
+        raise ValueError(f"a fingerprint of {sorted(printed.parts)}")
+    return printed
 
 
 def _blocks(job: Job, num_tokens: int | None = None) -> list[str]:
     """Digests of the beginnings of a job's one prompt, cut after `num_tokens`."""
-    contents = job.contents[0] if job.contents else ()
     tokens = job.prompts[0][:num_tokens]
-    packed, pieces = token_bytes(tokens), block_contents(contents, COMPARED_TOKENS)
+    packed, pieces = token_bytes(tokens), job.block_contents(0, COMPARED_TOKENS)
     root, step = job.scope.root(), COMPARED_TOKENS
     if pieces:
         keys = [each.key for each in block_ids(root, packed, step, pieces)]
@@ -118,7 +103,3 @@ def _said(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _digest(value: object) -> str:
     return xxhash.xxh3_64_hexdigest(orjson.dumps(value, option=orjson.OPT_SORT_KEYS))
-
-
-def _name(salt: bytes, answer_id: str) -> bytes:
-    return xxhash.xxh3_128_digest(b"fingerprint\0" + salt + answer_id.encode())

@@ -5,9 +5,14 @@ file. `NOTHING` is for a server that stores none. Event loop only.
 """
 
 from collections import OrderedDict
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Generic, Protocol, TypeVar
 
+import orjson
 import xxhash
+
+Value = TypeVar("Value")
 
 
 class KeptBodies(Protocol):
@@ -96,3 +101,43 @@ class RecentBodies:
         found = self._bodies.pop(name, None)
         if found is not None:
             self.num_bytes -= len(found[1])
+
+
+class KeptAnswers(Generic[Value]):
+    """A value for each answer, found by the tenant's salt and the answer's id.
+
+    Values are dataclasses whose fields are JSON. `make` takes the fields, and raises ValueError or
+    TypeError for those that another version wrote. `what` is part of the names.
+    """
+
+    def __init__(
+        self, what: str, make: Callable[..., Value], max_bytes: int, kept: KeptBodies
+    ) -> None:
+        self._what = what
+        self._make = make
+        self._bodies = RecentBodies(max_bytes, kept)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bodies.num_bytes
+
+    def put(self, salt: bytes, answer_id: str, value: Any) -> None:
+        body = orjson.dumps([getattr(value, each.name) for each in fields(value)])
+        self._bodies.put(self._name(salt, answer_id), owner_of(salt), body)
+
+    async def get(self, salt: bytes, answer_id: str) -> Value | None:
+        body = await self._bodies.get(self._name(salt, answer_id), owner_of(salt))
+        try:
+            return self._make(*orjson.loads(body)) if body is not None else None
+        except (ValueError, TypeError):
+            return None
+
+    def delete(self, salt: bytes, answer_id: str) -> None:
+        self._bodies.delete(self._name(salt, answer_id))
+
+    def forget(self, owner: bytes) -> None:
+        """Remove the values of one owner, here and on disk."""
+        self._bodies.forget(owner)
+
+    def _name(self, salt: bytes, answer_id: str) -> bytes:
+        return xxhash.xxh3_128_digest(f"{self._what}\0".encode() + salt + answer_id.encode())

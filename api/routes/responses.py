@@ -122,4 +122,5 @@ def _keep(
         return
     said = {name: value for name, value in answer.items() if value is not None}
     messages = [*history, *body.messages(), {"content": "", **said}]
-    wire.responses.put(salt, KeptResponse(response, body.stored_items(), messages))
+    kept = KeptResponse(response, body.stored_items(), messages)
+    wire.responses.put(salt, response["id"], kept)

@@ -195,7 +195,7 @@ async def test_a_failure_in_a_stream_is_a_failed_response(
 async def test_the_oldest_response_makes_room() -> None:
     stored = StoredResponses(max_bytes=300)
     for number in range(5):
-        stored.put(b"a", KeptResponse({"id": f"r{number}", "text": "x" * 80}, [], []))
+        stored.put(b"a", f"r{number}", KeptResponse({"id": f"r{number}", "text": "x" * 80}, [], []))
     assert stored.num_bytes <= 300
     assert await stored.get(b"a", "r0") is None
     assert await stored.get(b"a", "r4") is not None

@@ -144,7 +144,7 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Pat
     printed, fingerprints = Fingerprint(PARTS, ["m"], 64, ["b"]), Fingerprints(turns)
     scopes = {salt: CacheScope(tenant=salt) for salt in (b"a", b"b")}
     for salt, scope in scopes.items():
-        responses.put(salt, KeptResponse({"id": "r"}, [], []))
+        responses.put(salt, "r", KeptResponse({"id": "r"}, [], []))
         fingerprints.put(salt, "r", printed)
         said = [Transcript("yes", tuple(b"yes"))]
         conversations.remember(turn_of(scope, TURN), array("i", list(b"hi")), said, ByteTokenizer())
