@@ -7,7 +7,6 @@ Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted, 143 terminated
 
 import errno
 import gc
-import logging
 import os
 import signal
 import sys
@@ -17,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import cachesvc
-from cachesvc.cli.exits import exit_code
+from cachesvc.cli.exits import exit_code, leave
 from cachesvc.cli.lazy import Command, LazyGroup, lazy_group
 from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
@@ -123,7 +122,7 @@ def main() -> None:
         if failed and "torch" in sys.modules:
             if not isinstance(error, SystemExit):
                 traceback.print_exc()
-            _leave(1)
+            leave(1)
         raise
     finally:
         _skip_last_collection()
@@ -155,14 +154,6 @@ def _skip_last_collection() -> None:
     """
     if "torch" not in sys.modules:
         gc.freeze()
-
-
-def _leave(code: int) -> NoReturn:
-    """Exits without unloading modules, which would print leaks of extension modules."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _end(number: int, _: object) -> NoReturn:

@@ -1,4 +1,9 @@
-"""The exit code of an error: 2 if the command line is wrong, else 1."""
+"""How a command ends: its exit code, and the end of a process that has loaded torch."""
+
+import logging
+import os
+import sys
+from typing import NoReturn
 
 
 def exit_code(error: Exception) -> int:
@@ -9,3 +14,16 @@ def exit_code(error: Exception) -> int:
 
     values = (InvalidAmount, InvalidLimit, InvalidName, InvalidSpan)
     return 2 if isinstance(error, (WrongOption, ServerFoundWrong, *values)) else 1
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without unloading modules. Extension modules would print leaks, and Python
+    would destroy torch's modules object by object.
+
+    After Ctrl-C that took a server 5.9 s instead of 0.7 s, on two busy cores (`py-spy dump
+    --native` shows `gc_collect_main`).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -6,14 +6,16 @@ reach blocks in the server's memory, and say so if it matters.
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
+import rich.progress
 import typer
+from rich.console import Console
 
 from api.format import number_of, size
 from cachesvc.cli import options
@@ -33,7 +35,6 @@ from tiers.disk.inspection.maintenance import chosen, remove
 from tiers.disk.inspection.opening import open_disks, open_shards, placed
 from tiers.disk.inspection.view import DiskView, open_view
 from tiers.disk.pin_file import pinned_keys
-from tiers.disk.shard import Shard
 from tiers.disk.storage import StorageError
 from tiers.tier import Removed
 
@@ -83,7 +84,9 @@ def evict(
             kept = pinned_keys(view.path)
             rule = _both(rule, lambda key, entry: key not in kept)
         share = None if num_bytes is None else -(-num_bytes // len(view.shards))
-        planned = _sum(_planned(shard, rule, share) for shard in view.shards)
+        planned = _sum(
+            size for shard in view.shards for _, size in chosen(shard, rule, at_most_bytes=share)
+        )
         if planned.num_blocks:
             confirm(f"Evict {_amount(planned)} from {view.path}?", yes=yes)
         with _counted(rule, view, "evicting") as counted:
@@ -242,12 +245,6 @@ def _both(first: Rule, second: Rule) -> Rule:
     return lambda key, entry: first(key, entry) and second(key, entry)
 
 
-def _planned(shard: Shard, rule: Rule, at_most_bytes: int | None) -> Removed:
-    """What `remove` would remove now."""
-    sizes = (size for _, size in chosen(shard, rule, at_most_bytes=at_most_bytes))
-    return reduce(Removed.plus, sizes, Removed())
-
-
 @contextmanager
 def _counted(rule: Rule, view: DiskView, what: str) -> Iterator[Rule]:
     """`rule` with a progress bar that advances at each block."""
@@ -281,24 +278,15 @@ def _read(file: Path) -> Iterator[BinaryIO]:
     if file == STREAM:
         yield sys.stdin.buffer
         return
-    with file.open("rb") as source, progress("importing", file.stat().st_size) as advance:
-        yield _Watched(source, advance)  # type: ignore[misc]  # only `read` is called
+    console = Console(stderr=True)
+    quiet = not console.is_terminal
+    with rich.progress.open(
+        file, "rb", description="importing", console=console, transient=True, disable=quiet
+    ) as source:
+        yield source
 
 
-class _Watched:
-    """A file whose reads advance a progress bar."""
-
-    def __init__(self, source: BinaryIO, advance: Callable[[int], None]) -> None:
-        self._source = source
-        self._advance = advance
-
-    def read(self, num_bytes: int) -> bytes:
-        data = self._source.read(num_bytes)
-        self._advance(len(data))
-        return data
-
-
-def _sum(parts: Iterator[Removed]) -> Removed:
+def _sum(parts: Iterable[Removed]) -> Removed:
     return reduce(Removed.plus, parts, Removed())
 
 
