@@ -106,19 +106,21 @@ def conform(
             report = _run(suite, Report(block), cases, again)
     except TargetError as error:
         fail(str(error))
-    faults = report.faults(bits=bits, tiers=_due(engine) if offline else ())
-    told = _told(report, target, suite, faults)
+    # vLLM's own cache may be as large as its GPU, so that nothing below it is asked.
+    due = TIERS_OFFLINE if offline and engine != "vllm" else ()
+    faults = report.faults(bits=bits, tiers=due)
+    document = _document(report, target, suite, faults)
     if output is not None:
-        output.write_text(jsonlib.dumps(told, indent=1) + "\n")
+        output.write_text(jsonlib.dumps(document, indent=1) + "\n")
     if json:
-        print_json(told)
+        print_json(document)
     else:
         _print(report, faults)
     if faults:
         raise typer.Exit(1)
     if offline and target.serves is not None:
         settings = {"block": block, "longest": longest, "max_tokens": max_tokens, "seed": seed}
-        path = certify(data_dir_of(data_dir), target.serves, told, settings)
+        path = certify(data_dir_of(data_dir), target.serves, document, settings)
         note(f"certified in {path}")
 
 
@@ -216,13 +218,7 @@ def _read_cold(text: str | None) -> dict[str, Any] | None:
     return cold
 
 
-def _due(engine: str | None) -> tuple[str, ...]:
-    """The tiers that must have served. vLLM's own cache may be as large as its GPU, so that
-    nothing below it is asked."""
-    return () if engine == "vllm" else TIERS_OFFLINE
-
-
-def _told(report: Report, target: Target, suite: Suite, faults: list[str]) -> dict[str, Any]:
+def _document(report: Report, target: Target, suite: Suite, faults: list[str]) -> dict[str, Any]:
     return {
         "server": target.owner,
         "model": target.model,

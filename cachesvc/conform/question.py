@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 
@@ -63,8 +64,8 @@ class Check:
 
 def compare(kind: str, question: Question, expected: ServedAnswer, given: ServedAnswer) -> Check:
     """Compare two answers to one question."""
-    length = max(len(expected.tokens), len(given.tokens))
-    at = next((i for i in range(length) if _differ(expected.tokens, given.tokens, i)), None)
+    pairs = enumerate(zip_longest(expected.tokens, given.tokens))
+    at = next((number for number, (one, other) in pairs if one != other), None)
     both = list(zip(expected.logprobs, given.logprobs, strict=False))[:at]
     moved = max((abs(a - b) for a, b in both), default=0.0)
     served = bool(expected.logprobs and given.logprobs)
@@ -79,13 +80,13 @@ def read_answer(body: Mapping[str, Any]) -> ServedAnswer:
     choices = body.get("choices") or []
     if not choices:
         raise ValueError(f"the answer has no choices: {str(body)[:200]}")
-    told = choices[0].get("logprobs") or {}
-    if told.get("content"):  # as in chats; so llama-server answers
-        tokens = [str(each["token"]) for each in told["content"]]
-        logprobs = [float(each["logprob"]) for each in told["content"]]
+    shown = choices[0].get("logprobs") or {}
+    if shown.get("content"):  # as in chats; so llama-server answers
+        tokens = [str(each["token"]) for each in shown["content"]]
+        logprobs = [float(each["logprob"]) for each in shown["content"]]
     else:
-        tokens = [str(each) for each in told.get("tokens") or [choices[0].get("text", "")]]
-        logprobs = [float(each) for each in told.get("token_logprobs") or ()]
+        tokens = [str(each) for each in shown.get("tokens") or [choices[0].get("text", "")]]
+        logprobs = [float(each) for each in shown.get("token_logprobs") or ()]
     details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
     return ServedAnswer(
         tuple(tokens),
@@ -93,10 +94,6 @@ def read_answer(body: Mapping[str, Any]) -> ServedAnswer:
         details.get("cached_tokens"),
         details.get("cached_tokens_details") or {},
     )
-
-
-def _differ(a: Sequence[str], b: Sequence[str], at: int) -> bool:
-    return at >= len(a) or at >= len(b) or a[at] != b[at]
 
 
 def _shown(tokens: Sequence[str], at: int | None) -> str | None:

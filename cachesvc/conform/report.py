@@ -24,7 +24,7 @@ class Report:
     num_compared: int = 0  # checks with log-probabilities
     served: Counter[str] = field(default_factory=Counter)  # prompt tokens by tier
     cached: int = 0  # prompt tokens that the server says it had
-    num_told: int = 0  # checks whose usage says that number
+    num_counting: int = 0  # checks whose usage says that number
     foreign: int = 0  # tokens served that a server with another dtype had computed
     cold_cached: int = 0  # tokens of cold answers that came from a cache
     ended: str | None = None  # why the run ended before its end
@@ -40,7 +40,7 @@ class Report:
                 self.shown_moves.append(check)
         self.moved = max(self.moved, check.moved or 0.0)
         self.cached += check.given.cached or 0
-        self.num_told += check.given.cached is not None
+        self.num_counting += check.given.cached is not None
         if check.kind in CONTROLS:
             self.cold_cached += check.given.cached or 0
         num_cached = check.given.cached or 0
@@ -69,7 +69,7 @@ class Report:
             said.append(f"{self.cold_cached} tokens of cold answers came from a cache")
         if self.foreign:
             said.append(f"{self.foreign} tokens were served that another dtype had computed")
-        if self.num_told and not self.cached:
+        if self.num_counting and not self.cached:
             said.append("no answer says that its prompt was cached: is the cache on?")
         if bits and not self.num_compared:
             said.append("the server serves no log-probabilities, so bits cannot be compared")
@@ -91,7 +91,7 @@ class Report:
             "flips": self.num_flips,
             "moves": self.moves.total(),
             "largest_move": self.moved if self.num_compared else None,
-            "cached_tokens": self.cached if self.num_told else None,
+            "cached_tokens": self.cached if self.num_counting else None,
             "tiers": dict(self.served),
             "kinds": {
                 kind: {"cases": num, "flips": self.flips[kind], "moves": self.moves[kind]}
@@ -105,7 +105,7 @@ class Report:
         """A sentence for each flip that is shown."""
         return [
             f"{check.kind}, a prompt of {len(check.question.prompt)}: token {check.at} is "
-            f"{told['given']!r}, cold {told['expected']!r}"
+            f"{shown['given']!r}, cold {shown['expected']!r}"
             for check in self.shown
-            for told in [check.as_json()]
+            for shown in [check.as_json()]
         ]

@@ -16,10 +16,10 @@ The first round is asked one request at a time. Later ones run side by side, one
 Cold answers are always made alone.
 """
 
-import contextlib
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain, islice, zip_longest
 
@@ -62,7 +62,8 @@ class Suite:
         early, it waits for no answer."""
         ways = 2 if restarts is not None else 1
         made, most, before = 0, 1, Round(())
-        with ThreadPoolExecutor(self._clients) as clients, self._hung_up_at_last():
+        with ThreadPoolExecutor(self._clients) as clients, ExitStack() as ending:
+            ending.callback(self._target.line.hang_up)
             while (missing := cases - made - ways * self.num_cold) > 0:
                 wave = list(islice(self._rounds, min(most, 1 + missing // _ROUND_CASES)))
                 for check in self._wave(wave, before, clients):
@@ -72,13 +73,6 @@ class Suite:
             yield from self._all("later", clients)
             if restarts is not None:
                 yield from self._restarted(restarts, clients)
-
-    @contextlib.contextmanager
-    def _hung_up_at_last(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._target.line.hang_up()
 
     def _wave(
         self, wave: Sequence[Round], before: Round, clients: ThreadPoolExecutor

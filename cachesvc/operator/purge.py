@@ -87,11 +87,11 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
 
 
 def _of_checkpoints(done: Done) -> dict[str, Any]:
-    told = {
+    counts = {
         tier: {"count": gone.num_blocks, "bytes": gone.stored_bytes}
         for tier, gone in done.checkpoints.items()
     }
-    return {"checkpoints": told} if told else {}
+    return {"checkpoints": counts} if counts else {}
 
 
 def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
@@ -137,7 +137,7 @@ def purge_unserved(data_dir: Path, roots: Collection[PrefixKey]) -> list[Done]:
 
 
 def together(first: Done, rest: Sequence[Done]) -> Done:
-    """The result of several purges of the same scopes, told as the first."""
+    """The result of several purges of the same scopes; how and where it ran is the first's."""
     every = [first, *rest]
     return replace(
         first,

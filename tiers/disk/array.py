@@ -129,8 +129,8 @@ class DiskArray(ManagedTier):
     def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
         there = [False] * len(ids)
         for root, numbers in self._parts(ids).items():
-            told = self._disk(root).have_windows([ids[number] for number in numbers])
-            for number, windows in zip(numbers, told, strict=True):
+            found = self._disk(root).have_windows([ids[number] for number in numbers])
+            for number, windows in zip(numbers, found, strict=True):
                 there[number] = windows
         return there
 
@@ -140,8 +140,8 @@ class DiskArray(ManagedTier):
         idle = dict(zip(keys, idle_s, strict=True))
         needed = dict(zip(keys, windows, strict=False))
         for disk, mine in self._by_disk(keys):
-            told = [needed[key] for key in mine] if needed else ()
-            disk.demoted(mine, [idle[key] for key in mine], told)
+            of_mine = [needed[key] for key in mine] if needed else ()
+            disk.demoted(mine, [idle[key] for key in mine], of_mine)
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these is held. Raises storage errors."""

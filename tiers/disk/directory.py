@@ -226,9 +226,9 @@ class DiskChoice:
 def note_elsewhere(root: Path, places: Sequence[str], groups: Sequence[Path] = ()) -> None:
     """Records other places of this tier's blocks, for a purge without its server. `groups` are the
     folders of what is kept beside blocks under the same keys, such as checkpoints."""
-    for name, told in ((ELSEWHERE_NAME, list(places)), (GROUPS_NAME, [*map(str, groups)])):
-        if told:
-            (root / name).write_text(json.dumps(told))
+    for name, lines in ((ELSEWHERE_NAME, list(places)), (GROUPS_NAME, [*map(str, groups)])):
+        if lines:
+            (root / name).write_text(json.dumps(lines))
         else:
             (root / name).unlink(missing_ok=True)
 

@@ -366,7 +366,7 @@ def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> 
     """Correct the ticket's sources for blocks from further below, for billing."""
     runs = [(ticket.blocks, ticket.sources)]
     runs += [(ticket.rear.blocks, ticket.rear.sources)] if ticket.rear is not None else []
-    for blocks, told in runs:
+    for blocks, known in runs:
         if first in blocks:
             start = blocks.index(first)
-            told[start : start + len(sources)] = sources
+            known[start : start + len(sources)] = sources

@@ -47,11 +47,11 @@ def engine_arguments(given: Mapping[str, Any], ours: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+    class RefusingParser(FlexibleArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> NoReturn:
             raise ConfigError(f"vLLM does not take these arguments: {message}")
 
-    parser = AsyncEngineArgs.add_cli_args(Parser(prog="--vllm.*", add_help=False))
+    parser = AsyncEngineArgs.add_cli_args(RefusingParser(prog="--vllm.*", add_help=False))
     parsed = parser.parse_args(vllm_flags(given))
     for name, value in ours.items():
         setattr(parsed, name, value)

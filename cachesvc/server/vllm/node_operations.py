@@ -129,8 +129,8 @@ class NodeOperations:
                 wanted = self.parts.spanning(keys, _traced(nodes[self.parts.layouts[0]], keys))
             removed: Counter[TierName] = Counter()
             for layout, each in wanted.items():
-                told = nodes[layout].operate("evict", keys=[key.hex() for key in each])
-                removed.update({TierName(tier): count for tier, count in told.items()})
+                counts = nodes[layout].operate("evict", keys=[key.hex() for key in each])
+                removed.update({TierName(tier): count for tier, count in counts.items()})
             return dict(removed)
 
         return self._later(evict)
