@@ -37,7 +37,6 @@ from api.requests.turns import Conversations
 from api.served_model import ServedModel
 from billing.errors import BillingError
 from cachesvc.config.places import disk_path
-from cachesvc.config.sections import JournalSection
 from cachesvc.config.settings import Settings
 from cachesvc.observability.latency import Latencies
 from cachesvc.observability.metrics import Metrics
@@ -94,7 +93,11 @@ class Service:
         self._remembered = Remembered(
             settings.server.data_dir / FILE_NAME, max_records=settings.journal.requests
         )
-        self.journal = Journal(_journal_settings(settings.journal), on_end=self._on_end)
+        kept = settings.journal
+        self.journal = Journal(
+            JournalSettings(max_requests=kept.requests, keep_prompts=kept.keep_prompts),
+            on_end=self._on_end,
+        )
         self.journal.restore(self._remembered.records())
         self._turns = KeptTurns(settings.server.data_dir / TURNS_NAME)
         self._conversations = Conversations(kept=self._turns)
@@ -136,7 +139,12 @@ class Service:
             working_set=partial(self.core.engine.call, lambda cache: cache.working_set()),
             blocks=partial(read_blocks, self.core.engine.call),
             journal=self.journal,
-            explorer=self._explorer(),
+            explorer=Explorer(
+                self.core.engine.call,
+                self._owners(),
+                self.core.disk_view,
+                block_bytes=self.core.layout.nbytes,
+            ),
             decode=loaded.tokenizer.decode,
             outline=Outline(loaded.tokenizer),
             cache=self._operator,
@@ -184,7 +192,9 @@ class Service:
             survey=CacheSurvey(
                 self.core.engine.call, self.core.operations, self.core.layout.block_size
             ),
-            publisher=self._publisher(),
+            publisher=BlockPublisher(self.core.engine.call, self.core.layout.block_size)
+            if self.core.is_shared
+            else None,
             readiness=self.readiness,
             render_metrics=self.metrics.render,
             settings=_wire_settings(self._settings),
@@ -328,19 +338,6 @@ class Service:
         self.bridge.deliver(outputs)
         self.metrics.observe_outputs(outputs)
 
-    def _publisher(self) -> BlockPublisher | None:
-        if not self.core.is_shared:
-            return None
-        return BlockPublisher(self.core.engine.call, self.core.layout.block_size)
-
-    def _explorer(self) -> Explorer:
-        return Explorer(
-            self.core.engine.call,
-            self._owners(),
-            self.core.disk_view,
-            block_bytes=self.core.layout.nbytes,
-        )
-
     def _storage_meter(self) -> StorageMeter:
         """The storage meter, with all recorded pins, including those that expired before this
         start."""
@@ -420,11 +417,4 @@ def _wire_settings(settings: Settings) -> WireSettings:
         replay_turns=server.replay_turns,
         system_in_place=server.system_in_place,
         drop_lines=server.drop_lines,
-    )
-
-
-def _journal_settings(journal: JournalSection) -> JournalSettings:
-    return JournalSettings(
-        max_requests=journal.requests,
-        keep_prompts=journal.keep_prompts,
     )

@@ -18,12 +18,8 @@ def check_device(name: str) -> None:
 
     Passes what only torch can decide. Raises ModelError.
     """
-    if name == "cuda" and (_is_cpu_build(metadata.version("torch")) or not _has_driver()):
+    if name == "cuda" and (metadata.version("torch").endswith("+cpu") or not _has_driver()):
         raise ModelError(NO_GPU)
-
-
-def _is_cpu_build(version: str) -> bool:
-    return version.endswith("+cpu")
 
 
 def _has_driver() -> bool:

@@ -9,7 +9,6 @@ from api.journal.journal import RequestRecord
 from api.journal.why import NOTHING, MissFinding, Why, why
 from api.shapes.usage import timings_ms, wire_usage
 from billing.money import format_units, rate_per_million
-from engine.promise import Promise
 from engine.request import BlockRun, Lookup
 
 
@@ -59,7 +58,9 @@ def details(
             for reason, tokens in (served.miss_reasons if served is not None else {}).items()
         },
         "turn": _turn(served.divergence) if served is not None and served.divergence else None,
-        "exactness": _exactness(record.promise) if record.promise is not None else None,
+        "exactness": None
+        if record.promise is None
+        else {"equal": record.promise.equal, "text": record.promise.text},
         "bill": _bill(record.bill) if record.bill is not None else None,
     }
 
@@ -128,11 +129,6 @@ def _turn(divergence: Divergence) -> dict[str, Any]:
         "text": f"This chat's earlier turn left {divergence.of_tokens} tokens, and only the first "
         f"{divergence.at_token} come again: {written[divergence.reason]}.",
     }
-
-
-def _exactness(promise: Promise) -> dict[str, str]:
-    """What a hit left equal where the request was served."""
-    return {"equal": promise.equal, "text": promise.text}
 
 
 def _run(run: BlockRun, block_size: int) -> dict[str, Any]:

@@ -174,7 +174,7 @@ class LedgerCharge:
         self._receipts = receipts
         self._asked: asyncio.Future[int] | None = None  # the requested slice
         self._asked_tokens = 0
-        self._refusal: GateError | None = None
+        self.refusal: GateError | None = None
         self._ended = False
         self._renew_at = time.monotonic() + lease_s / RENEWALS_PER_LEASE
 
@@ -186,10 +186,6 @@ class LedgerCharge:
             if output_tokens <= self._covered or self._asked is None:
                 return min(output_tokens, self._covered)
             await asyncio.wait([self._asked])
-
-    @property
-    def refusal(self) -> GateError | None:
-        return self._refusal
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
         self._ended = True
@@ -240,7 +236,7 @@ class LedgerCharge:
         """Requests the next slice, or only a renewal of the lease if all output is covered."""
         if self._asked is not None:
             return
-        tokens = 0 if self._refusal else min(self._slice, self._most - self._covered)
+        tokens = 0 if self.refusal else min(self._slice, self._most - self._covered)
         if not tokens and not self._lease_is_old:
             return
         amount = hold_amount(self._hold.pinned, prompt_tokens=0, output_tokens=tokens)
@@ -259,7 +255,7 @@ class LedgerCharge:
             asked.result()
             self._covered += self._asked_tokens
         except (InsufficientBalance, SpendLimitReached) as refusal:
-            self._refusal = refusal
+            self.refusal = refusal
 
     async def _let_slice_end(self) -> None:
         """Awaits the pending slice, so that its result is read. The ledger takes commands in

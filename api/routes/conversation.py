@@ -36,7 +36,6 @@ from billing.keys import Principal
 from engine.errors import RequestError
 from engine.request import FinishReason
 from engine.structure import GrammarSource
-from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
 SESSION_CHARS = 256  # limit of a client's name for its conversation
@@ -109,7 +108,9 @@ async def chat_of(
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(request, principal, raw, body),
-        contents=(encoded.contents,) if seen else _named_contents(wire, body, tokens),
+        contents=(encoded.contents,)
+        if seen
+        else contents_of(body.extension, (tokens,), body.apart),
         pictures=encoded.pictures,
         markers=_markers(prompt, model),
         # Pins of requests find blocks by tokens alone, so chats with images get none.
@@ -153,13 +154,6 @@ def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
     """The maximum of answer tokens. Raises ContextLengthExceeded if the prompt leaves too few."""
     limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
     return room_for_answer(model, num_tokens, body.completion_limit, prompt="messages", limit=limit)
-
-
-def _named_contents(
-    wire: Collaborators, body: ChatBody, tokens: "array[int]"
-) -> tuple[tuple[Content, ...], ...]:
-    """The contents behind placeholder tokens, from the request."""
-    return contents_of(body.extension, (tokens,), body.apart)
 
 
 def _remembered(

@@ -109,7 +109,8 @@ class CallReader:
                     self._state = _State.VALUE
                 self._reader, self._value = ValueReader(), char
                 self._reader.feed(char)
-                self._begin_value(char, pieces)
+                if self._state is _State.VALUE and self._streams:
+                    pieces += self._argue(char)
             case _State.COLON, ":":
                 self._state = _State.BEFORE
             case _State.AFTER, ",":
@@ -120,10 +121,6 @@ class CallReader:
                 self._fail()
                 return place
         return place + 1
-
-    def _begin_value(self, char: str, pieces: list[Piece]) -> None:
-        if self._state is _State.VALUE and self._streams:
-            pieces += self._argue(char)
 
     @property
     def _streams(self) -> bool:

@@ -152,7 +152,8 @@ def reconcile_sums(store: LedgerStore, name: str, to: StripeMeters) -> Reconcili
 
 def _compare_day(report: Reconciliation, key: Day, sent: Decimal | None, has: Decimal) -> None:
     customer, meter, day_s = key
-    label = f"{customer} {meter} {_date(day_s)}: sent {_plain(sent)}, Stripe has {_plain(has)}"
+    day = datetime.fromtimestamp(day_s, UTC)
+    label = f"{customer} {meter} {day:%Y-%m-%d}: sent {_plain(sent)}, Stripe has {_plain(has)}"
     report.sent += sent is not None
     report.found += bool(has)
     if sent is None:
@@ -166,10 +167,6 @@ def _compare_day(report: Reconciliation, key: Day, sent: Decimal | None, has: De
 
 def _plain(value: Decimal | None) -> str:
     return f"{(value or Decimal(0)).normalize():f}"
-
-
-def _date(day_s: int) -> str:
-    return datetime.fromtimestamp(day_s, UTC).strftime("%Y-%m-%d")
 
 
 def _stripe_meters(to: StripeMeters) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import orjson
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from billing import secret_file
@@ -45,7 +44,7 @@ class ReceiptSigner:
 
     def __init__(self, key: Ed25519PrivateKey) -> None:
         self._key = key
-        self.public_key = _raw(key.public_key())  # 32 bytes
+        self.public_key = key.public_key().public_bytes_raw()  # 32 bytes
         self.published = {self.key_id: self.public_key.hex()}
 
     @classmethod
@@ -152,7 +151,3 @@ def key_id(public_key: bytes) -> str:
 
 def _canonical(document: dict[str, Any], purpose: Purpose) -> bytes:
     return f"cachesvc.{purpose}.v1\0".encode() + orjson.dumps(document, option=orjson.OPT_SORT_KEYS)
-
-
-def _raw(key: Ed25519PublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.Raw, serialization.PublicFormat.Raw)

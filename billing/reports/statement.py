@@ -164,7 +164,8 @@ def statement_of(
     book = PriceBook(tuple(map(applied_card, store_accounts.card_rows(connection))))
     before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
     rows = [row for _, row in charged(connection, query, Unit.ALL)]
-    included = _included(connection, tenant, (from_ns, to_ns), book) if _has_plan(rows) else {}
+    has_plan = any(row["included"] for row in rows)
+    included = _included(connection, tenant, (from_ns, to_ns), book) if has_plan else {}
     rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
     places = minor_places(account.currency)
     now = [entry for entry in rare if entry.moment_ns >= from_ns]
@@ -196,10 +197,6 @@ def month_days(month: str) -> tuple[date, date]:
     if not FIRST_DAY <= first <= LAST_DAY:
         raise InvalidSpan(f"{month!r} is not between {FIRST_DAY:%Y-%m} and {LAST_DAY:%Y-%m}")
     return first, (first + timedelta(days=31)).replace(day=1) - timedelta(days=1)
-
-
-def _has_plan(rows: Iterable[Row]) -> bool:
-    return any(row["included"] for row in rows)
 
 
 def _included(

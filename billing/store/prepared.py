@@ -131,12 +131,16 @@ class HotStatements:
         holding = _replacing(dialect, holds, ("tenant", "request_id"))
         self.put_holds = Prepared(holding, dialect)
         self.drop_holds = Prepared(_DROP_HOLD, dialect)
-        self.find_advances = Finder(_advances_of, dialect)
+        self.find_advances = Finder(
+            lambda keys: select(advances).where(advances.c.tenant.in_(keys)), dialect
+        )
         self.put_advances = Prepared(_replacing(dialect, advances, ("tenant", "owner")), dialect)
         self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
         self.find_scoped = Finder(_scoped_left, dialect)
         self.put_scoped = Prepared(_replacing(dialect, scoped_grants, ("tenant", "seq")), dialect)
-        self.find_limits = Finder(_limits_of, dialect)
+        self.find_limits = Finder(
+            lambda keys: select(budgets).where(budgets.c.tenant.in_(keys) & budgets.c.hard), dialect
+        )
         self.find_spending = Finder(_spending_of, dialect)
         spender = ("budget", "period", "value")
         self.put_spending = Prepared(_replacing(dialect, spending, spender), dialect)
@@ -158,18 +162,10 @@ def _by_request(table: Any, keys: Sequence[Any]) -> Any:
     return select(table).where(ours & table.c.request_id.in_(keys))
 
 
-def _advances_of(keys: Sequence[Any]) -> Any:
-    return select(advances).where(advances.c.tenant.in_(keys))
-
-
 def _scoped_left(keys: Sequence[Any]) -> Any:
     """Selects unspent grants only, because a tenant may have had many."""
     some = scoped_grants.c.remains != literal_column("'0'")
     return select(scoped_grants).where(scoped_grants.c.tenant.in_(keys) & some)
-
-
-def _limits_of(keys: Sequence[Any]) -> Any:
-    return select(budgets).where(budgets.c.tenant.in_(keys) & budgets.c.hard)
 
 
 def _spending_of(keys: Sequence[Any]) -> Any:

@@ -48,11 +48,7 @@ def confirm(question: str, *, yes: bool) -> None:
 
 def must_ask(yes: bool) -> bool:
     """Whether to ask before money moves: only a person at a terminal, who did not say --yes."""
-    return not yes and _at_terminal()
-
-
-def _at_terminal() -> bool:
-    return sys.stdin.isatty() and sys.stderr.isatty()
+    return not yes and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 @contextmanager

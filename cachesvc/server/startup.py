@@ -31,7 +31,7 @@ class Startup:
         self.phase = "starting"
         self._show = show
         self._began_s = time.monotonic()
-        self._took_s: dict[str, float] = {}
+        self.took_s: dict[str, float] = {}  # of each finished phase, in order
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
@@ -40,16 +40,11 @@ class Startup:
         self.phase = phase
         self._show(phase, None)
         yield
-        self._took_s[phase] = time.monotonic() - began_s
+        self.took_s[phase] = time.monotonic() - began_s
 
     def progress(self, what: str, part: float) -> None:
         """Reports work within a phase; `part` is the done share, from 0 to 1."""
         self._show(*((what, part) if part < 1 else (self.phase, None)))
-
-    @property
-    def took_s(self) -> Mapping[str, float]:
-        """Seconds of each finished phase, in order."""
-        return self._took_s
 
     @property
     def total_s(self) -> float:

@@ -156,14 +156,11 @@ class TopApp(App[None]):
             sparks = model.spark_lines(reading, self.size.width - 2)
             self.query_one("#sparks", Static).update("\n".join(sparks))
             alarms += model.alarms(reading)
-            self._draw_tiers(reading)
+            self._fill("#tiers", model.TIER_COLUMNS, model.tier_rows(reading, self._before))
             self._draw_tenants(reading)
         alarm = self.query_one("#alarm", Static)
         alarm.display = bool(alarms)
         alarm.update("\n".join(alarms))
-
-    def _draw_tiers(self, reading: Reading) -> None:
-        self._fill("#tiers", model.TIER_COLUMNS, model.tier_rows(reading, self._before))
 
     def _draw_tenants(self, reading: Reading) -> None:
         cells = model.tenant_rows(
@@ -177,7 +174,7 @@ class TopApp(App[None]):
     ) -> None:
         """Shows the columns that fit the window, and keeps the cursor's position."""
         arrow = "▼" if self._down else "▲"
-        labels = [_label(column, arrow if column.name == sort else "") for column in columns]
+        labels = [_cell(each.name + (arrow if each.name == sort else ""), each) for each in columns]
         names = [column.name for column in columns]
         widths = [max(map(len, cells)) for cells in zip(map(str, labels), *rows, strict=True)]
         kept = model.fitting(names, widths, self.size.width - SCROLLBAR, by=sort)
@@ -247,10 +244,6 @@ class TopApp(App[None]):
     def _close_filter(self) -> None:
         self.query_one("#filter", Input).display = False
         self.query_one("#tenants").focus()
-
-
-def _label(column: model.Column, arrow: str) -> Text:
-    return _cell(column.name + arrow, column)
 
 
 def _cell(text: str, column: model.Column) -> Text:

@@ -450,9 +450,8 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")
 @contextmanager
 def _narrow_windows(model: Any) -> Iterator[bool]:
     """Narrow every window of the model's configs and modules. Yields whether there is one."""
-    configs = {
-        id(module.config): module.config for module in model.modules() if _configured(module)
-    }
+    every = (getattr(module, "config", None) for module in model.modules())
+    configs = {id(config): config for config in every if config is not None}
     holders = [*configs.values(), *model.modules()]
     found = [
         (holder, name, width)
@@ -467,7 +466,3 @@ def _narrow_windows(model: Any) -> Iterator[bool]:
     finally:
         for holder, name, width in found:
             setattr(holder, name, width)
-
-
-def _configured(module: Any) -> bool:
-    return getattr(module, "config", None) is not None

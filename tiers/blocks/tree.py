@@ -129,7 +129,7 @@ def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
             found = forest.following(node.last)
             shown: Sequence[B] = ()
             if level <= query.depth:
-                share = _share(query.max_nodes - num_nodes, len(waiting) - num_before)
+                share = -(-(query.max_nodes - num_nodes) // (len(waiting) - num_before))
                 room = min(query.max_children, share)
                 shown = _foremost(forest, found, room, query.max_blocks)
             for block in shown:
@@ -142,11 +142,6 @@ def grow(forest: Forest[B], query: TreeQuery, num_blocks: int) -> Tree:
             node.left_off = len(found) - len(node.children)
         waiting, level = [child for node in waiting for child in node.children], level + 1
     return Tree(roots, num_blocks, num_seen)
-
-
-def _share(room: int, num_waiting: int) -> int:
-    """The room of one of `num_waiting` nodes, rounded up."""
-    return -(-room // num_waiting)
 
 
 def _foremost(forest: Forest[B], found: Sequence[B], room: int, max_looked: int) -> Sequence[B]:

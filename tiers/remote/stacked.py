@@ -105,7 +105,9 @@ class StackedTier(ManagedTier):
             self.remote.publish({block.key for block in ids} - set(dropped))
         else:
             self.remote.publish(
-                block.key for block in ids if block.key in self._kept or self._is_reused(block.key)
+                block.key
+                for block in ids
+                if block.key in self._kept or self._hits.get(block.key, 0) >= PUBLISH_HITS
             )
         return dropped
 
@@ -122,9 +124,6 @@ class StackedTier(ManagedTier):
             while len(self._hits) > MAX_SEEN:
                 self._hits.popitem(last=False)
         self.remote.publish(reused)
-
-    def _is_reused(self, key: PrefixKey) -> bool:
-        return self._hits.get(key, 0) >= PUBLISH_HITS
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
         fresh = frozenset(keys) - self._kept

@@ -97,7 +97,7 @@ class Fleet:
         seed: int = 0,
     ) -> None:
         self._servers = [Hierarchy(plans) for _ in range(num_servers)]
-        self._shared = Shared(shared_blocks, takes_all=takes_all) if shared_blocks else None
+        self.shared = Shared(shared_blocks, takes_all=takes_all) if shared_blocks else None
         self._routing = routing
         self._dice = random.Random(seed)
         self._load = [0.0] * num_servers  # tokens computed recently
@@ -105,20 +105,16 @@ class Fleet:
         self.tokens: Counter[str] = Counter()
         self.computed = [0] * num_servers
 
-    @property
-    def shared(self) -> Shared | None:
-        return self._shared
-
     def serve(self, request: TraceRequest, block_tokens: int) -> None:
         number = self._pick(request)
         server, blocks = self._servers[number], request.blocks
         local = server.held(blocks)
-        below = self._shared.read(blocks[local:]) if self._shared is not None else 0
+        below = self.shared.read(blocks[local:]) if self.shared is not None else 0
         tokens = _tokens(request, block_tokens, local)
         all_hit = _tokens(request, block_tokens, local + below)
         server.serve(request, block_tokens)
-        if self._shared is not None:
-            self._shared.offer(blocks, local)
+        if self.shared is not None:
+            self.shared.offer(blocks, local)
         self.tokens.update(local=tokens, shared=all_hit - tokens)
         computed = request.input_tokens - all_hit
         self.computed[number] += computed

@@ -58,7 +58,7 @@ class WorkingSet:
         self._tree = _Fenwick(4 * max_samples)
         self._next_slot = 0
         self._reuses: dict[int, float] = {}  # point of the curve -> reuses at that distance
-        self._num_uses = 0  # all of them
+        self.num_uses = 0  # all of them
         self._num_followed = 0.0  # at the current rate
         self._num_distinct = 0.0
 
@@ -67,26 +67,22 @@ class WorkingSet:
         """The share of blocks that is followed."""
         return self._threshold / _HASH_SPACE
 
-    @property
-    def num_uses(self) -> int:
-        return self._num_uses
-
     def use(self, key: Hashable) -> None:
         """Count a use of a block, hit or not. Bytes and integers hash alike in every process."""
-        self._num_uses += 1
+        self.num_uses += 1
         self._follow(key, _hash(key))
 
     def use_all(self, keys: Sequence[bytes]) -> None:
         """The same for 16-byte keys that are hashes themselves: 0.05 us for each one not
         followed."""
-        self._num_uses += len(keys)
+        self.num_uses += len(keys)
         hashes = np.frombuffer(b"".join(keys), "<u4")[::4]
         for number in np.flatnonzero(hashes < self._threshold).tolist():
             self._follow(keys[number], int(hashes[number]))
 
     def remember(self, sample: Sample) -> None:
         """Add blocks that were used before this object began, most recent last."""
-        assert not self._num_uses, "what is remembered comes before what is used"
+        assert not self.num_uses, "what is remembered comes before what is used"
         self._threshold = min(self._threshold, sample.bound)
         for key in sample.keys:
             self.made(key)
@@ -124,7 +120,7 @@ class WorkingSet:
     def curve(self) -> MissRatioCurve:
         """The curve so far. Empty before the first reuse."""
         capacities, rates = [], []
-        expected = self._num_uses * self.rate
+        expected = self.num_uses * self.rate
         hits = expected - self._num_followed
         for point in sorted(self._reuses):
             hits += self._reuses[point]

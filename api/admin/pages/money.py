@@ -39,7 +39,7 @@ def page(request: Request, admin: MayRead) -> Response:
         admin,
         currency=card.currency if card is not None else "",
         days=days,
-        classes=_earning(days),
+        classes=[name for name in REVENUE_CLASSES if any(day.amounts[name] for day in days)],
         peak=max((max(day.charged, day.saved) for day in days), default=0),
         month=_sums(days),
         tenants=books.accounts.tenants(),
@@ -59,11 +59,6 @@ def verify(request: Request, _: MayRead) -> Response:
     """Prove the whole ledger now. Changes nothing."""
     books_of(request).prover.prove()
     return RedirectResponse("/admin/money#proof", 303)
-
-
-def _earning(days: list[Revenue]) -> list[str]:
-    """The classes that earned money on any day."""
-    return [name for name in REVENUE_CLASSES if any(day.amounts[name] for day in days)]
 
 
 def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:

@@ -29,10 +29,6 @@ from billing.operations.usage import StatementForm
 _TAGS = {"prices": "prices", "invoices": "invoices", "usage": "ledger", "ledger": "ledger"}
 
 
-def _as_made(made: Any, _: Mapping[str, Any]) -> Any:
-    return made
-
-
 def _statement(made: Any, given: Mapping[str, Any]) -> Any:
     if not isinstance(made, str):
         return made
@@ -41,19 +37,15 @@ def _statement(made: Any, given: Mapping[str, Any]) -> Any:
     return Response(made, media_type="text/csv")
 
 
-def _month(made: Any, given: Mapping[str, Any]) -> Response:
-    return invoice_answer(made, given["format"], f"invoice-{given['month']}")
-
-
-def _invoice(made: Any, given: Mapping[str, Any]) -> Response:
-    return invoice_answer(made, given["format"], given["number"])
-
-
 # Operations that return files as well as documents.
 _ANSWERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
     "usage.make_statement": _statement,
-    "invoices.show_month": _month,
-    "invoices.show_invoice": _invoice,
+    "invoices.show_month": lambda made, given: invoice_answer(
+        made, given["format"], f"invoice-{given['month']}"
+    ),
+    "invoices.show_invoice": lambda made, given: invoice_answer(
+        made, given["format"], given["number"]
+    ),
 }
 
 
@@ -75,12 +67,13 @@ def routes_of(table: Iterable[Operation]) -> APIRouter:
 
 def _endpoint(row: Operation, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a route. FastAPI reads the parameters in its signature."""
-    answer = _ANSWERS.get(row.name, _as_made)
+    answer = _ANSWERS.get(row.name)
 
     def endpoint(*, books: Any, by: Any = None, body: BaseModel | None = None, **given: Any) -> Any:
         given |= body.model_dump() if body is not None else {}
         given |= {"by": by.name} if by is not None else {}
-        return answer(function(books, **given), given)
+        made = function(books, **given)
+        return answer(made, given) if answer is not None else made
 
     hints = get_type_hints(function, include_extras=True)
     arguments = [

@@ -117,7 +117,8 @@ def _checked_span(
         raise typer.BadParameter(str(error), param_hint="--by, --breakdown") from None
     except InvalidSpan as error:
         raise typer.BadParameter(str(error), param_hint="--since, --until") from None
-    return _sent_zone(timezone)
+    # The server's own zone may be another.
+    return local_zone_name() if timezone == "local" else timezone
 
 
 def _zone(name: str) -> tzinfo:
@@ -125,11 +126,6 @@ def _zone(name: str) -> tzinfo:
         return LocalZone() if name == "local" else find_zone(name)
     except InvalidName as error:
         raise typer.BadParameter(f"{error}, or local", param_hint="--timezone") from None
-
-
-def _sent_zone(name: str) -> str:
-    """Replaces `local` by this terminal's time zone, not the server's."""
-    return local_zone_name() if name == "local" else name
 
 
 def _print_statement(
