@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date, timedelta
 from enum import StrEnum
+from functools import partial
 from itertools import pairwise
 
 from billing.money import rate_per_million
@@ -35,6 +36,8 @@ class CardFinding:
     def __str__(self) -> str:
         return f"{self.level}: {self.where}: {self.message} [{self.rule}]"
 
+
+_error, _warning = partial(CardFinding, Severity.ERROR), partial(CardFinding, Severity.WARNING)
 
 WRITES = ("cache_write", "explicit_write", "cache_write_1h")
 MOST_MINIMUM = 4096  # tokens; public price lists have 64 to 4,096
@@ -63,8 +66,7 @@ def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
     hits = [(name, getattr(rates, name)) for name in HIT_CLASSES]  # hottest tier first
     for name, price in hits:
         if price > rates.miss:
-            yield CardFinding(
-                Severity.ERROR,
+            yield _error(
                 "hit-above-miss",
                 where,
                 f"{name} costs {_rate(price)} and a miss {_rate(rates.miss)}: clients would avoid "
@@ -73,11 +75,10 @@ def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
     if hits[0][1] + rates.explicit_hit > rates.miss:
         explicit = hits[0][1] + rates.explicit_hit
         message = f"explicit_hit costs {_rate(explicit)} and a miss {_rate(rates.miss)}"
-        yield CardFinding(Severity.ERROR, "hit-above-miss", where, message)
+        yield _error("hit-above-miss", where, message)
     for (hotter, price), (colder, less) in pairwise(hits):
         if less < price:
-            yield CardFinding(
-                Severity.WARNING,
+            yield _warning(
                 "cold-below-hot",
                 where,
                 f"{colder} ({_rate(less)}) costs less than {hotter} ({_rate(price)}): clients gain "
@@ -87,29 +88,23 @@ def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
 
 def _free(where: str, rates: Rates) -> Iterator[CardFinding]:
     if _cheapest_hit(rates) == 0 and rates.miss:
-        yield CardFinding(
-            Severity.WARNING, "free-hits", where, "hits are free: only rate limits bound them"
-        )
+        yield _warning("free-hits", where, "hits are free: only rate limits bound them")
     pins = rates.storage if rates.storage_minute is None else rates.storage_minute
     free = {"computed prompts": rates.miss, "output": rates.output, "pins": pins}
     names = " and ".join(name for name, price in free.items() if price == 0)
     if names:
-        yield CardFinding(
-            Severity.WARNING, "free", where, f"free: {names}; only rate limits bound them"
-        )
+        yield _warning("free", where, f"free: {names}; only rate limits bound them")
 
 
 def _write(where: str, rates: Rates) -> Iterator[CardFinding]:
     if rates.cache_write and rates.cache_write + _cheapest_hit(rates) > rates.miss:
-        yield CardFinding(
-            Severity.WARNING,
+        yield _warning(
             "write-never-pays",
             where,
             "with its write price, a prefix used twice costs more cached than not",
         )
     if rates.explicit_hit < 0 and rates.explicit_write > rates.cache_write:
-        yield CardFinding(
-            Severity.WARNING,
+        yield _warning(
             "write-then-mark",
             where,
             "explicit hits cost less, and explicit writes more: clients gain by marking a prefix "
@@ -127,7 +122,7 @@ def _pins(where: str, window: str, price: ModelPrice) -> Iterator[CardFinding]:
     hit, mine = _cheapest_hit(rates), _hour(rates)
     if mine is None and any(_hour(r) is not None for r in price.rates.values()):
         message = "storage has a price in other windows only: clients gain by pinning in this one"
-        yield CardFinding(Severity.WARNING, "pin-across-windows", where, message)
+        yield _warning("pin-across-windows", where, message)
     for begun, other in price.rates.items():
         hour = _hour(other)
         if hour is None or hour + hit >= rates.miss:
@@ -135,13 +130,13 @@ def _pins(where: str, window: str, price: ModelPrice) -> Iterator[CardFinding]:
         sums = f"({_rate(hour)}) and a hit ({_rate(hit)}) cost less than one miss"
         if begun == window:
             message = f"an hour of storage {sums} ({_rate(rates.miss)}): pinning all would pay"
-            yield CardFinding(Severity.ERROR, "pin-below-miss", where, message)
+            yield _error("pin-below-miss", where, message)
         elif hour < (mine or 0):
             message = (
                 f"an hour of storage that begins in window {begun} {sums} ({_rate(rates.miss)}) "
                 "here: clients gain by pinning just before the windows change"
             )
-            yield CardFinding(Severity.WARNING, "pin-across-windows", where, message)
+            yield _warning("pin-across-windows", where, message)
 
 
 def _costs(card: RateCard) -> Iterator[CardFinding]:
@@ -162,11 +157,8 @@ def _below(where: str, rates: Rates, cost: Rates) -> Iterator[CardFinding]:
     for name in (*HIT_CLASSES, "miss", "output", *WRITES, "storage", "storage_minute"):
         asked, paid = getattr(rates, name), getattr(cost, name)
         if asked is not None and paid is not None and asked < paid:
-            yield CardFinding(
-                Severity.ERROR,
-                "below-cost",
-                where,
-                f"{name} is sold at {_rate(asked)} and costs {_rate(paid)}",
+            yield _error(
+                "below-cost", where, f"{name} is sold at {_rate(asked)} and costs {_rate(paid)}"
             )
 
 
@@ -176,9 +168,7 @@ def _lengths(price: ModelPrice) -> Iterator[CardFinding]:
     for length, rates in sorted(price.above.items()):
         if rates.miss < before.miss or _cheapest_hit(rates) < _cheapest_hit(before):
             message = f"prompts above {length:,} tokens cost less a token: clients gain by padding"
-            yield CardFinding(
-                Severity.WARNING, "longer-is-cheaper", f"model {price.pattern!r}", message
-            )
+            yield _warning("longer-is-cheaper", f"model {price.pattern!r}", message)
         before = rates
 
 
@@ -188,7 +178,7 @@ def _factors(card: RateCard) -> Iterator[CardFinding]:
         where = f"group {group.name!r}"
         if group.factor == 0 and group.until_ns is None:
             message = "everything is free for ever; give it `until`"
-            yield CardFinding(Severity.WARNING, "free", where, message)
+            yield _warning("free", where, message)
     costs = [ModelPrice(pattern=p, rates={STANDARD: r}) for p, r in card.costs.items()]
     factors = {f"group {group.name!r}": group.factor for group in card.groups if group.factor}
     factors |= {f"service {name!r}": factor for name, factor in card.services.items()}
@@ -202,8 +192,7 @@ def _factors(card: RateCard) -> Iterator[CardFinding]:
 
 def _minimum(card: RateCard) -> Iterator[CardFinding]:
     if card.minimum_cached_tokens > MOST_MINIMUM:
-        yield CardFinding(
-            Severity.WARNING,
+        yield _warning(
             "large-minimum",
             "card",
             f"hits of fewer than {card.minimum_cached_tokens:,} tokens cost as much as misses: "
@@ -211,8 +200,7 @@ def _minimum(card: RateCard) -> Iterator[CardFinding]:
         )
     for price in card.models:
         if any(0 < rates.minimum <= rates.request for rates in price.rates.values()):
-            yield CardFinding(
-                Severity.WARNING,
+            yield _warning(
                 "minimum-without-effect",
                 price.pattern,
                 "the fee counts towards the minimum of a request and reaches it alone: leave the "
@@ -222,8 +210,7 @@ def _minimum(card: RateCard) -> Iterator[CardFinding]:
 
 def _patterns(card: RateCard) -> Iterator[CardFinding]:
     if not any(price.pattern == "*" for price in card.models):
-        yield CardFinding(
-            Severity.WARNING,
+        yield _warning(
             "no-default",
             "models",
             'no [[model]] matches "*": requests for other models are refused',
@@ -243,8 +230,7 @@ def _windows(card: RateCard) -> Iterator[CardFinding]:
             elif _overlap(first, second, around, card.holidays):
                 when = "they are open at the same time on a holiday"
             if when:
-                yield CardFinding(
-                    Severity.ERROR,
+                yield _error(
                     "windows-overlap",
                     f"windows {first.name!r} and {second.name!r}",
                     f"{when}; a request would have two prices",
