@@ -43,14 +43,18 @@ HAS_IT = ""  # reason of a refusal: the service already has the event
 
 
 class Format(Protocol):
-    """A service's event format. No thread, no clock, no socket."""
+    """A service's event format. No thread, no clock, no socket.
+
+    What a format does not write, it inherits: it names every tenant, its key is the token, and its
+    answers do not say which events were refused.
+    """
 
     url: str
     batch: int  # events in a call
 
     def knows(self, tenant: str) -> bool:
         """Whether the service has a name for this tenant."""
-        ...
+        return True
 
     def events(self, entry: Entry) -> list[PushEvent]:
         """The events of an entry; empty if the service has none for it, such as for a deposit."""
@@ -61,12 +65,12 @@ class Format(Protocol):
     def session(self) -> HttpCall | None:
         """A call whose answer contains the token for `call`; None if the secret key itself is the
         token."""
-        ...
+        return None
 
     def faults(self, answer: HttpAnswer, events: Sequence[PushEvent]) -> Mapping[int, str] | None:
         """Reasons of refused events by index; `HAS_IT` is no fault. None if the answer does not
         say."""
-        ...
+        return None
 
 
 def batches(events: Iterable[PushEvent], size: int) -> Iterator[tuple[PushEvent, ...]]:

@@ -15,15 +15,15 @@ import orjson
 
 from billing.gate.entries import Entry, Kind
 from billing.money import format_units
-from billing.push.events import HAS_IT, HttpAnswer, HttpCall, PushEvent
+from billing.push.events import HAS_IT, Format, HttpAnswer, HttpCall, PushEvent
 from billing.reports.export import entry_id
 from billing.usage import CLASSES
 
 CODE = "cachesvc"
-TOLD = ("model", "project", "key", "session", "user")
+SHOWN = ("model", "project", "key", "session", "user")
 
 
-class LagoEvents:
+class LagoEvents(Format):
     """A `Format`: usage events of Lago for one URL."""
 
     batch = 100
@@ -39,9 +39,6 @@ class LagoEvents:
         self._customers = customers
         self._code = code or CODE
 
-    def knows(self, tenant: str) -> bool:
-        return True
-
     def events(self, entry: Entry) -> list[PushEvent]:
         if not tells(entry):
             return []
@@ -55,9 +52,6 @@ class LagoEvents:
             "properties": _properties(entry),
         }
         return [PushEvent(name, entry.tenant, entry.seq, body)]
-
-    def session(self) -> HttpCall | None:
-        return None
 
     def call(self, events: Sequence[PushEvent], token: str) -> HttpCall:
         data = orjson.dumps({"events": [event.body for event in events]})
@@ -102,7 +96,7 @@ def _properties(entry: Entry) -> dict[str, Any]:
         "amount": format_units(-entry.amount),
         "currency": entry.currency,
         **{name: usage.get(name, 0) for name in CLASSES},
-        **{name: details[name] for name in TOLD if details.get(name)},
+        **{name: details[name] for name in SHOWN if details.get(name)},
         **{f"tag_{name}": value for name, value in details.get("tags", {}).items()},
         "hash": entry.hash.hex(),
     }
