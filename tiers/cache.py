@@ -19,7 +19,7 @@ from tiers.blocks.layout import BlockLayout
 from tiers.checkpoints import Checkpoints
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
-from tiers.memory.device import DevicePool
+from tiers.memory.device import DevicePool, slot_nbytes
 from tiers.memory.index import BlockIndex
 from tiers.memory.ranking import rank
 from tiers.memory.residency import Residency
@@ -275,6 +275,11 @@ class TieredCache:
         """The number of blocks for which `tables.provide` could find slots now."""
         return self.residency.num_allocatable
 
+    @property
+    def num_moved(self) -> int:
+        """Counts up when blocks in use get other slots."""
+        return self.residency.num_moved
+
     def find_tail(self, ticket: Ticket) -> Tail | None:
         """A block that begins with the tokens after the ticket's last block; see `tails`."""
         if not ticket.reads or len(ticket.blocks) == ticket.chain.num_blocks:
@@ -346,7 +351,9 @@ class TieredCache:
         used_frames = num_frames - (frames.num_free if frames is not None else 0)
         states = self.group.stats() if self.group is not None else None
         return CacheStats(
-            device=counters.stats(TierName.DEVICE, num_device, self.pool.num_blocks, num_device),
+            device=counters.stats(
+                TierName.DEVICE, self.pool.num_taken, self.pool.num_blocks, num_device
+            ),
             host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames, used_frames),
             below=tuple(level.stats() for level in self._levels),
             checkpoints=(states.device, states.host, *states.below) if states is not None else (),
@@ -386,12 +393,12 @@ def _divided(layout: BlockLayout, settings: CacheSettings) -> tuple[CacheSetting
 def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
     """The number of blocks that fit on the device. Raises ConfigurationError if they are too
     few."""
-    num_blocks = settings.device_bytes // layout.nbytes
+    num_blocks = settings.device_bytes // slot_nbytes(layout)
     if num_blocks < 2:
         raise ConfigurationError(
             f"a device cache of {settings.device_bytes} bytes holds {num_blocks} blocks of "
             f"{layout.nbytes} bytes, and serving needs at least 2; raise --device-cache to "
-            f"{2 * layout.nbytes} or more, or lower --block-size"
+            f"{2 * slot_nbytes(layout)} or more, or lower --block-size"
         )
     return num_blocks
 

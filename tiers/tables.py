@@ -117,7 +117,7 @@ class BlockTables:
             return block
         if held.identity() != identity or held.state is not BlockState.READY:
             return block
-        if held.slot is None and block.ref_count > 1:
+        if block.ref_count > 1 and self._residency.lacks_slot(held):
             return block  # others read it where it is
         return self._merge(block, held)
 

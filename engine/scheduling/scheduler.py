@@ -56,6 +56,7 @@ class Scheduler:
         self.left: list[int] = []  # ids of sequences that stopped running, for the runner to forget
         self.num_preemptions = 0
         self.prompt_tokens_computed = 0
+        self._num_moved = 0  # `cache.num_moved` when the tables were last right
 
     def add(self, sequence: Sequence) -> None:
         sequence.queued_ns = self._clock_ns()
@@ -119,7 +120,17 @@ class Scheduler:
             self._admit_spans(batch, budget, most)
         if len(self.waiting) and len(self.running) >= self._admission.num_places:
             self._admission.bring_up()
+        if self._cache.num_moved != self._num_moved:
+            self._look_again()
         return batch
+
+    def _look_again(self) -> None:
+        """Blocks in use got other slots, for which the tables of running sequences, and so those of
+        the step's spans, are corrected."""
+        self._num_moved = self._cache.num_moved
+        for sequence in self.running:
+            table = sequence.block_table
+            table[:] = [b.slot for b in sequence.blocks[: len(table)] if b.slot is not None]
 
     def _meet(self, sequence: Sequence) -> None:
         """Let a sequence that has computed its front wait for its rear, and begin from both."""

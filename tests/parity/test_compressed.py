@@ -34,7 +34,6 @@ from tests.parity.test_engine_tiers import BLOCK, House
 from tests.parity.test_recurrent import generated_tokens
 from tests.support.models import save_adapter
 from tiers.blocks.layout import BlockLayout, LayerLayout, sized_layout
-from tiers.memory.device import DevicePool
 
 KIND = "deepseek_v4"
 TOKENS = 37
@@ -277,9 +276,8 @@ def test_any_cut_into_steps_makes_the_same_entries_and_attends_to_them(threads: 
         [15, 16, 17, 32, TOKENS],
         [*range(1, TOKENS + 1)],
     ):
-        pool = DevicePool(BlockLayout(rows.layers, 8, "float32"), 10)
-        pool.tensor.fill_(torch.nan)
-        attention = CompressedAttention(pool.tensor, rows.layers)
+        pool = torch.full((10, *BlockLayout(rows.layers, 8, "float32").shape), torch.nan)
+        attention = CompressedAttention(pool, rows.layers)
         outputs = []
         for start, end in pairwise([0, *cuts]):
             spans = [span(0, start, end - start), span(1, start, end - start)]
@@ -293,7 +291,7 @@ def test_any_cut_into_steps_makes_the_same_entries_and_attends_to_them(threads: 
         whole = together if whole is None else whole
         assert torch.equal(whole, together), cuts
         for layer in (rows.main.rows, rows.index.rows):  # which a wholly cached prompt needs not
-            KvPool(pool.tensor, rows.layers).layers[layer].key.fill_(torch.nan)
+            KvPool(pool, rows.layers).layers[layer].key.fill_(torch.nan)
         for last in (15, 31):  # the last token of full blocks
             again = rows.attend(attention, [span(0, last, 1, write_kv=False)])
             attention.finish()

@@ -72,12 +72,18 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
     houses: list[House] = []
 
-    def build(loaded: LoadedModel, *, share_tails: bool = False, host_blocks: int = 64) -> House:
+    def build(
+        loaded: LoadedModel,
+        *,
+        share_tails: bool = False,
+        device_blocks: int = 60,
+        host_blocks: int = 64,
+    ) -> House:
         houses.append(
             House(
                 loaded,
                 tmp_path,
-                device_blocks=60,
+                device_blocks=device_blocks,
                 host_blocks=host_blocks,
                 share_tails=share_tails,
             )
@@ -100,6 +106,9 @@ def sink(house: House, *, to_disk: bool) -> None:
         assert isinstance(frames, FrameArena)
         for slot in pool._free:
             pool.tensor[slot] = torch.nan
+        for slots in pool._cut.values():
+            for slot in slots:
+                pool.tensor[slot].view(-1)[: pool._lasting] = torch.nan
         for number in frames._free:
             frames.tensor(number * frames.num_lesser).fill_(torch.nan)
         for number, parts in frames._cut.items():
@@ -327,6 +336,42 @@ def test_the_host_holds_more_blocks_than_frames_where_windows_are_not_needed(
         assert (expected, NUM_BLOCKS * BLOCK) == (answer, counts.hit)
         hits += counts.hit_host
     assert hits == 2 * NUM_BLOCKS * BLOCK, "of 40 blocks in 26 frames"
+    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+
+
+def test_the_device_holds_more_blocks_than_slots_where_windows_are_not_needed(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    house = open_house(loaded, device_blocks=36)
+    prompts = [prompt(NUM_BLOCKS * BLOCK + 11, seed=seed) for seed in (3, 4)]
+    cold = [house.ask([tokens], cache=False)[0][0] for tokens in prompts]
+    for tokens in prompts:
+        house.ask([tokens])
+        house.engine.call(lambda _: house.cache.flush()).result(60)
+        house.ask([tokens])  # needs the windows of its last blocks alone
+    for _ in range(2):
+        for tokens, expected in zip(prompts, cold, strict=True):
+            [(answer, counts)] = house.ask([tokens])
+            assert (expected, NUM_BLOCKS * BLOCK) == (answer, counts.hit_device)
+    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+
+
+def test_a_block_gets_its_windows_back_while_another_request_reads_it(
+    loaded: LoadedModel, open_house: Callable[..., House]
+) -> None:
+    """It moves to a whole slot, and the other's block table follows."""
+    house = open_house(loaded, device_blocks=48)
+    asked = [LONG + prompt(70, seed=2), SHORT, LONG[: 15 * BLOCK] + prompt(9, seed=3)]
+    expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
+    house.ask([LONG])
+    sink(house, to_disk=True)
+    house.ask([LONG])  # all but the last blocks come without their windows
+    num_lesser = house.engine.call(lambda _: house.cache.pool.num_lesser_taken).result(60)
+    assert num_lesser == NUM_BLOCKS - house.cache.layout.reach
+    told = house.ask(asked)
+    assert expected == [answer for answer, _ in told]
+    assert [NUM_BLOCKS * BLOCK, 10 * BLOCK, 15 * BLOCK] == [counts.hit for _, counts in told]
+    assert house.cache.num_moved == 2 * house.cache.layout.reach
     house.engine.call(lambda _: house.cache.residency.check()).result(60)
 
 

@@ -63,6 +63,7 @@ def test_any_interleaving_is_exact_where_windows_are_left_behind(seed: int, wind
         seed=seed,
         late_copies=seed == 1,
         window=window,
+        windowed=1 + seed,
         window_loss=(0.0, 0.3, 0.9)[(seed + window) % 3],
     )
     life = Life(world, chance)

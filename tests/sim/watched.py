@@ -118,8 +118,9 @@ class Watched(ChainRunner):
         rows = self._rows[table].transpose(0, 3, 1, 2, 4, 5).reshape(len(table) * BLOCK, -1)[:end]
         differs = rows != np.array(proofs[:end])[:, None]
         window = self._cache.layout.layers[-1].window
-        if window is not None:  # its layer is the last; of what lies behind it, it reads nothing
-            differs[: max(0, span.start - window + 1), differs.shape[1] // 2 :] = False
+        if window is not None:  # its layers follow one; of what lies behind it, they read nothing
+            lasting = differs.shape[1] // len(self._cache.layout.layers)
+            differs[: max(0, span.start - window + 1), lasting:] = False
         wrong = np.flatnonzero(differs.any(axis=1))
         assert not len(wrong), f"rows {wrong} of {sequence.request.request_id} are not its own"
 
@@ -210,10 +211,11 @@ class LateCopies:
             self._copy_in(frames, slots, parts)
 
         late = LateCopy(self._chance.randrange(3), arrive)
-        self._pool._arriving |= dict.fromkeys(slots, late)  # type: ignore[arg-type]
+        numbers = map(self._pool.whole_of, slots)
+        self._pool._arriving |= dict.fromkeys(numbers, late)  # type: ignore[arg-type]
         return late
 
     def _settle(self, slot: int) -> None:
-        late = self._pool._arriving.pop(slot, None)
+        late = self._pool._arriving.pop(self._pool.whole_of(slot), None)
         if late is not None:
             late.arrive()  # type: ignore[attr-defined]

@@ -67,11 +67,13 @@ class World:
         quotas: dict[PrefixKey, float] | None = None,
         late_copies: bool = False,
         window: int | None = None,
+        windowed: int = 1,
         window_loss: float = 0.0,
         both_ends: bool = False,
     ) -> None:
-        """`quotas` are parts of every tier, by scope; with a `window` a second layer has it."""
-        layout = chain_layout(BLOCK, window)
+        """`quotas` are parts of every tier, by scope; with a `window` a second layer has it,
+        or `windowed` ones."""
+        layout = chain_layout(BLOCK, window, windowed=windowed)
         self.now_s = 1_000_000.0
         shares = None
         if quotas is not None:

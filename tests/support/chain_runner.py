@@ -24,11 +24,13 @@ from tiers.blocks.layout import BlockLayout, LayerLayout
 SEED = 0x5EED
 
 
-def chain_layout(block_size: int = 4, window: int | None = None) -> BlockLayout:
-    """The smallest layout for the runner: 16 bytes of KV a token. With a window, it has a second
-    layer limited to the window."""
-    layers = (LayerLayout(1, 2, 2), *([LayerLayout(1, 2, 2, window=window)] if window else []))
-    return BlockLayout(layers, block_size, "float32")
+def chain_layout(
+    block_size: int = 4, window: int | None = None, *, windowed: int = 1
+) -> BlockLayout:
+    """The smallest layout for the runner: 16 bytes of KV a token. With a window, it has further
+    layers limited to the window, `windowed` of them."""
+    sliding = [LayerLayout(1, 2, 2, window=window)] * windowed if window else []
+    return BlockLayout((LayerLayout(1, 2, 2), *sliding), block_size, "float32")
 
 
 class WrongKv(AssertionError):

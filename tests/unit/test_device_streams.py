@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from tiers.blocks.frames import Frame, FrameArena
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.layout import BlockLayout, LayerLayout
+from tiers.blocks.part import Part
 from tiers.errors import CopyFailed
 from tiers.memory.device import DevicePool
 
 LAYOUT = BlockLayout.uniform(
     num_layers=1, block_size=2, num_kv_heads=1, head_dim=2, dtype="float32"
 )
+WINDOWED = BlockLayout((LayerLayout(1, 2, 2), *[LayerLayout(1, 2, 2, window=3)] * 2), 2, "float32")
 
 
 class Stream:
@@ -64,7 +66,17 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> DevicePool:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
-    made = DevicePool(LAYOUT, 4)
+    return noting(LAYOUT, monkeypatch)
+
+
+@pytest.fixture
+def windowed(pool: DevicePool, monkeypatch: pytest.MonkeyPatch) -> DevicePool:
+    """The same, of slots that can be cut."""
+    return noting(WINDOWED, monkeypatch)
+
+
+def noting(layout: BlockLayout, monkeypatch: pytest.MonkeyPatch) -> DevicePool:
+    made = DevicePool(layout, 4)
     made._down, made._up = Stream(), Stream()  # type: ignore[assignment]
     enqueue = made._enqueue
 
@@ -130,8 +142,37 @@ def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool: Dev
     assert "copy in" in compute()
 
 
-def frames_of(count: int) -> list[Frame]:
-    arena = FrameArena(LAYOUT, count)
+def test_slots_that_share_memory_wait_for_each_others_copies(
+    windowed: DevicePool,
+) -> None:
+    """A part of a slot that is cut goes to a new owner before the whole block is out."""
+    pool = windowed
+    (frame,) = frames_of(1, WINDOWED)
+    whole = pool.take()
+    assert whole is not None
+    pool.copy_out(whole, frame)
+    pool.lessen(whole)
+    part, other = pool.take(lesser=True), pool.take()
+    assert part is not None and other is not None and part != whole
+    pool.move(other, part)
+    assert "copy out" in compute(), "compute writes to the part"
+    pool.copy_out(whole, frame)
+    pool.give(part)
+    assert part == pool.take(lesser=True)
+    (lesser,) = frames_of(1, WINDOWED)
+    lesser.part = Part.LASTING
+    compute().clear()
+    pool.copy_in([lesser], [part], [Part.LASTING])
+    assert pool._up is not None and "copy out" in pool._up.behind  # type: ignore[attr-defined]
+    assert not pool.arrived(part)
+    pool.copy_out(whole, frame)
+    assert pool._down is not None and "copy in" in pool._down.behind  # type: ignore[attr-defined]
+    pool.settle(whole)
+    assert "copy in" in compute(), "it may be its memory"
+
+
+def frames_of(count: int, layout: BlockLayout = LAYOUT) -> list[Frame]:
+    arena = FrameArena(layout, count)
     return [frame for frame in (arena.take() for _ in range(count)) if frame is not None]
 
 

@@ -52,6 +52,10 @@ class MemoryCounters:
             kind = EventKind.STORED if source is None else EventKind.MOVED
             self._tell(kind, block, tier, source=source)
 
+    def moved_slot(self, slot: int, to: int) -> None:
+        """A block moved within the device."""
+        self._slot_since_s[to] = self._slot_since_s[slot]
+
     def moved_frame(self, number: int, to: int) -> None:
         """A block's bytes moved within the host."""
         self._frame_since_s[to] = self._frame_since_s[number]

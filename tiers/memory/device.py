@@ -9,6 +9,7 @@ in both directions run beside compute.
 
 from array import array
 from collections.abc import Iterable, Sequence
+from math import prod
 
 import torch
 
@@ -34,8 +35,25 @@ class Copy:
 DONE = Copy()
 
 
+ALIGN_BYTES = 64  # where a lesser slot begins
+
+
+def slot_nbytes(layout: BlockLayout) -> int:
+    """Bytes of a whole slot. One that may be cut has room for parts that begin aligned."""
+    if layout.num_lesser == 1:
+        return layout.nbytes
+    return -(-layout.nbytes // (layout.num_lesser * ALIGN_BYTES)) * layout.num_lesser * ALIGN_BYTES
+
+
 class DevicePool:
-    """`[num_blocks, *layout.shape]` on `device`, and on a GPU one block more, `scratch`.
+    """`num_blocks` slots on `device`, and on a GPU one more, `scratch`. `tensor[slot]` has the
+    layout's shape.
+
+    If the layout has windows, a slot may be cut into `num_lesser` slots for blocks without them,
+    and is whole again once all of these are free. `tensor` has a row for each lesser slot, and rows
+    overlap: that of a whole slot extends over the rows after it, and of that of a lesser slot only
+    the lasting part belongs to the block. So the numbers of whole slots are multiples of
+    `num_lesser`, and readers of a block table need not know which size a slot has.
 
     Invariant: every slot is either free here or owned by exactly one `Block`. A node's pool has no
     slots.
@@ -44,26 +62,32 @@ class DevicePool:
     def __init__(self, layout: BlockLayout, num_blocks: int, device: str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_lesser = lesser = layout.num_lesser
+        self.num_slots = num_blocks * lesser
         self.device = torch.device(device)
         # A GPU's decode graphs write the rows that fill a batch up to a block that is nobody's.
-        self.scratch = num_blocks if self.device.type == "cuda" else None
-        self.tensor = torch.zeros(
-            (num_blocks + (self.scratch is not None), *layout.shape),
-            dtype=layout.torch_dtype,
-            device=self.device,
+        self.scratch = self.num_slots if self.device.type == "cuda" else None
+        self._memory, self.tensor = _overlapping(
+            layout, self.num_slots + (self.scratch is not None), self.device
         )
         self._lasting = layout.lasting_nbytes // layout.torch_dtype.itemsize
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
         # Of each slot a number of its owner, never used again: rows that were read under the same
         # number are still what the slot holds, as far as the owner had written them.
-        self.owners = array("q", bytes(8 * num_blocks))
+        self.owners = array("q", bytes(8 * self.num_slots))
         self._num_owners = 0
-        self._free = array("i", range(num_blocks - 1, -1, -1))
+        self._free = array("i", range(self.num_slots - lesser, -1, -lesser))
+        # Of slots that are cut, by the number of the whole slot: free lesser ones, and how many
+        # others there are.
+        self._cut: dict[int, list[int]] = {}
+        self._num_used: dict[int, int] = {}
+        self.num_lesser_taken = 0
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
-        self._leaving: dict[int, torch.cuda.Event] = {}  # slots that are being copied out
+        # Copies under way by the whole slot. Of those in one direction the last ends last.
+        self._leaving: dict[int, torch.cuda.Event] = {}  # out of slots
         self._filling: dict[int, torch.cuda.Event] = {}  # and the frames that they go to
-        self._arriving: dict[int, torch.cuda.Event] = {}  # slots that are being copied in
+        self._arriving: dict[int, torch.cuda.Event] = {}  # into slots
         if self.device.type == "cuda":
             self._down = torch.cuda.Stream(self.device)
             self._up = torch.cuda.Stream(self.device)
@@ -71,15 +95,67 @@ class DevicePool:
     def touch(self, max_bytes: int) -> None:
         """Touches the memory of the slots that will be taken first."""
         assert self.num_free == self.num_blocks
-        self.tensor[: max_bytes // self.layout.nbytes].zero_()
+        self._memory[: max_bytes // self.layout.torch_dtype.itemsize].zero_()
 
     @property
     def num_free(self) -> int:
+        """Free whole slots."""
         return len(self._free)
 
-    def take(self) -> int | None:
-        """A free slot, or None. Its rows are left over from its last owner."""
+    @property
+    def num_cut(self) -> int:
+        """Slots that are cut."""
+        return len(self._num_used)
+
+    @property
+    def num_taken(self) -> int:
+        """Slots of either size that have an owner."""
+        return self.num_blocks - len(self._free) - self.num_cut + self.num_lesser_taken
+
+    @property
+    def num_lesser_free(self) -> int:
+        """Lesser slots that can be taken without cutting a slot."""
+        return self.num_cut * self.num_lesser - self.num_lesser_taken
+
+    def whole_of(self, slot: int) -> int:
+        """The whole slot in whose memory a slot is: which one, from 0 on."""
+        return slot // self.num_lesser
+
+    def is_lesser(self, slot: int) -> bool:
+        """Whether a slot that has an owner is a lesser one."""
+        return slot // self.num_lesser in self._num_used
+
+    def take(self, *, lesser: bool = False) -> int | None:
+        """A free slot, or None. Its rows are left over from its last owner. With `lesser`, it may
+        have room for a block without its windows alone."""
+        if lesser and self.num_lesser > 1:
+            return self._take_lesser()
         return self.hand_on(self._free.pop()) if self._free else None
+
+    def _take_lesser(self) -> int | None:
+        if not self._cut:
+            if not self._free:
+                return None
+            self._cut_slot(self._free.pop(), in_use=0)
+        number, free = next(iter(self._cut.items()))
+        slot = free.pop()
+        self._num_used[number] += 1
+        self.num_lesser_taken += 1
+        if not free:
+            del self._cut[number]
+        return self.hand_on(slot)
+
+    def _cut_slot(self, slot: int, *, in_use: int) -> None:
+        """Cut a whole slot, of whose lesser slots the first `in_use` are taken."""
+        number = slot // self.num_lesser
+        self._cut[number] = list(range(slot + self.num_lesser - 1, slot + in_use - 1, -1))
+        self._num_used[number] = in_use
+        self.num_lesser_taken += in_use
+
+    def lessen(self, slot: int) -> None:
+        """Make a whole slot a lesser one of the same number and owner. The others become free."""
+        assert self.num_lesser > 1 and not self.is_lesser(slot), f"slot {slot} is no whole one"
+        self._cut_slot(slot, in_use=1)
 
     def hand_on(self, slot: int) -> int:
         """Passes the slot to a new owner. The last one's rows may still be on their way in or out:
@@ -90,8 +166,38 @@ class DevicePool:
 
     def give(self, slot: int) -> None:
         """Gives a slot back. Nothing may refer to it any more."""
+        if self._num_used and (number := slot // self.num_lesser) in self._num_used:
+            self._cut.setdefault(number, []).append(slot)
+            self._num_used[number] -= 1
+            self.num_lesser_taken -= 1
+            if self._num_used[number]:
+                return
+            assert len(self._cut[number]) == self.num_lesser, "a slot was given back twice"
+            del self._cut[number], self._num_used[number]
+            slot = number * self.num_lesser
         assert len(self._free) < self.num_blocks, "a slot was given back twice"
         self._free.append(slot)
+
+    def reuse(self, slot: int, *, lesser: bool = False) -> int | None:
+        """A slot for a new owner in place of this one. None: more slots must be given up."""
+        if self.num_lesser == 1 or self.is_lesser(slot) == lesser:
+            return self.hand_on(slot)
+        self.give(slot)
+        return self.take(lesser=lesser)
+
+    def take_last(self, slot: int) -> None:
+        """Of the slots that are cut, take parts of the one with this slot after all others."""
+        number = slot // self.num_lesser
+        self._cut[number] = self._cut.pop(number)
+
+    def move(self, slot: int, to: int) -> None:
+        """Copy the lasting part of a block from one slot to another, in compute order. They have
+        the same owner from here on. Raises CopyFailed."""
+        self.settle(slot)
+        self.settle(to)
+        target, source = self._pair(self.tensor[to], self.tensor[slot], Part.LASTING)
+        self._put([(target, source)])
+        self.owners[to] = self.owners[slot]
 
     def copy_out(self, slot: int, frame: Frame) -> Copy:
         """Copy a block, or the part that the frame is to have, to a host frame. Its rows must not
@@ -100,10 +206,11 @@ class DevicePool:
         if self._down is None:
             self._put([(target, source)])
             return DONE
-        if (event := self._arriving.get(slot)) is not None:
+        number = slot // self.num_lesser
+        if (event := self._arriving.get(number)) is not None:
             self._down.wait_event(event)
         copy = self._enqueue(self._down, [(target, source)])
-        self._leaving[slot] = copy
+        self._leaving[number] = copy
         self._filling = _under_way(self._filling)
         self._filling[frame.number] = copy
         return Copy(copy)
@@ -121,14 +228,15 @@ class DevicePool:
         if self._up is None or self._down is None:
             self._put(pairs)
             return DONE
-        for slot in slots:
-            if self._leaving and (event := self._leaving.pop(slot, None)) is not None:
+        numbers = [slot // self.num_lesser for slot in slots]
+        for number in numbers:
+            if self._leaving and (event := self._leaving.pop(number, None)) is not None:
                 self._up.wait_event(event)
         for frame in frames:
             if (event := self._filling.get(frame.number)) is not None:
                 self._up.wait_event(event)  # it is still on its way down
         copy = self._enqueue(self._up, pairs)
-        self._arriving |= dict.fromkeys(slots, copy)
+        self._arriving |= dict.fromkeys(numbers, copy)
         return Copy(copy)
 
     @property
@@ -139,17 +247,19 @@ class DevicePool:
 
     def arrived(self, slot: int) -> bool:
         """Whether the slot's rows have arrived. Queries the device without waiting."""
-        event = self._arriving.get(slot)
+        number = slot // self.num_lesser
+        event = self._arriving.get(number)
         if event is not None and event.query():
-            del self._arriving[slot]
+            del self._arriving[number]
             return True
         return event is None
 
     def settle(self, slot: int) -> None:
         """Makes compute wait for the slot's rows, if they are still being copied in, or out for an
         owner before. Call it before compute reads the slot, or writes to it first."""
+        number = slot // self.num_lesser
         for under_way in (self._arriving, self._leaving):
-            if under_way and (event := under_way.pop(slot, None)) is not None:
+            if under_way and (event := under_way.pop(number, None)) is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)
 
     def _pair(
@@ -201,6 +311,21 @@ class DevicePool:
                 raise
             event.record(stream)
         return event
+
+
+def _overlapping(
+    layout: BlockLayout, num_rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory, and its view as `num_rows` blocks, each of which begins where a lesser slot does."""
+    size, dtype = prod(layout.shape), layout.torch_dtype
+    if layout.num_lesser == 1:
+        tensor = torch.zeros((num_rows, *layout.shape), dtype=dtype, device=device)
+        return tensor.view(-1), tensor
+    stride = slot_nbytes(layout) // dtype.itemsize // layout.num_lesser
+    # The last row, too, is followed by as many numbers as a whole block has.
+    memory = torch.zeros((num_rows + layout.num_lesser - 1) * stride, dtype=dtype, device=device)
+    rows = memory.as_strided((num_rows, size), (stride, 1))
+    return memory, rows if len(layout.shape) == 1 else rows.unflatten(1, layout.shape)
 
 
 def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:

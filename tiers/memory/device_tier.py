@@ -3,7 +3,7 @@
 Only this module changes `Block.device`. Engine thread only.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from tiers.memory.block import DEVICE_MOVES, Block, DeviceState
 from tiers.memory.device import DevicePool
@@ -14,23 +14,115 @@ ABSENT, FILLING, IN_USE, EVICTABLE, PINNED = DeviceState
 
 class DeviceTier:
     """Invariants: a block has a slot exactly while it is not ABSENT. The policy knows a block while
-    it is IN_USE, EVICTABLE or PINNED, and may choose it only while it is EVICTABLE."""
+    it is IN_USE, EVICTABLE or PINNED, and may choose it only while it is EVICTABLE. A block in a
+    lesser slot lacks its windows there."""
 
     def __init__(self, pool: DevicePool, policy: Policy[Block]) -> None:
         self.pool = pool
         self.policy = policy
         self.num_idle = 0  # unused blocks: EVICTABLE or PINNED
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED, coldest first
+        self._cuts = pool.num_lesser > 1
+        # Blocks in lesser slots, by the whole slot, and how many of these are FILLING or IN_USE.
+        self._beside: dict[int, set[Block]] = {}
+        self._used_beside: dict[int, int] = {}
+        # Unused blocks in whole slots whose last use did not need their windows; oldest first.
+        self._passed: OrderedDict[Block, None] = OrderedDict()
 
     @property
     def num_allocatable(self) -> int:
-        """Slots that are free or can be freed now."""
-        return self.pool.num_free + self.num_idle
+        """Whole slots that are free or can be freed now."""
+        num_free, num_idle = self.pool.num_free, self.num_idle
+        if self._beside:
+            used = self._used_beside
+            num_idle -= self.pool.num_lesser_taken - sum(used.values())
+            num_free += len(self._beside) - len(used)
+        return num_free + num_idle
 
     def settle(self, block: Block, slot: int) -> None:
         """Move the block from ABSENT to FILLING and give it this slot."""
         self._move(block, FILLING)
         block.slot, block.slot_whole = slot, True
+        if self._cuts:
+            self._came_to(block, slot)
+
+    def moved(self, block: Block, slot: int) -> int:
+        """Give the block another slot. Returns the one that it had."""
+        old = block.slot
+        assert old is not None
+        self._left(block)
+        block.slot = slot
+        self._came_to(block, slot)
+        return old
+
+    def exchange(self, block: Block, other: Block) -> None:
+        """Give each of two blocks the slot of the other."""
+        self._left(block)
+        self._left(other)
+        block.slot, other.slot = other.slot, block.slot
+        for each in (block, other):
+            assert each.slot is not None
+            self._came_to(each, each.slot)
+
+    def lessened(self, block: Block) -> None:
+        """Take in that the block's slot was cut and the block has the first part."""
+        assert block.slot is not None
+        block.slot_whole = False
+        self._came_to(block, block.slot)
+
+    def beside(self, slot: int) -> list[Block]:
+        """The blocks in lesser slots of the whole slot in which this one is, if nobody uses any of
+        them."""
+        number = self.pool.whole_of(slot)
+        return [] if number in self._used_beside else list(self._beside.get(number, ()))
+
+    def passed(self, block: Block) -> None:
+        """Take in that a block's last use did not need its windows."""
+        if self._cuts and block.device is EVICTABLE:
+            self._passed[block] = None
+
+    def next_passed(self) -> Block | None:
+        """The next block to give up its windows. It is asked about once."""
+        while self._passed:
+            block, _ = self._passed.popitem(last=False)
+            if (
+                block.device is EVICTABLE
+                and block.slot is not None
+                and not block.use.windows
+                and not self.pool.is_lesser(block.slot)
+            ):
+                return block
+        return None
+
+    def _came_to(self, block: Block, slot: int) -> None:
+        if self.pool.is_lesser(slot):
+            block.slot_whole = False
+            self._beside.setdefault(self.pool.whole_of(slot), set()).add(block)
+            if block.device in (FILLING, IN_USE):
+                self._count_use(block, 1)
+
+    def _left(self, block: Block) -> None:
+        assert block.slot is not None
+        number = self.pool.whole_of(block.slot)
+        if block not in (beside := self._beside.get(number, ())):
+            return
+        if block.device in (FILLING, IN_USE):
+            self._count_use(block, -1)
+        if len(beside) == 1:
+            del self._beside[number]
+        else:
+            self._beside[number].remove(block)
+
+    def _count_use(self, block: Block, change: int) -> None:
+        """Count users of blocks in lesser slots."""
+        assert block.slot is not None
+        number = self.pool.whole_of(block.slot)
+        if block in self._beside.get(number, ()):
+            count = self._used_beside.get(number, 0) + change
+            if count:
+                self._used_beside[number] = count
+            else:
+                del self._used_beside[number]
 
     def hand_over(self, block: Block, to: Block) -> None:
         """Give the slot of a FILLING block to the block `to`."""
@@ -49,6 +141,8 @@ class DeviceTier:
             del self._pinned[block]
         block.device = IN_USE
         self.num_idle -= 1
+        if self._beside:
+            self._count_use(block, 1)
 
     def use_run(self, blocks: list[Block]) -> None:
         """Move EVICTABLE blocks to IN_USE. The hot path of a lookup."""
@@ -58,10 +152,15 @@ class DeviceTier:
             hold(block)
             block.device = IN_USE
         self.num_idle -= len(blocks)
+        if self._beside:
+            for block in blocks:
+                self._count_use(block, 1)
 
     def idle(self, block: Block, use: Use) -> None:
         """Move the block from FILLING or IN_USE to EVICTABLE or PINNED: its last user has released
         it."""
+        if self._beside:
+            self._count_use(block, -1)
         if block.device is IN_USE:
             if not block.pinned:
                 self.policy.release(block, use)
@@ -86,6 +185,9 @@ class DeviceTier:
             release(block, use)
             block.device = EVICTABLE
         self.num_idle += len(blocks)
+        if self._beside:
+            for block in blocks:
+                self._count_use(block, -1)
 
     def pin(self, block: Block) -> None:
         """Take in that an operator has pinned the block."""
@@ -128,6 +230,9 @@ class DeviceTier:
         owner."""
         slot = block.slot
         assert slot is not None
+        if self._cuts:
+            self._left(block)
+            self._passed.pop(block, None)
         self._move(block, ABSENT)
         block.slot = None
         return slot
@@ -150,8 +255,10 @@ class DeviceTier:
         `blocks`."""
         slots = [block.slot for block in blocks if block.slot is not None]
         assert len(slots) == len(set(slots)), "two blocks own one slot"
-        used = self.pool.num_blocks - self.pool.num_free
+        used = self.pool.num_taken
         assert used == len(slots) + private_slots, f"{used} slots used, {len(slots)} owned"
+        if self._cuts:
+            self._check_lesser([block for block in blocks if block.slot is not None])
         idle = [b for b in blocks if b.device in (EVICTABLE, PINNED)]
         assert len(idle) == self.num_idle, "the device policy lost or kept a block"
         for block in blocks:
@@ -160,3 +267,15 @@ class DeviceTier:
                 in_use = block.device in (FILLING, IN_USE)
                 assert in_use == (block.ref_count > 0), f"{block} is in use?"
             assert (block in self._pinned) == (block.device is PINNED), f"{block} is pinned?"
+
+    def _check_lesser(self, blocks: list[Block]) -> None:
+        """Assert that lesser slots and their users are counted. No private block is in one."""
+        pool = self.pool
+        lesser = [b for b in blocks if b.slot is not None and pool.is_lesser(b.slot)]
+        assert pool.num_lesser_taken == len(lesser) == sum(map(len, self._beside.values()))
+        assert len(self._beside) == pool.num_cut
+        used = Counter(pool.whole_of(b.slot or 0) for b in lesser if b.ref_count)
+        assert used == self._used_beside, "users of lesser slots were miscounted"
+        for block in lesser:
+            assert block.slot is not None and not block.slot_whole, f"{block} has no windows there"
+            assert block in self._beside[pool.whole_of(block.slot)]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from tiers.blocks.frames import Arena, Frame, FrameArena
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
+from tiers.errors import CopyFailed
 from tiers.memory.block import NEVER_USED, Below, Block, BlockState, DeviceState, HostState
 from tiers.memory.claims import Claims
 from tiers.memory.copies import Copies
@@ -60,7 +61,7 @@ class Residency:
         self.counters = MemoryCounters(
             pool.layout.nbytes,
             stream or EventStream(),
-            num_slots=pool.num_blocks,
+            num_slots=pool.num_slots,
             num_frames=num_frames * pool.layout.num_lesser,
         )
         self.copies = Copies(self.host, self.counters)
@@ -72,6 +73,7 @@ class Residency:
         self.on_lost: Callable[[Block], None] = lambda block: None
         self.on_left_host: Callable[[Block], None] | None = None  # of clean ones that left
         self.num_slots_taken = self.num_frames_taken = 0  # count up, from blocks that had to leave
+        self.num_moved = 0  # counts up: blocks that got another slot while sequences may use them
         self.host_moves = host_moves
         # Residencies that share one order of eviction may have to give up each other's blocks.
         self.holder_of: Callable[[Block], Residency] = lambda block: self
@@ -171,6 +173,7 @@ class Residency:
             for block in passed:
                 if not block.ref_count:
                     block.use = use
+                    self.device.passed(block)
                     self.host.sync(block)
 
     def _idle(self, blocks: list[Block], use: Use) -> None:
@@ -215,28 +218,127 @@ class Residency:
 
     @property
     def num_allocatable(self) -> int:
-        """The number of slots that `take_slot` could return now."""
+        """The number of whole slots that `take_slot` could return now."""
         return self.device.num_allocatable
 
-    def take_slot(self, block: Block, tenant: Hashable) -> int | None:
-        """Gives the block a slot, evicting the coldest unreferenced block if necessary."""
+    def take_slot(self, block: Block, tenant: Hashable, *, lesser: bool = False) -> int | None:
+        """Gives the block a slot, evicting the coldest unreferenced block if necessary. With
+        `lesser`, it is one for a block without its windows."""
         self._claims.claim_slot(block, tenant)
-        slot = self.pool.take()
+        slot = self.pool.take(lesser=lesser)
         if slot is None:
-            victim = self.device.victim()
-            if victim is None:
-                self._claims.release_slot(block)
-                return None
-            cause = self._claims.cause(TierName.DEVICE, victim, tenant)
-            slot = self.pool.hand_on(self._leave_device(victim, cause))
+            slot = self._free_slot(tenant, lesser)
+        if slot is None:
+            self._claims.release_slot(block)
+            return None
         self.device.settle(block, slot)
         return slot
+
+    def _free_slot(self, tenant: Hashable, lesser: bool) -> int | None:
+        """A slot for a new owner, where none is free. Windows that no use needed leave before
+        blocks."""
+        slot = None
+        while slot is None:
+            if self._lessen_slot():
+                slot = self.pool.take(lesser=lesser)
+                continue
+            victim = self.device.victim()
+            if victim is None:
+                return None
+            cause = self._claims.cause(TierName.DEVICE, victim, tenant)
+            left = self._leave_device(victim, cause)
+            slot = self.pool.reuse(left, lesser=lesser)
+            if slot is None and self._gather(left):
+                slot = self.pool.take()
+        return slot
+
+    def _lessen_slot(self) -> bool:
+        """Make room on the device by giving up windows that no use needed. False if there are
+        none."""
+        block = self.device.next_passed()
+        while block is not None and not self._may_lose_windows(block):
+            block = self.device.next_passed()
+        if block is None:
+            return False
+        assert block.slot is not None
+        if self.pool.num_lesser_free:
+            self._move_down(block)
+        else:
+            self.pool.lessen(block.slot)
+            self.device.lessened(block)
+        return True
+
+    def _may_lose_windows(self, block: Block) -> bool:
+        """Whether the device may give up the block's windows: the host or a lower tier has them,
+        or, if there is none, nobody else could."""
+        if block.held_below or self.frames is None:
+            return True
+        if block.frame is None:
+            return self.demote(block)
+        return block.frame.part is Part.WHOLE
+
+    def _move_down(self, block: Block) -> bool:
+        """Move a block that nobody uses to a free lesser slot. False if the copy failed."""
+        slot = self.pool.take(lesser=True)
+        assert slot is not None and block.slot is not None
+        try:
+            self.pool.move(block.slot, slot)
+        except CopyFailed as error:
+            self.pool.give(slot)
+            self.copies.failed(TierName.DEVICE, error)
+            return False
+        self._change_slot(block, slot)
+        return True
+
+    def _change_slot(self, block: Block, slot: int) -> None:
+        assert block.slot is not None
+        self.counters.moved_slot(block.slot, slot)
+        self.pool.give(self.device.moved(block, slot))
+
+    def _gather(self, slot: int) -> bool:
+        """After a lesser slot was given back, empty the slot that it is part of, if nobody uses the
+        other parts and they have room elsewhere. False if it could not be done."""
+        blocks = self.device.beside(slot)
+        if not blocks or self.pool.num_lesser_free < self.pool.num_lesser:
+            return False
+        self.pool.take_last(slot)
+        moved = [self._move_down(block) for block in blocks]
+        return all(moved)
+
+    def widen(self, block: Block) -> bool:
+        """Move a block to a whole slot, with room for its windows. It may be in use: sequences that
+        have its slot in their tables must look again, see `num_moved`. False if there is none.
+        Raises CopyFailed."""
+        assert block.slot is not None and block.ref_count, f"{block} may leave"
+        if not self.pool.is_lesser(block.slot):
+            return True
+        block.busy += 1  # its frame has its windows
+        self.host.sync(block)
+        slot = self.pool.take()
+        if slot is None:
+            slot = self._free_slot(block.scope, lesser=False)
+        block.busy -= 1
+        self.host.sync(block)
+        if slot is None:
+            return False
+        try:
+            self.pool.move(block.slot, slot)
+        except CopyFailed:
+            self.pool.give(slot)
+            raise
+        self._change_slot(block, slot)
+        self.num_moved += 1
+        return True
 
     def take_back(self, block: Block) -> None:
         """Frees the slot that a block was just given and that was never filled."""
         self._claims.release_slot(block)
         self.pool.give(self.device.leave(block))
         self.host.sync(block)
+
+    def lacks_slot(self, block: Block) -> bool:
+        """Whether the block has no whole slot."""
+        return block.slot is None or self.pool.is_lesser(block.slot)
 
     def hand_over(self, block: Block, to: Block) -> None:
         """The slot of a block that nobody else has is `to`'s from now on."""
@@ -248,9 +350,15 @@ class Residency:
         self._drop_lesser_frame(to)
 
     def complete(self, block: Block, whole: Block) -> None:
-        """A slot that lacks windows gets them from that of the block's equal."""
+        """A slot that lacks windows gets them from that of the block's equal, or becomes that one.
+        Raises CopyFailed."""
         assert block.slot is not None and whole.slot is not None and whole.slot_whole
-        self.pool.copy_rows(whole.slot, block.slot, self.pool.layout.block_size)
+        if self.pool.is_lesser(block.slot):
+            self.counters.moved_slot(block.slot, whole.slot)
+            self.device.exchange(block, whole)
+            self.num_moved += 1
+        else:
+            self.pool.copy_rows(whole.slot, block.slot, self.pool.layout.block_size)
         block.slot_whole = True
         self._regained_windows(block)
         self._drop_lesser_frame(block)

@@ -309,16 +309,22 @@ class Promoter:
         whole_from = len(ticket.blocks) - self._reach if self._reach else 0
         for number, block in enumerate(ticket.blocks[start:], start):
             if block.slot is None:
-                ready = block.state is READY
-                if not ready or residency.take_slot(block, block.scope) is None:
+                if block.state is not READY:
                     break
                 assert block.frame is not None, block
-                lifted.append(block)
                 whole = number >= whole_from and block.frame.part is Part.WHOLE
-                parts.append(Part.WHOLE if whole else Part.LASTING)
-            elif number >= whole_from and not block.slot_whole and block.is_whole:
+                if residency.take_slot(block, block.scope, lesser=not whole) is None:
+                    break
                 lifted.append(block)
-                parts.append(Part.WINDOW)
+                parts.append(Part.WHOLE if whole else Part.LASTING)
+            elif self._reach and number >= whole_from and not block.slot_whole:
+                if lifted:
+                    self._copy_up(ticket, lifted, parts)
+                    lifted, parts = [], []
+                # Its frame may have to leave for another block; then `stand` has it read again.
+                if not (block.is_whole and residency.widen(block)):
+                    break
+                self._copy_up(ticket, [block], [Part.WINDOW])
             ticket.num_on_device += 1
             if len(lifted) == BLOCKS_PER_LIFT:
                 self._copy_up(ticket, lifted, parts)

@@ -1,0 +1,251 @@
+"""A slot may be cut into slots for blocks without windows, and is whole again when empty."""
+
+import random
+
+import pytest
+import torch
+
+from tests.support.chain_runner import chain_layout
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
+from tiers.blocks.layout import BlockLayout, LayerLayout
+from tiers.cache import CacheSettings, TieredCache
+from tiers.errors import CopyFailed
+from tiers.memory.block import Block
+from tiers.memory.device import DevicePool, slot_nbytes
+from tiers.policy.policy import Use
+from tiers.transfer.ticket import Progress, Ticket
+
+FULL, SLIDING = LayerLayout(1, 8, 8), LayerLayout(1, 8, 8, window=40)
+LAYOUT = BlockLayout((FULL, SLIDING, SLIDING, SLIDING), 16, "float32")
+UNEVEN = BlockLayout((LayerLayout(1, 24, 8), *[LayerLayout(3, 8, 8, window=9)] * 3), 16, "float32")
+SIZE = 4
+ROOT = CacheScope(tenant=b"cut").root()
+
+
+def rows_of(pool: DevicePool, slot: int) -> torch.Tensor:
+    """The numbers in a slot that has an owner."""
+    rows = pool.tensor[slot].view(-1)
+    return rows[: pool._lasting] if pool.is_lesser(slot) else rows
+
+
+def taken(slot: int | None) -> int:
+    assert slot is not None
+    return slot
+
+
+def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_needs() -> None:
+    plain = BlockLayout((FULL, FULL), 16, "float32")
+    assert plain.nbytes == slot_nbytes(plain)
+    pool = DevicePool(plain, 3)
+    assert (1, 3) == (pool.num_lesser, len(pool.tensor)) and pool.tensor.is_contiguous()
+    assert taken(pool.take(lesser=True)) == 0 and not pool.is_lesser(0)
+    assert LAYOUT.nbytes == slot_nbytes(LAYOUT)
+    assert 0 <= slot_nbytes(UNEVEN) - UNEVEN.nbytes < 64 * UNEVEN.num_lesser
+    for layout in (LAYOUT, UNEVEN):
+        assert 12 * layout.num_lesser == len(DevicePool(layout, 12).tensor)
+
+
+def test_a_slot_is_cut_when_needed_and_whole_when_empty() -> None:
+    pool = DevicePool(LAYOUT, 2)
+    whole, *lesser = taken(pool.take()), *(taken(pool.take(lesser=True)) for _ in range(4))
+    assert pool.take() is pool.take(lesser=True) is None
+    assert (0, 5, 1) == (pool.num_free, pool.num_taken, pool.num_cut)
+    for slot in lesser[1:]:
+        pool.give(slot)
+    assert pool.take() is None and pool.num_lesser_free == 3
+    pool.give(lesser[0])
+    assert (1, 1, 0) == (pool.num_free, pool.num_taken, pool.num_cut)
+    owner = pool.owners[whole]
+    pool.lessen(whole)
+    assert pool.is_lesser(whole) and owner == pool.owners[whole]
+    assert 3 == pool.num_lesser_free
+    assert whole == pool.reuse(whole) and not pool.is_lesser(whole)
+    assert (1, 1) == (pool.num_free, pool.num_taken)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("seed", range(5))
+def test_slots_of_both_sizes_never_overlap_and_none_is_lost(seed: int, layout: BlockLayout) -> None:
+    chance = random.Random(seed)
+    pool = DevicePool(layout, 6)
+    held: dict[int, torch.Tensor] = {}
+
+    def fill(slot: int) -> None:
+        held[slot] = torch.rand_like(rows_of(pool, slot))
+        rows_of(pool, slot).copy_(held[slot])
+
+    for _ in range(600):
+        act = chance.random()
+        if act < 0.5:
+            slot = pool.take(lesser=chance.random() < 0.7)
+            if slot is not None:
+                fill(slot)
+        elif held:
+            slot = chance.choice(list(held))
+            lesser = pool.is_lesser(slot)
+            rows = held.pop(slot)
+            to = pool.take(lesser=chance.random() < 0.8) if act < 0.7 else None
+            if act < 0.6 and not lesser:
+                if to is not None:
+                    pool.give(to)
+                pool.lessen(slot)
+                held[slot] = rows[: pool._lasting]
+            elif to is not None:
+                pool.move(slot, to)
+                assert pool.owners[to] == pool.owners[slot]
+                pool.give(slot)
+                rows_of(pool, to)[pool._lasting :] = 0.5
+                held[to] = rows_of(pool, to).clone()
+                assert torch.equal(held[to][: pool._lasting], rows[: pool._lasting])
+            elif act < 0.8:
+                other = pool.reuse(slot, lesser=chance.random() < 0.5)
+                if other is not None:
+                    fill(other)
+            else:
+                pool.give(slot)
+        assert len(held) == pool.num_taken
+        assert all(torch.equal(rows_of(pool, slot), rows) for slot, rows in held.items())
+    for slot in held:
+        pool.give(slot)
+    assert (6, 0) == (pool.num_free, pool.num_taken)
+    assert all(pool.take() is not None for _ in range(6))
+
+
+class Server:
+    """A device without a host: prompts of a few conversations, which run beside each other."""
+
+    def __init__(self, num_blocks: int, windowed: int) -> None:
+        layout = chain_layout(SIZE, window=6, windowed=windowed)
+        settings = CacheSettings(device_bytes=num_blocks * layout.nbytes, host_bytes=0)
+        self.cache = TieredCache(layout, settings)
+        self.running: list[tuple[Chain, list[Block]]] = []
+
+    def begin(self, chain: Chain) -> Ticket | None:
+        """Run a prompt, as far as there are slots. The ticket that it began with."""
+        ticket = self.cache.open(chain)
+        if self.cache.advance(ticket) is not Progress.READY:
+            self.cache.close_ticket(ticket)
+            return None
+        num_hit, blocks = len(ticket.blocks), list(ticket.blocks)
+        needed = chain.num_blocks - num_hit
+        if needed > self.cache.num_allocatable:
+            self.cache.close_ticket(ticket)
+            return None
+        blocks += self.cache.tables.plan(chain, num_hit)
+        self.running.append((chain, blocks))
+        for number in range(num_hit, len(blocks)):
+            self.cache.tables.provide(blocks[number])  # there is room, so it says
+            if number < len(chain.keys):
+                blocks[number] = self.cache.tables.commit(chain, number, blocks[number])
+        return ticket
+
+    def end(self, place: int = 0) -> None:
+        chain, blocks = self.running.pop(place)
+        self.cache.tables.release(chain, blocks, chain.num_tokens)
+
+
+def prompt(kind: int, num_blocks: int) -> Chain:
+    return Chain(ROOT, [9, 9, 9, 9, *[kind] * (num_blocks * SIZE - 2)], SIZE)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_as_many_whole_slots_can_be_taken_as_are_said_to_be(seed: int) -> None:
+    chance = random.Random(seed)
+    server = Server(24, windowed=1 + seed % 3)
+    residency = server.cache.residency
+    lesser = 0
+    for _ in range(200):
+        if server.running and chance.random() < 0.55:
+            server.end(chance.randrange(len(server.running)))
+        else:
+            server.begin(prompt(chance.randrange(5), chance.randint(1, 9)))
+        in_use = {id(b): b for _, blocks in server.running for b in blocks if b.slot is not None}
+        private = [b for b in in_use.values() if b.key is None and b.parent is None]
+        residency.check(len(private))
+        lesser = max(lesser, residency.pool.num_lesser_taken)
+        if chance.random() < 0.05:
+            said = residency.num_allocatable
+            blocks = [Block(0.0) for _ in range(said + 1)]
+            slots = [residency.take_slot(block, None) for block in blocks]
+            assert [False] * said + [True] == [slot is None for slot in slots]
+            for block in blocks[:said]:
+                residency.take_back(block)
+    assert lesser > 4
+
+
+def conversation(server: Server, kind: int, num_blocks: int) -> None:
+    for _ in range(2):  # the second use needs the last windows alone
+        assert server.begin(prompt(kind, num_blocks)) is not None
+        server.end()
+
+
+def test_windows_that_no_use_needed_leave_the_device_before_any_block() -> None:
+    server = Server(21, windowed=3)
+    pool = server.cache.pool
+    for kind in range(3):
+        conversation(server, kind, 10)
+    for kind in range(3):
+        ticket = server.begin(prompt(kind, 10))
+        assert ticket is not None and len(ticket.sources) == 10
+        server.end()
+    held = 1 + 3 * 10  # the first block is everybody's, and each has a partly filled one
+    assert server.cache.stats().device.num_blocks == pool.num_taken == held > pool.num_blocks
+
+
+def test_windows_that_were_needed_again_stay() -> None:
+    server = Server(23, windowed=3)
+    conversation(server, 0, 10)
+    short = Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE)  # ends with the fourth block
+    assert server.begin(short) is not None
+    server.end()
+    for kind in (1, 2):
+        conversation(server, kind, 10)
+    blocks = server.cache.index.match(prompt(0, 10))
+    assert [2, 3, 8, 9] == [block.depth for block in blocks[1:] if block.slot_whole]
+
+
+def test_a_prefix_that_ends_in_a_block_without_windows_is_computed_and_then_whole() -> None:
+    """No tier below has them. Its users read the block in its new slot."""
+    server = Server(21, windowed=3)
+    cache = server.cache
+    for kind in range(3):
+        conversation(server, kind, 10)
+    assert server.begin(prompt(0, 10)) is not None  # uses its blocks without their windows
+    _, blocks = server.running[0]
+    block = blocks[3]
+    assert block.slot is not None and cache.pool.is_lesser(block.slot)
+    moved = cache.num_moved
+    ticket = server.begin(Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE))
+    assert ticket is not None and 1 == len(ticket.sources)  # the one whose windows stand
+    assert block.ref_count == 2 and block.slot_whole and not cache.pool.is_lesser(block.slot)
+    assert cache.num_moved > moved, "tables are made anew"
+    server.end()
+    server.end()
+    cache.residency.check()
+    ticket = server.begin(Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE))
+    assert ticket is not None and 4 == len(ticket.sources)
+
+
+def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(21, windowed=3)
+    pool = server.cache.pool
+
+    def refuse(slot: int, to: int) -> None:
+        raise CopyFailed("the device refused to copy a block: test")
+
+    monkeypatch.setattr(pool, "move", refuse)
+    for kind in range(4):
+        conversation(server, kind, 10)
+        server.cache.residency.check()
+    monkeypatch.undo()
+    block = next(b for b in server.cache.index if b.slot is not None and pool.is_lesser(b.slot))
+    residency = server.cache.residency
+    slot = block.slot
+    residency.acquire(block)
+    monkeypatch.setattr(pool, "move", refuse)
+    with pytest.raises(CopyFailed):
+        residency.widen(block)
+    assert slot == block.slot and not block.slot_whole
+    residency.release(block, Use(1.0, 1, ROOT))
+    residency.check()
