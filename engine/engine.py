@@ -22,6 +22,7 @@ from engine.batch import Batch, Sampled, Span
 from engine.errors import EngineClosed, EngineFailed, InvalidImage
 from engine.intake import Intake
 from engine.request import FinishReason, Request, StepOutput
+from engine.scheduling.gathering import Gathering
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.states import StateRunner
@@ -99,6 +100,7 @@ class Engine:
             clock_ns=lambda: self._clock_ns(),
             on_ended=self._intake.ended,
         )
+        self._gathering = Gathering(lambda: self._clock_ns() / 1e9)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
         if encoder is not None:
@@ -156,7 +158,8 @@ class Engine:
         if request.pictures and self._encoder is None:
             raise InvalidImage("this model sees no images", param="contents")
         self._intake.accept(request)
-        self._post(lambda: self._add(request))
+        at_s = self._clock_ns() / 1e9
+        self._post(lambda: self._add(request, at_s))
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
         """How long a request of `share` would wait before it begins, if it were submitted now.
@@ -271,6 +274,7 @@ class Engine:
         warm.set_result(None)
         try:
             while True:
+                self._gather()
                 if not self.turn():
                     moving = self._cache.is_moving or self._answers.matching
                     self._wake.wait(MOVING_S if moving else IDLE_S)
@@ -281,6 +285,15 @@ class Engine:
             logger.critical("the engine has failed", exc_info=error)
             self._intake.fail(error)
             self._fail_all(f"the engine has failed: {error}")
+
+    def _gather(self) -> None:
+        """Wait a moment, if nothing runs, for requests that usually follow the last answers."""
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        self._take_commands()
+        while waiting and not running and (left_s := self._gathering.left_s(len(waiting))):
+            self._wake.wait(left_s)
+            self._wake.clear()
+            self._take_commands()
 
     def _stop(self) -> None:
         self._fail_all("the server is shutting down", FinishReason.ABORT)
@@ -306,6 +319,8 @@ class Engine:
         for span, result in zip(batch.spans, sampled, strict=True):
             self._answers.take_in(span, result, outputs)
         self._forget_left()
+        ended = sum(output.last for output in outputs)
+        self._gathering.answered(ended, time.perf_counter() - started)
         self._tell(outputs)
         return True
 
@@ -366,8 +381,9 @@ class Engine:
 
     # Commands.
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, at_s: float) -> None:
         self._intake.queued(request)
+        self._gathering.came(at_s)
         outputs = self._answers.begin(request)
         self._forget_left()
         self._tell(outputs)

@@ -206,7 +206,7 @@ def _crowd(server: Server, prompt: list[int], num_clients: int) -> float:
     The client is as thin as the standard library has it: it runs on the same processors. What a
     server drops (llama-server, some connections of 32 at once) is not counted as answered.
     """
-    each = max(4, 32 // num_clients)
+    each = max(16, 64 // num_clients)
     body = json.dumps(server.body(prompt, 1)).encode()
 
     def answered(_: int) -> int:

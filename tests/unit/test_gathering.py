@@ -1,0 +1,190 @@
+"""A step waits for requests that usually follow the answers just given, and for no others."""
+
+import random
+import statistics
+import threading
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+
+import pytest
+
+from engine.batch import Batch, Sampled
+from engine.engine import Engine
+from engine.request import Request, SamplingParams, StepOutput
+from engine.scheduling.gathering import MOST_S, Gathering
+from engine.settings import EngineSettings
+from tests.support.chain_runner import ChainRunner, chain_layout
+from tiers.blocks.keys import CacheScope
+from tiers.cache import CacheSettings, TieredCache
+
+STEP_S, EACH_S = 0.03, 0.002  # what a step costs, and each of its requests
+LAYOUT = chain_layout(4)
+
+
+class Clients:
+    """Requests to a server whose steps take `STEP_S` and `EACH_S` for each, on a clock of its own.
+
+    With `again`, who is answered asks again after so many seconds, given how many were.
+    """
+
+    def __init__(self, *, gathers: bool, again: Callable[[int], float] | None = None) -> None:
+        self.now_s = 0.0
+        self.gathering = Gathering(lambda: self.now_s) if gathers else None
+        self.latencies: list[float] = []
+        self.sizes: list[int] = []
+        self._again = again
+        self._coming: list[float] = []
+
+    def ask(self, *at_s: float) -> "Clients":
+        for one in at_s:
+            heappush(self._coming, one)
+        return self
+
+    def run(self, until_s: float) -> "Clients":
+        waiting: list[float] = []
+        while self.now_s < until_s and (waiting or self._coming):
+            waiting += self._arrived()
+            if not waiting:
+                self.now_s = self._coming[0]
+            elif left_s := self.gathering.left_s(len(waiting)) if self.gathering else 0.0:
+                self.now_s = min([self.now_s + left_s, *self._coming[:1]])
+            else:
+                self._step(waiting)
+                waiting = []
+        return self
+
+    def _arrived(self) -> Iterator[float]:
+        while self._coming and self._coming[0] <= self.now_s:
+            if self.gathering:
+                self.gathering.came(self._coming[0])
+            yield heappop(self._coming)
+
+    def _step(self, waiting: list[float]) -> None:
+        num, step_s = len(waiting), STEP_S + EACH_S * len(waiting)
+        self.now_s += step_s
+        self.sizes.append(num)
+        self.latencies += [self.now_s - came_s for came_s in waiting]
+        if self._again is not None:
+            self.ask(*(self.now_s + self._again(num) for _ in waiting))
+        if self.gathering:
+            self.gathering.answered(num, step_s)
+
+
+@pytest.mark.parametrize("num", [2, 3, 4, 8, 16])
+def test_clients_that_ask_again_at_once_are_served_together(num: int) -> None:
+    """However they began, and sooner than without a wait."""
+    starts = [0.011 * number for number in range(num)]
+    apart, together = (
+        Clients(gathers=gathers, again=lambda num: 0.004 + 0.001 * num).ask(*starts).run(10)
+        for gathers in (False, True)
+    )
+    assert set(apart.sizes[20:]) != {num}
+    assert {num} == set(together.sizes[20:])
+    assert statistics.mean(together.latencies) < 0.9 * statistics.mean(apart.latencies)
+    assert len(together.latencies) > len(apart.latencies)
+
+
+@pytest.mark.parametrize("rate", [1, 10, 30, 100, 300])
+def test_requests_that_come_at_random_hardly_wait(rate: int) -> None:
+    chance = random.Random(rate)
+    at_s, now_s = [], 0.0
+    while now_s < 60:
+        now_s += chance.expovariate(rate)
+        at_s.append(now_s)
+    without, with_waits = (
+        Clients(gathers=gathers).ask(*at_s).run(100).latencies for gathers in (False, True)
+    )
+    assert statistics.mean(with_waits) < 1.05 * statistics.mean(without)
+
+
+def test_one_client_never_waits() -> None:
+    alone = Clients(gathers=True, again=lambda num: 0.005).ask(0.0).run(5)
+    assert pytest.approx([STEP_S + EACH_S] * len(alone.latencies)) == alone.latencies
+
+
+def test_clients_that_leave_are_waited_for_a_few_times_at_most() -> None:
+    """Of eight clients seven stop asking, and a stranger comes meanwhile."""
+    now_s = 0.0
+    gathering = Gathering(lambda: now_s)
+    for _ in range(10):  # eight answers, and eight requests 10 ms later
+        now_s += 0.05
+        gathering.answered(8, 0.05)
+        for _ in range(8):
+            gathering.came(now_s + 0.01)
+        assert gathering.left_s(8) == 0.0
+    waited = []
+    for _ in range(6):
+        now_s += 1.0
+        gathering.answered(8, 0.05)
+        gathering.came(now_s)
+        waited.append(gathering.left_s(1))
+    assert waited[0] > 0
+    assert waited[0] < 2 * 0.01
+    assert waited[2:] == [0.0] * 4
+    assert max(waited) <= MOST_S
+
+
+def test_requests_submitted_before_the_answers_were_not_caused_by_them() -> None:
+    now_s = 1.0
+    gathering = Gathering(lambda: now_s)
+    gathering.answered(2, 0.05)
+    now_s = 1.05
+    gathering.answered(2, 0.05)
+    gathering.came(1.005)  # taken late: it followed the first answers
+    gathering.came(1.006)
+    assert gathering.left_s(2) > 0, "two more are expected 6 ms after the last answers"
+    gathering.came(1.056)
+    gathering.came(1.056)
+    assert gathering.left_s(4) == 0.0
+
+
+class Slow(ChainRunner):
+    """Notes how many sequences each step has."""
+
+    def __init__(self, *given: object) -> None:
+        super().__init__(*given)  # type: ignore[arg-type]
+        self.sizes: list[int] = []
+
+    def step(self, batch: Batch) -> list[Sampled]:
+        self.sizes.append(len(batch.spans))
+        time.sleep(0.05)
+        return super().step(batch)
+
+
+def test_the_engine_gathers_clients_of_two_crowds() -> None:
+    """Four clients on threads of their own, of whom one begins while the others are computed."""
+    cache = TieredCache(LAYOUT, CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0))
+    runner, answered = Slow(cache.pool.tensor), [threading.Event() for _ in range(4)]
+
+    def take(outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            answered[int(output.request_id.split()[0])].set()
+
+    engine = Engine(runner, cache, EngineSettings(), lambda outputs: take(list(outputs)))
+    engine.start()
+
+    def client(number: int) -> None:
+        time.sleep(0.02 * (number == 0))
+        for turn in range(24):
+            answered[number].clear()
+            engine.submit(
+                Request(
+                    request_id=f"{number} {turn}",
+                    tokens=array("i", [number + 1]),
+                    params=SamplingParams(temperature=0, max_tokens=1),
+                    scope=CacheScope(),
+                )
+            )
+            assert answered[number].wait(10)
+
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for one in clients:
+        one.start()
+    for one in clients:
+        one.join()
+    engine.close()
+    cache.close()
+    assert runner.sizes[0] < 4
+    assert statistics.mode(runner.sizes) == 4
