@@ -105,6 +105,8 @@ class Core:
         blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
+        if self.loaded.operators is not None:
+            self.loaded.operators.close()
         unsaved = self.cache.close(flush=flush)
         thaw()
         return unsaved

@@ -102,6 +102,11 @@ class Operators:
             return False
         return True
 
+    def close(self) -> None:
+        """End the compiler if it is still at work."""
+        if self._compiling is not None:
+            self._compiling.end()
+
     def _key(self) -> str:
         """A name for what the library depends on."""
         parts = (SOURCE.read_bytes(), torch.__version__.encode(), self._capability.encode())
@@ -154,7 +159,7 @@ class _Compiling:
                 daemon=True,
             )
         thread.start()
-        self._end = weakref.finalize(self, _kill, process, thread)
+        self.end = weakref.finalize(self, _kill, process, thread)
 
     def wait(self, patience_s: float) -> None:
         """Until the library is in place. Raises OperatorsMissing, with the compiler's first error

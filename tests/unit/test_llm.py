@@ -13,6 +13,8 @@ import pytest
 import engine
 from engine import LLM, LoRARequest, RequestOutput, SamplingParams
 from engine.errors import AdapterError, EngineClosed, EngineFailed, ModelError, RequestError
+from engine.models import load
+from engine.operators import library
 from tests.support.models import save_tiny_adapter, save_tiny_model
 from tiers.errors import ConfigurationError
 
@@ -285,6 +287,25 @@ def test_closed_twice_is_closed(model: Path, tmp_path: Path) -> None:
     llm.close()
     with pytest.raises(EngineClosed):
         llm.generate("x")
+
+
+def test_closing_ends_a_compiler_that_is_at_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "c++"
+    program.write_text("#!/bin/sh\nsleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(library, "COMPILERS", (str(program),))
+    monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
+    monkeypatch.setattr(library.Operators, "load", lambda self: False)
+    with open_llm(model, tmp_path) as llm:
+        operators = llm._loaded.operators
+        assert operators is not None
+        if operators.missing is not None:
+            pytest.skip(operators.missing)
+        compiling = operators._compiling
+        assert compiling is not None and compiling.end.alive
+    assert not compiling.end.alive
 
 
 def test_the_light_half_of_the_package_imports_no_torch() -> None:

@@ -180,8 +180,9 @@ def test_a_start_does_not_wait_for_a_slow_compiler_whose_work_serves_the_next(
     assert second.load()
 
 
+@pytest.mark.parametrize("closed", [True, False])
 def test_a_compiler_ends_with_its_children_when_nobody_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     compiling = Operators(folder)
@@ -189,7 +190,10 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(
     while not (child := _read(tmp_path / "child")) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert psutil.pid_exists(int(child))
-    del compiling
+    if closed:
+        compiling.close()
+    else:
+        del compiling
     while psutil.pid_exists(int(child)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not psutil.pid_exists(int(child))
