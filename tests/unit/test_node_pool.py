@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.disk.open import open_disk
 from tiers.memory.block import Block, BlockState
+from tiers.node import pool as pool_module
 from tiers.node.arena import create, frame_stride
 from tiers.node.capacity import Capacity
 from tiers.node.messages import engine_layout
@@ -19,7 +20,7 @@ from tiers.node.pool import Lease, Pool
 from tiers.operations.purge import Purger
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
-from tiers.transfer.mover import Mover
+from tiers.transfer.mover import Job, LoadJob, Mover
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
@@ -182,6 +183,31 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     frames = finished(pool, pool.lease(ids))
     assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
     assert 4 == pool.counts.hits[TierName.DISK]
+    pool.release(frames)
+    pool.check()
+
+
+def test_readers_share_a_run_in_a_bounded_number_of_jobs(
+    below: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(40, below)
+    ids = prompt(1, 40)
+    write(pool, ids)
+    settle_writes(pool)
+    write(pool, prompt(2, 40))
+    settle_writes(pool)
+    jobs: list[int] = []
+    submit = below.submit
+
+    def counted(job: Job) -> bool:
+        jobs.append(len(job.ids) if isinstance(job, LoadJob) else 0)
+        return submit(job)
+
+    monkeypatch.setattr(below, "submit", counted)
+    monkeypatch.setattr(pool_module, "JOB_BYTES", 1)
+    frames = finished(pool, pool.lease(ids))
+    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
+    assert [3] * 13 + [1] == jobs, "each of a sixteenth, at least"
     pool.release(frames)
     pool.check()
 

@@ -35,6 +35,8 @@ from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.mover import LoadJob, Mover
 
 READY = BlockState.READY
+JOB_BYTES = 12 << 20  # a reader loads so much at once: a few ms, and the others share a run
+JOBS_PER_RUN = 16  # at most, so that the queue has room for other runs
 
 
 @dataclass(slots=True)
@@ -305,21 +307,35 @@ class Pool:
         rest = list(lacking)
         if self.mover is None or not rest or self._is_closed(rest):
             return rising
+        size = max(1, JOB_BYTES // self.memory.stride, -(-len(rest) // JOBS_PER_RUN))
+        tokens = packed[len(rising) :]
+        for start in range(0, len(rest), size):
+            part = rest[start : start + size]
+            fresh = self._load_part(self.mover, part, tokens[start : start + size])
+            rising += fresh
+            if len(fresh) < len(part):
+                break
+        return rising
+
+    def _load_part(
+        self, mover: Mover, ids: Sequence[BlockId], packed: Sequence[bytes]
+    ) -> list[Block]:
+        """Start one job that loads these blocks, as far as there are frames for them."""
         fresh: list[Block] = []
-        for block_id, tokens in zip(rest, packed[len(rising) :], strict=False):
+        for block_id, tokens in zip(ids, packed, strict=True):
             block = self._add(block_id, tokens, BlockState.LOADING)
             if block is None:
                 break
             fresh.append(block)
         frames = [block.frame for block in fresh if block.frame is not None]
-        job = LoadJob(rest[: len(fresh)], frames)
-        if not fresh or not self.mover.submit(job):
+        job = LoadJob(ids[: len(fresh)], frames)
+        if not fresh or not mover.submit(job):
             self.counts.overloaded += bool(fresh)
             for block in fresh:
                 self._drop(block)
-            return rising
+            return []
         self._loads.append((job, fresh))
-        return rising + fresh
+        return fresh
 
     def _loaded(self, job: LoadJob, blocks: list[Block]) -> bool:
         if not job.done:
