@@ -57,8 +57,9 @@ class Carrier:
         self._threads: list[threading.Thread] = []
         self._device = torch.device("cpu")
         self._copiers: list[list[BlockCopier]] = [[], []]  # by thread and group
-        self._lock = threading.Lock()
-        self._moved = Transferred()  # since vLLM last asked; guarded by the lock
+        self._ended = threading.Condition()
+        self._num_moving = 0  # transfers begun and not ended; guarded by the condition
+        self._moved = Transferred()  # since vLLM last asked; guarded by the condition
 
     def start(self, kv_caches: Mapping[str, KvTensors], num_blocks: int) -> None:
         """Starts to serve these tensors, by layer. Raises UnsupportedKv for blocks of another
@@ -84,19 +85,27 @@ class Carrier:
     def move(self, loads: Sequence[Transfer], saves: Sequence[Transfer]) -> None:
         """Starts these transfers, after the device work submitted before this call."""
         ready = _mark() if (loads or saves) and self._device.type == "cuda" else None
+        with self._ended:
+            self._num_moving += len(loads) + len(saves)
         for queue, transfers in zip(self._queues, (loads, saves), strict=True):
             for transfer in transfers:
                 queue.put(_Job(transfer, ready))
 
+    def wait(self, timeout_s: float) -> None:
+        """Returns when any transfer has ended that vLLM was not told of, when none is under way, or
+        after `timeout_s`."""
+        with self._ended:
+            self._ended.wait_for(self._has_news, timeout_s)
+
     def take_loaded(self) -> Transferred:
         """The loads that have ended since the last call."""
-        with self._lock:
+        with self._ended:
             moved, self._moved = self._moved, Transferred(saved=self._moved.saved)
             return Transferred(moved.loaded, moved.failed, moved.failed_blocks)
 
     def take_saved(self) -> list[str]:
         """The saves that have ended since the last call, with or without success."""
-        with self._lock:
+        with self._ended:
             saved, self._moved.saved = self._moved.saved, []
         return saved
 
@@ -171,7 +180,7 @@ class Carrier:
 
     def _loaded(self, transfer: Transfer, num_loaded: Sequence[int]) -> None:
         """A load has ended, with so many leading blocks of each piece."""
-        with self._lock:
+        with self._ended:
             self._moved.loaded.add(transfer.name)
             for piece, count in zip(transfer.pieces, num_loaded, strict=True):
                 if count == len(piece.blocks):
@@ -180,10 +189,19 @@ class Carrier:
                     self._moved.failed_blocks |= set(piece.blocks[count:])
                 else:
                     self._moved.failed.add(transfer.name)
+            self._one_ended()
 
     def _saved(self, transfer: Transfer) -> None:
-        with self._lock:
+        with self._ended:
             self._moved.saved.append(transfer.name)
+            self._one_ended()
+
+    def _one_ended(self) -> None:
+        self._num_moving -= 1
+        self._ended.notify_all()
+
+    def _has_news(self) -> bool:
+        return not self._num_moving or bool(self._moved.loaded or self._moved.saved)
 
 
 def _slabs(

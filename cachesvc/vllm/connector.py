@@ -26,12 +26,13 @@ from cachesvc.vllm.identity import identity_of
 from cachesvc.vllm.link import NodeLink
 from cachesvc.vllm.planner import Planner
 from cachesvc.vllm.reports import Reporter
-from cachesvc.vllm.transfers import Transfer, Transferred
+from cachesvc.vllm.transfers import Transfer
 from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 2.0  # of a lookup; after that the prompt is a miss
+IDLE_WAIT_S = 0.01  # of a step that computes nothing, for the end of a transfer
 _EXTRA = {"node", "reports"}
 
 
@@ -41,6 +42,7 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: tuple[Transfer, ...] = ()
     saves: tuple[Transfer, ...] = ()
+    is_idle: bool = False  # the step computes nothing
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return Transfers()
         state = getattr(scheduler_output, "kv_connector_block_state", None)
         self._planner.saves.step(state, scheduler_output.num_scheduled_tokens)
-        return Transfers(*self._planner.take())
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        return Transfers(*self._planner.take(), is_idle=is_idle)
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._planner is None:
@@ -194,7 +197,12 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """See `save_kv_layer`."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        moved = self._carrier.take_loaded() if self._carrier is not None else Transferred()
+        if self._carrier is None:
+            return KVConnectorTransferResults(set(), set(), set())
+        if self._get_connector_metadata().is_idle:
+            # vLLM would ask again at once, and its loop would take the processor from the copies.
+            self._carrier.wait(IDLE_WAIT_S)
+        moved = self._carrier.take_loaded()
         self._failed_blocks |= moved.failed_blocks
         return KVConnectorTransferResults(set(), moved.loaded, moved.failed)
 

@@ -325,6 +325,30 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
                 )
 
 
+def test_an_idle_step_waits_until_a_transfer_has_ended(path: Path) -> None:
+    """No longer than it must: not where nothing is under way, nor for more than was told to."""
+    ids, kv = prompt(1, 3), kv_like_vllm(3)
+    with serving(path) as node, carrying(path, kv) as carrier:
+        carrier.wait(300)
+        answer, may_answer = node._handle, threading.Event()
+
+        def late(*asked: Any) -> None:
+            may_answer.wait(120)
+            answer(*asked)
+
+        node._handle = late  # type: ignore[method-assign]
+        carrier.move([], [transfer(ids, 0, 1, 2)])
+        carrier.wait(0.01)
+        assert [] == carrier.take_saved()
+        may_answer.set()
+        carrier.wait(300)
+        assert ["request"] == carrier.take_saved()
+        carrier.move([transfer(ids, 4, 5, 6)], [])
+        carrier.wait(300)
+        assert {"request"} == carrier.take_loaded().loaded
+        carrier.wait(300)
+
+
 def test_a_copy_that_fails_is_a_miss_and_the_next_one_is_made(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
