@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 KvTensors = torch.Tensor | Sequence[torch.Tensor]  # of a layer; several for a state
 LOAD_S = 30.0  # for a load, which may be from the disk
+PART_BYTES = 16 << 20  # that are copied while the node loads more
 STORE_S = 5.0  # for each answer of a store; the node has it in memory, and vLLM's blocks wait
 
 
@@ -138,22 +139,34 @@ class Carrier:
                     self._saved(job.transfer)
 
     def _load(self, transfer: Transfer) -> None:
-        self._loaded(transfer, [self._load_piece(piece) for piece in transfer.pieces])
+        in_parts = transfer.in_parts
+        self._loaded(transfer, [self._load_piece(piece, in_parts) for piece in transfer.pieces])
 
-    def _load_piece(self, piece: GroupBlocks) -> int:
+    def _load_piece(self, piece: GroupBlocks, in_parts: bool) -> int:
         """The number of leading blocks that were loaded."""
-        layout = self._identity.groups[piece.group].layout
+        layout, count = self._identity.groups[piece.group].layout, len(piece.blocks)
+        size = max(1, PART_BYTES // layout.nbytes) if in_parts else count
 
         def use(node: NodeClient) -> int:
-            frames = node.lease(piece.ids[self._rank])
-            assert node.memory is not None
-            blocks = piece.blocks[: len(frames)]
-            with self._rows(node.memory, frames) as rows:
-                self._copiers[0][piece.group].load(rows, frames, blocks, _piece(node.memory))
-            node.release(frames)
-            return len(frames)
+            done = 0
+            while done < count:
+                num_loaded = self._load_run(piece, done, min(done + size, count), node)
+                done += num_loaded
+                if num_loaded < size:
+                    break
+            return done
 
         return self._links[0][layout].attempt(use) or 0
+
+    def _load_run(self, piece: GroupBlocks, begin: int, end: int, node: NodeClient) -> int:
+        """Loads blocks [begin, end) of a piece. Returns the number of leading ones loaded."""
+        frames = node.lease(piece.ids[self._rank][begin:end])
+        assert node.memory is not None
+        blocks = piece.blocks[begin : begin + len(frames)]
+        with self._rows(node.memory, frames) as rows:
+            self._copiers[0][piece.group].load(rows, frames, blocks, _piece(node.memory))
+        node.release(frames)
+        return len(frames)
 
     def _save(self, transfer: Transfer) -> None:
         for piece in transfer.pieces:

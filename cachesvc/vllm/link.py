@@ -41,6 +41,10 @@ class NodeLink:
         """The tiers of the leading blocks that are held; empty while the node is unreachable."""
         return self.attempt(lambda node: node.probe(ids)) or []
 
+    def fetch(self, ids: Sequence[BlockId]) -> None:
+        """Have the node load this run into its memory for a lease."""
+        self.attempt(lambda node: node.fetch(ids))
+
     def attempt(self, use: Callable[[NodeClient], T]) -> T | None:
         """The result of `use` with the connected node; None if the node is unreachable or fails.
 

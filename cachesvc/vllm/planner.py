@@ -113,8 +113,17 @@ class Planner:
         return _Match(start, tiers, question.chains)
 
     def _look(self, chains: RequestChains, start: int, end: int) -> list[TierName]:
-        """Asks the node. Lookup thread."""
-        return longest_prefix(self.identity.groups, self._probe, chains, start, end)
+        """Asks the node, and has it load what is not in its memory: vLLM's next step may be far
+        off. Lookup thread."""
+        groups = self.identity.groups
+        tiers = longest_prefix(groups, self._probe, chains, start, end)
+        if _is_below(tiers):
+            end = start + len(tiers) * self.identity.layout.block_size
+            for number, group in enumerate(groups):
+                first = max(start // group.block_size, group.first(end))
+                for ids in chains.ids(number, first, end // group.block_size):
+                    self.links[group.layout].fetch(ids)
+        return tiers
 
     def _probe(self, number: int, runs: RankIds) -> list[TierName]:
         link = self.links[self.identity.groups[number].layout]
@@ -132,7 +141,7 @@ class Planner:
         tiers = match.tiers[: num_tokens // self.identity.layout.block_size]
         self._hits[request.request_id] = self._tokens_of(tiers)
         pieces = self._pieces(match, blocks, end)
-        self._loads.append(Transfer(request.request_id, pieces))
+        self._loads.append(Transfer(request.request_id, pieces, in_parts=_is_below(tiers)))
         self._loading[request.request_id] = _Load(pieces[0].blocks, tuple(tiers))
 
     def _pieces(
@@ -207,6 +216,11 @@ class Planner:
     def is_busy(self) -> bool:
         """Whether transfers are pending, so that vLLM must keep stepping."""
         return bool(self._loads) or self.saves.is_busy
+
+
+def _is_below(tiers: Sequence[TierName]) -> bool:
+    """Whether any of these blocks is not in the node's memory."""
+    return any(tier is not TierName.HOST for tier in tiers)
 
 
 def _has_identity(request: Any) -> bool:

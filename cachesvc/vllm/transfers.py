@@ -17,10 +17,12 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Pieces to move between the node and vLLM. A load has the name of its request."""
+    """Pieces to move between the node and vLLM. A load has the name of its request. Blocks that the
+    node is still loading itself are moved `in_parts`, as they come."""
 
     name: str
     pieces: tuple[GroupBlocks, ...]
+    in_parts: bool = False
 
 
 @dataclass(slots=True)

@@ -187,6 +187,48 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     pool.check()
 
 
+def test_a_fetched_run_is_found_while_it_loads_and_kept_until_it_is_leased(
+    below: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pool_of(16, below)
+    ids = prompt(1, 4)
+    write(pool, ids)
+    settle_writes(pool)
+    write(pool, prompt(2, 16))
+    settle_writes(pool)
+    pool.fetch(ids)
+    assert [TierName.DISK] * 4 == pool.probe(ids).tiers
+    while pool._loads:
+        pool.work()
+    assert [TierName.HOST] * 4 == pool.probe(ids).tiers
+    assert 12 == len(pool.reserve(prompt(4, 16))), "what was fetched stays"
+    frames = finished(pool, pool.lease(ids))
+    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
+    assert (4, 0) == (pool.counts.hits[TierName.DISK], pool.counts.hits[TierName.HOST])
+    pool.release(frames)
+    assert 4 == pool.capacity.num_idle
+    pool.check()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 60.0])
+def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(
+    below: Mover, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(pool_module, "FETCHED_S", seconds)
+    pool = pool_of(16, below)
+    ids = prompt(1, 6)
+    write(pool, ids)
+    settle_writes(pool)
+    write(pool, prompt(2, 16))
+    settle_writes(pool)
+    pool.fetch(ids)
+    pool.fetch(ids)
+    while pool._loads:
+        pool.work()
+    assert (16 if seconds < 0 else 12) == pool.capacity.num_idle, "a quarter at most is kept"
+    pool.check()
+
+
 def test_readers_share_a_run_in_a_bounded_number_of_jobs(
     below: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:

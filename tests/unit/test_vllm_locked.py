@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from cachesvc.vllm import carrier as carrier_module
 from cachesvc.vllm import locked as locked_module
 from cachesvc.vllm import slabs as slabs_module
 from cachesvc.vllm.carrier import Carrier
@@ -292,14 +293,15 @@ def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set
     return failed
 
 
-def transfer(ids: list[BlockId], *blocks: int) -> Transfer:
-    return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),))
+def transfer(ids: list[BlockId], *blocks: int, in_parts: bool = False) -> Transfer:
+    return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),), in_parts)
 
 
 @pytest.mark.parametrize("locks", [False, True])
 def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_restart(
-    path: Path, tmp_path: Path, locks: bool
+    path: Path, tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(carrier_module, "PART_BYTES", 2 * IDENTITY.layout.nbytes)
     below: Any = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
     ids, source, target = prompt(1, 5), kv_like_vllm(3), kv_like_vllm()
     with carrying(path, source, locks=locks) as one:
@@ -318,7 +320,8 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
             assert lost == moved(other, [transfer(prompt(2, 5), 2, 3, 4, 9, 5)], [])
         with serving(path, **below):
             kept = {name: tensor.clone() for name, tensor in source.items()}
-            assert set() == moved(one, [transfer(ids, 6, 2, 4, 8, 10)], [])
+            parts = transfer(prompt(1, 6), 6, 2, 4, 8, 10, 9, in_parts=True)
+            assert {9} == moved(one, [parts], [])
             for name in source:
                 assert torch.equal(
                     kept[name][:, [3, 7, 1, 0, 11]], source[name][:, [6, 2, 4, 8, 10]]

@@ -30,6 +30,7 @@ class Link:
         self.may_answer = threading.Event()
         self.answered = threading.Event()
         self.asked: list[Sequence[BlockId]] = []
+        self.fetched: list[Sequence[BlockId]] = []
         self.held_by: dict[bytes, Sequence[TierName]] = {}
 
     def probe(self, ids: Sequence[BlockId]) -> list[TierName]:
@@ -37,6 +38,9 @@ class Link:
         assert self.may_answer.wait(120)
         self.answered.set()
         return list(self.held_by.get(ids[0].scope, self.tiers))[: len(ids)]
+
+    def fetch(self, ids: Sequence[BlockId]) -> None:
+        self.fetched.append(ids)
 
     def close(self) -> None:
         self.may_answer.set()
@@ -93,6 +97,21 @@ def test_vllm_goes_on_while_the_node_looks(planner: Planner, link: Link) -> None
     (load,), () = planner.take()
     (piece,) = load.pieces
     assert ((7, 8, 9), 1) == (piece.blocks, len(piece.ids))
+
+
+@pytest.mark.parametrize(
+    ("tiers", "is_below"), [([TierName.HOST], False), ([TierName.HOST, TierName.DISK], True)]
+)
+def test_what_is_not_in_the_nodes_memory_is_loaded_from_the_lookup_on_and_moved_in_parts(
+    planner: Planner, link: Link, tiers: list[TierName], is_below: bool
+) -> None:
+    link.tiers = tiers
+    link.may_answer.set()
+    found = matched(planner, request())
+    assert [len(tiers)] * is_below == [len(ids) for ids in link.fetched]
+    planner.allocated(request(), [[7, 8, 9, 10]], found)
+    (load,), () = planner.take()
+    assert is_below == load.in_parts
 
 
 def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(

@@ -35,6 +35,7 @@ class NodeClient:
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._pool = 0
+        self._fetches = False
         self.memory: SharedMemory | None = None  # while connected
 
     @property
@@ -62,6 +63,7 @@ class NodeClient:
             raise NodeError("the node sent no memory")
         self._pool = fields["pool"]
         pieces = fields.get("piece_frames", 0)  # an older node has none
+        self._fetches = bool(fields.get("fetches"))  # an older node does not
         self.memory = SharedMemory(files[0], self._layout, fields["num_frames"], pieces)
         return self.memory
 
@@ -81,6 +83,11 @@ class NodeClient:
         if not ids:
             return []
         return [messages.TIERS[code] for code in self._run(Op.PROBE, ids)]
+
+    def fetch(self, ids: Sequence[BlockId]) -> None:
+        """Have this run loaded into memory, because it will be leased soon. Does not wait."""
+        if ids and self._fetches:
+            self._run(Op.FETCH, ids)
 
     def lease(self, ids: Sequence[BlockId]) -> list[int]:
         """Frames of the leading run that the node holds, filled and verified. They stay until

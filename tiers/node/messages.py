@@ -11,6 +11,7 @@ trust a client's keys.
     RESERVE  a run of blocks                -> (position, frame) of each block to be written
     COMMIT   frames that were written       -> ()
     RELEASE  frames that were leased        -> ()
+    FETCH    a run of blocks                -> (): what is not in memory is loaded, for a lease
     STATS    ()                             -> counters (JSON)
     OPERATE  what to do, and to which pool  -> the result (JSON): see `operations`, `listening`
     LOCK     a piece of the memory          -> whether the client may lock it for its GPU
@@ -54,6 +55,7 @@ class Op(IntEnum):
     OPERATE = 9
     PUBLISH = 10
     LOCK = 11
+    FETCH = 12
 
 
 @dataclass(frozen=True, slots=True)

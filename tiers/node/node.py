@@ -210,7 +210,7 @@ class NodeServer:
     def _handle(self, client: _Client, op: int, body: memoryview) -> None:
         if op == Op.HELLO:
             self._hello(client, messages.unpack_json(body))
-        elif op in (Op.PROBE, Op.LEASE, Op.RESERVE, Op.PUBLISH):
+        elif op in (Op.PROBE, Op.FETCH, Op.LEASE, Op.RESERVE, Op.PUBLISH):
             self._handle_run(client, Op(op), body)
         elif op in (Op.COMMIT, Op.RELEASE):
             self._handle_frames(client, Op(op), body)
@@ -233,6 +233,7 @@ class NodeServer:
                 "pool": number,
                 "num_frames": memory.num_frames,
                 "piece_frames": memory.piece_frames,
+                "fetches": True,
             }
         )
         answer = messages.pack(Op.HELLO, body)
@@ -267,7 +268,11 @@ class NodeServer:
             client.waits = (number, self._pools.operations(number).publish(keys))
             self._answer_if_ready(client)
             return
-        ids = ids[: self._room_of(client, pool, asks_only=op is Op.PROBE)]
+        ids = ids[: self._room_of(client, pool, asks_only=op in (Op.PROBE, Op.FETCH))]
+        if op is Op.FETCH:
+            pool.fetch(ids)
+            self._send(client, op, b"")
+            return
         if op is Op.RESERVE:
             pairs = pool.reserve(ids)
             client.filling |= {(number, frame) for _, frame in pairs}

@@ -35,6 +35,8 @@ from tiers.transfer.demotion import Demoter, DemotionSettings
 from tiers.transfer.mover import LoadJob, Mover
 
 READY = BlockState.READY
+FETCHED_S = 10.0  # that blocks are kept for a lease: vLLM may have no room yet
+FETCHED_SHARE = 1 / 4  # of the memory, at most, for blocks so kept
 JOB_BYTES = 12 << 20  # a reader loads so much at once: a few ms, and the others share a run
 JOBS_PER_RUN = 16  # at most, so that the queue has room for other runs
 
@@ -71,9 +73,10 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class NodeProbe:
-    """The tier of each block in the leading run held. Blocks not in memory are probed below."""
+    """The tier of each block in the leading run held: of those in memory or on their way there,
+    and of the others, which are probed below."""
 
-    in_memory: int
+    above: list[TierName]
     job: PlaceJob | None
 
     @property
@@ -83,7 +86,7 @@ class NodeProbe:
     @property
     def tiers(self) -> list[TierName]:
         below = self.job.tiers if self.job is not None else ()
-        return [TierName.HOST] * self.in_memory + list(below)
+        return self.above + list(below)
 
 
 class Pool:
@@ -119,20 +122,31 @@ class Pool:
         self._demoter = Demoter(self.residency, mover, writes)
         self._by_frame: dict[int, Block] = {}  # the last block of each frame
         self._loads: list[tuple[LoadJob, list[Block]]] = []
+        self._fetched: dict[Block, float] = {}  # until when they are kept for a lease; acquired
 
     # Requests of clients.
 
     def probe(self, ids: Sequence[BlockId]) -> NodeProbe:
         """Find how many leading blocks are held, and where. Ready when the tier below has
         answered."""
-        in_memory = len(self._run(ids))
-        rest = ids[in_memory:]
+        above = [TierName.HOST] * len(self._run(ids))
+        if self.mover is not None:
+            above += [self.mover.below] * len(self._rising(ids[len(above) :]))
+        rest = ids[len(above) :]
         if not rest or self._is_closed(rest) or self.mover is None:
-            return NodeProbe(in_memory, None)
+            return NodeProbe(above, None)
         if self.residency.index.get(rest[0].key) is not None:
-            return NodeProbe(in_memory, None)
+            return NodeProbe(above, None)
         job = PlaceJob(rest)
-        return NodeProbe(in_memory, job if self.mover.submit(job) else None)
+        return NodeProbe(above, job if self.mover.submit(job) else None)
+
+    def fetch(self, ids: Sequence[BlockId]) -> None:
+        """Load the blocks of a run that memory lacks. They stay until they are leased, for at most
+        `FETCHED_S`."""
+        room = int(FETCHED_SHARE * self.capacity.capacity_bytes) // self.memory.stride
+        rest = ids[len(self._run(ids)) :][: max(0, room - len(self._fetched))]
+        until_s = time.monotonic() + FETCHED_S
+        self._fetched |= dict.fromkeys(self._load(rest), until_s)
 
     def lease(self, ids: Sequence[BlockId]) -> Lease:
         """Lease the leading run of these blocks. Blocks held only below are loaded first.
@@ -203,6 +217,8 @@ class Pool:
         """Process finished loads and writes, and start the next writes."""
         self._loads = [load for load in self._loads if not self._loaded(*load)]
         self._demoter.step()
+        if self._fetched:
+            self._release(self._expired())
 
     def write(self, block: Block) -> bool:
         """Queue the block to be written below. Returns whether it has to be."""
@@ -242,7 +258,7 @@ class Pool:
         blocks = self._run(ids)
         if blocks:
             self.residency.acquire_run(blocks)
-        self.counts.hits[TierName.HOST] += len(blocks)
+        self.counts.hits[TierName.HOST] += len(blocks) - self._take_fetched(blocks)
         self.used([block.key for block in ids[: len(blocks)]])
         return blocks
 
@@ -260,6 +276,38 @@ class Pool:
                 break
             run.append(block)
         return run
+
+    def _rising(self, ids: Sequence[BlockId]) -> list[Block]:
+        """The leading blocks that are being loaded. The identity of each is compared."""
+        get, run = self.residency.index.get, list[Block]()
+        if not ids or get(ids[0].key) is None:
+            return run
+        for block_id, packed in zip(ids, _packed(ids), strict=True):
+            block = get(block_id.key)
+            if block is None or block.state is BlockState.COMPUTING:
+                break
+            if not _is(block, block_id, packed):
+                break
+            run.append(block)
+        return run
+
+    def _take_fetched(self, blocks: Sequence[Block]) -> int:
+        """These are leased, so they are no longer kept for it. Returns how many were."""
+        mine = [block for block in blocks if self._fetched.pop(block, None) is not None]
+        for block in mine:
+            self.residency.release(block, block.use)
+        return len(mine)
+
+    def _expired(self) -> list[Block]:
+        """Take the fetched blocks that were not leased in time."""
+        now_s, expired = time.monotonic(), list[Block]()
+        for block, until_s in self._fetched.items():
+            if until_s >= now_s:
+                break  # the others came later
+            expired.append(block)
+        for block in expired:
+            del self._fetched[block]
+        return expired
 
     def _add(self, block_id: BlockId, packed: bytes, state: BlockState) -> Block | None:
         """A new block with a frame and one user. None if no block can leave to make room."""
@@ -293,16 +341,11 @@ class Pool:
     def _load(self, ids: Sequence[BlockId]) -> list[Block]:
         """Start loading the leading blocks that memory lacks from the tier below. Blocks already
         being loaded are included."""
-        index = self.residency.index
-        rising: list[Block] = []
-        packed = _packed(ids)
-        for block_id in ids:
-            block = index.get(block_id.key)
-            filling = block is None or block.state is BlockState.COMPUTING
-            if block is None or filling or not _is(block, block_id, packed[len(rising)]):
-                break
+        index, packed = self.residency.index, _packed(ids)
+        rising = self._rising(ids)
+        for block in rising:
             self.residency.acquire(block)
-            rising.append(block)
+        self._take_fetched(rising)
         lacking = takewhile(lambda each: index.get(each.key) is None, ids[len(rising) :])
         rest = list(lacking)
         if self.mover is None or not rest or self._is_closed(rest):
