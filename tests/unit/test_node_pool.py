@@ -1,5 +1,8 @@
 """A node's pool: frames are conserved, blocks are proven, and nothing is served half written."""
 
+import mmap
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +16,12 @@ from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_b
 from tiers.disk.open import open_disk
 from tiers.memory.block import Block, BlockState
 from tiers.node import pool as pool_module
+from tiers.node import spares as spares_module
 from tiers.node.arena import create, frame_stride
 from tiers.node.capacity import Capacity
 from tiers.node.messages import engine_layout
 from tiers.node.pool import Lease, Pool
+from tiers.node.spares import SpareFrames
 from tiers.operations.purge import Purger
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
@@ -368,6 +373,49 @@ def test_free_frames_of_a_locked_piece_count_and_are_taken_first() -> None:
     pool.check()
 
 
+def test_spare_frames_are_taken_first_and_leave_for_another_layout() -> None:
+    other = engine_layout(4, 256, 4, "float32")
+    capacity = Capacity(4 * frame_stride(other))
+    small, large = Pool(create(LAYOUT, 8), capacity), Pool(create(other, 4), capacity)
+    frames = [small.arena.untouched(), small.arena.untouched()]
+    assert small.arena.untouched() is None, "a quarter of the capacity"
+    stride = small.arena.stride
+    assert 2 * stride == capacity.spare_bytes == capacity.kept_bytes
+    assert frames[:1] == write(small, prompt(1, 1))
+    for pool in (small, large):
+        pool.check()
+    assert small.arena.untouched() is not None
+    assert 3 == len(write(large, prompt(2, 3)))
+    assert (1, stride) == (small.residency.host.num_blocks, capacity.spare_bytes)
+    for pool in (small, large):
+        pool.check()
+
+
+def test_a_node_touches_frames_ahead_and_gets_on_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, woken = pool_of(40), threading.Event()
+    spares = SpareFrames(pool.arena, woken.set)
+    spares.start()
+    with closing(spares):
+        while pool.capacity.spare_bytes < 10 * pool.arena.stride or spares._touching is not None:
+            spares.step(is_loading=False)
+        assert pool.arena.untouched() is None
+        resident = resident_pages(pool)
+        assert 10 * pool.arena.stride == resident * mmap.PAGESIZE
+        write(pool, prompt(1, 3))
+        assert resident == resident_pages(pool), "they had their memory"
+        monkeypatch.setattr(spares_module, "madvise", lambda *_: -1)
+        while spares._can_touch:
+            spares.step(is_loading=False)
+        assert resident == resident_pages(pool)
+        pool.check()
+
+
+def resident_pages(pool: Pool) -> int:
+    return os.fstat(pool.memory.file).st_blocks * 512 // mmap.PAGESIZE
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of requests of three clients, against what was written."""
 
@@ -375,6 +423,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = pool_of(6)
         self.pool.memory.piece_frames = 2
+        self.touching: list[int] = []
         self.locked: list[int] = []
         give_back = self.pool.memory.give_back
 
@@ -417,6 +466,17 @@ class PoolMachine(RuleBasedStateMachine):
         if self.leased:
             at = data.draw(st.integers(0, len(self.leased) - 1))
             self.pool.release(self.leased.pop(at)[1])
+
+    @rule()
+    def touch(self) -> None:
+        number = self.pool.arena.untouched()
+        if number is not None:
+            self.touching.append(number)
+
+    @rule()
+    def touched(self) -> None:
+        if self.touching:
+            self.pool.arena.touched(self.touching.pop())
 
     @rule(piece=st.integers(0, 2))
     def lock(self, piece: int) -> None:

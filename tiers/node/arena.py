@@ -2,7 +2,7 @@
 
 Only the node decides what a frame holds. A client maps the same file. It copies into frames that it
 reserved and out of frames that it leased. The file has room for every frame that the node's
-capacity allows, but only frames in use take memory.
+capacity allows, but only frames in use take memory, and a few spare ones (`tiers.node.spares`).
 """
 
 import ctypes
@@ -115,13 +115,16 @@ class SharedArena:
         self._capacity = capacity
         self._free: list[int] = []
         self._free_locked: list[int] = []
+        self._spare: list[int] = []  # free, with memory
         self._fresh = 0  # frames from this number on were never used
         self._locks: Counter[int] = Counter()  # clients by piece
+        capacity.spare_holders.append(self.drop_spares)
 
     @property
     def num_free(self) -> int:
         """Frames of the file that no block has. The capacity may allow fewer."""
-        return self.num_frames - self._fresh + len(self._free) + len(self._free_locked)
+        kept = len(self._free_locked) + len(self._spare)
+        return self.num_frames - self._fresh + len(self._free) + kept
 
     @property
     def num_taken(self) -> int:
@@ -133,12 +136,34 @@ class SharedArena:
             self._capacity.kept_bytes -= self.stride
             self._capacity.used_bytes += self.stride
             return Frame(self, self._free_locked.pop())
-        if not self.num_free or not self._capacity.reserve(self.stride):
+        if self._spare:
+            self._capacity.use_spare(self.stride)
+            return Frame(self, self._spare.pop())
+        if not self._has_more or not self._capacity.reserve(self.stride):
             return None
-        if self._free:
-            return Frame(self, self._free.pop())
-        self._fresh += 1
-        return Frame(self, self._fresh - 1)
+        return Frame(self, self._next())
+
+    def untouched(self) -> int | None:
+        """A free frame that gets its memory now and is spare from now on. None if there are enough,
+        or no room."""
+        if not self._has_more or not self._capacity.keep_spare(self.stride):
+            return None
+        number = self._next()
+        self._spare.insert(0, number)  # the last to be taken, which may be before it is touched
+        return number
+
+    def touched(self, number: int) -> None:
+        """A frame from `untouched` has its memory now. It may have been given up meanwhile."""
+        if number in self._free:
+            self.memory.give_back(number)
+
+    def drop_spares(self, num_bytes: int) -> int:
+        """Give spare frames back to the system until that is so many bytes. Returns how many."""
+        dropped = 0
+        while self._spare and dropped < num_bytes:
+            self._drop_spare(self._spare[-1])
+            dropped += self.stride
+        return dropped
 
     def give(self, frame: Frame) -> None:
         """Give a frame back, and its memory to the system unless it is locked."""
@@ -171,6 +196,8 @@ class SharedArena:
         capacity, or nothing would be left for other layouts."""
         if piece not in self._locks:
             frames = self._frames_of(piece)
+            for number in [each for each in self._spare if each in frames]:
+                self._drop_spare(number)
             self._use_up_to(frames.stop)
             free = {number for number in self._free if number in frames}
             if not self._capacity.lock(len(frames) * self.stride, len(free) * self.stride):
@@ -198,6 +225,23 @@ class SharedArena:
         size = self.memory.piece_frames
         return range(piece * size, min((piece + 1) * size, self.num_frames))
 
+    @property
+    def _has_more(self) -> bool:
+        return bool(self._free) or self._fresh < self.num_frames
+
+    def _next(self) -> int:
+        """A free frame without memory."""
+        if self._free:
+            return self._free.pop()
+        self._fresh += 1
+        return self._fresh - 1
+
+    def _drop_spare(self, number: int) -> None:
+        self._spare.remove(number)
+        self._capacity.drop_spare(self.stride)
+        self._free.append(number)
+        self.memory.give_back(number)
+
     def _use_up_to(self, end: int) -> None:
         """No frame below `end` counts as never used from now on."""
         self._free += range(end - 1, self._fresh - 1, -1)
@@ -205,8 +249,9 @@ class SharedArena:
 
     def check(self) -> None:
         """Assert that no frame is free twice, and that those that are free and locked are kept."""
-        free = [*self._free, *self._free_locked]
+        free = [*self._free, *self._free_locked, *self._spare]
         assert len(free) == len(set(free))
+        assert not any(map(self.is_locked, self._spare))
         assert all(map(self.is_locked, self._free_locked))
         assert not any(map(self.is_locked, self._free))
 

@@ -7,7 +7,7 @@ Without quotas there is one group. The node's thread only.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
 
 from tiers.blocks.frames import Arena, FrameMemory
@@ -18,16 +18,19 @@ from tiers.policy.quota import COMMON, Quotas
 
 Idle = OrderedDict[Block, None]
 LOCKABLE_SHARE = 0.9  # of the capacity; the rest is for layouts that come later
+SPARE_BYTES = 256 << 20  # of frames that have memory and no block, for blocks that load
+SPARE_SHARE = 1 / 4  # of the capacity, at most
 
 
 class Capacity:
     """A `Policy[Block]` over the blocks of all layouts. `used_bytes` is what their frames take,
-    `kept_bytes` what locked frames without a block do, `locked_bytes` what all locked ones do.
-    `quotas` divide it among owners."""
+    `kept_bytes` what locked and spare frames without a block do, `locked_bytes` what all locked
+    ones do, `spare_bytes` what spare ones do. `quotas` divide it among owners."""
 
     def __init__(self, capacity_bytes: int, quotas: Quotas | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self.used_bytes = self.kept_bytes = self.locked_bytes = 0
+        self.used_bytes = self.kept_bytes = self.locked_bytes = self.spare_bytes = 0
+        self.spare_holders: list[Callable[[int], int]] = []  # give so many bytes back to the system
         self.asker: Arena | None = None  # the layout that wanted a frame last
         self.quotas = quotas
         self.holders: dict[FrameMemory, Residency] = {}
@@ -37,18 +40,36 @@ class Capacity:
 
     def reserve(self, num_bytes: int) -> bool:
         """Count a frame of so many bytes. False if it does not fit."""
-        fits = self.used_bytes + self.kept_bytes + num_bytes <= self.capacity_bytes
+        fits = self._make_room(num_bytes)
         self.used_bytes += num_bytes if fits else 0
         return fits
 
+    def keep_spare(self, num_bytes: int) -> bool:
+        """Count a spare frame. False if there are enough, or it does not fit."""
+        most = min(SPARE_BYTES, int(SPARE_SHARE * self.capacity_bytes))
+        if num_bytes > min(most - self.spare_bytes, self._room_bytes):
+            return False
+        self.spare_bytes += num_bytes
+        self.kept_bytes += num_bytes
+        return True
+
+    def use_spare(self, num_bytes: int) -> None:
+        """A block gets a spare frame."""
+        self.drop_spare(num_bytes)
+        self.used_bytes += num_bytes
+
+    def drop_spare(self, num_bytes: int) -> None:
+        """A spare frame has no memory any more."""
+        self.spare_bytes -= num_bytes
+        self.kept_bytes -= num_bytes
+
     def lock(self, num_bytes: int, free_bytes: int) -> bool:
         """Count a piece that a client locks, and its free frames. False if they do not fit."""
-        locked, kept = self.locked_bytes + num_bytes, self.kept_bytes + free_bytes
-        if locked > LOCKABLE_SHARE * self.capacity_bytes:
+        locked = self.locked_bytes + num_bytes
+        if locked > LOCKABLE_SHARE * self.capacity_bytes or not self._make_room(free_bytes):
             return False
-        if self.used_bytes + kept > self.capacity_bytes:
-            return False
-        self.locked_bytes, self.kept_bytes = locked, kept
+        self.locked_bytes = locked
+        self.kept_bytes += free_bytes
         return True
 
     def holder_of(self, block: Block) -> Residency:
@@ -118,10 +139,21 @@ class Capacity:
         for group, num_bytes in self._groups.values():
             used[group] = used.get(group, 0) + num_bytes
         assert sum(used.values()) == self.used_bytes
-        assert 0 <= self.kept_bytes <= self.capacity_bytes - self.used_bytes
+        assert 0 <= self.spare_bytes <= self.kept_bytes <= self.capacity_bytes - self.used_bytes
         if self.quotas is not None:
             counted = {group: used_ for group, (used_, _) in self.quotas.usage().items() if used_}
             assert used == counted, (used, counted)
+
+    @property
+    def _room_bytes(self) -> int:
+        return self.capacity_bytes - self.used_bytes - self.kept_bytes
+
+    def _make_room(self, num_bytes: int) -> bool:
+        """Whether so many bytes fit, with fewer spare frames if need be."""
+        for give_back in self.spare_holders:
+            if num_bytes > self._room_bytes:
+                give_back(num_bytes - self._room_bytes)
+        return num_bytes <= self._room_bytes
 
     def _group(self, block: Block) -> Hashable:
         return self.quotas.group(block.scope) if self.quotas is not None else COMMON

@@ -234,6 +234,11 @@ class Pool:
         """Whether any block is still waiting for its write below or being written."""
         return self._demoter.is_writing
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether any block is on its way from the tier below."""
+        return bool(self._loads)
+
     def count_of(self, event: CacheEvent) -> int:
         """How often this happened to a block in memory."""
         return self.residency.counters.events[TierName.HOST, event]

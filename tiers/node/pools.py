@@ -19,6 +19,7 @@ from tiers.node.capacity import Capacity
 from tiers.node.operations import PoolOperations, operations_on
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
+from tiers.node.spares import SpareFrames
 from tiers.policy.owners import SCOPE, ScopeOwners
 from tiers.policy.quota import Quotas
 from tiers.telemetry.events import CacheEvent, EventStream
@@ -36,6 +37,7 @@ class _LayoutPool:
     pool: Pool
     below: ManagedTier | None
     operations: PoolOperations
+    spares: SpareFrames
 
 
 class NodePools:
@@ -87,6 +89,7 @@ class NodePools:
         for entry in self._entries:
             entry.pool.work()
             entry.operations.step()
+            entry.spares.step(is_loading=entry.pool.is_loading)
 
     def leave(self, client: int) -> None:
         for entry in self._entries:
@@ -124,6 +127,7 @@ class NodePools:
         for entry in self._entries:
             if entry.pool.mover is not None:
                 entry.pool.mover.close()
+            entry.spares.close()
             entry.pool.memory.close()
             if entry.below is not None:
                 entry.below.close()
@@ -147,7 +151,9 @@ class NodePools:
         if below is not None:
             pool.used = below.used
         operations = operations_on(pool, below, self._settings, self._shares)
-        return _LayoutPool(layout, pool, below, operations)
+        spares = SpareFrames(pool.arena, self._wake)
+        spares.start()
+        return _LayoutPool(layout, pool, below, operations, spares)
 
     def _groups(self) -> list[dict[str, Any]]:
         """What each owner with a quota has in each tier. Scopes without a name count as one

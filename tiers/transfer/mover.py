@@ -234,7 +234,7 @@ class Mover:
 
     def _serve(self, lane: _Lane, niceness: int) -> None:
         if niceness:
-            _be_nice(niceness)
+            be_nice(niceness)
         while (job := self._next(lane)) is not None:
             if lane is self._stores:
                 self._loads_idle.wait(STORE_YIELD_S)
@@ -251,7 +251,7 @@ class Mover:
             self._on_done()
 
 
-def _be_nice(niceness: int) -> None:
+def be_nice(niceness: int) -> None:
     """Let this thread give way to the engine's. Only Linux has niceness per thread."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
