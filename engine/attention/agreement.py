@@ -7,10 +7,19 @@ either could have another order, so a start compares them before it uses the ope
 import torch
 
 from engine.attention.base import AttentionCall, AttentionOptions
-from engine.attention.dense import PIECE, attend_tokens
+from engine.attention.dense import (
+    PIECE,
+    TILE,
+    attend_span,
+    attend_tokens,
+    padded_keys,
+    scratch_size,
+    tile_rows,
+)
 
 _POSITIONS = (0, 5, 16, 63, PIECE - 1, PIECE, 2 * PIECE + 5, 777)
-_GROUPS = (1, 3, 4, 8)  # query heads that share a key: fewer rows than a kernel's four, and more
+_SPANS = ((0, 7), (61, 2), (PIECE - 3, 5), (500, 20))  # first position, tokens
+_GROUPS = (1, 3, 4, 8)  # query heads that share a key: fewer rows than a vector's, and more
 _WINDOWS = (None, 100)
 _HEADS = 2
 
@@ -19,38 +28,71 @@ _HEADS = 2
 def operator_agrees(dim: int) -> bool:
     """For heads of `dim`, over numbers and positions that reach all its branches."""
     random = torch.Generator().manual_seed(dim)
-    capacity, count = max(_POSITIONS) + 1 + -(max(_POSITIONS) + 1) % 16, len(_POSITIONS)
-    shape = (count, 2, _HEADS, capacity, dim)
-    for groups in _GROUPS:
-        query = torch.randn(count, groups * _HEADS, dim, generator=random)
-        key, value = (torch.randn(count, _HEADS, dim, generator=random) for _ in range(2))
-        for window in _WINDOWS:
-            call = AttentionCall(0, query, key, value, AttentionOptions(dim**-0.5, window))
-            copies = torch.randn(shape, generator=random)
-            expected, actual = _attended(call, copies), torch.empty_like(query)
-            written = copies.clone()
-            torch.ops.cachesvc.attend_tokens(
-                *(query, key, value, 0, True, list(written), list(_POSITIONS)),
-                *(0, 1, window, call.options.scaling, actual),
-            )
-            for number, position in enumerate(_POSITIONS):
-                copies[number, 0, :, position] = key[number]
-                copies[number, 1, :, position] = value[number]
-            if not torch.equal(expected, actual) or not torch.equal(copies, written):
-                return False
-    return True
+    copies = torch.randn(
+        len(_POSITIONS), 2, _HEADS, padded_keys(max(_POSITIONS) + 1), dim, generator=random
+    )
+    return all(
+        _tokens_agree(copies.clone(), groups, window, random)
+        and all(_span_agrees(copies[0], groups, window, *span, random) for span in _SPANS)
+        for groups in _GROUPS
+        for window in _WINDOWS
+    )
 
 
-def _attended(call: AttentionCall, copies: torch.Tensor) -> torch.Tensor:
-    """Rows of `call`, one of each copy, as torch's own calls attend them."""
-    count, parts, heads, capacity, dim = copies.shape
-    mine = copies.clone()
-    head = torch.arange(count)[:, None] * parts * heads + torch.arange(heads)
+def _tokens_agree(
+    copies: torch.Tensor, groups: int, window: int | None, random: torch.Generator
+) -> bool:
+    """Of one token each of several sequences, whose copies [S, 2, Hkv, capacity, D] are written."""
+    count, _, _, capacity, dim = copies.shape
+    call = _call(count, groups, dim, window, random)
+    written, actual = copies.clone(), torch.empty_like(call.query)
+    _attend(call, 1, list(written), list(_POSITIONS), actual)
+    head = torch.arange(count)[:, None] * 2 * _HEADS + torch.arange(_HEADS)
     rows = [
-        ((head + part * heads) * capacity + torch.tensor(_POSITIONS)[:, None]).flatten()
-        for part in range(parts)
+        ((head + part * _HEADS) * capacity + torch.tensor(_POSITIONS)[:, None]).flatten()
+        for part in range(2)
     ]
-    output = torch.empty_like(call.query)
-    return attend_tokens(
-        call, 0, mine.view(-1, dim), rows, list(mine), 0, 1, list(_POSITIONS), output
+    buffer, expected = copies.view(-1, dim), torch.empty_like(call.query)
+    attend_tokens(call, 0, buffer, rows, list(copies), 0, 1, list(_POSITIONS), expected)
+    return torch.equal(expected, actual) and torch.equal(copies, written)
+
+
+def _span_agrees(
+    copy: torch.Tensor,
+    groups: int,
+    window: int | None,
+    start: int,
+    count: int,
+    random: torch.Generator,
+) -> bool:
+    """Of several tokens of one sequence, over a copy [2, Hkv, capacity, D]."""
+    end, tile = start + count, tile_rows(groups)
+    call = _call(count, groups, copy.shape[-1], window, random)
+    run, written, actual = copy.clone(), copy.clone(), torch.empty_like(call.query)
+    _attend(call, count, [written], [start], actual)
+    triangle = torch.full((TILE, TILE), -torch.inf).triu(1)
+    scratch = torch.empty(scratch_size(groups * min(tile, count), end))
+    expected = torch.empty_like(call.query)
+    attend_span(call, 0, True, run, 0, run, 1, start, end, tile, triangle, scratch, expected)
+    return torch.equal(expected, actual) and torch.equal(run, written)
+
+
+def _call(
+    count: int, groups: int, dim: int, window: int | None, random: torch.Generator
+) -> AttentionCall:
+    query = torch.randn(count, groups * _HEADS, dim, generator=random)
+    key, value = (torch.randn(count, _HEADS, dim, generator=random) for _ in range(2))
+    return AttentionCall(0, query, key, value, AttentionOptions(dim**-0.5, window))
+
+
+def _attend(
+    call: AttentionCall,
+    tokens: int,
+    runs: list[torch.Tensor],
+    positions: list[int],
+    output: torch.Tensor,
+) -> None:
+    torch.ops.cachesvc.attend_rows(
+        *(call.query, call.key, call.value, 0, tokens, True, runs, positions),
+        *(0, 1, call.options.window, call.options.scaling, output),
     )

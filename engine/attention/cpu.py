@@ -110,8 +110,8 @@ class CpuAttention:
         self._copies.forget(sequence_id)
 
     def fuse(self) -> None:
-        """From now on single tokens are attended by the compiled operator, where it gives the bits
-        of `dense` for heads such as these."""
+        """From now on the compiled operator attends, where it gives the bits of `dense` for heads
+        such as these."""
         dims = {run.shape[-1] for run in self._kv.runs if dense.suits_heads(run.shape[-1])}
         others = [dim for dim in sorted(dims) if not operator_agrees(dim)]
         if others:

@@ -72,12 +72,13 @@ def attend_part(
     float32 or as the pool rounds them. `triangle` [tile, tile] is -inf above its diagonal.
     `scratch` grows to the room that a tile needs. `fused` says whether compiled operators may
     attend. Fills and returns `output` [T, Hq, Dv]."""
-    if fused and (len(part.positions) > 0 or part.num_rows == 1) and suits_operator(call, place):
-        torch.ops.cachesvc.attend_tokens(
+    if fused and suits_operator(call, place):
+        torch.ops.cachesvc.attend_rows(
             call.query,
             call.key.float(),
             call.value.float(),
             part.first,
+            1 if len(part.positions) > 0 else part.num_rows,
             part.write,
             # In another list, because torch empties the one that an operator is given.
             list(part.runs) if len(part.positions) > 0 else [part.runs[place.key_run]],
@@ -124,7 +125,7 @@ def attend_part(
 
 
 def suits_operator(call: AttentionCall, place: KvPlace) -> bool:
-    """Whether the compiled operator computes such attention of single tokens."""
+    """Whether the compiled operator computes such attention."""
     dim = call.key.shape[2]
     if call.options.softcap is not None or call.options.sinks is not None:
         return False

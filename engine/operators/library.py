@@ -44,7 +44,7 @@ _library.define("norm(Tensor x, Tensor eps) -> Tensor")
 _library.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
 _library.define(
-    "attend_tokens(Tensor query, Tensor key, Tensor value, int first, bool write, "
+    "attend_rows(Tensor query, Tensor key, Tensor value, int first, int tokens, bool write, "
     "Tensor(a!)[] runs, int[] positions, int key_part, int value_part, int? window, "
     "float scaling, Tensor(b!) output) -> ()"
 )

@@ -17,6 +17,7 @@
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -28,7 +29,10 @@ constexpr int64_t kLanes = Lanes::size();
 constexpr int64_t kGrain = 32768;  // numbers for which another thread pays, as torch counts
 constexpr int64_t kAligned = 16;   // keys: a softmax begins and ends at a multiple
 constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
-constexpr int kRows = 4;           // query heads that share one reading of keys and values
+constexpr int64_t kRows = 6;       // rows that share one reading of values
+constexpr int kWide = kLanes == 16 ? 4 : 2;        // vectors of a value that they add up at once
+constexpr int64_t kTileRows = 48;                  // rows whose scores are in memory at once,
+constexpr int64_t kScores = 1 << 17;               // if these are not more numbers: 512 KiB
 
 const float* read(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.scalar_type() == torch::headeronly::ScalarType::Float, "not float32");
@@ -160,155 +164,254 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return torch::stable::transpose(output, 1, 2);
 }
 
-// Attention of single tokens.
+// Attention.
+//
+// A tile is some tokens' rows of one head. A vector holds one number of kLanes rows, so that keys and
+// values are read as they lie: queries are [vectors, dim, kLanes], scores [vectors, keys, kLanes].
 
-// scores[r][j] = query[r] . key[j] for `count` keys, a multiple of kAligned. Each is one chain of
-// multiply-adds over the head's numbers, as in MKL's matrix products of up to kPiece.
-template <int R>
-void score(const float* query, const float* keys, int64_t dim, int64_t count, float* scores,
-           float* turned) {
-  constexpr int C = static_cast<int>(kAligned / kLanes);
+// One head's keys and values of a sequence, [capacity, dim], and the keys [low, end) that a tile of
+// tokens sees, the first all but the last `hidden` of them, each `reach` at most. `groups` rows are a
+// token's.
+struct Head {
+  const float *keys, *values;
+  int64_t dim, low, end, hidden, groups, reach;
+};
+
+// Scores of K keys for C vectors of rows. Each is one chain of multiply-adds over the head's numbers,
+// as in MKL's matrix products of up to kPiece.
+template <int K, int C>
+void score(const float* keys, const float* queries, int64_t dim, float* scores, int64_t plane) {
+  Lanes sums[K][C];
+#pragma GCC unroll 8
+  for (int k = 0; k < K; ++k)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sums[k][c] = Lanes(0.f);
+  for (int64_t d = 0; d < dim; ++d) {
+    Lanes rows[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) rows[c] = Lanes::loadu(queries + (c * dim + d) * kLanes);
+#pragma GCC unroll 8
+    for (int k = 0; k < K; ++k) {
+      const Lanes key(keys[k * dim + d]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sums[k][c] = at::vec::fmadd(rows[c], key, sums[k][c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int k = 0; k < K; ++k)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sums[k][c].store(scores + c * plane + k * kLanes);
+}
+
+// Scores of keys [0, count), a multiple of kAligned, in planes of count * kLanes.
+void score_all(const float* keys, const float* queries, int64_t vectors, int64_t dim, int64_t count,
+               float* scores) {
+  constexpr int kKeys = kLanes == 16 ? 8 : 4;
+  const int64_t plane = count * kLanes, pairs = vectors / 2 * 2;
   for (int64_t first = 0; first < count; first += kAligned) {
-    const float* block = keys + first * dim;
-    for (int64_t d = 0; d < dim; d += kLanes)
-      for (int c = 0; c < C; ++c)
-        at::vec::transpose_mxn<float, kLanes, kLanes>(
-            block + c * kLanes * dim + d, dim, turned + d * kAligned + c * kLanes, kAligned);
-    Lanes sums[R][C];
-    for (auto& row : sums)
-      for (auto& sum : row) sum = Lanes(0.f);
-    for (int64_t d = 0; d < dim; ++d)
-      for (int c = 0; c < C; ++c) {
-        const Lanes key = Lanes::loadu(turned + d * kAligned + c * kLanes);
-        for (int r = 0; r < R; ++r)
-          sums[r][c] = at::vec::fmadd(Lanes(query[r * dim + d]), key, sums[r][c]);
-      }
-    for (int r = 0; r < R; ++r)
-      for (int c = 0; c < C; ++c) sums[r][c].store(scores + r * count + first + c * kLanes);
+    for (int64_t v = 0; v < pairs; v += 2)
+      for (int64_t j = first; j < first + kAligned; j += kKeys)
+        score<kKeys, 2>(keys + j * dim, queries + v * dim * kLanes, dim,
+                        scores + v * plane + j * kLanes, plane);
+    for (int64_t j = first; pairs < vectors && j < first + kAligned; j += 8)
+      score<8, 1>(keys + j * dim, queries + pairs * dim * kLanes, dim,
+                  scores + pairs * plane + j * kLanes, plane);
   }
 }
 
-// output[r] += weights[r] @ values for C vectors of each row, one chain over `count` keys.
-template <int R, int C>
-void weigh(const float* weights, int64_t stride, const float* values, int64_t dim, int64_t count,
-           bool is_first, float* output) {
-  Lanes sums[R][C];
-  for (auto& row : sums)
-    for (auto& sum : row) sum = Lanes(0.f);
-  for (int64_t j = 0; j < count; ++j)
-    for (int c = 0; c < C; ++c) {
-      const Lanes value = Lanes::loadu(values + j * dim + c * kLanes);
-      for (int r = 0; r < R; ++r)
-        sums[r][c] = at::vec::fmadd(Lanes(weights[r * stride + j]), value, sums[r][c]);
+// exp(score - the most of its row) in place. Returns what to multiply a row's by, so that they add up
+// to 1. As torch's softmax over the last dimension (aten/src/ATen/native/cpu/SoftMaxKernel.cpp),
+// which adds up kLanes chains of keys, and then their sums by halves.
+Lanes softmax(float* scores, int64_t count) {
+  Lanes most = Lanes::loadu(scores), sums[kLanes];
+  for (int64_t j = 1; j < count; ++j)
+    most = at::vec::maximum(most, Lanes::loadu(scores + j * kLanes));
+  for (int64_t j = 0; j < count; j += kLanes)
+    for (int64_t i = 0; i < kLanes; ++i) {
+      float* at = scores + (j + i) * kLanes;
+      const Lanes weight = (Lanes::loadu(at) - most).exp();
+      weight.store(at);
+      sums[i] = j == 0 ? weight : sums[i] + weight;
     }
+  for (int64_t half = kLanes / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) sums[i] = sums[i] + sums[i + half];
+  return Lanes(1.f) / sums[0];
+}
+
+// output[r] += weights[r] @ values for R rows and C vectors of each, one chain over `count` keys.
+template <int R, int C>
+void weigh(const float* weights, const float* values, int64_t dim, int64_t count, bool is_first,
+           float* output) {
+  Lanes sums[R][C];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) sums[r][c] = Lanes(0.f);
+  for (int64_t j = 0; j < count; ++j) {
+    Lanes numbers[C];
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) numbers[c] = Lanes::loadu(values + j * dim + c * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      const Lanes weight(weights[j * kLanes + r]);
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) sums[r][c] = at::vec::fmadd(weight, numbers[c], sums[r][c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
       float* to = output + r * dim + c * kLanes;
       (is_first ? sums[r][c] : Lanes::loadu(to) + sums[r][c]).store(to);
     }
 }
 
-// As torch's softmax over the last dimension (aten/src/ATen/native/cpu/SoftMaxKernel.cpp).
-void softmax(float* row, int64_t count) {
-  const float most =
-      at::vec::reduce_all<float>([](Lanes x, Lanes y) { return at::vec::maximum(x, y); }, row, count);
-  at::vec::map([&](Lanes x) { return (x - Lanes(most)).exp(); }, row, row, count);
-  const float sum = at::vec::reduce_all<float>([](Lanes x, Lanes y) { return x + y; }, row, count);
-  at::vec::map([&](Lanes x) { return x * Lanes(1 / sum); }, row, row, count);
+// The same for `rows` rows, kRows or nearly as many at once, and the numbers of a head from `at` on
+// that whole C vectors hold. Returns where they end.
+template <int C>
+int64_t weigh_rows(const float* weights, const float* values, int64_t dim, int64_t at, int64_t count,
+                   bool is_first, int64_t rows, float* output) {
+  for (; at + C * kLanes <= dim; at += C * kLanes)
+    for (int64_t r = 0, groups = (rows + kRows - 1) / kRows; groups > 0; --groups) {
+      const int64_t size = (rows - r + groups - 1) / groups;
+      const auto some = [&](auto R) {
+        weigh<R(), C>(weights + r, values + at, dim, count, is_first, output + r * dim + at);
+      };
+      if (size == 1) some(std::integral_constant<int, 1>());
+      if (size == 2) some(std::integral_constant<int, 2>());
+      if (size == 3) some(std::integral_constant<int, 3>());
+      if (size == 4) some(std::integral_constant<int, 4>());
+      if (size == 5) some(std::integral_constant<int, 5>());
+      if (size == 6) some(std::integral_constant<int, 6>());
+      r += size;
+    }
+  return at;
 }
 
-// One head's keys and values of a sequence, [capacity, dim], and the keys [low, end) that its token
-// sees.
-struct Head {
-  const float *keys, *values;
-  int64_t dim, low, end;
-};
-
-// R query rows [R, dim] over one head. scratch: [R, keys], and a block of keys turned.
-template <int R>
-void attend_rows(const Head& head, const float* query, float* scratch, float* output) {
-  const int64_t base = head.low - head.low % kAligned;
+// A tile of `rows` rows. queries: [vectors, dim, kLanes]; scores: room for [vectors, keys, kLanes];
+// output: [rows, dim].
+void attend_tile(const Head& head, const float* queries, int64_t rows, float* scores, float* output) {
+  const int64_t base = head.low - head.low % kAligned, dim = head.dim;
   const int64_t top = (head.end + kAligned - 1) / kAligned * kAligned, count = top - base;
-  score<R>(query, head.keys + base * head.dim, head.dim, count, scratch, scratch + R * count);
+  const int64_t vectors = (rows + kLanes - 1) / kLanes;
+  score_all(head.keys + base * dim, queries, vectors, dim, count, scores);
   constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-  for (int r = 0; r < R; ++r) {
-    float* row = scratch + r * count;
-    std::fill(row, row + (head.low - base), kUnseen);
-    std::fill(row + (head.end - base), row + count, kUnseen);
-    softmax(row, count);
-  }
-  for (int64_t start = head.low; start < head.end;) {
-    const int64_t until = std::min(start - start % kPiece + kPiece, head.end);
-    const float *weights = scratch + (start - base), *values = head.values + start * head.dim;
-    const bool is_first = start == head.low;
-    constexpr int C = kLanes == 16 ? 4 : 3;
-    int64_t at = 0;
-    for (; at + C * kLanes <= head.dim; at += C * kLanes)
-      weigh<R, C>(weights, count, values + at, head.dim, until - start, is_first, output + at);
-    for (; at < head.dim; at += kLanes)
-      weigh<R, 1>(weights, count, values + at, head.dim, until - start, is_first, output + at);
-    start = until;
-  }
-}
-
-void attend_head(const Head& head, const float* query, int64_t rows, float* scratch, float* output) {
-  for (; rows > 0; rows -= kRows, query += kRows * head.dim, output += kRows * head.dim) {
-    if (rows == 1) attend_rows<1>(head, query, scratch, output);
-    if (rows == 2) attend_rows<2>(head, query, scratch, output);
-    if (rows == 3) attend_rows<3>(head, query, scratch, output);
-    if (rows >= 4) attend_rows<4>(head, query, scratch, output);
+  for (int64_t v = 0; v < vectors; ++v) {
+    float* plane = scores + v * count * kLanes;
+    const int64_t first = v * kLanes, there = std::min(kLanes, rows - first);
+    for (int64_t r = 0; r < kLanes; ++r) {
+      const int64_t end = std::min(head.end, head.end - head.hidden + (first + r) / head.groups);
+      const int64_t low = std::max(head.low, end - head.reach);
+      for (int64_t j = 0; j < low - base; ++j) plane[j * kLanes + r] = kUnseen;
+      for (int64_t j = end - base; j < count; ++j) plane[j * kLanes + r] = kUnseen;
+    }
+    const Lanes scale = softmax(plane, count);
+    for (int64_t start = head.low; start < head.end;) {
+      const int64_t until = std::min(start - start % kPiece + kPiece, head.end);
+      float* weights = plane + (start - base) * kLanes;
+      for (int64_t j = 0; j < until - start; ++j)
+        (Lanes::loadu(weights + j * kLanes) * scale).store(weights + j * kLanes);
+      const float* values = head.values + start * dim;
+      const bool is_first = start == head.low;
+      float* to = output + first * dim;
+      const int64_t at =
+          weigh_rows<kWide>(weights, values, dim, 0, until - start, is_first, there, to);
+      weigh_rows<1>(weights, values, dim, at, until - start, is_first, there, to);
+      start = until;
+    }
   }
 }
 
-// What `engine.attention.dense.attend_tokens` computes without a softcap and sinks: rows [first,
-// first + S) of query [T, Hq, D], key and value [T, Hkv, D], of any strides but the last, and of
-// output [T, Hq, D]. runs: of each of S sequences, [parts, Hkv, capacity, D].
-void attend_tokens(const Tensor& query, const Tensor& key, const Tensor& value, int64_t first,
-                   bool is_written, const std::vector<Tensor>& runs,
-                   const std::vector<int64_t>& positions, int64_t key_part, int64_t value_part,
-                   std::optional<int64_t> window, double scaling, const Tensor& output) {
+// Room that a thread keeps from call to call, because fresh pages cost more than what fills them.
+float* room_for(int64_t count) {
+  thread_local std::vector<float> room;
+  if (room.size() < static_cast<size_t>(count)) room.resize(count);
+  return room.data();
+}
+
+// How many tokens a tile has, so that its scores stay in the cache, and threads have tiles alike.
+int64_t tile_tokens(int64_t tokens, int64_t groups, int64_t keys, int64_t heads) {
+  const int64_t most = std::clamp(kScores / std::max<int64_t>(1, keys), kLanes, kTileRows);
+  int64_t tiles = std::max<int64_t>(1, (tokens * groups + most - 1) / most);
+  const int64_t threads = torch::stable::get_num_threads();
+  while (tiles < tokens && (tiles * heads) % threads != 0 && tiles * heads < 4 * threads) ++tiles;
+  return std::max<int64_t>(1, (tokens + tiles - 1) / tiles);
+}
+
+// What `engine.attention.dense` computes without a softcap and sinks, for S sequences of as many
+// tokens each: rows [first, first + S * tokens) of query [T, Hq, D], key and value [T, Hkv, D], of
+// any strides but the last, and of output [T, Hq, D]. runs: of each sequence, [parts, Hkv, capacity,
+// D]; positions: that of its first token.
+void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, int64_t first,
+                 int64_t tokens, bool is_written, const std::vector<Tensor>& runs,
+                 const std::vector<int64_t>& positions, int64_t key_part, int64_t value_part,
+                 std::optional<int64_t> window, double scaling, const Tensor& output) {
   const int64_t heads = query.size(1), dim = query.size(2), kv_heads = key.size(1);
   const int64_t groups = heads / kv_heads, sequences = static_cast<int64_t>(positions.size());
   STD_TORCH_CHECK(dim % kAligned == 0 && dim <= kPiece && value.size(2) == dim, "heads of ", dim);
   STD_TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "strides");
-  STD_TORCH_CHECK(output.is_contiguous() && first + sequences <= output.size(0), "another output");
+  STD_TORCH_CHECK(output.is_contiguous() && output.size(2) == dim &&
+                      tokens > 0 && first + sequences * tokens <= output.size(0),
+                  "another output");
   STD_TORCH_CHECK(runs.size() == positions.size(), "as many runs as positions");
-  const int64_t reach = window.value_or(std::numeric_limits<int64_t>::max());
+  const int64_t reach = window.value_or(std::numeric_limits<int64_t>::max() / 2);
   std::vector<float*> starts;
   int64_t longest = 0;
   for (int64_t s = 0; s < sequences; ++s) {
     const Tensor& run = runs[s];
-    const int64_t end = positions[s] + 1;
+    const int64_t end = positions[s] + tokens;
     STD_TORCH_CHECK(run.is_contiguous() && run.size(0) > std::max(key_part, value_part) &&
                         run.size(1) == kv_heads && run.size(3) == dim &&
                         (end + kAligned - 1) / kAligned * kAligned <= run.size(2),
                     "sequence ", s, " has another run");
     starts.push_back(write(run));
-    longest = std::max(longest, std::min(end, reach));
+    longest = std::max(longest, std::min(end, reach + tokens));
   }
   const float *q = read(query), *k = read(key), *v = read(value);
   float* to = write(output);
-  const int64_t room = kRows * (longest + 2 * kAligned) + kAligned * dim;
-  in_parallel(sequences * kv_heads, 4 * longest * dim, [&](int64_t begin, int64_t end) {
-    std::vector<float> scratch(room), scaled(groups * dim);
+  const auto part_of = [&](int64_t s, int64_t part, int64_t h) {
+    return starts[s] + (part * kv_heads + h) * runs[s].size(2) * dim;
+  };
+  if (is_written)
+    in_parallel(sequences * kv_heads, 2 * tokens * dim, [&](int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t s = item / kv_heads, h = item % kv_heads;
+        float *keys = part_of(s, key_part, h), *values = part_of(s, value_part, h);
+        for (int64_t t = 0; t < tokens; ++t) {
+          const int64_t row = first + s * tokens + t, position = positions[s] + t;
+          std::copy_n(k + row * key.stride(0) + h * key.stride(1), dim, keys + position * dim);
+          if (value_part != key_part)
+            std::copy_n(v + row * value.stride(0) + h * value.stride(1), dim,
+                        values + position * dim);
+        }
+      }
+    });
+  const int64_t tile = tile_tokens(tokens, groups, longest, sequences * kv_heads);
+  const int64_t tiles = (tokens + tile - 1) / tile, rows = tile * groups;
+  const int64_t padded = (rows + kLanes - 1) / kLanes * kLanes;
+  const int64_t room = padded * (longest + 2 * kAligned + dim) + rows * dim;
+  in_parallel(sequences * kv_heads * tiles, 2 * rows * longest * dim, [&](int64_t begin, int64_t end) {
+    float *queries = room_for(room), *attended = queries + padded * dim;
+    float* scores = attended + rows * dim;
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t s = item / kv_heads, h = item % kv_heads, row = first + s;
-      const int64_t position = positions[s], size = runs[s].size(2) * dim;
-      float* keys = starts[s] + (key_part * kv_heads + h) * size;
-      float* values = starts[s] + (value_part * kv_heads + h) * size;
-      if (is_written) {
-        std::copy_n(k + row * key.stride(0) + h * key.stride(1), dim, keys + position * dim);
-        if (value_part != key_part)
-          std::copy_n(v + row * value.stride(0) + h * value.stride(1), dim, values + position * dim);
+      const int64_t s = item / (kv_heads * tiles), h = item / tiles % kv_heads;
+      const int64_t from = item % tiles * tile, count = std::min(tile, tokens - from);
+      const int64_t row = first + s * tokens + from, start = positions[s] + from;
+      std::fill_n(queries, padded * dim, 0.f);
+      for (int64_t i = 0; i < count * groups; ++i) {
+        const float* one = q + (row + i / groups) * query.stride(0) +
+                           (h * groups + i % groups) * query.stride(1);
+        float* turned = queries + i / kLanes * dim * kLanes + i % kLanes;
+        for (int64_t d = 0; d < dim; ++d) turned[d * kLanes] = one[d] * static_cast<float>(scaling);
       }
-      for (int64_t g = 0; g < groups; ++g) {
-        const float* from = q + row * query.stride(0) + (h * groups + g) * query.stride(1);
-        for (int64_t d = 0; d < dim; ++d)
-          scaled[g * dim + d] = from[d] * static_cast<float>(scaling);
-      }
-      const int64_t low = position < reach ? 0 : position - reach + 1;
-      attend_head({keys, values, dim, low, position + 1}, scaled.data(), groups, scratch.data(),
-                  to + (row * heads + h * groups) * dim);
+      const Head head = {part_of(s, key_part, h), part_of(s, value_part, h), dim,
+                         std::max<int64_t>(0, start + 1 - reach), start + count, count - 1, groups,
+                         reach};
+      attend_tile(head, queries, count * groups, scores, attended);
+      for (int64_t t = 0; t < count; ++t)
+        std::copy_n(attended + t * groups * dim, groups * dim,
+                    to + ((row + t) * heads + h * groups) * dim);
     }
   });
 }
@@ -319,5 +422,5 @@ STABLE_TORCH_LIBRARY_IMPL(cachesvc, CPU, library) {
   library.impl("norm", TORCH_BOX(&norm));
   library.impl("silu_mul", TORCH_BOX(&silu_mul));
   library.impl("rotate", TORCH_BOX(&rotate));
-  library.impl("attend_tokens", TORCH_BOX(&attend_tokens));
+  library.impl("attend_rows", TORCH_BOX(&attend_rows));
 }

@@ -1,10 +1,11 @@
 """Which attention and which packed layers give a token other bits alone than in a chunk on a CPU.
 
     python -m tests.parity.bits [--threads 1 2 3] [--dtype bfloat16] [--few | --every]
-                                [--lengths 40 700] [--part 3/20]
+                                [--lengths 40 700] [--part 3/20] [--operators FOLDER]
 
 Prints a line for each shape that does, and ends with exit code 1 if there is one. It is run under
 limits of torch's and oneDNN's instruction sets, which a process reads once, and needs no model.
+With `--operators` compiled operators, which the folder keeps, are compared with torch's calls.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.cpu import CpuAttention
 from engine.batch import Span
 from engine.models.packing import PackedLinear, has_bfloat16
+from engine.operators.library import Operators
 from engine.request import SamplingParams
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
@@ -79,9 +82,11 @@ def differing(
     lengths: Sequence[int] = LENGTHS,
     dtype: torch.dtype = torch.float32,
     threads: Sequence[int] = (),
+    fused: bool = False,
 ) -> Iterator[str]:
     """The ways of cutting a prompt in which a row has other bits than in one chunk and with the
-    first number of threads, by default as many as there are."""
+    first number of threads, by default as many as there are. If `fused`, those ways, but not that
+    chunk, are computed by compiled operators."""
     threads = threads or [torch.get_num_threads()]
     for length in lengths:
         ample = VAST if length > 1024 else AMPLE
@@ -89,7 +94,7 @@ def differing(
         whole = computed(shape, length, [length], dtype, ample)
         for num_threads, name, budget in product(threads, ways(length), (ample, 0)):
             torch.set_num_threads(num_threads)
-            rows = computed(shape, length, ways(length)[name], dtype, budget)
+            rows = computed(shape, length, ways(length)[name], dtype, budget, fused)
             moved = (rows != whole).flatten(1).any(1).nonzero().flatten().tolist()
             if moved:
                 kept = "" if budget else " without a copy"
@@ -129,7 +134,12 @@ def ways(length: int) -> dict[str, list[int]]:
 
 @torch.inference_mode()
 def computed(
-    shape: Shape, length: int, cuts: Sequence[int], dtype: torch.dtype, budget: int = AMPLE
+    shape: Shape,
+    length: int,
+    cuts: Sequence[int],
+    dtype: torch.dtype,
+    budget: int = AMPLE,
+    fused: bool = False,
 ) -> torch.Tensor:
     """The outputs [length, Hq, Dv] of a prompt that is computed in chunks of these sizes."""
     generator = torch.Generator().manual_seed(length)
@@ -142,6 +152,8 @@ def computed(
     layout = BlockLayout(shape.layers, BLOCK, "float32")
     pool = torch.full((len(table), *layout.shape), torch.nan, dtype=dtype)
     attention = CpuAttention(pool, shape.layers, budget_bytes=budget)
+    if fused:
+        attention.fuse()
     attention._copies._buffer.fill_(torch.nan)  # rows that nobody has written change nothing
     outputs, start = [], 0
     for count in cuts:
@@ -165,7 +177,11 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of the prompts")
     parser.add_argument("--part", default="1/1", help="which part of the shapes, for a short run")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--operators", type=Path, help="the folder of the compiled operators")
     arguments = parser.parse_args()
+    fused = arguments.operators is not None
+    if fused and not Operators(arguments.operators).load():
+        parser.error("there are no compiled operators here; the log says why")
     number, parts = map(int, arguments.part.split("/"))
     shapes = (EVERY if arguments.every else FEW[:3] if arguments.few else FEW)[number - 1 :: parts]
     lengths = arguments.lengths or (
@@ -173,7 +189,7 @@ def main() -> int:
     )
     dtype, found = getattr(torch, arguments.dtype), 0
     for shape in shapes:
-        for way in differing(shape, lengths, dtype, arguments.threads):
+        for way in differing(shape, lengths, dtype, arguments.threads, fused):
             found += 1
             print(f"{shape}, {way}", flush=True)
     for num_threads in arguments.threads if dtype == torch.float32 or has_bfloat16() else ():

@@ -4,12 +4,20 @@ import pytest
 import torch
 
 from engine.attention import dense
+from engine.operators.library import Operators
 from tests.parity.bits import FEW, Shape, computed, differing
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)
 def test_a_row_has_the_same_bits_however_its_prompt_is_cut(shape: Shape) -> None:
     assert list(differing(shape, lengths=(40, 330))) == []
+
+
+@pytest.mark.parametrize("shape", FEW, ids=str)
+def test_compiled_operators_give_the_bits_of_torchs_calls(
+    shape: Shape, operators: Operators
+) -> None:
+    assert list(differing(shape, lengths=(40, 330), fused=True)) == []
 
 
 def test_the_same_holds_in_bfloat16() -> None:

@@ -64,10 +64,14 @@ def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
     assert attention._fused == fused
 
 
+@pytest.mark.parametrize("name", ["attend_tokens", "attend_span"])
 def test_attention_that_sums_in_another_order_does_not_agree(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str,
+    operators: Operators,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agreement, "attend_tokens", _in_doubles)
+    monkeypatch.setattr(agreement, name, _tokens_in_doubles if "tokens" in name else _in_doubles)
     assert not operator_agrees(64)
     layers = [LayerLayout(2, 64, 64)]
     attention = CpuAttention(
@@ -79,7 +83,13 @@ def test_attention_that_sums_in_another_order_does_not_agree(
     assert "the compiled attention is not used: heads of 64 have other bits" in caplog.text
 
 
-def _in_doubles(call, _first, _buffer, _rows, runs, _key, _value, positions, output):  # type: ignore[no-untyped-def]
+def _in_doubles(call, _first, _write, run, _key, _run, _value, start, end, *rest):  # type: ignore[no-untyped-def]
+    for row in range(end - start):
+        one, filled = call.of(slice(row, row + 1)), rest[-1][row : row + 1]
+        _tokens_in_doubles(one, 0, None, [], [run], 0, 1, [start + row], filled)
+
+
+def _tokens_in_doubles(call, _first, _buffer, _rows, runs, _key, _value, positions, output):  # type: ignore[no-untyped-def]
     for number, (run, position) in enumerate(zip(runs, positions, strict=True)):
         run[:, :, position] = torch.stack([call.key[number], call.value[number]])
         keys, values = run[:, :, : position + 1].double()
@@ -91,14 +101,20 @@ def _in_doubles(call, _first, _buffer, _rows, runs, _key, _value, positions, out
 def test_a_call_that_an_operator_cannot_compute_is_refused(operators: Operators) -> None:
     with pytest.raises(RuntimeError, match="not float32"):
         torch.ops.cachesvc.norm(torch.zeros(2, 4, dtype=torch.float64), EPS)
-    run, row = torch.zeros(2, 1, 32, 16), torch.zeros(1, 1, 16)
-    for position, expected in ((31, None), (32, "another run")):
-        call = (row, row, row, 0, True, [run], [position], 0, 1, None, 1.0, torch.zeros(1, 1, 16))
+    run, rows = torch.zeros(2, 1, 32, 16), torch.zeros(3, 1, 16)
+    for tokens, position, expected in (
+        (1, 31, None),
+        (3, 29, None),
+        (1, 32, "another run"),
+        (3, 30, "another run"),
+        (4, 0, "another output"),
+    ):
+        call = (rows, rows, rows, 0, tokens, True, [run], [position], 0, 1, None, 1.0, rows.clone())
         if expected is None:
-            torch.ops.cachesvc.attend_tokens(*call)
+            torch.ops.cachesvc.attend_rows(*call)
         else:
             with pytest.raises(RuntimeError, match=expected):
-                torch.ops.cachesvc.attend_tokens(*call)
+                torch.ops.cachesvc.attend_rows(*call)
 
 
 def test_the_library_is_kept_and_a_damaged_one_compiled_again(
