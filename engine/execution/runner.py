@@ -269,9 +269,20 @@ class ModelRunner:
             keep = upload(rows, self._device)
             logits = self._logits(keep, arguments)[0, : len(wanted)].float()
         else:
-            self._model.base_model(**arguments)
+            self._layers(arguments)
         self._adapters.finish()
         return logits, prompt_logprobs
+
+    def _layers(self, arguments: dict[str, Any]) -> Any:
+        """What the layers put out."""
+        if self._traced is None or self._adapters.in_use:
+            return self._model.base_model(**arguments)
+        return self._traced.layers(
+            self._attention,
+            arguments["position_ids"],
+            tokens=arguments.get("input_ids"),
+            rows=arguments.get("inputs_embeds"),
+        )
 
     def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K]."""
@@ -317,7 +328,7 @@ class ModelRunner:
                 rows += range(start, start + len(span.targets))
                 targets += span.targets.tolist()
                 counts += [span.params.prompt_logprobs or 0] * len(span.targets)
-        states = self._model.base_model(**arguments)
+        states = self._layers(arguments)
         prompt_logprobs: list[TokenLogprob] = []
         step = max(MIN_ROWS, LOGITS_BYTES // (4 * self._vocab_size))
         for at in range(0, len(rows), step):

@@ -28,6 +28,7 @@ from engine.torchscript import undeprecated, unoptimized
 logger = logging.getLogger(__name__)
 
 _CHECKED = ((2, 0), (3, 40), (37, 5))  # (tokens, first position) of the calls that must agree
+_NONE = torch.empty(0, dtype=torch.long)  # rows of which logits are wanted
 _thread = threading.local()  # `handed`: the `_Handed` of the graph that the thread is running
 
 
@@ -98,26 +99,48 @@ class _Alone:
         return attend_dense(call.query, call.key, call.value, 0, call.options)
 
 
+@contextmanager
+def _watched(model: Any) -> Iterator[list[Any]]:
+    """What the layers of a model put out while it runs, as its `base_model` returns it."""
+    base, outputs = model.base_model, []
+    own = base.forward
+
+    def watch(*given: Any, **named: Any) -> Any:
+        outputs.append(own(*given, **named))
+        return outputs[-1]
+
+    base.forward = watch
+    try:
+        yield outputs
+    finally:
+        del base.forward
+
+
 class _Forward(nn.Module):
-    """The part that is recorded: from embedded tokens to logits."""
+    """The part that is recorded: from embedded tokens to logits, and to what the layers put out.
+    `kind` is the class in which the model's own layers return that."""
 
     def __init__(self, model: nn.Module, paged: _Handed) -> None:
         super().__init__()
         self.model = model
         self.inside = paged.inside  # the graph has the compiled module as its own
         self._paged = paged
+        self.kind: Any = None
 
     def forward(
         self, rows: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
-    ) -> torch.Tensor:
-        logits: torch.Tensor = self.model(
-            inputs_embeds=rows,
-            position_ids=positions,
-            use_cache=False,
-            paged=self._paged,
-            logits_to_keep=keep,
-        ).logits
-        return logits
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with _watched(self.model) as outputs:
+            logits: torch.Tensor = self.model(
+                inputs_embeds=rows,
+                position_ids=positions,
+                use_cache=False,
+                paged=self._paged,
+                logits_to_keep=keep,
+            ).logits
+        [output] = outputs
+        self.kind = type(output)
+        return logits, output.last_hidden_state
 
 
 class TracedForward:
@@ -155,6 +178,29 @@ class TracedForward:
         The input is either `tokens` [1, T] or embedded `rows` [1, T, hidden], at `positions` [1,
         T]. Raises what `attention` raises, and RuntimeError where another call of the graph fails.
         """
+        return self._run(attention, positions, keep, tokens, rows)[0]
+
+    def layers(
+        self,
+        attention: PagedAttention,
+        positions: torch.Tensor,
+        *,
+        tokens: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+    ) -> Any:
+        """What the layers put out, as the model's own return it, without logits."""
+        states = self._run(attention, positions, _NONE, tokens, rows)[1]
+        return self._kind(last_hidden_state=states)
+
+    def _run(
+        self,
+        attention: PagedAttention | _Alone,
+        positions: torch.Tensor,
+        keep: torch.Tensor,
+        tokens: torch.Tensor | None,
+        rows: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits after the rows `keep`, and the layers' output [1, T, hidden]."""
         self._handed.begin(attention)
         _thread.handed = self._handed
         if rows is None:
@@ -162,20 +208,21 @@ class TracedForward:
         # Optimization passes over a graph of 3,700 nodes would take 0.7 s and gain nothing.
         try:
             with unoptimized():
-                logits: torch.Tensor = self._graph(rows, positions, keep)
+                logits, states = self._graph(rows, positions, keep)
         except RuntimeError as error:
             if (failure := self._handed.take_failure()) is not None:
                 raise failure from None
             # Before its last line are pages of where in the model and on this machine.
             raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
-        return logits
+        return logits, states
 
     def _record(self, model: Any) -> Any:
         rows, positions = self._embed(self._tokens(5)), torch.arange(5)[None]
         _thread.handed = self._handed
         with undeprecated() as said, _muted("transformers.modeling_utils"):
+            forward = _Forward(model, self._handed)
             graph = torch.jit.trace(
-                _Forward(model, self._handed),
+                forward,
                 (rows, positions, torch.tensor([3, 4])),
                 check_trace=False,
                 strict=False,
@@ -183,22 +230,26 @@ class TracedForward:
         for each in said:
             if each.category.__name__ == "TracerWarning":
                 raise Untraceable(f"{each.filename}:{each.lineno}: {each.message}")
+        self._kind = forward.kind
         return graph
 
     def _check(self, model: Any, tokens: torch.Tensor, first: int) -> None:
         number = tokens.shape[1]
         positions, keep = torch.arange(first, first + number)[None], torch.tensor([0, number - 1])
         alone = _Alone()
-        own = model(
-            input_ids=tokens,
-            position_ids=positions,
-            use_cache=False,
-            paged=alone,
-            logits_to_keep=keep,
-        ).logits
-        traced = self(alone, positions, keep, tokens=tokens)
-        if not torch.equal(own, traced):
+        with _watched(model) as outputs:
+            own = model(
+                input_ids=tokens,
+                position_ids=positions,
+                use_cache=False,
+                paged=alone,
+                logits_to_keep=keep,
+            ).logits
+        logits, states = self._run(alone, positions, keep, tokens, None)
+        if not torch.equal(own, logits):
             raise Untraceable(f"the logits of {number} tokens are others")
+        if not torch.equal(outputs[0].last_hidden_state, states):
+            raise Untraceable(f"the layers' output of {number} tokens is another")
 
     def _tokens(self, number: int) -> torch.Tensor:
         """Tokens [1, number] from across the vocabulary."""

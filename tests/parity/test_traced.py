@@ -2,6 +2,8 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +133,52 @@ def test_a_context_shorter_than_the_check_is_not_recorded() -> None:
     assert short._traced is None
 
 
+GREEDY = SamplingParams(temperature=0)
+LONG = np.random.default_rng(7).integers(0, VOCAB_SIZE, 560, dtype=np.int32)
+
+
+def computed(warm: ModelRunner, *cuts: int) -> None:
+    """Compute the long prompt in chunks that end there, none of which samples."""
+    for start, end in pairwise((0, *cuts)):
+        warm.step(Batch([Span(1, LONG[start:end], start, list(range(35)), False, GREEDY)]))
+    warm.forget(1)
+
+
+def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators: Operators) -> None:
+    """torch divides an activation among its threads, here 501 rows of 96 numbers, and computes the
+    last numbers of each share by another function. An operator does not."""
+    loaded, before = replace(tiny_model("llama"), operators=operators), torch.get_num_threads()
+    pools = [new_pool(loaded, 35, BLOCK) for _ in range(2)]
+    torch.set_num_threads(2)
+    try:
+        for pool, cuts in zip(pools, ((501, 560), (77, 300, 501, 560)), strict=True):
+            warm = ModelRunner(loaded, pool)
+            warm.warm_up()
+            computed(warm, *cuts)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*pools)
+
+
+def test_no_step_of_a_warm_runner_is_computed_by_the_models_own_layers() -> None:
+    """Neither chunks that sample nothing nor prompts with log-probabilities."""
+    loaded = tiny_model("llama")
+    own, warm = runner(loaded), runner(loaded)
+    warm.warm_up()
+    asked = span(1, 0, 20, 0, targets=np.arange(20, dtype=np.int32))
+    steps = [replace(asked, sample=False), replace(span(1, 20, 9, 0), sample=False)]
+    steps += [span(1, 29, 8, 0, targets=np.arange(8, dtype=np.int32))]
+    told = [own.step(Batch([step])) for step in steps]
+
+    def burn(*_: Any, **__: Any) -> None:
+        raise Burning("the model's own layers")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for layer in loaded.model.base_model.layers:
+            patch.setattr(layer, "forward", burn)
+        assert [warm.step(Batch([step])) for step in steps] == told
+
+
 class Burning(Exception):
     """What goes wrong in one layer."""
 
@@ -248,6 +296,10 @@ class Counting(nn.Module):
         super().__init__()
         self.model = model
         self.calls = 0
+
+    @property
+    def base_model(self) -> Any:
+        return self.model.base_model
 
     def get_input_embeddings(self) -> Any:
         return self.model.get_input_embeddings()
