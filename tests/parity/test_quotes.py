@@ -4,12 +4,13 @@ import asyncio
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from api.job import Job
 from cachesvc.operator.survey import CacheSurvey
+from engine.request import SamplingParams
 from tests.parity.test_engine_tiers import BLOCK, House, prompts_over
 from tests.support.models import tiny_model
 from tiers.blocks.keys import CacheScope
@@ -36,14 +37,15 @@ def spread(cache: TieredCache) -> None:
             cache.residency.evict_host(block)
 
 
-def quoted(house: House, prompt: list[int], **fields: Any) -> Any:
-    job = SimpleNamespace(
+def quoted(house: House, prompt: list[int]) -> Any:
+    job = Job(
+        request_id="quoted",
+        model=None,  # type: ignore[arg-type]
         prompts=(array("i", prompt),),
+        params=SamplingParams(),
         scope=CacheScope(layout=house.cache.layout.digest(), adapter=b""),
-        contents=(),
-        **fields,
     )
-    return asyncio.run(CacheSurvey(house.engine.call, house.cache.operations, BLOCK)(job))  # type: ignore[arg-type]
+    return asyncio.run(CacheSurvey(house.engine.call, house.cache.operations, BLOCK)(job))
 
 
 def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house: House) -> None:

@@ -29,6 +29,7 @@ from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url, open_store
 from billing.usage import Usage
 from cachesvc.cli import app, render
+from cachesvc.cli.money import invocation
 from tests.api.test_invoice_routes import LAST_MONTH, NOW, PARTIES
 from tests.running_server import Running
 from tests.support.admin import fake_parts
@@ -453,7 +454,7 @@ def person(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def types(answers: str, *args: str, code: int = 0) -> str:
         command = [*args, "--data-dir", str(shell.data_dir)]
         with monkeypatch.context() as sitting:
-            sitting.setattr(render, "_at_terminal", lambda: True)
+            sitting.setattr(invocation, "must_ask", lambda yes: not yes)
             result = CliRunner().invoke(app, command, input="".join(f"{a}\n" for a in answers))
         assert result.exit_code == code, result.output + repr(result.exception)
         return " ".join(result.output.split())
