@@ -54,7 +54,8 @@ class Gathering:
         after = self._last
         if self._before is not None and at_s < after.at_s:
             after = self._before
-        after.came_s.append(at_s)
+        if len(after.came_s) < after.num:  # more are not needed, however many come without a step
+            after.came_s.append(at_s)
 
     def left_s(self, num_waiting: int) -> float:
         """How long the next step should still wait, while so many requests do. 0: it begins."""

@@ -4,6 +4,7 @@ import random
 import statistics
 import threading
 import time
+import tracemalloc
 from array import array
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
@@ -138,6 +139,20 @@ def test_requests_submitted_before_the_answers_were_not_caused_by_them() -> None
     gathering.came(1.056)
     gathering.came(1.056)
     assert gathering.left_s(4) == 0.0
+
+
+def test_requests_that_end_without_a_step_take_no_memory() -> None:
+    """Such as those whose grammar matches nothing."""
+    now_s = 1.0
+    gathering = Gathering(lambda: now_s)
+    gathering.answered(2, 0.05)
+    tracemalloc.start()
+    for number in range(100_000):
+        gathering.came(1.0 + number)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert taken < 10_000
+    assert gathering.left_s(5) == 0.0
 
 
 class Slow(ChainRunner):
