@@ -273,12 +273,12 @@ class TieredCache:
     @property
     def num_allocatable(self) -> int:
         """The number of blocks for which `tables.provide` could find slots now."""
-        return self.residency.num_allocatable
+        return self.residency.device.num_allocatable
 
     @property
     def num_moved(self) -> int:
         """Counts up when blocks in use get other slots."""
-        return self.residency.num_moved
+        return self.residency.device_room.num_moved
 
     def find_tail(self, ticket: Ticket) -> Tail | None:
         """A block that begins with the tokens after the ticket's last block; see `tails`."""
@@ -301,7 +301,7 @@ class TieredCache:
         return Absence(
             parent=chain.parent(number),
             key=key,
-            departure=self.residency.evicted_keys.find(key) if key is not None else None,
+            departure=self.residency.evictor.evicted_keys.find(key) if key is not None else None,
             rows=tail.num_rows if tail is not None else 0,
             parted=parted,
             sibling=tail.block.key if tail is not None and parted else None,
@@ -352,7 +352,7 @@ class TieredCache:
         states = self.group.stats() if self.group is not None else None
         return CacheStats(
             device=counters.stats(
-                TierName.DEVICE, self.pool.num_taken, self.pool.num_blocks, num_device
+                TierName.DEVICE, self.pool.places.num_taken, self.pool.num_blocks, num_device
             ),
             host=counters.stats(TierName.HOST, residency.host.num_blocks, num_frames, used_frames),
             below=tuple(level.stats() for level in self._levels),

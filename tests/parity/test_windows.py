@@ -25,6 +25,7 @@ from tests.support.models import bytes_tokenizer
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
+from tiers.blocks.places import BlockPlaces
 from tiers.disk.format.record import window_key
 from tiers.disk.tier import DiskTier
 from tiers.tier import Loaded, TierName
@@ -96,6 +97,10 @@ def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
             house.close()
 
 
+def free_places(places: BlockPlaces) -> list[int]:
+    return [*places._free, *(place for free in places._lesser_free.values() for place in free)]
+
+
 def sink(house: House, *, to_disk: bool) -> None:
     """Everything off the device; what memory is then nobody's holds no numbers."""
     house.sink(to_disk=to_disk)
@@ -104,16 +109,11 @@ def sink(house: House, *, to_disk: bool) -> None:
         cache = house.cache
         pool, frames = cache.pool, cache.residency.frames
         assert isinstance(frames, FrameArena)
-        for slot in pool._free:
-            pool.tensor[slot] = torch.nan
-        for slots in pool._cut.values():
-            for slot in slots:
-                pool.tensor[slot].view(-1)[: pool._lasting] = torch.nan
-        for number in frames._free:
-            frames.tensor(number * frames.num_lesser).fill_(torch.nan)
-        for number, parts in frames._cut.items():
-            for part in parts:
-                frames.tensor(number * frames.num_lesser + part, lesser=True).fill_(torch.nan)
+        for slot in free_places(pool.places):
+            rows = pool.tensor[slot].view(-1)
+            (rows[: pool._lasting] if pool.places.is_lesser(slot) else rows).fill_(torch.nan)
+        for number in free_places(frames.places):
+            frames.tensor(number).fill_(torch.nan)
 
     house.engine.call(spoil).result(60)
 
@@ -366,7 +366,7 @@ def test_a_block_gets_its_windows_back_while_another_request_reads_it(
     house.ask([LONG])
     sink(house, to_disk=True)
     house.ask([LONG])  # all but the last blocks come without their windows
-    num_lesser = house.engine.call(lambda _: house.cache.pool.num_lesser_taken).result(60)
+    num_lesser = house.engine.call(lambda _: house.cache.pool.places.num_lesser_taken).result(60)
     assert num_lesser == NUM_BLOCKS - house.cache.layout.reach
     told = house.ask(asked)
     assert expected == [answer for answer, _ in told]

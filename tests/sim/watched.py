@@ -211,11 +211,11 @@ class LateCopies:
             self._copy_in(frames, slots, parts)
 
         late = LateCopy(self._chance.randrange(3), arrive)
-        numbers = map(self._pool.whole_of, slots)
+        numbers = map(self._pool.places.whole_of, slots)
         self._pool._arriving |= dict.fromkeys(numbers, late)  # type: ignore[arg-type]
         return late
 
     def _settle(self, slot: int) -> None:
-        late = self._pool._arriving.pop(self._pool.whole_of(slot), None)
+        late = self._pool._arriving.pop(self._pool.places.whole_of(slot), None)
         if late is not None:
             late.arrive()  # type: ignore[attr-defined]

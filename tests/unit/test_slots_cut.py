@@ -11,7 +11,7 @@ from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import CopyFailed
-from tiers.memory.block import Block
+from tiers.memory.block import Block, BlockState
 from tiers.memory.device import DevicePool, slot_nbytes
 from tiers.policy.policy import Use
 from tiers.transfer.ticket import Progress, Ticket
@@ -26,7 +26,7 @@ ROOT = CacheScope(tenant=b"cut").root()
 def rows_of(pool: DevicePool, slot: int) -> torch.Tensor:
     """The numbers in a slot that has an owner."""
     rows = pool.tensor[slot].view(-1)
-    return rows[: pool._lasting] if pool.is_lesser(slot) else rows
+    return rows[: pool._lasting] if pool.places.is_lesser(slot) else rows
 
 
 def taken(slot: int | None) -> int:
@@ -39,7 +39,7 @@ def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_ne
     assert plain.nbytes == slot_nbytes(plain)
     pool = DevicePool(plain, 3)
     assert (1, 3) == (pool.num_lesser, len(pool.tensor)) and pool.tensor.is_contiguous()
-    assert taken(pool.take(lesser=True)) == 0 and not pool.is_lesser(0)
+    assert taken(pool.take(lesser=True)) == 0 and not pool.places.is_lesser(0)
     assert LAYOUT.nbytes == slot_nbytes(LAYOUT)
     assert 0 <= slot_nbytes(UNEVEN) - UNEVEN.nbytes < 64 * UNEVEN.num_lesser
     for layout in (LAYOUT, UNEVEN):
@@ -50,18 +50,18 @@ def test_a_slot_is_cut_when_needed_and_whole_when_empty() -> None:
     pool = DevicePool(LAYOUT, 2)
     whole, *lesser = taken(pool.take()), *(taken(pool.take(lesser=True)) for _ in range(4))
     assert pool.take() is pool.take(lesser=True) is None
-    assert (0, 5, 1) == (pool.num_free, pool.num_taken, pool.num_cut)
+    assert (0, 5, 1) == (pool.num_free, pool.places.num_taken, pool.places.num_cut)
     for slot in lesser[1:]:
         pool.give(slot)
     assert pool.take() is None and pool.num_lesser_free == 3
     pool.give(lesser[0])
-    assert (1, 1, 0) == (pool.num_free, pool.num_taken, pool.num_cut)
+    assert (1, 1, 0) == (pool.num_free, pool.places.num_taken, pool.places.num_cut)
     owner = pool.owners[whole]
     pool.lessen(whole)
-    assert pool.is_lesser(whole) and owner == pool.owners[whole]
+    assert pool.places.is_lesser(whole) and owner == pool.owners[whole]
     assert 3 == pool.num_lesser_free
-    assert whole == pool.reuse(whole) and not pool.is_lesser(whole)
-    assert (1, 1) == (pool.num_free, pool.num_taken)
+    assert whole == pool.reuse(whole) and not pool.places.is_lesser(whole)
+    assert (1, 1) == (pool.num_free, pool.places.num_taken)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, UNEVEN], ids=["even", "uneven"])
@@ -83,7 +83,7 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(seed: int, layout: B
                 fill(slot)
         elif held:
             slot = chance.choice(list(held))
-            lesser = pool.is_lesser(slot)
+            lesser = pool.places.is_lesser(slot)
             rows = held.pop(slot)
             to = pool.take(lesser=chance.random() < 0.8) if act < 0.7 else None
             if act < 0.6 and not lesser:
@@ -104,11 +104,11 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(seed: int, layout: B
                     fill(other)
             else:
                 pool.give(slot)
-        assert len(held) == pool.num_taken
+        assert len(held) == pool.places.num_taken
         assert all(torch.equal(rows_of(pool, slot), rows) for slot, rows in held.items())
     for slot in held:
         pool.give(slot)
-    assert (6, 0) == (pool.num_free, pool.num_taken)
+    assert (6, 0) == (pool.num_free, pool.places.num_taken)
     assert all(pool.take() is not None for _ in range(6))
 
 
@@ -163,9 +163,9 @@ def test_as_many_whole_slots_can_be_taken_as_are_said_to_be(seed: int) -> None:
         in_use = {id(b): b for _, blocks in server.running for b in blocks if b.slot is not None}
         private = [b for b in in_use.values() if b.key is None and b.parent is None]
         residency.check(len(private))
-        lesser = max(lesser, residency.pool.num_lesser_taken)
+        lesser = max(lesser, residency.pool.places.num_lesser_taken)
         if chance.random() < 0.05:
-            said = residency.num_allocatable
+            said = residency.device.num_allocatable
             blocks = [Block(0.0) for _ in range(said + 1)]
             slots = [residency.take_slot(block, None) for block in blocks]
             assert [False] * said + [True] == [slot is None for slot in slots]
@@ -190,7 +190,7 @@ def test_windows_that_no_use_needed_leave_the_device_before_any_block() -> None:
         assert ticket is not None and len(ticket.sources) == 10
         server.end()
     held = 1 + 3 * 10  # the first block is everybody's, and each has a partly filled one
-    assert server.cache.stats().device.num_blocks == pool.num_taken == held > pool.num_blocks
+    assert server.cache.stats().device.num_blocks == pool.places.num_taken == held > pool.num_blocks
 
 
 def test_windows_that_were_needed_again_stay() -> None:
@@ -214,17 +214,41 @@ def test_a_prefix_that_ends_in_a_block_without_windows_is_computed_and_then_whol
     assert server.begin(prompt(0, 10)) is not None  # uses its blocks without their windows
     _, blocks = server.running[0]
     block = blocks[3]
-    assert block.slot is not None and cache.pool.is_lesser(block.slot)
+    assert block.slot is not None and cache.pool.places.is_lesser(block.slot)
     moved = cache.num_moved
     ticket = server.begin(Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE))
     assert ticket is not None and 1 == len(ticket.sources)  # the one whose windows stand
-    assert block.ref_count == 2 and block.slot_whole and not cache.pool.is_lesser(block.slot)
+    assert block.ref_count == 2 and block.slot_whole and not cache.pool.places.is_lesser(block.slot)
     assert cache.num_moved > moved, "tables are made anew"
     server.end()
     server.end()
     cache.residency.check()
     ticket = server.begin(Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE))
     assert ticket is not None and 4 == len(ticket.sources)
+
+
+def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is() -> None:
+    """Slot 0 has four blocks in its parts and slot 1 has one. The coldest leaves, and no other."""
+    server = Server(3, windowed=3)
+    residency, places = server.cache.residency, server.cache.pool.places
+    assert 4 == places.num_lesser
+    chain = Chain(ROOT, list(range(8 * SIZE)), SIZE)
+    blocks = [Block(0.0) for _ in chain.keys]
+    for number, block in enumerate(blocks):
+        residency.index.add(block, chain, number)
+        block.state, block.ref_count = BlockState.READY, 1
+        residency.take_slot(block, None, lesser=True)
+    for block in blocks:
+        residency.release(block, Use(1.0, 1, ROOT))
+    for block in blocks[5:]:
+        residency.evict_device(block)
+    asker, other = Block(0.0), Block(0.0)
+    assert residency.take_slot(asker, None) is not None
+    assert (0, 2) == (places.num_free, places.num_cut)
+    assert residency.take_slot(other, None) is not None
+    assert [None] * 4 == [block.slot for block in (blocks[0], *blocks[5:])]
+    assert {1} == {places.whole_of(taken(block.slot)) for block in blocks[1:5]}
+    residency.check(private_slots=2)
 
 
 def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +263,15 @@ def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPa
         conversation(server, kind, 10)
         server.cache.residency.check()
     monkeypatch.undo()
-    block = next(b for b in server.cache.index if b.slot is not None and pool.is_lesser(b.slot))
+    block = next(
+        b for b in server.cache.index if b.slot is not None and pool.places.is_lesser(b.slot)
+    )
     residency = server.cache.residency
     slot = block.slot
     residency.acquire(block)
     monkeypatch.setattr(pool, "move", refuse)
     with pytest.raises(CopyFailed):
-        residency.widen(block)
+        residency.device_room.widen(block)
     assert slot == block.slot and not block.slot_whole
     residency.release(block, Use(1.0, 1, ROOT))
     residency.check()

@@ -314,17 +314,17 @@ def test_what_chunks_push_out_has_been_copied_down_before() -> None:
     """However large the chunks: a slot is taken without a copy in its step."""
     world = World(device_blocks=256, host_blocks=400, step_tokens=32)
     residency = world.cache.residency
-    demote, late = residency.demote, []
+    demote, late = residency.evictor.demote, []
 
     def noted(block: Block) -> bool:
         late.append(block)
         return demote(block)
 
-    residency.demote = noted
+    residency.evictor.demote = noted
     for number in range(20):
         world.submit(f"{number}", [number % 40] * 101, max_tokens=1, tenant=bytes([number]))
         world.run()
-        if residency.num_slots_taken < 30:
+        if residency.evictor.num_slots_taken < 30:
             late.clear()  # nothing is clean before the first blocks leave
-    assert residency.num_slots_taken > 200
+    assert residency.evictor.num_slots_taken > 200
     assert 0 == len(late)

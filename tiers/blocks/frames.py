@@ -7,7 +7,6 @@ passed to them.
 
 import logging
 import weakref
-from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Protocol
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.numa import cpus_beside, running_on
 from tiers.blocks.part import Part
+from tiers.blocks.places import BlockPlaces
 from tiers.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -32,15 +32,26 @@ class FrameMemory(Protocol):
 
     stride: int
 
-    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor: ...
+    def tensor(self, number: int) -> torch.Tensor: ...
 
-    def buffer(self, number: int, lesser: bool = False) -> memoryview: ...
+    def buffer(self, number: int) -> memoryview: ...
+
+    def is_lesser(self, number: int) -> bool:
+        """Whether a frame that is taken has room for a block without its windows alone."""
+        return False
 
 
 class Arena(FrameMemory, Protocol):
-    """Frames to take and to give back: private memory, or memory that clients share."""
+    """Frames to take and to give back: private memory, or memory that clients share. One that
+    inherits this cuts no frames into lesser ones."""
 
     num_frames: int
+    num_lesser: int = 1
+
+    @property
+    def num_lesser_free(self) -> int:
+        """Lesser frames that can be taken without cutting one."""
+        return 0
 
     @property
     def num_free(self) -> int: ...
@@ -50,7 +61,7 @@ class Arena(FrameMemory, Protocol):
         """How many frames, of either size, have an owner."""
         ...
 
-    def take(self, lesser: bool = False) -> "Frame | None":
+    def take(self, *, lesser: bool = False) -> "Frame | None":
         """A free frame, or None. Its bytes are left over from its last holder. With `lesser`, it
         may have room for a block without its windows alone."""
         ...
@@ -59,13 +70,21 @@ class Arena(FrameMemory, Protocol):
         """Give a frame back. The caller must not use it again."""
         ...
 
-    def reuse(self, frame: "Frame", lesser: bool = False) -> "Frame | None":
+    def reuse(self, frame: "Frame", *, lesser: bool = False) -> "Frame | None":
         """A frame for a new owner, in place of this one. None: more frames must be given up."""
         ...
 
     def can_reuse(self, frame: "Frame") -> bool:
         """Whether it would help to give up this frame."""
-        ...
+        return True
+
+    def lessen(self, frame: "Frame") -> "Frame":
+        """Cut a whole frame. Its owner has the first part, with the same bytes."""
+        raise AssertionError(f"frame {frame.number} is of an arena that cuts none")
+
+    def move(self, frame: "Frame", to: "Frame") -> None:
+        """Copy a block without its windows from one frame to another."""
+        raise AssertionError(f"frame {frame.number} is of an arena that cuts none")
 
 
 class Frame:
@@ -76,28 +95,31 @@ class Frame:
     load, will hold.
     """
 
-    __slots__ = ("lesser", "memory", "number", "part")
+    __slots__ = ("memory", "number", "part")
 
-    def __init__(self, memory: FrameMemory, number: int, lesser: bool = False) -> None:
-        """A `lesser` frame has room for a block without its windows alone."""
+    def __init__(self, memory: FrameMemory, number: int) -> None:
         self.memory = memory
         self.number = number
-        self.lesser = lesser
-        self.part = Part.LASTING if lesser else Part.WHOLE
+        self.vacate()
 
     def vacate(self) -> None:
         """Its block has left it."""
-        self.part = Part.LASTING if self.lesser else Part.WHOLE
+        self.part = Part.LASTING if self.is_lesser else Part.WHOLE
+
+    @property
+    def is_lesser(self) -> bool:
+        """Whether it has room for a block without its windows alone."""
+        return self.memory.is_lesser(self.number)
 
     @property
     def tensor(self) -> torch.Tensor:
         """The frame with the layout's shape and dtype; a new view each time."""
-        return self.memory.tensor(self.number, self.lesser)
+        return self.memory.tensor(self.number)
 
     @property
     def buffer(self) -> memoryview:
         """The same memory as writable bytes, for code without torch."""
-        return self.memory.buffer(self.number, self.lesser)
+        return self.memory.buffer(self.number)
 
 
 def frame_stride(layout: BlockLayout, device: str = "cpu") -> int:
@@ -108,14 +130,10 @@ def frame_stride(layout: BlockLayout, device: str = "cpu") -> int:
     return -(-layout.nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class FrameArena:
-    """`num_frames` frames in one allocation. Invariants: free + taken == num_frames; a frame for a
-    GPU lies wholly in one registration, or in none.
-
-    If the layout has windows, a frame may be cut into `layout.num_lesser` frames for blocks without
-    them, and is whole again once all of these are free. Frame n's first lesser frame has number n *
-    `num_lesser`, so numbers of frames are multiples of that.
-    """
+class FrameArena(Arena):
+    """`num_frames` frames in one allocation, which are `places`: if the layout has windows, one may
+    be cut into `num_lesser`. Invariant: a frame for a GPU lies wholly in one registration, or in
+    none."""
 
     def __init__(self, layout: BlockLayout, num_frames: int, device: str = "cpu") -> None:
         if num_frames < 1:
@@ -140,10 +158,8 @@ class FrameArena:
                 clear_error(device)
         self._rows = torch.from_numpy(memory).view(num_frames, self.stride)
         self._bytes: memoryview = memory.data
-        self._free = array("i", range(num_frames - 1, -1, -1))
+        self.places = BlockPlaces(num_frames, layout.num_lesser)
         self.num_lesser = layout.num_lesser
-        self._cut: dict[int, list[int]] = {}  # the free lesser frames of cut frames that have any
-        self._num_used: dict[int, int] = {}  # how many lesser frames of each cut frame are taken
 
     def touch(self, max_bytes: int) -> None:
         """Touches the memory of the frames that will be taken first.
@@ -155,87 +171,58 @@ class FrameArena:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.places.num_free
 
     @property
     def num_taken(self) -> int:
-        """Frames and lesser frames that blocks have."""
-        return (
-            self.num_frames - len(self._free) - len(self._num_used) + sum(self._num_used.values())
-        )
-
-    def take(self, lesser: bool = False) -> Frame | None:
-        """A free frame, or None. Its bytes are left over from its last holder."""
-        if lesser and self.num_lesser > 1:
-            return self._take_lesser()
-        return Frame(self, self._free.pop() * self.num_lesser) if self._free else None
-
-    def _take_lesser(self) -> Frame | None:
-        if not self._cut:
-            if not self._free:
-                return None
-            self.cut(self._free.pop(), in_use=0)
-        number, free = next(iter(self._cut.items()))
-        frame = Frame(self, number * self.num_lesser + free.pop(), lesser=True)
-        self._num_used[number] += 1
-        if not free:
-            del self._cut[number]
-        return frame
-
-    def cut(self, number: int, *, in_use: int) -> None:
-        """Cut frame `number`, of whose lesser frames the first `in_use` are taken."""
-        self._cut[number] = list(range(self.num_lesser - 1, in_use - 1, -1))
-        self._num_used[number] = in_use
+        return self.places.num_taken
 
     @property
-    def has_lesser(self) -> bool:
-        """Whether a lesser frame is free without cutting a frame."""
-        return bool(self._cut)
+    def num_lesser_free(self) -> int:
+        return self.places.num_lesser_free
 
-    def lessen(self, frame: Frame) -> Frame:
-        """Cut a frame where it is, and keep its first part: a lesser frame with the same bytes."""
-        assert not frame.lesser and self.num_lesser > 1
-        self.cut(frame.number // self.num_lesser, in_use=1)
-        return Frame(self, frame.number, lesser=True)
+    def is_lesser(self, number: int) -> bool:
+        return self.places.is_lesser(number)
+
+    def take(self, *, lesser: bool = False) -> Frame | None:
+        number = self.places.take(lesser=lesser)
+        return Frame(self, number) if number is not None else None
 
     def give(self, frame: Frame) -> None:
-        """Gives a frame back. The caller must not use it again."""
-        number, part = divmod(frame.number, self.num_lesser)
-        if frame.lesser:
-            self._cut.setdefault(number, []).append(part)
-            self._num_used[number] -= 1
-            if self._num_used[number]:
-                return
-            assert len(self._cut[number]) == self.num_lesser, "a frame was given back twice"
-            del self._cut[number], self._num_used[number]
-        assert len(self._free) < self.num_frames, "a frame was given back twice"
-        self._free.append(number)
+        self.places.give(frame.number)
 
-    def reuse(self, frame: Frame, lesser: bool = False) -> Frame | None:
-        """The same frame if it is of this size. Otherwise it may be enough for one."""
-        if frame.lesser == (lesser and self.num_lesser > 1):
-            return frame
-        self.give(frame)
-        return self.take(lesser)
+    def reuse(self, frame: Frame, *, lesser: bool = False) -> Frame | None:
+        number = self.places.reuse(frame.number, lesser=lesser)
+        if number is None:
+            return None
+        frame.number = number
+        frame.vacate()
+        return frame
 
-    def can_reuse(self, frame: Frame) -> bool:
-        """Always: all are alike."""
-        return True
+    def lessen(self, frame: Frame) -> Frame:
+        self.places.lessen(frame.number)
+        frame.part = Part.LASTING
+        return frame
 
-    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor:
+    def move(self, frame: Frame, to: Frame) -> None:
+        nbytes = self.layout.lasting_nbytes
+        to.buffer[:nbytes] = frame.buffer[:nbytes]
+        to.part = Part.LASTING
+
+    def tensor(self, number: int) -> torch.Tensor:
         """The memory of a frame. That of a lesser one is flat."""
         place, part = divmod(number, self.num_lesser)
-        if lesser:
+        if self.is_lesser(number):
             nbytes = self.layout.lasting_nbytes
             row = self._rows[place, part * nbytes : (part + 1) * nbytes]
             return row.view(self.layout.torch_dtype)
         row = self._rows[place, : self.layout.nbytes]
         return row.view(self.layout.torch_dtype).view(self.layout.shape)
 
-    def buffer(self, number: int, lesser: bool = False) -> memoryview:
+    def buffer(self, number: int) -> memoryview:
         """The same as bytes."""
         place, part = divmod(number, self.num_lesser)
-        nbytes = self.layout.lasting_nbytes if lesser else self.layout.nbytes
+        nbytes = self.layout.lasting_nbytes if self.is_lesser(number) else self.layout.nbytes
         start = place * self.stride + part * nbytes
         return self._bytes[start : start + nbytes]
 

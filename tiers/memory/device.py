@@ -16,6 +16,7 @@ import torch
 from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
 from tiers.blocks.part import Part
+from tiers.blocks.places import BlockPlaces
 from tiers.errors import CopyFailed
 
 
@@ -49,21 +50,18 @@ class DevicePool:
     """`num_blocks` slots on `device`, and on a GPU one more, `scratch`. `tensor[slot]` has the
     layout's shape.
 
-    If the layout has windows, a slot may be cut into `num_lesser` slots for blocks without them,
-    and is whole again once all of these are free. `tensor` has a row for each lesser slot, and rows
-    overlap: that of a whole slot extends over the rows after it, and of that of a lesser slot only
-    the lasting part belongs to the block. So the numbers of whole slots are multiples of
-    `num_lesser`, and readers of a block table need not know which size a slot has.
-
-    Invariant: every slot is either free here or owned by exactly one `Block`. A node's pool has no
-    slots.
+    Slots are `places`: if the layout has windows, one may be cut into `num_lesser`. `tensor` has a
+    row for each lesser slot, and rows overlap: that of a whole slot extends over the rows after it,
+    and of that of a lesser slot only the lasting part belongs to the block. So readers of a block
+    table need not know which size a slot has. A node's pool has no slots.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: str = "cpu") -> None:
         self.layout = layout
         self.num_blocks = num_blocks
-        self.num_lesser = lesser = layout.num_lesser
-        self.num_slots = num_blocks * lesser
+        self.places = BlockPlaces(num_blocks, layout.num_lesser)
+        self.num_lesser = layout.num_lesser
+        self.num_slots = num_blocks * self.num_lesser
         self.device = torch.device(device)
         # A GPU's decode graphs write the rows that fill a batch up to a block that is nobody's.
         self.scratch = self.num_slots if self.device.type == "cuda" else None
@@ -76,12 +74,6 @@ class DevicePool:
         # number are still what the slot holds, as far as the owner had written them.
         self.owners = array("q", bytes(8 * self.num_slots))
         self._num_owners = 0
-        self._free = array("i", range(self.num_slots - lesser, -1, -lesser))
-        # Of slots that are cut, by the number of the whole slot: free lesser ones, and how many
-        # others there are.
-        self._cut: dict[int, list[int]] = {}
-        self._num_used: dict[int, int] = {}
-        self.num_lesser_taken = 0
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
         # Copies under way by the whole slot. Of those in one direction the last ends last.
@@ -100,62 +92,23 @@ class DevicePool:
     @property
     def num_free(self) -> int:
         """Free whole slots."""
-        return len(self._free)
-
-    @property
-    def num_cut(self) -> int:
-        """Slots that are cut."""
-        return len(self._num_used)
-
-    @property
-    def num_taken(self) -> int:
-        """Slots of either size that have an owner."""
-        return self.num_blocks - len(self._free) - self.num_cut + self.num_lesser_taken
+        return self.places.num_free
 
     @property
     def num_lesser_free(self) -> int:
-        """Lesser slots that can be taken without cutting a slot."""
-        return self.num_cut * self.num_lesser - self.num_lesser_taken
-
-    def whole_of(self, slot: int) -> int:
-        """The whole slot in whose memory a slot is: which one, from 0 on."""
-        return slot // self.num_lesser
-
-    def is_lesser(self, slot: int) -> bool:
-        """Whether a slot that has an owner is a lesser one."""
-        return slot // self.num_lesser in self._num_used
+        """Lesser slots that can be taken without cutting a whole one."""
+        return self.places.num_lesser_free
 
     def take(self, *, lesser: bool = False) -> int | None:
         """A free slot, or None. Its rows are left over from its last owner. With `lesser`, it may
         have room for a block without its windows alone."""
-        if lesser and self.num_lesser > 1:
-            return self._take_lesser()
-        return self.hand_on(self._free.pop()) if self._free else None
+        slot = self.places.take(lesser=lesser)
+        return self.hand_on(slot) if slot is not None else None
 
-    def _take_lesser(self) -> int | None:
-        if not self._cut:
-            if not self._free:
-                return None
-            self._cut_slot(self._free.pop(), in_use=0)
-        number, free = next(iter(self._cut.items()))
-        slot = free.pop()
-        self._num_used[number] += 1
-        self.num_lesser_taken += 1
-        if not free:
-            del self._cut[number]
-        return self.hand_on(slot)
-
-    def _cut_slot(self, slot: int, *, in_use: int) -> None:
-        """Cut a whole slot, of whose lesser slots the first `in_use` are taken."""
-        number = slot // self.num_lesser
-        self._cut[number] = list(range(slot + self.num_lesser - 1, slot + in_use - 1, -1))
-        self._num_used[number] = in_use
-        self.num_lesser_taken += in_use
-
-    def lessen(self, slot: int) -> None:
-        """Make a whole slot a lesser one of the same number and owner. The others become free."""
-        assert self.num_lesser > 1 and not self.is_lesser(slot), f"slot {slot} is no whole one"
-        self._cut_slot(slot, in_use=1)
+    def lessen(self, slot: int) -> int:
+        """Cut a whole slot. Its owner has the first part, whose number is the same."""
+        self.places.lessen(slot)
+        return slot
 
     def hand_on(self, slot: int) -> int:
         """Passes the slot to a new owner. The last one's rows may still be on their way in or out:
@@ -166,29 +119,12 @@ class DevicePool:
 
     def give(self, slot: int) -> None:
         """Gives a slot back. Nothing may refer to it any more."""
-        if self._num_used and (number := slot // self.num_lesser) in self._num_used:
-            self._cut.setdefault(number, []).append(slot)
-            self._num_used[number] -= 1
-            self.num_lesser_taken -= 1
-            if self._num_used[number]:
-                return
-            assert len(self._cut[number]) == self.num_lesser, "a slot was given back twice"
-            del self._cut[number], self._num_used[number]
-            slot = number * self.num_lesser
-        assert len(self._free) < self.num_blocks, "a slot was given back twice"
-        self._free.append(slot)
+        self.places.give(slot)
 
     def reuse(self, slot: int, *, lesser: bool = False) -> int | None:
         """A slot for a new owner in place of this one. None: more slots must be given up."""
-        if self.num_lesser == 1 or self.is_lesser(slot) == lesser:
-            return self.hand_on(slot)
-        self.give(slot)
-        return self.take(lesser=lesser)
-
-    def take_last(self, slot: int) -> None:
-        """Of the slots that are cut, take parts of the one with this slot after all others."""
-        number = slot // self.num_lesser
-        self._cut[number] = self._cut.pop(number)
+        to = self.places.reuse(slot, lesser=lesser)
+        return self.hand_on(to) if to is not None else None
 
     def move(self, slot: int, to: int) -> None:
         """Copy the lasting part of a block from one slot to another, in compute order. They have
@@ -206,7 +142,7 @@ class DevicePool:
         if self._down is None:
             self._put([(target, source)])
             return DONE
-        number = slot // self.num_lesser
+        number = self.places.whole_of(slot)
         if (event := self._arriving.get(number)) is not None:
             self._down.wait_event(event)
         copy = self._enqueue(self._down, [(target, source)])
@@ -228,7 +164,7 @@ class DevicePool:
         if self._up is None or self._down is None:
             self._put(pairs)
             return DONE
-        numbers = [slot // self.num_lesser for slot in slots]
+        numbers = [self.places.whole_of(slot) for slot in slots]
         for number in numbers:
             if self._leaving and (event := self._leaving.pop(number, None)) is not None:
                 self._up.wait_event(event)
@@ -247,7 +183,7 @@ class DevicePool:
 
     def arrived(self, slot: int) -> bool:
         """Whether the slot's rows have arrived. Queries the device without waiting."""
-        number = slot // self.num_lesser
+        number = self.places.whole_of(slot)
         event = self._arriving.get(number)
         if event is not None and event.query():
             del self._arriving[number]
@@ -257,7 +193,7 @@ class DevicePool:
     def settle(self, slot: int) -> None:
         """Makes compute wait for the slot's rows, if they are still being copied in, or out for an
         owner before. Call it before compute reads the slot, or writes to it first."""
-        number = slot // self.num_lesser
+        number = self.places.whole_of(slot)
         for under_way in (self._arriving, self._leaving):
             if under_way and (event := under_way.pop(number, None)) is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)

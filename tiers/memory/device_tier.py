@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 
 from tiers.memory.block import DEVICE_MOVES, Block, DeviceState
 from tiers.memory.device import DevicePool
+from tiers.memory.passed import PassedWindows
 from tiers.policy.policy import Policy, Use
 
 ABSENT, FILLING, IN_USE, EVICTABLE, PINNED = DeviceState
@@ -22,12 +23,12 @@ class DeviceTier:
         self.policy = policy
         self.num_idle = 0  # unused blocks: EVICTABLE or PINNED
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED, coldest first
+        self._places = pool.places
         self._cuts = pool.num_lesser > 1
         # Blocks in lesser slots, by the whole slot, and how many of these are FILLING or IN_USE.
         self._beside: dict[int, set[Block]] = {}
         self._used_beside: dict[int, int] = {}
-        # Unused blocks in whole slots whose last use did not need their windows; oldest first.
-        self._passed: OrderedDict[Block, None] = OrderedDict()
+        self.passed = PassedWindows(self._has_spare_windows)
 
     @property
     def num_allocatable(self) -> int:
@@ -35,7 +36,7 @@ class DeviceTier:
         num_free, num_idle = self.pool.num_free, self.num_idle
         if self._beside:
             used = self._used_beside
-            num_idle -= self.pool.num_lesser_taken - sum(used.values())
+            num_idle -= self._places.num_lesser_taken - sum(used.values())
             num_free += len(self._beside) - len(used)
         return num_free + num_idle
 
@@ -46,14 +47,11 @@ class DeviceTier:
         if self._cuts:
             self._came_to(block, slot)
 
-    def moved(self, block: Block, slot: int) -> int:
-        """Give the block another slot. Returns the one that it had."""
-        old = block.slot
-        assert old is not None
+    def moved(self, block: Block, slot: int) -> None:
+        """Take in that the block has another slot, or the first part of its own."""
         self._left(block)
         block.slot = slot
         self._came_to(block, slot)
-        return old
 
     def exchange(self, block: Block, other: Block) -> None:
         """Give each of two blocks the slot of the other."""
@@ -64,46 +62,26 @@ class DeviceTier:
             assert each.slot is not None
             self._came_to(each, each.slot)
 
-    def lessened(self, block: Block) -> None:
-        """Take in that the block's slot was cut and the block has the first part."""
-        assert block.slot is not None
-        block.slot_whole = False
-        self._came_to(block, block.slot)
-
     def beside(self, slot: int) -> list[Block]:
         """The blocks in lesser slots of the whole slot in which this one is, if nobody uses any of
         them."""
-        number = self.pool.whole_of(slot)
+        number = self._places.whole_of(slot)
         return [] if number in self._used_beside else list(self._beside.get(number, ()))
 
-    def passed(self, block: Block) -> None:
-        """Take in that a block's last use did not need its windows."""
-        if self._cuts and block.device is EVICTABLE:
-            self._passed[block] = None
-
-    def next_passed(self) -> Block | None:
-        """The next block to give up its windows. It is asked about once."""
-        while self._passed:
-            block, _ = self._passed.popitem(last=False)
-            if (
-                block.device is EVICTABLE
-                and block.slot is not None
-                and not block.use.windows
-                and not self.pool.is_lesser(block.slot)
-            ):
-                return block
-        return None
+    def _has_spare_windows(self, block: Block) -> bool:
+        idle = block.device is EVICTABLE and block.slot is not None and not block.use.windows
+        return self._cuts and idle and not self._places.is_lesser(block.slot or 0)
 
     def _came_to(self, block: Block, slot: int) -> None:
-        if self.pool.is_lesser(slot):
+        if self._places.is_lesser(slot):
             block.slot_whole = False
-            self._beside.setdefault(self.pool.whole_of(slot), set()).add(block)
+            self._beside.setdefault(self._places.whole_of(slot), set()).add(block)
             if block.device in (FILLING, IN_USE):
                 self._count_use(block, 1)
 
     def _left(self, block: Block) -> None:
         assert block.slot is not None
-        number = self.pool.whole_of(block.slot)
+        number = self._places.whole_of(block.slot)
         if block not in (beside := self._beside.get(number, ())):
             return
         if block.device in (FILLING, IN_USE):
@@ -116,7 +94,7 @@ class DeviceTier:
     def _count_use(self, block: Block, change: int) -> None:
         """Count users of blocks in lesser slots."""
         assert block.slot is not None
-        number = self.pool.whole_of(block.slot)
+        number = self._places.whole_of(block.slot)
         if block in self._beside.get(number, ()):
             count = self._used_beside.get(number, 0) + change
             if count:
@@ -232,7 +210,7 @@ class DeviceTier:
         assert slot is not None
         if self._cuts:
             self._left(block)
-            self._passed.pop(block, None)
+            self.passed.forget(block)
         self._move(block, ABSENT)
         block.slot = None
         return slot
@@ -255,7 +233,7 @@ class DeviceTier:
         `blocks`."""
         slots = [block.slot for block in blocks if block.slot is not None]
         assert len(slots) == len(set(slots)), "two blocks own one slot"
-        used = self.pool.num_taken
+        used = self._places.num_taken
         assert used == len(slots) + private_slots, f"{used} slots used, {len(slots)} owned"
         if self._cuts:
             self._check_lesser([block for block in blocks if block.slot is not None])
@@ -270,12 +248,12 @@ class DeviceTier:
 
     def _check_lesser(self, blocks: list[Block]) -> None:
         """Assert that lesser slots and their users are counted. No private block is in one."""
-        pool = self.pool
-        lesser = [b for b in blocks if b.slot is not None and pool.is_lesser(b.slot)]
-        assert pool.num_lesser_taken == len(lesser) == sum(map(len, self._beside.values()))
-        assert len(self._beside) == pool.num_cut
-        used = Counter(pool.whole_of(b.slot or 0) for b in lesser if b.ref_count)
+        places = self._places
+        lesser = [b for b in blocks if b.slot is not None and places.is_lesser(b.slot)]
+        assert places.num_lesser_taken == len(lesser) == sum(map(len, self._beside.values()))
+        assert len(self._beside) == places.num_cut
+        used = Counter(places.whole_of(b.slot or 0) for b in lesser if b.ref_count)
         assert used == self._used_beside, "users of lesser slots were miscounted"
         for block in lesser:
             assert block.slot is not None and not block.slot_whole, f"{block} has no windows there"
-            assert block in self._beside[pool.whole_of(block.slot)]
+            assert block in self._beside[places.whole_of(block.slot)]

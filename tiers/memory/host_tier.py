@@ -10,6 +10,7 @@ from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.part import Part
 from tiers.memory.block import HOST_MOVES, Below, Block, HostState
 from tiers.memory.index import BlockIndex
+from tiers.memory.passed import PassedWindows
 from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Policy
 
@@ -33,14 +34,15 @@ class HostTier:
         self.policy = policy
         self.num_blocks = 0
         self.lookahead = MIN_LOOKAHEAD
+        self.has_below = False  # whether there are tiers below memory
         self._index = index
         self._queue = queue
         self._lifted: OrderedDict[Block, None] = OrderedDict()  # also on the device, oldest first
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
         self._second_copies: set[Block] = set()  # DUPLICATED, unless also IN_USE or PINNED
         self._duplicated: OrderedDict[Block, None] = OrderedDict()  # DUPLICATED, oldest first
-        # EVICTABLE, in whole frames, and their last use did not need their windows; oldest first.
-        self._passed: OrderedDict[Block, None] = OrderedDict()
+        self._cuts = frames is not None and frames.num_lesser > 1
+        self.passed = PassedWindows(self._has_spare_windows)
 
     def settle(self, block: Block, frame: Frame) -> None:
         """Give the block this frame. Moves it from ABSENT to EVICTABLE, then to the state it should
@@ -69,29 +71,13 @@ class HostTier:
             elif new is DUPLICATED:
                 self._duplicated[block] = None
         self._queue.sync(block)
-        if not block.use.windows:
-            self._sync_passed(block)
+        if self._cuts and not block.use.windows:
+            self.passed.sync(block)
 
-    def _sync_passed(self, block: Block) -> None:
-        """Take in that the windows of a block may not be needed any more, or are again."""
-        frame = block.frame
-        spare = frame is not None and frame.part is Part.WHOLE and block.slot is None
-        if spare and block.host is EVICTABLE and not block.busy and not block.use.windows:
-            self._passed[block] = None
-        else:
-            self._passed.pop(block, None)
-
-    def passed(self, *, may_lose: bool) -> Block | None:
-        """The block whose windows leave next, before any block does: its last use did not need
-        them. Unless they `may_lose` it, a lower tier has it."""
-        while self._passed:
-            block = next(iter(self._passed))
-            self._sync_passed(block)
-            if block in self._passed and (may_lose or block.held_below):
-                del self._passed[block]
-                return block
-            self._passed.pop(block, None)
-        return None
+    def _has_spare_windows(self, block: Block) -> bool:
+        idle = block.host is EVICTABLE and not block.busy and not block.use.windows
+        here = block.frame is not None and block.frame.part is Part.WHOLE and block.slot is None
+        return self._cuts and idle and here
 
     def left_device(self, block: Block) -> None:
         """Take in that the block has left the device, where it was used until now."""
@@ -146,7 +132,7 @@ class HostTier:
         self._move(block, ABSENT)
         block.frame = None
         frame.vacate()
-        self._passed.pop(block, None)
+        self.passed.forget(block)
         self._second_copies.discard(block)
         self._lifted.pop(block, None)
         self.num_blocks -= 1

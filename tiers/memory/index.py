@@ -157,6 +157,13 @@ class BlockIndex:
             self._left(block.parent)
         block.parent = None
 
+    def forget(self, block: Block) -> None:
+        """Withdraw a block of either kind, if it is here."""
+        if block.key is not None:
+            self.remove(block)
+        elif block.parent is not None:
+            self.remove_partial(block)
+
     def is_partial(self, block: Block) -> bool:
         return block.key is None and block.parent is not None
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from tiers.blocks.frames import Frame
+from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.layout import BlockLayout
 from tiers.node.capacity import Capacity
 
@@ -52,11 +52,11 @@ class SharedMemory:
         self._map = mmap.mmap(file, self.stride * num_frames)
         self.rows = torch.frombuffer(self._map, dtype=torch.uint8).view(num_frames, self.stride)
 
-    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor:
+    def tensor(self, number: int) -> torch.Tensor:
         block = self.rows[number, : self.layout.nbytes]
         return block.view(self.layout.torch_dtype).view(self.layout.shape)
 
-    def buffer(self, number: int, lesser: bool = False) -> memoryview:
+    def buffer(self, number: int) -> memoryview:
         start = self.stride * number
         return memoryview(self._map)[start : start + self.layout.nbytes]
 
@@ -99,8 +99,8 @@ def create(layout: BlockLayout, num_frames: int) -> SharedMemory:
     return SharedMemory(file, layout, num_frames, piece_frames(layout))
 
 
-class SharedArena:
-    """An `Arena` over shared memory, within a capacity that several layouts share.
+class SharedArena(Arena):
+    """Frames of shared memory, within a capacity that several layouts share.
 
     A client may lock pieces of it, `piece_frames` frames each, for its GPU. The GPU goes on using
     the pages that it was given, so a locked frame's memory never goes back to the system: the frame
@@ -130,7 +130,7 @@ class SharedArena:
     def num_taken(self) -> int:
         return self.num_frames - self.num_free
 
-    def take(self, lesser: bool = False) -> Frame | None:
+    def take(self, *, lesser: bool = False) -> Frame | None:
         self._capacity.asker = self
         if self._free_locked:
             self._capacity.kept_bytes -= self.stride
@@ -175,7 +175,7 @@ class SharedArena:
         self._free.append(frame.number)
         self.memory.give_back(frame.number)
 
-    def reuse(self, frame: Frame, lesser: bool = False) -> Frame | None:
+    def reuse(self, frame: Frame, *, lesser: bool = False) -> Frame | None:
         """The same frame if it is of this layout. Otherwise its memory may be enough for one."""
         if frame.memory is self:
             return frame
@@ -259,8 +259,8 @@ class SharedArena:
     def num_locked_bytes(self) -> int:
         return sum(len(self._frames_of(piece)) for piece in self._locks) * self.stride
 
-    def tensor(self, number: int, lesser: bool = False) -> torch.Tensor:
+    def tensor(self, number: int) -> torch.Tensor:
         return self.memory.tensor(number)
 
-    def buffer(self, number: int, lesser: bool = False) -> memoryview:
+    def buffer(self, number: int) -> memoryview:
         return self.memory.buffer(number)

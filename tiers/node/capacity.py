@@ -12,7 +12,7 @@ from itertools import islice
 
 from tiers.blocks.frames import Arena, FrameMemory
 from tiers.memory.block import Block
-from tiers.memory.residency import Residency
+from tiers.memory.room import HostRoom
 from tiers.policy.policy import Use
 from tiers.policy.quota import COMMON, Quotas
 
@@ -33,7 +33,7 @@ class Capacity:
         self.spare_holders: list[Callable[[int], int]] = []  # give so many bytes back to the system
         self.asker: Arena | None = None  # the layout that wanted a frame last
         self.quotas = quotas
-        self.holders: dict[FrameMemory, Residency] = {}
+        self.rooms: dict[FrameMemory, HostRoom] = {}
         self._groups: dict[Block, tuple[Hashable, int]] = {}  # and the bytes of its frame
         self._idle: dict[Hashable, Idle] = {}
         self._victims: Hashable = COMMON  # the group now losing blocks
@@ -72,10 +72,10 @@ class Capacity:
         self.kept_bytes += free_bytes
         return True
 
-    def holder_of(self, block: Block) -> Residency:
-        """The residency of the block's layout."""
+    def room_of(self, block: Block) -> HostRoom:
+        """The room of the block's layout."""
         assert block.frame is not None, f"{block} has no frame"
-        return self.holders[block.frame.memory]
+        return self.rooms[block.frame.memory]
 
     # The order of eviction.
 

@@ -115,9 +115,10 @@ class Pool:
         self.residency = Residency(
             BlockIndex(), device, arena, DeviceLru(), capacity, stream, quotas=quotas
         )
-        self.residency.holder_of = capacity.holder_of
-        capacity.holders[arena] = self.residency
-        self.residency.sharers = capacity.holders.values()
+        if (room := self.residency.host_room) is not None:
+            room.room_of = capacity.room_of
+            room.sharers = capacity.rooms.values()
+            capacity.rooms[arena] = room
         writes = DemotionSettings(write_policy=WritePolicy.WRITE_THROUGH)
         self._demoter = Demoter(self.residency, mover, writes)
         self._by_frame: dict[int, Block] = {}  # the last block of each frame

@@ -84,7 +84,7 @@ class TierOperations:
         self._saved: Future[None] = done(None)
         self._pins_now: tuple[Pin[PrefixKey], ...] = ()
         if disk is not None:
-            residency.on_left_host = self._left_host
+            residency.evictor.on_left_host = self._left_host
         if pin_folder is not None:
             self.keeper.restore(load_pins(pin_folder))
             for pin in self.keeper.pins():

@@ -116,7 +116,7 @@ class Purger:
         if self._mover is not None:
             below = self._mover.below
             removed[below] = from_below
-            self._residency.count(below, CacheEvent.PURGED, from_below.num_blocks)
+            self._residency.counters.count(below, CacheEvent.PURGED, from_below.num_blocks)
         num_left = left_below + len(self._blocks_of(purge.roots))
         roots = tuple(sorted(purge.roots))
         purge.result.set_result(Purged(roots, removed, purge.in_use, purge.pins, num_left))

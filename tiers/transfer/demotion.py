@@ -77,12 +77,12 @@ class Demoter:
         self._num_frames = num_frames
         self._burst = self._last_burst = self._turnover = 0
         self._idle_since = 0  # `num_frames_taken` when the writer was last idle
-        residency.demote = self.copy_down
-        residency.has_below = mover is not None
+        residency.evictor.demote = self.copy_down
+        residency.host.has_below = mover is not None
         if mover is not None:
             residency.queue.worth = self._worth_waiting
-            residency.skips = self._skips
-            residency.on_lost = LossLog().note
+            residency.evictor.skips = self._skips
+            residency.evictor.on_lost = LossLog().note
 
     def committed(self, block: Block) -> None:
         """Take in a block that has just filled. For a block seen before and evicted, this is a
@@ -121,7 +121,7 @@ class Demoter:
             self._write_eager()
             self._write_behind(self._mover)
             if not self._stores:
-                self._idle_since = self._residency.num_frames_taken
+                self._idle_since = self._residency.evictor.num_frames_taken
 
     @property
     def num_stores(self) -> int:
@@ -156,7 +156,7 @@ class Demoter:
             return False
         residency.settle_frame(block, frame)
         residency.copies.watch(copy, (block,), TierName.DEVICE, TierName.HOST, started, nbytes)
-        residency.count(TierName.DEVICE, CacheEvent.DEMOTED)
+        residency.counters.count(TierName.DEVICE, CacheEvent.DEMOTED)
         residency.counters.came(block, TierName.HOST, TierName.DEVICE)
         return True
 
@@ -190,15 +190,15 @@ class Demoter:
         last step took slots. The cold end is checked
         again once an eighth of it has left, so a check costs little per block."""
         residency = self._residency
-        taken = residency.num_slots_taken - self._slots_taken
-        self._slots_taken = residency.num_slots_taken
+        taken = residency.evictor.num_slots_taken - self._slots_taken
+        self._slots_taken = residency.evictor.num_slots_taken
         if residency.pool.num_free >= self._device_window:
             return
         if not self._to_copy:
-            left = residency.num_slots_taken - self._device_looked_at
+            left = residency.evictor.num_slots_taken - self._device_looked_at
             if left < max(1, self._device_window // 8):
                 return
-            self._device_looked_at = residency.num_slots_taken
+            self._device_looked_at = residency.evictor.num_slots_taken
             cold = residency.device.policy.coldest(self._device_window)
             self._spared = frozenset(cold)  # otherwise two would take turns in one frame for ever
             self._to_copy = deque(cold)
@@ -218,7 +218,7 @@ class Demoter:
         because the longest prompts are many turnovers apart and each would find too few clean
         frames."""
         residency = self._residency
-        taken = residency.num_frames_taken
+        taken = residency.evictor.num_frames_taken
         if taken - self._turnover > self._num_frames:
             self._turnover = taken
             self._last_burst = max(self._burst, int(self._last_burst * BURST_MEMORY))
@@ -256,8 +256,8 @@ class Demoter:
         write evicts another block.
         """
         residency = self._residency
-        if residency.num_frames_taken - self._looked_at >= self._clean_part // 8:
-            self._looked_at = residency.num_frames_taken
+        if residency.evictor.num_frames_taken - self._looked_at >= self._clean_part // 8:
+            self._looked_at = residency.evictor.num_frames_taken
             self._risky = residency.host.policy.coldest(self._clean_part)
         return self._risky
 
@@ -355,17 +355,17 @@ class Demoter:
             stands = not store.job.failed and block.key not in dropped
             self._written(block, Below.HELD if stands else Below.REFUSED)
             if stands:
-                residency.count(TierName.HOST, CacheEvent.DEMOTED)
-                residency.count(below, CacheEvent.STORED)
+                residency.counters.count(TierName.HOST, CacheEvent.DEMOTED)
+                residency.counters.count(below, CacheEvent.STORED)
         for key in dropped:
             held = residency.index.get(key)
             if held is not None:
                 residency.queue.dropped(held)
                 residency.host.sync(held)
             else:
-                residency.evicted_keys.note(key, below, Cause.ROOM)
+                residency.evictor.evicted_keys.note(key, below, Cause.ROOM)
         mine = {block.key for block in store.blocks}
-        residency.count(below, CacheEvent.EVICTED, len(dropped - mine))
+        residency.counters.count(below, CacheEvent.EVICTED, len(dropped - mine))
         full = bool(dropped - mine)
         self._stores_while_full = FULL_MEMORY if full else max(0, self._stores_while_full - 1)
         return True

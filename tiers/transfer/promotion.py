@@ -265,7 +265,7 @@ class Promoter:
                 if block.key is None:
                     continue  # a purge removed it while it loaded
                 self._residency.entered(block)
-                self._residency.count(sources[number], CacheEvent.PROMOTED)
+                self._residency.counters.count(sources[number], CacheEvent.PROMOTED)
                 self._residency.counters.came(block, TierName.HOST, sources[number])
             else:
                 self._lose(block, reason if number == num_loaded and reason else MissReason.ABSENT)
@@ -322,7 +322,7 @@ class Promoter:
                     self._copy_up(ticket, lifted, parts)
                     lifted, parts = [], []
                 # Its frame may have to leave for another block; then `stand` has it read again.
-                if not (block.is_whole and residency.widen(block)):
+                if not (block.is_whole and residency.device_room.widen(block)):
                     break
                 self._copy_up(ticket, [block], [Part.WINDOW])
             ticket.num_on_device += 1
@@ -365,7 +365,7 @@ class Promoter:
                 num_came += 1
         nbytes = sum(map(self._layout.part_nbytes, parts))
         residency.copies.watch(copy, blocks, TierName.HOST, TierName.DEVICE, started, nbytes)
-        residency.count(TierName.HOST, CacheEvent.PROMOTED, num_came)
+        residency.counters.count(TierName.HOST, CacheEvent.PROMOTED, num_came)
 
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:

@@ -105,9 +105,9 @@ class WindowMender:
         if self._mover is None:
             return False
         for block in blocks:
-            if block.frame is None and not residency.demote(block, roomy=True):
+            if block.frame is None and not residency.evictor.demote(block, roomy=True):
                 return False
-            if not residency.enlarge(block, blocks):
+            if not (residency.host_room and residency.host_room.widen(block, blocks)):
                 return False
         for start in range(0, len(blocks), BLOCKS_PER_LOAD):
             run = list(blocks[start : start + BLOCKS_PER_LOAD])
