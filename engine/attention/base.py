@@ -85,6 +85,31 @@ class PagedAttention(Protocol):
     def forget(self, sequence_id: int) -> None: ...
 
 
+class DecodeRows(NamedTuple):
+    """A step of one token for each of S sequences, as tensors on the device.
+
+    tables: [S, max_blocks]. lengths: [S], with the token. blocks and rows: [S], where its KV goes.
+    """
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    blocks: torch.Tensor
+    rows: torch.Tensor
+
+
+class RecordableAttention(PagedAttention, Protocol):
+    """Attention whose decode steps a CUDA graph can record."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether all of such a step is done on the device, from blocks where they are."""
+        ...
+
+    def begin_decode(self, decode: DecodeRows) -> None:
+        """Begin a step from tensors that may be refilled before a graph replays it."""
+        ...
+
+
 def paged_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from engine.attention.base import AttentionCall, PagedAttention
+from engine.attention.base import AttentionCall, DecodeRows, PagedAttention
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.hardware import upload
@@ -52,14 +52,6 @@ class _Written(NamedTuple):
     rows: torch.Tensor
 
 
-class _Decode(NamedTuple):
-    """See `StatefulAttention.begin_decode`."""
-
-    tables: torch.Tensor
-    positions: torch.Tensor
-    blocks: torch.Tensor
-
-
 class StatefulAttention:
     """An attention, with states beside it. A step's states enter the pool only at its end, so a
     failed step leaves the states from which it began.
@@ -74,13 +66,13 @@ class StatefulAttention:
         self.attention: Any = attention
         self._kv = KvPool(pool, layers)
         self._spans: Sequence[Span] = ()
-        self._decode: _Decode | None = None
+        self._decode: DecodeRows | None = None
         self._computed: dict[int, torch.Tensor] = {}
         self._places: dict[tuple[int, int, int], _Places] = {}
 
     @property
     def in_place(self) -> bool:
-        """Whether decode steps can begin by `begin_decode`."""
+        """Whether those of the attention beside it are."""
         return getattr(self.attention, "in_place", False)
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -89,18 +81,11 @@ class StatefulAttention:
         self._places.clear()
         self.attention.begin(spans)
 
-    def begin_decode(
-        self,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        blocks: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> None:
-        """Begin a step of one token for each of S sequences, as `TritonAttention.begin_decode`."""
-        self._decode = _Decode(tables, lengths.long() - 1, blocks)
+    def begin_decode(self, decode: DecodeRows) -> None:
+        self._decode = decode
         self._computed.clear()
         self._places.clear()
-        self.attention.begin_decode(tables, lengths, blocks, rows)
+        self.attention.begin_decode(decode)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         output: torch.Tensor = self.attention.attend(call)
@@ -148,7 +133,7 @@ class StatefulAttention:
     def _places_of_tokens(self, num_rows: int, width: int, num_kept: int) -> _Places:
         """For a step from tensors, without a wait for the device."""
         assert self._decode is not None
-        tables, positions, _ = self._decode
+        tables, positions = self._decode.tables, self._decode.lengths.long() - 1
         earlier = positions[:, None] + torch.arange(1 - width, 0, device=positions.device)
         there = earlier.clamp(min=0)
         blocks = tables.gather(1, there // self._kv.block_size).long()
@@ -173,9 +158,9 @@ class StatefulAttention:
     def _written(self, num_kept: int) -> _Written:
         """The last rows of each block that a span touches; of a decode step, every row."""
         if self._decode is not None:
-            _, positions, own = self._decode
+            positions = self._decode.lengths.long() - 1
             everyone = torch.arange(len(positions), device=positions.device)
-            return _Written(everyone, own, positions % num_kept)
+            return _Written(everyone, self._decode.blocks, positions % num_kept)
         written = last_rows(self._spans, self._kv.block_size, num_kept)
         return _Written(*map(self._upload, written))
 

@@ -20,6 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
+    DecodeRows,
     attend_dense,
     first_seen,
     gather_blocks,
@@ -62,7 +63,7 @@ class _Step:
 
 
 class TritonAttention:
-    """`PagedAttention` on CUDA. Stateless between steps."""
+    """`RecordableAttention` on CUDA. Stateless between steps."""
 
     def __init__(self, pool: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
         """pool, layers: as `KvPool` takes them. Layouts that the kernel does not support are
@@ -130,21 +131,11 @@ class TritonAttention:
             ),
         )
 
-    def begin_decode(
-        self,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        blocks: torch.Tensor,
-        rows: torch.Tensor,
-    ) -> None:
-        """Begin a step of one token for each of S sequences, from tensors on the device.
-
-        It is for a graph that is replayed after they are refilled. tables: [S, max_blocks]; the
-        others: [S].
-        """
-        everyone = torch.arange(len(lengths), device=lengths.device)
-        launch = _Launch(1, everyone, None, everyone, PagedKeys(tables, lengths, None))
-        self._step = _Step([], [launch], everyone, blocks, rows)
+    def begin_decode(self, decode: DecodeRows) -> None:
+        everyone = torch.arange(len(decode.lengths), device=decode.lengths.device)
+        keys = PagedKeys(decode.tables, decode.lengths, None)
+        launch = _Launch(1, everyone, None, everyone, keys)
+        self._step = _Step([], [launch], everyone, decode.blocks, decode.rows)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         step = self._step

@@ -10,11 +10,12 @@ launched kernel by kernel. Engine thread only.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import numpy as np
 import torch
 
-from engine.attention.base import PagedAttention
+from engine.attention.base import DecodeRows, PagedAttention, RecordableAttention
 from engine.batch import Span
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Work = Callable[[], torch.Tensor]
 
 
-def cuda_graphs(device: torch.device, attention: PagedAttention) -> bool:
+def cuda_graphs(attention: PagedAttention, device: torch.device) -> TypeGuard[RecordableAttention]:
     """Whether decode steps can run as graphs here: only if all of one is done on the device."""
     return device.type == "cuda" and getattr(attention, "in_place", False)
 
@@ -72,7 +73,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        attention: PagedAttention,
+        attention: RecordableAttention,
         max_blocks: int,
         *,
         block_size: int,
@@ -157,9 +158,9 @@ class DecodeGraphs:
 
     def _compute(self, inputs: torch.Tensor) -> torch.Tensor:
         tokens, positions, lengths, blocks, rows = inputs[:, :_COLUMNS].t()
-        assert hasattr(self._attention, "begin_decode")
+        tables = inputs[:, _COLUMNS:]
         self._attention.begin_decode(
-            inputs[:, _COLUMNS:], lengths.contiguous(), blocks.long(), rows.long()
+            DecodeRows(tables, lengths.contiguous(), blocks.long(), rows.long())
         )
         logits = self._forward(tokens.long()[None], positions.long()[None])
         self._attention.finish()

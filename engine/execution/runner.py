@@ -112,7 +112,7 @@ class ModelRunner:
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._graphs: DecodeGraphs | None = None
-        if scratch is not None and cuda_graphs(self._device, self._attention):
+        if scratch is not None and cuda_graphs(self._attention, self._device):
             max_blocks = -(-loaded.max_context // kv.block_size)
             self._graphs = DecodeGraphs(
                 self._decode_logits,

@@ -21,13 +21,14 @@ from engine.attention import varlen as attention_varlen
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
+    DecodeRows,
     PagedAttention,
     ReferenceAttention,
     attend_dense,
 )
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
-from engine.execution.cuda_graphs import DecodeGraphs, Work, batch_sizes
+from engine.execution.cuda_graphs import DecodeGraphs, Work, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
 from tests.support.models import new_pool, tiny_model
@@ -281,6 +282,7 @@ def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launch
     runners = [ModelRunner(loaded, pools[0], reference)] + [
         ModelRunner(loaded, pool, paged.TritonAttention(pool, loaded.layers)) for pool in pools[1:]
     ]
+    assert cuda_graphs(runners[2]._attention, torch.device("cuda"))
     graphs = DecodeGraphs(
         runners[2]._decode_logits,
         runners[2]._attention,
@@ -351,6 +353,7 @@ def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
     loaded = tiny_model("qwen3")
     pools = [new_pool(loaded, 24) for _ in range(2)]
     runners = [ModelRunner(loaded, pool, paged.TritonAttention(pool)) for pool in pools]
+    assert cuda_graphs(runners[1]._attention, torch.device("cuda"))
     graphs = DecodeGraphs(
         runners[1]._decode_logits,
         runners[1]._attention,
@@ -447,10 +450,12 @@ def test_a_step_that_no_graph_can_compute_is_launched_kernel_by_kernel() -> None
 
 
 class _Told(ReferenceAttention):
+    in_place = True
+
     def __init__(self) -> None:
         super().__init__(torch.empty(1, 1, 2, 1, 1, 1))
 
-    def begin_decode(self, *_: torch.Tensor) -> None:
+    def begin_decode(self, decode: DecodeRows) -> None:
         pass
 
 

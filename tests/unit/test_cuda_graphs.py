@@ -100,7 +100,7 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(
     loaded = served(name)
     pool = new_pool(loaded, 8)
     runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
-    assert cuda_graphs(torch.device("cuda"), runner._attention)
+    assert cuda_graphs(runner._attention, torch.device("cuda"))
     graphs = DecodeGraphs(
         runner._decode_logits,
         runner._attention,
@@ -125,4 +125,4 @@ def test_models_whose_steps_the_host_shapes_get_no_graphs(name: str) -> None:
     loaded = served(name)
     pool = new_pool(loaded, 8)
     runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
-    assert not cuda_graphs(torch.device("cuda"), runner._attention)
+    assert not cuda_graphs(runner._attention, torch.device("cuda"))

@@ -11,6 +11,7 @@ import torch
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
+    DecodeRows,
     PagedAttention,
     ReferenceAttention,
 )
@@ -120,4 +121,4 @@ def _begin_decode(path: PagedAttention, spans: Sequence[Span], device: str) -> N
         given = (tables, (starts + 1).int(), last, starts % BLOCK)
         _INPUTS[:] = [each.to(device) for each in given]
     assert hasattr(path, "begin_decode")
-    path.begin_decode(*_INPUTS)
+    path.begin_decode(DecodeRows(*_INPUTS))
