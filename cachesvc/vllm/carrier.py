@@ -8,6 +8,7 @@ the layers' order.
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 KvTensors = torch.Tensor | Sequence[torch.Tensor]  # of a layer; several for a state
 LOAD_S = 30.0  # for a load, which may be from the disk
+STEP_LOAD_S = 1.0  # for each answer of a load that a step waits for
 PART_BYTES = 16 << 20  # that are copied while the node loads more
 STORE_S = 5.0  # for each answer of a store; the node has it in memory, and vLLM's blocks wait
 
@@ -60,6 +62,7 @@ class Carrier:
         self._copiers: list[list[BlockCopier]] = [[], []]  # by thread and group
         self._ended = threading.Condition()
         self._num_moving = 0  # transfers begun and not ended; guarded by the condition
+        self._num_in_step = 0  # of these, loads that a step waits for
         self._moved = Transferred()  # since vLLM last asked; guarded by the condition
 
     def start(self, kv_caches: Mapping[str, KvTensors], num_blocks: int) -> None:
@@ -84,13 +87,17 @@ class Carrier:
             thread.start()
 
     def move(self, loads: Sequence[Transfer], saves: Sequence[Transfer]) -> None:
-        """Starts these transfers, after the device work submitted before this call."""
+        """Starts these transfers, after the device work submitted before this call. Returns when
+        loads in this step have ended."""
         ready = _mark() if (loads or saves) and self._device.type == "cuda" else None
         with self._ended:
             self._num_moving += len(loads) + len(saves)
+            self._num_in_step += sum(load.in_step for load in loads)
         for queue, transfers in zip(self._queues, (loads, saves), strict=True):
             for transfer in transfers:
                 queue.put(_Job(transfer, ready))
+        with self._ended:
+            self._ended.wait_for(lambda: not self._num_in_step)
 
     def wait(self, timeout_s: float) -> None:
         """Returns when any transfer has ended that vLLM was not told of, when none is under way, or
@@ -102,7 +109,8 @@ class Carrier:
         """The loads that have ended since the last call."""
         with self._ended:
             moved, self._moved = self._moved, Transferred(saved=self._moved.saved)
-            return Transferred(moved.loaded, moved.failed, moved.failed_blocks)
+            moved.saved = []
+            return moved
 
     def take_saved(self) -> list[str]:
         """The saves that have ended since the last call, with or without success."""
@@ -139,13 +147,14 @@ class Carrier:
                     self._saved(job.transfer)
 
     def _load(self, transfer: Transfer) -> None:
-        in_parts = transfer.in_parts
-        self._loaded(transfer, [self._load_piece(piece, in_parts) for piece in transfer.pieces])
+        begun_s = time.monotonic()
+        counts = [self._load_piece(piece, transfer) for piece in transfer.pieces]
+        self._loaded(transfer, counts, time.monotonic() - begun_s)
 
-    def _load_piece(self, piece: GroupBlocks, in_parts: bool) -> int:
+    def _load_piece(self, piece: GroupBlocks, transfer: Transfer) -> int:
         """The number of leading blocks that were loaded."""
         layout, count = self._identity.groups[piece.group].layout, len(piece.blocks)
-        size = max(1, PART_BYTES // layout.nbytes) if in_parts else count
+        size = max(1, PART_BYTES // layout.nbytes) if transfer.in_parts else count
 
         def use(node: NodeClient) -> int:
             done = 0
@@ -156,7 +165,8 @@ class Carrier:
                     break
             return done
 
-        return self._links[0][layout].attempt(use) or 0
+        timeout_s = STEP_LOAD_S if transfer.in_step else None
+        return self._links[0][layout].attempt(use, timeout_s=timeout_s) or 0
 
     def _load_run(self, piece: GroupBlocks, begin: int, end: int, node: NodeClient) -> int:
         """Loads blocks [begin, end) of a piece. Returns the number of leading ones loaded."""
@@ -191,10 +201,18 @@ class Carrier:
         locked = self._locked.get(memory.layout)
         return locked.rows(memory, frames) if locked else nullcontext(memory.rows)
 
-    def _loaded(self, transfer: Transfer, num_loaded: Sequence[int]) -> None:
-        """A load has ended, with so many leading blocks of each piece."""
+    def _loaded(
+        self, transfer: Transfer, num_loaded: Sequence[int], load_s: float | None = None
+    ) -> None:
+        """A load has ended, with so many leading blocks of each piece. `load_s` None: a fault ended
+        it."""
         with self._ended:
-            self._moved.loaded.add(transfer.name)
+            if load_s is not None:
+                self._moved.load_s[transfer.name] = load_s
+            if transfer.in_step:
+                self._num_in_step -= 1
+            else:
+                self._moved.loaded.add(transfer.name)
             for piece, count in zip(transfer.pieces, num_loaded, strict=True):
                 if count == len(piece.blocks):
                     continue

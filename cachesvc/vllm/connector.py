@@ -46,14 +46,18 @@ class Transfers(KVConnectorMetadata):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Saved(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Ended saves, by name, and on how many ranks each has ended since the last step."""
+class Ended(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What has ended since the last step: saves by name, on how many ranks each, and loads, with
+    the seconds of the slowest rank."""
 
-    counts: Mapping[str, int]
+    saves: Mapping[str, int]
+    load_s: Mapping[str, float]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Saved":
-        assert isinstance(other, Saved), other
-        return Saved(Counter(self.counts) + Counter(other.counts))
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "Ended":
+        assert isinstance(other, Ended), other
+        names = {*self.load_s, *other.load_s}
+        slowest = {n: max(self.load_s.get(n, 0.0), other.load_s.get(n, 0.0)) for n in names}
+        return Ended(Counter(self.saves) + Counter(other.saves), slowest)
 
 
 class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -73,6 +77,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._carrier: Carrier | None = None
         self._reporter: Reporter | None = None
         self._failed_blocks: set[int] = set()  # not yet told
+        self._load_s: dict[str, float] = {}  # not yet told
         if role is KVConnectorRole.SCHEDULER and extra.get("reports"):
             self._reporter = Reporter(Path(extra["reports"]))
         try:
@@ -85,7 +90,9 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             layouts = dict.fromkeys(group.layout for group in identity.groups)
             links = {each: NodeLink(node, each, timeout_s=PROBE_TIMEOUT_S) for each in layouts}
-            self._planner = Planner(identity, links)
+            # While a step runs, vLLM must plan no other: see `Planner.loads_in_step`.
+            one_step = not vllm_config.scheduler_config.async_scheduling
+            self._planner = Planner(identity, links, may_load_in_step=one_step)
         else:
             self._carrier = Carrier(identity, node, _rank(identity.num_ranks))
 
@@ -107,7 +114,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._planner is None:
             return 0, False
         num_tokens = self._planner.match(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        return num_tokens, bool(num_tokens) and not self._planner.loads_in_step(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._planner is not None:
@@ -144,9 +151,11 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         short = self._planner.fell_short(connector_output.invalid_block_ids, failed)
         if self._reporter is not None:
             self._reporter.fell_short(short, begins_anew=bool(failed))
-        self._planner.loaded(connector_output.finished_recving or ())
-        if isinstance(connector_output.kv_connector_worker_meta, Saved):
-            self._planner.saves.saved(connector_output.kv_connector_worker_meta.counts)
+        ended = connector_output.kv_connector_worker_meta
+        load_s = ended.load_s if isinstance(ended, Ended) else {}
+        self._planner.loaded(connector_output.finished_recving or (), load_s)
+        if isinstance(ended, Ended):
+            self._planner.saves.saved(ended.saves)
 
     def has_pending_block_frees(self) -> bool:
         return self._planner is not None and self._planner.saves.is_busy
@@ -185,8 +194,7 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._carrier.move(step.loads, step.saves)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: loads are asynchronous, and vLLM runs no request before its blocks are
-        loaded."""
+        """Does nothing: vLLM runs no request before its blocks are loaded."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
@@ -204,15 +212,17 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._carrier.wait(IDLE_WAIT_S)
         moved = self._carrier.take_loaded()
         self._failed_blocks |= moved.failed_blocks
+        self._load_s |= moved.load_s
         return KVConnectorTransferResults(set(), moved.loaded, moved.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
-    def build_connector_worker_meta(self) -> Saved | None:
+    def build_connector_worker_meta(self) -> Ended | None:
         saved = self._carrier.take_saved() if self._carrier is not None else []
-        return Saved(Counter(saved)) if saved else None
+        load_s, self._load_s = self._load_s, {}
+        return Ended(Counter(saved), load_s) if saved or load_s else None
 
     def shutdown(self) -> None:
         if self._carrier is not None:

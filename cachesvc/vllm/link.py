@@ -32,6 +32,7 @@ class NodeLink:
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = NodeClient(path, layout, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
         self._clock_s = clock_s
         self._not_before_s = float("-inf")
         self._is_away = False  # and that was logged
@@ -45,11 +46,15 @@ class NodeLink:
         """Have the node load this run into its memory for a lease."""
         self.attempt(lambda node: node.fetch(ids))
 
-    def attempt(self, use: Callable[[NodeClient], T]) -> T | None:
+    def attempt(
+        self, use: Callable[[NodeClient], T], *, timeout_s: float | None = None
+    ) -> T | None:
         """The result of `use` with the connected node; None if the node is unreachable or fails.
 
-        The node may have restarted behind an old connection, so a new one is tried.
+        The node may have restarted behind an old connection, so a new one is tried. `timeout_s` is
+        for each of its answers, if not the usual one.
         """
+        self._client.answer_within(self._timeout_s if timeout_s is None else timeout_s)
         try:
             if self._client.is_connected:
                 try:

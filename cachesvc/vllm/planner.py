@@ -7,7 +7,7 @@ it takes longer, vLLM continues and asks again. The workers move the blocks.
 
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cachesvc.vllm.chains import RankIds, RequestChains
@@ -21,7 +21,10 @@ from cachesvc.vllm.transfers import GroupBlocks, Transfer
 from tiers.blocks.layout import BlockLayout
 from tiers.tier import TierName
 
+_ORDER = tuple(TierName)
 WAIT_S = 0.005  # for the node's answer, at the first lookup of a prompt
+IN_STEP_S = 0.25  # for a load within a step: who asks meanwhile waits so much longer
+ASSUMED_RATE = 1e9  # bytes a second of a load, until one was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class _Load:
 
     blocks: tuple[int, ...]
     tiers: tuple[TierName, ...]
+    in_step: bool
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class _Match:
     start: int
     tiers: list[TierName]
     chains: RequestChains
+    in_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,22 @@ def _one_thread() -> Executor:
 
 @dataclass(slots=True)
 class Planner:
-    """Plans the loads and stores of one engine. `links` reach the node, by layout."""
+    """Plans the loads and stores of one engine. `links` reach the node, by layout.
+
+    A load within a step spares vLLM two steps and the wait between them. After such a wait vLLM's
+    scheduling loop spins for a second, and takes a processor from the step that computes. So a load
+    is in a step if nothing else runs and it should take no longer than `IN_STEP_S`.
+
+    If such a load falls short, vLLM computes the lacking blocks in its next steps, and has already
+    listed them in its prefix cache. Should their request end before, another would find them there.
+    So they, and all blocks that this step computed, are taken off that list before anyone looks.
+    That needs a loop that plans no step before it knows the last one's end: `may_load_in_step`.
+    """
 
     identity: EngineIdentity
     links: Mapping[BlockLayout, NodeLink]
     wait_s: float = WAIT_S
+    may_load_in_step: bool = False
     saves: Saves = field(init=False)
     _asking: Executor = field(default_factory=_one_thread)
     _asked: dict[str, _Question] = field(default_factory=dict)
@@ -71,6 +87,9 @@ class Planner:
     _loads: list[Transfer] = field(default_factory=list)
     _loading: dict[str, _Load] = field(default_factory=dict)
     _failed: set[str] = field(default_factory=set)  # requests whose load failed, until they end
+    _begun: set[str] = field(default_factory=set)  # requests that have blocks
+    _step_blocks: set[int] = field(default_factory=set)  # of requests that begin in this step
+    _rates: dict[TierName, float] = field(default_factory=dict)  # bytes a second of the last load
 
     def __post_init__(self) -> None:
         self.saves = Saves(self.identity)
@@ -93,8 +112,24 @@ class Planner:
         if match is None:
             return None
         if match.tiers:
+            if self._fits_step(request.request_id, match.tiers):
+                match = replace(match, in_step=True)
             self._matches[request.request_id] = match
         return len(match.tiers) * self.identity.layout.block_size
+
+    def loads_in_step(self, request: Any) -> bool:
+        """Whether the step that computes the request is to load what `match` found."""
+        match = self._matches.get(request.request_id)
+        return match is not None and match.in_step
+
+    def _fits_step(self, name: str, tiers: Sequence[TierName]) -> bool:
+        """Whether a step may wait for these blocks. Not for a remote tier's: others use it too."""
+        if not self.may_load_in_step or not self.identity.is_plain or self._begun - {name}:
+            return False
+        farthest = _farthest(tiers)
+        nbytes = len(tiers) * self.identity.layout.nbytes
+        in_time = nbytes <= IN_STEP_S * self._rates.get(farthest, ASSUMED_RATE)
+        return farthest is not TierName.REMOTE and in_time
 
     def _ask(self, request: Any, start: int, end: int) -> _Match | None:
         """What the node has of these tokens; None if it has not answered yet."""
@@ -132,6 +167,8 @@ class Planner:
     def allocated(self, request: Any, blocks: Sequence[Sequence[int]], num_tokens: int) -> None:
         """vLLM allocated blocks, by group, for `num_tokens` of the match: plans their load."""
         match = self._matches.pop(request.request_id, None)
+        self._begun.add(request.request_id)
+        self._step_blocks.update(*blocks)
         if _is_stored(request):
             chains = match.chains if match is not None else None
             self.saves.admitted(request, chains or RequestChains.of(self.identity, request))
@@ -141,8 +178,10 @@ class Planner:
         tiers = match.tiers[: num_tokens // self.identity.layout.block_size]
         self._hits[request.request_id] = self._tokens_of(tiers)
         pieces = self._pieces(match, blocks, end)
-        self._loads.append(Transfer(request.request_id, pieces, in_parts=_is_below(tiers)))
-        self._loading[request.request_id] = _Load(pieces[0].blocks, tuple(tiers))
+        self._loads.append(
+            Transfer(request.request_id, pieces, in_parts=_is_below(tiers), in_step=match.in_step)
+        )
+        self._loading[request.request_id] = _Load(pieces[0].blocks, tuple(tiers), match.in_step)
 
     def _pieces(
         self, match: _Match, blocks: Sequence[Sequence[int]], end: int
@@ -177,6 +216,8 @@ class Planner:
             first = 0 if name in requests else next(places, None)
             if first is not None:
                 short[name] = self._hits[name] = self._tokens_of(load.tiers[:first])
+                if load.in_step:
+                    self.saves.unlist(self._step_blocks)
         self._failed.update(short)
         return short
 
@@ -190,7 +231,9 @@ class Planner:
         self._matches.pop(request.request_id, None)
         self._asked.pop(request.request_id, None)
         self._failed.discard(request.request_id)
-        if request.request_id in self._loading:
+        self._begun.discard(request.request_id)
+        load = self._loading.get(request.request_id)
+        if load is not None and not load.in_step:
             self.saves.forget(request)
         else:
             self.saves.finished(request, blocks)
@@ -201,10 +244,18 @@ class Planner:
         loads, self._loads = tuple(self._loads), []
         return loads, self.saves.take()
 
-    def loaded(self, requests: Collection[str]) -> None:
-        """The workers have ended the loads of these requests."""
-        for name in requests:
+    def loaded(self, requests: Collection[str], load_s: Mapping[str, float]) -> None:
+        """A step is done. The workers have ended the loads of these requests and those within the
+        step, which took so many seconds."""
+        for name, seconds in load_s.items():
+            load = self._loading.get(name)
+            if load is not None and name not in self._failed and seconds > 0:
+                nbytes = len(load.tiers) * self.identity.layout.nbytes
+                self._rates[_farthest(load.tiers)] = nbytes / seconds
+        in_step = [name for name, load in self._loading.items() if load.in_step]
+        for name in (*requests, *in_step):
             self._loading.pop(name, None)
+        self._step_blocks.clear()
 
     def close(self) -> None:
         """Stops the lookup thread."""
@@ -221,6 +272,10 @@ class Planner:
 def _is_below(tiers: Sequence[TierName]) -> bool:
     """Whether any of these blocks is not in the node's memory."""
     return any(tier is not TierName.HOST for tier in tiers)
+
+
+def _farthest(tiers: Sequence[TierName]) -> TierName:
+    return max(tiers, key=_ORDER.index)
 
 
 def _has_identity(request: Any) -> bool:

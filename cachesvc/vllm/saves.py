@@ -16,7 +16,7 @@ parts from an earlier one resumes at the last of them.
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, lcm
 from typing import Any
@@ -151,6 +151,11 @@ class Saves:
                     if not self._waiting[block]:
                         del self._waiting[block]
                 self._free(save.blocks)
+
+    def unlist(self, blocks: Collection[int]) -> None:
+        """Take blocks off vLLM's prefix cache. Who uses them goes on."""
+        if self._pool is not None:
+            self._pool.evict_blocks({block for block in blocks if block})
 
     # Internals.
 

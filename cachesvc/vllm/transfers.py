@@ -18,19 +18,23 @@ class GroupBlocks:
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Pieces to move between the node and vLLM. A load has the name of its request. Blocks that the
-    node is still loading itself are moved `in_parts`, as they come."""
+    node is still loading itself are moved `in_parts`, as they come. The step that computes with
+    them waits for a load `in_step`."""
 
     name: str
     pieces: tuple[GroupBlocks, ...]
     in_parts: bool = False
+    in_step: bool = False
 
 
 @dataclass(slots=True)
 class Transferred:
     """Ended transfers by name. A load that lacks anything has failed; `failed_blocks` are those
-    that were not loaded, where vLLM can compute them alone."""
+    that were not loaded, where vLLM can compute them alone. `load_s` are the seconds of each load,
+    also of those in a step, which `loaded` lacks: vLLM waits for no word of them."""
 
     loaded: set[str] = field(default_factory=set)
+    load_s: dict[str, float] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     saved: list[str] = field(default_factory=list)

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -293,8 +293,10 @@ def moved(carrier: Carrier, loads: list[Transfer], saves: list[Transfer]) -> set
     return failed
 
 
-def transfer(ids: list[BlockId], *blocks: int, in_parts: bool = False) -> Transfer:
-    return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),), in_parts)
+def transfer(
+    ids: list[BlockId], *blocks: int, in_parts: bool = False, in_step: bool = False
+) -> Transfer:
+    return Transfer("request", (GroupBlocks(0, (tuple(ids),), blocks),), in_parts, in_step)
 
 
 @pytest.mark.parametrize("locks", [False, True])
@@ -326,6 +328,40 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
                 assert torch.equal(
                     kept[name][:, [3, 7, 1, 0, 11]], source[name][:, [6, 2, 4, 8, 10]]
                 )
+
+
+def test_a_load_in_a_step_is_there_when_the_step_computes(path: Path) -> None:
+    """vLLM waits for no word of it, only for the blocks that failed and how long it took."""
+    ids, source, target = prompt(1, 3), kv_like_vllm(3), kv_like_vllm()
+    with serving(path), carrying(path, source) as one, carrying(path, target) as other:
+        assert set() == moved(one, [], [transfer(ids, 3, 7, 1)])
+        other.move([transfer(prompt(1, 4), 2, 3, 4, 9, in_step=True)], [])
+        for name in source:
+            assert torch.equal(source[name][:, [3, 7, 1]], target[name][:, [2, 3, 4]])
+        ended = other.take_loaded()
+        assert (set(), {9}, ["request"]) == (ended.loaded, ended.failed_blocks, [*ended.load_s])
+
+
+@pytest.mark.parametrize("fault", ["hangs", "is away", "raises"])
+def test_a_step_goes_on_without_a_load_that_a_node_does_not_answer(
+    path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(carrier_module, "STEP_LOAD_S", 0.05)
+    load, kv = transfer(prompt(1, 3), 4, 5, 6, in_step=True), kv_like_vllm(3)
+    with ExitStack() as held:
+        may_answer = threading.Event()
+        if fault == "hangs":
+            node = held.enter_context(serving(path))
+            answer = node._handle
+            node._handle = lambda *asked: may_answer.wait(120) and answer(*asked)  # type: ignore[method-assign,assignment]
+            held.callback(may_answer.set)
+        carrier = held.enter_context(carrying(path, kv))
+        if fault == "raises":
+            monkeypatch.setattr(carrier, "_load_piece", None)
+        carrier.move([load], [])
+        ended = carrier.take_loaded()
+        assert (set(), {4, 5, 6}) == (ended.loaded, ended.failed_blocks)
+        may_answer.set()
 
 
 def test_an_idle_step_waits_until_a_transfer_has_ended(path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_failed_load_is_not_tried_again_for_its_request(
     planner.allocated(asked, [[7, 8, 9, 10]], matched(planner, asked))
     planner.allocated(other, [[3, 4, 5, 6]], matched(planner, other))
     assert {"a": hits} == planner.fell_short(bad)
-    planner.loaded({"a", "b"})
+    planner.loaded({"a", "b"}, {})
     assert hits == planner.hits(asked), "what vLLM computes is no hit"
     assert 0 == planner.match(asked, 0)
     assert 3 == len(planner.hits(other))
@@ -163,6 +163,100 @@ def test_a_failed_load_is_not_tried_again_for_its_request(
     assert {"cachesvc": {"hit_tokens": hits}} == params
     assert 3 * SIZE == matched(planner, request()), "a later request may try"
     assert {} == planner.fell_short({7, 8, 9})
+
+
+@pytest.fixture
+def stepping(link: Link) -> Iterator[Planner]:
+    """A planner of an engine whose loop knows a step's end before it plans the next."""
+    link.tiers = [TierName.HOST, TierName.DISK]
+    link.may_answer.set()
+    made = Planner(
+        EngineIdentity(SCOPE, (WHOLE,), 1),
+        {LAYOUT: link},  # type: ignore[dict-item]
+        wait_s=120,
+        may_load_in_step=True,
+    )
+    made.saves.bind(Blocks())
+    yield made
+    made.close()
+
+
+def begin(planner: Planner, name: str, blocks: Sequence[int] = (7, 8, 9, 10)) -> bool:
+    """Begin a request. Whether its load is in its step."""
+    asked = request(name=name)
+    found = matched(planner, asked)
+    waits = planner.loads_in_step(asked)
+    planner.allocated(asked, [blocks], found)
+    assert not planner.loads_in_step(asked)
+    assert [waits] == [load.in_step for load in planner.take()[0]]
+    return waits
+
+
+def test_a_step_waits_for_a_load_if_nothing_else_runs(stepping: Planner) -> None:
+    assert begin(stepping, "a")
+    assert not begin(stepping, "b"), "the first would wait for it"
+    stepping.loaded((), {"a": 1e-6})
+    assert not begin(stepping, "c")
+    for name in "abc":
+        stepping.finished(request(name=name), [[7, 8, 9, 10]])
+    assert begin(stepping, "d")
+
+
+def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping: Planner, link: Link) -> None:
+    def alone(name: str, tiers: list[TierName], load_s: float) -> bool:
+        link.tiers = tiers
+        waits = begin(stepping, name)
+        stepping.loaded([] if waits else [name], {name: load_s})
+        stepping.finished(request(name=name), [[7, 8, 9, 10]])
+        return waits
+
+    disk, remote = [TierName.HOST, TierName.DISK], [TierName.DISK, TierName.REMOTE]
+    assert alone("a", disk, 10.0)
+    assert not alone("b", disk, 1e-6), "whoever asks meanwhile would wait 10 s"
+    assert not alone("c", remote, 10.0)
+    assert alone("d", disk, 1e-6), "the last one was fast"
+    assert alone("e", [TierName.HOST], 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("groups", "may"), [((WHOLE,), False), ((WHOLE, WINDOW), True), ((WINDOW,), True)]
+)
+def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(
+    link: Link, groups: tuple[KvGroup, ...], may: bool
+) -> None:
+    link.tiers = [TierName.HOST] * 3
+    link.may_answer.set()
+    planner = Planner(
+        EngineIdentity(SCOPE, groups, 1),
+        {group.layout: link for group in groups},  # type: ignore[misc]
+        wait_s=120,
+        may_load_in_step=may,
+    )
+    asked = request()
+    assert matched(planner, asked)
+    assert not planner.loads_in_step(asked)
+    planner.close()
+
+
+def test_nobody_finds_what_a_step_computed_without_all_of_its_load(stepping: Planner) -> None:
+    """vLLM listed the blocks before they were loaded, and may never compute them."""
+    assert begin(stepping, "a")
+    stepping.allocated(request(name="b"), [[7, 8, 20, 21]], 0)  # which found two of them listed
+    assert {"a": {"host": SIZE}} == stepping.fell_short({8})
+    pool = stepping.saves._pool
+    assert {7, 8, 9, 10, 20, 21} == pool.evicted
+    stepping.loaded((), {"a": 1e-6})
+    assert not begin(stepping, "c", [30, 31, 32, 33])
+    assert {"c": {}} == stepping.fell_short({30})
+    assert {7, 8, 9, 10, 20, 21} == pool.evicted, "what is loaded outside of a step is not listed"
+
+
+def test_a_request_that_ends_with_the_step_of_its_load_is_stored(stepping: Planner) -> None:
+    assert begin(stepping, "a")
+    stepping.finished(request(name="a"), [[7, 8, 9, 10]])
+    assert [4] == stored(stepping)
+    stepping.loaded((), {"a": 1e-6})
+    assert not stepping._loading
 
 
 def test_ranks_tenants_and_adapters_have_roots_of_their_own() -> None:
@@ -237,6 +331,10 @@ class Blocks:
     def __init__(self) -> None:
         self.blocks = range(100)
         self.users = [0] * 100
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        self.evicted |= blocks
 
     def touch(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -51,6 +51,13 @@ class NodeClient:
         credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
         return int(_PEER.unpack(credentials)[0])
 
+    def answer_within(self, timeout_s: float) -> None:
+        """From now on, a later answer counts as the node's end."""
+        if timeout_s != self._timeout_s:
+            self._timeout_s = timeout_s
+            if self._socket is not None:
+                self._socket.settimeout(timeout_s)
+
     def connect(self) -> SharedMemory:
         """Join the node and map its memory. Raises NodeGone if none answers."""
         assert self._layout is not None, "blocks have a layout"
