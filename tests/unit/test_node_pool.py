@@ -412,6 +412,20 @@ def test_a_node_touches_frames_ahead_and_gets_on_where_it_cannot(
         pool.check()
 
 
+def test_a_node_touches_no_frames_while_blocks_load_and_a_moment_longer() -> None:
+    pool, now = pool_of(40), [10.0]
+    spares = SpareFrames(pool.arena, lambda: None, clock_s=lambda: now[0])
+    for passed_s, is_loading, touches in (
+        (0.0, True, False),
+        (spares_module.REST_S - 0.1, False, False),
+        (0.2, True, False),
+        (spares_module.REST_S, False, True),
+    ):
+        now[0] += passed_s
+        spares.step(is_loading=is_loading)
+        assert touches == (spares._touching is not None)
+
+
 def resident_pages(pool: Pool) -> int:
     return os.fstat(pool.memory.file).st_blocks * 512 // mmap.PAGESIZE
 

@@ -6,6 +6,7 @@ than for its bytes.
 import ctypes
 import logging
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
@@ -15,15 +16,24 @@ from tiers.transfer.mover import be_nice
 logger = logging.getLogger(__name__)
 
 POPULATE_WRITE = 23  # Linux 5.14
+REST_S = 0.5  # after a load: who asked for it computes now, and needs the processors
 
 
 class SpareFrames:
     """Keeps an arena's spare frames touched, one after the other on a thread of its own."""
 
-    def __init__(self, arena: SharedArena, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        arena: SharedArena,
+        wake: Callable[[], None],
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`wake` wakes the node's thread. Any thread may call it."""
         self._arena = arena
         self._wake = wake
+        self._clock_s = clock_s
+        self._rests_until_s = float("-inf")
         self._asked: SimpleQueue[int | None] = SimpleQueue()
         self._touching: int | None = None
         self._is_done = False
@@ -34,13 +44,17 @@ class SpareFrames:
         self._thread.start()
 
     def step(self, *, is_loading: bool) -> None:
-        """Ask for the next frame once the last one is touched, unless blocks load: they need the
-        processor more. The node's thread."""
+        """Ask for the next frame once the last one is touched, unless blocks load, or just did:
+        they and what is computed with them need the processors more. The node's thread, at least
+        once a second."""
+        now_s = self._clock_s()
+        if is_loading:
+            self._rests_until_s = now_s + REST_S
         if self._touching is not None:
             if not self._is_done:
                 return
             self._arena.touched(self._touching)
-        may_touch = self._can_touch and not is_loading
+        may_touch = self._can_touch and now_s >= self._rests_until_s
         self._touching = self._arena.untouched() if may_touch else None
         if self._touching is not None:
             self._is_done = False
