@@ -46,8 +46,9 @@ def members(node: ast.ClassDef, classes: Classes) -> set[str]:
             case ast.Attribute(value=ast.Name("self"), attr=name, ctx=ast.Store()):
                 found.add(name)
     for each in node.body:
-        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            found.add(each.target.id)
+        match each:
+            case ast.AnnAssign(target=ast.Name(name)) | ast.Assign(targets=[ast.Name(name)]):
+                found.add(name)
     for name in bases(node):
         for base in classes.get(name, ()) if name not in (node.name, "Protocol") else ():
             found |= members(base, classes)

@@ -30,12 +30,7 @@ from tiers.tier import TierName
 
 logger = logging.getLogger(__name__)
 
-MEDIA = {
-    TierName.DEVICE: "GPU",
-    TierName.HOST: "CPU",
-    TierName.DISK: "DISK",
-    TierName.REMOTE: "REMOTE",
-}
+MEDIA = {TierName.DEVICE: "GPU", TierName.HOST: "CPU"}  # a tier below memory has its own name
 GATHER_S = 0.005  # events of one step travel in one batch
 _HASH_BYTES = 8
 
@@ -212,7 +207,7 @@ def _stored_message(run: Sequence[BlockEvent]) -> dict[str, Any]:
     if first.kind is EventKind.CLEARED:
         return {"type": "AllBlocksCleared"}
     hashes = [block_hash(event.key) for event in run if event.key is not None]
-    medium = MEDIA[first.tier]
+    medium = MEDIA.get(first.tier, first.tier.upper())
     if first.kind is EventKind.REMOVED:
         return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium}
     begins = first.parent is None or first.parent == first.scope

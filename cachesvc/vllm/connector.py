@@ -128,13 +128,10 @@ class CachesvcConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     ) -> dict[Any, int]:
         from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-        names = {
-            TierName.HOST: CacheHitSource.HOST,
-            TierName.DISK: CacheHitSource.DISK,
-            TierName.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,  # vLLM's name for a remote store
-        }
+        names = {TierName.HOST: CacheHitSource.HOST, TierName.DISK: CacheHitSource.DISK}
+        other = CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name for a remote store
         hits = self._planner.hits(request) if self._planner is not None else {}
-        return {names[TierName(tier)]: tokens for tier, tokens in hits.items()}
+        return {names.get(TierName(tier), other): tokens for tier, tokens in hits.items()}
 
     def build_connector_meta(self, scheduler_output: Any) -> Transfers:
         if self._planner is None:

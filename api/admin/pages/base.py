@@ -18,6 +18,7 @@ from api.admin.login.sessions import Admin, Role
 from api.admin.pages.assets import ASSETS
 from api.admin.pages.format import FILTERS
 from api.errors import ErrorAnswer
+from billing.usage import TOKEN_CLASSES
 
 THEMES: Final = ("light", "dark")
 THEME_COOKIE: Final = "cachesvc_theme"
@@ -52,6 +53,9 @@ _templates = Environment(
     lstrip_blocks=True,
 )
 _templates.globals["asset"] = ASSETS.url
+_templates.globals["hit_tokens"] = "+".join(
+    f"traffic.prompt_tokens.{each.tier}" for each in TOKEN_CLASSES if each.tier
+)
 _templates.filters.update(FILTERS)
 
 
