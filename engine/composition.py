@@ -29,6 +29,7 @@ from engine.vision.encoder import PictureEncoder
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
+from tiers.disk.format.planes import use_library
 from tiers.disk.inspection.view import DiskView
 from tiers.operations.face import CacheOperations
 from tiers.policy.quota import QuotaShares
@@ -88,6 +89,7 @@ class Core:
         """Warm up on the engine thread, with a prompt of `warm_up_tokens` tokens, then take
         requests."""
         engine, runner, cache, layout = self.engine, self.runner, self.cache, self.layout
+        operators = self.loaded.operators
         room = cache.pool.num_blocks * layout.block_size
         num_tokens = min(warm_up_tokens, engine.max_tokens, room)
 
@@ -95,6 +97,8 @@ class Core:
             if num_tokens > 1:
                 _first_steps(runner, num_tokens, layout.block_size)
             runner.warm_up()
+            if operators is not None and (library := operators.loaded) is not None:
+                use_library(library)
             cache.warm_up()
             freeze_loaded()
 

@@ -63,6 +63,7 @@ class Operators:
         self._folder, self._name = folder, f"operators-{self._key()}"
         self._compiling: _Compiling | None = None
         self.missing: str | None = None
+        self.loaded: Path | None = None  # the library that this process has loaded
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if self.kept is None:
@@ -97,6 +98,7 @@ class Operators:
             if (kept := self.kept) is None:
                 raise OperatorsMissing(f"another process has removed them from {self._folder}")
             torch.ops.load_library(str(kept))
+            self.loaded = kept
         except (OperatorsMissing, OSError) as error:
             logger.info("no compiled operators: %s", error)
             return False

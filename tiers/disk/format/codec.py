@@ -22,13 +22,11 @@ heavy calls (numpy over whole chunks, zstd) release the GIL.
 
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import Any
 
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
-Words = NDArray[Any]
+from tiers.disk.format.planes import Words, join, split
 
 CHUNK_BYTES = 2 << 20  # logical; fixed by the format. Its scratch memory fits the L2/L3 caches.
 WORTH = 32  # compress only if it saves at least 1/32 of the block
@@ -114,8 +112,7 @@ class Codec:
         for number, lane_items in enumerate(spans):
             low = np.frombuffer(into, dtype, (lanes - 1) * lane_items, at)
             high, temp = self._words(dtype, lane_items)
-            split = _split16 if lanes == 2 else _split32
-            split(items[done : done + lanes * lane_items], low, high, temp)
+            split(self._item_bytes, items[done : done + lanes * lane_items], low, high, temp)
             coded = self._compressor.compress(high.data)
             at += low.nbytes
             into[at : at + len(coded)] = coded
@@ -140,8 +137,7 @@ class Codec:
                 raise DecodeError(f"a high plane of {length} bytes at {at} of {len(payload)}")
             high, temp = self._words(dtype, lane_items)
             self._inflate(payload[at : at + length], high)
-            join = _join16 if lanes == 2 else _join32
-            join(low, high, temp, items[done : done + lanes * lane_items])
+            join(item_bytes, low, high, temp, items[done : done + lanes * lane_items])
             at = _padded(at + length)
             done += lanes * lane_items
         rest = payload[at:]
@@ -175,61 +171,3 @@ def _chunks(nbytes: int, item_bytes: int, lanes: int) -> Iterator[int]:
     while lane_items > 0:
         yield min(lane_items, most)
         lane_items -= most
-
-
-def _split16(items: Words, low: Words, high: Words, temp: Words) -> None:
-    a, b = items.reshape(2, -1)
-    np.bitwise_and(b, np.uint16(0xFF00), out=high)
-    np.right_shift(a, np.uint16(8), out=temp)
-    np.bitwise_or(high, temp, out=high)
-    np.left_shift(b, np.uint16(8), out=low)
-    np.bitwise_and(a, np.uint16(0x00FF), out=temp)
-    np.bitwise_or(low, temp, out=low)
-
-
-def _join16(low: Words, high: Words, temp: Words, items: Words) -> None:
-    """Inverse of `_split16`; overwrites `high`."""
-    a, b = items.reshape(2, -1)
-    np.bitwise_and(low, np.uint16(0x00FF), out=a)
-    np.left_shift(high, np.uint16(8), out=temp)
-    np.bitwise_or(a, temp, out=a)
-    np.right_shift(low, np.uint16(8), out=b)
-    np.bitwise_and(high, np.uint16(0xFF00), out=high)
-    np.bitwise_or(b, high, out=b)
-
-
-_TOP = np.uint32(0xFF000000)
-_REST = np.uint32(0x00FFFFFF)
-
-
-def _split32(items: Words, low: Words, high: Words, temp: Words) -> None:
-    lanes = items.reshape(4, -1)
-    d = lanes[3]
-    np.bitwise_and(d, _TOP, out=high)
-    for number, words in enumerate(low.reshape(3, -1)):
-        lane = lanes[number]
-        np.right_shift(lane, np.uint32(24), out=temp)
-        if number:
-            np.left_shift(temp, np.uint32(8 * number), out=temp)
-        np.bitwise_or(high, temp, out=high)
-        np.right_shift(d, np.uint32(8 * number), out=temp)
-        np.left_shift(temp, np.uint32(24), out=temp)
-        np.bitwise_and(lane, _REST, out=words)
-        np.bitwise_or(words, temp, out=words)
-
-
-def _join32(low: Words, high: Words, temp: Words, items: Words) -> None:
-    lanes = items.reshape(4, -1)
-    d = lanes[3]
-    np.bitwise_and(high, _TOP, out=d)
-    for number, words in enumerate(low.reshape(3, -1)):
-        lane = lanes[number]
-        np.right_shift(words, np.uint32(24), out=temp)
-        if number:
-            np.left_shift(temp, np.uint32(8 * number), out=temp)
-        np.bitwise_or(d, temp, out=d)
-        np.left_shift(high, np.uint32(24 - 8 * number), out=temp)
-        if number:
-            np.bitwise_and(temp, _TOP, out=temp)
-        np.bitwise_and(words, _REST, out=lane)
-        np.bitwise_or(lane, temp, out=lane)
