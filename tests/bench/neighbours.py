@@ -5,11 +5,12 @@
                                      [--before CHECKOUT] [--vllm VENV/bin/python --model FOLDER]
 
 The same model runs in several processes: cachesvc, cachesvc with one thread, an earlier checkout of
-it and vLLM, where they are given. They start one after another and are
-asked in turn, while as many processes as `--busy` says count beside them. Each is asked a new
-prompt of 512 tokens (`cold_ms`), the same with ten more (`hit_ms`), and for eight tokens after it
-(`token_ms`). `times_quiet` divides by the same process's figure with nothing beside it; `fair` is
-the share that as many threads as there are processors would get. The quotas need a writable cgroup.
+it and vLLM, where they are given. They start one after another and are asked in turn, while as many
+processes as `--busy` says count beside them. A rest before each question lets the threads of the
+one before stop polling. Each is asked a new prompt of 512 tokens (`cold_ms`), the same with ten
+more (`hit_ms`), and for eight tokens after it (`token_ms`). `times_quiet` divides by the same
+process's figure with nothing beside it; `fair` is the share that as many threads as there are
+processors would get. The quotas need a writable cgroup.
 
 vLLM's interpreter runs this file too, so the file imports nothing of cachesvc at its top.
 """
@@ -19,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,7 @@ from typing import Any
 PROMPT, NEW, DECODED = 512, 10, 8
 ROOT = Path(__file__).parents[2]
 PERIOD_US = 100_000
+REST_S = 2.0  # vLLM's threads poll for a second after an answer
 BUSY = "while True: pass"
 
 
@@ -92,12 +95,16 @@ class Running:
         self.way = way
         arguments = [way.python, "-P", __file__, "--compute", way.package, json.dumps(way.options)]
         with log.open("wb") as errors:
+            # A group of its own, which ends whole: vLLM's core is a child that outlives its parent.
+            # No session of its own: the scheduler may share processors by session, and then it does
+            # not matter how many others are busy.
             self._process = subprocess.Popen(
                 [*place, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                process_group=0,
                 cwd=way.tree,
                 env={**os.environ, "PYTHONPATH": str(way.tree), **way.environment},
             )
@@ -113,8 +120,9 @@ class Running:
         return self._read()
 
     def close(self) -> None:
-        self._process.terminate()
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        time.sleep(0.5)  # its children end, so that a cgroup can be removed
 
     def _read(self) -> dict[str, float]:
         assert self._process.stdout is not None
@@ -190,6 +198,7 @@ def measure(
             for count in given.busy:
                 with busy(count):
                     for each in running:
+                        time.sleep(REST_S)
                         told = each.ask(f"{number} {count}")
                         print(name, count, each.way.name, told, file=sys.stderr, flush=True)
                         for case, ms in told.items():
