@@ -16,6 +16,13 @@ with without_training():
     import cachesvc.service
     loaded = load(ModelSection(name=sys.argv[1]), Path(sys.argv[2]), None)
 
+# Its own names are what it reads itself.
+from transformers.utils import import_utils
+read = import_utils.create_import_structure_from_path
+models = Path(import_utils.__file__).parents[1] / "models"
+assert read(models) is read(str(models / "__init__.py"))
+assert read.__wrapped__(models) == read(models)
+
 import torch
 from torch.testing import assert_close
 model = loaded.model
