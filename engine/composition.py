@@ -37,6 +37,7 @@ from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 
 WARM_UP_ID = -1  # the id of a sequence outside any scheduler
+CPU_WARM_TOKENS = 64  # of the first prompt on a CPU, where more gained nothing (docs/measurements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ class Core:
         operators = self.loaded.operators
         room = cache.pool.num_blocks * layout.block_size
         num_tokens = min(warm_up_tokens, engine.max_tokens, room)
+        if self.loaded.device == "cpu":
+            num_tokens = min(num_tokens, CPU_WARM_TOKENS)
 
         def warm_up() -> None:  # holds no reference to this object, so its owner may drop it
             if num_tokens > 1:
@@ -201,7 +204,7 @@ def _first_steps(runner: ModelRunner, num_tokens: int, block_size: int) -> None:
     """Run a prefill chunk and a decode step over blocks that nobody owns yet.
 
     At the first step of each shape, kernels are selected and allocators grow. Without this the
-    first request would wait for it: 0.7 s of 3.5 s for 2,250 tokens on two cores.
+    first request would wait for it.
     """
     tokens = np.zeros(num_tokens - 1, np.int32)
     table = list(range(-(-(len(tokens) + 1) // block_size)))
