@@ -24,8 +24,10 @@ from api.format import size
 from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
+from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
-from engine.hardware import CPU_CACHE_BYTES, Hardware, read_hardware
+from cachesvc.server.memory_limit import full_bytes, largest_cache, memory_limit
+from engine.hardware import Hardware, read_hardware
 from engine.operators.library import COMPILERS, find_compiler
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 
@@ -133,18 +135,27 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
         )
     else:
         yield Finding("threads", Level.OK, message)
-    cache = load_settings().settings.cache
-    needed = cache.host_bytes + (0 if hardware.gpu else cache.device_bytes or CPU_CACHE_BYTES)
-    available = _available_memory()
-    if available is not None and needed > available:
-        yield Finding(
-            "memory",
-            Level.WARNING,
-            f"the tiers in memory may take {size(needed)}, and {size(available)} are available",
-            "lower --device-cache or --host-cache",
-        )
+    yield from check_memory(load_settings().settings.cache, on_gpu=bool(hardware.gpu))
+
+
+def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
+    """Compares full caches with the limit of this process's control group and with what is
+    free."""
+    needed, limit, available = (
+        full_bytes(cache, on_gpu=on_gpu),
+        memory_limit(),
+        _available_memory(),
+    )
+    fix = f"lower {largest_cache(cache, on_gpu=on_gpu)}"
+    takes = f"full caches take {size(needed)}"
+    if limit is not None and needed > limit:
+        message = f"{takes}, and the control group's limit is {size(limit)}"
+        yield Finding("memory", Level.WARNING, message, fix)
+    elif available is not None and needed > available:
+        message = f"{takes}, and {size(available)} are available"
+        yield Finding("memory", Level.WARNING, message, fix)
     elif available is not None:
-        yield Finding("memory", Level.OK, f"{size(available)} available, tiers take {size(needed)}")
+        yield Finding("memory", Level.OK, f"{size(available)} available, {takes}")
 
 
 def check_operators(compiler: str | None) -> Finding:

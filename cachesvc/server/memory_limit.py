@@ -1,0 +1,82 @@
+"""The limit that control groups set on this process's memory, and what its caches take when full.
+
+The system kills a process that exceeds the limit. Caches take memory as they fill, so that may
+happen long after the start.
+"""
+
+import logging
+from collections.abc import Iterator
+from itertools import takewhile
+from pathlib import Path
+
+from api.format import size
+from cachesvc.config.sections import CacheSection
+from cachesvc.server.spare_memory import anonymous_bytes
+from engine.attention.copies import DEFAULT_BUDGET_BYTES
+from engine.hardware import CPU_CACHE_BYTES
+
+logger = logging.getLogger(__name__)
+
+GROUPS = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60  # version 1 has no word for it, only a number near 2^63
+
+
+def memory_limit() -> int | None:
+    """The lowest limit of all groups, of version 1 or 2, that hold this process. None if there is
+    none."""
+    try:
+        lines = GROUPS.read_text().splitlines()
+    except OSError:
+        return None
+    return min((limit for line in lines for limit in _limits(line)), default=None)
+
+
+def _limits(line: str) -> Iterator[int]:
+    """The limits of a group and of those around it. In a container the group's own path may be out
+    of sight; its limit is that of the root then."""
+    controllers, _, path = line.partition(":")[2].partition(":")
+    if not controllers:
+        root, name = ROOT, "memory.max"
+    elif "memory" in controllers.split(","):
+        root, name = ROOT / "memory", "memory.limit_in_bytes"
+    else:
+        return
+    folder = root / path.lstrip("/")
+    for each in takewhile(lambda each: each != root.parent, (folder, *folder.parents)):
+        try:
+            text = (each / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdecimal() and int(text) < UNLIMITED:
+            yield int(text)
+
+
+def full_bytes(cache: CacheSection, *, on_gpu: bool) -> int:
+    """Bytes of ordinary memory that the caches take when full. On a CPU working copies belong to
+    them, as far as they are kept for later prompts."""
+    if on_gpu:
+        return cache.host_bytes
+    return cache.host_bytes + _on_cpu(cache) + DEFAULT_BUDGET_BYTES // 4
+
+
+def largest_cache(cache: CacheSection, *, on_gpu: bool) -> str:
+    """The option of the cache that takes most, and its size."""
+    if on_gpu or cache.host_bytes > _on_cpu(cache):
+        return f"--host-cache ({size(cache.host_bytes)})"
+    return f"--device-cache ({size(_on_cpu(cache))})"
+
+
+def _on_cpu(cache: CacheSection) -> int:
+    return cache.device_bytes or CPU_CACHE_BYTES
+
+
+def warn_of_limit(cache: CacheSection, *, on_gpu: bool) -> None:
+    """Say if the caches will not fit beside what this process has now: its code and weights."""
+    limit, needed = memory_limit(), anonymous_bytes() + full_bytes(cache, on_gpu=on_gpu)
+    if limit is not None and needed > limit:
+        logger.warning(
+            f"the memory limit of this process's control group is {size(limit)}, and with full "
+            f"caches it needs {size(needed)}: lower {largest_cache(cache, on_gpu=on_gpu)}, or the "
+            f"system may end it"
+        )

@@ -1,0 +1,92 @@
+"""The limits of control groups are found, and a server says if full caches exceed them."""
+
+from pathlib import Path
+
+import pytest
+
+from cachesvc.cli import doctor
+from cachesvc.cli.doctor import Level
+from cachesvc.config.sections import CacheSection
+from cachesvc.server import memory_limit as limits
+from cachesvc.server.memory_limit import memory_limit, warn_of_limit
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class Machine:
+    """Its groups are files."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root, self.groups = path / "groups", path / "cgroup"
+        monkeypatch.setattr(limits, "ROOT", self.root)
+        monkeypatch.setattr(limits, "GROUPS", self.groups)
+
+    def put(self, place: str, text: str) -> None:
+        file = self.root / place
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def test_no_groups_and_no_limits_are_none(machine: Machine) -> None:
+    assert memory_limit() is None
+    machine.groups.write_text("0::/a/b\n")
+    assert memory_limit() is None
+    machine.put("a/b/memory.max", "max")
+    machine.put("a/memory.max", "")
+    assert memory_limit() is None
+    machine.groups.write_text("nothing known\n")
+    assert memory_limit() is None
+
+
+def test_the_lowest_limit_of_the_groups_of_version_2_counts(machine: Machine) -> None:
+    machine.groups.write_text("0::/a/b\n")
+    machine.put("a/b/memory.max", "max")
+    machine.put("a/memory.max", str(3 * GIB))
+    assert 3 * GIB == memory_limit()
+    machine.put("memory.max", str(2 * GIB))
+    assert 2 * GIB == memory_limit()
+    machine.put("../memory.max", "1")
+    assert 2 * GIB == memory_limit(), "not a group"
+
+
+def test_the_limit_of_version_1_is_found_where_the_groups_path_is_out_of_sight(
+    machine: Machine,
+) -> None:
+    machine.groups.write_text("3:cpu,cpuacct:/docker/1\n2:hugetlb,memory:/docker/1\n0::/\n")
+    machine.put("memory/memory.limit_in_bytes", str((1 << 63) - 4096))
+    assert memory_limit() is None
+    machine.put("memory/memory.limit_in_bytes", str(2 * GIB))
+    assert 2 * GIB == memory_limit()
+    machine.put("memory/docker/1/memory.limit_in_bytes", str(GIB))
+    assert GIB == memory_limit()
+
+
+def test_a_start_says_that_full_caches_exceed_the_limit(
+    machine: Machine, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = CacheSection(device_bytes=64 * MIB, host_bytes=GIB)
+    machine.groups.write_text("0::/\n")
+    machine.put("memory.max", str(64 * GIB))
+    warn_of_limit(cache, on_gpu=False)
+    assert not caplog.text
+    machine.put("memory.max", str(GIB))
+    warn_of_limit(cache, on_gpu=True)
+    [said] = caplog.messages
+    assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
+
+
+def test_the_doctor_names_the_limit_and_the_largest_cache(machine: Machine) -> None:
+    machine.groups.write_text("0::/\n")
+    machine.put("memory.max", str(GIB))
+    cache = CacheSection(device_bytes=800 * MIB, host_bytes=64 * MIB)
+    [found] = doctor.check_memory(cache, on_gpu=False)
+    assert Level.WARNING is found.level
+    assert "full caches take 1.34 GiB, and the control group's limit is 1 GiB" == found.message
+    assert "lower --device-cache (800 MiB)" == found.fix
+    [found] = doctor.check_memory(cache, on_gpu=True)
+    assert Level.OK is found.level
