@@ -277,6 +277,8 @@ class Engine:
                 self._gather()
                 if not self.turn():
                     moving = self._cache.is_moving or self._answers.matching
+                    if not moving:
+                        self._cache.rest()
                     self._wake.wait(MOVING_S if moving else IDLE_S)
                     self._wake.clear()
         except _Stopped:

@@ -8,7 +8,7 @@ disk. A fault in a lower tier shortens the match found by `advance`; it never ra
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena, frame_stride
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.reserve import Reserve
 from tiers.checkpoints import Checkpoints
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
@@ -40,10 +41,10 @@ from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import Job, Mover
 from tiers.transfer.promotion import Promoter
 from tiers.transfer.ticket import Progress, Ticket, TicketState
+from tiers.transfer.toucher import Toucher
 
 GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers per block on disk ...
 MAX_GHOSTS = 1 << 18  # ... and in total, 40 MB
-WARM_BYTES = 256 << 20  # of each memory tier: 0.3 s at start, and prefixes of some 4,000 tokens
 MIN_STATE_FRAMES = 2  # of checkpoints, which are loaded one at a time
 CHECKPOINT_SHARE = 1 / 4  # of each tier, for the checkpoints of a model with recurrent states
 MIN_SLOTS = 4  # of checkpoints
@@ -117,6 +118,7 @@ class TieredCache:
             num_frames = max(fewest, settings.host_bytes // frame_stride(layout, device))
             frames = FrameArena(layout, num_frames, device)
         self._frames = frames
+        self._toucher: Toucher | None = None  # until `warm_up`
         capacities = _capacities(self.pool, frames, disk)
         quotas = _quotas(shares, capacities, layout.nbytes)
         self.residency = self._residency(frames, capacities, quotas, stream)
@@ -198,23 +200,27 @@ class TieredCache:
         if self.group is not None:
             self.group.start(on_load)
 
-    def warm_up(self, max_bytes: int = WARM_BYTES) -> None:
-        """Touches memory before the first request does.
+    def warm_up(self, others: Sequence[Reserve] = ()) -> None:
+        """Touches memory before the first request does, here and in `others`, and more of it later,
+        ahead of need. Call it before any block is used."""
+        toucher = Toucher([*self._reserves(), *others])
+        toucher.start()
+        self._toucher = toucher
 
-        A virtual machine provides fresh memory at about 1 GB/s, slower than a prefix is loaded from
-        disk. Without this the first hits after a start would wait for it twice: in the host's
-        frames and in the device's blocks.
-        """
-        self.pool.touch(max_bytes)
-        if self._frames is not None:
-            self._frames.touch(max_bytes)
-        if self.group is not None:
-            self.group.warm_up(max_bytes)
+    def _reserves(self) -> list[Reserve]:
+        reserves = self.group._reserves() if self.group is not None else []
+        if self.pool.reserve is not None:
+            reserves.append(self.pool.reserve)
+        if self._frames is not None and not self._frames.num_pinned_bytes:
+            reserves.append(self._frames.reserve)
+        return reserves
 
     def close(self, *, flush: bool = True) -> int:
         """Flushes to disk, ends the threads and closes the disk tier. Returns the number of blocks
         not flushed."""
         unsaved = self._demoter.flush() if flush else 0
+        if self._toucher is not None:
+            self._toucher.close()
         if self._mover is not None:
             self._mover.close()
         if self._disk is not None:
@@ -312,6 +318,8 @@ class TieredCache:
 
     def step(self) -> None:
         """Takes in finished loads and does one step's share of demotion and cleanup."""
+        if self._toucher is not None:
+            self._toucher.step()
         self._promoter.collect()
         self._demoter.step()
         self.operations.step()
@@ -319,6 +327,11 @@ class TieredCache:
             self.group.step()
         if self._disk is not None:
             self._disk.paced(self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0)
+
+    def rest(self) -> None:
+        """Take in that nothing is computed or moved until the next step."""
+        if self._toucher is not None:
+            self._toucher.rest()
 
     def flush(self, deadline_s: float = 60.0) -> int:
         """Writes every full block to disk and waits. Returns the number that could not be

@@ -25,6 +25,7 @@ import torch
 from engine.attention.base import pieces
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
+from tiers.blocks.reserve import Reserve
 
 _CAPACITY_STEP = 256  # a copy's capacity is a multiple of this, in tokens
 _MOST_KEPT = 64  # the most copies of ended sequences
@@ -62,8 +63,10 @@ class WorkingCopies:
         self._kv = kv
         self._owners = owners
         self._token_items = sum(run[0].numel() for run in kv.runs) // kv.block_size
-        self._buffer = _reserved(budget_bytes // torch.float32.itemsize)
-        self._free = FreeRanges(len(self._buffer))
+        self.reserve = _reserved(budget_bytes)
+        self._buffer = torch.from_numpy(self.reserve.memory).view(torch.float32)
+        self._free = free = FreeRanges(len(self._buffer))
+        self.reserve.num_used = lambda: free.end * torch.float32.itemsize
         self._running: dict[int, WorkingCopy] = {}
         self._ended: dict[WorkingCopy, None] = {}  # oldest first
 
@@ -106,14 +109,6 @@ class WorkingCopies:
         self._ended[copy] = None
         if len(self._ended) > _MOST_KEPT:
             self._drop_oldest()
-
-    def warm_up(self, num_tokens: int) -> None:
-        """Touch the memory of a copy of `num_tokens`, up to a quarter of the budget.
-
-        A virtual machine provides fresh memory at about 1 GB/s, slower than a prefix is copied from
-        the pool (docs/measurements).
-        """
-        self._buffer[: min(_capacity(num_tokens) * self._token_items, self._usual)].zero_()
 
     @property
     def uniform(self) -> bool:
@@ -196,9 +191,11 @@ class WorkingCopies:
         return views
 
     def _take(self, size: int, busy: set[int]) -> int | None:
-        """Find room for a copy. Copies of ended sequences are dropped before more than a quarter of
-        the budget is touched. Copies of sequences that sit this step out are dropped last."""
-        for limit in (self._usual, len(self._buffer)):
+        """Find room for a copy. Copies of ended sequences are dropped before the step waits for
+        fresh memory, and before more than a quarter of the budget is touched. Copies of sequences
+        that sit this step out are dropped last."""
+        touched = self.reserve.num_touched // torch.float32.itemsize
+        for limit in (touched, self._usual, len(self._buffer)):
             if (start := self._make_room(size, limit)) is not None:
                 return start
         for sequence_id in [known for known in self._running if known not in busy]:
@@ -222,7 +219,7 @@ class WorkingCopies:
                 elements[end : end + copy.size] = elements[copy.start : copy.start + copy.size]
                 copy.start, copy.runs = end, self._views(end, copy.capacity)
             end += copy.size
-        self._free = FreeRanges(len(elements), end)
+        self._free.reset(end)
 
     def _make_room(self, size: int, limit: int) -> int | None:
         if size > limit:
@@ -283,9 +280,21 @@ class Rows:
 class FreeRanges:
     """The free ranges of [0, size). A range is taken at the lowest position where it fits."""
 
-    def __init__(self, size: int, first: int = 0) -> None:
-        """The elements before `first` count as taken."""
-        self._ranges = [(first, size)]  # sorted, no two adjacent
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ranges = [(0, size)]  # sorted, no two adjacent
+
+    def reset(self, first: int) -> None:
+        """The elements before `first` are taken from now on, and no others."""
+        self._ranges = [(first, self._size)]
+
+    @property
+    def end(self) -> int:
+        """Nothing is taken from here on. Any thread may ask."""
+        for start, end in self._ranges[-1:]:
+            if end == self._size:
+                return start
+        return self._size
 
     @property
     def total(self) -> int:
@@ -314,13 +323,13 @@ class FreeRanges:
         self._ranges[low:high] = joined
 
 
-def _reserved(size: int) -> torch.Tensor:
-    """A buffer of `size` elements, or of half, a quarter and so on, whatever the system grants.
-    Only touched pages take memory."""
+def _reserved(num_bytes: int) -> Reserve:
+    """Memory of `num_bytes`, or of half, a quarter and so on, whatever the system grants. Ahead of
+    need a quarter of it is touched: see `WorkingCopies._usual`."""
     try:
-        return torch.empty(size, dtype=torch.float32)
-    except RuntimeError:
-        return _reserved(size // 2)
+        return Reserve(num_bytes, limit=num_bytes // 4)
+    except MemoryError:
+        return _reserved(num_bytes // 8 * 4)
 
 
 def _capacity(num_tokens: int) -> int:

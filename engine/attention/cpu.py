@@ -23,6 +23,7 @@ from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
+from tiers.blocks.reserve import Reserve
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,10 @@ class CpuAttention:
             )
         self._fused = bool(dims) and not others
 
-    def warm_up(self, num_tokens: int) -> None:
-        """Touch the memory of a copy of `num_tokens`."""
-        self._copies.warm_up(num_tokens)
+    @property
+    def reserve(self) -> Reserve:
+        """The memory of the copies."""
+        return self._copies.reserve
 
     # The parts of a step.
 

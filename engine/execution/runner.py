@@ -34,6 +34,7 @@ from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS, fewest_rows
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.layout import DTYPES, LayerLayout
+from tiers.blocks.reserve import Reserve
 
 LOGITS_BYTES = 32 << 20  # of one piece of the prompt's logits
 
@@ -88,7 +89,6 @@ class ModelRunner:
         self._adapters = loaded.adapters
         self._operators = loaded.operators
         self._fewest_rows = MIN_ROWS
-        self._max_context = loaded.max_context
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
         pick = partial(pick_attention, pool, loaded.layers, DTYPES[loaded.dtype], owners)
@@ -160,14 +160,17 @@ class ModelRunner:
             for span, one in zip(spans, sampled, strict=True)
         ]
 
+    @property
+    def reserves(self) -> list[Reserve]:
+        """The memory of working copies, to be touched ahead of need."""
+        return [each.reserve for each in self._picked if isinstance(each, CpuAttention)]
+
     def warm_up(self) -> None:
-        """Touch memory and load kernels once, so that the first request is not slow.
+        """Load kernels once, so that the first request is not slow.
 
         Call it before serving: block 0 of the pool must be unowned.
         """
         on_cpu = [each for each in self._picked if isinstance(each, CpuAttention)]
-        for each in on_cpu:
-            each.warm_up(self._max_context)
         fused = self._operators is not None and self._operators.load()
         if fused:
             for each in on_cpu:

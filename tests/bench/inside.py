@@ -122,7 +122,7 @@ def _known() -> Iterable[tuple[str, int]]:
         ("host frames", arena._rows),
         ("working copies", copies._buffer),
     ):
-        yield name, _resident(tensor.data_ptr(), tensor.nbytes)
+        yield name, resident_bytes(tensor.data_ptr(), tensor.nbytes)
     packed = plain = 0
     seen = set()
     gc.unfreeze()
@@ -134,7 +134,7 @@ def _known() -> Iterable[tuple[str, int]]:
             if each.is_mkldnn:
                 packed += torch.ops.mkldnn._nbytes(each)
             else:
-                plain += _resident(each.data_ptr(), each.nbytes)
+                plain += resident_bytes(each.data_ptr(), each.nbytes)
     gc.freeze()
     yield "packed weights", packed
     yield "other weights", plain
@@ -152,7 +152,7 @@ def _kind(path: str) -> str:
     return "other code" if ".so" in path or "/bin/" in path else "other files"
 
 
-def _resident(address: int, num_bytes: int) -> int:
+def resident_bytes(address: int, num_bytes: int) -> int:
     """Bytes of the range that are in memory."""
     first, last = address // PAGE, -(-(address + num_bytes) // PAGE)
     with Path("/proc/self/pagemap").open("rb") as pages:

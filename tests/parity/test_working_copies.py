@@ -20,6 +20,7 @@ from engine.request import SamplingParams
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
 BLOCK, SLOTS, HEADS, DIM = 16, 24, 2, 8
+COPY_BYTES = 256 * 2 * 2 * HEADS * DIM * 4  # of a short sequence of "plain"
 PARAMS = SamplingParams(temperature=0)
 PLAIN = LayerLayout(HEADS, DIM, DIM)
 MODELS = {
@@ -238,6 +239,21 @@ def test_without_owners_no_copy_outlives_its_sequence() -> None:
     copies.finish(copy, one)
     copies.forget(1)
     assert (copies._ended, copies._free._ranges) == ({}, [(0, 1 << 18)])
+
+
+def test_a_kept_copy_gives_way_before_a_step_waits_for_fresh_memory() -> None:
+    pool = Pool(MODELS["plain"])
+    pool.copies.reserve.touch(2 * COPY_BYTES)
+    for number in range(4):
+        pool.check_step([span(number, [2 * number, 2 * number + 1], 20)])
+        pool.fast.forget(number)
+        assert min(2, number + 1) == len(pool.copies._ended)
+    pool.copies.reserve.touch(COPY_BYTES)
+    pool.check_step([span(9, [20, 21], 20)])
+    assert 2 == len(pool.copies._ended), "there is room for one more"
+    assert 3 * COPY_BYTES == pool.copies.reserve.num_used()
+    pool.check_step([span(10, [22, 23], 20), span(11, [0, 1], 20), span(12, [2, 3], 20)])
+    assert 4 * COPY_BYTES == pool.copies.reserve.num_used(), "of sequences that run"
 
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))

@@ -405,7 +405,7 @@ def test_a_node_touches_frames_ahead_and_gets_on_where_it_cannot(
         assert 10 * pool.arena.stride == resident * mmap.PAGESIZE
         write(pool, prompt(1, 3))
         assert resident == resident_pages(pool), "they had their memory"
-        monkeypatch.setattr(spares_module, "madvise", lambda *_: -1)
+        monkeypatch.setattr(spares_module, "populate", lambda *_: False)
         while spares._can_touch:
             spares.step(is_loading=False)
         assert resident == resident_pages(pool)

@@ -19,12 +19,12 @@ from tiers.blocks.layout import BlockLayout
 from tiers.blocks.numa import cpus_beside, running_on
 from tiers.blocks.part import Part
 from tiers.blocks.places import BlockPlaces
+from tiers.blocks.reserve import AHEAD_BYTES, PAGE_BYTES, Reserve
 from tiers.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 PIN_BYTES = 1 << 30  # registered in one call
-PAGE_BYTES = 4096
 
 
 class FrameMemory(Protocol):
@@ -144,7 +144,12 @@ class FrameArena(Arena):
         self.layout = layout
         self.num_frames = num_frames
         self.stride = frame_stride(layout, device)
-        memory = _huge_pages(num_frames * self.stride)
+        self.places = places = BlockPlaces(num_frames, layout.num_lesser)
+        stride = self.stride
+        self.reserve = Reserve(
+            num_frames * stride, lambda: places.num_used * stride, at_start=AHEAD_BYTES
+        )
+        memory = self.reserve.memory
         self.num_pinned_bytes = 0
         if torch.device(device).type == "cuda":
             cudart: Any = torch.cuda.cudart()
@@ -158,16 +163,7 @@ class FrameArena(Arena):
                 clear_error(device)
         self._rows = torch.from_numpy(memory).view(num_frames, self.stride)
         self._bytes: memoryview = memory.data
-        self.places = BlockPlaces(num_frames, layout.num_lesser)
         self.num_lesser = layout.num_lesser
-
-    def touch(self, max_bytes: int) -> None:
-        """Touches the memory of the frames that will be taken first.
-
-        Call before any frame is taken. See `TieredCache.warm_up`.
-        """
-        assert self.num_free == self.num_frames
-        self._rows[: max_bytes // self.stride].zero_()
 
     @property
     def num_free(self) -> int:
@@ -279,15 +275,3 @@ def _pieces(memory: NDArray[np.uint8], stride: int) -> Iterator[tuple[int, int]]
     while begin < end:
         yield begin, min(piece, end - begin)
         begin += piece
-
-
-def _huge_pages(num_bytes: int) -> NDArray[np.uint8]:
-    """Memory that begins on a page, in huge pages if available. numpy requests them, torch does
-    not.
-
-    The first touch of 190 MiB took 0.30 s in pages of 4 KiB and 0.02 s in huge ones (two cores of a
-    virtual machine). The first hits after a start would wait for it.
-    """
-    memory = np.zeros(num_bytes + PAGE_BYTES, np.uint8)
-    skipped = -memory.ctypes.data % PAGE_BYTES
-    return memory[skipped : skipped + num_bytes]

@@ -10,7 +10,8 @@ from array import array
 
 class BlockPlaces:
     """`num_whole` places, known by number. Whole ones are the multiples of `num_lesser`; the lesser
-    places of a whole one have its number and those that follow.
+    places of a whole one have its number and those that follow. The one given back last is taken
+    first, and one that was never taken comes last, in the order of their numbers.
 
     Invariant: every place is free here or has one owner.
     """
@@ -31,6 +32,11 @@ class BlockPlaces:
         return len(self._free)
 
     @property
+    def num_used(self) -> int:
+        """Whole places that have an owner, or are cut."""
+        return self.num_whole - len(self._free)
+
+    @property
     def num_cut(self) -> int:
         """Whole places that are cut."""
         return len(self._lesser_used)
@@ -38,7 +44,7 @@ class BlockPlaces:
     @property
     def num_taken(self) -> int:
         """BlockPlaces of either size that have an owner."""
-        return self.num_whole - len(self._free) - self.num_cut + self.num_lesser_taken
+        return self.num_used - self.num_cut + self.num_lesser_taken
 
     @property
     def num_lesser_free(self) -> int:

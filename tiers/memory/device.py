@@ -17,6 +17,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
 from tiers.blocks.part import Part
 from tiers.blocks.places import BlockPlaces
+from tiers.blocks.reserve import Reserve
 from tiers.errors import CopyFailed
 
 
@@ -65,9 +66,8 @@ class DevicePool:
         self.device = torch.device(device)
         # A GPU's decode graphs write the rows that fill a batch up to a block that is nobody's.
         self.scratch = self.num_slots if self.device.type == "cuda" else None
-        self._memory, self.tensor = _overlapping(
-            layout, self.num_slots + (self.scratch is not None), self.device
-        )
+        self.reserve: Reserve | None = None  # a GPU hands out its memory at once
+        self.tensor = self._rows()
         self._lasting = layout.lasting_nbytes // layout.torch_dtype.itemsize
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
         # Of each slot a number of its owner, never used again: rows that were read under the same
@@ -84,10 +84,24 @@ class DevicePool:
             self._down = torch.cuda.Stream(self.device)
             self._up = torch.cuda.Stream(self.device)
 
-    def touch(self, max_bytes: int) -> None:
-        """Touches the memory of the slots that will be taken first."""
-        assert self.num_free == self.num_blocks
-        self._memory[: max_bytes // self.layout.torch_dtype.itemsize].zero_()
+    def _rows(self) -> torch.Tensor:
+        """The blocks, each of which begins where a lesser slot does, in memory of their own."""
+        layout, num_rows = self.layout, self.num_slots + (self.scratch is not None)
+        if layout.num_lesser == 1:
+            return self._zeros(num_rows * prod(layout.shape)).view(num_rows, *layout.shape)
+        stride = slot_nbytes(layout) // layout.torch_dtype.itemsize // layout.num_lesser
+        # The last row, too, is followed by as many numbers as a whole block has.
+        memory = self._zeros((num_rows + layout.num_lesser - 1) * stride)
+        rows = memory.as_strided((num_rows, prod(layout.shape)), (stride, 1))
+        return rows if len(layout.shape) == 1 else rows.unflatten(1, layout.shape)
+
+    def _zeros(self, size: int) -> torch.Tensor:
+        dtype = self.layout.torch_dtype
+        if self.device.type != "cpu":
+            return torch.zeros(size, dtype=dtype, device=self.device)
+        places, slot_bytes = self.places, slot_nbytes(self.layout)
+        self.reserve = Reserve(size * dtype.itemsize, lambda: places.num_used * slot_bytes)
+        return torch.from_numpy(self.reserve.memory).view(dtype)
 
     @property
     def num_free(self) -> int:
@@ -247,21 +261,6 @@ class DevicePool:
                 raise
             event.record(stream)
         return event
-
-
-def _overlapping(
-    layout: BlockLayout, num_rows: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory, and its view as `num_rows` blocks, each of which begins where a lesser slot does."""
-    size, dtype = prod(layout.shape), layout.torch_dtype
-    if layout.num_lesser == 1:
-        tensor = torch.zeros((num_rows, *layout.shape), dtype=dtype, device=device)
-        return tensor.view(-1), tensor
-    stride = slot_nbytes(layout) // dtype.itemsize // layout.num_lesser
-    # The last row, too, is followed by as many numbers as a whole block has.
-    memory = torch.zeros((num_rows + layout.num_lesser - 1) * stride, dtype=dtype, device=device)
-    rows = memory.as_strided((num_rows, size), (stride, 1))
-    return memory, rows if len(layout.shape) == 1 else rows.unflatten(1, layout.shape)
 
 
 def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:

@@ -5,7 +5,6 @@ reserved and out of frames that it leased. The file has room for every frame tha
 capacity allows, but only frames in use take memory, and a few spare ones (`tiers.node.spares`).
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -17,12 +16,10 @@ import torch
 
 from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.reserve import madvise
 from tiers.node.capacity import Capacity
 
 PIECE_BYTES = 64 << 20  # a client locks so much at once
-
-madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap's, it releases the GIL
-madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def frame_stride(layout: BlockLayout) -> int:

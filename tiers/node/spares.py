@@ -3,19 +3,18 @@ GB/s (measured on an AMD EPYC, 2026-11): a block that loads would wait longer fo
 than for its bytes.
 """
 
-import ctypes
 import logging
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from tiers.node.arena import SharedArena, SharedMemory, madvise
+from tiers.blocks.reserve import populate
+from tiers.node.arena import SharedArena
 from tiers.transfer.mover import be_nice
 
 logger = logging.getLogger(__name__)
 
-POPULATE_WRITE = 23  # Linux 5.14
 REST_S = 0.5  # after a load: who asked for it computes now, and needs the processors
 
 
@@ -68,15 +67,10 @@ class SpareFrames:
     def _serve(self) -> None:
         be_nice(19)
         while (number := self._asked.get()) is not None:
-            self._can_touch = _touch(self._arena.memory, number)
+            memory = self._arena.memory
+            start = memory.rows.data_ptr() + number * memory.stride
+            self._can_touch = populate(start, memory.stride)
+            if not self._can_touch:
+                logger.debug("frames are not touched ahead of need: the system cannot")
             self._is_done = True
             self._wake()
-
-
-def _touch(memory: SharedMemory, number: int) -> bool:
-    """Whether the frame has all its memory now. What it holds does not change."""
-    start = memory.rows.data_ptr() + number * memory.stride
-    if not madvise(start, memory.stride, POPULATE_WRITE):
-        return True
-    logger.debug(f"frames are not touched ahead of need: error {ctypes.get_errno()}")
-    return False
