@@ -113,11 +113,12 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(seed: int, layout: B
 
 
 class Server:
-    """A device without a host: prompts of a few conversations, which run beside each other."""
+    """A device, without a host unless it has frames: prompts of a few conversations, which run beside each other."""
 
-    def __init__(self, num_blocks: int, windowed: int) -> None:
+    def __init__(self, num_blocks: int, windowed: int, num_frames: int = 0) -> None:
         layout = chain_layout(SIZE, window=6, windowed=windowed)
-        settings = CacheSettings(device_bytes=num_blocks * layout.nbytes, host_bytes=0)
+        num_bytes = [count * layout.nbytes for count in (num_blocks, num_frames)]
+        settings = CacheSettings(device_bytes=num_bytes[0], host_bytes=num_bytes[1])
         self.cache = TieredCache(layout, settings)
         self.running: list[tuple[Chain, list[Block]]] = []
 
@@ -249,6 +250,27 @@ def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is() -> No
     assert [None] * 4 == [block.slot for block in (blocks[0], *blocks[5:])]
     assert {1} == {places.whole_of(taken(block.slot)) for block in blocks[1:5]}
     residency.check(private_slots=2)
+
+
+def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them() -> None:
+    """A block that leaves the device for it would take the only frame."""
+    residency = Server(2, windowed=3, num_frames=16).cache.residency
+    chain = Chain(ROOT, list(range(2 * SIZE)), SIZE)
+    narrow, other = blocks = [Block(0.0) for _ in chain.keys]
+    for number, block in enumerate(blocks):
+        residency.index.add(block, chain, number)
+        block.state, block.ref_count = BlockState.READY, 1
+        residency.take_slot(block, None, lesser=block is narrow)
+    frame, *others = [residency.take_frame(None) for _ in range(16)]
+    assert frame is not None
+    residency.settle_frame(narrow, frame)
+    residency.release(other, Use(1.0, 1, ROOT))
+    assert residency.device_room.widen(narrow) and other.slot is None
+    assert narrow.frame is frame and not residency.pool.places.is_lesser(taken(narrow.slot))
+    for each in others:
+        assert each is not None
+        residency.give_frame(each)
+    residency.check()
 
 
 def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
