@@ -107,7 +107,7 @@ class TieredCache:
         self.index = BlockIndex()
         self.pool = DevicePool(layout, _num_slots(layout, settings), device)
         self.economy = LoadEconomy(enabled=settings.weigh_loads)
-        self._disk = disk
+        self.disk = disk  # its own view of its contents is read, too
         self._levels = disk.levels() if disk is not None else ()
         if mover is None and disk is not None:
             mover = Mover(disk)
@@ -176,14 +176,9 @@ class TieredCache:
         return self.group.pool if self.group is not None else None
 
     @property
-    def disk(self) -> ManagedTier | None:
-        """The disk tier, for its own view of its contents."""
-        return self._disk
-
-    @property
     def is_shared(self) -> bool:
         """Whether other machines can load what is published here."""
-        return self._disk is not None and self._disk.is_shared
+        return self.disk is not None and self.disk.is_shared
 
     @property
     def stream(self) -> EventStream:
@@ -223,8 +218,8 @@ class TieredCache:
             self._toucher.close()
         if self._mover is not None:
             self._mover.close()
-        if self._disk is not None:
-            self._disk.close()
+        if self.disk is not None:
+            self.disk.close()
         if self.group is not None:
             unsaved += self.group.close(flush=flush)
         return unsaved
@@ -252,9 +247,9 @@ class TieredCache:
             return self.checkpoints.open(chain)
         ticket = self._promoter.open(chain)
         ticket.splits = splits and self.settings.both_ends
-        if self._disk is not None and self._disk.is_shared:
+        if self.disk is not None and self.disk.is_shared:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
-            self._disk.used([block.key for block in few if block.key is not None])
+            self.disk.used([block.key for block in few if block.key is not None])
         return ticket
 
     def advance(self, ticket: Ticket) -> Progress:
@@ -325,8 +320,8 @@ class TieredCache:
         self.operations.step()
         if self.group is not None:
             self.group.step()
-        if self._disk is not None:
-            self._disk.paced(self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0)
+        if self.disk is not None:
+            self.disk.paced(self.economy.prefill_tokens_per_s if self.economy.enabled else 0.0)
 
     def rest(self) -> None:
         """Take in that nothing is computed or moved until the next step."""

@@ -119,15 +119,11 @@ class Journal:
         self.settings = settings or JournalSettings()
         self._running: dict[str, tuple[RequestRecord, Generation]] = {}
         self._ended: dict[str, RequestRecord] = {}  # ordered by end
-        self._nbytes = 0
+        self.nbytes = 0
 
     @property
     def num_records(self) -> int:
         return len(self._running) + len(self._ended)
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     def restore(self, records: Iterable[RequestRecord]) -> None:
         """Loads requests of an earlier run, oldest first, without calling observers again."""
@@ -236,10 +232,10 @@ class Journal:
     def _add(self, record: RequestRecord) -> None:
         settings = self.settings
         self._ended[record.request_id] = record
-        self._nbytes += record.nbytes
-        while len(self._ended) > settings.max_requests or self._nbytes > settings.max_bytes:
+        self.nbytes += record.nbytes
+        while len(self._ended) > settings.max_requests or self.nbytes > settings.max_bytes:
             oldest = self._ended.pop(next(iter(self._ended)))
-            self._nbytes -= oldest.nbytes
+            self.nbytes -= oldest.nbytes
 
 
 def _live(record: RequestRecord, generation: Generation) -> RequestRecord:

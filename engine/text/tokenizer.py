@@ -53,7 +53,7 @@ class Tokenizer:
         serialised = fast.to_str()
         identity = serialised + "\0" + (self.chat_template or "")
         self.digest = xxhash.xxh3_128_digest(identity.encode())
-        self._special = frozenset(
+        self.special_token_ids = frozenset(
             number for number, token in fast.get_added_tokens_decoder().items() if token.special
         )
         self._bytes = _token_bytes(fast, json.loads(serialised).get("decoder"))
@@ -73,10 +73,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         eos = self._base.eos_token_id
         return eos if isinstance(eos, int) else None
-
-    @property
-    def special_token_ids(self) -> frozenset[int]:
-        return self._special
 
     def take_images(self, mark: str) -> None:
         """Allow images in chats. The template writes `mark` for each. Call it before serving."""
@@ -100,7 +96,7 @@ class Tokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`. Bytes that are not valid UTF-8 become U+FFFD."""
-        skipped: frozenset[int] = self._special if skip_special_tokens else frozenset()
+        skipped: frozenset[int] = self.special_token_ids if skip_special_tokens else frozenset()
         joined = b"".join(self.token_bytes(number) for number in ids if number not in skipped)
         return joined.decode("utf-8", errors="replace")
 

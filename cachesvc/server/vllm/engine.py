@@ -76,7 +76,7 @@ class VllmEngine:
         self._submitted: set[str] = set()  # requests in flight; guarded by the lock
         self._arriving: Counter[str] = Counter()  # prompt tokens not begun, by share; by the lock
         self._closing = False
-        self._failed: BaseException | None = None
+        self.failure: BaseException | None = None  # that ended the engine: it serves nothing more
         self.counts = EngineCounts(self._look_at_backlog)
         self._operations: CacheOperations | None = None
         self._read_cache: Callable[[], CacheStats] | None = None
@@ -102,8 +102,8 @@ class VllmEngine:
         """Queues a request. Raises like `engine.engine.Engine.submit`."""
         self._check(request)
         with self._lock:
-            if self._failed is not None:
-                raise EngineFailed(f"the engine has failed: {self._failed}") from self._failed
+            if self.failure is not None:
+                raise EngineFailed(f"the engine has failed: {self.failure}") from self.failure
             if self._closing:
                 raise EngineClosed("the engine is shutting down")
             if len(self._submitted) >= self._settings.max_waiting:
@@ -114,7 +114,7 @@ class VllmEngine:
             assert request.request_id not in self._submitted, f"{request.request_id} runs already"
             self._submitted.add(request.request_id)
             self._arriving[request.share] += len(request.tokens)
-        self._post(lambda: self._requests.begin(request, self._failed))
+        self._post(lambda: self._requests.begin(request, self.failure))
 
     def abort(
         self,
@@ -134,8 +134,8 @@ class VllmEngine:
     def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
         """Runs `function` on the engine's thread."""
         future: Future[T] = Future()
-        if self._failed is not None:
-            future.set_exception(EngineFailed(f"the engine has failed: {self._failed}"))
+        if self.failure is not None:
+            future.set_exception(EngineFailed(f"the engine has failed: {self.failure}"))
             return future
 
         def run() -> None:
@@ -160,14 +160,9 @@ class VllmEngine:
         )
         return forgetting
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error that ended the engine, if any. After it, no request is served."""
-        return self._failed
-
     def stats(self) -> EngineStats:
         assert self._read_cache is not None, "`use` comes before"
-        failed = repr(self._failed) if self._failed else None
+        failed = repr(self.failure) if self.failure else None
         return self.counts.stats(self._read_cache(), failed)
 
     def close(self, drain_s: float = 0.0) -> None:
@@ -267,11 +262,11 @@ class VllmEngine:
 
     def _fail(self, error: BaseException) -> None:
         """vLLM has died: this server can serve no more requests."""
-        if self._failed is not None or self._closing:
+        if self.failure is not None or self._closing:
             return
         logger.critical(f"the engine has failed: {error!r}")
         with self._lock:
-            self._failed = error
+            self.failure = error
         self._requests.fail(f"the engine has failed: {error}")
 
     def _look_at_backlog(self) -> None:
