@@ -9,7 +9,6 @@ and holds shared memory and spilled registers to what is allowed.
 from dataclasses import dataclass
 
 MIN_DOT = 16  # the fewest rows that `tl.dot` accepts
-TURING = (7, 5)
 _TILE = 64  # keys at most
 _LATENT_ROWS = 16  # over latents, 512 numbers wide
 _LATENT_TILE_BYTES = 32 << 10
