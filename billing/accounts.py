@@ -83,14 +83,10 @@ class Accounts:
         """The owner of a key. Raises `UnknownKey`, `KeyExpired` or `KeyRevoked`."""
         digest = key_digest(self._secret, key)
         known = self._snapshot.keys.get(digest)
+        self.refresh(MISS_REFRESH_S if known is None else REFRESH_S)
+        known = self._snapshot.keys.get(digest, known)
         if known is None:
-            self.refresh(MISS_REFRESH_S)
-            known = self._snapshot.keys.get(digest)
-            if known is None:
-                raise UnknownKey("no such API key: copy it whole, or ask the operator for one")
-        else:
-            self.refresh(REFRESH_S)
-            known = self._snapshot.keys.get(digest, known)
+            raise UnknownKey("no such API key: copy it whole, or ask the operator for one")
         if known.revoked_ns is not None:
             raise KeyRevoked("this API key was revoked; ask the operator for another")
         if known.expires_ns is not None and known.expires_ns <= self._clock_ns():

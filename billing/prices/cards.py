@@ -293,21 +293,19 @@ class _Reader:
 
     def check_factors(self, card: RateCard) -> None:
         """Raises if a factor makes a price that is not a whole number of units."""
-        groups = [None, *card.groups]
-        services = [None, *card.services.items()]
+        of_groups = [Fraction(1), *(group.factor for group in card.groups)]
+        of_services = [Fraction(1), *card.services.values()]
+        factors = [group * service for group in of_groups for service in of_services]
         for price in card.models:
             for where, rates in (*price.rates.items(), *price.above.items()):
-                for group in groups:
-                    for service in services:
-                        factor = group.factor if group else Fraction(1)
-                        factor *= service[1] if service else 1
-                        try:
-                            rates.times(factor)
-                        except ValueError as error:
-                            self.fail(
-                                f"{error} of model {price.pattern!r} ({where}) times "
-                                f"{factor} has more than six decimal places per million"
-                            )
+                for factor in factors:
+                    try:
+                        rates.times(factor)
+                    except ValueError as error:
+                        self.fail(
+                            f"{error} of model {price.pattern!r} ({where}) times {factor} has "
+                            "more than six decimal places per million"
+                        )
 
     def tables(self, data: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
         """The tables of a name, each with its path."""
