@@ -9,6 +9,7 @@ from tests.support.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout, LayerLayout
+from tiers.blocks.part import Part
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import CopyFailed
 from tiers.memory.block import Block, BlockState
@@ -113,7 +114,7 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(seed: int, layout: B
 
 
 class Server:
-    """A device, without a host unless it has frames: prompts of a few conversations, which run beside each other."""
+    """A device, and a host if it has frames. Prompts of conversations run beside each other."""
 
     def __init__(self, num_blocks: int, windowed: int, num_frames: int = 0) -> None:
         layout = chain_layout(SIZE, window=6, windowed=windowed)
@@ -297,3 +298,17 @@ def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPa
     assert slot == block.slot and not block.slot_whole
     residency.release(block, Use(1.0, 1, ROOT))
     residency.check()
+
+
+def test_windows_that_leave_the_device_are_on_the_host_first() -> None:
+    """Nobody else has them, and a prompt that ends there needs them."""
+    server = Server(21, windowed=3, num_frames=64)
+    places = server.cache.pool.places
+    for kind in range(3):
+        conversation(server, kind, 10)
+    blocks = server.cache.index.match(prompt(0, 10))
+    narrow = [b for b in blocks if b.slot is not None and places.is_lesser(b.slot)]
+    assert narrow and all(b.frame and b.frame.part is Part.WHOLE for b in narrow)
+    ticket = server.begin(Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE))
+    assert ticket is not None and 4 == len(ticket.sources)
+    server.cache.residency.check()
