@@ -312,3 +312,23 @@ def test_windows_that_leave_the_device_are_on_the_host_first() -> None:
     ticket = server.begin(Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE))
     assert ticket is not None and 4 == len(ticket.sources)
     server.cache.residency.check()
+
+
+def test_windows_that_only_the_device_has_stay_there() -> None:
+    """The disk had them when the block's other part was copied to the host, and dropped them."""
+    residency = Server(2, windowed=3, num_frames=16).cache.residency
+    chain = Chain(ROOT, list(range(2 * SIZE)), SIZE)
+    colder, only = blocks = [Block(0.0) for _ in chain.keys]
+    for number, block in enumerate(blocks):
+        residency.index.add(block, chain, number)
+        block.state, block.ref_count = BlockState.READY, 1
+        residency.take_slot(block, None)
+    frame = residency.take_frame(None, lesser=True)
+    assert frame is not None and frame.part is Part.LASTING
+    residency.settle_frame(only, frame)
+    residency.release(colder, Use(1.0, 1, ROOT))
+    residency.release(only, Use(2.0, 1, ROOT, windows=False))
+    residency.device.passed.sync(only)
+    assert residency.take_slot(Block(0.0), None) is not None
+    assert only.slot_whole and colder.slot is None
+    residency.check(private_slots=1)
