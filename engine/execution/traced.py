@@ -122,7 +122,11 @@ class _Forward(nn.Module):
 
     def __init__(self, model: nn.Module, paged: _Handed) -> None:
         super().__init__()
-        self.model = model
+        # torch would copy each module of a model that is one of its own: half of the recording.
+        self._model = (model,)
+        tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        for number, tensor in enumerate(tensors.values()):
+            self.register_buffer(f"tensor_{number}", tensor, persistent=False)
         self.inside = paged.inside  # the graph has the compiled module as its own
         self._paged = paged
         self.kind: Any = None
@@ -130,8 +134,9 @@ class _Forward(nn.Module):
     def forward(
         self, rows: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with _watched(self.model) as outputs:
-            logits: torch.Tensor = self.model(
+        [model] = self._model
+        with _watched(model) as outputs:
+            logits: torch.Tensor = model(
                 inputs_embeds=rows,
                 position_ids=positions,
                 use_cache=False,
