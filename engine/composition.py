@@ -102,7 +102,7 @@ class Core:
             runner.warm_up()
             if operators is not None and (library := operators.loaded) is not None:
                 use_library(library)
-            cache.warm_up(runner.reserves)
+            cache.warm_up(runner.lazy_memories)
             freeze_loaded()
 
         engine.start(warm_up)

@@ -16,7 +16,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena, frame_stride
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.reserve import Reserve
+from tiers.blocks.lazy_memory import LazyMemory
 from tiers.checkpoints import Checkpoints
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
@@ -195,20 +195,20 @@ class TieredCache:
         if self.group is not None:
             self.group.start(on_load)
 
-    def warm_up(self, others: Sequence[Reserve] = ()) -> None:
+    def warm_up(self, others: Sequence[LazyMemory] = ()) -> None:
         """Touches memory before the first request does, here and in `others`, and more of it later,
         ahead of need. Call it before any block is used."""
-        toucher = Toucher([*self._reserves(), *others])
+        toucher = Toucher([*self._lazy_memories(), *others])
         toucher.start()
         self._toucher = toucher
 
-    def _reserves(self) -> list[Reserve]:
-        reserves = self.group._reserves() if self.group is not None else []
-        if self.pool.reserve is not None:
-            reserves.append(self.pool.reserve)
+    def _lazy_memories(self) -> list[LazyMemory]:
+        lazy_memories = self.group._lazy_memories() if self.group is not None else []
+        if self.pool.lazy_memory is not None:
+            lazy_memories.append(self.pool.lazy_memory)
         if self._frames is not None and not self._frames.num_pinned_bytes:
-            reserves.append(self._frames.reserve)
-        return reserves
+            lazy_memories.append(self._frames.lazy_memory)
+        return lazy_memories
 
     def close(self, *, flush: bool = True) -> int:
         """Flushes to disk, ends the threads and closes the disk tier. Returns the number of blocks

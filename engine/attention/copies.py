@@ -25,7 +25,7 @@ import torch
 from engine.attention.base import pieces
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
-from tiers.blocks.reserve import Reserve
+from tiers.blocks.lazy_memory import LazyMemory
 
 _CAPACITY_STEP = 256  # a copy's capacity is a multiple of this, in tokens
 _MOST_KEPT = 64  # the most copies of ended sequences
@@ -63,10 +63,10 @@ class WorkingCopies:
         self._kv = kv
         self._owners = owners
         self._token_items = sum(run[0].numel() for run in kv.runs) // kv.block_size
-        self.reserve = _reserved(budget_bytes)
-        self._buffer = torch.from_numpy(self.reserve.memory).view(torch.float32)
+        self.lazy_memory = _lazy_memory(budget_bytes)
+        self._buffer = torch.from_numpy(self.lazy_memory.memory).view(torch.float32)
         self._free = free = FreeRanges(len(self._buffer))
-        self.reserve.num_used = lambda: free.end * torch.float32.itemsize
+        self.lazy_memory.num_used = lambda: free.end * torch.float32.itemsize
         self._running: dict[int, WorkingCopy] = {}
         self._ended: dict[WorkingCopy, None] = {}  # oldest first
 
@@ -194,7 +194,7 @@ class WorkingCopies:
         """Find room for a copy. Copies of ended sequences are dropped before the step waits for
         fresh memory, and before more than a quarter of the budget is touched. Copies of sequences
         that sit this step out are dropped last."""
-        touched = self.reserve.num_touched // torch.float32.itemsize
+        touched = self.lazy_memory.num_touched // torch.float32.itemsize
         for limit in (touched, self._usual, len(self._buffer)):
             if (start := self._make_room(size, limit)) is not None:
                 return start
@@ -323,13 +323,13 @@ class FreeRanges:
         self._ranges[low:high] = joined
 
 
-def _reserved(num_bytes: int) -> Reserve:
+def _lazy_memory(num_bytes: int) -> LazyMemory:
     """Memory of `num_bytes`, or of half, a quarter and so on, whatever the system grants. Ahead of
     need a quarter of it is touched: see `WorkingCopies._usual`."""
     try:
-        return Reserve(num_bytes, limit=num_bytes // 4)
+        return LazyMemory(num_bytes, limit=num_bytes // 4)
     except MemoryError:
-        return _reserved(num_bytes // 8 * 4)
+        return _lazy_memory(num_bytes // 8 * 4)
 
 
 def _capacity(num_tokens: int) -> int:

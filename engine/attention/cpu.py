@@ -23,7 +23,7 @@ from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
-from tiers.blocks.reserve import Reserve
+from tiers.blocks.lazy_memory import LazyMemory
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,9 @@ class CpuAttention:
         self._fused = bool(dims) and not others
 
     @property
-    def reserve(self) -> Reserve:
+    def lazy_memory(self) -> LazyMemory:
         """The memory of the copies."""
-        return self._copies.reserve
+        return self._copies.lazy_memory
 
     # The parts of a step.
 

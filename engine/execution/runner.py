@@ -34,7 +34,7 @@ from engine.models.load import LoadedModel
 from engine.models.packing import MIN_ROWS, fewest_rows
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.layout import DTYPES, LayerLayout
-from tiers.blocks.reserve import Reserve
+from tiers.blocks.lazy_memory import LazyMemory
 
 LOGITS_BYTES = 32 << 20  # of one piece of the prompt's logits
 
@@ -161,9 +161,9 @@ class ModelRunner:
         ]
 
     @property
-    def reserves(self) -> list[Reserve]:
+    def lazy_memories(self) -> list[LazyMemory]:
         """The memory of working copies, to be touched ahead of need."""
-        return [each.reserve for each in self._picked if isinstance(each, CpuAttention)]
+        return [each.lazy_memory for each in self._picked if isinstance(each, CpuAttention)]
 
     def warm_up(self) -> None:
         """Load kernels once, so that the first request is not slow.

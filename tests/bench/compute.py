@@ -219,8 +219,8 @@ def main() -> None:
     pool = torch.zeros((96, *layout.shape), dtype=layout.torch_dtype)
     runner = ModelRunner(loaded, pool)
     runner.warm_up()
-    for reserve in runner.reserves:
-        reserve.touch(reserve.limit)
+    for lazy in runner.lazy_memories:
+        lazy.touch(lazy.limit)
     bench = Bench(runner, 96)
     result: dict[str, Any] = {
         "machine": platform.processor() or platform.machine(),

@@ -243,17 +243,17 @@ def test_without_owners_no_copy_outlives_its_sequence() -> None:
 
 def test_a_kept_copy_gives_way_before_a_step_waits_for_fresh_memory() -> None:
     pool = Pool(MODELS["plain"])
-    pool.copies.reserve.touch(2 * COPY_BYTES)
+    pool.copies.lazy_memory.touch(2 * COPY_BYTES)
     for number in range(4):
         pool.check_step([span(number, [2 * number, 2 * number + 1], 20)])
         pool.fast.forget(number)
         assert min(2, number + 1) == len(pool.copies._ended)
-    pool.copies.reserve.touch(COPY_BYTES)
+    pool.copies.lazy_memory.touch(COPY_BYTES)
     pool.check_step([span(9, [20, 21], 20)])
     assert 2 == len(pool.copies._ended), "there is room for one more"
-    assert 3 * COPY_BYTES == pool.copies.reserve.num_used()
+    assert 3 * COPY_BYTES == pool.copies.lazy_memory.num_used()
     pool.check_step([span(10, [22, 23], 20), span(11, [0, 1], 20), span(12, [2, 3], 20)])
-    assert 4 * COPY_BYTES == pool.copies.reserve.num_used(), "of sequences that run"
+    assert 4 * COPY_BYTES == pool.copies.lazy_memory.num_used(), "of sequences that run"
 
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))

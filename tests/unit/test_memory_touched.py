@@ -13,10 +13,10 @@ import pytest
 from engine.attention.copies import FreeRanges, WorkingCopies
 from engine.attention.kv_pool import KvPool
 from tests.bench.inside import resident_bytes
-from tiers.blocks import reserve as reserve_module
+from tiers.blocks import lazy_memory as lazy_memory_module
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout, LayerLayout
-from tiers.blocks.reserve import AHEAD_BYTES, Reserve
+from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
 from tiers.memory.device import DevicePool
 from tiers.transfer.toucher import Toucher
 
@@ -31,38 +31,42 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 class Used:
-    """A reserve of which the first `num_bytes` are in use."""
+    """Lazy memory of which the first `num_bytes` are in use."""
 
     def __init__(self, size: int, **limits: int) -> None:
         self.num_bytes = 0
-        self.reserve = Reserve(size, lambda: self.num_bytes, **limits)
+        self.lazy_memory = LazyMemory(size, lambda: self.num_bytes, **limits)
 
 
-def resident(reserve: Reserve) -> int:
-    return resident_bytes(reserve.memory.ctypes.data, reserve.memory.nbytes)
+def resident(lazy: LazyMemory) -> int:
+    return resident_bytes(lazy.memory.ctypes.data, lazy.memory.nbytes)
 
 
-def until(reserve: Reserve, touched: int) -> None:
+def until(lazy: LazyMemory, touched: int) -> None:
     end = time.monotonic() + 20
-    while reserve.num_touched < touched:
-        assert time.monotonic() < end, f"{reserve.num_touched} of {touched} bytes are touched"
+    while lazy.num_touched < touched:
+        assert time.monotonic() < end, f"{lazy.num_touched} of {touched} bytes are touched"
         time.sleep(0.002)
 
 
 def test_pools_and_working_copies_take_no_memory_when_they_are_made() -> None:
     pool, arena = DevicePool(LAYOUT, 1024), FrameArena(LAYOUT, 1024)
     copies = WorkingCopies(KvPool(pool.tensor), budget_bytes=512 * MIB)
-    for reserve in (pool.reserve, arena.reserve, copies.reserve):
-        assert reserve is not None and 512 * MIB == reserve.memory.nbytes
-        assert resident(reserve) < 4 * MIB
+    for lazy in (pool.lazy_memory, arena.lazy_memory, copies.lazy_memory):
+        assert lazy is not None and 512 * MIB == lazy.memory.nbytes
+        assert resident(lazy) < 4 * MIB
     assert not pool.tensor[-1].any()
-    assert 128 * MIB == copies.reserve.limit, "ended copies take a quarter"
+    assert 128 * MIB == copies.lazy_memory.limit, "ended copies take a quarter"
 
 
 def test_memory_goes_with_its_owner() -> None:
     pool, arena = DevicePool(LAYOUT, 8), FrameArena(LAYOUT, 8)
     copies = WorkingCopies(KvPool(pool.tensor), budget_bytes=MIB)
-    left = [weakref.ref(each.reserve) for each in (pool, arena, copies) if each.reserve is not None]
+    left = [
+        weakref.ref(each.lazy_memory)
+        for each in (pool, arena, copies)
+        if each.lazy_memory is not None
+    ]
     gc.disable()
     del pool, arena, copies
     assert 3 * [None] == [each() for each in left]
@@ -71,50 +75,50 @@ def test_memory_goes_with_its_owner() -> None:
 
 def test_memory_is_touched_ahead_of_need() -> None:
     used = Used(4 * AHEAD_BYTES)
-    reserve, toucher = used.reserve, Toucher([used.reserve])
+    lazy, toucher = used.lazy_memory, Toucher([used.lazy_memory])
     toucher.start()
     with closing(toucher):
-        assert AHEAD_BYTES == reserve.num_touched <= resident(reserve)
+        assert AHEAD_BYTES == lazy.num_touched <= resident(lazy)
         used.num_bytes = 100 * MIB
         toucher.rest()
-        until(reserve, AHEAD_BYTES + 100 * MIB)
+        until(lazy, AHEAD_BYTES + 100 * MIB)
         used.num_bytes = 3 * AHEAD_BYTES + 1
         toucher.step()
-        until(reserve, 3 * AHEAD_BYTES + AHEAD_BYTES // 2)
+        until(lazy, 3 * AHEAD_BYTES + AHEAD_BYTES // 2)
         toucher.rest()
-        until(reserve, 4 * AHEAD_BYTES)
+        until(lazy, 4 * AHEAD_BYTES)
         toucher._thread.join(20)
         assert not toucher._thread.is_alive(), "nothing is left to touch"
 
 
 def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched() -> None:
     used = Used(4 * AHEAD_BYTES)
-    toucher = Toucher([used.reserve])
+    toucher = Toucher([used.lazy_memory])
     toucher.start()
     with closing(toucher):
         used.num_bytes = AHEAD_BYTES // 2
         toucher.step()
         toucher._wake.set()
         time.sleep(0.05)
-        assert AHEAD_BYTES == used.reserve.num_touched
+        assert AHEAD_BYTES == used.lazy_memory.num_touched
         toucher.rest()
-        until(used.reserve, AHEAD_BYTES + AHEAD_BYTES // 2)
+        until(used.lazy_memory, AHEAD_BYTES + AHEAD_BYTES // 2)
 
 
 def test_no_more_than_the_limit_is_touched() -> None:
     used = Used(64 * MIB, limit=16 * MIB)
     used.num_bytes = 40 * MIB
-    toucher = Toucher([used.reserve])
+    toucher = Toucher([used.lazy_memory])
     toucher.start()
     toucher._thread.join(20)
-    assert 16 * MIB == used.reserve.num_touched
-    assert resident(used.reserve) <= 18 * MIB
+    assert 16 * MIB == used.lazy_memory.num_touched
+    assert resident(used.lazy_memory) <= 18 * MIB
 
 
 def test_what_is_written_while_memory_is_touched_stays() -> None:
     used = Used(64 * MIB)
-    reserve, done = used.reserve, threading.Event()
-    words = reserve.memory.view(np.int64)
+    lazy, done = used.lazy_memory, threading.Event()
+    words = lazy.memory.view(np.int64)
 
     def count() -> None:
         while not done.is_set():
@@ -122,8 +126,8 @@ def test_what_is_written_while_memory_is_touched_stays() -> None:
 
     writer = threading.Thread(target=count)
     writer.start()
-    while reserve.num_touched < reserve.limit:
-        assert reserve.touch(64 << 10)
+    while lazy.num_touched < lazy.limit:
+        assert lazy.touch(64 << 10)
     done.set()
     writer.join()
     assert words[0] > 0 and (words[::512] == words[0]).all()
@@ -132,13 +136,13 @@ def test_what_is_written_while_memory_is_touched_stays() -> None:
 def test_where_the_system_cannot_touch_what_is_used_first_is_touched_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reserve_module, "madvise", lambda *_: -1)
+    monkeypatch.setattr(lazy_memory_module, "madvise", lambda *_: -1)
     pool, frames = Used(32 * MIB), Used(32 * MIB, at_start=8 * MIB)
-    toucher = Toucher([pool.reserve, frames.reserve])
+    toucher = Toucher([pool.lazy_memory, frames.lazy_memory])
     toucher.start()
     with closing(toucher):
-        assert 32 * MIB == resident(pool.reserve)
-        assert 8 * MIB == frames.reserve.num_touched <= resident(frames.reserve) <= 10 * MIB
+        assert 32 * MIB == resident(pool.lazy_memory)
+        assert 8 * MIB == frames.lazy_memory.num_touched <= resident(frames.lazy_memory) <= 10 * MIB
         toucher.step()
         toucher.rest()
 
@@ -146,14 +150,14 @@ def test_where_the_system_cannot_touch_what_is_used_first_is_touched_at_the_star
 @pytest.mark.parametrize("layout", [LAYOUT, CUT])
 def test_slots_and_frames_that_were_never_used_come_last(layout: BlockLayout) -> None:
     pool, arena = DevicePool(layout, 6), FrameArena(layout, 6)
-    assert pool.reserve is not None
+    assert pool.lazy_memory is not None
     slots, frames = [pool.take() for _ in range(3)], [arena.take() for _ in range(3)]
-    assert 0 < pool.reserve.num_used() <= pool.reserve.memory.nbytes // 2
-    assert arena.reserve.memory.nbytes // 2 == arena.reserve.num_used()
+    assert 0 < pool.lazy_memory.num_used() <= pool.lazy_memory.memory.nbytes // 2
+    assert arena.lazy_memory.memory.nbytes // 2 == arena.lazy_memory.num_used()
     assert slots[1] is not None and frames[1] is not None
     pool.give(slots[1])
     arena.give(frames[1])
-    assert arena.reserve.memory.nbytes // 3 == arena.reserve.num_used()
+    assert arena.lazy_memory.memory.nbytes // 3 == arena.lazy_memory.num_used()
     again, frame = pool.take(), arena.take()
     assert again == slots[1] and frame is not None and frame.number == frames[1].number
 

@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.lazy_memory import AHEAD_BYTES, PAGE_BYTES, LazyMemory
 from tiers.blocks.numa import cpus_beside, running_on
 from tiers.blocks.part import Part
 from tiers.blocks.places import BlockPlaces
-from tiers.blocks.reserve import AHEAD_BYTES, PAGE_BYTES, Reserve
 from tiers.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
@@ -146,10 +146,10 @@ class FrameArena(Arena):
         self.stride = frame_stride(layout, device)
         self.places = places = BlockPlaces(num_frames, layout.num_lesser)
         stride = self.stride
-        self.reserve = Reserve(
+        self.lazy_memory = LazyMemory(
             num_frames * stride, lambda: places.num_used * stride, at_start=AHEAD_BYTES
         )
-        memory = self.reserve.memory
+        memory = self.lazy_memory.memory
         self.num_pinned_bytes = 0
         if torch.device(device).type == "cuda":
             cudart: Any = torch.cuda.cudart()

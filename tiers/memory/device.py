@@ -15,9 +15,9 @@ import torch
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.layout import BlockLayout, part_views
+from tiers.blocks.lazy_memory import LazyMemory
 from tiers.blocks.part import Part
 from tiers.blocks.places import BlockPlaces
-from tiers.blocks.reserve import Reserve
 from tiers.errors import CopyFailed
 
 
@@ -66,7 +66,7 @@ class DevicePool:
         self.device = torch.device(device)
         # A GPU's decode graphs write the rows that fill a batch up to a block that is nobody's.
         self.scratch = self.num_slots if self.device.type == "cuda" else None
-        self.reserve: Reserve | None = None  # a GPU hands out its memory at once
+        self.lazy_memory: LazyMemory | None = None  # a GPU hands out its memory at once
         self.tensor = self._rows()
         self._lasting = layout.lasting_nbytes // layout.torch_dtype.itemsize
         self._parts = [part for layer in part_views(self.tensor, layout.layers) for part in layer]
@@ -100,8 +100,8 @@ class DevicePool:
         if self.device.type != "cpu":
             return torch.zeros(size, dtype=dtype, device=self.device)
         places, slot_bytes = self.places, slot_nbytes(self.layout)
-        self.reserve = Reserve(size * dtype.itemsize, lambda: places.num_used * slot_bytes)
-        return torch.from_numpy(self.reserve.memory).view(dtype)
+        self.lazy_memory = LazyMemory(size * dtype.itemsize, lambda: places.num_used * slot_bytes)
+        return torch.from_numpy(self.lazy_memory.memory).view(dtype)
 
     @property
     def num_free(self) -> int:

@@ -16,7 +16,7 @@ import torch
 
 from tiers.blocks.frames import Arena, Frame
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.reserve import madvise
+from tiers.blocks.lazy_memory import madvise
 from tiers.node.capacity import Capacity
 
 PIECE_BYTES = 64 << 20  # a client locks so much at once

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from tiers.blocks.reserve import populate
+from tiers.blocks.lazy_memory import populate
 from tiers.node.arena import SharedArena
 from tiers.transfer.mover import be_nice
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tiers.blocks.reserve import AHEAD_BYTES, Reserve
+from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
 from tiers.transfer.mover import be_nice
 
 logger = logging.getLogger(__name__)
@@ -22,35 +22,34 @@ PAUSE_S = 0.1  # after the engine's work: the next request often comes at once
 class Toucher:
     """Keeps memory touched ahead of need. Invariant: what it touches keeps its contents."""
 
-    def __init__(self, reserves: Sequence[Reserve]) -> None:
-        self._reserves = [*reserves]  # not touched up to their limits yet
+    def __init__(self, lazy_memories: Sequence[LazyMemory]) -> None:
+        self._lazy_memories = [*lazy_memories]  # not touched up to their limits yet
         self._rests_since_s: float | None = None  # the engine, not this thread; None: it works
         self._is_closed = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cachesvc-touch", daemon=True)
 
     def start(self) -> None:
-        """Touch the first bytes of each reserve, none of which is used yet, and start the
-        thread."""
-        for reserve in self._reserves:
-            if not reserve.touch(AHEAD_BYTES):
+        """Touch the first bytes of each, none of which is used yet, and start the thread."""
+        for lazy in self._lazy_memories:
+            if not lazy.touch(AHEAD_BYTES):
                 logger.info("memory is not touched ahead of need: the system cannot")
-                for each in self._reserves:
+                for each in self._lazy_memories:
                     each.clear()
-                self._reserves = []
+                self._lazy_memories = []
                 break
         self._thread.start()
 
     def step(self) -> None:
         """Take in that the engine works. The engine thread, once a turn."""
         self._rests_since_s = None
-        if self._reserves and self._next(AHEAD_BYTES // 2) is not None:
+        if self._lazy_memories and self._next(AHEAD_BYTES // 2) is not None:
             self._wake.set()
 
     def rest(self) -> None:
         """Take in that the engine waits for work. The engine thread."""
         self._rests_since_s = time.monotonic()
-        if self._reserves and self._next(AHEAD_BYTES) is not None:
+        if self._lazy_memories and self._next(AHEAD_BYTES) is not None:
             self._wake.set()
 
     def close(self) -> None:
@@ -59,19 +58,19 @@ class Toucher:
         self._wake.set()
         self._thread.join()
 
-    def _next(self, ahead: int) -> Reserve | None:
+    def _next(self, ahead: int) -> LazyMemory | None:
         """One of which more is to be touched."""
-        return next((each for each in self._reserves if each.lacks(ahead)), None)
+        return next((each for each in self._lazy_memories if each.lacks(ahead)), None)
 
     def _serve(self) -> None:
         be_nice(19)
-        while self._reserves and not self._is_closed:
+        while self._lazy_memories and not self._is_closed:
             since_s = self._rests_since_s
             left_s = since_s + PAUSE_S - time.monotonic() if since_s is not None else None
             has_paused = left_s is not None and left_s <= 0
-            reserve = self._next(AHEAD_BYTES if has_paused else AHEAD_BYTES // 2)
-            if reserve is None:
+            lazy = self._next(AHEAD_BYTES if has_paused else AHEAD_BYTES // 2)
+            if lazy is None:
                 self._wake.wait(None if has_paused else left_s)
                 self._wake.clear()
-            elif not reserve.touch(PIECE_BYTES) or reserve.num_touched == reserve.limit:
-                self._reserves = [each for each in self._reserves if each is not reserve]
+            elif not lazy.touch(PIECE_BYTES) or lazy.num_touched == lazy.limit:
+                self._lazy_memories = [each for each in self._lazy_memories if each is not lazy]

@@ -18,7 +18,7 @@ madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike mmap's, it release
 madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-class Reserve:
+class LazyMemory:
     """Zeros that begin on a page, in huge pages if available, and are used from the start on.
 
     Invariant: the first `num_touched` bytes take memory, and those that `num_used` counts are the
