@@ -35,6 +35,7 @@ def test_a_block_is_expanded_to_the_same_bytes(
     for is_compiled in (False, True):
         if is_compiled:
             assert planes.use_library(compiled(operators))
+            assert {2, 4} == planes._compiled.keys()
         expanded = memoryview(bytearray(nbytes))
         codec._decode_planes(item_bytes, record[:nbytes_coded], expanded)
         assert block == expanded
