@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
+from engine import cgroups
+
 # How often a waiting thread looks before it sleeps, while there are no more threads than
 # processors: about 1 ms on Intel, where a look takes 140 cycles, and half of it on AMD. libgomp's
 # own 300,000 outlast the turn that a system gives a process (docs/measurements, "Threads").
 SPINS = "20000"
-_CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def configure(environ: MutableMapping[str, str]) -> None:
@@ -28,7 +29,7 @@ def configure(environ: MutableMapping[str, str]) -> None:
 def num_processors() -> int:
     """How many processors this process may use, by its affinity and its cgroups' quotas. Part of a
     processor counts as one."""
-    found = quotas(_OWN, _CGROUPS)
+    found = quotas(cgroups.OWN, cgroups.ROOT)
     return max(1, min([len(allowed_processors()), *(math.ceil(quota) for quota in found)]))
 
 
@@ -40,23 +41,11 @@ def allowed_processors() -> set[int]:
 
 
 def quotas(own: Path, root: Path) -> Iterator[float]:
-    """The quotas in processors of this process's cgroups and of those above them."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not path or (controllers and "cpu" not in controllers.split(",")):
-            continue
-        # In a container, the path may be one of the host's, which cannot be seen.
-        tree = root / "cpu" if controllers else root
-        folder = tree / path.lstrip("/")
-        while folder.is_relative_to(tree):
-            if (quota := _quota(folder)) is not None:
-                yield quota
-            folder = folder.parent
+    """The quotas in processors of this process's cgroups and of those above them. The arguments are
+    those of `engine.cgroups.folders`."""
+    for folder in cgroups.folders("cpu", own, root):
+        if (quota := _quota(folder)) is not None:
+            yield quota
 
 
 def _quota(folder: Path) -> float | None:

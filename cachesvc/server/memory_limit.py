@@ -5,51 +5,34 @@ happen long after the start.
 """
 
 import logging
-from collections.abc import Iterator
-from itertools import takewhile
+from contextlib import suppress
 from pathlib import Path
 
 from api.format import size
 from cachesvc.config.sections import CacheSection
 from cachesvc.server.spare_memory import anonymous_bytes
+from engine import cgroups
 from engine.attention.copies import DEFAULT_BUDGET_BYTES
 from engine.hardware import CPU_CACHE_BYTES
 
 logger = logging.getLogger(__name__)
 
-GROUPS = Path("/proc/self/cgroup")
-ROOT = Path("/sys/fs/cgroup")
 UNLIMITED = 1 << 60  # version 1 has no word for it, only a number near 2^63
 
 
 def memory_limit() -> int | None:
     """The lowest limit of all groups, of version 1 or 2, that hold this process. None if there is
     none."""
-    try:
-        lines = GROUPS.read_text().splitlines()
-    except OSError:
-        return None
-    return min((limit for line in lines for limit in _limits(line)), default=None)
+    found = map(_limit, cgroups.folders("memory", cgroups.OWN, cgroups.ROOT))
+    return min((limit for limit in found if limit is not None), default=None)
 
 
-def _limits(line: str) -> Iterator[int]:
-    """The limits of a group and of those around it. In a container the group's own path may be out
-    of sight; its limit is that of the root then."""
-    controllers, _, path = line.partition(":")[2].partition(":")
-    if not controllers:
-        root, name = ROOT, "memory.max"
-    elif "memory" in controllers.split(","):
-        root, name = ROOT / "memory", "memory.limit_in_bytes"
-    else:
-        return
-    folder = root / path.lstrip("/")
-    for each in takewhile(lambda each: each != root.parent, (folder, *folder.parents)):
-        try:
-            text = (each / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal() and int(text) < UNLIMITED:
-            yield int(text)
+def _limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError):
+            text = (folder / name).read_text().strip()
+            return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
+    return None
 
 
 def full_bytes(cache: CacheSection, *, on_gpu: bool) -> int:

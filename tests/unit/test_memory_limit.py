@@ -7,8 +7,8 @@ import pytest
 from cachesvc.cli import doctor
 from cachesvc.cli.doctor import Level
 from cachesvc.config.sections import CacheSection
-from cachesvc.server import memory_limit as limits
 from cachesvc.server.memory_limit import memory_limit, warn_of_limit
+from engine import cgroups
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -18,8 +18,8 @@ class Machine:
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root, self.groups = path / "groups", path / "cgroup"
-        monkeypatch.setattr(limits, "ROOT", self.root)
-        monkeypatch.setattr(limits, "GROUPS", self.groups)
+        monkeypatch.setattr(cgroups, "ROOT", self.root)
+        monkeypatch.setattr(cgroups, "OWN", self.groups)
 
     def put(self, place: str, text: str) -> None:
         file = self.root / place
