@@ -1,6 +1,7 @@
 """A slot may be cut into slots for blocks without windows, and is whole again when empty."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import CopyFailed
 from tiers.memory.block import Block, BlockState
 from tiers.memory.device import DevicePool, slot_nbytes
+from tiers.memory.residency import Residency
 from tiers.policy.policy import Use
 from tiers.transfer.ticket import Progress, Ticket
 
@@ -229,17 +231,23 @@ def test_a_prefix_that_ends_in_a_block_without_windows_is_computed_and_then_whol
     assert ticket is not None and 4 == len(ticket.sources)
 
 
+def held_blocks(residency: Residency, lesser: Sequence[bool] = (False, False)) -> list[Block]:
+    """Blocks of one prompt, as many as `lesser` has, in use and on the device."""
+    chain = Chain(ROOT, list(range(len(lesser) * SIZE)), SIZE)
+    blocks = [Block(0.0) for _ in chain.keys]
+    for number, (block, is_lesser) in enumerate(zip(blocks, lesser, strict=True)):
+        residency.index.add(block, chain, number)
+        block.state, block.ref_count = BlockState.READY, 1
+        residency.take_slot(block, None, lesser=is_lesser)
+    return blocks
+
+
 def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is() -> None:
     """Slot 0 has four blocks in its parts and slot 1 has one. The coldest leaves, and no other."""
     server = Server(3, windowed=3)
     residency, places = server.cache.residency, server.cache.pool.places
     assert 4 == places.num_lesser
-    chain = Chain(ROOT, list(range(8 * SIZE)), SIZE)
-    blocks = [Block(0.0) for _ in chain.keys]
-    for number, block in enumerate(blocks):
-        residency.index.add(block, chain, number)
-        block.state, block.ref_count = BlockState.READY, 1
-        residency.take_slot(block, None, lesser=True)
+    blocks = held_blocks(residency, lesser=[True] * 8)
     for block in blocks:
         residency.release(block, Use(1.0, 1, ROOT))
     for block in blocks[5:]:
@@ -256,12 +264,7 @@ def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is() -> No
 def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them() -> None:
     """A block that leaves the device for it would take the only frame."""
     residency = Server(2, windowed=3, num_frames=16).cache.residency
-    chain = Chain(ROOT, list(range(2 * SIZE)), SIZE)
-    narrow, other = blocks = [Block(0.0) for _ in chain.keys]
-    for number, block in enumerate(blocks):
-        residency.index.add(block, chain, number)
-        block.state, block.ref_count = BlockState.READY, 1
-        residency.take_slot(block, None, lesser=block is narrow)
+    narrow, other = held_blocks(residency, lesser=(True, False))
     frame, *others = [residency.take_frame(None) for _ in range(16)]
     assert frame is not None
     residency.settle_frame(narrow, frame)
@@ -317,12 +320,7 @@ def test_windows_that_leave_the_device_are_on_the_host_first() -> None:
 def test_windows_that_only_the_device_has_stay_there() -> None:
     """The disk had them when the block's other part was copied to the host, and dropped them."""
     residency = Server(2, windowed=3, num_frames=16).cache.residency
-    chain = Chain(ROOT, list(range(2 * SIZE)), SIZE)
-    colder, only = blocks = [Block(0.0) for _ in chain.keys]
-    for number, block in enumerate(blocks):
-        residency.index.add(block, chain, number)
-        block.state, block.ref_count = BlockState.READY, 1
-        residency.take_slot(block, None)
+    colder, only = held_blocks(residency)
     frame = residency.take_frame(None, lesser=True)
     assert frame is not None and frame.part is Part.LASTING
     residency.settle_frame(only, frame)
