@@ -26,7 +26,7 @@ from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 
-TIERS = "opening the tiers"
+TIERS = "opening tiers and engine"
 
 
 def serve(

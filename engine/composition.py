@@ -81,7 +81,7 @@ class Core:
     @property
     def promise(self) -> Promise:
         """What a hit leaves equal."""
-        return self.loaded.promise
+        return self.loaded.promise(activated_by_row=self.runner.activates_by_row)
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
         """Does nothing: the tiers are in this process and read the owners from their `shares`."""
@@ -171,6 +171,7 @@ def compose(
         checkpoints=states.tensor if states is not None else None,
         max_running=engine.scheduler.max_running,
     )
+    run_apart(runner.record)
     settings = replace(
         engine,
         max_context=loaded.max_context,

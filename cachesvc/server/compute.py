@@ -19,7 +19,7 @@ from engine.composition import Core, compose
 from engine.errors import ModelError
 from engine.hardware import default_step_tokens, pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
-from engine.promise import Equal
+from engine.promise import Equal, Promise
 from engine.request import StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
@@ -78,16 +78,30 @@ def step_tokens(engine: EngineSection, device: str) -> int:
 
 def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
     """The builder of tiers and embedded engine for a loaded model."""
-    return lambda on_outputs, stream, shares: build(
-        loaded,
-        kv_dtype=settings.model.kv_dtype,
-        cache=settings.cache,
-        engine=settings.engine,
-        data_dir=settings.server.data_dir,
-        on_outputs=on_outputs,
-        stream=stream,
-        shares=shares,
-    )
+
+    def make(
+        on_outputs: Callable[[Sequence[StepOutput]], None],
+        stream: EventStream,
+        shares: QuotaShares | None,
+    ) -> Core:
+        core = build(
+            loaded,
+            kv_dtype=settings.model.kv_dtype,
+            cache=settings.cache,
+            engine=settings.engine,
+            data_dir=settings.server.data_dir,
+            on_outputs=on_outputs,
+            stream=stream,
+            shares=shares,
+        )
+        try:
+            _tell(core.promise, settings.model)
+        except ModelError:
+            core.close(flush=False)
+            raise
+        return core
+
+    return make
 
 
 def load(settings: ModelSection, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
@@ -108,13 +122,11 @@ def _load(settings: ModelSection, data_dir: Path, progress: Progress | None) -> 
     )
     for name, source in settings.adapters.items():
         load_adapter(loaded, name, source)
-    _promise(loaded, settings)
     return loaded
 
 
-def _promise(loaded: LoadedModel, settings: ModelSection) -> None:
+def _tell(promise: Promise, settings: ModelSection) -> None:
     """Say what a hit leaves equal. Raises ModelError if the bits must be and cannot be promised."""
-    promise = loaded.promise
     if settings.exact == "always" and promise.equal is not Equal.BITS:
         raise ModelError(
             f"model.exact is always, but equal bits cannot be promised here: {promise.reason}. Set "

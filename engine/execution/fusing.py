@@ -11,6 +11,17 @@ import torch
 from engine.attention.base import AttentionOptions
 
 _OPERATORS = ("cachesvc::norm", "cachesvc::silu_mul", "cachesvc::rotate")
+# Calls of which each number has the same bits wherever it stands among others: they move numbers,
+# add, multiply or look them up, or they are sines, which torch computes by one function.
+_BY_ROW_KINDS = ("prim::", "cachesvc::", "mkldnn::_linear_pointwise")
+_BY_ROW = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("Int", "add", "cat", "contiguous", "cos", "expand", "flatten", "index", "mul", "neg"),
+        *("permute", "reshape", "select", "sin", "size", "slice", "split", "sub", "to"),
+        *("transpose", "unsqueeze", "view"),
+    )
+)
 _VECTORS = 32  # numbers that torch computes at once, at most
 _SILU = (
     """graph(%gate, %up):
@@ -104,6 +115,14 @@ def fuse(graph: Any) -> int:
             rewrite(pattern, replacement, graph)
     torch._C._jit_pass_dce(graph)
     return sum(len(graph.findAllNodes(kind)) for kind in _OPERATORS)
+
+
+def activates_by_row(graph: Any) -> bool:
+    """Whether no call computes numbers by other functions where torch's threads divide them. Such
+    are its activations. A call that is not known counts as one."""
+    return all(
+        node.kind().startswith(_BY_ROW_KINDS) or node.kind() in _BY_ROW for node in graph.nodes()
+    )
 
 
 def _ends_with_a_vector(node: Any) -> bool:

@@ -111,6 +111,7 @@ class ModelRunner:
         self._shrinking = Shrinking(self._step, kv.block_size)
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
+        self._recorded = False
         self._graphs: DecodeGraphs | None = None
         if scratch is not None and cuda_graphs(self._attention, self._device):
             max_blocks = -(-loaded.max_context // kv.block_size)
@@ -163,21 +164,37 @@ class ModelRunner:
     @property
     def lazy_memories(self) -> list[LazyMemory]:
         """The memory of working copies, to be touched ahead of need."""
-        return [each.lazy_memory for each in self._picked if isinstance(each, CpuAttention)]
+        return [each.lazy_memory for each in self._on_cpu]
+
+    @property
+    def _on_cpu(self) -> list[CpuAttention]:
+        return [each for each in self._picked if isinstance(each, CpuAttention)]
+
+    def record(self) -> None:
+        """Load the compiled operators and record the model's forward, once, on any thread before
+        steps."""
+        if self._recorded:
+            return
+        self._recorded = True
+        fused = self._operators is not None and self._operators.load()
+        if fused:
+            for each in self._on_cpu:
+                each.fuse()
+        if self._on_cpu and self._recurrent is None:
+            self._traced = trace(self._model, fused=fused)
+
+    @property
+    def activates_by_row(self) -> bool:
+        """Whether a row's activations are computed alone, however many threads there are."""
+        return self._traced is not None and self._traced.activates_by_row
 
     def warm_up(self) -> None:
         """Load kernels once, so that the first request is not slow.
 
         Call it before serving: block 0 of the pool must be unowned.
         """
-        on_cpu = [each for each in self._picked if isinstance(each, CpuAttention)]
-        fused = self._operators is not None and self._operators.load()
-        if fused:
-            for each in on_cpu:
-                each.fuse()
-        if on_cpu and self._recurrent is None:
-            self._traced = trace(self._model, fused=fused)
-        if on_cpu:
+        self.record()
+        if self._on_cpu:
             self._fewest_rows = fewest_rows(self._model)
         self._try_kernels()
         if self._graphs is not None:

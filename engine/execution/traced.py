@@ -22,7 +22,7 @@ from torch import nn
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
-from engine.execution.fusing import flatten, fuse
+from engine.execution.fusing import activates_by_row, flatten, fuse
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -156,12 +156,14 @@ class TracedForward:
         self._handed = _Handed()
         self._embed = model.get_input_embeddings()
         self.num_operators = 0  # of calls of compiled operators, beside attention's
+        self.activates_by_row = False  # whether it calls none of torch's activations
         try:
             with torch.inference_mode():
                 self._graph = self._record(model)
                 flatten(self._graph.graph, self._graph.inside, self._handed.options)
                 if fused:
                     self.num_operators = fuse(self._graph.graph)
+                    self.activates_by_row = activates_by_row(self._graph.graph)
                 for number, first in _CHECKED:
                     self._check(model, self._tokens(number), first)
         except Untraceable:

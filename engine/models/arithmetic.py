@@ -35,12 +35,14 @@ class Arithmetic:
     empty on a GPU, where a start may choose other kernels than the one before.
 
     `promise` is what a hit leaves equal, as far as the sample shows. It is less than the bits where
-    a row's may depend on the rows beside it.
+    a row's may depend on the rows beside it. `activations` is the same of torch's own activations,
+    in whose place a recorded forward may call others.
     """
 
     names: tuple[tuple[str, str], ...]
     sample: bytes = b""
     promise: Promise = BITS
+    activations: Promise = BITS
 
     def digest(self) -> bytes:
         """16 bytes, equal where blocks may be shared."""
@@ -52,7 +54,7 @@ def arithmetic_of(model: nn.Module, device: str) -> Arithmetic:
     """The arithmetic of a model that is packed for its device."""
     if torch.device(device).type == "cpu":
         bits, promise = _sample(model)
-        return Arithmetic(tuple(_cpu_names()), bits, promise)
+        return Arithmetic(tuple(_cpu_names()), bits, promise, _activated(model))
     names = tuple(_gpu_names(torch.device(device)))
     reason = "kernels of a GPU are chosen by the number of rows"
     return Arithmetic(names, promise=Promise(Equal.NONE, reason))
@@ -124,11 +126,6 @@ def _sample(model: nn.Module) -> tuple[bytes, Promise]:
         if isinstance(module, PackedLinear) and not torch.equal(few, many[: len(few)]):
             reason = f"layers of {shape[0]} x {shape[1]} depend on the number of rows"
             promise = promise.or_weaker(Promise(Equal.NONE, reason))
-    width = _activated_width(model)
-    if isinstance(width, int) and not _activates_rows_alike(width):
-        threads = torch.get_num_threads()
-        reason = f"with {threads} threads, activations of {width} numbers depend on the rows beside"
-        promise = promise.or_weaker(Promise(Equal.TOKENS, reason))
     for dim in (64, 128):
         alone, together = _attended(dim)
         _add(hasher, together)
@@ -156,6 +153,16 @@ def _unpacked(model: nn.Module) -> Promise:
             name = type(module).__name__
             return Promise(Equal.TOKENS, f"its layers of the kind {name} are not packed")
     return BITS
+
+
+def _activated(model: Any) -> Promise:
+    """What torch's activations leave equal with as many threads as there are now."""
+    width = _activated_width(model)
+    if not isinstance(width, int) or _activates_rows_alike(width):
+        return BITS
+    threads = torch.get_num_threads()
+    reason = f"with {threads} threads, activations of {width} numbers depend on the rows beside"
+    return Promise(Equal.TOKENS, reason)
 
 
 def _activated_width(model: Any) -> Any:

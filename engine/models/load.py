@@ -113,13 +113,14 @@ class LoadedModel:
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
     operators: Operators | None = None  # compiled for its forward; None: none are
 
-    @property
-    def promise(self) -> Promise:
-        """What a hit leaves equal, adapters included."""
-        if not self.adapters.digests:
-            return self.arithmetic.promise
-        reason = "adapters are multiplied for as many rows as ask for them"
-        return self.arithmetic.promise.or_weaker(Promise(Equal.TOKENS, reason))
+    def promise(self, *, activated_by_row: bool) -> Promise:
+        """What a hit leaves equal, adapters included. `activated_by_row` says that the forward
+        calls none of torch's activations."""
+        promise = self.arithmetic.promise
+        if self.adapters.digests:
+            reason = "adapters are multiplied for as many rows as ask for them"
+            promise = promise.or_weaker(Promise(Equal.TOKENS, reason))
+        return promise if activated_by_row else promise.or_weaker(self.arithmetic.activations)
 
     @property
     def images(self) -> "PictureReader | None":

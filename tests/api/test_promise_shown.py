@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cachesvc.cli.explain import _request_lines
+from engine.errors import ModelError
+from engine.models import load
 from engine.promise import BITS, Equal
 from tests.api.real_service import served
-from tests.support.models import save_tiny_model
+from tests.support.models import save_model, save_tiny_model, stock_model
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -31,6 +35,29 @@ async def test_a_request_is_shown_with_the_promise_under_which_it_was_served(
         ]
     assert "equal bits" in pages[0].text and BITS.text in pages[0].text
     assert "equal tokens" in pages[1].text and "Greedy tokens are equal" in pages[1].text
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+async def test_bits_are_promised_to_many_threads_where_operators_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    """torch cuts 511 rows of 160 numbers into three shares, whose ends are not its vectors'."""
+    model = LlamaForCausalLM(
+        LlamaConfig(**stock_model().config.to_dict() | {"intermediate_size": 160})
+    )
+    save_model(tmp_path / "tiny", model)
+    monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0 if compiled else 1 << 40)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        _, told = await shown(tmp_path)
+        assert told["exactness"]["equal"] == (Equal.BITS if compiled else Equal.TOKENS)
+        if not compiled:
+            torch.set_num_threads(3)  # the engine had no more than there are processors
+            with pytest.raises(ModelError, match="activations of 160 numbers depend"):
+                await shown(tmp_path, model_exact="always")
+    finally:
+        torch.set_num_threads(before)
 
 
 async def shown(folder: Path, **settings: Any) -> tuple[str, dict[str, Any]]:

@@ -41,7 +41,7 @@ def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them
 ) -> None:
     with on_a_terminal(arguments(model, tmp_path), model.parent) as terminal:
         terminal.read_until("admin/login?token=")
-        for phase in ("importing torch", "loading tiny", "opening the tiers", "warming up"):
+        for phase in ("importing torch", "loading tiny", "opening tiers and engine", "warming up"):
             assert phase in terminal.written
         text = "\n".join(terminal.lines)
         assert re.search(r"serves tiny on http://127\.0\.0\.1:\d+", text)

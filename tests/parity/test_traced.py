@@ -160,6 +160,19 @@ def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators: Operator
     assert torch.equal(*pools)
 
 
+@pytest.mark.parametrize(("architecture", "by_row"), [("llama", True), ("gemma2", False)])
+def test_operators_activate_each_row_alone(
+    architecture: str, by_row: bool, operators: Operators
+) -> None:
+    """The second model's activation is another than the operator's."""
+    loaded = tiny_model(architecture)
+    own, fused = runner(loaded), runner(replace(loaded, operators=operators))
+    assert not fused.activates_by_row, "nothing is recorded yet"
+    own.record()
+    fused.record()
+    assert not own.activates_by_row and fused.activates_by_row is by_row
+
+
 def test_no_step_of_a_warm_runner_is_computed_by_the_models_own_layers() -> None:
     """Neither chunks that sample nothing nor prompts with log-probabilities."""
     loaded = tiny_model("llama")

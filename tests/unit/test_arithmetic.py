@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from cachesvc.config.sections import ModelSection
 from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.operator.scopes import FILE_NAME, other_arithmetics
-from cachesvc.server.compute import _promise
+from cachesvc.server.compute import _tell
 from engine.batch import Batch, Span
 from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
@@ -37,8 +37,8 @@ def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads() -> None
         again = arithmetic_of(loaded.model, "cpu")
     finally:
         torch.set_num_threads(before)
-    # What is promised may be less: torch cuts activations into shares for its threads.
-    assert replace(again, promise=BITS) == replace(loaded.arithmetic, promise=BITS)
+    # What activations leave equal may be less: torch cuts them into shares for its threads.
+    assert replace(again, activations=BITS) == replace(loaded.arithmetic, activations=BITS)
     assert dict(again.names)["torch"] == torch.__version__
 
 
@@ -118,7 +118,7 @@ def test_threads_change_no_bit_of_the_kv() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_packed_model_is_exact(architecture: str) -> None:
-    assert tiny_model(architecture).promise == BITS
+    assert tiny_model(architecture).arithmetic.promise == BITS
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,12 @@ def test_a_layer_that_is_not_packed_leaves_greedy_tokens_alone(layer: nn.Module,
 
 
 def test_adapters_and_another_dtype_leave_greedy_tokens_alone(tmp_path: Path) -> None:
-    assert tiny_model(dtype="float16").promise.equal is Equal.TOKENS
+    assert tiny_model(dtype="float16").promise(activated_by_row=True).equal is Equal.TOKENS
     loaded = tiny_model()
     save_tiny_adapter(tmp_path)
     load_adapter(loaded, "lora", str(tmp_path))
-    assert loaded.promise.equal is Equal.TOKENS and "adapters" in loaded.promise.reason
+    promise = loaded.promise(activated_by_row=True)
+    assert promise.equal is Equal.TOKENS and "adapters" in promise.reason
 
 
 def test_the_weaker_of_two_promises_counts_and_its_text_says_why() -> None:
@@ -162,14 +163,11 @@ def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.M
 
 
 def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
-    loaded = tiny_model()
-    always = ModelSection(exact="always")
-    _promise(loaded, always)
-    weaker = Promise(Equal.TOKENS, "a reason")
-    inexact = replace(loaded, arithmetic=replace(loaded.arithmetic, promise=weaker))
-    _promise(inexact, ModelSection())
+    always, weaker = ModelSection(exact="always"), Promise(Equal.TOKENS, "a reason")
+    _tell(BITS, always)
+    _tell(weaker, ModelSection())
     with pytest.raises(ModelError, match="a reason"):
-        _promise(inexact, always)
+        _tell(weaker, always)
 
 
 def test_vllm_is_started_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +182,13 @@ def test_bits_are_not_promised_where_an_activation_depends_on_the_rows_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torch computes the last numbers of each thread's share by other functions than the rest."""
-    model = tiny_model().model
-    assert arithmetic_of(model, "cpu").promise.equal is Equal.BITS
+    loaded = tiny_model()
+    model = loaded.model
+    assert arithmetic_of(model, "cpu").activations == BITS
     monkeypatch.setattr(model.config, "intermediate_size", 72)
-    told = arithmetic_of(model, "cpu").promise
+    told = arithmetic_of(model, "cpu").activations
     assert told.equal is Equal.TOKENS
+    cut = replace(loaded, arithmetic=replace(loaded.arithmetic, activations=told))
+    assert cut.promise(activated_by_row=False) == told
+    assert cut.promise(activated_by_row=True) == BITS
     assert "activations of 72 numbers depend on the rows beside" in told.reason
