@@ -242,22 +242,29 @@ def held_blocks(residency: Residency, lesser: Sequence[bool] = (False, False)) -
     return blocks
 
 
-def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is() -> None:
-    """Slot 0 has four blocks in its parts and slot 1 has one. The coldest leaves, and no other."""
+@pytest.mark.parametrize("left_before", [[], [3]])
+def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(
+    left_before: list[int],
+) -> None:
+    """Slot 0 has blocks in all its parts, or in all but one that was free before those of slot 1,
+    which has one block. The coldest leaves, and no other. Those beside it go to the other slot."""
     server = Server(3, windowed=3)
     residency, places = server.cache.residency, server.cache.pool.places
     assert 4 == places.num_lesser
     blocks = held_blocks(residency, lesser=[True] * 8)
     for block in blocks:
         residency.release(block, Use(1.0, 1, ROOT))
-    for block in blocks[5:]:
+    gone = [blocks[number] for number in left_before] + blocks[5:]
+    for block in gone:
         residency.evict_device(block)
     asker, other = Block(0.0), Block(0.0)
     assert residency.take_slot(asker, None) is not None
     assert (0, 2) == (places.num_free, places.num_cut)
     assert residency.take_slot(other, None) is not None
-    assert [None] * 4 == [block.slot for block in (blocks[0], *blocks[5:])]
-    assert {1} == {places.whole_of(taken(block.slot)) for block in blocks[1:5]}
+    left = [block for block in blocks if block.slot is None]
+    assert {*left} == {blocks[0], *gone}
+    stayed = [block for block in blocks if block.slot is not None]
+    assert {1} == {places.whole_of(taken(block.slot)) for block in stayed}
     residency.check(private_slots=2)
 
 
