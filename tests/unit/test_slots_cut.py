@@ -268,6 +268,21 @@ def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(
     residency.check(private_slots=2)
 
 
+def test_no_block_is_moved_where_others_have_no_room_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server(3, windowed=3)
+    residency, pool = server.cache.residency, server.cache.pool
+    blocks = held_blocks(residency, lesser=[True] * 8)
+    for block in blocks:
+        residency.release(block, Use(1.0, 1, ROOT))
+    assert residency.take_slot(Block(0.0), None) is not None, "one was whole"
+    monkeypatch.setattr(pool, "move", lambda slot, to: pytest.fail("moved"))
+    assert residency.take_slot(Block(0.0), None) is not None
+    assert 4 == len([block for block in blocks if block.slot is not None])
+    residency.check(private_slots=2)
+
+
 def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them() -> None:
     """A block that leaves the device for it would take the only frame."""
     residency = Server(2, windowed=3, num_frames=16).cache.residency
