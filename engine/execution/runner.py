@@ -171,12 +171,11 @@ class ModelRunner:
         return [each for each in self._picked if isinstance(each, CpuAttention)]
 
     def record(self) -> None:
-        """Load the compiled operators and record the model's forward, once, on any thread before
-        steps."""
+        """Record the model's forward, once, on any thread before steps."""
         if self._recorded:
             return
         self._recorded = True
-        fused = self._operators is not None and self._operators.load()
+        fused = self._operators is not None and self._operators.loaded is not None
         if fused:
             for each in self._on_cpu:
                 each.fuse()

@@ -6,7 +6,7 @@ model.
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,10 +178,16 @@ def load_model(
     elif is_text_of(model.config):
         drop_towers(model)
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
-    loaded = describe(
-        name, model, tokenizer, weights_digest=digest, dtype=dtype, device=device, tower=tower
+    return describe(
+        name,
+        model,
+        tokenizer,
+        weights_digest=digest,
+        dtype=dtype,
+        device=device,
+        tower=tower,
+        operators=operators,
     )
-    return replace(loaded, operators=operators)
 
 
 def _weights_bytes(folder: Path) -> int:
@@ -197,6 +203,7 @@ def describe(
     dtype: str,
     device: str,
     tower: VisionTower | None = None,
+    operators: Operators | None = None,
 ) -> LoadedModel:
     """Pack `model` for its device, check that paged attention works for it, and describe it."""
     attention.register()
@@ -207,7 +214,8 @@ def describe(
         # Keys rotated by another table are different keys.
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
     port = page_recurrent(model)
-    layers = prepare(model, max_context, port)
+    narrow = operators is not None and operators.load()
+    layers = prepare(model, max_context, port, narrow=narrow)
     arithmetic = arithmetic_of(model, device)
     adapters = AdapterBank(model, device)
     if port is not None:
@@ -227,6 +235,7 @@ def describe(
         arithmetic=arithmetic,
         tower=tower,
         port=port,
+        operators=operators,
     )
 
 

@@ -1,8 +1,9 @@
-"""Linear layers with weights in the order in which oneDNN's kernels read them.
+"""Linear layers with weights in the order in which their kernels read them.
 
 After loading, `engine.models.load` packs a float32 model on a CPU, and a bfloat16 one if the CPU
 multiplies bfloat16 itself. A row's result then does not depend on how many rows are computed with
-it. docs/measurements shows this and the gain.
+it. The kernels are oneDNN's, or compiled ones for float32 weights that were made of fewer bits, as
+those of a quantized file. docs/measurements shows this and the gain.
 """
 
 import logging
@@ -33,6 +34,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(_MAX_KERNELS))  # noqa: TID251  written for them, never read
 
 MIN_ROWS = 2  # with fewer, oneDNN uses kernels that sum in another order
+_COMPARED_ROWS = 5  # of each shape, by both kernels
 MORE_ROWS = 4  # what a step of fewer rows computes where that takes less time than `MIN_ROWS`
 
 
@@ -47,11 +49,11 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
+        self.dtype = linear.weight.dtype
         self._bias = linear.bias
         self._plain: torch.Tensor | None = None  # the weight, once it is requested
         self._packed: torch.Tensor
-        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _PACKED_FOR_ROWS)
-        self.register_buffer("_packed", packed, persistent=False)
+        self.register_buffer("_packed", self._pack(linear.weight.detach()), persistent=False)
         self._linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     @property
@@ -59,7 +61,7 @@ class PackedLinear(nn.Module):
         """The weight as in `nn.Linear`, for a model that multiplies by it directly (such as a
         router in float32). Unpacked on first use, and kept."""
         if self._plain is None:
-            self._plain = self._packed.to_dense().view(self.out_features, self.in_features)
+            self._plain = self._unpacked()
         return self._plain
 
     @property
@@ -78,6 +80,13 @@ class PackedLinear(nn.Module):
             return recorded
         return self._linear(rows, self._packed, self._bias, "none", [], "")
 
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        return packed
+
+    def _unpacked(self) -> torch.Tensor:
+        return self._packed.to_dense().view(self.out_features, self.in_features)
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
@@ -92,6 +101,63 @@ class PaddedLinear(PackedLinear):
             return super().forward(rows)
         padded = rows.reshape(num_rows, -1).expand(MIN_ROWS, -1).contiguous()
         return super().forward(padded)[:num_rows].view(*rows.shape[:-1], -1)
+
+
+class NarrowLinear(PackedLinear):
+    """The same for a float32 weight that was made of fewer bits, and is stored in these
+    (`engine/operators/linear.h`). Needs compiled operators. Gives the same bits, for one row too.
+
+    Raises CannotNarrow for any other weight.
+    """
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        product: torch.Tensor = torch.ops.cachesvc.linear(rows, self._packed, self._bias)
+        return product
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        narrow: torch.Tensor = torch.ops.cachesvc.narrow(weight.contiguous())
+        if not narrow.numel():
+            raise CannotNarrow
+        return narrow
+
+    def _unpacked(self) -> torch.Tensor:
+        weight: torch.Tensor = torch.ops.cachesvc.widen(self._packed)
+        return weight
+
+
+class CannotNarrow(Exception):
+    """A weight has no narrower form, or its products would have other bits."""
+
+
+class Packing:
+    """Chooses how each layer of a model is packed. `narrow` says whether there are compiled
+    operators."""
+
+    def __init__(self, *, narrow: bool) -> None:
+        self._narrow = narrow
+        self._agree: dict[tuple[int, int, bool], bool] = {}  # by shape, and whether there is a bias
+
+    def __call__(self, linear: nn.Linear, *, alone: bool) -> PackedLinear:
+        """The packed layer. `alone`: it may be given a single row."""
+        kind = PaddedLinear if alone else PackedLinear
+        if not self._narrow or linear.weight.dtype != torch.float32:
+            return kind(linear)
+        try:
+            return self._narrowed(linear)
+        except CannotNarrow:
+            return kind(linear)
+
+    def _narrowed(self, linear: nn.Linear) -> NarrowLinear:
+        narrow = NarrowLinear(linear)
+        shape = linear.in_features, linear.out_features, linear.bias is not None
+        if shape not in self._agree:
+            rows = torch.arange(_COMPARED_ROWS * shape[0]) * 7919 % 2048 - 1024
+            rows = (rows / 1024).view(_COMPARED_ROWS, shape[0])
+            self._agree[shape] = torch.equal(narrow(rows), PackedLinear(linear)(rows))
+        if not self._agree[shape]:
+            raise CannotNarrow
+        return narrow
 
 
 def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -117,10 +183,11 @@ def can_pack(model: Any) -> bool:
     )
 
 
-def pack(model: nn.Module, alone: Iterable[nn.Module] = ()) -> int:
+def pack(model: nn.Module, alone: Iterable[nn.Module] = (), *, narrow: bool = False) -> int:
     """Replace every `nn.Linear` of `model` by its packed form. Returns how many there were.
 
-    Those within the modules `alone` may be given a single row.
+    Those within the modules `alone` may be given a single row. `narrow`: there are compiled
+    operators, which keep weights in fewer bits where that loses nothing.
     """
     padded = {id(child) for module in alone for child in module.modules()}
     linears = [
@@ -129,10 +196,10 @@ def pack(model: nn.Module, alone: Iterable[nn.Module] = ()) -> int:
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
+    packed = Packing(narrow=narrow)
     with torch.inference_mode():
         for parent, name, linear in linears:
-            kind = PaddedLinear if id(linear) in padded else PackedLinear
-            setattr(parent, name, kind(linear))
+            setattr(parent, name, packed(linear, alone=id(linear) in padded))
     _leave_file(model, sum(linear.weight.numel() for _, _, linear in linears))
     return len(linears)
 
@@ -151,7 +218,7 @@ def fewest_rows(model: nn.Module) -> int:
     seconds = {MIN_ROWS: math.inf, MORE_ROWS: math.inf}
     for _ in range(5):
         for count in seconds:
-            rows = torch.zeros(1, count, largest.in_features, dtype=largest._packed.dtype)
+            rows = torch.zeros(1, count, largest.in_features, dtype=largest.dtype)
             begin_s = time.perf_counter()
             largest(rows)
             seconds[count] = min(seconds[count], time.perf_counter() - begin_s)

@@ -207,12 +207,16 @@ class ProbeAttention:
 
 @torch.inference_mode()
 def prepare(
-    model: Any, max_context: int | None = None, port: StatePort | None = None
+    model: Any,
+    max_context: int | None = None,
+    port: StatePort | None = None,
+    *,
+    narrow: bool = False,
 ) -> tuple[LayerLayout, ...]:
     """Pack the model and turn paged attention on. Returns what its layers store per token.
 
-    With `port`, the model has recurrent states. Then the pool keeps a layer for each time that a
-    forward attends.
+    `narrow`: with compiled operators, see `engine.models.packing`. With `port`, the model has
+    recurrent states. Then the pool keeps a layer for each time that a forward attends.
     Raises ModelError unless every layer attends through the interface, in order, and the model's
     results equal those of transformers' own modules and attention, whatever is computed beside it.
     """
@@ -220,7 +224,8 @@ def prepare(
     if port is None and not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{kind} does not support transformers' attention interface")
     try:
-        return _prepare(model, kind, max_context or model.config.max_position_embeddings, port)
+        context = max_context or model.config.max_position_embeddings
+        return _prepare(model, kind, context, port, narrow=narrow)
     except ModelError:
         raise
     except Exception as error:  # the model's own code may raise anything
@@ -235,7 +240,7 @@ def probe_logits(model: Any, port: StatePort | None = None) -> torch.Tensor:
 
 
 def _prepare(
-    model: Any, kind: str, max_context: int, port: StatePort | None
+    model: Any, kind: str, max_context: int, port: StatePort | None, *, narrow: bool
 ) -> tuple[LayerLayout, ...]:
     with _narrow_windows(model) as narrowed:
         model.set_attn_implementation("eager")
@@ -246,7 +251,7 @@ def _prepare(
         page_compressors(model, num_layers)
         page_convolutions(model)
         if packing.can_pack(model):
-            packing.pack(model, port.modules if port is not None else ())
+            packing.pack(model, port.modules if port is not None else (), narrow=narrow)
         model.set_attn_implementation(attention.IMPLEMENTATION)
         probe = ProbeAttention(port=port)
         actual = _paged(model, probe, [(0, 0, size)])

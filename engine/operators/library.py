@@ -43,6 +43,9 @@ _library = torch.library.Library("cachesvc", "FRAGMENT")
 _library.define("norm(Tensor x, Tensor eps) -> Tensor")
 _library.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+_library.define("narrow(Tensor weight) -> Tensor")
+_library.define("widen(Tensor narrow) -> Tensor")
+_library.define("linear(Tensor rows, Tensor narrow, Tensor? bias) -> Tensor")
 _library.define(
     "attend_rows(Tensor query, Tensor key, Tensor value, int first, int tokens, bool write, "
     "Tensor(a!)[] runs, int[] positions, int key_part, int value_part, int? window, "
@@ -111,7 +114,8 @@ class Operators:
 
     def _key(self) -> str:
         """A name for what the library depends on."""
-        parts = (SOURCE.read_bytes(), torch.__version__.encode(), self._capability.encode())
+        sources = (each.read_bytes() for each in sorted(SOURCE.parent.glob("*.[ch]*")))
+        parts = (*sources, torch.__version__.encode(), self._capability.encode())
         return xxhash.xxh3_64_hexdigest(b"\0".join(parts))
 
     def _command(self) -> list[str]:

@@ -7,11 +7,8 @@
 //
 // All tensors are float32 on a CPU. Threads are those of torch's own team. No Python here.
 
-#include <ATen/cpu/vec/functional.h>
-#include <ATen/cpu/vec/vec.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
+#include "linear.h"
+#include "tensors.h"
 
 #include <algorithm>
 #include <cmath>
@@ -19,52 +16,16 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <type_traits>
 #include <vector>
 
 namespace {
 
-using torch::stable::Tensor;
-using Lanes = at::vec::Vectorized<float>;
-
-constexpr int64_t kLanes = Lanes::size();
-constexpr int64_t kGrain = 32768;  // numbers for which another thread pays, as torch counts
 constexpr int64_t kAligned = 16;   // keys: a softmax begins and ends at a multiple
 constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
 constexpr int64_t kRows = 6;       // rows that share one reading of values
 constexpr int kWide = kLanes == 16 ? 4 : 2;        // vectors of a value that they add up at once
 constexpr int64_t kTileRows = 48;                  // rows whose scores are in memory at once,
 constexpr int64_t kScores = 1 << 17;               // if these are not more numbers: 512 KiB
-
-const float* read(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.scalar_type() == torch::headeronly::ScalarType::Float, "not float32");
-  return static_cast<const float*>(tensor.data_ptr());
-}
-
-float* write(const Tensor& tensor) { return const_cast<float*>(read(tensor)); }
-
-Tensor empty(std::vector<int64_t> sizes) {
-  std::vector<int64_t> strides(sizes.size(), 1);
-  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
-  AtenTensorHandle made;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), aoti_torch_dtype_float32(),
-      aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
-}
-
-std::vector<int64_t> sizes_of(const Tensor& tensor) {
-  std::vector<int64_t> sizes;
-  for (int64_t i = 0; i < tensor.dim(); ++i) sizes.push_back(tensor.size(i));
-  return sizes;
-}
-
-template <class Work>
-void in_parallel(int64_t count, int64_t cost_of_one, const Work& work) {
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cost_of_one));
-  if (count <= grain) return work(0, count);
-  torch::stable::parallel_for(0, count, grain, work);
-}
 
 // Norms.
 
@@ -325,13 +286,6 @@ void attend_tile(const Head& head, const float* queries, int64_t rows, float* sc
   }
 }
 
-// Room that a thread keeps from call to call, because fresh pages cost more than what fills them.
-float* room_for(int64_t count) {
-  thread_local std::vector<float> room;
-  if (room.size() < static_cast<size_t>(count)) room.resize(count);
-  return room.data();
-}
-
 // How many tokens a tile has, so that its scores stay in the cache, and threads have tiles alike.
 int64_t tile_tokens(int64_t tokens, int64_t groups, int64_t keys, int64_t heads) {
   const int64_t most = std::clamp(kScores / std::max<int64_t>(1, keys), kLanes, kTileRows);
@@ -448,4 +402,7 @@ STABLE_TORCH_LIBRARY_IMPL(cachesvc, CPU, library) {
   library.impl("silu_mul", TORCH_BOX(&silu_mul));
   library.impl("rotate", TORCH_BOX(&rotate));
   library.impl("attend_rows", TORCH_BOX(&attend_rows));
+  library.impl("narrow", TORCH_BOX(&narrow));
+  library.impl("widen", TORCH_BOX(&widen));
+  library.impl("linear", TORCH_BOX(&linear));
 }

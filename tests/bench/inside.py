@@ -126,13 +126,15 @@ def _known() -> Iterable[tuple[str, int]]:
     packed = plain = 0
     seen = set()
     gc.unfreeze()
-    for tensor in [o for o in gc.get_objects() if isinstance(o, torch.nn.Module)]:
-        for each in (*tensor.parameters(recurse=False), *tensor.buffers(recurse=False)):
+    for module in [o for o in gc.get_objects() if isinstance(o, torch.nn.Module)]:
+        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(each) in seen:
                 continue
             seen.add(id(each))
             if each.is_mkldnn:
                 packed += torch.ops.mkldnn._nbytes(each)
+            elif each.dtype == torch.uint8:
+                packed += each.nbytes
             else:
                 plain += resident_bytes(each.data_ptr(), each.nbytes)
     gc.freeze()

@@ -12,6 +12,7 @@ from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
 from engine.models.files import DEFAULT_MODEL
 from engine.models.load import LoadedModel, load_adapter, load_model
+from engine.models.packing import NarrowLinear, PackedLinear
 from engine.request import SamplingParams
 from tests.support.models import save_adapter
 
@@ -66,6 +67,15 @@ def answer(
         tokens.append(sampled.token)
         generated.append(sampled.token)
     return generated
+
+
+def test_its_weights_are_kept_in_the_bits_of_the_file(loaded: LoadedModel) -> None:
+    assert loaded.operators is not None
+    if loaded.operators.loaded is None:
+        pytest.skip("there are no compiled operators here")
+    packed = [each for each in loaded.model.modules() if isinstance(each, PackedLinear)]
+    assert len(packed) == 211 and all(type(each) is NarrowLinear for each in packed)
+    assert sum(each._packed.nbytes for each in packed) < 112 << 20
 
 
 def test_it_is_converted_once(loaded: LoadedModel, cache_dir: Path, stages: list[str]) -> None:

@@ -1,0 +1,60 @@
+// Tensors on a CPU, torch's vectors of numbers, and its team of threads, as all operators use them.
+
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+using torch::stable::Tensor;
+using Lanes = at::vec::Vectorized<float>;
+
+constexpr int64_t kLanes = Lanes::size();
+constexpr int64_t kGrain = 32768;  // numbers for which another thread pays, as torch counts
+
+const float* read(const Tensor& tensor) {
+  STD_TORCH_CHECK(tensor.scalar_type() == torch::headeronly::ScalarType::Float, "not float32");
+  return static_cast<const float*>(tensor.data_ptr());
+}
+
+float* write(const Tensor& tensor) { return const_cast<float*>(read(tensor)); }
+
+Tensor empty(std::vector<int64_t> sizes, int32_t dtype = aoti_torch_dtype_float32()) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * sizes[i];
+  AtenTensorHandle made;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      sizes.size(), sizes.data(), strides.data(), dtype, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < tensor.dim(); ++i) sizes.push_back(tensor.size(i));
+  return sizes;
+}
+
+template <class Work>
+void in_parallel(int64_t count, int64_t cost_of_one, const Work& work) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cost_of_one));
+  if (count <= grain) return work(0, count);
+  torch::stable::parallel_for(0, count, grain, work);
+}
+
+// Room that a thread keeps from call to call, because fresh pages cost more than what fills them.
+float* room_for(int64_t count) {
+  thread_local std::vector<float> room;
+  if (room.size() < static_cast<size_t>(count)) room.resize(count);
+  return room.data();
+}
+
+}  // namespace
