@@ -11,9 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 import orjson
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from api.access.body_bound import BodyBound
 from api.admin.headers import AdminHeaders
@@ -45,12 +47,11 @@ from billing.errors import BillingError
 from engine.errors import EngineError
 from tiers.errors import TierError
 
+GENERATING = (chat, completions, messages, responses)  # most requests
+BARE = {"request": Request, "return": Response}  # what the framework need do nothing for
 AREAS = (
     unserved,  # before the routes with a name in their path
-    chat,
-    completions,
-    messages,
-    responses,
+    *GENERATING,
     caches,
     quote,
     models,
@@ -89,6 +90,7 @@ def create_app(
     app.include_router(invoices.router)
     for router in routers:
         app.include_router(router)
+    app.router.routes[:0] = _direct_routes()
     for kind in (ApiError, EngineError, BillingError, TierError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)
@@ -96,6 +98,18 @@ def create_app(
     app.add_middleware(AdminHeaders)
     app.add_middleware(RequestLogger)
     return app
+
+
+def _direct_routes() -> list[Route]:
+    """The routes to answers once more, before all others and without the framework's reading of
+    parameters: they take the bare request. The search and the reading were a fifth of a short
+    request's time on the event loop (docs/measurements/compute.md, "A small cached request")."""
+    return [
+        Route(route.path, route.endpoint, methods=["POST"], include_in_schema=False)
+        for area in GENERATING
+        for route in area.router.routes
+        if isinstance(route, APIRoute) and route.endpoint.__annotations__ == BARE
+    ]
 
 
 @contextlib.asynccontextmanager
