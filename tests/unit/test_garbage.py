@@ -21,9 +21,26 @@ kept = Watched()
 garbage.freeze_loaded()
 print("frozen")
 """
+SELDOM = """
+import gc
+import sys
+sys.path.insert(0, sys.argv[1])
+usual = gc.get_threshold()
+import garbage
+garbage.freeze_loaded()
+print(gc.get_threshold() == (garbage.YOUNG, *usual[1:]))
+garbage.thaw()
+print(gc.get_threshold() == usual)
+"""
 
 
 def test_a_cycle_is_freed_before_the_freeze_or_at_the_end() -> None:
     command = [sys.executable, "-c", PROGRAM, str(FOLDER)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert ["freed", "frozen", "freed"] == done.stdout.split()
+
+
+def test_the_young_are_scanned_seldom_until_the_thaw() -> None:
+    command = [sys.executable, "-c", SELDOM, str(FOLDER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert ["True", "True"] == done.stdout.split()
