@@ -146,7 +146,8 @@ async def deliver(
         if claimed is not None:
             held.push_async_callback(claimed.close)
         user = wire.limits.user_of(principal, job.context.user)
-        job = replace(job, user=user)
+        if user:
+            job = replace(job, user=user)
         wire.queue.check_wait(job.share, job.prompt_tokens)
         wire.queue.enter(job.share, len(job.prompts))
         held.callback(wire.queue.leave, job.share, len(job.prompts))

@@ -3,7 +3,7 @@ the ledger.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
 from billing.errors import InvalidUsage
@@ -147,8 +147,7 @@ class Usage:
         return {name: count for name in CLASSES if (count := getattr(self, name))}
 
     def __add__(self, other: "Usage") -> "Usage":
-        mine, theirs = asdict(self), asdict(other)
-        return Usage(**{name: mine[name] + theirs[name] for name in CLASSES})
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in CLASSES})
 
 
 EMPTY = Usage()

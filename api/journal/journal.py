@@ -169,7 +169,7 @@ class Journal:
                 record,
                 state=State.FINISHED,
                 served=_without_content(delivered.served),
-                bill=replace(bill, receipt=None) if bill is not None else None,
+                bill=replace(bill, receipt=None) if bill and bill.receipt else bill,
                 delivered=delivered.complete,
                 failure=_failure(delivered.error) if delivered.error is not None else None,
                 ended_s=time.time(),
@@ -244,6 +244,8 @@ def _live(record: RequestRecord, generation: Generation) -> RequestRecord:
 
 def _without_content(served: Served) -> Served:
     """A request's result without the text of prompt and answer."""
+    if not served.transcripts and not any(served.prompt_logprobs):
+        return served
     return replace(served, transcripts=(), prompt_logprobs=())
 
 

@@ -181,7 +181,7 @@ class Delivery:
             await self._send_whole(send, 200, body, self.headers)
             return
         tail += self.wire.closing(served, bill, self.asked)
-        opening = b"" if self._started else self._opening()
+        opening = b"" if self._started else self.wire.opening(served.usage)
         await self._keep(served, b"".join(self._kept) + opening + tail)
         await self._send_events(send, tail, opening=opening, last=True)
 

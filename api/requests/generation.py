@@ -9,6 +9,8 @@ do not. Tokens that the hold does not cover never count. Event loop only.
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 
 from api.job import Delta, Job, Served, Transcript
 from api.requests.bridge import OutputBridge
@@ -163,22 +165,22 @@ class Generation:
 
     def usage(self) -> Usage:
         """What has been served so far."""
-        usage = EMPTY
-        for part in self._parts.values():
-            if part.counts is not None:
-                output = sum(choice.num_tokens for choice in part.choices)
-                counts = part.counts.with_output(output)
-                written = self._written(part, counts.prompt)
-                marked = self._written(part, min(counts.prompt, self.job.tokens_marked))
-                for_1h = self._written(part, min(counts.prompt, self.job.tokens_for_1h))
-                usage += Usage.from_counts(
-                    counts,
-                    written=written - marked,
-                    written_marked=marked - for_1h,
-                    written_1h=for_1h,
-                    marked=self.job.tokens_marked,
-                )
-        return usage
+        used = [self._used(p, p.counts) for p in self._parts.values() if p.counts is not None]
+        return reduce(add, used) if used else EMPTY
+
+    def _used(self, part: _Part, counted: TokenCounts) -> Usage:
+        """What has been served so far of one prompt, whose tokens the engine counted."""
+        job, counts = self.job, counted.with_output(sum(c.num_tokens for c in part.choices))
+        written = self._written(part, counts.prompt)
+        marked = self._written(part, min(counts.prompt, job.tokens_marked))
+        for_1h = self._written(part, min(counts.prompt, job.tokens_for_1h))
+        return Usage.from_counts(
+            counts,
+            written=written - marked,
+            written_marked=marked - for_1h,
+            written_1h=for_1h,
+            marked=job.tokens_marked,
+        )
 
     def _written(self, part: _Part, num_tokens: int) -> int:
         """Of the first `num_tokens`, those computed in full blocks, which are committed.

@@ -412,7 +412,7 @@ def sampling_params(
 
 
 def _is_list_of(value: object, kind: type) -> bool:
-    return isinstance(value, list) and all(type(one) is kind for one in value)
+    return isinstance(value, list) and set(map(type, value)) <= {kind}
 
 
 def _is_ids(value: object) -> bool:
