@@ -52,6 +52,11 @@ def test_one_thread_computes_where_two_wait_for_each_other() -> None:
     assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
+def test_a_trial_of_a_size_that_is_somewhat_slower_takes_two_steps() -> None:
+    machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.35))
+    assert 2 == machine.steps(FIRST_REST + 16)[1]
+
+
 def test_one_thread_computes_where_two_bring_next_to_nothing() -> None:
     machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.03))
     machine.steps(100)
