@@ -102,7 +102,7 @@ class Core:
             runner.warm_up()
             if operators is not None and (library := operators.loaded) is not None:
                 use_library(library)
-            cache.warm_up(runner.lazy_memories)
+            cache.warm_up()
             freeze_loaded()
 
         engine.start(warm_up)
@@ -171,6 +171,7 @@ def compose(
         checkpoints=states.tensor if states is not None else None,
         max_running=engine.scheduler.max_running,
     )
+    tiers.touch(runner.lazy_memories)
     run_apart(runner.record)
     settings = replace(
         engine,

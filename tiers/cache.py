@@ -118,7 +118,7 @@ class TieredCache:
             num_frames = max(fewest, settings.host_bytes // frame_stride(layout, device))
             frames = FrameArena(layout, num_frames, device)
         self._frames = frames
-        self._toucher: Toucher | None = None  # until `warm_up`
+        self._toucher: Toucher | None = None  # until `touch`
         capacities = _capacities(self.pool, frames, disk)
         quotas = _quotas(shares, capacities, layout.nbytes)
         self.residency = self._residency(frames, capacities, quotas, stream)
@@ -195,12 +195,17 @@ class TieredCache:
         if self.group is not None:
             self.group.start(on_load)
 
-    def warm_up(self, others: Sequence[LazyMemory] = ()) -> None:
-        """Touches memory before the first request does, here and in `others`, and more of it later,
-        ahead of need. Call it before any block is used."""
-        toucher = Toucher([*self._lazy_memories(), *others])
-        toucher.start()
-        self._toucher = toucher
+    def touch(self, others: Sequence[LazyMemory] = ()) -> None:
+        """Begins to touch memory before requests do, here and in `others`, in a thread of its
+        own."""
+        self._toucher = Toucher([*self._lazy_memories(), *others])
+        self._toucher.start()
+
+    def warm_up(self) -> None:
+        """Waits until the memory that the first prompts need is touched. Call it before any block
+        is used."""
+        if self._toucher is not None:
+            self._toucher.wait()
 
     def _lazy_memories(self) -> list[LazyMemory]:
         lazy_memories = self.group._lazy_memories() if self.group is not None else []

@@ -77,6 +77,7 @@ def test_memory_is_touched_ahead_of_need() -> None:
     used = Used(4 * AHEAD_BYTES)
     lazy, toucher = used.lazy_memory, Toucher([used.lazy_memory])
     toucher.start()
+    toucher.wait()
     with closing(toucher):
         assert AHEAD_BYTES == lazy.num_touched <= resident(lazy)
         used.num_bytes = 100 * MIB
@@ -95,6 +96,7 @@ def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched() -> N
     used = Used(4 * AHEAD_BYTES)
     toucher = Toucher([used.lazy_memory])
     toucher.start()
+    toucher.wait()
     with closing(toucher):
         used.num_bytes = AHEAD_BYTES // 2
         toucher.step()
@@ -110,6 +112,7 @@ def test_no_more_than_the_limit_is_touched() -> None:
     used.num_bytes = 40 * MIB
     toucher = Toucher([used.lazy_memory])
     toucher.start()
+    toucher.wait()
     toucher._thread.join(20)
     assert 16 * MIB == used.lazy_memory.num_touched
     assert resident(used.lazy_memory) <= 18 * MIB
@@ -140,6 +143,7 @@ def test_where_the_system_cannot_touch_what_is_used_first_is_touched_at_the_star
     pool, frames = Used(32 * MIB), Used(32 * MIB, at_start=8 * MIB)
     toucher = Toucher([pool.lazy_memory, frames.lazy_memory])
     toucher.start()
+    toucher.wait()
     with closing(toucher):
         assert 32 * MIB == resident(pool.lazy_memory)
         assert 8 * MIB == frames.lazy_memory.num_touched <= resident(frames.lazy_memory) <= 10 * MIB

@@ -1,6 +1,7 @@
 """The thread that touches memory before blocks and working copies need it.
 
-It follows the engine. Once nothing was computed for a moment, it touches until `AHEAD_BYTES` beyond
+It begins while the model is prepared, with what the first prompts need. Then it follows the engine.
+Once nothing was computed for a moment, it touches until `AHEAD_BYTES` beyond
 what is used are so. While the engine works it rests, unless half of that is gone. So memory is
 taken as tiers fill, and a step seldom waits for the system to hand it out.
 """
@@ -26,19 +27,22 @@ class Toucher:
         self._lazy_memories = [*lazy_memories]  # not touched up to their limits yet
         self._rests_since_s: float | None = None  # the engine, not this thread; None: it works
         self._is_closed = False
+        self._first = threading.Event()  # the first bytes of each are touched, or cannot be
+        self._untouched: list[LazyMemory] = []  # as the system cannot do it
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="cachesvc-touch", daemon=True)
 
     def start(self) -> None:
-        """Touch the first bytes of each, none of which is used yet, and start the thread."""
-        for lazy in self._lazy_memories:
-            if not lazy.touch(AHEAD_BYTES):
-                logger.info("memory is not touched ahead of need: the system cannot")
-                for each in self._lazy_memories:
-                    each.clear()
-                self._lazy_memories = []
-                break
+        """Start the thread, which begins with the first bytes of each."""
         self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the first bytes of each are touched. None of them may be wanted yet."""
+        self._first.wait()
+        if self._untouched:
+            logger.info("memory is not touched ahead of need: the system cannot")
+        while self._untouched:
+            self._untouched.pop().clear()
 
     def step(self) -> None:
         """Take in that the engine works. The engine thread, once a turn."""
@@ -62,7 +66,16 @@ class Toucher:
         """One of which more is to be touched."""
         return next((each for each in self._lazy_memories if each.lacks(ahead)), None)
 
+    def _touch_first(self) -> None:
+        for lazy in self._lazy_memories:
+            while lazy.num_touched < min(lazy.limit, AHEAD_BYTES) and not self._is_closed:
+                if not lazy.touch(PIECE_BYTES):
+                    self._untouched, self._lazy_memories = self._lazy_memories, []
+                    return
+
     def _serve(self) -> None:
+        self._touch_first()
+        self._first.set()
         be_nice(19)
         while self._lazy_memories and not self._is_closed:
             since_s = self._rests_since_s
