@@ -91,7 +91,8 @@ def test_it_is_converted_once(loaded: LoadedModel, cache_dir: Path, stages: list
     assert again == []
     assert second.weights_digest == loaded.weights_digest
     assert second.tokenizer.digest == loaded.tokenizer.digest
-    assert len(list(cache_dir.iterdir())) == 1, "nothing half-written is left behind"
+    left = [each.name for each in cache_dir.iterdir() if not each.name.startswith("operators-")]
+    assert len(left) == 1, "nothing half-written is left behind"
 
 
 def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
@@ -129,7 +130,7 @@ def test_a_random_adapter_computes_what_it_does_in_peft(
     """Logits of a prompt and greedy tokens, alone and in a step with the model's own rows."""
     from peft import PeftModel
 
-    (folder,) = cache_dir.iterdir()
+    (folder,) = filter(Path.is_dir, cache_dir.iterdir())
     stock = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     save_adapter(tmp_path, stock, r=16, lora_alpha=4, target_modules="all-linear")
     peft = PeftModel.from_pretrained(stock, str(tmp_path)).eval()
