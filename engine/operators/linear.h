@@ -31,7 +31,8 @@ constexpr int64_t kChain = 1024;     // inputs whose products are one chain
 constexpr int64_t kAtOnce = 128;     // inputs whose weights many rows share in the nearest cache
 constexpr int64_t kRowsAtOnce = 96;  // rows of a piece of work
 constexpr int kVectors = kOutputs / kLanes;
-constexpr int kMostRows = kLanes == 16 ? 12 : 3;  // whose sums the registers hold
+constexpr int kMostRows = kLanes == 16 ? 12 : 6;  // whose sums the registers hold,
+constexpr int kAtATime = 2;                       // of so many vectors of outputs
 constexpr int kFewRows = 3;  // for so many, weights go from memory into registers
 
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
@@ -164,14 +165,14 @@ void widen_groups(const uint8_t* group, int64_t groups, float* to) {
   });
 }
 
-// The sums of `kRows` rows and a panel's outputs, which go on from `to` unless they are fresh.
-template <int kRows>
+// The sums of `kRows` rows and some of a panel's outputs, which go on from `to` unless they are fresh.
+template <int kRows, int kWide>
 struct Sums {
-  Lanes of[kRows][kVectors];
+  Lanes of[kRows][kWide];
 
   void begin(bool fresh, const float* from, int64_t stride) {
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v)
+      for (int v = 0; v < kWide; ++v)
         of[r][v] = fresh ? Lanes(0.f) : Lanes::loadu(from + r * stride + v * kLanes);
   }
 
@@ -180,13 +181,13 @@ struct Sums {
     for (int r = 0; r < kRows; ++r) {
       const Lanes one(x[r * stride]);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) of[r][v] = at::vec::fmadd(one, weights[v], of[r][v]);
+      for (int v = 0; v < kWide; ++v) of[r][v] = at::vec::fmadd(one, weights[v], of[r][v]);
     }
   }
 
   void end(float* to, int64_t stride) const {
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kVectors; ++v) of[r][v].store(to + r * stride + v * kLanes);
+      for (int v = 0; v < kWide; ++v) of[r][v].store(to + r * stride + v * kLanes);
   }
 };
 
@@ -194,21 +195,31 @@ struct Sums {
 template <int kRows>
 void multiply(const float* x, int64_t inputs, const float* w, int64_t count, float* to,
               int64_t stride, bool fresh) {
-  Sums<kRows> sums;
-  sums.begin(fresh, to, stride);
-  for (int64_t k = 0; k < count; ++k, w += kOutputs) {
-    Lanes weights[kVectors];
-    for (int v = 0; v < kVectors; ++v) weights[v] = Lanes::loadu(w + v * kLanes);
-    sums.add(x + k, inputs, weights);
+  for (int64_t at = 0; at < kOutputs; at += kAtATime * kLanes) {
+    Sums<kRows, kAtATime> sums;
+    sums.begin(fresh, to + at, stride);
+    for (int64_t k = 0; k < count; ++k) {
+      Lanes weights[kAtATime];
+      for (int v = 0; v < kAtATime; ++v)
+        weights[v] = Lanes::loadu(w + k * kOutputs + at + v * kLanes);
+      sums.add(x + k, inputs, weights);
+    }
+    sums.end(to + at, stride);
   }
-  sums.end(to, stride);
+}
+
+// Calls `use` with a number up to `kMost` as a constant.
+template <int kMost, class Use>
+void with_constant(int64_t number, const Use& use) {
+  if (number == kMost) return use(std::integral_constant<int, kMost>());
+  if constexpr (kMost > 1) with_constant<kMost - 1>(number, use);
 }
 
 // The same with weights as they are stored.
 template <class Kind, int kRows>
 void multiply_stored(const float* x, int64_t inputs, const uint8_t* group, int64_t groups, float* to,
                      int64_t stride) {
-  Sums<kRows> sums;
+  Sums<kRows, kVectors> sums;
   sums.begin(true, to, stride);
   each_input<Kind>(group, groups,
                    [&](int64_t k, const Lanes* weights) { sums.add(x + k, inputs, weights); });
@@ -232,16 +243,13 @@ void many_rows(const float* x, int64_t rows, int64_t inputs, const uint8_t* grou
     const int64_t count = std::min(kAtOnce, groups * kGroup - k);
     const uint8_t* from = group + k / kGroup * Kind::kBytes;
     widen_groups<Kind>(from, count / kGroup, made);
-    const auto go = [&]<int kRows>(int64_t row) {
-      multiply<kRows>(x + row * inputs + k, inputs, made, count, to + row * stride, stride, k == 0);
-      return row + kRows;
-    };
+    // kMostRows rows at once, or nearly as many: fewer would wait for each other's sums.
     int64_t row = 0;
-    while (row + kMostRows <= rows) row = go.template operator()<kMostRows>(row);
-    if constexpr (kMostRows > 4)
-      while (row + 4 <= rows) row = go.template operator()<4>(row);
-    while (row + 2 <= rows) row = go.template operator()<2>(row);
-    while (row < rows) row = go.template operator()<1>(row);
+    for (int64_t left = (rows + kMostRows - 1) / kMostRows; left > 0; --left)
+      with_constant<kMostRows>((rows - row + left - 1) / left, [&](auto some) {
+        multiply<some()>(x + row * inputs + k, inputs, made, count, to + row * stride, stride, k == 0);
+        row += some();
+      });
   }
 }
 

@@ -68,7 +68,7 @@ def test_products_have_the_bits_of_packed_weights(kind: str, bias: bool) -> None
             linear = layer(weight(kind, outputs, inputs), bias=bias)
             narrow, packed = NarrowLinear(linear), PackedLinear(linear)
             assert narrow._packed.numel() == KINDS[kind] * outputs * inputs // 1024
-            for count in (2, 3, 4, 5, 37, 97, 193, 200):
+            for count in (2, 3, 4, 5, 7, 13, 37, 97, 193, 200):
                 rows = rows_of(count, inputs)
                 expected = packed(rows)
                 for threads in (1, 2, 3):
