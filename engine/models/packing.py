@@ -35,6 +35,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
 
 MIN_ROWS = 2  # with fewer, oneDNN uses kernels that sum in another order
 _COMPARED_ROWS = 5  # of each shape, by both kernels
+_OTHER_CHAINS = (512, 2048, 4096, 256, 128, 64)  # lengths that another oneDNN may have
 MORE_ROWS = 4  # what a step of fewer rows computes where that takes less time than `MIN_ROWS`
 
 
@@ -107,12 +108,17 @@ class NarrowLinear(PackedLinear):
     """The same for a float32 weight that was made of fewer bits, and is stored in these
     (`engine/operators/linear.h`). Needs compiled operators. Gives the same bits, for one row too.
 
-    Raises CannotNarrow for any other weight.
+    `chain` is the number of inputs whose products are added up in one chain. Raises CannotNarrow
+    for any other weight.
     """
+
+    chain = 1024  # as in oneDNN's kernels for AVX2
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows if rows.is_contiguous() else rows.contiguous()
-        product: torch.Tensor = torch.ops.cachesvc.linear(rows, self._packed, self._bias)
+        product: torch.Tensor = torch.ops.cachesvc.linear(
+            rows, self._packed, self._bias, self.chain
+        )
         return product
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
@@ -136,7 +142,8 @@ class Packing:
 
     def __init__(self, *, narrow: bool) -> None:
         self._narrow = narrow
-        self._agree: dict[tuple[int, int, bool], bool] = {}  # by shape, and whether there is a bias
+        # By shape, and whether there is a bias. None: oneDNN adds in another order.
+        self._chains: dict[tuple[int, int, bool], int | None] = {}
 
     def __call__(self, linear: nn.Linear, *, alone: bool) -> PackedLinear:
         """The packed layer. `alone`: it may be given a single row."""
@@ -151,13 +158,27 @@ class Packing:
     def _narrowed(self, linear: nn.Linear) -> NarrowLinear:
         narrow = NarrowLinear(linear)
         shape = linear.in_features, linear.out_features, linear.bias is not None
-        if shape not in self._agree:
-            rows = torch.arange(_COMPARED_ROWS * shape[0]) * 7919 % 2048 - 1024
-            rows = (rows / 1024).view(_COMPARED_ROWS, shape[0])
-            self._agree[shape] = torch.equal(narrow(rows), PackedLinear(linear)(rows))
-        if not self._agree[shape]:
+        if shape not in self._chains:
+            self._chains[shape] = _find_chain(narrow, PackedLinear(linear))
+        chain = self._chains[shape]
+        if chain is None:
             raise CannotNarrow
+        narrow.chain = chain
         return narrow
+
+
+@torch.inference_mode()
+def _find_chain(narrow: NarrowLinear, packed: PackedLinear) -> int | None:
+    """The length of chains that gives the bits of the packed layer, as far as a few rows show. None
+    if none does of those that oneDNN may have."""
+    rows = torch.arange(_COMPARED_ROWS * packed.in_features) * 7919 % 2048 - 1024
+    rows = (rows / 1024).view(_COMPARED_ROWS, packed.in_features)
+    expected = packed(rows)
+    for chain in (NarrowLinear.chain, packed.in_features, *_OTHER_CHAINS):
+        narrow.chain = chain
+        if torch.equal(narrow(rows), expected):
+            return chain
+    return None
 
 
 def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -45,7 +45,7 @@ _library.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
 _library.define("narrow(Tensor weight) -> Tensor")
 _library.define("widen(Tensor narrow) -> Tensor")
-_library.define("linear(Tensor rows, Tensor narrow, Tensor? bias) -> Tensor")
+_library.define("linear(Tensor rows, Tensor narrow, Tensor? bias, int chain) -> Tensor")
 _library.define(
     "attend_rows(Tensor query, Tensor key, Tensor value, int first, int tokens, bool write, "
     "Tensor(a!)[] runs, int[] positions, int key_part, int value_part, int? window, "

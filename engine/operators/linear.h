@@ -4,10 +4,10 @@
 // bits is made of them again as it is needed. A token's products wait for weights from memory, so
 // they are faster by what is not read.
 //
-// Bits are those of oneDNN's products (brgemm): per output, the products of 1,024 numbers at a time
-// are one chain of multiply-adds that begins at 0, and the chains are added in order. Which rows and
-// threads there are does not matter. `engine.models.packing` compares the bits of each shape before it
-// uses it.
+// Bits are those of oneDNN's products (brgemm): per output, the products of so many numbers at a time,
+// 1,024 with AVX2, are one chain of multiply-adds that begins at 0, and the chains are added in order.
+// Which rows and threads there are does not matter. `engine.models.packing` finds the length of the
+// chains, and compares the bits of each shape before it uses it.
 //
 // Layout: 32 outputs make a panel and 32 inputs a group, so weights are [outputs / 32, inputs / 32,
 // bytes of a group]. The bytes tell the kind. In a group, the inputs that share a word of 32 bits stand
@@ -27,7 +27,6 @@
 namespace {
 
 constexpr int64_t kOutputs = 32, kGroup = 32;
-constexpr int64_t kChain = 1024;     // inputs whose products are one chain
 constexpr int64_t kAtOnce = 128;     // inputs whose weights many rows share in the nearest cache
 constexpr int64_t kRowsAtOnce = 96;  // rows of a piece of work
 constexpr int kVectors = kOutputs / kLanes;
@@ -255,13 +254,13 @@ void many_rows(const float* x, int64_t rows, int64_t inputs, const uint8_t* grou
 
 // The products of rows [rows, inputs] with one panel, into `to`, with rows `stride` numbers apart.
 template <class Kind>
-void panel_of(const float* x, int64_t rows, int64_t inputs, const uint8_t* group, float* to,
-              int64_t stride) {
+void panel_of(const float* x, int64_t rows, int64_t inputs, int64_t chain, const uint8_t* group,
+              float* to, int64_t stride) {
   float* made = room_for((kAtOnce + rows) * kOutputs);
-  float* chain = made + kAtOnce * kOutputs;
-  for (int64_t k = 0; k < inputs; k += kChain) {
-    const int64_t groups = std::min(kChain, inputs - k) / kGroup;
-    float* sums = k ? chain : to;
+  float* next = made + kAtOnce * kOutputs;
+  for (int64_t k = 0; k < inputs; k += chain) {
+    const int64_t groups = std::min(chain, inputs - k) / kGroup;
+    float* sums = k ? next : to;
     const int64_t apart = k ? kOutputs : stride;
     if (rows <= kFewRows)
       few_rows<Kind>(x + k, rows, inputs, group, groups, sums, apart);
@@ -269,7 +268,7 @@ void panel_of(const float* x, int64_t rows, int64_t inputs, const uint8_t* group
       many_rows<Kind>(x + k, rows, inputs, group, groups, sums, apart, made);
     group += groups * Kind::kBytes;
     for (int64_t i = 0; k && i < rows * kOutputs; ++i)
-      to[i / kOutputs * stride + i % kOutputs] += chain[i];
+      to[i / kOutputs * stride + i % kOutputs] += next[i];
   }
 }
 
@@ -333,8 +332,10 @@ Tensor widen(const Tensor& narrow) {
   return output;
 }
 
-// Rows [..., inputs] times narrow weights, plus a bias [outputs].
-Tensor linear(const Tensor& x, const Tensor& narrow, const std::optional<Tensor>& bias) {
+// Rows [..., inputs] times narrow weights, plus a bias [outputs]. chain: inputs whose products are one.
+Tensor linear(const Tensor& x, const Tensor& narrow, const std::optional<Tensor>& bias,
+              int64_t chain) {
+  STD_TORCH_CHECK(chain > 0 && chain % kGroup == 0, "a chain of another length");
   const int64_t groups = narrow.size(1), inputs = groups * kGroup, outputs = narrow.size(0) * kOutputs;
   STD_TORCH_CHECK(x.is_contiguous() && x.size(x.dim() - 1) == inputs, "rows of another size");
   std::vector<int64_t> sizes = sizes_of(x);
@@ -351,7 +352,7 @@ Tensor linear(const Tensor& x, const Tensor& narrow, const std::optional<Tensor>
         const int64_t panel = item / pieces, row = item % pieces * at_once;
         const int64_t count = std::min(at_once, rows - row);
         float* sums = to + row * outputs + panel * kOutputs;
-        panel_of<Kind>(from + row * inputs, count, inputs, weights + panel * groups * Kind::kBytes, sums,
+        panel_of<Kind>(from + row * inputs, count, inputs, chain, weights + panel * groups * Kind::kBytes, sums,
                        outputs);
         for (int64_t i = 0; added && i < count * kOutputs; ++i)
           sums[i / kOutputs * outputs + i % kOutputs] += added[panel * kOutputs + i % kOutputs];
