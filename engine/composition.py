@@ -4,7 +4,7 @@ Nothing starts before `start`. `close` undoes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,8 +141,8 @@ def compose(
     `engine`.
 
     Takes ownership of `disk`, and of `checkpoint_disk` for a model with recurrent states: they are
-    closed with the rest, and also if the tiers raise an error about sizes here. With a disk tier,
-    pins are saved in `pin_folder` across a restart.
+    closed with the rest, and also if anything raises here, as the tiers do about sizes. With a
+    disk tier, pins are saved in `pin_folder` across a restart.
     """
     try:
         tiers = run_apart(
@@ -162,44 +162,48 @@ def compose(
             if tier is not None:
                 tier.close()
         raise
-    states = tiers.checkpoint_pool
-    runner = ModelRunner(
-        loaded,
-        tiers.pool.tensor,
-        scratch=tiers.pool.scratch,
-        owners=tiers.pool.owners,
-        checkpoints=states.tensor if states is not None else None,
-        max_running=engine.scheduler.max_running,
-    )
-    tiers.touch(runner.lazy_memories)
-    run_apart(runner.record)
-    settings = replace(
-        engine,
-        max_context=loaded.max_context,
-        eos_token_ids=loaded.eos_token_ids,
-        adapters=loaded.adapters.digests,
-        check_params=partial(check_params, vocab_size=loaded.vocab_size),
-    )
-    return Core(
-        loaded=loaded,
-        layout=layout,
-        scope=CacheScope(
-            weights=loaded.weights_digest,
-            tokenizer=loaded.tokenizer.digest,
-            layout=layout.digest(),
-            arithmetic=loaded.arithmetic.digest(),
-        ),
-        cache=tiers,
-        engine=Engine(
-            runner,
-            tiers,
-            settings,
-            on_outputs,
-            encoder=PictureEncoder(loaded.tower) if loaded.tower is not None else None,
-        ),
-        runner=runner,
-        grammars=compiler_for(loaded),
-    )
+    with ExitStack() as opened:
+        opened.callback(tiers.close, flush=False)
+        states = tiers.checkpoint_pool
+        runner = ModelRunner(
+            loaded,
+            tiers.pool.tensor,
+            scratch=tiers.pool.scratch,
+            owners=tiers.pool.owners,
+            checkpoints=states.tensor if states is not None else None,
+            max_running=engine.scheduler.max_running,
+        )
+        tiers.touch(runner.lazy_memories)
+        run_apart(runner.record)
+        settings = replace(
+            engine,
+            max_context=loaded.max_context,
+            eos_token_ids=loaded.eos_token_ids,
+            adapters=loaded.adapters.digests,
+            check_params=partial(check_params, vocab_size=loaded.vocab_size),
+        )
+        core = Core(
+            loaded=loaded,
+            layout=layout,
+            scope=CacheScope(
+                weights=loaded.weights_digest,
+                tokenizer=loaded.tokenizer.digest,
+                layout=layout.digest(),
+                arithmetic=loaded.arithmetic.digest(),
+            ),
+            cache=tiers,
+            engine=Engine(
+                runner,
+                tiers,
+                settings,
+                on_outputs,
+                encoder=PictureEncoder(loaded.tower) if loaded.tower is not None else None,
+            ),
+            runner=runner,
+            grammars=compiler_for(loaded),
+        )
+        opened.pop_all()
+    return core
 
 
 def _first_steps(runner: ModelRunner, num_tokens: int, block_size: int) -> None:

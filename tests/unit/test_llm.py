@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import engine
 from engine import LLM, LoRARequest, RequestOutput, SamplingParams
 from engine.errors import AdapterError, EngineClosed, EngineFailed, ModelError, RequestError
+from engine.execution.runner import ModelRunner
 from engine.models import load
 from engine.operators import library
 from tests.support.models import save_tiny_adapter, save_tiny_model
@@ -279,6 +281,21 @@ def test_sizes_and_models_that_cannot_work(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="give another cache_dir"):
         open_llm(model, tmp_path / "file")
+
+
+def test_an_engine_that_cannot_be_made_closes_its_tiers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ModelRunner) -> None:
+        raise MemoryError
+
+    before = {*threading.enumerate()}
+    with monkeypatch.context() as failing:
+        failing.setattr(ModelRunner, "record", fail)
+        with pytest.raises(MemoryError):
+            open_llm(model, tmp_path)
+    assert {*threading.enumerate()} <= before
+    open_llm(model, tmp_path).close()
 
 
 def test_closed_twice_is_closed(model: Path, tmp_path: Path) -> None:
