@@ -20,6 +20,7 @@ from cachesvc.server.remote import check_remote
 from cachesvc.server.startup import Startup, answering
 from cachesvc.server.supervisor import notify
 from engine.driver import check_device
+from engine.garbage import scanning_seldom
 from engine.lean import without_training
 from engine.models.files import check
 from tiers.telemetry.events import EventStream
@@ -79,6 +80,7 @@ def serve(
                 notify("READY=1")
                 on_ready(settings, url, link)
 
+            service_open.enter_context(scanning_seldom())
             service_open.callback(notify, "STOPPING=1")  # called before the service closes
             service.run(listener, ready)
 
