@@ -19,7 +19,7 @@ from torch import nn
 
 from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.dense import attend_span, scratch_size
-from engine.models.packing import PackedLinear
+from engine.models.packing import PackedLinear, sample_rows
 from engine.promise import BITS, Equal, Promise
 
 _SAMPLE_ROWS = (2, 65)  # of a decode step, and of a chunk
@@ -120,7 +120,7 @@ def _sample(model: nn.Module) -> tuple[bytes, Promise]:
         if shape in seen or shape[0] * shape[1] > _MAX_WEIGHTS:
             continue
         seen.add(shape)
-        few, many = (module(_numbers(count, shape[0]).to(dtype)) for count in _SAMPLE_ROWS)
+        few, many = (module(sample_rows(count, shape[0]).to(dtype)) for count in _SAMPLE_ROWS)
         _add(hasher, few)
         _add(hasher, many)
         if isinstance(module, PackedLinear) and not torch.equal(few, many[: len(few)]):
@@ -132,7 +132,7 @@ def _sample(model: nn.Module) -> tuple[bytes, Promise]:
         if not torch.equal(alone, together[-1:]):
             reason = "attention depends on the number of rows"
             promise = promise.or_weaker(Promise(Equal.NONE, reason))
-    line = _numbers(8, 200).to(dtype)
+    line = sample_rows(8, 200).to(dtype)
     for function in (torch.exp, torch.cos, torch.sin, torch.tanh, nn.functional.silu):
         _add(hasher, function(line))
     _add(hasher, nn.functional.gelu(line))
@@ -189,8 +189,8 @@ def _activates_rows_alike(width: int) -> bool:
 def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention at the last position of a prompt alone, and of its last positions together."""
     num_keys, groups, tile = 208, 3, 65
-    keys = _numbers(2 * num_keys, dim).view(2, num_keys, dim)
-    query = _numbers(tile * 2 * groups, dim).view(tile, 2 * groups, dim)
+    keys = sample_rows(2 * num_keys, dim).view(2, num_keys, dim)
+    query = sample_rows(tile * 2 * groups, dim).view(tile, 2 * groups, dim)
     triangle, own = torch.full((tile, tile), -torch.inf).triu(1), keys.transpose(0, 1)
     scratch = torch.empty(scratch_size(groups * tile, num_keys))
     outputs = []
@@ -213,12 +213,6 @@ def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
             outputs[-1],
         )
     return outputs[0], outputs[1]
-
-
-def _numbers(num_rows: int, width: int) -> torch.Tensor:
-    """Numbers in [-1, 1) that every machine makes alike. [num_rows, width] in float32."""
-    whole = torch.arange(num_rows * width) * 7919 % 2048 - 1024
-    return (whole.float() / 1024).view(num_rows, width)
 
 
 def _add(hasher: xxhash.xxh3_128, numbers: torch.Tensor) -> None:

@@ -171,14 +171,19 @@ class Packing:
 def _find_chain(narrow: NarrowLinear, packed: PackedLinear) -> int | None:
     """The length of chains that gives the bits of the packed layer, as far as a few rows show. None
     if none does of those that oneDNN may have."""
-    rows = torch.arange(_COMPARED_ROWS * packed.in_features) * 7919 % 2048 - 1024
-    rows = (rows / 1024).view(_COMPARED_ROWS, packed.in_features)
+    rows = sample_rows(_COMPARED_ROWS, packed.in_features)
     expected = packed(rows)
     for chain in (NarrowLinear.chain, packed.in_features, *_OTHER_CHAINS):
         narrow.chain = chain
         if torch.equal(narrow(rows), expected):
             return chain
     return None
+
+
+def sample_rows(num_rows: int, width: int) -> torch.Tensor:
+    """Numbers in [-1, 1) that every machine makes alike. [num_rows, width] in float32."""
+    whole = torch.arange(num_rows * width) * 7919 % 2048 - 1024
+    return (whole.float() / 1024).view(num_rows, width)
 
 
 def _multiply(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
