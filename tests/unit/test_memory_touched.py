@@ -59,6 +59,16 @@ def test_pools_and_working_copies_take_no_memory_when_they_are_made() -> None:
     assert 128 * MIB == copies.lazy_memory.limit, "ended copies take a quarter"
 
 
+def test_memory_is_new_though_much_was_freed() -> None:
+    np.empty(31 * MIB, np.uint8)  # once freed, malloc keeps others of that size to hand them out
+    freed = [np.ones(30 * MIB, np.uint8) for _ in range(5)]
+    kept = bytes(100_000)  # behind them, so that they cannot be given back to the system
+    del freed
+    lazy = LazyMemory(64 * MIB)
+    assert not resident(lazy)
+    assert not lazy.memory.any() and kept
+
+
 def test_memory_goes_with_its_owner() -> None:
     pool, arena = DevicePool(LAYOUT, 8), FrameArena(LAYOUT, 8)
     copies = WorkingCopies(KvPool(pool.tensor), budget_bytes=MIB)
@@ -71,6 +81,11 @@ def test_memory_goes_with_its_owner() -> None:
     del pool, arena, copies
     assert 3 * [None] == [each() for each in left]
     gc.enable()
+
+
+def test_more_memory_than_can_be_promised_is_an_error() -> None:
+    with pytest.raises(MemoryError, match="the system has no"):
+        LazyMemory(1 << 62)
 
 
 def test_memory_is_touched_ahead_of_need() -> None:
