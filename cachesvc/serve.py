@@ -11,9 +11,11 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings
 from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
+from cachesvc.server.early_memory import taken_early
 from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
 from cachesvc.server.money import open_money
 from cachesvc.server.remote import check_remote
@@ -23,6 +25,7 @@ from engine.driver import check_device
 from engine.garbage import scanning_seldom
 from engine.lean import without_training
 from engine.models.files import check
+from tiers.blocks.lazy_memory import AHEAD_BYTES
 from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
@@ -59,16 +62,17 @@ def serve(
                     f"{url_of(listener)} answers 503 until {settings.model.name} is loaded; "
                     "/health/ready says when"
                 )
-                with startup.during("importing torch"), _importing():
-                    if not over_vllm:
-                        lean.enter_context(without_training())
-                    from cachesvc.server.compute import prepare  # torch, seconds of it
-                with startup.during(f"loading {settings.model.name}"):
-                    with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare") as thread:
-                        prepared = thread.submit(prepare, settings, startup.progress)
-                        with _importing():  # the rest, while that thread loads weights
-                            from cachesvc.service import Service
-                    settings, make_backend = prepared.result()
+                with taken_early(_first_bytes(settings.cache)):
+                    with startup.during("importing torch"), _importing():
+                        if not over_vllm:
+                            lean.enter_context(without_training())
+                        from cachesvc.server.compute import prepare  # torch, seconds of it
+                    with startup.during(f"loading {settings.model.name}"):
+                        with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare") as thread:
+                            prepared = thread.submit(prepare, settings, startup.progress)
+                            with _importing():  # the rest, while that thread loads weights
+                                from cachesvc.service import Service
+                        settings, make_backend = prepared.result()
                 opening = "starting vLLM" if over_vllm else TIERS
                 with startup.during(opening):
                     service = Service(settings, make_backend, money, stream)
@@ -83,6 +87,12 @@ def serve(
             service_open.enter_context(scanning_seldom())
             service_open.callback(notify, "STOPPING=1")  # called before the service closes
             service.run(listener, ready)
+
+
+def _first_bytes(cache: CacheSection) -> int:
+    """What the tiers and working copies will touch at first."""
+    sizes = cache.device_bytes or AHEAD_BYTES, cache.host_bytes, AHEAD_BYTES
+    return sum(min(size, AHEAD_BYTES) for size in sizes)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """The control groups that hold this process, of version 1 or 2. No torch here."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 OWN, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60  # version 1 has no word for it, only a number near 2^63
 
 
 def folders(controller: str, own: Path, root: Path) -> Iterator[Path]:
@@ -27,3 +29,18 @@ def folders(controller: str, own: Path, root: Path) -> Iterator[Path]:
         while folder.is_relative_to(tree):
             yield folder
             folder = folder.parent
+
+
+def memory_limit() -> int | None:
+    """The lowest limit in bytes of all groups, of version 1 or 2, that hold this process. None if
+    there is none."""
+    found = map(_memory_limit, folders("memory", OWN, ROOT))
+    return min((limit for limit in found if limit is not None), default=None)
+
+
+def _memory_limit(folder: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        with suppress(OSError):
+            text = (folder / name).read_text().strip()
+            return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
+    return None

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -26,7 +25,9 @@ from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
-from cachesvc.server.memory_limit import full_bytes, largest_cache, memory_limit
+from cachesvc.server.memory_limit import full_bytes, largest_cache
+from cachesvc.server.spare_memory import available_bytes
+from engine.cgroups import memory_limit
 from engine.hardware import Hardware, read_hardware
 from engine.operators.library import COMPILERS, find_compiler
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
@@ -144,7 +145,7 @@ def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
     needed, limit, available = (
         full_bytes(cache, on_gpu=on_gpu),
         memory_limit(),
-        _available_memory(),
+        available_bytes(),
     )
     fix = f"lower {largest_cache(cache, on_gpu=on_gpu)}"
     takes = f"full caches take {size(needed)}"
@@ -284,15 +285,6 @@ def _folder(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
-
-
-def _available_memory() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields: dict[str, Any] = {line.split(":")[0]: line.split()[1] for line in lines}
-    return int(fields["MemAvailable"]) * 1024 if "MemAvailable" in fields else None
 
 
 _MARKS: Mapping[Level, str] = {

@@ -5,34 +5,15 @@ happen long after the start.
 """
 
 import logging
-from contextlib import suppress
-from pathlib import Path
 
 from api.format import size
 from cachesvc.config.sections import CacheSection
 from cachesvc.server.spare_memory import anonymous_bytes
-from engine import cgroups
 from engine.attention.copies import DEFAULT_BUDGET_BYTES
+from engine.cgroups import memory_limit
 from engine.hardware import CPU_CACHE_BYTES
 
 logger = logging.getLogger(__name__)
-
-UNLIMITED = 1 << 60  # version 1 has no word for it, only a number near 2^63
-
-
-def memory_limit() -> int | None:
-    """The lowest limit of all groups, of version 1 or 2, that hold this process. None if there is
-    none."""
-    found = map(_limit, cgroups.folders("memory", cgroups.OWN, cgroups.ROOT))
-    return min((limit for limit in found if limit is not None), default=None)
-
-
-def _limit(folder: Path) -> int | None:
-    for name in ("memory.max", "memory.limit_in_bytes"):
-        with suppress(OSError):
-            text = (folder / name).read_text().strip()
-            return int(text) if text.isdecimal() and int(text) < UNLIMITED else None
-    return None
 
 
 def full_bytes(cache: CacheSection, *, on_gpu: bool) -> int:

@@ -46,3 +46,13 @@ def anonymous_bytes() -> int:
         return 0
     found = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
     return int(found[0]) << 10 if found else 0
+
+
+def available_bytes() -> int | None:
+    """What the system could give to processes; None where /proc does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) << 10 if found else None

@@ -7,8 +7,9 @@ import pytest
 from cachesvc.cli import doctor
 from cachesvc.cli.doctor import Level
 from cachesvc.config.sections import CacheSection
-from cachesvc.server.memory_limit import memory_limit, warn_of_limit
+from cachesvc.server.memory_limit import warn_of_limit
 from engine import cgroups
+from engine.cgroups import memory_limit
 
 MIB, GIB = 1 << 20, 1 << 30
 

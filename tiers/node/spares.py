@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 from tiers.blocks.lazy_memory import populate
 from tiers.node.arena import SharedArena
-from tiers.transfer.mover import be_nice
+from tiers.transfer.niceness import be_nice
 
 logger = logging.getLogger(__name__)
 

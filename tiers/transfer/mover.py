@@ -7,7 +7,6 @@ wait while loads are under way, because a request waits for a load and nobody wa
 """
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +20,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.errors import MissReason
 from tiers.tier import Age, Loaded, ManagedTier, TierName
+from tiers.transfer.niceness import be_nice
 
 logger = logging.getLogger(__name__)
 
@@ -249,11 +249,3 @@ class Mover:
                     self._loads_idle.set()
             job.done = True
             self._on_done()
-
-
-def be_nice(niceness: int) -> None:
-    """Let this thread give way to the engine's. Only Linux has niceness per thread."""
-    try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
-    except (AttributeError, OSError):
-        logger.debug("the writer thread keeps its priority")

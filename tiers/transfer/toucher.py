@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
-from tiers.transfer.mover import be_nice
+from tiers.transfer.niceness import be_nice
 
 logger = logging.getLogger(__name__)
 
