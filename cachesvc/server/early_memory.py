@@ -10,6 +10,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
 from tiers.blocks.lazy_memory import LazyMemory
@@ -21,31 +24,33 @@ SHARE = 1 / 4  # of the memory that this process may have: loading needs some, t
 
 @contextmanager
 def taken_early(num_bytes: int) -> Iterator[None]:
-    """Take up to so many bytes while the block runs, with time that nothing else uses."""
-    done = threading.Event()
-    thread = threading.Thread(
-        target=_take, args=(_bounded(num_bytes), done), name="cachesvc-early", daemon=True
-    )
+    """Take up to so many bytes while the block runs, with time that little else uses."""
+    memory, done = _memory(_bounded(num_bytes)), threading.Event()
+    thread = threading.Thread(target=_take, args=(memory, done), name="cachesvc-early", daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
-        thread.join()
+        thread.join()  # then this thread gives the memory back: the other one is too slow for it
 
 
-def _take(num_bytes: int, done: threading.Event) -> None:
-    be_nice(19)
-    try:
-        memory = LazyMemory(num_bytes).memory
-    except MemoryError:
-        return  # the tiers will say so
-    for start in range(0, num_bytes, PIECE_BYTES):
+def _take(memory: NDArray[np.uint8], done: threading.Event) -> None:
+    # Beside busy processes, the last of all priorities would take a second for a piece.
+    be_nice(10)
+    for start in range(0, len(memory), PIECE_BYTES):
         if done.is_set():
             return
+        piece = memory[start : start + PIECE_BYTES]
         # Without the GIL, and without the lock of the process's mappings, which imports need.
-        ctypes.memset(memory.ctypes.data + start, 0, min(PIECE_BYTES, num_bytes - start))
-    done.wait()
+        ctypes.memset(piece.ctypes.data, 0, piece.nbytes)
+
+
+def _memory(num_bytes: int) -> NDArray[np.uint8]:
+    try:
+        return LazyMemory(num_bytes).memory
+    except MemoryError:  # the tiers will say so
+        return LazyMemory(0).memory
 
 
 def _bounded(num_bytes: int) -> int:
