@@ -4,11 +4,13 @@ A child process writes and dies inside its storage; the parent reopens the folde
 """
 
 import errno
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -36,7 +38,8 @@ FRAMES = take(FrameArena(LAYOUT, 9), 9)
 
 
 def opened(root: Path, storage: Storage | None = None) -> DiskTier:
-    return open_disk(root, LAYOUT, CAPACITY, storage=storage)
+    # However long a check takes: until its end a shard is only read.
+    return open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=math.inf)
 
 
 def blocks(seed: int) -> list[BlockId]:
@@ -93,19 +96,18 @@ def test_killed_at_a_point_of_a_write(tmp_path: Path, point: str) -> None:
         status = in_child(write_until_killed, root, point, number)
         killed = status == -signal.SIGKILL
         assert killed or status == 0
-        tier = opened(root)
-        written = root / "stored"
-        last = int(written.read_text()) if written.exists() else -1
-        served = [num_served(tier, seed) for seed in range(20)]
-        if last >= 0:
-            assert served[last] == 8, "what was stored before the kill is served after it"
-        assert tier.stats().num_blocks >= sum(served)
-        assert not tier.stats().faults
-        for seed in range(20, 40):
-            store(tier, seed)
-        assert num_served(tier, 39) == 8
-        assert tier.stats().used_bytes <= CAPACITY
-        tier.close()
+        with closing(opened(root)) as tier:
+            written = root / "stored"
+            last = int(written.read_text()) if written.exists() else -1
+            served = [num_served(tier, seed) for seed in range(20)]
+            if last >= 0:
+                assert served[last] == 8, "what was stored before the kill is served after it"
+            assert tier.stats().num_blocks >= sum(served)
+            assert not tier.stats().faults
+            for seed in range(20, 40):
+                store(tier, seed)
+            assert num_served(tier, 39) == 8
+            assert tier.stats().used_bytes <= CAPACITY
         if not killed:
             break
 
