@@ -319,7 +319,9 @@ def main() -> None:
         parser.error("--vllm needs --model, and --llama needs --gguf")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended; its servers are stopped"))
     with tempfile.TemporaryDirectory(prefix="cachesvc-peers-") as folder:
-        figures = measure(given, given.data_dir or Path(folder))
+        data_dir = given.data_dir or Path(folder)
+        data_dir.mkdir(parents=True, exist_ok=True)
+        figures = measure(given, data_dir)
     text = json.dumps(figures, indent=1)
     print(text)
     if given.json:
