@@ -45,7 +45,7 @@ bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0; }
 // The kinds. `fit` writes the 32 weights of an output into a group, if they can be had again.
 // `widen` makes a vector of the weights of input `i` of a word.
 
-// step * n + least, n of 4 bits: GGUF's Q4_0 and Q4_1.
+// step * n + least, n of 4 bits: GGUF's Q4_1. Not its Q4_0, where steps are negative and so zeros are -0.
 struct Fours {
   static constexpr int kInWord = 8;
   static constexpr int64_t kHead = 8 * kOutputs, kBytes = kHead + 16 * kOutputs;
@@ -102,9 +102,10 @@ struct Eights {
     uint32_t words[kGroup / kInWord] = {};
     for (int64_t k = 0; k < kGroup; ++k) {
       const float n = step == 0 ? 0 : std::round(w[k] / step);
-      if (!(n >= -128 && n <= 127) || !same_bits(step * n, w[k])) return false;
-      words[k / kInWord] |= (static_cast<uint32_t>(static_cast<int32_t>(n)) & 0xFF)
-                            << (8 * (k % kInWord));
+      if (!(n >= -128 && n <= 127)) return false;
+      const int32_t whole = static_cast<int32_t>(n);  // it has no -0
+      if (!same_bits(step * static_cast<float>(whole), w[k])) return false;
+      words[k / kInWord] |= (static_cast<uint32_t>(whole) & 0xFF) << (8 * (k % kInWord));
     }
     reinterpret_cast<float*>(group)[output] = step;
     uint32_t* to = reinterpret_cast<uint32_t*>(group + kHead) + output;

@@ -54,16 +54,18 @@ def test_it_is_taken_while_the_block_runs(taken: list["weakref.ref[Bytes]"]) -> 
     assert taken[0]() is None
 
 
-def test_no_more_is_taken_once_the_block_ends(
-    taken: list["weakref.ref[Bytes]"],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_more_is_taken_once_the_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = []
-    monkeypatch.setattr(early_memory.ctypes, "memset", lambda *piece: pieces.append(piece))
-    done = early_memory.threading.Event()
-    done.set()
-    early_memory._take(np.zeros(8 * MIB, np.uint8), done)
-    assert not pieces
+
+    def touch(*piece: int) -> None:
+        pieces.append(piece)
+        time.sleep(0.01)
+
+    monkeypatch.setattr(early_memory.ctypes, "memset", touch)
+    monkeypatch.setattr(early_memory, "_bounded", lambda num_bytes: num_bytes)
+    with taken_early(1 << 30):
+        until(lambda: bool(pieces))
+    assert 0 < len(pieces) < (1 << 30) / early_memory.PIECE_BYTES
 
 
 @pytest.mark.parametrize(
