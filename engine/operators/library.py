@@ -3,7 +3,7 @@
 A forward makes a thousand short calls of torch for each token. Where there is a compiler, four
 operators take the place of two thirds of them, and of what attention makes for each sequence.
 Without a compiler the forward makes the calls, slower, for the same bits. The first start compiles
-while the model loads, in about 5 s of one processor. Later ones load what it kept. A start serves
+while the model loads, in about 8 s of one processor. Later ones load what it kept. A start serves
 without a compiler's work if that takes much longer.
 """
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 SOURCE = Path(__file__).with_name("operators.cpp")
-PATIENCE_S = 20.0  # of a start that has nothing else to do; compiling takes 5 on a free processor
+PATIENCE_S = 20.0  # of a start that has nothing else to do; compiling takes 8 on a free processor
 # The instructions that torch itself uses, as in its own build. Below AVX2 there is no multiply-add.
 _FLAGS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),

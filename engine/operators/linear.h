@@ -1,7 +1,7 @@
 // Linear layers whose weights are stored in fewer bits than float32 has, without a loss.
 //
-// Many checkpoints are published in bfloat16 or quantized, and a float32 that was made of 4, 8 or 16
-// bits is made of them again as it is needed. A token's products wait for weights from memory, so
+// Many checkpoints are published in bfloat16 or quantized, and a float32 that was made of 2 to 16 bits
+// is made of them again as it is needed. A token's products wait for weights from memory, so
 // they are faster by what is not read.
 //
 // Bits are those of oneDNN's products (brgemm): per output, the products of so many numbers at a time,
@@ -10,8 +10,8 @@
 // chains, and compares the bits of each shape before it uses it.
 //
 // Layout: 32 outputs make a panel and 32 inputs a group, so weights are [outputs / 32, inputs / 32,
-// bytes of a group]. The bytes tell the kind. In a group, the inputs that share a word of 32 bits stand
-// together, and each word is followed by those of the other outputs.
+// bytes of a group], after a line that tells their kind. In a group, the inputs that share a word of 32
+// bits stand together, and each word is followed by those of the other outputs.
 
 #pragma once
 
@@ -22,7 +22,9 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <iterator>
 #include <optional>
+#include <utility>
 
 namespace {
 
@@ -38,95 +40,191 @@ typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef float Floats __attribute__((vector_size(4 * kLanes), aligned(4)));
 
-float as_half(float x) { return _cvtsh_ss(_cvtss_sh(x, 0)); }
+Ints nearest(Floats x) {
+  Floats rounded;
+  Lanes(x).round().store(&rounded);
+  return __builtin_convertvector(rounded, Ints);
+}
 
-bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0; }
+bool any(Ints x) {
+  int32_t all = 0;
+  for (int i = 0; i < kLanes; ++i) all |= x[i];
+  return all;
+}
 
-// The kinds. `fit` writes the 32 weights of an output into a group, if they can be had again.
-// `widen` makes a vector of the weights of input `i` of a word.
+// The forms of a weight that was made of a whole number n. `find` fills in the numbers of so many
+// weights and what else makes each of them again, if there are such: `given`.
 
-// step * n + least, n of 4 bits: GGUF's Q4_1. Not its Q4_0, where steps are negative and so zeros are -0.
-struct Fours {
-  static constexpr int kInWord = 8;
-  static constexpr int64_t kHead = 8 * kOutputs, kBytes = kHead + 16 * kOutputs;
+// step * n, n of either sign. With few bits each, the product is exact and so is a quotient.
+struct Product {
+  static constexpr int kGiven = 1;  // step
+  static constexpr bool kSigned = true;
 
-  static bool fit(const float* w, uint8_t* group, int64_t output) {
-    const auto [low, high] = std::minmax_element(w, w + kGroup);
-    for (int span = 15; span > 0; --span) {
-      const float step = as_half((*high - *low) / static_cast<float>(span));
-      for (int first = 0; first + span <= 15; ++first) {
-        const float least = first ? as_half(*low - step * static_cast<float>(first)) : *low;
-        if (fit(w, step, least, group, output)) return true;
-      }
-      if (step == 0) return false;
+  template <int kCount>
+  [[gnu::noinline]] static bool find(const float* w, int bits, float* given, int32_t* n) {
+    const float limit = static_cast<float>(1 << (bits - 1));
+    float least = INFINITY, most = 0;
+    for (int k = 0; k < kCount; ++k) {
+      const float size = std::abs(w[k]);
+      most = std::max(most, size);
+      least = size > 0 ? std::min(least, size) : least;
     }
+    if (most == 0) return fits<kCount>(w, bits, 0, given, n);
+    for (float parts = 1; most / least * parts < limit + 1; ++parts)
+      for (const float step : {least / parts, -least / parts})
+        if (fits<kCount>(w, bits, step, given, n)) return true;
     return false;
   }
 
-  static bool fit(const float* w, float step, float least, uint8_t* group, int64_t output) {
-    uint32_t words[kGroup / kInWord] = {};
-    for (int64_t k = 0; k < kGroup; ++k) {
-      const float n = step == 0 ? 0 : std::round((w[k] - least) / step);
-      if (!(n >= 0 && n <= 15) || !same_bits(std::fma(step, n, least), w[k])) return false;
-      words[k / kInWord] |= static_cast<uint32_t>(n) << (4 * (k % kInWord));
+  template <int kCount>
+  [[gnu::noinline]] static bool fits(const float* w, int bits, float step, float* given, int32_t* n) {
+    const int32_t limit = 1 << (bits - 1);
+    const Floats steps = Floats{} + step;
+    Ints wrong = {};
+    for (int k = 0; k < kCount; k += kLanes) {
+      const Floats weights = *reinterpret_cast<const Floats*>(w + k);
+      // Zeros without a step have the signs of their numbers.
+      const Ints number = step == 0 ? (Ints)weights >> 31 : nearest(weights / steps);
+      wrong |= (number < -limit) | (number >= limit);
+      wrong |= (Ints)made(number, &steps) != (Ints)weights;
+      *reinterpret_cast<Ints*>(n + k) = number;
     }
-    float* head = reinterpret_cast<float*>(group);
-    head[output] = step;
-    head[kOutputs + output] = least;
-    uint32_t* to = reinterpret_cast<uint32_t*>(group + kHead) + output;
-    for (int64_t i = 0; i < kGroup / kInWord; ++i) to[i * kOutputs] = words[i];
-    return true;
+    given[0] = step;
+    return !any(wrong);
   }
 
-  static Lanes widen(const uint8_t* group, Words word, int i, int vector) {
-    const Floats* head = reinterpret_cast<const Floats*>(group);
-    const Floats n = __builtin_convertvector((Ints)((word >> (4 * i)) & 15), Floats);
-    return at::vec::fmadd(Lanes(head[vector]), Lanes(n), Lanes(head[kVectors + vector]));
+  static Floats made(Ints n, const Floats* given, int = 0) {
+    return *given * __builtin_convertvector(n, Floats);
   }
 };
 
-// step * n, n of 8 bits: GGUF's Q8_0.
-struct Eights {
-  static constexpr int kInWord = 4;
-  static constexpr int64_t kHead = 4 * kOutputs, kBytes = kHead + 32 * kOutputs;
+// step * n + least, rounded once.
+struct Sum {
+  static constexpr int kGiven = 2;  // step, least
+  static constexpr bool kSigned = false;
 
-  static bool fit(const float* w, uint8_t* group, int64_t output) {
-    float most = 0;
-    for (int64_t k = 0; k < kGroup; ++k) most = std::max(most, std::abs(w[k]));
-    for (const int largest : {127, 128})
-      if (fit(w, as_half(most / static_cast<float>(largest)), group, output)) return true;
+  template <int kCount>
+  [[gnu::noinline]] static bool find(const float* w, int bits, float* given, int32_t* n) {
+    const auto [low, high] = std::minmax_element(w, w + kCount);
+    if (*low == *high) return fits<kCount>(w, bits, std::copysign(0.f, *low), *low, given, n);
+    const int limit = (1 << bits) - 1;
+    const double unsure = std::ldexp(std::max(std::abs(*low), std::abs(*high)), -24);
+    for (const auto [first, last] : {std::pair(*low, *high), std::pair(*high, *low)})
+      for (int span = limit; span > 0; --span) {
+        const float step = simplest((double(last) - first) / span, 2 * unsure / span);
+        for (int before = 0; before + span <= limit; ++before) {
+          const float least = before ? simplest(first - double(step) * before, unsure) : first;
+          if (fits<kCount>(w, bits, step, least, given, n)) return true;
+        }
+      }
     return false;
   }
 
-  static bool fit(const float* w, float step, uint8_t* group, int64_t output) {
-    uint32_t words[kGroup / kInWord] = {};
-    for (int64_t k = 0; k < kGroup; ++k) {
-      const float n = step == 0 ? 0 : std::round(w[k] / step);
-      if (!(n >= -128 && n <= 127)) return false;
-      const int32_t whole = static_cast<int32_t>(n);  // it has no -0
-      if (!same_bits(step * static_cast<float>(whole), w[k])) return false;
-      words[k / kInWord] |= (static_cast<uint32_t>(whole) & 0xFF) << (8 * (k % kInWord));
+  template <int kCount>
+  [[gnu::noinline]] static bool fits(const float* w, int bits, float step, float least, float* given,
+                                     int32_t* n) {
+    const Floats makers[] = {Floats{} + step, Floats{} + least};
+    Ints wrong = {};
+    for (int k = 0; k < kCount; k += kLanes) {
+      const Floats weights = *reinterpret_cast<const Floats*>(w + k);
+      const Ints number = step == 0 ? Ints{} : nearest((weights - makers[1]) / makers[0]);
+      wrong |= (number < 0) | (number >= 1 << bits);
+      wrong |= (Ints)made(number, makers, 1) != (Ints)weights;
+      *reinterpret_cast<Ints*>(n + k) = number;
     }
-    reinterpret_cast<float*>(group)[output] = step;
+    given[0] = step, given[1] = least;
+    return !any(wrong);
+  }
+
+  // The number of fewest bits that is off from x by no more than `unsure`: a step or a least is a
+  // float16 times 6 bits, and what is found of it was rounded.
+  static float simplest(double x, double unsure) {
+    const double size = std::abs(x);
+    if (size <= unsure) return 0;
+    const float ends[] = {static_cast<float>(size - unsure), static_cast<float>(size + unsure)};
+    uint32_t from, to;
+    std::memcpy(&from, ends, sizeof from);
+    std::memcpy(&to, ends + 1, sizeof to);
+    while ((to & (to - 1)) >= std::max(from, 1u)) to &= to - 1;
+    float found;
+    std::memcpy(&found, &to, sizeof found);
+    return std::copysign(found, static_cast<float>(x));
+  }
+
+  // given: the step, and `apart` later the least.
+  static Floats made(Ints n, const Floats* given, int apart = kVectors) {
+    Floats sum;
+    at::vec::fmadd(Lanes(given[0]), Lanes(__builtin_convertvector(n, Floats)), Lanes(given[apart]))
+        .store(&sum);
+    return sum;
+  }
+};
+
+// Weights of one form, with numbers of so many bits and so many steps to a group.
+//
+// A word holds as many numbers as fit. Of 5 and 6 bits, they leave 2 bits in a word, and the last
+// number or two of a part are cut into these.
+template <class Form, int kBits, int kSteps = 1>
+struct Whole {
+  static constexpr int kPart = kBits == 5 ? 32 : kBits == 6 ? 16 : 32 / kBits;  // numbers
+  static constexpr int kWords = kPart * kBits / 32;                             // of a part
+  static constexpr int kInWord = 32 / kBits, kUncut = kWords * kInWord, kCut = kPart - kUncut;
+  static constexpr int64_t kCount = kGroup / kSteps;  // numbers with one step
+  static constexpr int64_t kHead = 4 * kSteps * Form::kGiven * kOutputs;
+  static constexpr int64_t kBytes = kHead + kGroup / 8 * kBits * kOutputs;
+  static_assert(kPart * kBits % 32 == 0 && kCount % kPart == 0);
+
+  static bool fit(const float* w, uint8_t* group, int64_t output) {
+    int32_t n[kGroup];
+    float given[kSteps * Form::kGiven];
+    for (int64_t s = 0; s < kSteps; ++s)
+      if (!Form::template find<kCount>(w + s * kCount, kBits, given + s * Form::kGiven,
+                                       n + s * kCount))
+        return false;
+    float* head = reinterpret_cast<float*>(group) + output;
+    for (int64_t i = 0; i < kSteps * Form::kGiven; ++i) head[i * kOutputs] = given[i];
     uint32_t* to = reinterpret_cast<uint32_t*>(group + kHead) + output;
-    for (int64_t i = 0; i < kGroup / kInWord; ++i) to[i * kOutputs] = words[i];
+    for (int64_t k = 0; k < kGroup; k += kPart, to += kWords * kOutputs) put(n + k, to);
     return true;
   }
 
-  static Lanes widen(const uint8_t* group, Words word, int i, int vector) {
-    const Ints n = (Ints)(word << (24 - 8 * i)) >> 24;
-    return Lanes(reinterpret_cast<const Floats*>(group)[vector] * __builtin_convertvector(n, Floats));
+  [[gnu::noinline]] static void put(const int32_t* n, uint32_t* to) {
+    uint32_t words[kWords] = {};
+    for (int i = 0; i < kPart; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(n[i]) & ((1u << kBits) - 1);
+      if (i < kUncut)
+        words[i / kInWord] |= bits << (kBits * (i % kInWord));
+      else
+        for (int j = 0; j < kWords; ++j)
+          words[j] |= (bits << (kBits * (i - kUncut)) >> (2 * j) & 3) << 30;
+    }
+    for (int j = 0; j < kWords; ++j) to[j * kOutputs] = words[j];
+  }
+
+  // The cut numbers of a part, in a word of their own.
+  static Words joined(const Words* word, int vector) {
+    Words all = {};
+    for (int j = 0; j < kWords; ++j) all |= word[j * kVectors + vector] >> 30 << (2 * j);
+    return all;
+  }
+
+  static Lanes widen(const uint8_t* group, int64_t k, Words word, int i, int vector) {
+    const int at = kBits * i;
+    const Ints n = Form::kSigned ? (Ints)(word << (32 - kBits - at)) >> (32 - kBits)
+                                 : (Ints)((word >> at) & ((1u << kBits) - 1));
+    const Floats* head = reinterpret_cast<const Floats*>(group);
+    return Lanes(Form::made(n, head + k / kCount * Form::kGiven * kVectors + vector));
   }
 };
 
 // The upper half of a float32: bfloat16.
 struct Halves {
-  static constexpr int kInWord = 2;
+  static constexpr int kInWord = 2, kWords = 1, kCut = 0;
   static constexpr int64_t kHead = 0, kBytes = 64 * kOutputs;
 
   static bool fit(const float* w, uint8_t* group, int64_t output) {
     uint32_t* to = reinterpret_cast<uint32_t*>(group) + output;
-    for (int64_t k = 0; k < kGroup; k += 2) {
+    for (int64_t k = 0; k < kGroup; k += kInWord) {
       uint32_t pair[2];
       std::memcpy(pair, w + k, sizeof pair);
       if ((pair[0] | pair[1]) & 0xFFFF) return false;
@@ -135,32 +233,43 @@ struct Halves {
     return true;
   }
 
-  static Lanes widen(const uint8_t*, Words word, int i, int) {
+  static Words joined(const Words*, int) { return Words{}; }
+
+  static Lanes widen(const uint8_t*, int64_t, Words word, int i, int) {
     return Lanes((Floats)(i ? word & 0xFFFF0000u : word << 16));
   }
 };
 
 // Calls `use` with the number of an input of the groups, and its weights for a panel's outputs.
-template <class Kind, class Use>
+template <class Stored, class Use>
 inline __attribute__((always_inline)) void each_input(const uint8_t* group, int64_t groups,
                                                       const Use& use) {
-  for (int64_t g = 0; g < groups; ++g, group += Kind::kBytes) {
-    const Words* word = reinterpret_cast<const Words*>(group + Kind::kHead);
-    for (int64_t k = 0; k < kGroup; k += Kind::kInWord, word += kVectors) {
-#pragma GCC unroll 8
-      for (int i = 0; i < Kind::kInWord; ++i) {
+  for (int64_t g = 0; g < groups; ++g, group += Stored::kBytes) {
+    const Words* word = reinterpret_cast<const Words*>(group + Stored::kHead);
+    for (int64_t k = 0; k < kGroup; word += Stored::kWords * kVectors) {
+      const int64_t begin = k;  // of a part
+      const auto number = [&](const Words* in, int i) __attribute__((always_inline)) {
         Lanes weights[kVectors];
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) weights[v] = Kind::widen(group, word[v], i, v);
-        use(g * kGroup + k + i, weights);
+        for (int v = 0; v < kVectors; ++v) weights[v] = Stored::widen(group, begin, in[v], i, v);
+        use(g * kGroup + k++, weights);
+      };
+      for (int j = 0; j < Stored::kWords; ++j)
+#pragma GCC unroll 16
+        for (int i = 0; i < Stored::kInWord; ++i) number(word + j * kVectors, i);
+      if constexpr (Stored::kCut > 0) {
+        Words cut[kVectors];
+        for (int v = 0; v < kVectors; ++v) cut[v] = Stored::joined(word, v);
+#pragma GCC unroll 2
+        for (int i = 0; i < Stored::kCut; ++i) number(cut, i);
       }
     }
   }
 }
 
-template <class Kind>
+template <class Stored>
 void widen_groups(const uint8_t* group, int64_t groups, float* to) {
-  each_input<Kind>(group, groups, [&](int64_t k, const Lanes* weights) {
+  each_input<Stored>(group, groups, [&](int64_t k, const Lanes* weights) {
     for (int v = 0; v < kVectors; ++v) weights[v].store(to + k * kOutputs + v * kLanes);
   });
 }
@@ -216,33 +325,73 @@ void with_constant(int64_t number, const Use& use) {
 }
 
 // The same with weights as they are stored.
-template <class Kind, int kRows>
+template <class Stored, int kRows>
 void multiply_stored(const float* x, int64_t inputs, const uint8_t* group, int64_t groups, float* to,
                      int64_t stride) {
   Sums<kRows, kVectors> sums;
   sums.begin(true, to, stride);
-  each_input<Kind>(group, groups,
-                   [&](int64_t k, const Lanes* weights) { sums.add(x + k, inputs, weights); });
+  each_input<Stored>(group, groups,
+                     [&](int64_t k, const Lanes* weights) { sums.add(x + k, inputs, weights); });
   sums.end(to, stride);
 }
 
-// One chain of a few rows.
-template <class Kind>
-void few_rows(const float* x, int64_t rows, int64_t inputs, const uint8_t* group, int64_t groups,
-              float* to, int64_t stride) {
-  if (rows == 1) multiply_stored<Kind, 1>(x, inputs, group, groups, to, stride);
-  if (rows == 2) multiply_stored<Kind, 2>(x, inputs, group, groups, to, stride);
-  if (rows == 3) multiply_stored<Kind, 3>(x, inputs, group, groups, to, stride);
+// What is done with weights that are stored in one way.
+struct Kind {
+  int64_t bytes;  // of a group
+  bool (*fit)(const float* w, uint8_t* group, int64_t output);
+  void (*widen)(const uint8_t* group, int64_t groups, float* to);
+  decltype(&multiply_stored<Halves, 1>) multiply[kFewRows];
+};
+
+template <class Stored>
+constexpr Kind kind_of() {
+  return {Stored::kBytes, Stored::fit, widen_groups<Stored>,
+          {multiply_stored<Stored, 1>, multiply_stored<Stored, 2>, multiply_stored<Stored, 3>}};
+}
+
+// In the order in which they are tried, the narrowest first, with the quantizations of GGUF.
+constexpr Kind kKinds[] = {
+    kind_of<Whole<Product, 4>>(),     // Q4_0
+    kind_of<Whole<Sum, 4>>(),         // Q4_1, Q4_K
+    kind_of<Whole<Product, 5>>(),     // Q5_0
+    kind_of<Whole<Product, 4, 2>>(),  // Q3_K
+    kind_of<Whole<Sum, 5>>(),         // Q5_1, Q5_K
+    kind_of<Whole<Product, 6, 2>>(),  // Q6_K
+    kind_of<Whole<Product, 8>>(),     // Q8_0
+    kind_of<Halves>(),
+};
+
+// Narrow weights: the number of their kind, their panels and their groups, in as many bytes as a
+// line of the cache has, and then the groups.
+struct Narrow {
+  static constexpr int64_t kStart = 64;
+
+  int64_t number, panels, groups;
+  const Kind& kind() const { return kKinds[number]; }
+  int64_t inputs() const { return groups * kGroup; }
+  int64_t outputs() const { return panels * kOutputs; }
+  int64_t bytes() const { return kStart + panels * groups * kind().bytes; }
+
+  static Narrow of(const Tensor& stored) {
+    Narrow narrow{-1, 0, 0};
+    if (stored.is_contiguous() && stored.numel() >= kStart)
+      std::memcpy(&narrow, stored.data_ptr(), sizeof narrow);
+    const bool known = narrow.number >= 0 && narrow.number < std::size(kKinds);
+    STD_TORCH_CHECK(known && stored.numel() == narrow.bytes(), "not narrow weights");
+    return narrow;
+  }
+};
+
+uint8_t* panels_of(const Tensor& stored) {
+  return static_cast<uint8_t*>(stored.data_ptr()) + Narrow::kStart;
 }
 
 // One chain of many rows, of which each piece of weights is made once.
-template <class Kind>
-void many_rows(const float* x, int64_t rows, int64_t inputs, const uint8_t* group, int64_t groups,
-               float* to, int64_t stride, float* made) {
+void many_rows(const Kind& kind, const float* x, int64_t rows, int64_t inputs, const uint8_t* group,
+               int64_t groups, float* to, int64_t stride, float* made) {
   for (int64_t k = 0; k < groups * kGroup; k += kAtOnce) {
     const int64_t count = std::min(kAtOnce, groups * kGroup - k);
-    const uint8_t* from = group + k / kGroup * Kind::kBytes;
-    widen_groups<Kind>(from, count / kGroup, made);
+    kind.widen(group + k / kGroup * kind.bytes, count / kGroup, made);
     // kMostRows rows at once, or nearly as many: fewer would wait for each other's sums.
     int64_t row = 0;
     for (int64_t left = (rows + kMostRows - 1) / kMostRows; left > 0; --left)
@@ -254,44 +403,31 @@ void many_rows(const float* x, int64_t rows, int64_t inputs, const uint8_t* grou
 }
 
 // The products of rows [rows, inputs] with one panel, into `to`, with rows `stride` numbers apart.
-template <class Kind>
-void panel_of(const float* x, int64_t rows, int64_t inputs, int64_t chain, const uint8_t* group,
-              float* to, int64_t stride) {
+void panel_of(const Kind& kind, const float* x, int64_t rows, int64_t inputs, int64_t chain,
+              const uint8_t* group, float* to, int64_t stride) {
   float* made = room_for((kAtOnce + rows) * kOutputs);
   float* next = made + kAtOnce * kOutputs;
   for (int64_t k = 0; k < inputs; k += chain) {
     const int64_t groups = std::min(chain, inputs - k) / kGroup;
     float* sums = k ? next : to;
     const int64_t apart = k ? kOutputs : stride;
-    if (rows <= kFewRows)
-      few_rows<Kind>(x + k, rows, inputs, group, groups, sums, apart);
+    if (rows > kFewRows)
+      many_rows(kind, x + k, rows, inputs, group, groups, sums, apart, made);
     else
-      many_rows<Kind>(x + k, rows, inputs, group, groups, sums, apart, made);
-    group += groups * Kind::kBytes;
+      kind.multiply[rows - 1](x + k, inputs, group, groups, sums, apart);
+    group += groups * kind.bytes;
     for (int64_t i = 0; k && i < rows * kOutputs; ++i)
       to[i / kOutputs * stride + i % kOutputs] += next[i];
   }
 }
 
-// Calls `use` with an object of the kind of these weights.
-template <class Use>
-auto with_kind(const Tensor& narrow, const Use& use) {
-  STD_TORCH_CHECK(narrow.dim() == 3 && narrow.is_contiguous(), "not narrow weights");
-  const int64_t bytes = narrow.size(2);
-  if (bytes == Fours::kBytes) return use(Fours());
-  if (bytes == Eights::kBytes) return use(Eights());
-  STD_TORCH_CHECK(bytes == Halves::kBytes, "not narrow weights");
-  return use(Halves());
-}
-
-template <class Kind>
-bool fit_all(const float* w, int64_t panels, int64_t groups, uint8_t* to) {
+bool fit_all(const Kind& kind, const float* w, int64_t panels, int64_t groups, uint8_t* to) {
   std::atomic<bool> fits{true};
   in_parallel(panels, kOutputs * groups * kGroup, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin * groups; i < end * groups && fits; ++i)
-      for (int64_t n = 0; n < kOutputs; ++n) {
+      for (int64_t n = 0; n < kOutputs && fits; ++n) {
         const float* from = w + ((i / groups * kOutputs + n) * groups + i % groups) * kGroup;
-        if (!Kind::fit(from, to + i * Kind::kBytes, n)) fits = false;
+        if (!kind.fit(from, to + i * kind.bytes, n)) fits = false;
       }
   });
   return fits;
@@ -300,65 +436,65 @@ bool fit_all(const float* w, int64_t panels, int64_t groups, uint8_t* to) {
 // The weights [outputs, inputs] in the narrowest kind that loses nothing. Empty if there is none.
 Tensor narrow(const Tensor& weight) {
   STD_TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous(), "not a contiguous matrix");
-  const int64_t panels = weight.size(0) / kOutputs, groups = weight.size(1) / kGroup;
+  Narrow narrow{0, weight.size(0) / kOutputs, weight.size(1) / kGroup};
   const float* from = read(weight);
-  if (panels * kOutputs == weight.size(0) && groups * kGroup == weight.size(1)) {
-    Tensor found = empty({0}, aoti_torch_dtype_uint8());
-    const auto fits = [&]<class Kind>(Kind) {
-      found = empty({panels, groups, Kind::kBytes}, aoti_torch_dtype_uint8());
-      return fit_all<Kind>(from, panels, groups, static_cast<uint8_t*>(found.data_ptr()));
-    };
-    if (fits(Fours()) || fits(Eights()) || fits(Halves())) return found;
-  }
+  if (narrow.outputs() == weight.size(0) && narrow.inputs() == weight.size(1))
+    for (; narrow.number < std::size(kKinds); ++narrow.number) {
+      Tensor stored = empty({narrow.bytes()}, aoti_torch_dtype_uint8());
+      std::memset(stored.data_ptr(), 0, Narrow::kStart);
+      std::memcpy(stored.data_ptr(), &narrow, sizeof narrow);
+      if (fit_all(narrow.kind(), from, narrow.panels, narrow.groups, panels_of(stored)))
+        return stored;
+    }
   return empty({0}, aoti_torch_dtype_uint8());
 }
 
 // The weights [outputs, inputs] of which the narrow ones were made.
-Tensor widen(const Tensor& narrow) {
-  const int64_t panels = narrow.size(0), groups = narrow.size(1), inputs = groups * kGroup;
-  Tensor output = empty({panels * kOutputs, inputs});
+Tensor widen(const Tensor& stored) {
+  const Narrow narrow = Narrow::of(stored);
+  const int64_t inputs = narrow.inputs(), panel_bytes = narrow.groups * narrow.kind().bytes;
+  Tensor output = empty({narrow.outputs(), inputs});
   float* to = write(output);
-  const uint8_t* from = static_cast<const uint8_t*>(narrow.data_ptr());
-  with_kind(narrow, [&]<class Kind>(Kind) {
-    in_parallel(panels, kOutputs * inputs, [&](int64_t begin, int64_t end) {
-      float* made = room_for(inputs * kOutputs);
-      for (int64_t panel = begin; panel < end; ++panel) {
-        widen_groups<Kind>(from + panel * groups * Kind::kBytes, groups, made);
-        for (int64_t n = 0; n < kOutputs; ++n)
-          for (int64_t k = 0; k < inputs; ++k)
-            to[(panel * kOutputs + n) * inputs + k] = made[k * kOutputs + n];
-      }
-    });
+  const uint8_t* from = panels_of(stored);
+  in_parallel(narrow.panels, kOutputs * inputs, [&](int64_t begin, int64_t end) {
+    float* made = room_for(inputs * kOutputs);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      narrow.kind().widen(from + panel * panel_bytes, narrow.groups, made);
+      for (int64_t n = 0; n < kOutputs; ++n)
+        for (int64_t k = 0; k < inputs; ++k)
+          to[(panel * kOutputs + n) * inputs + k] = made[k * kOutputs + n];
+    }
   });
   return output;
 }
 
 // Rows [..., inputs] times narrow weights, plus a bias [outputs]. chain: inputs whose products are one.
-Tensor linear(const Tensor& x, const Tensor& narrow, const std::optional<Tensor>& bias,
+Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>& bias,
               int64_t chain) {
   STD_TORCH_CHECK(chain > 0 && chain % kGroup == 0, "a chain of another length");
-  const int64_t groups = narrow.size(1), inputs = groups * kGroup, outputs = narrow.size(0) * kOutputs;
+  const Narrow narrow = Narrow::of(stored);
+  const int64_t inputs = narrow.inputs(), outputs = narrow.outputs();
+  const int64_t panel_bytes = narrow.groups * narrow.kind().bytes;
   STD_TORCH_CHECK(x.is_contiguous() && x.size(x.dim() - 1) == inputs, "rows of another size");
   std::vector<int64_t> sizes = sizes_of(x);
   sizes.back() = outputs;
   Tensor output = empty(sizes);
-  const int64_t rows = x.numel() / inputs, at_once = rows < 2 * kRowsAtOnce ? std::max<int64_t>(1, rows) : kRowsAtOnce;
+  const int64_t rows = x.numel() / inputs;
+  const int64_t at_once = rows < 2 * kRowsAtOnce ? std::max<int64_t>(1, rows) : kRowsAtOnce;
   const int64_t pieces = (rows + at_once - 1) / at_once;
   const float *from = read(x), *added = bias ? read(*bias) : nullptr;
-  const uint8_t* weights = static_cast<const uint8_t*>(narrow.data_ptr());
+  const uint8_t* weights = panels_of(stored);
   float* to = write(output);
-  with_kind(narrow, [&]<class Kind>(Kind) {
-    in_parallel(narrow.size(0) * pieces, inputs * (at_once + 4) / 4, [&](int64_t begin, int64_t end) {
-      for (int64_t item = begin; item < end; ++item) {
-        const int64_t panel = item / pieces, row = item % pieces * at_once;
-        const int64_t count = std::min(at_once, rows - row);
-        float* sums = to + row * outputs + panel * kOutputs;
-        panel_of<Kind>(from + row * inputs, count, inputs, chain, weights + panel * groups * Kind::kBytes, sums,
-                       outputs);
-        for (int64_t i = 0; added && i < count * kOutputs; ++i)
-          sums[i / kOutputs * outputs + i % kOutputs] += added[panel * kOutputs + i % kOutputs];
-      }
-    });
+  in_parallel(narrow.panels * pieces, inputs * (at_once + 4) / 4, [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t panel = item / pieces, row = item % pieces * at_once;
+      const int64_t count = std::min(at_once, rows - row);
+      float* sums = to + row * outputs + panel * kOutputs;
+      panel_of(narrow.kind(), from + row * inputs, count, inputs, chain, weights + panel * panel_bytes,
+               sums, outputs);
+      for (int64_t i = 0; added && i < count * kOutputs; ++i)
+        sums[i / kOutputs * outputs + i % kOutputs] += added[panel * kOutputs + i % kOutputs];
+    }
   });
   return output;
 }
