@@ -36,7 +36,8 @@ from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
 from engine.models.files import find
 from engine.models.gguf import Progress
-from engine.models.packing import has_bfloat16
+from engine.models.narrow_file import NarrowFile
+from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import fix_tables
 from engine.operators.library import Operators
@@ -166,9 +167,11 @@ def load_model(
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
     folder, content = find(name, cache_dir, report)
-    operators = None
-    if device == "cpu" and dtype == "float32" and _weights_bytes(folder) >= _COMPILED_FROM_BYTES:
+    operators = kept = None
+    num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if device == "cpu" and dtype == "float32" and num_bytes >= _COMPILED_FROM_BYTES:
         operators = Operators(cache_dir)  # compiled while the model loads
+        kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
     tower = None
@@ -187,11 +190,8 @@ def load_model(
         device=device,
         tower=tower,
         operators=operators,
+        kept=kept,
     )
-
-
-def _weights_bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def describe(
@@ -204,8 +204,10 @@ def describe(
     device: str,
     tower: VisionTower | None = None,
     operators: Operators | None = None,
+    kept: NarrowFile | None = None,
 ) -> LoadedModel:
-    """Pack `model` for its device, check that paged attention works for it, and describe it."""
+    """Pack `model` for its device, check that paged attention works for it, and describe it.
+    `kept` has its narrow weights, or takes them for later starts."""
     attention.register()
     config: Any = model.config
     text_config = config.get_text_config()
@@ -215,7 +217,12 @@ def describe(
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
     port = page_recurrent(model)
     narrow = operators is not None and operators.load()
+    if not narrow or not can_pack(model):
+        kept = None
+    placed = kept is not None and kept.place(model)
     layers = prepare(model, max_context, port, narrow=narrow)
+    if kept is not None and not placed:
+        kept.write(model)
     arithmetic = arithmetic_of(model, device)
     adapters = AdapterBank(model, device)
     if port is not None:

@@ -34,6 +34,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(_MAX_KERNELS))  # noqa: TID251  written for them, never read
 
 MIN_ROWS = 2  # with fewer, oneDNN uses kernels that sum in another order
+_PANEL_OUTPUTS = _GROUP_INPUTS = 32  # of narrow weights
 _COMPARED_ROWS = 5  # of each shape, by both kernels
 _OTHER_CHAINS = (512, 2048, 4096, 256, 128, 64)  # lengths that another oneDNN may have
 MORE_ROWS = 4  # what a step of fewer rows computes where that takes less time than `MIN_ROWS`
@@ -46,7 +47,8 @@ class PackedLinear(nn.Module):
     equal bits, whatever rows are beside them.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, packed: torch.Tensor | None = None) -> None:
+        """packed: the weight, if it is packed already."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -54,7 +56,9 @@ class PackedLinear(nn.Module):
         self._bias = linear.bias
         self._plain: torch.Tensor | None = None  # the weight, once it is requested
         self._packed: torch.Tensor
-        self.register_buffer("_packed", self._pack(linear.weight.detach()), persistent=False)
+        if packed is None:
+            packed = self._pack(linear.weight.detach())
+        self.register_buffer("_packed", packed, persistent=False)
         self._linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     @property
@@ -66,7 +70,7 @@ class PackedLinear(nn.Module):
         return self._plain
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> nn.Parameter | None:
         """The bias as in `nn.Linear`, for a model that adds it itself."""
         return self._bias
 
@@ -114,6 +118,23 @@ class NarrowLinear(PackedLinear):
 
     chain = 1024  # as in oneDNN's kernels for AVX2
 
+    @staticmethod
+    def fits(linear: nn.Linear, stored: torch.Tensor) -> bool:
+        """Whether these bytes store a weight of the layer's shape."""
+        _, panels, groups = _head(stored)
+        shape = panels * _PANEL_OUTPUTS, groups * _GROUP_INPUTS
+        return shape == (linear.out_features, linear.in_features)
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The bytes in which the weight is stored."""
+        return self._packed
+
+    @property
+    def kind(self) -> int:
+        """The number of the way in which the operators store it."""
+        return _head(self._packed)[0]
+
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows if rows.is_contiguous() else rows.contiguous()
         product: torch.Tensor = torch.ops.cachesvc.linear(
@@ -132,6 +153,23 @@ class NarrowLinear(PackedLinear):
         return weight
 
 
+def _plain(layer: nn.Linear | NarrowLinear) -> nn.Linear:
+    """The layer of which narrow weights were made, again."""
+    if isinstance(layer, nn.Linear):
+        return layer
+    linear = nn.Linear(1, 1, bias=False)  # filling a large one with numbers would take time
+    linear.weight = nn.Parameter(torch.ops.cachesvc.widen(layer.stored), requires_grad=False)
+    linear.register_parameter("bias", layer.bias)
+    linear.in_features, linear.out_features = layer.in_features, layer.out_features
+    return linear
+
+
+def _head(stored: torch.Tensor) -> tuple[int, int, int]:
+    """The kind, panels and groups of narrow weights."""
+    kind, panels, groups = stored[:24].view(torch.int64).tolist()
+    return kind, panels, groups
+
+
 class CannotNarrow(Exception):
     """A weight has no narrower form, or its products would have other bits."""
 
@@ -142,29 +180,31 @@ class Packing:
 
     def __init__(self, *, narrow: bool) -> None:
         self._narrow = narrow
-        # By shape, and whether there is a bias. None: oneDNN adds in another order.
-        self._chains: dict[tuple[int, int, bool], int | None] = {}
+        # By shape, whether there is a bias, and kind. None: oneDNN adds in another order.
+        self._chains: dict[tuple[int, int, bool, int], int | None] = {}
 
-    def __call__(self, linear: nn.Linear, *, alone: bool) -> PackedLinear:
+    def __call__(self, linear: nn.Linear | NarrowLinear, *, alone: bool) -> PackedLinear:
         """The packed layer. `alone`: it may be given a single row."""
-        kind = PaddedLinear if alone else PackedLinear
-        if not self._narrow or linear.weight.dtype != torch.float32:
-            return kind(linear)
         try:
             return self._narrowed(linear)
         except CannotNarrow:
-            return kind(linear)
+            return PaddedLinear(_plain(linear)) if alone else PackedLinear(_plain(linear))
 
-    def _narrowed(self, linear: nn.Linear) -> NarrowLinear:
-        narrow = NarrowLinear(linear)
-        shape = linear.in_features, linear.out_features, linear.bias is not None
-        if shape not in self._chains:
-            self._chains[shape] = _find_chain(narrow, PackedLinear(linear))
-        chain = self._chains[shape]
+    def _narrowed(self, linear: nn.Linear | NarrowLinear) -> NarrowLinear:
+        narrow = linear if isinstance(linear, NarrowLinear) else self._found(linear)
+        known = narrow.in_features, narrow.out_features, narrow.bias is not None, narrow.kind
+        if known not in self._chains:
+            self._chains[known] = _find_chain(narrow, PackedLinear(_plain(linear)))
+        chain = self._chains[known]
         if chain is None:
             raise CannotNarrow
         narrow.chain = chain
         return narrow
+
+    def _found(self, linear: nn.Linear) -> NarrowLinear:
+        if not self._narrow or linear.weight.dtype != torch.float32:
+            raise CannotNarrow
+        return NarrowLinear(linear)
 
 
 @torch.inference_mode()
@@ -210,7 +250,8 @@ def can_pack(model: Any) -> bool:
 
 
 def pack(model: nn.Module, alone: Iterable[nn.Module] = (), *, narrow: bool = False) -> int:
-    """Replace every `nn.Linear` of `model` by its packed form. Returns how many there were.
+    """Replace every `nn.Linear` of `model` by its packed form, and check those that are narrow
+    already. Returns how many there were.
 
     Those within the modules `alone` may be given a single row. `narrow`: there are compiled
     operators, which keep weights in fewer bits where that loses nothing.
@@ -220,13 +261,13 @@ def pack(model: nn.Module, alone: Iterable[nn.Module] = (), *, narrow: bool = Fa
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if type(child) is nn.Linear or isinstance(child, NarrowLinear)
     ]
     packed = Packing(narrow=narrow)
     with torch.inference_mode():
         for parent, name, linear in linears:
             setattr(parent, name, packed(linear, alone=id(linear) in padded))
-    _leave_file(model, sum(linear.weight.numel() for _, _, linear in linears))
+    _leave_file(model, sum(each.in_features * each.out_features for _, _, each in linears))
     return len(linears)
 
 

@@ -63,7 +63,8 @@ class Operators:
     def __init__(self, folder: Path) -> None:
         """folder: where a compiled library is kept, for this version and these instructions."""
         self._capability = torch.backends.cpu.get_cpu_capability()
-        self._folder, self._name = folder, f"operators-{self._key()}"
+        self.key = self._key()
+        self._folder, self._name = folder, f"operators-{self.key}"
         self._compiling: _Compiling | None = None
         self.missing: str | None = None
         self.loaded: Path | None = None  # the library that this process has loaded
