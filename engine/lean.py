@@ -5,7 +5,8 @@ spread over many devices and for functions that a compiler must leave alone. Her
 device, and nothing of transformers is compiled. They are a quarter of a server's imports.
 
 It also reads the 2,300 files of its models for the names in them, as it is imported and again for
-its package of models. Here each folder is read once.
+its package of models. Here each folder is read once, and of a file only its end is searched line by
+line.
 
 A program of our own imports the rest of `engine` and loads its model inside `without_training`. A
 library must not: the program around it may train.
@@ -27,7 +28,8 @@ logger = logging.getLogger(__name__)
 _COMPILER = "torch._dynamo"
 _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _NAMES = "transformers.utils.import_utils"  # the module that reads
-_READ = "create_import_structure_from_path"  # its function
+_READ = "create_import_structure_from_path"  # its function,
+_SEARCH = "fetch__all__"  # and the one that this calls with the contents of a file
 
 Function = Callable[..., Any]
 
@@ -73,8 +75,8 @@ def _import_models() -> None:
 
 
 class _ReadingOnce(MetaPathFinder):
-    """Finds that module in the usual way, and lets its function remember the folders it has
-    read."""
+    """Finds that module in the usual way, lets its function remember the folders that it has read,
+    and searches files from their last names on."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -88,6 +90,8 @@ class _ReadingOnce(MetaPathFinder):
             execute(module)
             if hasattr(module, _READ):
                 setattr(module, _READ, _once(getattr(module, _READ)))
+            if hasattr(module, _SEARCH):
+                setattr(module, _SEARCH, _at_the_end(getattr(module, _SEARCH)))
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -104,6 +108,16 @@ def _once(read: Function) -> Function:
         return found[folder]
 
     return once
+
+
+def _at_the_end(search: Function) -> Function:
+    """The search finds the last line that starts with `__all__`, and goes on from there."""
+
+    @wraps(search)
+    def at_the_end(content: str) -> Any:
+        return search(content[content.rfind("\n__all__") + 1 :])
+
+    return at_the_end
 
 
 class _Later(ModuleType):

@@ -22,6 +22,10 @@ read = import_utils.create_import_structure_from_path
 models = Path(import_utils.__file__).parents[1] / "models"
 assert read(models) is read(str(models / "__init__.py"))
 assert read.__wrapped__(models) == read(models)
+search = import_utils.fetch__all__
+for file in models.rglob("*.py"):
+    content = file.read_text()
+    assert search(content) == search.__wrapped__(content), file
 
 import torch
 from torch.testing import assert_close
