@@ -56,7 +56,7 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             number for number, token in fast.get_added_tokens_decoder().items() if token.special
         )
-        self._bytes = _token_bytes(fast, json.loads(serialised).get("decoder"))
+        self._bytes = _token_bytes(fast)
         self.max_token_bytes = max(map(len, self._bytes), default=0)
         self.image_mark: str | None = None  # what the template writes for an image, if it can
 
@@ -230,19 +230,16 @@ def _content_text(content: object, number: int, first: int = 0) -> str:
     return "".join(texts)
 
 
-def _token_bytes(fast: FastTokenizer, decoder: Mapping[str, Any] | None) -> list[bytes]:
+def _token_bytes(fast: FastTokenizer) -> list[bytes]:
     """The bytes of each token id, for byte-level BPE and for SentencePiece with byte fallback."""
-    steps = _decoder_steps(decoder)
-    size = max(fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    table = [b""] * size
+    steps = _decoder_steps(fast)
     added = fast.get_added_tokens_decoder()
     vocabulary = fast.get_vocab(with_added_tokens=False)
+    table = [b""] * (max([*vocabulary.values(), *added], default=-1) + 1)
     if "ByteLevel" in steps:
-        alphabet = _byte_alphabet()
+        alphabet = _ByteAlphabet()
         for piece, number in vocabulary.items():
-            table[number] = b"".join(
-                alphabet.get(character) or character.encode() for character in piece
-            )
+            table[number] = alphabet.bytes_of(piece)
     elif steps & {"ByteFallback", "Metaspace", "Replace"}:
         for piece, number in vocabulary.items():
             table[number] = _sentencepiece_bytes(piece)
@@ -256,9 +253,10 @@ def _token_bytes(fast: FastTokenizer, decoder: Mapping[str, Any] | None) -> list
     return table
 
 
-def _decoder_steps(decoder: Mapping[str, Any] | None) -> set[str]:
-    if decoder is None:
+def _decoder_steps(fast: FastTokenizer) -> set[str]:
+    if fast.decoder is None:
         return set()
+    decoder = json.loads(fast.decoder.__getstate__())
     if decoder["type"] == "Sequence":
         return {step["type"] for step in decoder["decoders"]}
     return {decoder["type"]}
@@ -271,14 +269,29 @@ def _sentencepiece_bytes(piece: str) -> bytes:
     return piece.replace(_METASPACE, " ").encode()
 
 
-def _byte_alphabet() -> dict[str, bytes]:
-    """The 256 characters that stand for bytes in byte-level BPE.
+class _ByteAlphabet(dict[int, int]):
+    """The 256 characters that stand for bytes in byte-level BPE, to their bytes.
 
     Printable Latin-1 characters stand for themselves. U+0100 and on stand for the other 68 bytes,
     in order (GPT-2, `encoder.py`, `bytes_to_unicode`).
     """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    alphabet = {chr(byte): bytes([byte]) for byte in printable}
-    others = (byte for byte in range(256) if byte not in printable)
-    alphabet.update({chr(256 + offset): bytes([byte]) for offset, byte in enumerate(others)})
-    return alphabet
+
+    _FOREIGN = 0x100  # more than a byte
+
+    def __init__(self) -> None:
+        printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+        others = (byte for byte in range(256) if byte not in printable)
+        super().__init__({byte: byte for byte in printable})
+        self.update({256 + offset: byte for offset, byte in enumerate(others)})
+
+    def __missing__(self, character: int) -> int:
+        return self._FOREIGN
+
+    def bytes_of(self, piece: str) -> bytes:
+        """A character of no byte is itself, in UTF-8."""
+        try:
+            return piece.translate(self).encode("latin-1")
+        except UnicodeEncodeError:
+            return b"".join(
+                bytes([self[ord(each)]]) if ord(each) in self else each.encode() for each in piece
+            )

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from engine.errors import ModelError, RequestError
 from engine.models.gguf import _save_tokenizer
 from engine.models.gguf_tokenizer import build_tokenizer
-from engine.text.tokenizer import Tokenizer
+from engine.text.tokenizer import Tokenizer, _ByteAlphabet
 from tests.support.models import EOS, IM_START, bytes_tokenizer
 
 TOKENIZER = bytes_tokenizer()
@@ -107,6 +107,27 @@ def test_sentencepiece_tokens_with_byte_fallback() -> None:
     )
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
     assert [tokenizer.token_bytes(token) for token in (1, 2, 3)] == [b"\xe6", b" a", b"b"]
+
+
+def test_byte_level_tokens_are_bytes_and_foreign_characters_are_themselves() -> None:
+    pieces = {"a": b"a", "Ġa": b" a", "æĹ¥": "日".encode(), "Ń": b"\xad", "ł": b"\xa0"}
+    foreign = {"日Ġ": "日 ".encode(), "\xada": "\xada".encode(), " ¡": b" \xa1"}
+    expected = pieces | foreign
+    vocabulary = {piece: number for number, piece in enumerate(expected)}
+    fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    fast.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
+    assert [tokenizer.token_bytes(number) for number in range(8)] == list(expected.values())
+    for byte, piece in enumerate(_byte_pieces()):
+        assert _ByteAlphabet().bytes_of(piece) == bytes([byte])
+
+
+def _byte_pieces() -> list[str]:
+    """What the tokenizer's own library makes of each byte."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    own = [chr(byte) for byte in range(256) if chr(byte) in alphabet]
+    others = iter(sorted(set(alphabet) - set(own)))
+    return [chr(byte) if chr(byte) in own else next(others) for byte in range(256)]
 
 
 def _base(template: str | None) -> PreTrainedTokenizerFast:
