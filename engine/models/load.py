@@ -40,6 +40,7 @@ from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import fix_tables
+from engine.models.unfilled import Unfilled
 from engine.operators.library import Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
@@ -277,14 +278,12 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
         dequantized = _dequantize(config)
         seeing = has_vision(config) or is_text_of(config)
         kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        model, loading = kind.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        try:
+            with Unfilled():
+                model, loading = _from_pretrained(kind, folder, config, dtype)
+        except RuntimeError as error:  # such as of tensors on two devices
+            logger.info("the model is built with symbols: %s", error)
+            model, loading = _from_pretrained(kind, folder, config, dtype)
     except ModelError:
         raise
     except Exception as error:  # transformers' and its quantizers' errors have no common root
@@ -302,6 +301,17 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     model.eval().requires_grad_(False)
     moved: nn.Module = model.to(device)
     return moved
+
+
+def _from_pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    return kind.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
 
 
 def _load_config(folder: Path) -> Any:
