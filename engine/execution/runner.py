@@ -266,11 +266,11 @@ class ModelRunner:
         lengths = [len(span.tokens) for span in spans]
         ends = np.cumsum(lengths)
         wanted = [int(end) - 1 for end, span in zip(ends, spans, strict=True) if span.sample]
+        positions = [np.arange(s.start, s.start + n) for s, n in zip(spans, lengths, strict=True)]
+        fewest = self._fewest(spans)
         arguments: dict[str, Any] = {
-            "input_ids": self._row([span.tokens for span in spans]),
-            "position_ids": self._row(
-                [np.arange(s.start, s.start + n) for s, n in zip(spans, lengths, strict=True)]
-            ),
+            "input_ids": self._row([span.tokens for span in spans], fewest),
+            "position_ids": self._row(positions, fewest),
             "use_cache": False,
             "paged": self._attention,
         }
@@ -284,7 +284,7 @@ class ModelRunner:
         if any(span.targets is not None for span in spans):
             prompt_logprobs, logits = self._heads(spans, ends - lengths, wanted, arguments)
         elif wanted:
-            rows = _at_least(self._fewest_rows, np.array(wanted))
+            rows = _at_least(fewest, np.array(wanted))
             keep = upload(rows, self._device)
             logits = self._logits(keep, arguments)[0, : len(wanted)].float()
         else:
@@ -381,9 +381,15 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _row(self, parts: Sequence[NDArray[Any]]) -> torch.Tensor:
-        """The parts concatenated as [1, T], int64, on the device."""
-        joined = _at_least(self._fewest_rows, np.concatenate(parts).astype(np.int64))
+    def _fewest(self, spans: Sequence[Span]) -> int:
+        """How many rows the step has at least, so that a row has the bits it has in any other."""
+        recorded = self._traced is not None and self._traced.computes_one_row
+        # Updates of adapters are packed layers, and are not in the recorded forward.
+        return 1 if recorded and not any(span.adapter for span in spans) else self._fewest_rows
+
+    def _row(self, parts: Sequence[NDArray[Any]], fewest: int) -> torch.Tensor:
+        """The parts concatenated as [1, T], int64, on the device. T is at least `fewest`."""
+        joined = _at_least(fewest, np.concatenate(parts).astype(np.int64))
         return upload(joined, self._device)[None]
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
-from engine.execution.fusing import activates_by_row, flatten, fuse
+from engine.execution.fusing import activates_by_row, computes_one_row, flatten, fuse
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -157,6 +157,7 @@ class TracedForward:
         self._embed = model.get_input_embeddings()
         self.num_operators = 0  # of calls of compiled operators, beside attention's
         self.activates_by_row = False  # whether it calls none of torch's activations
+        self.computes_one_row = False  # whether a row alone has the bits that it has among others
         try:
             with torch.inference_mode():
                 self._graph = self._record(model)
@@ -166,6 +167,8 @@ class TracedForward:
                     self.activates_by_row = activates_by_row(self._graph.graph)
                 for number, first in _CHECKED:
                     self._check(model, self._tokens(number), first)
+                if fused and computes_one_row(self._graph.graph):
+                    self.computes_one_row = self._one_row_is_the_same()
         except Untraceable:
             raise
         except Exception as error:  # a model's code may raise anything
@@ -257,6 +260,14 @@ class TracedForward:
             raise Untraceable(f"the logits of {number} tokens are others")
         if not torch.equal(outputs[0].last_hidden_state, states):
             raise Untraceable(f"the layers' output of {number} tokens is another")
+
+    def _one_row_is_the_same(self) -> bool:
+        """Whether a token's logits and the layers' output have the bits that they have in a step
+        with a later token."""
+        tokens, positions, keep = self._tokens(2), torch.tensor([[40, 41]]), torch.tensor([0])
+        beside = self._run(_Alone(), positions, keep, tokens, None)
+        alone = self._run(_Alone(), positions[:, :1], keep, tokens[:, :1], None)
+        return all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(alone, beside, strict=True))
 
     def _tokens(self, number: int) -> torch.Tensor:
         """Tokens [1, number] from across the vocabulary."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import AttentionCall
@@ -171,6 +171,90 @@ def test_operators_activate_each_row_alone(
     own.record()
     fused.record()
     assert not own.activates_by_row and fused.activates_by_row is by_row
+
+
+@pytest.fixture
+def narrow(operators: Operators) -> LoadedModel:
+    """A model whose linear layers are all narrow."""
+    config = LlamaConfig(
+        vocab_size=288,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in stock.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return describe(
+        "narrow",
+        stock.eval().requires_grad_(False),
+        bytes_tokenizer(),
+        weights_digest=b"0" * 16,
+        dtype="float32",
+        device="cpu",
+        operators=operators,
+    )
+
+
+def test_one_row_alone_has_the_bits_that_it_has_beside_another(
+    narrow: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = [new_pool(narrow, 40, BLOCK) for _ in range(2)]
+    pools[1].copy_(pools[0])
+    alone, beside = (ModelRunner(narrow, pool) for pool in pools)
+    for each in (alone, beside):
+        each.record()
+    assert alone._traced is not None and beside._traced is not None
+    assert alone._traced.computes_one_row
+    beside._traced.computes_one_row = False
+    sizes, run = [], alone._traced._graph
+
+    def graph(rows: torch.Tensor, *others: torch.Tensor) -> Any:
+        sizes.append((rows.shape[1], len(others[1])))
+        return run(rows, *others)
+
+    monkeypatch.setattr(alone._traced, "_graph", graph)
+    for step in (*STEPS, [span(1, 38, 1, 0)]):
+        with torch.inference_mode():
+            expected, actual = forward(beside, step), forward(alone, step)
+        assert expected is not None and actual is not None
+        assert torch.equal(expected, actual)
+    assert torch.equal(*(pool.nan_to_num(7) for pool in pools))
+    assert sizes == [(37, 1), (21, 2), (2, 2), (6, 2), (1, 1), (1, 1)]
+
+
+def test_packed_layers_compute_two_rows_at_least(operators: Operators) -> None:
+    packed = runner(replace(tiny_model("llama"), operators=operators))
+    packed.record()
+    assert packed.activates_by_row
+    assert packed._traced is not None and not packed._traced.computes_one_row
+    assert packed._fewest([span(1, 0, 1, 0)]) == 2
+
+
+def test_a_row_of_an_adapter_is_computed_with_another(narrow: LoadedModel) -> None:
+    """Its updates are packed layers."""
+    warm = runner(narrow)
+    warm.record()
+    assert warm._fewest([span(1, 0, 1, 0)]) == 1
+    assert warm._fewest([span(1, 0, 1, 0), span(2, 0, 1, 10, adapter="any")]) == 2
+
+
+def test_one_row_that_differs_is_computed_with_another(
+    narrow: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = TracedForward._run
+
+    def run(traced: TracedForward, *given: Any) -> Any:
+        logits, states = own(traced, *given)
+        return (logits, states + 1e-6) if states.shape[1] == 1 else (logits, states)
+
+    monkeypatch.setattr(TracedForward, "_run", run)
+    assert not TracedForward(narrow.model, fused=True).computes_one_row
 
 
 def test_no_step_of_a_warm_runner_is_computed_by_the_models_own_layers() -> None:
