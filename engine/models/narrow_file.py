@@ -6,6 +6,7 @@ compares products (`engine.models.packing`) as it does with weights that it has 
 """
 
 import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FAMILY = "narrow-"
 _WORTH = 2  # it is written if it takes less than one in so many of the checkpoint's bytes
+_LEFT_BYTES = 1 << 30  # and if the disk has so much room beside it: the ledger needs some
 _PIECE_BYTES = 1 << 22
 
 
@@ -48,8 +50,8 @@ class NarrowFile:
         return bool(stored)
 
     def write(self, model: nn.Module) -> None:
-        """Keep what a model's packed layers have, instead of what other versions kept. A failure
-        is logged: the next start tries again."""
+        """Keep what a model's packed layers have, instead of what other operators kept. A failure
+        is logged, and the next start tries again."""
         stored = {
             name: layer.stored
             for name, layer in model.named_modules()
@@ -59,6 +61,11 @@ class NarrowFile:
         if not stored or num_bytes * _WORTH > self._replaces_bytes:
             return
         try:
+            if shutil.disk_usage(self._folder).free < num_bytes + _LEFT_BYTES:
+                logger.info(
+                    "narrow weights are not kept in %s: its disk is nearly full", self._folder
+                )
+                return
             with partial_folder(self._folder / self._name, _FAMILY) as partial:
                 made = partial / "weights"
                 save_file(stored, made)

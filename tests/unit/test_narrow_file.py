@@ -3,6 +3,7 @@
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -138,6 +139,22 @@ def test_what_would_save_little_is_not_kept(tmp_path: Path) -> None:
     file_of(tmp_path).write(packed(loaded(narrow=False)))
     assert not list(tmp_path.iterdir())
     file_of(tmp_path, replaces_bytes=2 * num_bytes).write(model)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_the_last_room_of_a_disk_is_left_to_the_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = packed(loaded())
+    num_bytes = sum(each.numel() for each in model.buffers())
+    free = [num_bytes + (1 << 30) - 1]
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: SimpleNamespace(total=1 << 40, used=0, free=free[0])
+    )
+    file_of(tmp_path).write(model)
+    assert not list(tmp_path.iterdir())
+    free[0] += 1
+    file_of(tmp_path).write(model)
     assert len(list(tmp_path.iterdir())) == 1
 
 
