@@ -47,8 +47,9 @@ def test_it_has_the_same_tensors(
 def test_tensors_with_numbers_are_filled_as_ever() -> None:
     with Unfilled():
         layer = nn.Linear(4, 4)
-        nn.init.ones_(layer.weight)
+        nn.init.uniform_(layer.weight, 5, 6)
+        layer.bias.data.normal_(100, 1)
         assert torch.arange(3, device="cpu").tolist() == [0, 1, 2]
         with torch.device("meta"):
             assert nn.Linear(4, 4).weight.is_meta
-    assert torch.equal(layer.weight, torch.ones(4, 4))
+    assert layer.weight.min() >= 5 and layer.bias.min() > 50
