@@ -13,7 +13,8 @@ from engine.attention.base import AttentionOptions
 _OPERATORS = ("cachesvc::norm", "cachesvc::silu_mul", "cachesvc::rotate")
 # Calls of which each number has the same bits wherever it stands among others: they move numbers,
 # add, multiply or look them up, or they are sines, which torch computes by one function.
-_BY_ROW_KINDS = ("prim::", "cachesvc::")
+_PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
+_BY_ROW_KINDS = ("prim::", "cachesvc::", _PACKED)
 _BY_ROW = frozenset(
     f"aten::{name}"
     for name in (
@@ -22,7 +23,6 @@ _BY_ROW = frozenset(
         *("transpose", "unsqueeze", "view"),
     )
 )
-_PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
 _VECTORS = 32  # numbers that torch computes at once, at most
 _SILU = (
     """graph(%gate, %up):
@@ -122,8 +122,7 @@ def activates_by_row(graph: Any) -> bool:
     """Whether no call computes numbers by other functions where torch's threads divide them. Such
     are its activations. A call that is not known counts as one."""
     return all(
-        node.kind().startswith(_BY_ROW_KINDS) or node.kind() in _BY_ROW or node.kind() == _PACKED
-        for node in graph.nodes()
+        node.kind().startswith(_BY_ROW_KINDS) or node.kind() in _BY_ROW for node in graph.nodes()
     )
 
 

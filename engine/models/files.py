@@ -161,10 +161,10 @@ def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, byte
     """A folder of safetensors for `path`, and a digest of its contents."""
     path = _weights(path)
     if path.is_dir():
-        return path, _digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
+        return path, digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
     from engine.models.gguf import convert, converted_folder
 
-    content = _digest([path])
+    content = digest([path])
     folder = converted_folder(cache_dir, content)
     if not folder.exists():
         convert(path, folder, report)
@@ -185,7 +185,8 @@ def _weights(path: Path) -> Path:
     raise ModelError(f"{path} is neither a folder nor a .gguf file")
 
 
-def _digest(files: Sequence[Path]) -> bytes:
+def digest(files: Sequence[Path]) -> bytes:
+    """16 bytes over the files' contents."""
     hasher = xxhash.xxh3_128()
     for path in files:
         with path.open("rb") as file:

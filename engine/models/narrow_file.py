@@ -10,11 +10,11 @@ import shutil
 from pathlib import Path
 
 import torch
-import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from engine.models.files import digest
 from engine.models.packing import NarrowLinear
 from engine.partial import partial_folder
 
@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 _FAMILY = "narrow-"
 _WORTH = 2  # it is written if it takes less than one in so many of the checkpoint's bytes
 _LEFT_BYTES = 1 << 30  # and if the disk has so much room beside it: the ledger needs some
-_PIECE_BYTES = 1 << 22
 
 
 class NarrowFile:
@@ -71,7 +70,7 @@ class NarrowFile:
                 save_file(stored, made)
                 for old in self._folder.glob(f"{self._checkpoint}-*"):
                     old.unlink(missing_ok=True)
-                made.replace(self._folder / f"{self._name}-{_digest(made)}.safetensors")
+                made.replace(self._folder / f"{self._name}-{digest([made]).hex()}.safetensors")
         except (OSError, SafetensorError) as error:
             logger.warning("narrow weights are not kept, and a start takes longer: %s", error)
 
@@ -79,17 +78,10 @@ class NarrowFile:
         """By the name of the layer. Empty if there is no whole file."""
         for path in self._folder.glob(f"{self._name}-*.safetensors"):
             try:
-                if path.stem == f"{self._name}-{_digest(path)}":
+                if path.stem == f"{self._name}-{digest([path]).hex()}":
                     return load_file(path)
                 logger.warning("%s is damaged, and made again", path)
+                path.unlink(missing_ok=True)  # a full disk may have no room for both
             except (OSError, SafetensorError) as error:
                 logger.warning("%s cannot be read, and is made again: %s", path, error)
         return {}
-
-
-def _digest(path: Path) -> str:
-    hasher = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            hasher.update(piece)
-    return hasher.hexdigest()

@@ -89,6 +89,7 @@ def test_a_damaged_file_is_not_read_and_is_made_again(
     model = loaded()
     assert not file_of(kept.parent).place(model)
     assert str(kept) in caplog.text
+    assert kept.exists() == (damage == "folder"), "what is damaged takes no room"
     file_of(kept.parent).write(packed(model))
     if damage != "folder":
         assert kept.read_bytes() == whole
