@@ -16,7 +16,7 @@ from engine.errors import ModelError
 CPU_CACHE_BYTES = 1 << 30  # of the device tier, if not configured
 STEP_BYTES = 2 << 30  # of a GPU, reserved for the memory that steps need
 CPU_STEP_TOKENS = 512  # of prompts in a step
-GPU_STEP_TOKENS = 2048  # so that the arithmetic of a step outlasts its 800 launches (DESIGN)
+GPU_STEP_TOKENS = 2048  # so that the arithmetic of a step outlasts its launches (DESIGN)
 T = TypeVar("T")
 
 
@@ -56,6 +56,17 @@ def pick_device(name: str) -> str:
     if name == "cuda" and not torch.cuda.is_available():
         raise ModelError(NO_GPU)
     return name
+
+
+def attend_without_plans(device: str) -> None:
+    """Leave cuDNN out of torch's choice of an attention kernel, in this process.
+
+    On Hopper and later torch prefers it, and it makes a plan for each number of queries and keys:
+    0.4 s for each length of a prompt that was not seen before (modelscope/FunASR issue 3704, and
+    docs/measurements/gpu.md).
+    """
+    if torch.device(device).type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def default_step_tokens(device: str) -> int:

@@ -28,7 +28,7 @@ from engine.attention import base as attention
 from engine.attention.recurrent import StatePort, page_recurrent
 from engine.batch import Span
 from engine.errors import AdapterError, ModelError
-from engine.hardware import default_dtype
+from engine.hardware import attend_without_plans, default_dtype
 from engine.models.adapter_bank import AdapterBank
 from engine.models.adapters import Adapter
 from engine.models.adapters import load_adapter as read_adapter
@@ -210,6 +210,7 @@ def describe(
     """Pack `model` for its device, check that paged attention works for it, and describe it.
     `kept` has its narrow weights, or takes them for later starts."""
     attention.register()
+    attend_without_plans(device)
     config: Any = model.config
     text_config = config.get_text_config()
     max_context = getattr(text_config, "max_position_embeddings", UNBOUNDED)

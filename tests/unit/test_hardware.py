@@ -13,6 +13,7 @@ from engine.hardware import (
     CPU_CACHE_BYTES,
     CPU_STEP_TOKENS,
     STEP_BYTES,
+    attend_without_plans,
     default_dtype,
     spare_bytes,
 )
@@ -75,3 +76,14 @@ def test_a_gpu_that_does_not_multiply_bfloat16_computes_in_float16(
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
     assert expected == default_dtype("cuda")
     assert "float32" == default_dtype("cpu")
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", True), ("cuda:0", False)])
+def test_on_a_gpu_no_attention_is_planned_for_each_length(device: str, expected: bool) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        attend_without_plans(device)
+        assert expected == torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
