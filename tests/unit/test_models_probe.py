@@ -1,19 +1,27 @@
 """What the probe at load refuses, and with what it says it saw. Each model is broken on purpose."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, NemotronConfig, NemotronForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
+)
 
 from engine.attention import base as attention
 from engine.errors import ModelError
+from engine.models import probe
 from engine.models.probe import prepare
 from engine.models.rope import fix_tables
 from tests.support.models import ARCHITECTURES, stock_model
-from tiers.blocks.layout import LayerLayout
+from tiers.blocks.layout import DTYPES, LayerLayout
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +148,41 @@ def test_dynamic_rope_is_one_table_as_far_as_the_context_goes() -> None:
     fixed = model.model.rotary_emb(torch.zeros(1), torch.arange(1024)[None])
     assert all(map(torch.equal, plain, fixed))
     assert (LayerLayout(2, 16, 16),) * 3 == prepare(model, 1024)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rounding", "moved", "refused"),
+    [
+        ("bfloat16", 0.0, 0.04, False),
+        ("bfloat16", 0.0, 0.06, True),
+        ("bfloat16", 0.08, 0.06, False),  # 32 layers of 4,096
+        ("bfloat16", 0.08, 0.2, True),
+        ("bfloat16", 0.5, 0.3, True),
+        ("float32", 0.08, 0.01, True),
+    ],
+)
+def test_a_deep_model_in_half_precision_may_round_more(
+    dtype: str, rounding: float, moved: float, refused: bool
+) -> None:
+    model = stock_model("llama", 0).to(DTYPES[dtype])
+    expected = torch.tensor([[1.0, -0.5], [0.25, 0.5]])
+    actual = expected + torch.tensor([[0.0, moved], [0.0, 0.0]])
+    with pytest.raises(ModelError, match="other") if refused else nullcontext():
+        probe._compare(model, expected, actual, "gives other logits", rounding)
+
+
+@torch.inference_mode()
+def test_rounding_is_measured_on_the_model_itself() -> None:
+    """More layers round more often. float32 has room without it."""
+    found = {}
+    for layers in (2, 16):
+        config = LlamaConfig(
+            **{**stock_model("llama", 0).config.to_dict(), "num_hidden_layers": layers}
+        )
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(config).eval().to(torch.bfloat16)
+        expected = probe._forward(model, [(0, 0, 8)], position_ids=None)
+        found[layers] = probe._rounding(model, expected, 8)
+    assert 0.003 < found[2] < found[16] < 0.2
+    assert 0.0 == probe._rounding(model.float(), expected, 8)
+    assert not model.get_input_embeddings()._forward_hooks
