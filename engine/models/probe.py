@@ -36,6 +36,7 @@ from engine.attention.states import page_convolutions, windows_of
 from engine.batch import Span
 from engine.errors import ModelError
 from engine.models import packing
+from engine.models.norms import fuse_norms
 from tiers.blocks.layout import LayerLayout
 
 PROBE_TOKENS = 8
@@ -254,6 +255,8 @@ def _prepare(
         num_layers = model.config.get_text_config().num_hidden_layers
         page_compressors(model, num_layers)
         page_convolutions(model)
+        if model.device.type == "cuda":
+            fuse_norms(model)
         if packing.can_pack(model):
             packing.pack(model, port.modules if port is not None else (), narrow=narrow)
         model.set_attn_implementation(attention.IMPLEMENTATION)
