@@ -86,7 +86,7 @@ class PagedAttention(Protocol):
 
 
 class DecodeRows(NamedTuple):
-    """A step of one token for each of S sequences, as tensors on the device.
+    """A step of S tokens, each of a sequence with a table, as tensors on the device.
 
     tables: [S, max_blocks]. lengths: [S], with the token. blocks and rows: [S], where its KV goes.
     """
@@ -103,6 +103,12 @@ class RecordableAttention(PagedAttention, Protocol):
     @property
     def in_place(self) -> bool:
         """Whether all of such a step is done on the device, from blocks where they are."""
+        ...
+
+    @property
+    def sees_its_step(self) -> bool:
+        """Whether a row sees what earlier rows of its step write, so that several may be of one
+        sequence."""
         ...
 
     def begin_decode(self, decode: DecodeRows) -> None:

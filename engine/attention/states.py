@@ -75,6 +75,11 @@ class StatefulAttention:
         """Whether those of the attention beside it are."""
         return getattr(self.attention, "in_place", False)
 
+    @property
+    def sees_its_step(self) -> bool:
+        """A state enters the pool at the end of a step."""
+        return False
+
     def begin(self, spans: Sequence[Span]) -> None:
         self._spans, self._decode = spans, None
         self._computed.clear()

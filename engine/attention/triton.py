@@ -45,9 +45,9 @@ class _Launch:
     """One kernel launch: S groups of Q successive queries, padded if there are fewer."""
 
     num_queries: int  # Q
-    queries: torch.Tensor  # [S * Q] rows of the step
+    queries: torch.Tensor | None  # [S * Q] rows of the step; None if they are all, in order
     kept: torch.Tensor | None  # [N] which of them are real; None if all are
-    wanted: torch.Tensor  # [N] their rows in the step
+    wanted: torch.Tensor | None  # [N] their rows in the step; None with `queries`
     keys: PagedKeys
 
 
@@ -57,13 +57,15 @@ class _Step:
 
     long: list[tuple[Span, slice, torch.Tensor]]  # gathered spans, with their rows and table
     launches: list[_Launch]
-    written: torch.Tensor  # [W] rows whose KV is written, and their destinations:
-    blocks: torch.Tensor
+    written: torch.Tensor | None  # [W] rows whose KV is written; None if all are, in order
+    blocks: torch.Tensor  # [W] their destinations
     rows: torch.Tensor
 
 
 class TritonAttention:
     """`RecordableAttention` on CUDA. Stateless between steps."""
+
+    sees_its_step = True  # a layer's rows are written before any is read
 
     def __init__(self, pool: torch.Tensor, layers: Sequence[LayerLayout] = ()) -> None:
         """pool, layers: as `KvPool` takes them. Layouts that the kernel does not support are
@@ -132,25 +134,31 @@ class TritonAttention:
         )
 
     def begin_decode(self, decode: DecodeRows) -> None:
-        everyone = torch.arange(len(decode.lengths), device=decode.lengths.device)
-        keys = PagedKeys(decode.tables, decode.lengths, None)
-        launch = _Launch(1, everyone, None, everyone, keys)
-        self._step = _Step([], [launch], everyone, decode.blocks, decode.rows)
+        launch = _Launch(1, None, None, None, PagedKeys(decode.tables, decode.lengths, None))
+        self._step = _Step([], [launch], None, decode.blocks, decode.rows)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         step = self._step
         assert step is not None, "attend before begin"
         query, kept = call.query, self._kv.layers[call.layer]
-        if len(step.written):
-            kept.key[step.blocks, step.rows] = call.key[step.written].to(self._pool.dtype)
+        if len(step.blocks):
+            kept.key[step.blocks, step.rows] = self._written(call.key)
             if not kept.shared:
-                kept.value[step.blocks, step.rows] = call.value[step.written].to(self._pool.dtype)
+                kept.value[step.blocks, step.rows] = self._written(call.value)
+        if step.launches and step.launches[0].wanted is None:
+            return self._attend_launch(step.launches[0], call)
         output = query.new_zeros(*query.shape[:2], call.value.shape[2])
         for span, rows, table in step.long:
             output[rows] = self._attend_long(span, table, call.of(rows))
         for launch in step.launches:
             output[launch.wanted] = self._attend_launch(launch, call)
         return output
+
+    def _written(self, rows: torch.Tensor) -> torch.Tensor:
+        """Those of the step's rows that enter the pool."""
+        assert self._step is not None
+        chosen = rows if self._step.written is None else rows[self._step.written]
+        return chosen.to(self._pool.dtype)
 
     def give_up_kernel(self, error: Exception) -> None:
         """Gathers every span from now on: the kernel does not fit this GPU or cannot be built."""
@@ -168,7 +176,8 @@ class TritonAttention:
 
     def _attend_launch(self, launch: _Launch, call: AttentionCall) -> torch.Tensor:
         """The launch's rows of the step's: [N, Hq, Dv]."""
-        chosen = call.query[launch.queries].unflatten(0, (-1, launch.num_queries))
+        queries = call.query if launch.queries is None else call.query[launch.queries]
+        chosen = queries.unflatten(0, (-1, launch.num_queries))
         kept = self._kv.layers[call.layer]
         rank = kept.value.shape[-1] if kept.shared else None
         pages = self._kv.pages[call.layer]

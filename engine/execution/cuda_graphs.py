@@ -1,15 +1,17 @@
-"""Decode steps as CUDA graphs: a step of one token per sequence, launched as a whole.
+"""Short steps as CUDA graphs: decode steps, and tails of cached prompts, launched as a whole.
 
-A decode step of a small model is a thousand kernels of a few microseconds each. Python takes longer
-to launch them than they run. A graph is captured once for each of a few batch sizes, over tensors
-at fixed addresses. A step fills the tensors with one copy and replays the graph. A smaller batch is
-padded with sequences of one token in a scratch block. Padding by repeating a sequence would repeat
-its attention (31 more times for the first of 33 sequences). Steps that no graph can represent are
-launched kernel by kernel. Engine thread only.
+A step is a thousand kernels or more. Python takes 35 to 50 ms to launch those of 32 layers, and a
+graph of them ran for 10 (docs/measurements/gpu.md). A graph is captured once for
+each of a few numbers of rows, over tensors at fixed addresses. A step fills the tensors with one
+copy and replays the graph. Each row is a token with a table of its own, so a tail of several tokens
+is as many rows. Fewer rows are padded with sequences of one token in a scratch block. Padding by
+repeating a sequence would repeat its attention (31 more times for the first of 33 sequences). Steps
+that no graph can represent are launched kernel by kernel. Engine thread only.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeGuard
 
 import numpy as np
@@ -17,10 +19,13 @@ import torch
 
 from engine.attention.base import DecodeRows, PagedAttention, RecordableAttention
 from engine.batch import Span
+from engine.hardware import upload
 
 logger = logging.getLogger(__name__)
 
 _COLUMNS = 5  # columns before the table: token, position, length, block, row
+_TAIL_ROWS = 128  # a question after a cached prompt, and decode steps beside it
+_TAIL_KEYS = 1 << 19  # that rows of tails read, each by itself: 12 ms of a cache's bandwidth, in 8B
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Work = Callable[[], torch.Tensor]
@@ -31,11 +36,12 @@ def cuda_graphs(attention: PagedAttention, device: torch.device) -> TypeGuard[Re
     return device.type == "cuda" and getattr(attention, "in_place", False)
 
 
-def batch_sizes(max_running: int) -> tuple[int, ...]:
+def batch_sizes(max_running: int, *, tails: bool = False) -> tuple[int, ...]:
     """The sizes to record, each twice the one before, so that the largest takes `max_running`
-    sequences. A row of padding costs little: a decode step's time is that of reading the
-    weights."""
-    return tuple(1 << power for power in range((max_running - 1).bit_length() + 1))
+    sequences, and with `tails` a question after a cached prompt. A row of padding costs little: a
+    short step's time is that of reading the weights."""
+    largest = max(max_running, _TAIL_ROWS) if tails else max_running
+    return tuple(1 << power for power in range((largest - 1).bit_length() + 1))
 
 
 class Recorder:
@@ -83,7 +89,8 @@ class DecodeGraphs:
         scratch: int,
     ) -> None:
         """`forward` maps tokens and positions [1, S] to logits [S, vocabulary]. `max_blocks` is
-        that of the longest sequence. `scratch` is an unowned block for padding rows."""
+        that of the longest sequence. `scratch` is an unowned block, for padding rows and for KV
+        that is not to be written."""
         self._forward = forward
         self._attention = attention
         self._block_size = block_size
@@ -97,7 +104,7 @@ class DecodeGraphs:
         self._values = self._host.numpy()
         self._padding = np.zeros(shape[1], np.int32)
         self._padding[2:4] = 1, scratch  # one key, its own: the least work a row can do
-        self._padding[_COLUMNS] = scratch
+        self._padding[_COLUMNS] = self._scratch = scratch
         self._works = True
 
     @torch.inference_mode()
@@ -108,34 +115,49 @@ class DecodeGraphs:
             self._replay(size)
 
     def takes(self, spans: Sequence[Span]) -> bool:
-        """Whether every span is a single decode token that a graph can compute."""
+        """Whether a graph can compute these spans, all of which sample."""
+        num_rows = sum(len(span.tokens) for span in spans)
         return (
             self._works
-            and len(spans) <= self._sizes[-1]
+            and num_rows <= self._sizes[-1]
+            and (num_rows == len(spans) or (self._attention.sees_its_step and _few_keys(spans)))
             and all(
-                len(span.tokens) == 1
-                and span.sample
-                and span.write_kv
-                and span.adapter is None
-                and span.targets is None
-                and not span.embedded
+                span.sample and span.adapter is None and span.targets is None and not span.embedded
                 for span in spans
             )
         )
 
     def run(self, spans: Sequence[Span]) -> torch.Tensor:
         """Logits [len(spans), vocabulary] in float32. Read them before the next step."""
-        size = next(size for size in self._sizes if size >= len(spans))
-        for number, span in enumerate(spans):
-            self._fill(self._values[number], span)
-        self._values[len(spans) : size] = self._padding
-        return self._replay(size)[: len(spans)]
+        ends = list(accumulate(len(span.tokens) for span in spans))
+        size = next(size for size in self._sizes if size >= ends[-1])
+        for end, span in zip(ends, spans, strict=True):
+            if len(span.tokens) == 1:
+                self._fill(self._values[end - 1], span)
+            else:
+                self._fill_tail(self._values[end - len(span.tokens) : end], span)
+        self._values[ends[-1] : size] = self._padding
+        logits = self._replay(size)
+        if ends[-1] == len(spans):
+            return logits[: len(spans)]
+        return logits[upload(np.array(ends) - 1, self._device.device)]
 
     def _fill(self, row: np.ndarray, span: Span) -> None:
         number, place = divmod(span.start, self._block_size)
         table = span.block_table[: number + 1]
-        row[:_COLUMNS] = (span.tokens[0], span.start, span.start + 1, table[number], place)
+        block = table[number] if span.write_kv else self._scratch
+        row[:_COLUMNS] = (span.tokens[0], span.start, span.start + 1, block, place)
         row[_COLUMNS : _COLUMNS + len(table)] = table
+
+    def _fill_tail(self, rows: np.ndarray, span: Span) -> None:
+        """Rows for a span's tokens. Each has the table of the last: it reads no key after its
+        own."""
+        positions = np.arange(span.start, span.start + len(rows))
+        table = np.array(span.block_table[: positions[-1] // self._block_size + 1])
+        rows[:, 0], rows[:, 1], rows[:, 2] = span.tokens, positions, positions + 1
+        rows[:, 3] = table[positions // self._block_size] if span.write_kv else self._scratch
+        rows[:, 4] = positions % self._block_size
+        rows[:, _COLUMNS : _COLUMNS + len(table)] = table
 
     def _replay(self, size: int) -> torch.Tensor:
         # The previous copy has arrived, because the host has read its step's tokens since.
@@ -165,3 +187,10 @@ class DecodeGraphs:
         logits = self._forward(tokens.long()[None], positions.long()[None])
         self._attention.finish()
         return logits
+
+
+def _few_keys(spans: Sequence[Span]) -> bool:
+    """Whether the rows of tails read so few keys that reading them row by row costs less than
+    launching the step."""
+    read = sum(len(s.tokens) * (s.start + len(s.tokens)) for s in spans if len(s.tokens) > 1)
+    return read <= _TAIL_KEYS

@@ -66,10 +66,10 @@ class ModelRunner:
 
     `pool`: `[num_blocks, *layout.shape]` of the model's layout, on the model's device. `attention`
     None picks the fastest path for the device. `scratch` is an unowned block of the pool. Without
-    one, a GPU's decode steps are launched kernel by kernel. `owners` are those of the pool's slots.
+    one, a GPU's short steps are launched kernel by kernel. `owners` are those of the pool's slots.
     With them, a working copy can serve the next prompt that begins the same way. `checkpoints` is
     the pool of those of the recurrent states, one to a row. Decode steps of up to `max_running`
-    sequences are recorded as graphs.
+    sequences are recorded as graphs, and so are tails of cached prompts.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ModelRunner:
                 min(max_blocks, len(pool)),
                 block_size=kv.block_size,
                 device=self._device,
-                batch_sizes=batch_sizes(max_running),
+                batch_sizes=batch_sizes(max_running, tails=self._attention.sees_its_step),
                 scratch=scratch,
             )
 

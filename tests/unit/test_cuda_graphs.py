@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Span
+from engine.attention.base import AttentionOptions, ReferenceAttention, attend_dense
+from engine.attention.pieces import PagedKeys
+from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import DecodeGraphs, Recorder, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
@@ -126,3 +128,99 @@ def test_models_whose_steps_the_host_shapes_get_no_graphs(name: str) -> None:
     pool = new_pool(loaded, 8)
     runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
     assert not cuda_graphs(runner._attention, torch.device("cuda"))
+
+
+def _attend_in_torch(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    keys: PagedKeys,
+    options: AttentionOptions,
+    **_: object,
+) -> torch.Tensor:
+    """What the kernel computes, of one query for each row."""
+    outputs = []
+    for row, length in enumerate(keys.lengths.tolist()):
+        table = keys.tables[row].long()
+        key, value = (pages[table, part].flatten(0, 1)[:length] for part in (0, 1))
+        outputs.append(attend_dense(query[row], key, value, length - 1, options))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("write_kv", [True, False])
+def test_a_tail_is_computed_by_a_graph_as_by_a_step(
+    write_kv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question after a cached prompt, beside a sequence that decodes. Each of its rows sees the
+    ones before it, and what is not to be written stays as it is."""
+    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
+    monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
+    loaded = served("qwen3")
+    pool = new_pool(loaded, 12)
+    attention = triton.TritonAttention(pool, loaded.layers)
+    runner = ModelRunner(loaded, pool, ReferenceAttention(pool, loaded.layers))
+    params = SamplingParams(temperature=0)
+
+    def span(number: int, first: int, count: int, table: list[int], write: bool = True) -> Span:
+        tokens = np.arange(first, first + count, dtype=np.int32) * 37 % loaded.vocab_size
+        return Span(number, tokens, first, table, True, params, write_kv=write)
+
+    runner.step(Batch([span(1, 0, 40, [3, 1, 2]), span(2, 0, 20, [5, 6])]))
+    if not write_kv:  # of a prompt that is cached whole, the last token is computed again
+        runner.step(Batch([span(1, 40, 5, [3, 1, 2])]))
+    tail = span(1, 44 if not write_kv else 40, 1 if not write_kv else 5, [3, 1, 2], write_kv)
+    spans = [span(2, 20, 1, [5, 6]), tail]
+    before = pool.clone()
+    with torch.inference_mode():
+        expected, _ = runner._forward(spans)
+    assert expected is not None
+    left = pool.clone()
+    pool.copy_(before)
+    runner._attention = attention
+    graphs = DecodeGraphs(
+        runner._decode_logits,
+        attention,
+        max_blocks=4,
+        block_size=16,
+        device=torch.device("cpu"),
+        batch_sizes=(2, 8),
+        record=lambda work: work,
+        scratch=11,
+    )
+    assert graphs.takes(spans)
+    torch.testing.assert_close(graphs.run(spans), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pool[:11], left[:11], rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(pool[[1, 3]], before[[1, 3]])  # full blocks are nobody's to write
+
+
+def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too many rows, too many keys to read again for each row, or states that enter the pool at a
+    step's end."""
+    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
+    params = SamplingParams(temperature=0)
+
+    def graphs(name: str) -> DecodeGraphs:
+        loaded = served(name)
+        pool = new_pool(loaded, 8)
+        runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+        attention = runner._attention
+        assert cuda_graphs(attention, torch.device("cuda"))
+        sizes = batch_sizes(4, tails=attention.sees_its_step)
+        return DecodeGraphs(
+            runner._decode_logits,
+            attention,
+            max_blocks=4,
+            block_size=16,
+            device=torch.device("cpu"),
+            batch_sizes=sizes,
+            record=lambda work: work,
+            scratch=7,
+        )
+
+    def tail(count: int, start: int = 30) -> list[Span]:
+        return [Span(1, np.zeros(count, np.int32), start, [0], True, params)]
+
+    plain, stateful = graphs("qwen3"), graphs("lfm2")
+    assert plain.takes(tail(2)) and plain.takes(tail(128))
+    assert not plain.takes(tail(129))
+    assert plain.takes(tail(16, 30_000)) and not plain.takes(tail(64, 30_000))
+    assert stateful.takes(tail(1)) and not stateful.takes(tail(2))
