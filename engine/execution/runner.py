@@ -179,7 +179,7 @@ class ModelRunner:
         if fused:
             for each in self._on_cpu:
                 each.fuse()
-        if self._on_cpu and self._recurrent is None:
+        if (self._on_cpu or self._device.type == "cuda") and self._recurrent is None:
             self._traced = trace(self._model, fused=fused)
 
     @property

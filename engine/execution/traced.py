@@ -2,8 +2,9 @@
 
 A step of a small model makes about 2,400 short calls of torch. Each call from Python releases
 Python's lock and takes it again, and there the step waits for the server's event loop. The forward
-is recorded once, when the engine warms up, and is then one call, with its attention
-(`engine.attention.inside`).
+is recorded once, when the engine warms up, and is then one call, on a CPU with its attention
+(`engine.attention.inside`). On a GPU it launches a prompt's kernels, which Python would do in 35 to
+50 ms.
 
 The graph makes the same calls in the same order, so it computes the same bits. This is checked
 before it serves. A model that cannot be recorded uses its own forward, for example one that
@@ -12,7 +13,7 @@ branches on a tensor's contents or that keeps states. Engine thread only.
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +29,6 @@ from engine.torchscript import undeprecated, unoptimized
 logger = logging.getLogger(__name__)
 
 _CHECKED = ((2, 0), (3, 40), (37, 5))  # (tokens, first position) of the calls that must agree
-_NONE = torch.empty(0, dtype=torch.long)  # rows of which logits are wanted
 _thread = threading.local()  # `handed`: the `_Handed` of the graph that the thread is running
 
 
@@ -40,7 +40,8 @@ def _attend(
 
 
 _library = torch.library.Library("cachesvc", "IMPL")
-_library.impl("attend", _attend, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend", _attend, _device)
 
 
 class Untraceable(Exception):
@@ -155,6 +156,7 @@ class TracedForward:
     def __init__(self, model: Any, *, fused: bool = False) -> None:
         self._handed = _Handed()
         self._embed = model.get_input_embeddings()
+        self._device = self._embed.weight.device
         self.num_operators = 0  # of calls of compiled operators, beside attention's
         self.activates_by_row = False  # whether it calls none of torch's activations
         self.computes_one_row = False  # whether a row alone has the bits that it has among others
@@ -199,7 +201,8 @@ class TracedForward:
         rows: torch.Tensor | None = None,
     ) -> Any:
         """What the layers put out, as the model's own return it, without logits."""
-        states = self._run(attention, positions, _NONE, tokens, rows)[1]
+        none = positions.new_empty(0)
+        states = self._run(attention, positions, none, tokens, rows)[1]
         return self._kind(last_hidden_state=states)
 
     def _run(
@@ -227,13 +230,13 @@ class TracedForward:
         return logits, states
 
     def _record(self, model: Any) -> Any:
-        rows, positions = self._embed(self._tokens(5)), torch.arange(5)[None]
+        rows, positions = self._embed(self._tokens(5)), self._numbers(range(5))[None]
         _thread.handed = self._handed
         with undeprecated() as said, _muted("transformers.modeling_utils"):
             forward = _Forward(model, self._handed)
             graph = torch.jit.trace(
                 forward,
-                (rows, positions, torch.tensor([3, 4])),
+                (rows, positions, self._numbers([3, 4])),
                 check_trace=False,
                 strict=False,
             )
@@ -245,7 +248,8 @@ class TracedForward:
 
     def _check(self, model: Any, tokens: torch.Tensor, first: int) -> None:
         number = tokens.shape[1]
-        positions, keep = torch.arange(first, first + number)[None], torch.tensor([0, number - 1])
+        positions = self._numbers(range(first, first + number))[None]
+        keep = self._numbers([0, number - 1])
         alone = _Alone()
         with _watched(model) as outputs:
             own = model(
@@ -264,15 +268,18 @@ class TracedForward:
     def _one_row_is_the_same(self) -> bool:
         """Whether a token's logits and the layers' output have the bits that they have in a step
         with a later token."""
-        tokens, positions, keep = self._tokens(2), torch.tensor([[40, 41]]), torch.tensor([0])
+        tokens, positions, keep = self._tokens(2), self._numbers([40, 41])[None], self._numbers([0])
         beside = self._run(_Alone(), positions, keep, tokens, None)
         alone = self._run(_Alone(), positions[:, :1], keep, tokens[:, :1], None)
         return all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(alone, beside, strict=True))
 
     def _tokens(self, number: int) -> torch.Tensor:
         """Tokens [1, number] from across the vocabulary."""
-        numbers: torch.Tensor = torch.arange(number) * 7919 % self._embed.num_embeddings
-        return numbers[None]
+        return self._numbers(range(number))[None] * 7919 % int(self._embed.num_embeddings)
+
+    def _numbers(self, values: Iterable[int]) -> torch.Tensor:
+        """Indices on the model's device."""
+        return torch.tensor([*values], device=self._device)
 
 
 @contextmanager
