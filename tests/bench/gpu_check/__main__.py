@@ -25,6 +25,7 @@ PARTS = (
     "memory",
     "speed",
     "service",
+    "ttft",
     "conform",
 )
 
