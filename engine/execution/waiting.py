@@ -26,6 +26,7 @@ from engine.openmp import allowed_processors
 WINDOW_S = 0.2  # the shortest time over which use is judged; the system counts in 10 ms
 CROWDED = 0.3  # processors that others may use of the team's before its threads sleep soon
 QUIET = 0.15  # and before they spin again
+LOOKS, LOOK_S = 4, 0.0005  # at what runs now, and the pause between two of them
 _GRAIN = 1 << 15  # elements for which torch adds a thread
 _STAT, _LOAD = Path("/proc/stat"), Path("/proc/loadavg")
 
@@ -40,6 +41,7 @@ class Waiting:
         others_s: Callable[[], float | None] | None = None,
         running: Callable[[], int | None] | None = None,
         clock_s: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         """`others_s`: how long other processes have used this one's processors, in seconds since
         any moment. `running`: how many threads of the whole system run or want to, this one among
@@ -47,6 +49,7 @@ class Waiting:
         self._others_s = others_s or others_used_s
         self._running = running or num_running
         self._clock_s = clock_s
+        self._pause = pause
         self._second: _SecondTeam | None = None
         self._window = clock_s(), self._others_s()
 
@@ -71,9 +74,20 @@ class Waiting:
 
     def _crowded_now(self, size: int) -> bool:
         """Whether others still want the team's processors. A window may end long before a step: an
-        engine that was idle saw a neighbour that has gone."""
-        running = self._running()
-        return running is None or running - 1 + size > (os.cpu_count() or 1)
+        engine that was idle saw a neighbour that has gone.
+
+        They want them at each of a few looks. At the first, whoever brought the request often still
+        runs: the client, or this server's own event loop.
+        """
+        for look in range(LOOKS):
+            if look:
+                self._pause(LOOK_S)
+            running = self._running()
+            if running is None:
+                return True
+            if running - 1 + size <= (os.cpu_count() or 1):
+                return False
+        return True
 
     def _spin(self) -> None:
         if self._second is not None:

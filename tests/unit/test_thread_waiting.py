@@ -23,11 +23,18 @@ class Machine:
     def __init__(self, *, told: bool = True) -> None:
         self.now_s, self.used_s = 1000.0, 5.0
         self.running: int | None = None
+        self.leaving = 0  # of the running threads, those that are gone after a moment
         self.waiting = Waiting(
             others_s=lambda: self.used_s if told else None,
             running=lambda: self.running,
             clock_s=lambda: self.now_s,
+            pause=self.pass_by,
         )
+
+    def pass_by(self, pause_s: float) -> None:
+        self.now_s += pause_s
+        if self.running is not None and self.leaving:
+            self.running, self.leaving = self.running - self.leaving, 0
 
     def step(self, others: float, *, size: int = TEAM) -> bool:
         """Whether the threads spin after a window with so many processors used by others."""
@@ -50,6 +57,16 @@ def test_threads_spin_beside_a_neighbour_that_has_gone() -> None:
     assert not machine.step(2.0)
     machine.running = 1  # this thread alone
     assert machine.step(2.0) is (TEAM <= (os.cpu_count() or 1))
+
+
+def test_who_brings_a_request_is_no_neighbour() -> None:
+    """After others have worked, the client and the event loop still run as a step begins."""
+    machine, cores = Machine(), os.cpu_count() or 1
+    machine.running, machine.leaving = 1 + cores, cores
+    assert machine.step(2.0) is (TEAM <= cores)
+    machine.running = 2 + max(0, cores - TEAM) + cores  # one more stays than there is room for
+    machine.leaving = cores
+    assert not machine.step(2.0)
 
 
 def test_a_team_that_leaves_processors_free_spins_beside_others() -> None:
