@@ -160,7 +160,7 @@ def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
 
 
 def check_operators(compiler: str | None) -> Finding:
-    """The engine compiles operators for a CPU with a C++ compiler."""
+    """Operators of a CPU, and the disk's for any device, are compiled with a C++ compiler."""
     if compiler is not None:
         return Finding("compiler", Level.OK, compiler)
     return Finding(

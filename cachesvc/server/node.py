@@ -1,14 +1,17 @@
 """Runs `cachesvc node`: the node, its published events and its Prometheus endpoint."""
 
 import signal
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
 from cachesvc.observability.samples import MetricSample, node_samples
+from engine.operators.library import Operators
+from tiers.disk.format.planes import use_library
 from tiers.errors import NodeError
 from tiers.node.client import NodeClient
 from tiers.node.counters import NodeCounters
@@ -24,13 +27,35 @@ def run_node(
     """Serves until SIGTERM or SIGINT. Raises ConfigError and the errors of `NodeServer.open`."""
     serving = NodeServer(settings)
     serving.open()
-    with closing(serving), published(events, serving.stream):
+    with closing(serving), published(events, serving.stream), _expanded_by_library(settings):
         if metrics:
             _answer_scrapes(metrics, settings.socket)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: serving.stop())
         on_ready()
         serving.run()
+
+
+@contextmanager
+def _expanded_by_library(settings: NodeSettings) -> Iterator[None]:
+    """Compiled functions expand the disk's records, from when there are any. They are kept beside
+    the socket, as a server keeps them in its data directory."""
+    if not settings.disk_dirs:
+        yield
+        return
+    operators = Operators(settings.socket.parent / "models")
+
+    def use() -> None:
+        if operators.load() and operators.loaded is not None:
+            use_library(operators.loaded)
+
+    thread = threading.Thread(target=use, name="cachesvc-compiled")
+    thread.start()
+    try:
+        yield
+    finally:
+        operators.close()
+        thread.join()
 
 
 def _answer_scrapes(address: str, socket: Path) -> None:

@@ -87,7 +87,7 @@ class ModelRunner:
         assert pool.shape[1:] == loaded.layout(kv.block_size).shape, pool.shape
         self._model: Any = loaded.model
         self._adapters = loaded.adapters
-        self._operators = loaded.operators
+        self._fuses = loaded.fuses
         self._fewest_rows = MIN_ROWS
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
@@ -175,12 +175,11 @@ class ModelRunner:
         if self._recorded:
             return
         self._recorded = True
-        fused = self._operators is not None and self._operators.loaded is not None
-        if fused:
+        if self._fuses:
             for each in self._on_cpu:
                 each.fuse()
         if (self._on_cpu or self._device.type == "cuda") and self._recurrent is None:
-            self._traced = trace(self._model, fused=fused)
+            self._traced = trace(self._model, fused=self._fuses)
 
     @property
     def activates_by_row(self) -> bool:

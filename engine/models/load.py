@@ -113,7 +113,7 @@ class LoadedModel:
     arithmetic: Arithmetic
     tower: VisionTower | None = None  # None: the model sees no images
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
-    operators: Operators | None = None  # compiled for its forward; None: none are
+    operators: Operators | None = None  # compiled for its forward and the disk; None: none are
 
     def promise(self, *, activated_by_row: bool) -> Promise:
         """What a hit leaves equal, adapters included. `activated_by_row` says that the forward
@@ -123,6 +123,12 @@ class LoadedModel:
             reason = "adapters are multiplied for as many rows as ask for them"
             promise = promise.or_weaker(Promise(Equal.TOKENS, reason))
         return promise if activated_by_row else promise.or_weaker(self.arithmetic.activations)
+
+    @property
+    def fuses(self) -> bool:
+        """Whether its forward calls compiled operators."""
+        there = self.operators is not None and self.operators.loaded is not None
+        return there and _may_fuse(self.device, self.dtype)
 
     @property
     def images(self) -> "PictureReader | None":
@@ -170,9 +176,10 @@ def load_model(
     folder, content = find(name, cache_dir, report)
     operators = kept = None
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if device == "cpu" and dtype == "float32" and num_bytes >= _COMPILED_FROM_BYTES:
+    if num_bytes >= _COMPILED_FROM_BYTES:
         operators = Operators(cache_dir)  # compiled while the model loads
-        kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
+        if _may_fuse(device, dtype):
+            kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
     tower = None
@@ -218,7 +225,7 @@ def describe(
         # Keys rotated by another table are different keys.
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
     port = page_recurrent(model)
-    narrow = operators is not None and operators.load()
+    narrow = operators is not None and operators.load() and _may_fuse(device, dtype)
     if not narrow or not can_pack(model):
         kept = None
     placed = kept is not None and kept.place(model)
@@ -381,6 +388,11 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and not any(part in name for part in kept):
             parameter.data = parameter.data.to(dtype)
+
+
+def _may_fuse(device: str, dtype: str) -> bool:
+    """Whether operators are for this arithmetic. Elsewhere they only expand the disk's records."""
+    return device == "cpu" and dtype == "float32"
 
 
 def _eos_token_ids(model: Any, tokenizer: Tokenizer) -> frozenset[int]:

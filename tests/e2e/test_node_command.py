@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -15,6 +16,7 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.operators.library import find_compiler
 from tests.e2e.test_start import free_port
 from tests.patience import PATIENCE_S
 from tests.unit.test_node_socket import ROOT, joined, prompt, write
@@ -87,6 +89,23 @@ def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
         assert 3 * number * 8192 == values["cachesvc_quota_used_bytes", "tenant:acme", "host"]
         assert 256 << 10 == values["cachesvc_quota_share_bytes", "tenant:acme", "host"]
         assert values["process_resident_memory_bytes",] > 0
+
+
+@pytest.mark.skipif(find_compiler() is None, reason="this machine has no C++ compiler")
+def test_a_node_with_a_disk_expands_records_by_a_library_that_it_keeps(tmp_path: Path) -> None:
+    """The first node ends while it is compiled."""
+    disk = ("--disk-cache-dir", str(tmp_path / "disk"))
+    with node(tmp_path, *disk):
+        pass
+    assert not list((tmp_path / "models").glob("*.so*"))
+    for _ in range(2):
+        with node(tmp_path, *disk) as process:
+            maps = Path(f"/proc/{process.pid}/maps")
+            give_up = time.monotonic() + PATIENCE_S
+            while "/models/operators-" not in maps.read_text():
+                assert time.monotonic() < give_up, "the node did not load it"
+                time.sleep(0.1)
+        assert 1 == len(list((tmp_path / "models").iterdir()))
 
 
 @pytest.mark.parametrize(

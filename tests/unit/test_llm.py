@@ -18,6 +18,7 @@ from engine.execution.runner import ModelRunner
 from engine.models import load
 from engine.operators import library
 from tests.support.models import save_tiny_adapter, save_tiny_model
+from tiers.disk.format import planes
 from tiers.errors import ConfigurationError
 
 PROMPT = "the quick brown fox jumps over the lazy dog; " * 3  # 135 tokens, one a byte
@@ -323,6 +324,27 @@ def test_closing_ends_a_compiler_that_is_at_work(
         compiling = operators._compiling
         assert compiling is not None and compiling.end.alive
     assert not compiling.end.alive
+
+
+@pytest.mark.parametrize(("dtype", "fuses"), [("float32", True), ("bfloat16", False)])
+def test_compiled_functions_expand_records_of_every_dtype(
+    model: Path,
+    tmp_path: Path,
+    operators: library.Operators,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    fuses: bool,
+) -> None:
+    """A forward calls operators in float32 alone, and the disk's records have any dtype."""
+    monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
+    monkeypatch.setattr(load, "Operators", lambda folder: operators)
+    monkeypatch.setattr(planes, "_compiled", {})
+    with open_llm(model, tmp_path, dtype=dtype, disk_cache_bytes=64 << 20) as llm:
+        llm.generate(PROMPT, GREEDY)
+        assert {2, 4} == planes._compiled.keys()
+        assert fuses == llm._loaded.fuses
+        traced = llm._engine._runner._traced
+        assert traced is not None and fuses == (traced.num_operators > 0)
 
 
 def test_the_light_half_of_the_package_imports_no_torch() -> None:
