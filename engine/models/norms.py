@@ -5,6 +5,7 @@ run.
 before and after.
 """
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ def _may_be_plain(module: Any) -> bool:
         and isinstance(weight, torch.Tensor)
         and weight.dim() == 1
         and (hasattr(module, "variance_epsilon") or hasattr(module, "eps"))
+        and len(signature(module.forward).parameters) == 1  # a gate would be one more
     )
 
 

@@ -39,6 +39,22 @@ def test_a_module_that_computes_something_else_is_left() -> None:
         FusedNorm(Shifted())
 
 
+class GatedRMSNorm(LlamaRMSNorm):
+    """Like several of transformers', plain without its gate."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        normed = super().forward(hidden_states)
+        return normed if gate is None else normed * gate
+
+
+def test_a_norm_with_a_gate_is_left() -> None:
+    model = nn.Sequential(GatedRMSNorm(16), LlamaRMSNorm(16)).requires_grad_(False)
+    assert 1 == fuse_norms(model)
+    assert isinstance(model[0], GatedRMSNorm) and isinstance(model[1], FusedNorm)
+
+
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 13), ("gemma2", 0)])
 @torch.inference_mode()
 def test_a_model_with_fused_norms_gives_the_same_logits(name: str, count: int) -> None:
