@@ -1,12 +1,12 @@
 """Short steps as CUDA graphs: decode steps, and tails of cached prompts, launched as a whole.
 
 A step is a thousand kernels or more. Python takes 35 to 50 ms to launch those of 32 layers, and a
-graph of them ran for 10 (docs/measurements/gpu.md). A graph is captured once for
-each of a few numbers of rows, over tensors at fixed addresses. A step fills the tensors with one
-copy and replays the graph. Each row is a token with a table of its own, so a tail of several tokens
-is as many rows. Fewer rows are padded with sequences of one token in a scratch block. Padding by
-repeating a sequence would repeat its attention (31 more times for the first of 33 sequences). Steps
-that no graph can represent are launched kernel by kernel. Engine thread only.
+graph of them ran for 10 (docs/measurements/gpu.md). A graph is captured once for each of a few
+numbers of rows, over tensors at fixed addresses. A step fills the tensors with one copy and replays
+the graph. Each row is a token with a table of its own, so a tail of several tokens is as many rows.
+Fewer rows are padded with sequences of one token in a scratch block. Padding by repeating a
+sequence would repeat its attention (31 more times for the first of 33 sequences). Steps that no
+graph can represent are launched kernel by kernel. Engine thread only.
 """
 
 import logging
