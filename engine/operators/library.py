@@ -79,7 +79,9 @@ class Operators:
     def kept(self) -> Path | None:
         """The library, if the folder has one. Its name ends with the digest of its contents: a
         process that loads a damaged one ends without a word. A file that another user could have
-        written is not loaded. Raises OperatorsMissing for it."""
+        written, or put there, is not loaded. Raises OperatorsMissing for it."""
+        if not _is_kept_from_others(self._folder):
+            raise OperatorsMissing(f"other users may replace what is in {self._folder}")
         for found in self._folder.glob(f"{self._name}-*.so"):
             status = found.stat()
             if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -135,6 +137,13 @@ class Operators:
             *(f"-I{root / 'include'}", str(SOURCE)),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
         ]
+
+
+def _is_kept_from_others(folder: Path) -> bool:
+    """Whether nobody but this user and root can replace its files."""
+    status = folder.stat()
+    by_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    return status.st_uid in (0, os.geteuid()) and not by_all
 
 
 def find_compiler() -> str | None:

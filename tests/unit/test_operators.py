@@ -1,6 +1,7 @@
 """The compiled operators compute the bits of torch's calls, and a start does without them."""
 
 import logging
+import os
 import shutil
 import time
 from pathlib import Path
@@ -141,6 +142,33 @@ def test_a_library_that_others_may_write_is_not_loaded(
         assert not Operators(tmp_path).load()
     assert "is not this user's alone; delete it" in caplog.text
     assert copied.exists()
+
+
+@pytest.mark.parametrize(("mode", "loaded"), [(0o777, False), (0o1777, True), (0o700, True)])
+def test_a_library_in_a_folder_of_all_users_is_not_loaded(
+    operators: Operators,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    mode: int,
+    loaded: bool,
+) -> None:
+    """A node keeps it beside its socket, which may be in a folder such as /tmp."""
+    assert operators.kept is not None
+    shutil.copy(operators.kept, tmp_path)
+    tmp_path.chmod(mode)
+    with caplog.at_level(logging.INFO):
+        assert loaded == Operators(tmp_path).load()
+    assert loaded != (f"other users may replace what is in {tmp_path}" in caplog.text)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder away")
+def test_a_library_in_the_folder_of_another_user_is_not_loaded(
+    operators: Operators, tmp_path: Path
+) -> None:
+    assert operators.kept is not None
+    shutil.copy(operators.kept, tmp_path)
+    os.chown(tmp_path, 12345, -1)
+    assert not Operators(tmp_path).load()
 
 
 @pytest.mark.parametrize("folder", ["a file", "/proc/nowhere"])
