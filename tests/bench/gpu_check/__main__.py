@@ -26,6 +26,7 @@ PARTS = (
     "speed",
     "service",
     "ttft",
+    "kernels",
     "conform",
 )
 
