@@ -25,7 +25,7 @@ from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
-from cachesvc.server.memory_limit import full_bytes, largest_cache
+from cachesvc.server.memory_limit import of_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
 from engine.hardware import Hardware, read_hardware
@@ -142,12 +142,8 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
 def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
     """Compares full caches with the limit of this process's control group and with what is
     free."""
-    needed, limit, available = (
-        full_bytes(cache, on_gpu=on_gpu),
-        memory_limit(),
-        available_bytes(),
-    )
-    fix = f"lower {largest_cache(cache, on_gpu=on_gpu)}"
+    caches, limit, available = of_server(cache, on_gpu=on_gpu), memory_limit(), available_bytes()
+    needed, fix = caches.num_bytes, f"lower {caches.largest}"
     takes = f"full caches take {size(needed)}"
     if limit is not None and needed > limit:
         message = f"{takes}, and the control group's limit is {size(limit)}"

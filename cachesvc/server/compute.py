@@ -13,7 +13,7 @@ from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import other_arithmetics
 from cachesvc.server.backend import MakeBackend
-from cachesvc.server.memory_limit import warn_of_limit
+from cachesvc.server.memory_limit import of_server, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
 from engine.errors import ModelError
@@ -58,7 +58,7 @@ def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Setti
         return sized, lambda on_outputs, stream, _: build_vllm(sized, on_outputs, stream, progress)
     loaded = load(settings.model, settings.server.data_dir, progress)
     sized = _sized(settings, loaded.device)
-    warn_of_limit(sized.cache, on_gpu=loaded.device != "cpu")
+    warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))
     return sized, over(loaded, sized)
 
 

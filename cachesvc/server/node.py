@@ -10,6 +10,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
 from cachesvc.observability.samples import MetricSample, node_samples
+from cachesvc.server.memory_limit import of_node, warn_of_limit
 from engine.operators.library import Operators
 from tiers.disk.format.planes import use_library
 from tiers.errors import NodeError
@@ -27,6 +28,7 @@ def run_node(
     """Serves until SIGTERM or SIGINT. Raises ConfigError and the errors of `NodeServer.open`."""
     serving = NodeServer(settings)
     serving.open()
+    warn_of_limit(of_node(settings.host_bytes))
     with closing(serving), published(events, serving.stream), _expanded_by_library(settings):
         if metrics:
             _answer_scrapes(metrics, settings.socket)

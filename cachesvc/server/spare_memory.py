@@ -50,9 +50,18 @@ def anonymous_bytes() -> int:
 
 def available_bytes() -> int | None:
     """What the system could give to processes; None where /proc does not tell."""
+    return _of_machine("MemAvailable:")
+
+
+def total_bytes() -> int | None:
+    """What the machine has; None where /proc does not tell."""
+    return _of_machine("MemTotal:")
+
+
+def _of_machine(name: str) -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    found = [line.split()[1] for line in lines if line.startswith(name)]
     return int(found[0]) << 10 if found else None

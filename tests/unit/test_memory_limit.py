@@ -1,4 +1,4 @@
-"""The limits of control groups are found, and a server says if full caches exceed them."""
+"""The limits of control groups are found, and a start says if full caches exceed them."""
 
 from pathlib import Path
 
@@ -6,10 +6,13 @@ import pytest
 
 from cachesvc.cli import doctor
 from cachesvc.cli.doctor import Level
-from cachesvc.config.sections import CacheSection
-from cachesvc.server.memory_limit import warn_of_limit
+from cachesvc.config.sections import CacheSection, EventsSection
+from cachesvc.server.memory_limit import of_node, of_server, of_vllm, warn_of_limit
+from cachesvc.server.node import run_node
 from engine import cgroups
 from engine.cgroups import memory_limit
+from tiers.node.node import NodeServer
+from tiers.node.settings import NodeSettings
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -73,10 +76,60 @@ def test_a_start_says_that_full_caches_exceed_the_limit(
     cache = CacheSection(device_bytes=64 * MIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(64 * GIB))
-    warn_of_limit(cache, on_gpu=False)
+    warn_of_limit(of_server(cache, on_gpu=False))
     assert not caplog.text
     machine.put("memory.max", str(GIB))
-    warn_of_limit(cache, on_gpu=True)
+    warn_of_limit(of_server(cache, on_gpu=True))
+    [said] = caplog.messages
+    assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
+
+
+def test_a_start_says_that_full_caches_exceed_the_machine(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cachesvc.server.memory_limit.total_bytes", lambda: 2 * GIB)
+    machine.groups.write_text("0::/\n")
+    machine.put("memory.max", str(4 * GIB))
+    warn_of_limit(of_node(3 * GIB))
+    [said] = caplog.messages
+    assert "the memory of this machine is 2 GiB" in said and "lower --host-cache (3 GiB)" in said
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "node_bytes", "named"),
+    [
+        (True, 2 * GIB, "--host-cache (2 GiB)"),
+        (False, 2 * GIB, "--device-cache (3 GiB)"),
+        (False, 4 * GIB, "--host-cache (4 GiB)"),
+    ],
+)
+def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
+    machine: Machine,
+    caplog: pytest.LogCaptureFixture,
+    on_gpu: bool,
+    node_bytes: int,
+    named: str,
+) -> None:
+    cache = CacheSection(device_bytes=3 * GIB, host_bytes=GIB)
+    machine.groups.write_text("0::/\n")
+    machine.put("memory.max", str(2 * GIB))
+    warn_of_limit(of_vllm(cache, node_bytes, on_gpu=on_gpu))
+    [said] = caplog.messages
+    assert f"lower {named}, or" in said
+
+
+def test_a_node_that_starts_says_so_too(
+    machine: Machine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine.groups.write_text("0::/\n")
+    machine.put("memory.max", str(GIB))
+    monkeypatch.setattr(NodeServer, "run", lambda serving: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    settings = NodeSettings(socket=tmp_path / "node.sock", host_bytes=GIB)
+    run_node(settings, events=EventsSection(), metrics="", on_ready=lambda: None)
     [said] = caplog.messages
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
 

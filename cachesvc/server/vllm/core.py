@@ -15,6 +15,7 @@ from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
 from cachesvc.config.vllm import prepare_vllm_environment
+from cachesvc.server.memory_limit import of_vllm, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import engine_arguments
@@ -240,13 +241,15 @@ def _check_installed() -> None:
 
 
 def _node(settings: Settings) -> Path | None:
-    """The socket of the engine's node; None to run without one."""
+    """The socket of the engine's node; None to run without one. Says if its memory and vLLM's own
+    cache will not fit this machine."""
     cache, data_dir = settings.cache, settings.server.data_dir
     remote = remote_settings(cache)
     if not cache.host_bytes:
+        warn_of_limit(of_vllm(cache, 0, on_gpu=not _is_cpu()))
         return None
     socket = settings.engine.node or data_dir / NODE_SOCKET
-    ensure_node(
+    host_bytes = ensure_node(
         socket.expanduser(),
         host_bytes=cache.host_bytes,
         disk_dirs=[
@@ -257,6 +260,7 @@ def _node(settings: Settings) -> Path | None:
         remote=remote,
         quotas=cache.quotas,
     )
+    warn_of_limit(of_vllm(cache, host_bytes, on_gpu=not _is_cpu()))
     return socket.expanduser()
 
 

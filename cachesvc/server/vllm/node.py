@@ -36,9 +36,9 @@ def ensure_node(
     disk_bytes: int = 0,
     remote: RemoteSettings | None = None,
     quotas: Mapping[str, int] | None = None,
-) -> bool:
-    """Ensures that a node serves `socket`. Returns whether it was started. Raises
-    ConfigurationError."""
+) -> int:
+    """Ensures that a node serves `socket`. Returns the bytes of its host memory: a running node has
+    its own. Raises ConfigurationError."""
     quotas = quotas or {}
     if (found := _answer_of(socket)) is not None:
         logger.info(f"using the running node at {socket} with its own sizes")
@@ -47,7 +47,7 @@ def ensure_node(
                 f"the node at {socket} keeps its own quotas, not those of cache.quotas; restart it "
                 f"to change them: cachesvc node --stop --socket {socket}"
             )
-        return False
+        return found.host().capacity_bytes
     log = socket.with_suffix(".log")
     below = []
     if disk_dirs and disk_bytes:
@@ -75,7 +75,7 @@ def ensure_node(
             )
         time.sleep(0.05)
     logger.info(f"a node was started at {socket} (process {process.pid}); it outlives this server")
-    return True
+    return host_bytes
 
 
 def _answer_of(socket: Path) -> NodeCounters | None:
