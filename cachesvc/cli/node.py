@@ -1,5 +1,6 @@
 """`cachesvc node`: this machine's tiers in a process that engines share."""
 
+import logging
 import os
 import select
 import signal
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from cachesvc.config.sections import EventsSection
     from tiers.node.settings import NodeSettings
     from tiers.remote.settings import RemoteSettings
+
+
+logger = logging.getLogger(__name__)
 
 
 def default_socket() -> Path:
@@ -131,8 +135,11 @@ def _settings(
 
 
 def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> None:
+    from cachesvc.config.sources import load_settings
+    from cachesvc.server.logs import configure
     from cachesvc.server.node import run_node
 
+    configure(load_settings().settings.log)
     places = ", ".join(map(str, settings.disk_dirs))
     below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
     shared = f", shared through {settings.remote.shown_url}" if settings.remote is not None else ""
@@ -140,8 +147,8 @@ def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> Non
         f"node ready at {settings.socket}: host memory {size(settings.host_bytes)}, "
         f"disk {below}{shared}"
     )
-    run_node(settings, events=events, metrics=metrics, on_ready=lambda: note(ready))
-    note("node stopped")
+    run_node(settings, events=events, metrics=metrics, on_ready=lambda: logger.info(ready))
+    logger.info("node stopped")
 
 
 def _quota(text: str) -> tuple[str, int]:

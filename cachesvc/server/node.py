@@ -40,15 +40,16 @@ def run_node(
 
 @contextmanager
 def _expanded_by_library(settings: NodeSettings) -> Iterator[None]:
-    """Compiled functions expand the disk's records, from when there are any. They are kept beside
-    the socket, as a server keeps them in its data directory."""
+    """Compiled functions expand the disk's records, from when there are any; the log says why if
+    there are none. They are kept on the first disk: a socket is often in /run, where many systems
+    let nothing be executed."""
     if not settings.disk_dirs:
         yield
         return
-    operators = Operators(settings.socket.parent / "models")
+    operators = Operators(settings.disk_dirs[0] / "models")
 
     def use() -> None:
-        if operators.load() and operators.loaded is not None:
+        if operators.load(patience_s=None) and operators.loaded is not None:
             use_library(operators.loaded)
 
     thread = threading.Thread(target=use, name="cachesvc-compiled")

@@ -92,10 +92,10 @@ class Operators:
             found.unlink(missing_ok=True)
         return None
 
-    def load(self, patience_s: float = PATIENCE_S) -> bool:
+    def load(self, patience_s: float | None = PATIENCE_S) -> bool:
         """Wait until they are compiled, and load them into this process. False, with the reason in
         the log, where there are none. A compiler that is slower goes on, and what it makes is kept
-        for the next start."""
+        for the next start. None waits until it is done, or until `close`."""
         try:
             if self.missing is not None:
                 raise OperatorsMissing(self.missing)
@@ -106,7 +106,7 @@ class Operators:
             torch.ops.load_library(str(kept))
             self.loaded = kept
         except (OperatorsMissing, OSError) as error:
-            logger.info("no compiled operators: %s", error)
+            logger.info("no compiled operators: %s", error.__cause__ or error)
             return False
         return True
 
@@ -177,7 +177,7 @@ class _Compiling:
         thread.start()
         self.end = weakref.finalize(self, _kill, process, thread)
 
-    def wait(self, patience_s: float) -> None:
+    def wait(self, patience_s: float | None) -> None:
         """Until the library is in place. Raises OperatorsMissing, with the compiler's first error
         if it failed, and OSError."""
         try:
@@ -198,7 +198,9 @@ def _keep(
 ) -> None:
     try:
         with held:
-            if process.wait():
+            if process.wait() < 0:
+                raise OperatorsMissing("the C++ compiler was ended at its work")
+            if process.returncode:
                 said = _said(folder).read_text(errors="replace")
                 errors = [line for line in said.splitlines() if "error" in line] or [said[-200:]]
                 raise OperatorsMissing(f"the C++ compiler failed: {errors[0]}")

@@ -1,6 +1,7 @@
 """`cachesvc node` as an operator runs it alone: scraped, heard by a router, with quotas."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,16 +25,35 @@ from tests.unit.test_node_socket import ROOT, joined, prompt, write
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
+class Running:
+    """A node that is ready, and the events of its log so far."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        self._said: list[str] = []
+        self.until_said("node ready")
+
+    def until_said(self, event: str) -> None:
+        """Reads its log until it has this event."""
+        assert self.process.stderr is not None
+        while not any(event in said for said in self._said):
+            line = self.process.stderr.readline()
+            assert line, f"it ended and said {self._said}"
+            self._said.append(json.loads(line)["event"])
+
+
 @contextmanager
-def node(folder: Path, *more: str) -> Iterator["subprocess.Popen[str]"]:
-    """Running, once it says that it is ready."""
+def node(folder: Path, *more: str, path: str = os.environ["PATH"]) -> Iterator[Running]:
     command = Path(sys.executable).with_name("cachesvc")
     told = ["--socket", folder / "node.sock", "--host-cache", "1MiB", *more]
-    process = subprocess.Popen([command, "node", *told], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
+    process = subprocess.Popen(
+        [command, "node", *told],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PATH": path},
+    )
     try:
-        assert "node ready" in process.stderr.readline()
-        yield process
+        yield Running(process)
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE_S)
@@ -97,15 +117,22 @@ def test_a_node_with_a_disk_expands_records_by_a_library_that_it_keeps(tmp_path:
     disk = ("--disk-cache-dir", str(tmp_path / "disk"))
     with node(tmp_path, *disk):
         pass
-    assert not list((tmp_path / "models").glob("*.so*"))
+    kept = tmp_path / "disk" / "models"
+    assert not list(kept.glob("*.so*"))
     for _ in range(2):
-        with node(tmp_path, *disk) as process:
-            maps = Path(f"/proc/{process.pid}/maps")
+        with node(tmp_path, *disk) as running:
+            maps = Path(f"/proc/{running.process.pid}/maps")
             give_up = time.monotonic() + PATIENCE_S
             while "/models/operators-" not in maps.read_text():
                 assert time.monotonic() < give_up, "the node did not load it"
                 time.sleep(0.1)
-        assert 1 == len(list((tmp_path / "models").iterdir()))
+        assert 1 == len(list(kept.iterdir()))
+
+
+def test_a_node_without_the_library_says_why(tmp_path: Path) -> None:
+    disk = ("--disk-cache-dir", str(tmp_path / "disk"))
+    with node(tmp_path, *disk, path="") as running:
+        running.until_said("no compiled operators: this machine has no C++ compiler")
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_a_library_in_a_folder_of_all_users_is_not_loaded(
     mode: int,
     loaded: bool,
 ) -> None:
-    """A node keeps it beside its socket, which may be in a folder such as /tmp."""
+    """A node keeps it on its first disk, which may be in a folder such as /tmp."""
     assert operators.kept is not None
     shutil.copy(operators.kept, tmp_path)
     tmp_path.chmod(mode)
@@ -169,6 +169,20 @@ def test_a_library_in_the_folder_of_another_user_is_not_loaded(
     shutil.copy(operators.kept, tmp_path)
     os.chown(tmp_path, 12345, -1)
     assert not Operators(tmp_path).load()
+
+
+def test_a_library_that_the_system_does_not_load_is_said_with_its_reason(
+    operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a file system mounted noexec."""
+    other = tmp_path / "other.so"
+    other.write_bytes(b"of another machine")
+    kept = tmp_path / f"{library._stem(operators._name, other)}.so"
+    other.rename(kept)
+    kept.chmod(0o700)
+    with caplog.at_level(logging.INFO):
+        assert not Operators(tmp_path).load()
+    assert f"no compiled operators: {kept}: file too short" in caplog.text
 
 
 @pytest.mark.parametrize("folder", ["a file", "/proc/nowhere"])
@@ -226,7 +240,10 @@ def test_a_start_does_not_wait_for_a_slow_compiler_whose_work_serves_the_next(
 
 @pytest.mark.parametrize("closed", [True, False])
 def test_a_compiler_ends_with_its_children_when_nobody_waits(
-    closed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    closed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     compiling = Operators(folder)
@@ -236,6 +253,9 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(
     assert psutil.pid_exists(int(child))
     if closed:
         compiling.close()
+        with caplog.at_level(logging.INFO):
+            assert not compiling.load(patience_s=None)
+        assert "the C++ compiler was ended at its work" in caplog.text
     else:
         del compiling
     while psutil.pid_exists(int(child)) and time.monotonic() < deadline:
