@@ -86,15 +86,18 @@ class PagedAttention(Protocol):
 
 
 class DecodeRows(NamedTuple):
-    """A step of S tokens, each of a sequence with a table, as tensors on the device.
+    """A step of S groups of Q successive tokens, each of a sequence with a table, as tensors on the
+    device.
 
-    tables: [S, max_blocks]. lengths: [S], with the token. blocks and rows: [S], where its KV goes.
+    tables: [S, max_blocks]. lengths: [S], with the last token. blocks and rows: [S * Q], where KV
+    goes. counts: [S], how many leading tokens of a group are real; None if each is one token.
     """
 
     tables: torch.Tensor
     lengths: torch.Tensor
     blocks: torch.Tensor
     rows: torch.Tensor
+    counts: torch.Tensor | None = None
 
 
 class RecordableAttention(PagedAttention, Protocol):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -134,7 +135,9 @@ class TritonAttention:
         )
 
     def begin_decode(self, decode: DecodeRows) -> None:
-        launch = _Launch(1, None, None, None, PagedKeys(decode.tables, decode.lengths, None))
+        num_queries = len(decode.blocks) // len(decode.lengths)
+        keys = PagedKeys(decode.tables, decode.lengths, decode.counts)
+        launch = _Launch(num_queries, None, None, None, keys)
         self._step = _Step([], [launch], None, decode.blocks, decode.rows)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
@@ -236,14 +239,17 @@ def _attend_causal(
     triangle, so it uses its flash kernel and builds no mask. query: [T, Hq, D]; key, value: [N,
     Hkv, D]."""
     groups = query.shape[1] // key.shape[1]
-    wide_key = key.transpose(0, 1).repeat_interleave(groups, 0)  # [Hq, N, D]
-    wide_value = value.transpose(0, 1).repeat_interleave(groups, 0)
+    queries, keys, values = (each.transpose(0, 1)[None] for each in (query, key, value))
+    grouped = can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, True, True))
+    if not grouped:  # other kernels take one head of keys for each of queries
+        keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
     output = scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        wide_key[None],
-        wide_value[None],
+        queries,
+        keys,
+        values,
         attn_mask=causal_lower_right(query.shape[0], key.shape[0]),
         scale=scaling,
+        enable_gqa=grouped,
     )
     return output[0].transpose(0, 1)
 

@@ -23,7 +23,7 @@ from engine.attention.sparse import SparseAttention, indexed_layers
 from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
-from engine.execution.cuda_graphs import DecodeGraphs, batch_sizes, cuda_graphs
+from engine.execution.cuda_graphs import StepGraphs, batch_sizes, cuda_graphs
 from engine.execution.sampler import Sampler, target_logprobs
 from engine.execution.shrinking import NO_MEMORY, Shrinking, choose_in_parts
 from engine.execution.team import ThreadTeam
@@ -112,10 +112,10 @@ class ModelRunner:
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._recorded = False
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         if scratch is not None and cuda_graphs(self._attention, self._device):
             max_blocks = -(-loaded.max_context // kv.block_size)
-            self._graphs = DecodeGraphs(
+            self._graphs = StepGraphs(
                 self._decode_logits,
                 self._attention,
                 min(max_blocks, len(pool)),

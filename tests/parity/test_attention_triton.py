@@ -28,7 +28,7 @@ from engine.attention.base import (
 )
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
-from engine.execution.cuda_graphs import DecodeGraphs, Work, batch_sizes, cuda_graphs
+from engine.execution.cuda_graphs import StepGraphs, Work, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
 from tests.support.models import new_pool, tiny_model
@@ -283,7 +283,7 @@ def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launch
         ModelRunner(loaded, pool, paged.TritonAttention(pool, loaded.layers)) for pool in pools[1:]
     ]
     assert cuda_graphs(runners[2]._attention, torch.device("cuda"))
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         runners[2]._decode_logits,
         runners[2]._attention,
         max_blocks=4,
@@ -357,7 +357,7 @@ def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
     pools = [new_pool(loaded, 24) for _ in range(2)]
     runners = [ModelRunner(loaded, pool, paged.TritonAttention(pool)) for pool in pools]
     assert cuda_graphs(runners[1]._attention, torch.device("cuda"))
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         runners[1]._decode_logits,
         runners[1]._attention,
         max_blocks=8,
@@ -382,9 +382,9 @@ def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
         assert graphs.takes(spans)
         eager, replayed = (runner.step(Batch(spans[: 3 - step])) for runner in runners)
         assert eager == replayed
-    padding = graphs._values[3]
-    assert [0, 0, 1, 23, 0, 23] == padding[:6].tolist()
-    assert not padding[6:].any(), "a row that fills a batch up attends to one key"
+    padding = graphs._singles._values[3]
+    assert [0, 0, 23, 0, 1, 1, 23] == padding[:7].tolist()
+    assert not padding[7:].any(), "a row that fills a batch up attends to one key"
     written = [slot for table in tables for slot in table]
     assert torch.equal(pools[0][written].nan_to_num(), pools[1][written].nan_to_num())
 
@@ -434,7 +434,7 @@ def test_a_kernel_that_does_not_fit_is_given_up_before_serving(
 
 @in_child
 def test_a_step_that_no_graph_can_compute_is_launched_kernel_by_kernel() -> None:
-    failing = DecodeGraphs(
+    failing = StepGraphs(
         lambda *_: torch.zeros(1, 1),
         _Told(),
         2,

@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import AttentionOptions, ReferenceAttention, attend_dense
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
-from engine.execution.cuda_graphs import DecodeGraphs, Recorder, batch_sizes, cuda_graphs
+from engine.execution.cuda_graphs import Recorder, StepGraphs, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
 from tests.parity.architectures import served
@@ -103,7 +103,7 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(
     pool = new_pool(loaded, 8)
     runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
     assert cuda_graphs(runner._attention, torch.device("cuda"))
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         runner._decode_logits,
         runner._attention,
         max_blocks=4,
@@ -137,25 +137,30 @@ def _attend_in_torch(
     options: AttentionOptions,
     **_: object,
 ) -> torch.Tensor:
-    """What the kernel computes, of one query for each row."""
+    """What the kernel computes, of a few queries for each row."""
     outputs = []
-    for row, length in enumerate(keys.lengths.tolist()):
+    counts = [1] * len(query) if keys.counts is None else keys.counts.tolist()
+    for row, (length, count) in enumerate(zip(keys.lengths.tolist(), counts, strict=True)):
         table = keys.tables[row].long()
         key, value = (pages[table, part].flatten(0, 1)[:length] for part in (0, 1))
-        outputs.append(attend_dense(query[row], key, value, length - 1, options))
+        real = attend_dense(query[row, :count], key, value, length - count, options)
+        outputs.append(torch.cat([real, torch.full_like(query[row, count:], torch.nan)]))
     return torch.stack(outputs)
 
 
-@pytest.mark.parametrize(("count", "write_kv"), [(5, True), (1, False), (3, False)])
+@pytest.mark.parametrize(
+    ("count", "write_kv", "beside"),
+    [(5, True, 1), (1, False, 1), (3, False, 1), (19, True, 1), (8, True, 16), (9, False, 20)],
+)
 def test_a_tail_is_computed_by_a_graph_as_by_a_step(
-    count: int, write_kv: bool, monkeypatch: pytest.MonkeyPatch
+    count: int, write_kv: bool, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A question after a cached prompt, beside a sequence that decodes. Each of its rows sees the
     ones before it, and what is not to be written stays as it is."""
     triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
     loaded = served("qwen3")
-    pool = new_pool(loaded, 12)
+    pool = new_pool(loaded, 6 + 2 * beside)
     attention = triton.TritonAttention(pool, loaded.layers)
     runner = ModelRunner(loaded, pool, ReferenceAttention(pool, loaded.layers))
     params = SamplingParams(temperature=0)
@@ -164,12 +169,14 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(
         tokens = np.arange(first, first + count, dtype=np.int32) * 37 % loaded.vocab_size
         return Span(number, tokens, first, table, True, params, write_kv=write)
 
-    runner.step(Batch([span(1, 0, 40, [3, 1, 2]), span(2, 0, 20, [5, 6])]))
+    others = [(2 + number, [5 + 2 * number, 6 + 2 * number]) for number in range(beside)]
+    prompts = [span(number, 0, 20, table) for number, table in others]
+    runner.step(Batch([span(1, 0, 40, [3, 1, 2, 0]), *prompts]))
     if not write_kv:  # of a prompt that is cached whole, the last tokens are computed again
-        runner.step(Batch([span(1, 40, count, [3, 1, 2])]))
-        pool[2, :, :, 8 : 8 + count] += 1  # what is read is what is there
-    tail = span(1, 40, count, [3, 1, 2], write_kv)
-    spans = [span(2, 20, 1, [5, 6]), tail]
+        runner.step(Batch([span(1, 40, count, [3, 1, 2, 0])]))
+        pool[2, :, :, 8:] += 1  # what is read is what is there
+    tail = span(1, 40, count, [3, 1, 2, 0], write_kv)
+    spans = [*(span(number, 20, 1, table) for number, table in others), tail]
     before = pool.clone()
     with torch.inference_mode():
         expected, _ = runner._forward(spans)
@@ -177,20 +184,25 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(
     left = pool.clone()
     pool.copy_(before)
     runner._attention = attention
-    graphs = DecodeGraphs(
+    graphs = StepGraphs(
         runner._decode_logits,
         attention,
         max_blocks=4,
         block_size=16,
         device=torch.device("cpu"),
-        batch_sizes=(2, 8),
+        batch_sizes=(2, 32),
         record=lambda work: work,
-        scratch=11,
+        scratch=4,
     )
-    assert graphs.takes(spans)
+    graphs.warm_up()
+    wide = span(1, 40, 24, [3, 1, 2, 0])  # whose rows must not be written once more
+    assert graphs.takes([wide]) and graphs.takes(spans)
+    graphs.run([wide])
+    pool.copy_(before)
     torch.testing.assert_close(graphs.run(spans), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(pool[:11], left[:11], rtol=1e-4, atol=1e-4, equal_nan=True)
-    whole = [3, 1] if write_kv else [3, 1, 2]
+    pool[4] = left[4]  # scratch
+    torch.testing.assert_close(pool, left, rtol=1e-4, atol=1e-4, equal_nan=True)
+    whole = [3, 1] if write_kv else [3, 1, 2, 0]
     assert torch.equal(pool[whole].nan_to_num(), before[whole].nan_to_num())
 
 
@@ -200,14 +212,14 @@ def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.Monk
     triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
     params = SamplingParams(temperature=0)
 
-    def graphs(name: str) -> DecodeGraphs:
+    def graphs(name: str) -> StepGraphs:
         loaded = served(name)
         pool = new_pool(loaded, 8)
         runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
         attention = runner._attention
         assert cuda_graphs(attention, torch.device("cuda"))
         sizes = batch_sizes(4, tails=attention.sees_its_step)
-        return DecodeGraphs(
+        return StepGraphs(
             runner._decode_logits,
             attention,
             max_blocks=4,
@@ -224,5 +236,8 @@ def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.Monk
     plain, stateful = graphs("qwen3"), graphs("lfm2")
     assert plain.takes(tail(2)) and plain.takes(tail(128))
     assert not plain.takes(tail(129))
-    assert plain.takes(tail(16, 30_000)) and not plain.takes(tail(64, 30_000))
+    assert plain.takes(tail(64, 130_000)) and not plain.takes(tail(128, 130_000))
+    decoding = [Span(2 + n, np.zeros(1, np.int32), 30, [0], True, params) for n in range(16)]
+    assert plain.takes([*decoding, *tail(16, 30_000)])  # row by row
+    assert not plain.takes([*decoding, *tail(64, 30_000)])
     assert stateful.takes(tail(1)) and not stateful.takes(tail(2))

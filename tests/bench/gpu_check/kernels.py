@@ -1,7 +1,8 @@
 """Where the time of a step goes: its kernels, by the time that they take together.
 
 Of an 8B shape in bfloat16: a chunk of a prompt at its beginning and after 14k tokens, a decode step
-of eight sequences, and a question of ten tokens about 16k. The last two are graphs.
+of eight sequences, a question of ten tokens about 16k, and the same beside eight sequences that
+decode. The last three are graphs, and are launched kernel by kernel too.
 """
 
 from collections.abc import Callable
@@ -43,11 +44,19 @@ def check(device: str, small: bool) -> dict[str, Any]:
         "chunk_last": [_span(0, chunk, long - chunk, whole)],
         "decode_8": [_span(n, 1, depth, table) for n, table in enumerate(apart)],
         "question": [_span(0, 10, long - 20, whole)],
+        "question_beside_8": [
+            *(_span(n, 1, depth, table) for n, table in enumerate(apart)),
+            _span(99, 10, long - 20, whole),
+        ],
     }
-    return {
-        name: _of(device, lambda some=spans: runner.step(Batch(some)))
-        for name, spans in steps.items()
-    }
+    launched = ModelRunner(loaded, pool.tensor)
+    launched.warm_up()
+    figures = {}
+    for name, spans in steps.items():
+        figures[name] = _of(device, lambda some=spans: runner.step(Batch(some)))
+        apart_ms = timed(device, lambda some=spans: launched.step(Batch(some))) * 1e3
+        figures[name]["launched_ms"] = round(apart_ms, 3)
+    return figures
 
 
 def _span(number: int, count: int, start: int, table: list[int]) -> Span:
