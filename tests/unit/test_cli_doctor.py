@@ -100,13 +100,21 @@ def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
     assert doctor.check_privacy(tmp_path).level is Level.OK
 
 
-def test_a_cpu_without_a_cpp_compiler_is_a_warning() -> None:
-    found = doctor.check_operators(None)
+@pytest.mark.parametrize("gpu", [None, "NVIDIA H100"])
+def test_a_machine_without_a_cpp_compiler_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, gpu: str | None
+) -> None:
+    """A GPU needs it for the records of the disk, a CPU for its tokens as well."""
+    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    hardware = Hardware(threads=1, gpu=gpu)
+    [found] = [each for each in doctor.check_compute(hardware) if each.check == "C++ compiler"]
     assert (Level.WARNING, "install one, on Debian `apt-get install g++`") == (
         found.level,
         found.fix,
     )
-    assert doctor.check_operators("/usr/bin/c++").level is Level.OK
+    assert "records of the disk" in found.message
+    assert (gpu is None) == ("a token" in found.message)
+    assert doctor.check_operators("/usr/bin/c++", on_gpu=bool(gpu)).level is Level.OK
 
 
 def test_a_gpu_without_a_c_compiler_or_headers_is_a_warning(tmp_path: Path) -> None:
