@@ -135,6 +135,7 @@ def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_event_listeners", (), node.num_listeners)
     for tier in (node.host(), *node.below()):
         yield from _tier_samples(tier)
+        yield from _shard_samples(tier.shards)
     for (name, event), count in node.events().items():
         yield MetricSample("cachesvc_cache_events_total", (name, event), count)
     yield MetricSample("cachesvc_collisions_total", (), node.total("collisions"))
@@ -185,7 +186,7 @@ def shard_states(shards: Sequence[ShardStats]) -> Iterator[tuple[str, int]]:
 
 
 def _shard_samples(shards: Sequence[ShardStats]) -> Iterator[MetricSample]:
-    for state, count in shard_states(shards):
+    for state, count in shard_states(shards) if shards else ():
         yield MetricSample("cachesvc_disk_shards", (state,), count)
     for shard in shards:
         if shard.ready:

@@ -202,8 +202,11 @@ def _keep(
                 raise OperatorsMissing("the C++ compiler was ended at its work")
             if process.returncode:
                 said = _said(folder).read_text(errors="replace")
-                errors = [line for line in said.splitlines() if "error" in line] or [said[-200:]]
-                raise OperatorsMissing(f"the C++ compiler failed: {errors[0]}")
+                signs = ("error", "failed")
+                lines = [line for line in said.splitlines() if any(sign in line for sign in signs)]
+                errors = lines or [said[-200:]]
+                why = errors[0] or f"it says nothing, as on a full disk: see {library.parent}"
+                raise OperatorsMissing(f"the C++ compiler failed: {why}")
             made = _made(folder)
             made.chmod(0o700)
             made.replace(library.with_name(f"{_stem(library.name, made)}.so"))

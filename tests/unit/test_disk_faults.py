@@ -1,6 +1,7 @@
 """Whatever fails under the disk tier is a counted miss: never an exception, never wrong bytes."""
 
 import errno
+import logging
 import os
 import resource
 import shutil
@@ -411,7 +412,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_directory_that_turns_read_only_is_counted(tmp_path: Path) -> None:
+def test_a_directory_that_turns_read_only_is_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     storage = FaultyStorage(error=lambda: OSError(30, "Read-only file system"))
     tier = opened(tmp_path, storage)
     store(tier, blocks())
@@ -421,10 +425,28 @@ def test_a_directory_that_turns_read_only_is_counted(tmp_path: Path) -> None:
     assert tier.stats().faults[MissReason.IO_ERROR] == 4
     store(tier, blocks(seed=2))
     assert {"[Errno 30] Read-only file system"} == failing(tier)
+    assert "takes blocks again" not in caplog.text
     storage.arm(0)
     store(tier, blocks(seed=3))
     assert {""} == failing(tier)
+    assert f"{tmp_path / 'shard-000'} takes blocks again" in caplog.text
     tier.flush()
+    tier.close()
+
+
+def test_a_full_disk_is_said_where_lmdb_says_input_output_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    storage = FaultyStorage()
+    tier = opened(tmp_path, storage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 4096))
+    storage.arm(1, count=100, operations=["commit"])
+    for seed in (2, 3):
+        store(tier, blocks(seed=seed))
+    [said] = failing(tier)
+    assert said.endswith("Input/output error; its file system is full")
+    assert said in caplog.text
+    storage.arm(0)
     tier.close()
 
 

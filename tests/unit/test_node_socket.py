@@ -1,6 +1,7 @@
 """A node over its socket: what clients hold ends with them, and nothing they send stops it."""
 
 import errno
+import itertools
 import os
 import socket
 import struct
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cachesvc.observability.samples import MetricSample, node_samples
+from tests.support.faulty_storage import FaultyStorage
 from tiers.blocks.keys import BlockId, CacheScope, block_ids, token_bytes
+from tiers.disk.open import open_disk
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError, NodeGone
 from tiers.node import messages
 from tiers.node.client import NodeClient
+from tiers.node.counters import NodeCounters
 from tiers.node.messages import Op, engine_layout
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
-from tiers.tier import TierName
+from tiers.tier import TierName, TierStats
 
 LAYOUT = engine_layout(2, 256, 4, "float32")
 ROOT = CacheScope(weights=b"w").root()
@@ -209,6 +215,36 @@ def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(
         monkeypatch.undo()
         with joined(path) as client:
             write(client, prompt(1))
+
+
+def test_a_disk_that_takes_no_blocks_is_in_the_counters(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so in the node's metrics, and in the readiness of a server above it."""
+    storage, numbers = FaultyStorage(), itertools.count(1)
+    monkeypatch.setattr("tiers.node.below.open_disk", partial(open_disk, storage=storage))
+
+    def disk() -> TierStats:
+        [found] = NodeCounters(node.stats()).below()
+        return found
+
+    def write_until(so: Callable[[TierStats], bool]) -> None:
+        while not so(disk()):
+            write(client, prompt(next(numbers)))
+
+    with (
+        serving(path, disk_dirs=(tmp_path / "disk",), disk_bytes=8 << 20) as node,
+        joined(path) as client,
+    ):
+        write_until(lambda disk: disk.num_blocks > 0)
+        assert [""] == [shard.failing for shard in disk().shards]
+        storage.arm(1, count=10**6, operations=["commit"])
+        write_until(lambda disk: disk.shards[0].failing != "")
+        assert f"{LAYOUT.digest().hex()[:8]}/shard-000" == disk().shards[0].name
+        samples = list(node_samples(NodeCounters(node.stats())))
+        assert MetricSample("cachesvc_disk_shards", ("replacing",), 1) in samples
+        storage.arm(0)
+        write_until(lambda disk: disk.shards[0].failing == "")
 
 
 def refused(path: Path, send: Callable[[NodeClient], object], reason: str) -> None:

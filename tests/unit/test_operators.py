@@ -201,6 +201,7 @@ def test_a_start_does_without_a_folder_to_keep_operators(
         ("", "no C++ compiler"),
         ("echo 'x.cpp:1: error: no such header' >&2; exit 1", "no such header"),
         ("exit 0", "No such file"),
+        ("exit 1", "it says nothing, as on a full disk"),
     ],
 )
 def test_a_start_does_without_a_compiler_that_fails(

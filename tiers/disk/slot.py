@@ -11,12 +11,14 @@ map must not be unmapped under a reader.
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tiers.disk.counts import LOG_EVERY_S
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S, ShardCheck, ShardReport, roll_back
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _S = TypeVar("_S", bound=Shard | UncheckedShard)
 FAILED_COMMITS = 2  # in a row, after which the shard counts as failing
+FULL_BYTES = 1 << 20  # with less, a file system counts as full
 MAX_DOUBTS = 3  # errors of a shard found sound each time, after which it is replaced anyway
 
 
@@ -52,6 +55,9 @@ class ShardSlot:
         self._num_doubts = 0
         self._num_failed = 0  # commits that failed since the last that did not
         self._failure = ""  # why the last of them did
+        self._quiet_until_s = (
+            0.0  # on a disk that is nearly full, small commits pass between others
+        )
         self._shard: Shard | None = None
         self._unchecked: UncheckedShard | None = None
         self._check: ShardCheck | None = None
@@ -73,8 +79,19 @@ class ShardSlot:
 
     def committed(self, error: Exception | None = None) -> None:
         """Notes the end of a write transaction, and the storage's error if it failed."""
+        if error is None and self.failing and time.monotonic() > self._quiet_until_s:
+            logger.info(f"disk cache: {self.path} takes blocks again")
+            self._quiet_until_s = time.monotonic() + LOG_EVERY_S
         self._num_failed = 0 if error is None else self._num_failed + 1
-        self._failure = "" if error is None else str(error)
+        self._failure = "" if error is None else self.reason(error)
+
+    def reason(self, error: Exception) -> str:
+        """What the storage says. Of a page that fits a full disk in part LMDB says "Input/output
+        error"."""
+        with suppress(OSError):
+            if shutil.disk_usage(self.path).free < FULL_BYTES:
+                return f"{error}; its file system is full"
+        return str(error)
 
     @contextmanager
     def use(self) -> Iterator[Shard]:

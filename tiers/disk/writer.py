@@ -263,7 +263,9 @@ class BlockWriter:
             return self._relieve(number, run)
         except (*StorageError, ShardDamaged) as error:
             left = len(run.rows) - run.done
-            self._counts.fault(MissReason.IO_ERROR, left, f"writing to {slot.path}: {error}")
+            self._counts.fault(
+                MissReason.IO_ERROR, left, f"writing to {slot.path}: {slot.reason(error)}"
+            )
             run.num_tries += 1
             return self._mend(number, error) and run.num_tries < MAX_TRIES
         if done:

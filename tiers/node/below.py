@@ -1,7 +1,7 @@
 """The tiers below a node's memory: the disks of one layout, and a store that nodes share."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from tiers.remote.stacked import stack
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier, TierName, TierStats
 from tiers.transfer.mover import ProbeJob
+
+FOLDER_DIGITS = 8  # of a folder's name, where a shard is named
 
 
 @dataclass(slots=True, eq=False)
@@ -55,14 +57,17 @@ def open_below(
     return disk if remote is None or opened is None else stack(disk, layout, opened, remote)
 
 
-def stats_below(below: ManagedTier | None) -> dict[str, Any]:
-    """The counters of the tiers below, by tier, as JSON."""
+def stats_below(below: ManagedTier | None, layout: BlockLayout) -> dict[str, Any]:
+    """The counters of the tiers below, by tier, as JSON. A shard is named by its layout's folder as
+    well."""
     if below is None:
         return {}
-    return {str(level.name): _as_json(level.stats()) for level in below.levels()}
+    folder = disk_folder(Path(), layout).name[:FOLDER_DIGITS]
+    return {str(level.name): _as_json(level.stats(), folder) for level in below.levels()}
 
 
-def _as_json(stats: TierStats) -> dict[str, Any]:
+def _as_json(stats: TierStats, folder: str) -> dict[str, Any]:
+    shards = [replace(shard, name=f"{folder}/{shard.name}") for shard in stats.shards]
     return {
         "num_blocks": stats.num_blocks,
         "used_bytes": stats.used_bytes,
@@ -70,4 +75,5 @@ def _as_json(stats: TierStats) -> dict[str, Any]:
         "stored": stats.stored,
         "evicted": stats.evicted,
         "faults": {str(reason): number for reason, number in stats.faults.items()},
+        "shards": [asdict(shard) for shard in shards],
     }

@@ -8,7 +8,7 @@ from tiers.errors import MissReason
 from tiers.node.messages import TIERS
 from tiers.operations.operations import GroupUse
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import TierName, TierStats
+from tiers.tier import ShardStats, TierName, TierStats
 
 _SUMS = ("num_blocks", "used_bytes", "capacity_bytes", "stored", "evicted")
 COMMON = "common"  # the node's name for the owners without a quota
@@ -72,7 +72,12 @@ class NodeCounters:
             if stats:
                 total = {name: sum(each[name] for each in stats) for name in _SUMS}
                 hits = self.total(f"{tier}_hits")
-                found.append(TierStats(name=tier, hits=hits, faults=_faults(stats), **total))
+                shards = tuple(
+                    ShardStats(**shard) for each in stats for shard in each.get("shards", ())
+                )
+                found.append(
+                    TierStats(name=tier, hits=hits, faults=_faults(stats), shards=shards, **total)
+                )
         return tuple(found)
 
     def events(self) -> dict[tuple[TierName, CacheEvent], int]:

@@ -185,5 +185,5 @@ def _stats(entry: _LayoutPool) -> dict[str, Any]:
         "pinned_blocks": keeper.num_blocks,
         "pinnable_blocks": keeper.max_blocks,
         **entry.pool.counts.as_json(),
-        **stats_below(entry.below),
+        **stats_below(entry.below, entry.layout),
     }
