@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _COMPILER = "torch._dynamo"
 _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
+_SUPPORT = f"{_COMPILER}.utils"
 _NAMES = "transformers.utils.import_utils"  # the module that reads
 _READ = "create_import_structure_from_path"  # its function,
 _SEARCH = "fetch__all__"  # and the one that this calls with the contents of a file
@@ -58,6 +59,7 @@ def without_training() -> Iterator[None]:
         torch.distributed.is_available = available
     if _COMPILER not in sys.modules:
         sys.modules[_COMPILER], sys.modules[_INDEXING] = _Compiler(_COMPILER), _Indexing(_INDEXING)
+        sys.modules[_SUPPORT] = _Support(_SUPPORT)
     try:
         _import_models()
         yield
@@ -151,6 +153,15 @@ class _Indexing(_Later):
         return _real(_INDEXING).TransformGetItemToIndex()
 
 
+class _Support(_Later):
+    """The module whose function torchvision's `roi_align` asks when it is called. transformers
+    imports torchvision where that and Pillow are installed."""
+
+    @staticmethod
+    def is_compile_supported(device_type: str) -> Any:
+        return _real(_SUPPORT).is_compile_supported(device_type)
+
+
 def _real(name: str) -> ModuleType:
     _remove()
     __import__(name)
@@ -158,6 +169,6 @@ def _real(name: str) -> ModuleType:
 
 
 def _remove() -> None:
-    for name in (_COMPILER, _INDEXING):
+    for name in (_COMPILER, _INDEXING, _SUPPORT):
         if isinstance(sys.modules.get(name), _Later):
             del sys.modules[name]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from engine.lean import without_training
 with without_training():
+    from torch._dynamo.utils import is_compile_supported  # as torchvision does
     from cachesvc.server.compute import load
     from cachesvc.config.sections import ModelSection
     import cachesvc.service
@@ -43,6 +44,7 @@ mask = create_causal_mask(
 assert_close(mask[0, 0], torch.ones(8, 8, dtype=torch.bool).tril())
 import torch._dynamo
 assert torch._dynamo.__file__ and torch._dynamo.disable(len) is not len
+assert is_compile_supported("cpu") is torch._dynamo.utils.is_compile_supported("cpu")
 assert torch.distributed.is_available()
 double = torch.compile(lambda x: x * 2, backend="eager")
 assert_close(double(torch.ones(3)), torch.full((3,), 2.0))
