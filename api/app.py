@@ -19,7 +19,9 @@ from starlette.routing import Route
 
 from api.access.body_bound import BodyBound
 from api.admin.headers import AdminHeaders
+from api.admin.later import LaterAdmin
 from api.admin.pages.base import refusal_page
+from api.admin.parts import AdminParts
 from api.collaborators import Collaborators
 from api.context import RequestLog
 from api.errors import ApiError, ErrorAnswer, NotJson, answer_to, log_untold
@@ -70,9 +72,14 @@ DESCRIPTION = (
 
 
 def create_app(
-    wire: Collaborators, *, routers: Sequence[APIRouter] = (), version: str = "0"
+    wire: Collaborators,
+    *,
+    admin: AdminParts | None = None,
+    routers: Sequence[APIRouter] = (),
+    version: str = "0",
 ) -> FastAPI:
-    """The ASGI app. `routers` are further routes (the admin pages), mounted after the API's own."""
+    """The ASGI app. With `admin` it has the routes under `/admin`, made when they are first asked
+    for. `routers` are further routes, mounted after the API's own."""
     app = FastAPI(
         title="cachesvc",
         description=DESCRIPTION,
@@ -90,7 +97,8 @@ def create_app(
     app.include_router(invoices.router)
     for router in routers:
         app.include_router(router)
-    app.router.routes[:0] = _direct_routes()
+    later = [] if admin is None else [LaterAdmin(app, admin)]
+    app.router.routes[:0] = [*_direct_routes(), *later]
     for kind in (ApiError, EngineError, BillingError, TierError, HTTPException):
         app.add_exception_handler(kind, _answer)
     app.add_exception_handler(RequestValidationError, _refuse)

@@ -18,7 +18,6 @@ from functools import partial
 
 import cachesvc
 from api.access.overload import QueueBound
-from api.admin.router import admin_router
 from api.app import create_app
 from api.cache.explorer import Explorer
 from api.cache.feeds import Feeds
@@ -200,9 +199,7 @@ class Service:
             settings=_wire_settings(self._settings),
             feeds=self._feeds,
         )
-        app = create_app(
-            wire, routers=(admin_router(self.dashboard.parts),), version=cachesvc.__version__
-        )
+        app = create_app(wire, admin=self.dashboard.parts, version=cachesvc.__version__)
         return Timed(app, self.metrics)
 
     def start(self) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import uvicorn
 
 from api.admin.parts import AdminParts
-from api.admin.router import admin_router
 from api.app import create_app
 from cachesvc.server.server_file import announced
 from tests.support.admin import OPERATOR_TOKEN
@@ -22,7 +21,7 @@ class Running:
 
     def __init__(self, data_dir: Path, parts: AdminParts, house: FakeHouse) -> None:
         self.data_dir, self.house = data_dir, house
-        application = create_app(house.wire, routers=(admin_router(parts),))
+        application = create_app(house.wire, admin=parts)
         self._listener = socket.socket()
         self._listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"

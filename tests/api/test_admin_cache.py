@@ -13,7 +13,6 @@ import pytest
 
 from api.access.auth import Salts
 from api.admin.parts import AdminParts
-from api.admin.router import admin_router
 from api.app import create_app
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
@@ -125,7 +124,7 @@ async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx
     assert isinstance(disk, DiskTier)
     explorer = Explorer(running.engine.call, owners, disk.view, block_bytes=LAYOUT.nbytes)
     parts: AdminParts = fake_parts(cache=running.cache_admin, record=trail, explorer=explorer)
-    app = create_app(running.house.wire, routers=(admin_router(parts),))
+    app = create_app(running.house.wire, admin=parts)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(app.router.lifespan_context(app))
         transport = httpx.ASGITransport(app)
@@ -260,9 +259,7 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
         store = ledger.accounts.store
         books = OpenBooks(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
         parts = fake_parts(cache=running.cache_admin, record=trail, books=books)
-        transport = httpx.ASGITransport(
-            create_app(running.house.wire, routers=(admin_router(parts),))
-        )
+        transport = httpx.ASGITransport(create_app(running.house.wire, admin=parts))
         async with httpx.AsyncClient(
             transport=transport, base_url="http://localhost", headers=HEADERS
         ) as client:

@@ -13,7 +13,6 @@ from fastapi.routing import APIRoute
 
 from api.admin.access import Admin, Role
 from api.admin.parts import AdminParts
-from api.admin.router import admin_router
 from api.app import create_app
 from api.page_headers import POLICY
 from billing.accounts import Accounts
@@ -54,6 +53,10 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
             yield from ((method, route.path) for method in sorted(route.methods))
 
 
+def visiting(app: FastAPI) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test:8000")
+
+
 @pytest.fixture
 def parts(tmp_path: Path) -> Iterator[AdminParts]:
     store = open_store(database_url(tmp_path))
@@ -65,16 +68,16 @@ def parts(tmp_path: Path) -> Iterator[AdminParts]:
 @pytest.fixture
 async def app(parts: AdminParts) -> AsyncIterator[FastAPI]:
     house = fake_house()
-    app = create_app(house.wire, routers=(admin_router(parts),))
-    async with app.router.lifespan_context(app):
+    app = create_app(house.wire, admin=parts)
+    async with app.router.lifespan_context(app), visiting(app) as client:
+        await client.get("/admin")  # the first request adds the routes
         yield app
     house.close()
 
 
 @pytest.fixture
 async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test:8000") as client:
+    async with visiting(app) as client:
         yield client
 
 
@@ -123,7 +126,7 @@ async def test_every_change_asks_for_an_admin(
 async def test_a_refused_request_does_not_break_the_page_of_requests(path: str) -> None:
     """It has no timings. With them, a refused client could take the page from the admins."""
     house = fake_house()
-    app = create_app(house.wire, routers=(admin_router(fake_parts(journal=house.wire.journal)),))
+    app = create_app(house.wire, admin=fake_parts(journal=house.wire.journal))
     house.engine.script = Script(refuse=QueueFull("as many wait as may"))
     transport = httpx.ASGITransport(app)
     async with (

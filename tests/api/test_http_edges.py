@@ -8,7 +8,6 @@ import httpx
 import pytest
 
 from api.access.body_bound import BODIES_AT_ONCE
-from api.admin.router import admin_router
 from api.app import create_app
 from api.collaborators import WireSettings
 from billing.keys import Principal, Scope
@@ -29,7 +28,7 @@ def house() -> FakeHouse:
 
 @pytest.fixture
 async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(house.wire, routers=(admin_router(fake_parts()),))
+    app = create_app(house.wire, admin=fake_parts())
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),

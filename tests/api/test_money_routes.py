@@ -17,7 +17,6 @@ from fastapi.routing import APIRoute
 from typer.testing import CliRunner
 
 from api.admin.login.sessions import Admin, Role, Sessions
-from api.admin.router import admin_router
 from api.admin.routes import derived
 from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
@@ -87,7 +86,7 @@ def house(tmp_path: Path) -> Iterator[House]:
 @contextlib.asynccontextmanager
 async def serving(**parts: Any) -> AsyncIterator[httpx.AsyncClient]:
     wire = fake_house()
-    app = create_app(wire.wire, routers=(admin_router(fake_parts(**parts)),))
+    app = create_app(wire.wire, admin=fake_parts(**parts))
     transport = httpx.ASGITransport(app)
     try:
         async with (

@@ -17,6 +17,8 @@ with without_training():
     import cachesvc.service
     loaded = load(ModelSection(name=sys.argv[1]), Path(sys.argv[2]), None)
 
+assert "api.admin.router" not in sys.modules, "the admin routes wait for an admin"
+
 # Its own names are what it reads itself.
 from transformers.utils import import_utils
 read = import_utils.create_import_structure_from_path

@@ -1,0 +1,94 @@
+"""The admin routes are made when somebody asks for them, and then are there as ever."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import httpx
+import pytest
+from fastapi import APIRouter
+
+from api.admin import router
+from api.admin.later import LaterAdmin
+from api.admin.parts import AdminParts
+from api.app import create_app
+from tests.support.admin import fake_parts
+from tests.support.wire import FakeHouse, fake_house
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def house() -> Iterator[FakeHouse]:
+    house = fake_house()
+    yield house
+    house.close()
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[AdminParts]:
+    """The parts of each making of the routes."""
+    made, make = [], router.admin_router
+
+    def counted(parts: AdminParts) -> APIRouter:
+        made.append(parts)
+        return make(parts)
+
+    monkeypatch.setattr(router, "admin_router", counted)
+    return made
+
+
+@pytest.fixture
+async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    app = create_app(house.wire, admin=fake_parts())
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield client
+
+
+async def test_other_requests_do_not_make_them(
+    client: httpx.AsyncClient, made: list[AdminParts]
+) -> None:
+    codes = [(await client.get(path)).status_code for path in ("/health", "/adminx", "/v1/models")]
+    assert ([200, 404, 200], 0) == (codes, len(made))
+
+
+async def test_requests_that_come_first_together_make_them_once(
+    client: httpx.AsyncClient, made: list[AdminParts]
+) -> None:
+    paths = ["/admin", "/admin/api/tenants", "/admin/nowhere", "/admin"]
+    answers = await asyncio.gather(*map(client.get, paths))
+    assert [401, 401, 404, 401] == [each.status_code for each in answers]
+    assert 200 == (await client.get("/admin/login")).status_code
+    assert 1 == len(made)
+
+
+async def test_the_document_of_all_routes_has_them(
+    client: httpx.AsyncClient, house: FakeHouse, made: list[AdminParts]
+) -> None:
+    document = (await client.get("/openapi.json")).json()
+    eager = create_app(house.wire, routers=(router.admin_router(fake_parts()),))
+    assert eager.openapi() == document
+    assert "/admin/api/tenants" in document["paths"]
+
+
+async def test_they_are_tried_again_after_a_failure(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(router, "admin_router", lambda parts: 1 / 0)
+        assert 500 == (await client.get("/admin/login")).status_code
+        assert 200 == (await client.get("/health")).status_code
+    assert 200 == (await client.get("/admin/login")).status_code
+
+
+async def test_the_stand_in_is_gone_once_they_are_there(house: FakeHouse) -> None:
+    app = create_app(house.wire, admin=fake_parts())
+    assert any(isinstance(route, LaterAdmin) for route in app.router.routes)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost"
+    ) as client:
+        await client.get("/admin/login")
+    assert not any(isinstance(route, LaterAdmin) for route in app.router.routes)
