@@ -259,6 +259,9 @@ class StatePort:
         self.routing: RowRouting | None = None
 
 
+_CACHES = ("cache_params", "past_key_values", "cache")  # a module's parameter; the last: from 5.24
+
+
 class RecurrentForward:
     """Replaces the forward of a module that keeps a state."""
 
@@ -266,7 +269,7 @@ class RecurrentForward:
         self._forward = module.forward
         self._port = port
         parameters = inspect.signature(type(module).forward).parameters
-        self._cache = "cache_params" if "cache_params" in parameters else "past_key_values"
+        self._cache = next((name for name in _CACHES if name in parameters), _CACHES[-1])
         # What else it must be given describes padding and positions, and is not used.
         self._unused: dict[str, Any] = {
             name: None

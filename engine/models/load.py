@@ -41,6 +41,7 @@ from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
 from engine.models.rope import fix_tables
 from engine.models.unfilled import Unfilled
+from engine.models.versions import naming_versions
 from engine.operators.library import Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
@@ -229,7 +230,8 @@ def describe(
     if not narrow or not can_pack(model):
         kept = None
     placed = kept is not None and kept.place(model)
-    layers = prepare(model, max_context, port, narrow=narrow)
+    with naming_versions():
+        layers = prepare(model, max_context, port, narrow=narrow)
     if kept is not None and not placed:
         kept.write(model)
     arithmetic = arithmetic_of(model, device)
@@ -281,7 +283,8 @@ def load_adapter(loaded: LoadedModel, name: str, source: str) -> Adapter:
 def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     try:
         config = _load_config(folder)
-        refuse_unsupported(config)
+        with naming_versions():
+            refuse_unsupported(config)
         _recommend_bfloat16(config, dtype, device)
         dequantized = _dequantize(config)
         seeing = has_vision(config) or is_text_of(config)

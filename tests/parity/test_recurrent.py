@@ -1,13 +1,22 @@
 """Models with recurrent states answer exactly as transformers does, however they are served."""
 
 import logging
+from inspect import Parameter, Signature
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+from engine.attention.recurrent import (
+    Piece,
+    RecurrentForward,
+    RecurrentStates,
+    StateCache,
+    StatePort,
+)
 from engine.models.load import LoadedModel, load_adapter
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
@@ -166,3 +175,24 @@ def test_samples_of_one_prompt_continue_its_states(loaded: LoadedModel, tmp_path
             assert expected * 5 == answers
     finally:
         house.close()
+
+
+@pytest.mark.parametrize("name", ["cache_params", "past_key_values", "cache"])
+def test_a_module_gets_the_states_under_the_name_that_it_has_for_them(name: str) -> None:
+    """transformers 5.24 renamed both names, and ignores what it does not know."""
+    given: list[Any] = []
+
+    def forward(self: nn.Module, hidden_states: torch.Tensor, **named: Any) -> torch.Tensor:
+        given.append(named.get(name))
+        return hidden_states
+
+    known = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=None)
+             for each in ("self", "hidden_states", name)]  # fmt: skip
+    ignored = Parameter("kwargs", Parameter.VAR_KEYWORD)
+    forward.__signature__ = Signature([*known, ignored])  # type: ignore[attr-defined]
+    port = StatePort()
+    port.states = RecurrentStates()
+    port.states.begin([Piece(sequence_id=0, start=0, num_tokens=3)])
+    module = type("Module", (nn.Module,), {"forward": forward})()
+    RecurrentForward(module, port)(torch.zeros(1, 3, 2))
+    assert isinstance(given[0], StateCache)

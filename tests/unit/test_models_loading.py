@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -162,6 +163,27 @@ def test_a_model_without_position_embeddings_is_refused(
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     with pytest.raises(ModelError, match="attention interface"):
         load(tmp_path / "model", tmp_path)
+
+
+@pytest.mark.parametrize(("installed", "says"), [("5.17.0", True), ("5.24.1", False)])
+@pytest.mark.parametrize("model_type", ["t5", "bloom"])
+def test_a_refusal_under_another_transformers_names_the_versions(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    installed: str,
+    says: bool,
+    model_type: str,
+) -> None:
+    save_tiny_model(tmp_path / "model")
+    if model_type == "t5":  # refused by its config, the other by its modules
+        (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    else:
+        config = BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(transformers, "__version__", installed)
+    with pytest.raises(ModelError) as refused:
+        load(tmp_path / "model", tmp_path)
+    assert says == ("pip install 'transformers>=5.23,<5.25'" in str(refused.value))
 
 
 def test_a_model_without_the_attention_interface_is_refused() -> None:
