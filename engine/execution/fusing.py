@@ -3,14 +3,15 @@
 The operators (`engine.operators`) compute the bits of the calls that they replace. The rest stays.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 
 from engine.attention.base import AttentionOptions
 
-_OPERATORS = ("cachesvc::norm", "cachesvc::silu_mul", "cachesvc::rotate")
+# By kind of device. torch's own norms are one call on a GPU (`engine.models.norms`).
+OPERATORS = {"cpu": ("norm", "silu_mul", "rotate"), "cuda": ("rotate", "silu_mul")}
 # Calls of which each number has the same bits wherever it stands among others: they move numbers,
 # add, multiply or look them up, or they are sines, which torch computes by one function.
 _PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
@@ -24,20 +25,11 @@ _BY_ROW = frozenset(
     )
 )
 _VECTORS = 32  # numbers that torch computes at once, at most
-_SILU = (
-    """graph(%gate, %up):
-  %activated = aten::silu(%gate)
-  %product = aten::mul(%activated, %up)
-  return (%product)""",
-    """graph(%gate, %up):
-  %product = cachesvc::silu_mul(%gate, %up)
-  return (%product)""",
-)
 # What is replaced, and by what. Norms are without their weight, which models apply differently.
 # Constants are inputs of a pattern, because torch compares none that have other uses. If one were
 # not as usual, the logits of the check would be others (`engine.execution.traced`).
-_PATTERNS = (
-    (
+_PATTERNS = {
+    "norm": (
         """graph(%x, %eps, %two, %dims, %keep, %none, %one):
   %squares = aten::pow(%x, %two)
   %mean = aten::mean(%squares, %dims, %keep, %none)
@@ -49,8 +41,16 @@ _PATTERNS = (
   %normed = cachesvc::norm(%x, %eps)
   return (%normed)""",
     ),
-    _SILU,
-    (
+    "silu_mul": (
+        """graph(%gate, %up):
+  %activated = aten::silu(%gate)
+  %product = aten::mul(%activated, %up)
+  return (%product)""",
+        """graph(%gate, %up):
+  %product = cachesvc::silu_mul(%gate, %up)
+  return (%product)""",
+    ),
+    "rotate": (
         """graph(%x, %cos, %sin, %half, %zero, %dim, %all, %one, %last):
   %straight = aten::mul(%x, %cos)
   %head = aten::slice(%x, %dim, %zero, %half, %one)
@@ -65,7 +65,7 @@ _PATTERNS = (
   %rotated = cachesvc::rotate(%x, %cos, %sin)
   return (%rotated)""",
     ),
-)
+}
 
 
 def flatten(graph: Any, inside: Any, options: Mapping[int, AttentionOptions]) -> None:
@@ -101,21 +101,21 @@ def _insert(graph: Any, kind: str, inputs: list[Any], name: str, output: Any) ->
     return node.output()
 
 
-def fuse(graph: Any) -> int:
-    """Replace the calls of a flat graph by operators. Returns how many it calls now."""
+def fuse(graph: Any, names: Container[str]) -> int:
+    """Replace the calls of a flat graph by the operators `names`. Returns how many it calls now."""
     for node in graph.findAllNodes("aten::to"):
         if _is_float(node.inputsAt(0)) and _is_float(node.output()):
             node.output().replaceAllUsesWith(node.inputsAt(0))
     torch._C._jit_pass_dce(graph)
     rewrite: Callable[[str, str, Any], None]
     rewrite = torch._C._jit_pass_custom_pattern_based_rewrite_graph
-    for pattern, replacement in _PATTERNS:
-        if pattern is not _SILU[0] or all(
-            map(_ends_with_a_vector, graph.findAllNodes("aten::silu"))
+    for name, (pattern, replacement) in _PATTERNS.items():
+        if name in names and (
+            name != "silu_mul" or all(map(_ends_alike, graph.findAllNodes("aten::silu")))
         ):
             rewrite(pattern, replacement, graph)
     torch._C._jit_pass_dce(graph)
-    return sum(len(graph.findAllNodes(kind)) for kind in _OPERATORS)
+    return sum(len(graph.findAllNodes(f"cachesvc::{name}")) for name in _PATTERNS)
 
 
 def activates_by_row(graph: Any) -> bool:
@@ -131,11 +131,12 @@ def computes_one_row(graph: Any) -> bool:
     return activates_by_row(graph) and not graph.findAllNodes(_PACKED)
 
 
-def _ends_with_a_vector(node: Any) -> bool:
-    """Whether the recorded rows end where torch's vectors do. It computes the last numbers of other
-    rows by another function than the operator, which no check of a few rows would show."""
-    sizes = node.output().type().sizes()
-    return sizes is not None and sizes[-1] % _VECTORS == 0
+def _ends_alike(node: Any) -> bool:
+    """Whether the recorded rows end where torch's vectors do on a CPU. It computes the last numbers
+    of other rows by another function than the operator, which no check of a few rows would show."""
+    kind = node.output().type()
+    sizes, device = kind.sizes(), kind.device()
+    return device.type == "cuda" or (sizes is not None and sizes[-1] % _VECTORS == 0)
 
 
 def _is_float(value: Any) -> bool:

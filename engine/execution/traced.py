@@ -13,7 +13,7 @@ branches on a tensor's contents or that keeps states. Engine thread only.
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,14 @@ from torch import nn
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
-from engine.execution.fusing import activates_by_row, computes_one_row, flatten, fuse
+from engine.execution.fusing import (
+    OPERATORS,
+    activates_by_row,
+    computes_one_row,
+    flatten,
+    fuse,
+)
+from engine.operators.agreement import disagreements
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -46,6 +53,10 @@ for _device in ("CPU", "CUDA"):
 
 class Untraceable(Exception):
     """A model's forward cannot be recorded. The message says why."""
+
+
+class OtherBits(Untraceable):
+    """A recorded forward computes others than the model's own."""
 
 
 class _Handed:
@@ -151,9 +162,10 @@ class _Forward(nn.Module):
 
 class TracedForward:
     """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits.
-    `fused` says whether compiled operators take the place of torch's calls."""
+    `fused` says whether compiled operators, but those `without`, take the place of torch's calls.
+    """
 
-    def __init__(self, model: Any, *, fused: bool = False) -> None:
+    def __init__(self, model: Any, *, fused: bool = False, without: Container[str] = ()) -> None:
         self._handed = _Handed()
         self._embed = model.get_input_embeddings()
         self._device = self._embed.weight.device
@@ -165,7 +177,9 @@ class TracedForward:
                 self._graph = self._record(model)
                 flatten(self._graph.graph, self._graph.inside, self._handed.options)
                 if fused:
-                    self.num_operators = fuse(self._graph.graph)
+                    there = OPERATORS.get(self._device.type, ())
+                    names = [name for name in there if name not in without]
+                    self.num_operators = fuse(self._graph.graph, names)
                     self.activates_by_row = activates_by_row(self._graph.graph)
                 for number, first in _CHECKED:
                     self._check(model, self._tokens(number), first)
@@ -261,9 +275,9 @@ class TracedForward:
             ).logits
         logits, states = self._run(alone, positions, keep, tokens, None)
         if not torch.equal(own, logits):
-            raise Untraceable(f"the logits of {number} tokens are others")
+            raise OtherBits(f"the logits of {number} tokens are others")
         if not torch.equal(outputs[0].last_hidden_state, states):
-            raise Untraceable(f"the layers' output of {number} tokens is another")
+            raise OtherBits(f"the layers' output of {number} tokens is another")
 
     def _one_row_is_the_same(self) -> bool:
         """Whether a token's logits and the layers' output have the bits that they have in a step
@@ -295,15 +309,36 @@ def _muted(name: str) -> Iterator[None]:
 
 def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
     """Record the model's forward. None if that fails, with the reason in the log."""
-    if fused:
+    for without in _attempts(model) if fused else ():
         try:
-            traced = TracedForward(model, fused=True)
+            traced = TracedForward(model, fused=True, without=without)
             logger.info("the forward calls compiled operators %d times", traced.num_operators)
             return traced
         except Untraceable as reason:
-            logger.info("the compiled operators are not used: %s", reason)
+            left_out = f" even without {', '.join(sorted(without))}" if without else ""
+            logger.info("the compiled operators are not used%s: %s", left_out, reason)
+            if not isinstance(reason, OtherBits):
+                break
     try:
         return TracedForward(model)
     except Untraceable as reason:
         logger.info("the forward is not recorded, and runs call by call: %s", reason)
         return None
+
+
+def _attempts(model: Any) -> list[frozenset[str]]:
+    """The operators to do without, until a graph with the others gives the model's bits."""
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cuda":
+        return [frozenset()]
+    return _choices(disagreements(weight.dtype, weight.device))
+
+
+def _choices(refused: Mapping[str, str]) -> list[frozenset[str]]:
+    """The same on a GPU, without those refused there, whose reasons go to the log."""
+    for name, reason in refused.items():
+        logger.warning("the operator %s is not used, which is slower: %s", name, reason)
+    names = [name for name in OPERATORS["cuda"] if name not in refused]
+    # A model may call one of several otherwise than usual.
+    single = names if len(names) > 1 else []
+    return [frozenset((*refused, *each)) for each in ((), *zip(single)) if names]

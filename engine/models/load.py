@@ -127,7 +127,10 @@ class LoadedModel:
 
     @property
     def fuses(self) -> bool:
-        """Whether its forward calls compiled operators."""
+        """Whether its forward calls compiled operators: on a GPU those of Triton, if they can be
+        used there."""
+        if torch.device(self.device).type == "cuda":
+            return True
         there = self.operators is not None and self.operators.loaded is not None
         return there and _may_fuse(self.device, self.dtype)
 
@@ -394,7 +397,8 @@ def _cast(model: Any, dtype: torch.dtype) -> None:
 
 
 def _may_fuse(device: str, dtype: str) -> bool:
-    """Whether operators are for this arithmetic. Elsewhere they only expand the disk's records."""
+    """Whether the compiler's operators are for this arithmetic. Elsewhere they only expand the
+    disk's records."""
     return device == "cpu" and dtype == "float32"
 
 

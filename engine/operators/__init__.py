@@ -1,4 +1,5 @@
-"""Operators in C++ that a recorded forward calls in place of several of torch's, bit for bit.
+"""Operators that a recorded forward calls in place of several of torch's, bit for bit.
 
-`operators.cpp` has them, `library` compiles, keeps and loads them.
+On a CPU in C++: `operators.cpp` has them, `library` compiles, keeps and loads them. On CUDA by
+Triton's `kernels`, which `agreement` compares with torch's calls.
 """

@@ -42,7 +42,19 @@ class Taken(NamedTuple):
     registers: int
 
 
+class Assembled(NamedTuple):
+    """A compiled kernel: what a program takes, and its text in PTX."""
+
+    taken: Taken
+    text: str
+
+
 def compiled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) -> Taken:
+    """What a program takes of a kernel `assembled` so."""
+    return assembled(kernel, chosen, dtype, capability).taken
+
+
+def assembled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) -> Assembled:
     """Compile a kernel with these compile-time arguments and options, for tensors of `dtype` (as
     `fp16`) and a capability such as 90."""
     names = kernel.arg_names
@@ -53,7 +65,7 @@ def compiled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) -
         (number,): ALIGNED
         for number, name in enumerate(names)
         if signature[name].startswith("*")
-        or (name.endswith("_stride") and name not in kernel.do_not_specialize)
+        or (name.endswith(("_stride", "width")) and name not in kernel.do_not_specialize)
     }
     source = ASTSource(
         fn=kernel,
@@ -62,13 +74,13 @@ def compiled(kernel: Any, chosen: dict[str, Any], dtype: str, capability: int) -
         attrs=attributes,
     )
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return _taken(made.metadata.shared, made.asm["cubin"])
+    return Assembled(_taken(made.metadata.shared, made.asm["cubin"]), made.asm["ptx"])
 
 
 def _type(name: str, constants: dict[str, Any], dtype: str) -> str:
     if name in constants:
         return "constexpr"
-    if name in ("query", "pool", "output", "sinks"):
+    if name in ("query", "pool", "output", "sinks", "x", "cos", "sin", "gate", "up"):
         return f"*{dtype}"
     return f"*{POINTERS[name]}" if name in POINTERS else NUMBERS.get(name, "i32")
 

@@ -159,11 +159,15 @@ def _gaps(service: Service, streams: Sequence[str], begun: float, ended: float) 
 
 
 def _num_compiled() -> int:
-    """Forms of the paged kernel that stand compiled; 0 where there is no such kernel."""
+    """Forms of the kernels that stand compiled; 0 where there are none."""
     try:
         from engine.attention.kernels import _paged_kernel
+        from engine.operators.kernels import rotate_kernel, silu_mul_kernel
     except ImportError:
         return 0
-    kernel: Any = _paged_kernel
-    caches = getattr(kernel, "device_caches", {})
-    return sum(len(cache[0]) for cache in caches.values())
+    kernels: list[Any] = [_paged_kernel, rotate_kernel, silu_mul_kernel]
+    return sum(
+        len(cache[0])
+        for kernel in kernels
+        for cache in getattr(kernel, "device_caches", {}).values()
+    )
