@@ -373,11 +373,15 @@ class ModelRunner:
         """Logits [S, vocabulary] in float32, of one token each. `attention` knows their
         sequences."""
         self._adapters.begin((), tokens.shape[1])
-        output = self._model(
-            input_ids=tokens, position_ids=positions, use_cache=False, paged=self._attention
-        )
+        keep = torch.arange(tokens.shape[1], device=tokens.device)
+        arguments = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "use_cache": False,
+            "paged": self._attention,
+        }
+        logits = self._logits(keep, arguments)[0].float()
         self._adapters.finish()
-        logits: torch.Tensor = output.logits[0].float()
         return logits
 
     def _fewest(self, spans: Sequence[Span]) -> int:

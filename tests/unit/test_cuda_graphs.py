@@ -13,6 +13,7 @@ from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import Recorder, StepGraphs, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
+from engine.execution.traced import trace
 from engine.request import SamplingParams
 from tests.parity.architectures import served
 from tests.support.models import new_pool
@@ -146,6 +147,32 @@ def _attend_in_torch(
         real = attend_dense(query[row, :count], key, value, length - count, options)
         outputs.append(torch.cat([real, torch.full_like(query[row, count:], torch.nan)]))
     return torch.stack(outputs)
+
+
+def test_a_graph_runs_the_recorded_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whose place are operators, unlike in the model's own layers."""
+    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
+    monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
+    loaded = served("qwen3")
+    pool = new_pool(loaded, 8).nan_to_num(0.5)
+    runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+    graphs = StepGraphs(
+        runner._decode_logits,
+        runner._attention,
+        max_blocks=4,
+        block_size=16,
+        device=torch.device("cpu"),
+        batch_sizes=(2,),
+        record=lambda work: work,
+        scratch=7,
+    )
+    params = SamplingParams(temperature=0)
+    spans = [Span(n, np.array([40], np.int32), 20, [n, 3 + n], True, params) for n in (1, 2)]
+    own = graphs.run(spans)
+    runner._traced = trace(loaded.model)
+    for layer in loaded.model.base_model.layers:
+        monkeypatch.setattr(layer, "forward", None)
+    assert torch.equal(own, graphs.run(spans))
 
 
 @pytest.mark.parametrize(
