@@ -144,7 +144,9 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_disk_shards": Spec(
         "gauge", "Shards of the disk tier: ready, read while checked, or unusable", ("state",)
     ),
-    "cachesvc_load_bytes_per_second": Spec("gauge", "Rate of loads from disk, smoothed"),
+    "cachesvc_load_bytes_per_second": Spec(
+        "gauge", "Rate at which one reader loads from disk, smoothed"
+    ),
     "cachesvc_prefill_tokens_per_second": Spec("gauge", "Rate of prefill, smoothed"),
     "cachesvc_loads_refused_total": Spec(
         "counter", "Loads not done because computing was expected to be faster"

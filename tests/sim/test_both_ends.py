@@ -245,6 +245,25 @@ def test_it_loads_whole_beside_others() -> None:
     assert NUM_BLOCKS * BLOCK == world.counts("again").hit_disk
 
 
+@pytest.mark.parametrize(
+    ("num_readers", "num_blocks", "pays"),
+    [(1, 20, False), (4, 20, True), (4, 8, False), (4, 4, False), (4, 12, True)],
+)
+def test_a_prefix_is_weighed_by_all_who_read_it_at_once(
+    num_readers: int, num_blocks: int, pays: bool
+) -> None:
+    """One reader loads a block in the time in which 2.5 are computed, and reads four at a time."""
+    world = on_disk(0)
+    world.tier.fault_rate = world.mover._fail_rate = 0.0
+    world.mover.num_readers = num_readers
+    economy = world.cache._promoter._economy
+    economy.load_bytes_per_s = float(world.cache.layout.nbytes)
+    economy.prefill_tokens_per_s = 2.5 * BLOCK
+    world.submit("again", [*OLD[: num_blocks * BLOCK], 38], max_tokens=1)
+    turns(world, 1, slow=0.0)
+    assert num_blocks * BLOCK * pays == world.counts("again").hit_disk
+
+
 def test_the_split_ends_both_at_once() -> None:
     economy = LoadEconomy()
     assert 0 == economy.front(100, 64, 1_000, 2)  # nothing is known yet

@@ -33,11 +33,12 @@ class LoadEconomy:
         if num_tokens and seconds > 0:
             self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_tokens / seconds)
 
-    def worth(self, num_tokens: int, nbytes: int) -> bool:
-        """Whether loading `nbytes` should take no longer than computing `num_tokens`."""
+    def worth(self, num_tokens: int, nbytes: int, num_readers: int = 1) -> bool:
+        """Whether loading `nbytes` by so many readers at once should take no longer than computing
+        `num_tokens`."""
         if not self.enabled or not self.load_bytes_per_s or not self.prefill_tokens_per_s:
             return True
-        load_s = nbytes / self.load_bytes_per_s
+        load_s = nbytes / (self.load_bytes_per_s * num_readers)
         compute_s = num_tokens / self.prefill_tokens_per_s
         if load_s <= compute_s:
             self._in_a_row = 0

@@ -160,7 +160,9 @@ class Promoter:
         nbytes = num_blocks * layout.nbytes - lesser * layout.part_nbytes(Part.WINDOW)
         if ticket.splits and not self._reach and self._split(ticket, start, end):
             return TicketState.SETTLED
-        if not self._economy.worth(num_blocks * layout.block_size, nbytes):
+        num_jobs = -(-num_blocks // BLOCKS_PER_LOAD)
+        readers = min(self._mover.num_readers, num_jobs)
+        if not self._economy.worth(num_blocks * layout.block_size, nbytes, readers):
             ticket.stop = MissReason.UNECONOMIC
             return TicketState.SETTLED
         num_before, whole_from = len(ticket.blocks), start + lesser
