@@ -153,7 +153,8 @@ def build(
     if states is not None:
         left = cache.disk_bytes - states.stats().capacity_bytes
         cache = cache.model_copy(update={"disk_bytes": left})
-    disk = _open_disk(layout, cache, data_dir, stream, shares)
+    elsewhere = loaded.device != "cpu"
+    disk = _open_disk(layout, cache, data_dir, stream, shares, computes_elsewhere=elsewhere)
     core = compose(
         loaded,
         layout,
@@ -190,6 +191,8 @@ def _open_disk(
     data_dir: Path,
     stream: EventStream,
     shares: QuotaShares | None,
+    *,
+    computes_elsewhere: bool,
 ) -> DiskTier | DiskArray | StackedTier | None:
     remote = remote_settings(cache)
     if not cache.disk_bytes or not cache.host_bytes:
@@ -197,6 +200,7 @@ def _open_disk(
     opened = remote.open() if remote is not None else None
     above = cache.device_bytes + cache.host_bytes
     behaviour = DiskSettings(
+        computes_elsewhere=computes_elsewhere,
         moves=not keeps_copies(above, above + cache.disk_bytes),
         idle_ttl_s=int(cache.idle_ttl) or None,
         write_budget_bytes=cache.write_budget_bytes or None,

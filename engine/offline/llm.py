@@ -33,6 +33,7 @@ from engine.settings import EngineSettings
 from engine.structure import source_of
 from tiers.cache import CHECKPOINT_SHARE, CacheSettings
 from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskSettings
 from tiers.errors import ConfigurationError
 
 DEFAULT_PARAMS = SamplingParams(max_tokens=16)  # vLLM's default length
@@ -81,7 +82,12 @@ class LLM:
         disk = states = None
         if disk_cache_bytes:
             of_states = int(CHECKPOINT_SHARE * disk_cache_bytes) if layout.states else 0
-            disk = open_disk(folder / "disk", layout, disk_cache_bytes - of_states)
+            disk = open_disk(
+                folder / "disk",
+                layout,
+                disk_cache_bytes - of_states,
+                settings=DiskSettings(computes_elsewhere=loaded.device != "cpu"),
+            )
             if of_states:
                 states = open_disk(folder / "checkpoints", layout.checkpoint, of_states)
         self._outputs: SimpleQueue[Seq[StepOutput]] = SimpleQueue()

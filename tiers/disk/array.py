@@ -48,12 +48,13 @@ class DiskArray(ManagedTier):
         self._spread = DiskChoice({root: _id_of(root) for root in opened})
         self._lock = threading.Lock()
         self._num_faults: Counter[Path] = Counter()  # consecutive
+        each = -(-self.num_readers // len(opened))
         self._readers = {
-            root: ThreadPoolExecutor(
-                readers_for(1), thread_name_prefix=f"cachesvc-read-{root.name}"
-            )
+            root: ThreadPoolExecutor(each, thread_name_prefix=f"cachesvc-read-{root.name}")
             for root in disks
         }
+        for disk in self._open():
+            disk.read_by(each)
         self._writers = {
             root: ThreadPoolExecutor(1, thread_name_prefix=f"cachesvc-write-{root.name}")
             for root in disks
@@ -65,7 +66,9 @@ class DiskArray(ManagedTier):
 
     @property
     def num_readers(self) -> int:
-        return readers_for(len(self._open()))
+        disks = self._open()
+        elsewhere = all(disk.settings.computes_elsewhere for disk in disks)
+        return readers_for(len(disks), computes_elsewhere=elsewhere)
 
     def paced(self, prefill_tokens_per_s: float) -> None:
         for disk in self._open():
@@ -265,8 +268,7 @@ class DiskArray(ManagedTier):
         parts: Mapping[Path, list[int]],
         work: Callable[[Path, list[int]], T],
     ) -> dict[Path, T]:
-        if len(parts) == 1:
-            return {root: work(root, numbers) for root, numbers in parts.items()}
+        """Each disk's part on that disk's own threads, so that no others keep a record's memory."""
         jobs = {root: pools[root].submit(work, root, numbers) for root, numbers in parts.items()}
         return {root: job.result() for root, job in jobs.items()}
 

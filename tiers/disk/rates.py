@@ -49,7 +49,7 @@ class RateMeter:
 
     def __init__(self, num_readers: int) -> None:
         self.compute_s = 0.0  # for a byte of KV, now; 0: unknown
-        self._num_readers = num_readers
+        self.num_readers = num_readers
         self._lock = threading.Lock()
         self._rates = DiskRates()
         self._stored_raw = False
@@ -95,13 +95,13 @@ class RateMeter:
         """Whether blocks should be written uncompressed now. A change is logged."""
         with self._lock:
             rates = self._rates._replace(compute_s=self.compute_s)
-            raw = rates.favour_raw(self._num_readers)
+            raw = rates.favour_raw(self.num_readers)
             changed, self._stored_raw = raw is not self._stored_raw, raw
         if changed:
             logger.info(
                 f"disk cache: new blocks are stored {'un' if raw else ''}compressed; a GB of KV is "
                 f"read in {rates.read_s * 1e9:.2f} s, expanded in {rates.expand_s * 1e9:.2f} s by "
-                f"one of {self._num_readers} readers and computed in {rates.compute_s * 1e9:.2f} s;"
+                f"one of {self.num_readers} readers and computed in {rates.compute_s * 1e9:.2f} s;"
                 f" compression saves {rates.saved:.0%}"
             )
         return raw

@@ -8,6 +8,7 @@ from typing import Any
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.array import open_array
 from tiers.disk.open import open_disk
+from tiers.disk.settings import DiskSettings
 from tiers.disk.tier import DiskTier
 from tiers.errors import NodeError, TierError
 from tiers.node.settings import NodeSettings
@@ -46,7 +47,14 @@ def open_below(
     folders = [disk_folder(root, layout) for root in settings.disk_dirs]
 
     def open_one(folder: Path) -> DiskTier:
-        return open_disk(folder, layout, settings.disk_bytes, shares=shares, stream=stream)
+        return open_disk(
+            folder,
+            layout,
+            settings.disk_bytes,
+            settings=DiskSettings(computes_elsewhere=True),  # in an engine on a GPU
+            shares=shares,
+            stream=stream,
+        )
 
     try:
         remote = settings.remote
