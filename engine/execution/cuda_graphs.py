@@ -106,7 +106,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record every size. Writes only to the scratch block."""
+        """Record every size, anew if it was before. Writes only to the scratch block."""
+        self._works = True
+        self._replays.clear()
         kinds = [self._singles]
         if self._attention.sees_its_step:
             kinds.append(self._tails)
@@ -114,6 +116,11 @@ class StepGraphs:
             for size in rows.sizes:
                 rows.pad(size)
                 self._replay(rows, size)
+
+    @property
+    def works(self) -> bool:
+        """Whether no recording has failed."""
+        return self._works
 
     def takes(self, spans: Sequence[Span]) -> bool:
         """Whether a graph can compute these spans, all of which sample."""

@@ -5,6 +5,7 @@ a single row. Attention keeps the sequences apart. Logits are computed only for 
 choose a token.
 """
 
+import logging
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -35,6 +36,8 @@ from engine.models.packing import MIN_ROWS, fewest_rows
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.layout import DTYPES, LayerLayout
 from tiers.blocks.lazy_memory import LazyMemory
+
+logger = logging.getLogger(__name__)
 
 LOGITS_BYTES = 32 << 20  # of one piece of the prompt's logits
 
@@ -112,6 +115,7 @@ class ModelRunner:
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._recorded = False
+        self._captures_own = False  # graphs are of the model's own forward
         self._graphs: StepGraphs | None = None
         if scratch is not None and cuda_graphs(self._attention, self._device):
             max_blocks = -(-loaded.max_context // kv.block_size)
@@ -197,6 +201,10 @@ class ModelRunner:
         self._try_kernels()
         if self._graphs is not None:
             self._graphs.warm_up()
+            if self._traced is not None and not self._graphs.works:
+                logger.warning("the recorded forward cannot be captured: graphs do without it")
+                self._captures_own = True
+                self._graphs.warm_up()
 
     def _try_kernels(self) -> None:
         """Compile what tails and decode steps without a graph launch. Where a GPU has no room for a
@@ -305,8 +313,7 @@ class ModelRunner:
     def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K]."""
         if self._traced is None or self._adapters.in_use:
-            logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
-            return logits
+            return self._own_logits(keep, arguments)
         return self._traced(
             self._attention,
             arguments["position_ids"],
@@ -314,6 +321,10 @@ class ModelRunner:
             tokens=arguments.get("input_ids"),
             rows=arguments.get("inputs_embeds"),
         )
+
+    def _own_logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
+        logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
+        return logits
 
     def _embedded(
         self, tokens: torch.Tensor, spans: Sequence[Span], starts: NDArray[Any]
@@ -380,7 +391,8 @@ class ModelRunner:
             "use_cache": False,
             "paged": self._attention,
         }
-        logits = self._logits(keep, arguments)[0].float()
+        compute = self._own_logits if self._captures_own else self._logits
+        logits = compute(keep, arguments)[0].float()
         self._adapters.finish()
         return logits
 

@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import AttentionOptions, ReferenceAttention, attend_dense
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
-from engine.execution.cuda_graphs import Recorder, StepGraphs, batch_sizes, cuda_graphs
+from engine.execution.cuda_graphs import Recorder, StepGraphs, Work, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import trace
 from engine.request import SamplingParams
@@ -149,30 +149,42 @@ def _attend_in_torch(
     return torch.stack(outputs)
 
 
-def test_a_graph_runs_the_recorded_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In whose place are operators, unlike in the model's own layers."""
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(
+    captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In that are operators, unlike in the model's own layers."""
     triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
     loaded = served("qwen3")
     pool = new_pool(loaded, 8).nan_to_num(0.5)
     runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
-    graphs = StepGraphs(
+
+    def record(work: Work) -> Work:
+        if runner._traced is not None and not (captured or runner._captures_own):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return work
+
+    runner._graphs = graphs = StepGraphs(
         runner._decode_logits,
         runner._attention,
         max_blocks=4,
         block_size=16,
         device=torch.device("cpu"),
         batch_sizes=(2,),
-        record=lambda work: work,
+        record=record,
         scratch=7,
     )
     params = SamplingParams(temperature=0)
     spans = [Span(n, np.array([40], np.int32), 20, [n, 3 + n], True, params) for n in (1, 2)]
     own = graphs.run(spans)
     runner._traced = trace(loaded.model)
-    for layer in loaded.model.base_model.layers:
-        monkeypatch.setattr(layer, "forward", None)
-    assert torch.equal(own, graphs.run(spans))
+    runner.warm_up()
+    assert captured != ("graphs do without it" in caplog.text)
+    if captured:
+        for layer in loaded.model.base_model.layers:
+            monkeypatch.setattr(layer, "forward", None)
+    assert graphs.takes(spans) and torch.equal(own, graphs.run(spans))
 
 
 @pytest.mark.parametrize(
