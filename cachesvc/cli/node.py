@@ -126,9 +126,9 @@ def _settings(
 
     return NodeSettings(
         socket=socket,
-        host_bytes=_bytes("--host-cache", host_cache),
+        host_bytes=_host_bytes(host_cache),
         disk_dirs=tuple(folder.expanduser().absolute() for folder in disk_dirs),
-        disk_bytes=_bytes("--disk-cache", disk_cache),
+        disk_bytes=_tier_bytes("--disk-cache", disk_cache),
         remote=remote,
         quotas=labelled(dict(map(_quota, quotas))),
     )
@@ -174,6 +174,22 @@ def _events(text: str) -> "EventsSection":
             f"--events {text}: {wrong.strip()}; write an address, or a table like "
             f'{{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}}'
         ) from None
+
+
+def _host_bytes(text: str) -> int:
+    num_bytes = _tier_bytes("--host-cache", text)
+    if not num_bytes:
+        raise WrongOption("--host-cache 0: a node keeps its blocks in memory; write it like 4GiB")
+    return num_bytes
+
+
+def _tier_bytes(option: str, text: str) -> int:
+    from cachesvc.config.sections import with_its_unit
+
+    try:
+        return with_its_unit(_bytes(option, text))
+    except ValueError as error:
+        raise WrongOption(f"{option}: {error}") from None
 
 
 def _bytes(option: str, text: str) -> int:

@@ -26,7 +26,8 @@ Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 LEAST_BYTES = 1 << 20  # less means a forgotten unit: the smallest model's block is 1.4 MiB
 
 
-def _with_its_unit(num_bytes: int) -> int:
+def with_its_unit(num_bytes: int) -> int:
+    """The size of a tier. Raises ValueError for one that no block fits; 0 is none."""
     if 0 < num_bytes < LEAST_BYTES:
         raise ValueError(
             f"{format_size(num_bytes)} is less than {format_size(LEAST_BYTES)}; "
@@ -41,7 +42,7 @@ def _known(policy: str) -> str:
     return policy
 
 
-TierSize = Annotated[Size, AfterValidator(_with_its_unit)]
+TierSize = Annotated[Size, AfterValidator(with_its_unit)]
 
 
 class Section(BaseModel):

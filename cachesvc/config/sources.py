@@ -138,11 +138,17 @@ def _file_layer(path: Path) -> _Layer:
     layer: _Layer = {}
     for section, table in tables.items():
         gone = section not in Settings.model_fields
+        if not gone and not isinstance(table, dict):
+            raise ConfigError(
+                f"{section} in {path} is a section: write [{section}] above its settings"
+            )
         if gone and isinstance(table, dict):
             for key in table:
                 _refuse_removed(f"{section}.{key}", str(path))
-        if gone or not isinstance(table, dict):
-            raise ConfigError(_unknown(section, str(path), Settings.model_fields))
+        if gone:
+            of_sections = known_settings() if not isinstance(table, dict) else ()
+            known = {**dict.fromkeys(of_sections), **Settings.model_fields}
+            raise ConfigError(_unknown(section, str(path), known))
         for key, value in table.items():
             name = f"{section}.{key}"
             if name not in known_settings():
@@ -182,7 +188,8 @@ def _refuse_removed(name: str, origin: str) -> None:
 
 
 def _unknown(name: str, origin: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    named = [each for each in known if each.rpartition(".")[2] == name]  # in a section
+    near = named or difflib.get_close_matches(name, known, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else "`cachesvc config show` lists them all"
     return f"unknown setting {name} in {origin}; {hint}"
 

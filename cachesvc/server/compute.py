@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import disk_path, models_path, states_path
 from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
@@ -84,16 +85,22 @@ def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
         stream: EventStream,
         shares: QuotaShares | None,
     ) -> Core:
-        core = build(
-            loaded,
-            kv_dtype=settings.model.kv_dtype,
-            cache=settings.cache,
-            engine=settings.engine,
-            data_dir=settings.server.data_dir,
-            on_outputs=on_outputs,
-            stream=stream,
-            shares=shares,
-        )
+        try:
+            core = build(
+                loaded,
+                kv_dtype=settings.model.kv_dtype,
+                cache=settings.cache,
+                engine=settings.engine,
+                data_dir=settings.server.data_dir,
+                on_outputs=on_outputs,
+                stream=stream,
+                shares=shares,
+            )
+        except MemoryError as error:
+            largest = of_server(settings.cache, on_gpu=loaded.device != "cpu").largest
+            raise ConfigError(
+                f"the caches do not fit the memory of this machine: lower {largest}"
+            ) from error
         try:
             _tell(core.promise, settings.model)
         except ModelError:

@@ -176,9 +176,9 @@ def _weights(path: Path) -> Path:
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) != 1:
-            raise ModelError(
-                f"{path} holds no config.json and {len(files)} GGUF files; name one GGUF file"
-            )
+            there = "no GGUF file" if not files else f"{len(files)} GGUF files"
+            fix = "name the folder of a model" if not files else f"name one, such as {files[0]}"
+            raise ModelError(f"{path} holds no config.json and {there}; {fix}")
         path = files[0]
     if path.is_dir() or path.suffix == ".gguf":
         return path

@@ -143,6 +143,9 @@ def test_a_node_without_the_library_says_why(tmp_path: Path) -> None:
         (("--quota", "acme=lots"), "is not a size"),
         (("--metrics", "9464"), "is not an address"),
         (("--host-cache", "lots"), "is not a size"),
+        (("--host-cache", "0"), "write it like 4GiB"),
+        (("--host-cache", "4"), "write it with its unit"),
+        (("--socket", "/dev/null/node.sock"), "name another folder with --socket"),
         (("--events", '{"replay_endpoint": "tcp://127.0.0.1:1"}'), "endpoint Field required"),
     ],
 )

@@ -126,7 +126,8 @@ def test_the_data_directory_follows_the_environment(
     [
         ("[cache]\ndevise_bytes = 1\n", r"cache\.devise_bytes in .*; did you mean cache\.device"),
         ("[cash]\nblock_size = 1\n", r"unknown setting cash in .*did you mean cache\?"),
-        ("port = 1\n", r"unknown setting port in .*\.toml"),
+        ("port = 1\n", r"unknown setting port in .*\.toml; did you mean server\.port\?"),
+        ("cache = 1\n", r"cache in .*\.toml is a section: write \[cache\] above its settings"),
         (
             "[cache]\npromotion = 'auto'\n",
             r"cache\.promotion in .*\.toml was removed: the sizes of",

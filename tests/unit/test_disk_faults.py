@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+import lmdb
 import pytest
 
 from cachesvc.config.quantities import parse_size
@@ -432,6 +433,15 @@ def test_a_directory_that_turns_read_only_is_counted(
     assert f"{tmp_path / 'shard-000'} takes blocks again" in caplog.text
     tier.flush()
     tier.close()
+
+
+def test_a_capacity_beyond_the_address_space_names_its_option(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="Cannot allocate memory; lower --disk-cache"):
+        open_disk(tmp_path, LAYOUT, 1 << 50)
+    with pytest.raises(ConfigurationError, match="Invalid argument; mend that, or move"):
+        opened(
+            tmp_path, FaultyStorage(1, error=lambda: lmdb.InvalidParameterError("Invalid argument"))
+        )
 
 
 def test_a_full_disk_is_said_where_lmdb_says_input_output_error(

@@ -6,13 +6,18 @@ import pytest
 
 from cachesvc.cli import doctor
 from cachesvc.cli.doctor import Level
-from cachesvc.config.sections import CacheSection, EventsSection
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.sections import CacheSection, EventsSection, ModelSection, ServerSection
+from cachesvc.config.settings import Settings
+from cachesvc.server.compute import load, over
 from cachesvc.server.memory_limit import of_node, of_server, of_vllm, warn_of_limit
 from cachesvc.server.node import run_node
 from engine import cgroups
 from engine.cgroups import memory_limit
+from tests.support.models import save_tiny_model
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
+from tiers.telemetry.events import EventStream
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -132,6 +137,21 @@ def test_a_node_that_starts_says_so_too(
     run_node(settings, events=EventsSection(), metrics="", on_ready=lambda: None)
     [said] = caplog.messages
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
+
+
+def test_caches_that_the_system_refuses_name_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **more: object) -> None:
+        raise MemoryError
+
+    save_tiny_model(tmp_path / "model")
+    loaded = load(ModelSection(name=str(tmp_path / "model"), device="cpu"), tmp_path)
+    cache = CacheSection(device_bytes=MIB, host_bytes=GIB, disk_bytes=0)
+    settings = Settings(cache=cache, server=ServerSection(data_dir=tmp_path))
+    monkeypatch.setattr("tiers.blocks.frames.LazyMemory", refuse)
+    with pytest.raises(ConfigError, match=r"memory of this machine: lower --host-cache \(1 GiB\)"):
+        over(loaded, settings)(lambda outputs: None, EventStream(), None)
 
 
 def test_the_doctor_names_the_limit_and_the_largest_cache(machine: Machine) -> None:

@@ -91,7 +91,7 @@ def test_bfloat16_is_recommended_where_the_weights_and_the_processor_have_it(
 def test_what_cannot_be_found_says_what_could_be(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no model 'nonsense'.*smollm2-135m"):
         load("nonsense", tmp_path)
-    with pytest.raises(ModelError, match="0 GGUF files"):
+    with pytest.raises(ModelError, match="no GGUF file; name the folder of a model"):
         load(tmp_path, tmp_path)
     (tmp_path / "x.txt").write_text("x")
     with pytest.raises(ModelError, match=r"neither a folder nor a \.gguf file"):
@@ -99,6 +99,9 @@ def test_what_cannot_be_found_says_what_could_be(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_text("not a model")
     with pytest.raises(ModelError, match="not a readable GGUF"):
         load(tmp_path / "x.gguf", tmp_path)
+    (tmp_path / "y.gguf").touch()
+    with pytest.raises(ModelError, match=r"2 GGUF files; name one, such as .*x\.gguf"):
+        load(tmp_path, tmp_path)
     with pytest.raises(ModelError, match="dtype 'int8'"):
         load("smollm2-135m", tmp_path, dtype="int8")
 

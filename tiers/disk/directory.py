@@ -142,7 +142,7 @@ def make_root(root: Path) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"the disk cache cannot write to {root}: {error.strerror}; "
-            f"choose another --data-dir or turn the disk cache off"
+            f"choose another --data-dir or --disk-cache-dir, or turn the disk cache off"
         ) from error
 
 

@@ -37,7 +37,7 @@ from tiers.disk.recovery.check import CHECK_AT_ONCE_S
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.slot import Opening, ShardSlot
-from tiers.disk.storage import Storage, StorageError
+from tiers.disk.storage import NoMemory, Storage, StorageError
 from tiers.disk.tier import DiskTier
 from tiers.disk.transaction import reserve_pages
 from tiers.errors import ConfigurationError, MissReason, mib
@@ -141,9 +141,11 @@ def _locked(root: Path) -> Iterator[DirectoryLock]:
     except BaseException as error:
         lock.release()
         if isinstance(error, StorageError) and not isinstance(error, OSError):  # of LMDB
+            advice = f"mend that, or move {root} away: what it holds is computed again"
+            if isinstance(error, NoMemory):  # for a map as large as its capacity
+                advice = "lower --disk-cache"
             raise ConfigurationError(
-                f"the disk cache cannot be opened: {error}; mend that, or move {root} away: "
-                "what it holds is computed again"
+                f"the disk cache cannot be opened: {error}; {advice}"
             ) from error
         raise
 

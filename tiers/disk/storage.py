@@ -19,6 +19,7 @@ NUM_DATABASES = 8
 
 StorageError = (lmdb.Error, OSError)
 MapFull = lmdb.MapFullError
+NoMemory = lmdb.MemoryError
 Panic = lmdb.PanicError
 # LMDB's errors for damaged pages.
 Doubtful = (

@@ -352,8 +352,13 @@ class NodeServer:
 
 def _listener_at(path: Path, held: contextlib.ExitStack) -> socket.socket:
     """A socket that listens at `path`, replacing one that a dead node has left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path.parent} cannot be used: {error.strerror}; name another folder with --socket"
+        ) from error
     held.callback(os.close, lock)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
