@@ -16,11 +16,16 @@ def check(device: str, small: bool) -> dict[str, Any]:
     try:
         from cachesvc.bench import Scenario, as_json
         from cachesvc.config.sections import EngineSection
+        from engine.operators.library import Operators
+        from tiers.disk.format.planes import use_library
     except ModuleNotFoundError as error:  # a bare machine
         return {"skipped": f"{error.name} is not installed"}
     sizes = (256,) if small else (4 << 10, 16 << 10)
     config = TINY if small else shape(32, 4096, 32, 8, 14336, 2 * sizes[-1])
     with tempfile.TemporaryDirectory() as folder:
+        operators = Operators(Path(folder) / "models")  # as a server compiles them at its start
+        library = operators.loaded if operators.load() else None
+        compiled = library is not None and use_library(library)
         scenario = Scenario(
             described(random_model(config, device), device),
             kv_dtype="auto",
@@ -32,4 +37,4 @@ def check(device: str, small: bool) -> dict[str, Any]:
         )
         found = as_json(scenario.run(sizes, lambda _: None))
     wrong = [each for each in found if each["case"] != "cold" and each["hit_tokens"] == 0]
-    return {"what": "hits from every tier", "ok": not wrong, "results": found}
+    return {"what": "hits from every tier", "ok": not wrong, "compiled": compiled, "results": found}
