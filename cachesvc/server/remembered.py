@@ -39,7 +39,8 @@ class Remembered:
     def records(self) -> Sequence[RequestRecord]:
         """Ended requests, oldest first. Records of other versions may be omitted."""
         found = self._file.rows("SELECT body FROM records ORDER BY number")
-        return [record for (body,) in found if (record := _record(body)) is not None]
+        known: _Known = {}
+        return [record for (body,) in found if (record := _record(body, known)) is not None]
 
     def read(self, name: str) -> bytes | None:
         """The value stored under a name."""
@@ -72,10 +73,24 @@ class Remembered:
         self._file.hand_over(write, len(body))
 
 
+_Known = dict[tuple[str, str], type]
+
+
 class _Reader(pickle.Unpickler):
-    """Unpickles only our own frozen types, so nothing can run code."""
+    """Unpickles only our own frozen types, so nothing can run code. `known` are those that earlier
+    records had: there are thousands of records, each of a dozen types."""
+
+    def __init__(self, body: bytes, known: _Known) -> None:
+        super().__init__(io.BytesIO(body))
+        self._known = known
 
     def find_class(self, module: str, name: str) -> Any:
+        found = self._known.get((module, name))
+        if found is None:
+            found = self._known[module, name] = self._ours(module, name)
+        return found
+
+    def _ours(self, module: str, name: str) -> type:
         found = super().find_class(module, name) if module.startswith(OURS) else None
         if isinstance(found, type) and (
             is_dataclass(found) or issubclass(found, Enum | bytes | tuple)
@@ -84,10 +99,10 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is none of ours")
 
 
-def _record(body: bytes) -> RequestRecord | None:
+def _record(body: bytes, known: _Known) -> RequestRecord | None:
     """None for a record that this version cannot read."""
     try:
-        record = _Reader(io.BytesIO(zlib.decompress(body))).load()
+        record = _Reader(zlib.decompress(body), known).load()
         assert isinstance(record, RequestRecord) and record.nbytes
         replace(record)  # fails where an older version knew fewer fields
     except Exception:  # noqa: BLE001  another version's values fail in as many ways as there are
