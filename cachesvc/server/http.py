@@ -35,6 +35,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
     ) -> None:
+        config.app = _cancelled_quietly(config.app)
         super().__init__(config)
         self._on_ready = on_ready
         self._on_stop = on_stop
@@ -64,6 +65,22 @@ class HttpServer(uvicorn.Server):
         logger.info(f"{number.name}: finishing running requests; send it again to stop at once")
         self._stopping = self.should_exit = True
         self._on_stop()
+
+
+def _cancelled_quietly(app: Any) -> Asgi:
+    """The app, whose end after a second signal leaves no traceback in the log: nobody waits for
+    its shutdown then, and the loop cancels it."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        async def tell(message: _Message) -> None:
+            task = asyncio.current_task()
+            if message["type"] == "lifespan.shutdown.failed" and task and task.cancelling():
+                message = {**message, "message": ""}
+            await send(message)
+
+        await app(scope, receive, tell if scope["type"] == "lifespan" else send)
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
