@@ -240,7 +240,7 @@ def _attend_causal(
     Hkv, D]."""
     groups = query.shape[1] // key.shape[1]
     queries, keys, values = (each.transpose(0, 1)[None] for each in (query, key, value))
-    grouped = can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, True, True))
+    grouped = can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, False, True))
     if not grouped:  # other kernels take one head of keys for each of queries
         keys, values = (each.repeat_interleave(groups, 1) for each in (keys, values))
     output = scaled_dot_product_attention(

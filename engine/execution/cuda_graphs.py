@@ -60,8 +60,10 @@ class Recorder:
             with torch.cuda.graph(graph, pool=self._memory):
                 result = work()
         except BaseException:
-            # Ending a capture that failed raises, and then torch leaves the thread on its stream.
+            # Ending a capture that failed raises. Then torch leaves the thread on its stream, and
+            # random numbers count for a capture: the next flash attention would be refused.
             torch.cuda.set_stream(before)
+            _end_random_capture()
             raise
 
         def replay() -> torch.Tensor:
@@ -69,6 +71,11 @@ class Recorder:
             return result
 
         return replay
+
+
+def _end_random_capture() -> None:
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 class StepGraphs:
@@ -92,9 +99,8 @@ class StepGraphs:
         self._forward = forward
         self._attention = attention
         self._device = device
-        self._record = record or Recorder()
-        self._replays: dict[tuple[int, int], Work] = {}
-        self._works = True
+        self._given = record
+        self.forget()
 
         def rows(width: int, sizes: Sequence[int]) -> GroupedRows:
             return GroupedRows(
@@ -106,9 +112,7 @@ class StepGraphs:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Record every size, anew if it was before. Writes only to the scratch block."""
-        self._works = True
-        self._replays.clear()
+        """Record every size. Writes only to the scratch block."""
         kinds = [self._singles]
         if self._attention.sees_its_step:
             kinds.append(self._tails)
@@ -116,6 +120,12 @@ class StepGraphs:
             for size in rows.sizes:
                 rows.pad(size)
                 self._replay(rows, size)
+
+    def forget(self) -> None:
+        """Record anew from now on. The memory of graphs that are gone takes no others."""
+        self._record = self._given or Recorder()
+        self._replays: dict[tuple[int, int], Work] = {}
+        self._works = True
 
     @property
     def works(self) -> bool:

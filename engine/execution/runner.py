@@ -115,7 +115,7 @@ class ModelRunner:
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._recorded = False
-        self._captures_own = False  # graphs are of the model's own forward
+        self._captured: TracedForward | None = None  # what graphs are of; None: the model's own
         self._graphs: StepGraphs | None = None
         if scratch is not None and cuda_graphs(self._attention, self._device):
             max_blocks = -(-loaded.max_context // kv.block_size)
@@ -183,7 +183,11 @@ class ModelRunner:
             for each in self._on_cpu:
                 each.fuse()
         if (self._on_cpu or self._device.type == "cuda") and self._recurrent is None:
-            self._traced = trace(self._model, fused=self._fuses)
+            # Python launches Triton's operators: 0.3 ms each, which a graph spends once.
+            on_cpu = self._device.type == "cpu"
+            self._traced = trace(self._model, fused=self._fuses and on_cpu)
+            if self._graphs is not None and self._traced is not None:
+                self._captured = trace(self._model, fused=self._fuses)
 
     @property
     def activates_by_row(self) -> bool:
@@ -201,9 +205,10 @@ class ModelRunner:
         self._try_kernels()
         if self._graphs is not None:
             self._graphs.warm_up()
-            if self._traced is not None and not self._graphs.works:
+            if self._captured is not None and not self._graphs.works:
                 logger.warning("the recorded forward cannot be captured: graphs do without it")
-                self._captures_own = True
+                self._captured = None
+                self._graphs.forget()
                 self._graphs.warm_up()
 
     def _try_kernels(self) -> None:
@@ -313,7 +318,8 @@ class ModelRunner:
     def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K]."""
         if self._traced is None or self._adapters.in_use:
-            return self._own_logits(keep, arguments)
+            logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
+            return logits
         return self._traced(
             self._attention,
             arguments["position_ids"],
@@ -321,10 +327,6 @@ class ModelRunner:
             tokens=arguments.get("input_ids"),
             rows=arguments.get("inputs_embeds"),
         )
-
-    def _own_logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
-        logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
-        return logits
 
     def _embedded(
         self, tokens: torch.Tensor, spans: Sequence[Span], starts: NDArray[Any]
@@ -381,20 +383,18 @@ class ModelRunner:
         return logits
 
     def _decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [S, vocabulary] in float32, of one token each. `attention` knows their
-        sequences."""
+        """Logits [R, vocabulary] in float32 after each row. `attention` knows their sequences."""
         self._adapters.begin((), tokens.shape[1])
-        keep = torch.arange(tokens.shape[1], device=tokens.device)
-        arguments = {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "use_cache": False,
-            "paged": self._attention,
-        }
-        compute = self._own_logits if self._captures_own else self._logits
-        logits = compute(keep, arguments)[0].float()
+        if self._captured is None or self._adapters.in_use:
+            logits = self._model(
+                input_ids=tokens, position_ids=positions, use_cache=False, paged=self._attention
+            ).logits
+        else:
+            keep = torch.arange(tokens.shape[1], device=tokens.device)
+            logits = self._captured(self._attention, positions, keep, tokens=tokens)
         self._adapters.finish()
-        return logits
+        rows: torch.Tensor = logits[0].float()
+        return rows
 
     def _fewest(self, spans: Sequence[Span]) -> int:
         """How many rows the step has at least, so that a row has the bits it has in any other."""

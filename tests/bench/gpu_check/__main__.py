@@ -27,6 +27,7 @@ PARTS = (
     "service",
     "ttft",
     "kernels",
+    "recording",
     "conform",
 )
 
