@@ -1,7 +1,6 @@
 """The admin routes at a start: one route that makes the others when somebody asks for them.
 
-They are a sixth of a server's imports, and their models take as long again, for pages that most
-starts never show.
+They are a tenth of a server's imports, for pages that most starts never show.
 """
 
 import asyncio
