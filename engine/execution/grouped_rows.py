@@ -14,6 +14,7 @@ from engine.batch import Span
 
 _PER_TOKEN = 4  # columns: token, position, and where its KV goes: block and row
 _PER_GROUP = 2  # columns: keys that the last token sees, and how many tokens there are
+_ALIGNED = 4  # columns, 16 bytes: kernels are compiled anew for tables that begin elsewhere
 
 
 class GroupedRows:
@@ -35,14 +36,15 @@ class GroupedRows:
         self.sizes = tuple(sizes)
         self._block_size = block_size
         self._scratch = scratch
-        self._columns = _PER_TOKEN * width + _PER_GROUP
+        self._counts = _PER_TOKEN * width
+        self._columns = -(-(self._counts + _PER_GROUP) // _ALIGNED) * _ALIGNED
         shape = (self.sizes[-1], self._columns + max_blocks)
         self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(shape, dtype=torch.int32, device=device)
         self._values = self._host.numpy()
         self._padding = np.zeros(shape[1], np.int32)
         self._padding[2 * width : 3 * width] = scratch
-        self._padding[self._columns - _PER_GROUP : self._columns] = 1  # its own key, of one token
+        self._padding[self._counts : self._counts + _PER_GROUP] = 1  # its own key, of one token
         self._padding[self._columns] = scratch
 
     def holds(self, spans: Sequence[Span]) -> bool:
@@ -83,19 +85,19 @@ class GroupedRows:
         width, block_size = self.width, self._block_size
         start = span.start + offset
         if count < width:
-            values[: _PER_TOKEN * width] = self._padding[: _PER_TOKEN * width]
+            values[: self._counts] = self._padding[: self._counts]
         number, place = divmod(start, block_size)
         end = start + count
         table = span.block_table[: (end - 1) // block_size + 1]
         values[self._columns : self._columns + len(table)] = table
-        values[_PER_TOKEN * width : self._columns] = end, count
+        values[self._counts : self._counts + _PER_GROUP] = end, count
         if count == 1:  # of a decode step there are many, which arrays would slow
             block = table[number] if span.write_kv else self._scratch
-            values[: _PER_TOKEN * width : width] = span.tokens[offset], start, block, place
+            values[: self._counts : width] = span.tokens[offset], start, block, place
             return
         positions = np.arange(start, end)
         blocks = values[self._columns + positions // block_size]
-        rows = values[: _PER_TOKEN * width].reshape(_PER_TOKEN, width)
+        rows = values[: self._counts].reshape(_PER_TOKEN, width)
         rows[0, :count] = span.tokens[offset : offset + count]
         rows[1, :count] = positions
         rows[2, :count] = blocks if span.write_kv else self._scratch
@@ -108,9 +110,10 @@ class GroupedRows:
     def read(self, size: int) -> tuple[torch.Tensor, torch.Tensor, DecodeRows]:
         """The step of that size, on the device: tokens and positions [1, R], and the rest."""
         inputs = self._device[:size]
-        each = inputs[:, : _PER_TOKEN * self.width].unflatten(1, (_PER_TOKEN, self.width))
+        each = inputs[:, : self._counts].unflatten(1, (_PER_TOKEN, self.width))
         tokens, positions, blocks, rows = each.transpose(0, 1).flatten(1).long()
-        lengths, counts = inputs[:, self._columns - _PER_GROUP : self._columns].t().contiguous()
+        of_groups = inputs[:, self._counts : self._counts + _PER_GROUP]
+        lengths, counts = of_groups.t().contiguous()
         tables = inputs[:, self._columns :]
         keys = DecodeRows(tables, lengths, blocks, rows, counts if self.width > 1 else None)
         return tokens[None], positions[None], keys

@@ -383,8 +383,8 @@ def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
         eager, replayed = (runner.step(Batch(spans[: 3 - step])) for runner in runners)
         assert eager == replayed
     padding = graphs._singles._values[3]
-    assert [0, 0, 23, 0, 1, 1, 23] == padding[:7].tolist()
-    assert not padding[7:].any(), "a row that fills a batch up attends to one key"
+    assert [0, 0, 23, 0, 1, 1, 0, 0, 23] == padding[:9].tolist()
+    assert not padding[9:].any(), "a row that fills a batch up attends to one key"
     written = [slot for table in tables for slot in table]
     assert torch.equal(pools[0][written].nan_to_num(), pools[1][written].nan_to_num())
 

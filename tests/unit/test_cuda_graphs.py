@@ -13,6 +13,7 @@ from engine.attention.base import AttentionOptions, ReferenceAttention, attend_d
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import Recorder, StepGraphs, Work, batch_sizes, cuda_graphs
+from engine.execution.grouped_rows import GroupedRows
 from engine.execution.runner import ModelRunner
 from engine.execution.traced import trace
 from engine.request import SamplingParams
@@ -247,6 +248,16 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(
     torch.testing.assert_close(pool, left, rtol=1e-4, atol=1e-4, equal_nan=True)
     whole = [3, 1] if write_kv else [3, 1, 2, 0]
     assert torch.equal(pool[whole].nan_to_num(), before[whole].nan_to_num())
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_tables_begin_where_those_of_launched_steps_do(width: int) -> None:
+    """Triton compiles another form of a kernel for addresses that are no multiples of 16."""
+    rows = GroupedRows(width, (1, 2), 9, block_size=16, scratch=5, device=torch.device("cpu"))
+    rows.pad(2)
+    _, _, decode = rows.read(2)
+    assert decode.tables.data_ptr() % 16 == 0
+    assert decode.tables[:, 0].tolist() == [5, 5]
 
 
 def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
