@@ -8,7 +8,15 @@ from hypothesis import strategies as st
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, token_bytes
-from tiers.blocks.packing import may_begin, num_packed, pack, pack_blocks, unpack
+from tiers.blocks.packing import (
+    low_halves,
+    may_begin,
+    may_share,
+    num_packed,
+    pack,
+    pack_blocks,
+    unpack,
+)
 
 NARROW, MIDDLE, WIDE = (1 << 16) - 1, (1 << 24) - 1, (1 << 31) - 1
 ids = st.one_of(st.integers(0, NARROW), st.integers(0, MIDDLE), st.integers(-1, WIDE))
@@ -38,6 +46,17 @@ def test_an_id_has_the_bytes_that_the_largest_needs(largest: int, width: int) ->
 @given(st.lists(ids, min_size=1, max_size=9), st.integers(1, 9))
 def test_what_begins_alike_is_not_passed_over(tokens: list[int], count: int) -> None:
     assert may_begin(pack(token_bytes(tokens)), token_bytes(tokens[:count]))
+
+
+@given(st.lists(ids, max_size=9), st.lists(ids, max_size=9), st.integers(1, 9))
+def test_ids_that_are_shared_are_not_passed_over(
+    shared: list[int], other: list[int], count: int
+) -> None:
+    packed, low = pack(token_bytes(shared + other)), low_halves(token_bytes(shared))
+    assert may_share(packed, low, count) or count > len(shared)
+    if count <= len(shared):
+        changed = [*shared[: count - 1], shared[count - 1] ^ 1, *other]
+        assert not may_share(pack(token_bytes(changed)), low, count)
 
 
 def test_a_chain_that_grows_packs_each_block_once() -> None:

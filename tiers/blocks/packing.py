@@ -72,6 +72,17 @@ def may_begin(packed: bytes, tokens: bytes) -> bool:
     return packed[1 : 1 + LOW_BYTES] == tokens[:LOW_BYTES]
 
 
+def low_halves(tokens: bytes) -> bytes:
+    """Of int32 ids, as packed forms begin with them."""
+    return np.frombuffer(tokens, _FOUR).astype(_TWO).tobytes()
+
+
+def may_share(packed: bytes, low: bytes, count: int) -> bool:
+    """Whether the first `count` ids may equal those of which `low` has the lower halves. It rejects
+    most differences without unpacking, and fewer ids than that."""
+    return packed[1 : 1 + LOW_BYTES * count] == low[: LOW_BYTES * count]
+
+
 def cut_evenly(data: bytes | bytearray, step: int) -> tuple[bytes, ...]:
     """The whole pieces of `step` bytes, in order.
 

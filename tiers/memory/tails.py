@@ -19,7 +19,7 @@ import numpy as np
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import TOKEN_BYTES, PrefixKey
-from tiers.blocks.packing import may_begin, unpack
+from tiers.blocks.packing import low_halves, may_begin, may_share, unpack
 from tiers.errors import CopyFailed, OutOfBlocks
 from tiers.memory.block import Block, BlockState
 from tiers.memory.residency import Residency
@@ -70,10 +70,13 @@ class TailSharing:
             return None
         wanted = chain.chunks[number] if number < len(chain.chunks) else chain.tail
         parent = chain.parent(number)
+        low = low_halves(wanted)
         best: Block | None = None
         most = 0
         for block in self._candidates(parent):
-            rows = 0 if block.content else _common_rows(block.packed, wanted)
+            if block.content or not may_share(block.packed, low, most + 1):
+                continue
+            rows = _common_rows(block.packed, wanted)
             if rows > most and block.state in (BlockState.READY, BlockState.COMPUTING):
                 best, most = block, rows
         if best is None:
@@ -209,8 +212,6 @@ def _begins(block: Block, tokens: bytes) -> bool:
 
 def _common_rows(packed: bytes, want: bytes) -> int:
     """How many leading tokens the two have in common."""
-    if not may_begin(packed, want):
-        return 0  # most candidates end here, before numpy is needed
     have = unpack(packed)
     size = min(len(have), len(want))
     if have[:size] == want[:size]:
