@@ -162,6 +162,9 @@ class FrameArena(Arena):
             if self.num_pinned_bytes < memory.nbytes:
                 clear_error(device)
         self._rows = torch.from_numpy(memory).view(num_frames, self.stride)
+        whole = self._rows[:, : layout.nbytes].view(layout.torch_dtype)
+        self._whole = whole.view(num_frames, *layout.shape)
+        self._nbytes, self._lasting_nbytes = layout.nbytes, layout.lasting_nbytes
         self._bytes: memoryview = memory.data
         self.num_lesser = layout.num_lesser
 
@@ -209,16 +212,15 @@ class FrameArena(Arena):
         """The memory of a frame. That of a lesser one is flat."""
         place, part = divmod(number, self.num_lesser)
         if self.is_lesser(number):
-            nbytes = self.layout.lasting_nbytes
+            nbytes = self._lasting_nbytes
             row = self._rows[place, part * nbytes : (part + 1) * nbytes]
             return row.view(self.layout.torch_dtype)
-        row = self._rows[place, : self.layout.nbytes]
-        return row.view(self.layout.torch_dtype).view(self.layout.shape)
+        return self._whole[place]
 
     def buffer(self, number: int) -> memoryview:
         """The same as bytes."""
         place, part = divmod(number, self.num_lesser)
-        nbytes = self.layout.lasting_nbytes if self.is_lesser(number) else self.layout.nbytes
+        nbytes = self._lasting_nbytes if self.is_lesser(number) else self._nbytes
         start = place * self.stride + part * nbytes
         return self._bytes[start : start + nbytes]
 
