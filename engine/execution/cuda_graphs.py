@@ -156,13 +156,13 @@ class StepGraphs:
     def _rows_of(self, spans: Sequence[Span]) -> GroupedRows | None:
         """What can hold the step: tails in groups, unless so many sequences decode beside them that
         each row must be a group."""
-        whole = all(len(span.tokens) == 1 for span in spans)
-        if not whole and not self._attention.sees_its_step:
+        if all(len(span.tokens) == 1 for span in spans):
+            return self._singles if len(spans) <= self._singles.sizes[-1] else None
+        if not self._attention.sees_its_step:
             return None
-        if not whole and self._tails.holds(spans) and self._tails.num_keys(spans) <= _GROUP_KEYS:
-            return self._tails
-        if self._singles.holds(spans) and (whole or self._singles.num_keys(spans) <= _ROW_KEYS):
-            return self._singles
+        for rows, most_keys in ((self._tails, _GROUP_KEYS), (self._singles, _ROW_KEYS)):
+            if rows.holds(spans) and rows.num_keys(spans) <= most_keys:
+                return rows
         return None
 
     def _replay(self, rows: GroupedRows, size: int) -> torch.Tensor:

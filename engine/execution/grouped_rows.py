@@ -66,8 +66,9 @@ class GroupedRows:
         """Fill in a step. Returns its size, and the row of each span's last token."""
         group, lasts = 0, []
         for span in spans:
-            for offset in range(0, len(span.tokens), self.width):
-                count = min(self.width, len(span.tokens) - offset)
+            num_tokens = len(span.tokens)
+            for offset in range(0, num_tokens, self.width):
+                count = min(self.width, num_tokens - offset)
                 self._fill(self._values[group], span, offset, count)
                 group += 1
             lasts.append((group - 1) * self.width + count - 1)
@@ -84,22 +85,22 @@ class GroupedRows:
     def _fill(self, values: np.ndarray, span: Span, offset: int, count: int) -> None:
         width, block_size = self.width, self._block_size
         start = span.start + offset
-        if count < width:
-            values[: self._counts] = self._padding[: self._counts]
-        number, place = divmod(start, block_size)
         end = start + count
         table = span.block_table[: (end - 1) // block_size + 1]
         values[self._columns : self._columns + len(table)] = table
-        values[self._counts : self._counts + _PER_GROUP] = end, count
-        if count == 1:  # of a decode step there are many, which arrays would slow
-            block = table[number] if span.write_kv else self._scratch
-            values[: self._counts : width] = span.tokens[offset], start, block, place
+        if width == 1:  # of a decode step there are many, which arrays would slow
+            block = table[-1] if span.write_kv else self._scratch
+            token = span.tokens[offset]
+            values[: _PER_TOKEN + _PER_GROUP] = token, start, block, start % block_size, end, 1
             return
+        if count < width:
+            values[: self._counts] = self._padding[: self._counts]
+        values[self._counts : self._counts + _PER_GROUP] = end, count
         positions = np.arange(start, end)
-        blocks = values[self._columns + positions // block_size]
         rows = values[: self._counts].reshape(_PER_TOKEN, width)
         rows[0, :count] = span.tokens[offset : offset + count]
         rows[1, :count] = positions
+        blocks = values[self._columns + positions // block_size]
         rows[2, :count] = blocks if span.write_kv else self._scratch
         rows[3, :count] = positions % block_size
 
