@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 _TAIL_ROWS = 128  # a question after a cached prompt, and decode steps beside it
 _TAIL_WIDTH = 8  # tokens of a tail that read its keys together
-_ROW_KEYS = 1 << 19  # that tails' rows read one by one, at most: 20 ms of an 8B model on an H100
-_GROUP_KEYS = 1 << 20  # that tails' groups read. A launched step has such groups too.
+# A launched step reads a tail of up to 64 tokens by eights too (`attention.triton`), and the keys of
+# a longer one once. What a graph reads more than that takes 20 to 30 ms of 8B on an H100, at most,
+# as do the launches of a step there.
+_SHORT = 64
+_MOST_KEYS = 1 << 19
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Work = Callable[[], torch.Tensor]
@@ -160,8 +163,8 @@ class StepGraphs:
             return self._singles if len(spans) <= self._singles.sizes[-1] else None
         if not self._attention.sees_its_step:
             return None
-        for rows, most_keys in ((self._tails, _GROUP_KEYS), (self._singles, _ROW_KEYS)):
-            if rows.holds(spans) and rows.num_keys(spans) <= most_keys:
+        for rows, longer_than in ((self._tails, _SHORT), (self._singles, 1)):
+            if rows.holds(spans) and rows.num_keys(spans, longer_than) <= _MOST_KEYS:
                 return rows
         return None
 

@@ -51,12 +51,12 @@ class GroupedRows:
         """Whether there are groups enough."""
         return sum(map(self._num_groups, spans)) <= self.sizes[-1]
 
-    def num_keys(self, spans: Sequence[Span]) -> int:
-        """How many keys the groups of tails read, at most."""
+    def num_keys(self, spans: Sequence[Span], longer_than: int) -> int:
+        """How many keys the groups of spans of more tokens read, at most."""
         return sum(
             self._num_groups(span) * (span.start + len(span.tokens))
             for span in spans
-            if len(span.tokens) > 1
+            if len(span.tokens) > longer_than
         )
 
     def _num_groups(self, span: Span) -> int:
