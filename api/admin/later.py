@@ -12,11 +12,13 @@ from starlette.types import Receive, Scope, Send
 from api.admin.headers import PREFIX
 from api.admin.parts import AdminParts
 
+FRONT = ("/", "/docs")  # of the dashboard's pages, those that are not under `/admin`
+
 
 class LaterAdmin(BaseRoute):
-    """Stands for all routes under `/admin` of `app`. The first request for one of them, or for the
-    document that names every route, adds them and takes this one away. If they cannot be imported,
-    that request fails, and the next one tries again. Event loop; a thread imports."""
+    """Stands for all of the dashboard's routes of `app`. The first request for one of them, or for
+    the document that names every route, adds them and takes this one away. If they cannot be
+    imported, that request fails, and the next one tries again. Event loop; a thread imports."""
 
     def __init__(self, app: FastAPI, parts: AdminParts) -> None:
         self._app = app
@@ -25,7 +27,7 @@ class LaterAdmin(BaseRoute):
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         path = scope.get("path", "")
-        asked = path in (PREFIX, self._app.openapi_url) or path.startswith(f"{PREFIX}/")
+        asked = path in (*FRONT, PREFIX, self._app.openapi_url) or path.startswith(f"{PREFIX}/")
         return (Match.FULL if asked else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:

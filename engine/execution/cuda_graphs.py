@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 _TAIL_ROWS = 128  # a question after a cached prompt, and decode steps beside it
 _TAIL_WIDTH = 8  # tokens of a tail that read its keys together
-# A launched step reads a tail of up to 64 tokens by eights too (`attention.triton`), and the keys of
-# a longer one once. What a graph reads more than that takes 20 to 30 ms of 8B on an H100, at most,
-# as do the launches of a step there.
+# A launched step reads a tail of up to 64 tokens by eights too (`attention.triton`), and the keys
+# of a longer one once. What a graph reads more than that takes 20 to 30 ms of 8B on an H100, at
+# most, as do the launches of a step there.
 _SHORT = 64
 _MOST_KEYS = 1 << 19
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 from fastapi import APIRouter
+from starlette.routing import Match
 
 from api.admin import router
 from api.admin.later import LaterAdmin
@@ -53,6 +54,15 @@ async def test_other_requests_do_not_make_them(
 ) -> None:
     codes = [(await client.get(path)).status_code for path in ("/health", "/adminx", "/v1/models")]
     assert ([200, 404, 200], 0) == (codes, len(made))
+
+
+def test_every_route_is_made_by_the_first_request_for_it(house: FakeHouse) -> None:
+    app = create_app(house.wire, admin=fake_parts())
+    [later] = [route for route in app.router.routes if isinstance(route, LaterAdmin)]
+    paths = {getattr(route, "path", "") for area in router.AREAS for route in area.routes}
+    assert {"/", "/admin", "/admin/api/requests"} <= paths
+    missed = [path for path in paths if later.matches({"path": path})[0] is not Match.FULL]
+    assert not missed
 
 
 async def test_requests_that_come_first_together_make_them_once(

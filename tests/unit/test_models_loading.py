@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
 from engine.batch import Batch, Span
 from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
+from engine.models import versions
 from engine.models.load import load_model
 from engine.models.probe import prepare
 from engine.request import SamplingParams
@@ -183,7 +183,7 @@ def test_a_refusal_under_another_transformers_names_the_versions(
     else:
         config = BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    monkeypatch.setattr(transformers, "__version__", installed)
+    monkeypatch.setattr(versions.transformers, "__version__", installed)
     with pytest.raises(ModelError) as refused:
         load(tmp_path / "model", tmp_path)
     assert says == ("pip install 'transformers>=5.23,<5.25'" in str(refused.value))
