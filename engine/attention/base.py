@@ -85,6 +85,12 @@ class PagedAttention(Protocol):
     def forget(self, sequence_id: int) -> None: ...
 
 
+# Of a cached prompt's tail, on a GPU: successive queries that read their keys together (with groups
+# of 8 heads, 64 rows in registers), and the longest tail read so. A longer one gathers its keys.
+TAIL_QUERIES = 8
+SHORT_TAIL = 64
+
+
 class DecodeRows(NamedTuple):
     """A step of S groups of Q successive tokens, each of a sequence with a table, as tensors on the
     device.

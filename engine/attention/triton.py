@@ -19,6 +19,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.base import (
+    SHORT_TAIL,
+    TAIL_QUERIES,
     AttentionCall,
     AttentionOptions,
     DecodeRows,
@@ -37,8 +39,6 @@ from tiers.blocks.layout import LayerLayout
 logger = logging.getLogger(__name__)
 
 _TILE_SCORES = 32 << 20  # computed at once if no kernel fits: with what becomes of them, 0.6 GB
-_SHORT = 64  # the longest span for the kernel; a longer one is worth gathering its prefix
-_QUERIES = 8  # of a span that share a program; with groups of 8 heads, 64 rows in registers
 
 
 @dataclass(slots=True)
@@ -82,12 +82,12 @@ class TritonAttention:
         block_size = self._kv.block_size
         firsts = np.cumsum([0, *(len(span.tokens) for span in spans)]).tolist()
         long: list[tuple[Span, slice, torch.Tensor]] = []
-        paged: dict[int, list[tuple[Span, int]]] = {1: [], _QUERIES: []}
+        paged: dict[int, list[tuple[Span, int]]] = {1: [], TAIL_QUERIES: []}
         written, positions, owners = [], [], []
         for span, first in zip(spans, firsts, strict=False):
             count = len(span.tokens)
-            if self.in_place and count <= _SHORT:
-                paged[1 if count == 1 else _QUERIES].append((span, first))
+            if self.in_place and count <= SHORT_TAIL:
+                paged[1 if count == 1 else TAIL_QUERIES].append((span, first))
             else:
                 whole = np.array(span.block_table[: -(-(span.start + count) // block_size)])
                 long.append((span, slice(first, first + count), self._upload(whole)))

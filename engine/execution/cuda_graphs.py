@@ -14,7 +14,12 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
-from engine.attention.base import PagedAttention, RecordableAttention
+from engine.attention.base import (
+    SHORT_TAIL,
+    TAIL_QUERIES,
+    PagedAttention,
+    RecordableAttention,
+)
 from engine.batch import Span
 from engine.execution.grouped_rows import GroupedRows
 from engine.hardware import upload
@@ -22,11 +27,8 @@ from engine.hardware import upload
 logger = logging.getLogger(__name__)
 
 _TAIL_ROWS = 128  # a question after a cached prompt, and decode steps beside it
-_TAIL_WIDTH = 8  # tokens of a tail that read its keys together
-# A launched step reads a tail of up to 64 tokens by eights too (`attention.triton`), and the keys
-# of a longer one once. What a graph reads more than that takes 20 to 30 ms of 8B on an H100, at
-# most, as do the launches of a step there.
-_SHORT = 64
+# A launched step reads a short tail by eights too, and the keys of a longer one once. What a graph
+# reads more than that takes 20 to 30 ms of 8B on an H100, at most, as do the launches of a step.
 _MOST_KEYS = 1 << 19
 
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,7 +113,7 @@ class StepGraphs:
             )
 
         self._singles = rows(1, batch_sizes)
-        self._tails = rows(_TAIL_WIDTH, _sizes_to(_TAIL_ROWS // _TAIL_WIDTH))
+        self._tails = rows(TAIL_QUERIES, _sizes_to(_TAIL_ROWS // TAIL_QUERIES))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -163,7 +165,7 @@ class StepGraphs:
             return self._singles if len(spans) <= self._singles.sizes[-1] else None
         if not self._attention.sees_its_step:
             return None
-        for rows, longer_than in ((self._tails, _SHORT), (self._singles, 1)):
+        for rows, longer_than in ((self._tails, SHORT_TAIL), (self._singles, 1)):
             if rows.holds(spans) and rows.num_keys(spans, longer_than) <= _MOST_KEYS:
                 return rows
         return None

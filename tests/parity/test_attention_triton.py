@@ -19,6 +19,7 @@ import torch
 from engine.attention import pieces as attention_pieces
 from engine.attention import varlen as attention_varlen
 from engine.attention.base import (
+    TAIL_QUERIES,
     AttentionCall,
     AttentionOptions,
     DecodeRows,
@@ -305,7 +306,7 @@ def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launch
     answers += [runner.step(Batch(tail)) for runner in runners]
     tokens = [sampled.token for (sampled,) in answers]
     assert tokens[0::3] == tokens[1::3] == tokens[2::3]
-    assert {1, paged._QUERIES} == launched
+    assert {1, TAIL_QUERIES} == launched
     written = [pool[[3, 4, 5, 6]].nan_to_num() for pool in pools]
     torch.testing.assert_close(written[1], written[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(written[2], written[0], rtol=1e-3, atol=1e-4)
@@ -405,7 +406,7 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
 
     monkeypatch.setattr(paged, "attend_paged", counted)
     ModelRunner(loaded, pool, paged.TritonAttention(pool)).warm_up()
-    assert launched == {1, paged._QUERIES}
+    assert launched == {1, TAIL_QUERIES}
 
 
 @in_child

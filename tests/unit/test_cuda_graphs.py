@@ -1,15 +1,21 @@
 """Recording decode steps: what is recorded, and where it fails. Streams and graphs are
 stand-ins."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 
 import engine.execution.cuda_graphs as cuda_graphs_module
-from engine.attention.base import AttentionOptions, ReferenceAttention, attend_dense
+from engine.attention.base import (
+    AttentionOptions,
+    RecordableAttention,
+    ReferenceAttention,
+    attend_dense,
+)
 from engine.attention.pieces import PagedKeys
 from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import Recorder, StepGraphs, Work, batch_sizes, cuda_graphs
@@ -87,6 +93,26 @@ def test_a_graph_takes_as_many_sequences_as_may_run(
     assert largest / 2 < max_running <= largest
 
 
+def _graphs(
+    runner: ModelRunner,
+    sizes: Sequence[int],
+    *,
+    scratch: int,
+    record: Callable[[Work], Work] = lambda work: work,
+) -> StepGraphs:
+    """On a CPU, where a recording calls its work again."""
+    return StepGraphs(
+        runner._decode_logits,
+        cast(RecordableAttention, runner._attention),
+        max_blocks=4,
+        block_size=16,
+        device=torch.device("cpu"),
+        batch_sizes=sizes,
+        record=record,
+        scratch=scratch,
+    )
+
+
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"}  # for values of a tensor
 
 
@@ -107,16 +133,7 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(
     pool = new_pool(loaded, 8)
     runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
     assert cuda_graphs(runner._attention, torch.device("cuda"))
-    graphs = StepGraphs(
-        runner._decode_logits,
-        runner._attention,
-        max_blocks=4,
-        block_size=16,
-        device=torch.device("cpu"),
-        batch_sizes=(2,),
-        record=lambda work: work,
-        scratch=7,
-    )
+    graphs = _graphs(runner, (2,), scratch=7)
     params = SamplingParams(temperature=0)
     spans = [Span(1, np.array([40], np.int32), 33, [3, 4, 5], True, params)]
     with Calls() as calls:
@@ -168,16 +185,7 @@ def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(
             raise RuntimeError("operation not permitted when stream is capturing")
         return work
 
-    graphs = StepGraphs(
-        runner._decode_logits,
-        runner._attention,
-        max_blocks=4,
-        block_size=16,
-        device=torch.device("cpu"),
-        batch_sizes=(2,),
-        record=record,
-        scratch=7,
-    )
+    graphs = _graphs(runner, (2,), scratch=7, record=record)
     params = SamplingParams(temperature=0)
     spans = [Span(n, np.array([40], np.int32), 20, [n, 3 + n], True, params) for n in (1, 2)]
     own = graphs.run(spans)
@@ -228,16 +236,7 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(
     left = pool.clone()
     pool.copy_(before)
     runner._attention = attention
-    graphs = StepGraphs(
-        runner._decode_logits,
-        attention,
-        max_blocks=4,
-        block_size=16,
-        device=torch.device("cpu"),
-        batch_sizes=(2, 32),
-        record=lambda work: work,
-        scratch=4,
-    )
+    graphs = _graphs(runner, (2, 32), scratch=4)
     graphs.warm_up()
     wide = span(1, 40, 24, [3, 1, 2, 0])  # whose rows must not be written once more
     assert graphs.takes([wide]) and graphs.takes(spans)
@@ -273,16 +272,7 @@ def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.Monk
         attention = runner._attention
         assert cuda_graphs(attention, torch.device("cuda"))
         sizes = batch_sizes(4, tails=attention.sees_its_step)
-        return StepGraphs(
-            runner._decode_logits,
-            attention,
-            max_blocks=4,
-            block_size=16,
-            device=torch.device("cpu"),
-            batch_sizes=sizes,
-            record=lambda work: work,
-            scratch=7,
-        )
+        return _graphs(runner, sizes, scratch=7)
 
     def tail(count: int, start: int = 30) -> list[Span]:
         return [Span(1, np.zeros(count, np.int32), start, [0], True, params)]
