@@ -1,8 +1,12 @@
-"""Whether the compiled attention gives the bits of `attention.dense` on this machine.
+"""What `attention.dense` may use on this machine: which library's products, and whether the
+compiled attention in its place gives its bits.
 
-Both add up in the order of MKL's matrix products and torch's softmax, as measured. Another build of
-either could have another order, so a start compares them before it uses the operator.
+Both add up in the order of matrix products and torch's softmax, as measured. Another build of
+either, or another processor, could have another order, so a start compares before it chooses.
 """
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -12,7 +16,9 @@ from engine.attention.dense import (
     TILE,
     attend_span,
     attend_tokens,
+    onednn_product,
     padded_keys,
+    padded_rows,
     scratch_size,
     tile_rows,
 )
@@ -22,6 +28,41 @@ _SPANS = ((0, 7), (61, 2), (PIECE - 3, 5), (500, 20))  # first position, tokens
 _GROUPS = (1, 3, 4, 8)  # query heads that share a key: fewer rows than a vector's, and more
 _WINDOWS = (None, 100)
 _HEADS = 2
+
+_Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_NUM_ROWS = (1, 5, 9, 13, 17, 21, 33, 60, 61, 125, 384)  # before they are padded
+_NUM_KEYS = (16, 48, 80, 192, 784)
+_PIECES = (2, 5, 16, 33, 128, PIECE - 1, PIECE)
+
+
+@cache
+def needs_onednn(key_dim: int, value_dim: int) -> bool:
+    """Whether oneDNN must multiply for heads of such keys and values, because a row of torch's BLAS
+    depends on how many there are. So it does on Intel processors without AVX-512: MKL has several
+    kernels there."""
+    is_steady = _is_steady(torch.mm, key_dim, value_dim)
+    return not is_steady and _is_steady(onednn_product, key_dim, value_dim)
+
+
+@torch.inference_mode()
+def _is_steady(product: _Product, key_dim: int, value_dim: int) -> bool:
+    """Whether a row's products have the same bits among any number of rows."""
+    random = torch.Generator().manual_seed(key_dim)
+    rows = torch.randn(_NUM_ROWS[-1], max(key_dim, PIECE), generator=random)
+    keys = torch.randn(_NUM_KEYS[-1], key_dim, generator=random)
+    values = torch.randn(PIECE, value_dim, generator=random)
+    factors = [(rows[:, :key_dim], keys[:count].t()) for count in _NUM_KEYS]
+    factors += [(rows[:, :count], values[:count]) for count in _PIECES]
+    counts = {padded_rows(rows[:count, :key_dim]).shape[0] for count in _NUM_ROWS}
+    try:
+        for these, columns in factors:
+            together = product(these, columns)
+            for count in counts:
+                if not torch.equal(product(these[:count], columns), together[:count]):
+                    return False
+    except (RuntimeError, AttributeError):  # of a build without such a product
+        return False
+    return True
 
 
 @torch.inference_mode()
@@ -53,7 +94,8 @@ def _tokens_agree(
         for part in range(2)
     ]
     buffer, expected = copies.view(-1, dim), torch.empty_like(call.query)
-    attend_tokens(call, 0, buffer, rows, list(copies), 0, 1, list(_POSITIONS), expected)
+    onednn = needs_onednn(dim, dim)
+    attend_tokens(call, 0, buffer, rows, list(copies), 0, 1, list(_POSITIONS), onednn, expected)
     return torch.equal(expected, actual) and torch.equal(copies, written)
 
 
@@ -73,7 +115,10 @@ def _span_agrees(
     triangle = torch.full((TILE, TILE), -torch.inf).triu(1)
     scratch = torch.empty(scratch_size(groups * min(tile, count), end))
     expected = torch.empty_like(call.query)
-    attend_span(call, 0, True, run, 0, run, 1, start, end, tile, triangle, scratch, expected)
+    onednn = needs_onednn(copy.shape[-1], copy.shape[-1])
+    attend_span(
+        call, 0, True, run, 0, run, 1, start, end, tile, triangle, scratch, onednn, expected
+    )
     return torch.equal(expected, actual) and torch.equal(run, written)
 
 

@@ -14,10 +14,10 @@ from math import lcm
 import torch
 
 from engine.attention import dense
-from engine.attention.agreement import operator_agrees
+from engine.attention.agreement import needs_onednn, operator_agrees
 from engine.attention.base import AttentionCall, first_seen, gather, write_span
 from engine.attention.copies import DEFAULT_BUDGET_BYTES, WorkingCopies, WorkingCopy
-from engine.attention.dense import KvPlace, StepPart
+from engine.attention.dense import Kernels, KvPlace, StepPart
 from engine.attention.inside import InsideStep
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
@@ -61,11 +61,12 @@ class CpuAttention:
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangle: torch.Tensor | None = None
         self._attend_part = script(dense.attend_part)
-        self._fused = False
+        self._kernels = Kernels(fused=False, onednn=False)
 
     def begin(self, spans: Sequence[Span]) -> None:
         if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
             self._triangle = torch.full((dense.TILE, dense.TILE), -torch.inf).triu(1)
+            self._kernels = self._kernels._replace(onednn=self._needs_onednn())
         running = {span.sequence_id for span in spans}
         self._step = []
         opened = [(span, self._copies.open(span, running)) for span in spans]
@@ -88,8 +89,8 @@ class CpuAttention:
                 stop = part.first + len(span.tokens)
                 rows, filled = call.of(slice(part.first, stop)), output[part.first : stop]
                 given, place = self._gathered(span, rows), GATHERED
-            scratch, fused = self._scratch, self._fused
-            self._attend_part(rows, given, place, self._triangle, scratch, fused, filled)
+            scratch, kernels = self._scratch, self._kernels
+            self._attend_part(rows, given, place, self._triangle, scratch, kernels, filled)
         return output.to(computed)
 
     def inside_step(self) -> InsideStep | None:
@@ -98,7 +99,7 @@ class CpuAttention:
         if self._triangle is None or len(given) < len(self._step):
             return None
         dtype = self._kv.tensor.dtype
-        return InsideStep(given, self._places, self._triangle, self._scratch, dtype, self._fused)
+        return InsideStep(given, self._places, self._triangle, self._scratch, dtype, self._kernels)
 
     def finish(self) -> None:
         """Write the step's KV from the copies to the pool's blocks."""
@@ -119,7 +120,12 @@ class CpuAttention:
             logger.info(
                 "the compiled attention is not used: heads of %d have other bits", others[0]
             )
-        self._fused = bool(dims) and not others
+        self._kernels = self._kernels._replace(fused=bool(dims) and not others)
+
+    def _needs_onednn(self) -> bool:
+        layers = (self._kv.layers[layer] for layer in self._kv.attended)
+        dims = {(layer.key.shape[-1], layer.value.shape[-1]) for layer in layers}
+        return any(needs_onednn(*each) for each in sorted(dims))
 
     @property
     def lazy_memory(self) -> LazyMemory:

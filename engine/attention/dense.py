@@ -4,9 +4,10 @@ TorchScript compiles them (`engine.torchscript`), so that a layer's attention is
 16 sequences makes about 4,000 calls of torch here. From Python, each would release Python's lock
 and wait for it again. Called uncompiled, they compute the same bits.
 
-A token gets the same bits alone, beside others and inside a chunk of any size. One library, torch's
-BLAS, does all products, always in the kernel for whole groups of `_ROWS` rows and `_LANES` keys.
-Sums over keys are cut at the same positions for all. docs/exactness.md tells what breaks otherwise.
+A token gets the same bits alone, beside others and inside a chunk of any size. One library does all
+products, always in the kernel for whole groups of rows and of `_LANES` keys. It is torch's BLAS, or
+oneDNN on processors for which the BLAS has no such kernel (`attention.agreement`). Sums over keys
+are cut at the same positions for all. docs/exactness.md tells what breaks otherwise.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,9 @@ from engine.attention.base import (
     softmax_with_sinks,
 )
 
-_ROWS = 4  # rows are padded to a multiple, because MKL has another kernel for those left over
+_ROWS = 4  # rows are padded to a multiple, because MKL has another kernel for those left over.
+_WIDE, _WIDE_ROWS = 80, 12  # For few rows of more numbers than this it has one with AVX-512, so
+_WIDEST, _WIDEST_ROWS = 256, 16  # there are at least so many.
 _LANES = 16  # a softmax begins at a multiple of keys and ends at one
 PIECE = 192  # values summed by one product; how MKL cuts more depends on how many there are
 TILE = 128  # query positions attended at once, so that a tile's scores stay in the cache
@@ -59,20 +62,27 @@ class KvPlace(NamedTuple):
     value_part: int
 
 
+class Kernels(NamedTuple):
+    """What computes attention. `fused`: the compiled operator where it can. `onednn`: elsewhere
+    oneDNN multiplies, not torch's BLAS."""
+
+    fused: bool
+    onednn: bool
+
+
 def attend_part(
     call: AttentionCall,
     part: StepPart,
     place: KvPlace,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
-    fused: bool,
+    kernels: Kernels,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of one part of a step in one layer, in the rows of `call`, all of whose numbers are
     float32 or as the pool rounds them. `triangle` [tile, tile] is -inf above its diagonal.
-    `scratch` grows to the room that a tile needs. `fused` says whether compiled operators may
-    attend. Fills and returns `output` [T, Hq, Dv]."""
-    if fused and suits_operator(call, place):
+    `scratch` grows to the room that a tile needs. Fills and returns `output` [T, Hq, Dv]."""
+    if kernels.fused and suits_operator(call, place):
         torch.ops.cachesvc.attend_rows(
             call.query,
             call.key.float(),
@@ -100,6 +110,7 @@ def attend_part(
             place.key_part,
             place.value_part,
             part.positions,
+            kernels.onednn,
             output,
         )
     groups = call.query.shape[1] // call.key.shape[1]
@@ -120,6 +131,7 @@ def attend_part(
         tile,
         triangle,
         scratch,
+        kernels.onednn,
         output,
     )
 
@@ -148,6 +160,7 @@ def attend_tokens(
     key_part: int,
     value_part: int,
     positions: list[int],
+    onednn: bool,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of one token of each of S sequences. They are rows [first, first + S) of the step's
@@ -173,7 +186,8 @@ def attend_tokens(
     for number, position in enumerate(positions):
         keys = runs[number][key_part]
         values = runs[number][value_part, :, :, : value.shape[2]]
-        attend_one(scaled[number], keys, values, position, window, softcap, sinks, attended[number])
+        filled = attended[number]
+        attend_one(scaled[number], keys, values, position, window, softcap, sinks, onednn, filled)
     output[first:stop].view(shape).copy_(attended[:, :, :groups])
     return output
 
@@ -186,13 +200,19 @@ def attend_one(
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    onednn: bool,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of one scaled query [Hkv, rows, Dk] at `position` over keys [Hkv, capacity, Dk] and
     values [Hkv, capacity, Dv]. The heads of a group are rows, padded. output: [Hkv, rows, Dv]."""
     low, end = first_seen(position, window), position + 1
     base, top = _aligned(low, end)
-    scores = torch.bmm(query, key[:, base:top].transpose(1, 2))
+    if onednn:
+        scores = query.new_empty([query.shape[0], query.shape[1], top - base])
+        for head in range(query.shape[0]):
+            scores[head] = onednn_product(query[head], key[head, base:top].t())
+    else:
+        scores = torch.bmm(query, key[:, base:top].transpose(1, 2))
     if softcap is not None:
         scores = torch.tanh(scores.div_(softcap)).mul_(softcap)
     if low > base:
@@ -202,15 +222,16 @@ def attend_one(
     if sinks is None:
         weights = torch.softmax(scores, -1, out=scores)
     else:
-        own = padded_rows(sinks.view(query.shape[0], -1, 1))
+        own = _with_rows(sinks.view(query.shape[0], -1, 1), query.shape[1])
         weights = softmax_with_sinks(scores, own)
     start = low
     while start < end:
         until = _piece_end(start, end)
         these, there = weights[:, :, start - base : until - base], value[:, start:until]
-        if _is_small(these[0].numel() * there.shape[2]):
+        small = until - start == 1 or _is_small(these[0].numel() * there.shape[2])
+        if onednn or small:
             for head in range(query.shape[0]):
-                _add_product(output[head], these[head], there[head], start == low)
+                _add_product(output[head], these[head], there[head], start == low, onednn)
         elif start == low:
             torch.bmm(these, there, out=output)
         else:
@@ -220,20 +241,56 @@ def attend_one(
 
 
 def _add_product(
-    total: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, first: bool
+    total: torch.Tensor, weights: torch.Tensor, values: torch.Tensor, first: bool, onednn: bool
 ) -> torch.Tensor:
     """Add weights [M, K] @ values [K, Dv] to `total` [M, Dv], or set it if `first`."""
+    if not first and weights.shape[1] == 1:  # MKL adds some of these without rounding the product
+        return total.add_(weights * values)
+    if onednn:
+        product = onednn_product(weights, values)
+        return total.copy_(product) if first else total.add_(product)
     if first:
         return torch.mm(weights, values, out=total)
     return torch.addmm(total, weights, values, out=total)
 
 
+def onednn_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """rows [M, K] @ columns [K, N], of two rows or more, by oneDNN. With AVX2 or AVX-512, each
+    of its numbers is one chain of 512 multiply-adds or more, for any M and N."""
+    if not columns.t().is_contiguous():  # of others it is slow, and sums in another order
+        columns = columns.contiguous()
+    no_scalars: list[int | float | complex | None] = []  # a list of numbers to TorchScript
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows, columns.t(), None, "none", no_scalars, ""
+    )
+    return product
+
+
 # TorchScript knows no module's constants, but arguments' defaults.
 
 
-def padded_rows(rows: torch.Tensor, multiple: int = _ROWS) -> torch.Tensor:
-    """[..., M, D] with rows of zeros up to a multiple."""
-    missing = -rows.shape[-2] % multiple
+def padded_rows(rows: torch.Tensor) -> torch.Tensor:
+    """[..., M, D] with rows of zeros up to as many as one kernel of the BLAS multiplies."""
+    return _with_rows(rows, _num_padded(rows.shape[-2], rows.shape[-1]))
+
+
+def _num_padded(
+    count: int,
+    dim: int,
+    rows: int = _ROWS,
+    wide: int = _WIDE,
+    wide_rows: int = _WIDE_ROWS,
+    widest: int = _WIDEST,
+    widest_rows: int = _WIDEST_ROWS,
+) -> int:
+    """To how many rows `count` rows of `dim` numbers are padded."""
+    least = widest_rows if dim > widest else wide_rows if dim > wide else rows
+    return max(count + -count % rows, least)
+
+
+def _with_rows(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[..., num_rows, D], the last of them zeros."""
+    missing = num_rows - rows.shape[-2]
     return torch.constant_pad_nd(rows, [0, 0, 0, missing]) if missing > 0 else rows
 
 
@@ -264,6 +321,7 @@ def attend_span(
     tile: int,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
+    onednn: bool,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of positions [start, end) of one sequence, `tile` of them at a time. They are the
@@ -291,6 +349,7 @@ def attend_span(
             options.window,
             options.softcap,
             options.sinks,
+            onednn,
             attended,
         )
         output[first].view(keys.shape[0], groups, -1).copy_(attended[:, :groups])
@@ -305,6 +364,7 @@ def attend_span(
             options,
             triangle,
             scratch,
+            onednn,
             output[first + begin - start : first + until - start],
         )
     return output
@@ -318,6 +378,7 @@ def _attend_tile(
     options: AttentionOptions,
     triangle: torch.Tensor,
     scratch: torch.Tensor,
+    onednn: bool,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of scaled queries [T, Hq, Dk] at positions from `start` over keys [Hkv, capacity,
@@ -339,7 +400,10 @@ def _attend_tile(
     attended = query.new_empty(num_rows, value_dim)
     to = output.view(num_queries, num_kv_heads, groups, value_dim)
     for head in range(num_kv_heads):
-        torch.mm(folded[head], key[head, base:top].t(), out=scores)
+        if onednn:
+            scores.copy_(onednn_product(folded[head], key[head, base:top].t()))
+        else:
+            torch.mm(folded[head], key[head, base:top].t(), out=scores)
         if softcap is not None:
             scores.div_(softcap).tanh_().mul_(softcap)
         if window is None:
@@ -353,19 +417,21 @@ def _attend_tile(
             weights = torch.softmax(scores, -1, out=scores)
         else:
             own = sinks.view(num_kv_heads, groups, 1)[head].expand(groups, num_queries)
-            weights = softmax_with_sinks(scores, padded_rows(own.reshape(-1, 1)))
+            weights = softmax_with_sinks(scores, _with_rows(own.reshape(-1, 1), num_rows))
         first = low
         while first < end:
             until = _piece_end(first, end)
             these = weights[:, first - base : until - base]
-            _add_product(attended, these, value[head, first:until], first == low)
+            _add_product(attended, these, value[head, first:until], first == low, onednn)
             first = until
         sums = attended[: groups * num_queries].view(groups, num_queries, value_dim)
         to[:, head] = sums.transpose(0, 1)
     return output
 
 
-def scratch_size(num_rows: int, num_keys: int, rows: int = _ROWS, lanes: int = _LANES) -> int:
+def scratch_size(
+    num_rows: int, num_keys: int, rows: int = _WIDEST_ROWS, lanes: int = _LANES
+) -> int:
     """How many numbers a tile's scores take."""
     return (num_rows + rows) * (num_keys + 2 * lanes)
 

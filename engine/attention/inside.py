@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.attention.base import AttentionCall, AttentionOptions
-from engine.attention.dense import KvPlace, StepPart, attend_part
+from engine.attention.dense import Kernels, KvPlace, StepPart, attend_part
 
 _library = torch.library.Library("cachesvc", "DEF")
 _library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
@@ -19,7 +19,8 @@ _library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Te
 
 class InsideStep(NamedTuple):
     """A step all of whose KV is in working copies: its parts, and where each layer's KV is in a
-    copy. `triangle`, `scratch` and `fused` are as `attend_part` takes them, `dtype` is the pool's.
+    copy. `triangle`, `scratch` and `kernels` are as `attend_part` takes them; `dtype` is the
+    pool's.
     """
 
     parts: list[StepPart]
@@ -27,7 +28,7 @@ class InsideStep(NamedTuple):
     triangle: torch.Tensor
     scratch: torch.Tensor
     dtype: torch.dtype
-    fused: bool
+    kernels: Kernels
 
 
 class InsideAttention(nn.Module):
@@ -40,11 +41,11 @@ class InsideAttention(nn.Module):
     triangle: torch.Tensor
     scratch: torch.Tensor
     dtype: torch.dtype
-    fused: bool
+    kernels: Kernels
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.fused = False, False
+        self.inside, self.kernels = False, Kernels(False, False)
         self.parts, self.places = [], {}
         self.triangle = self.scratch = torch.empty(0)
         self.dtype = torch.float32
@@ -57,11 +58,11 @@ class InsideAttention(nn.Module):
         triangle: torch.Tensor,
         scratch: torch.Tensor,
         dtype: torch.dtype,
-        fused: bool,
+        kernels: Kernels,
     ) -> None:
         """The next calls are layers of this `InsideStep`."""
         self.parts, self.places, self.dtype = parts, places, dtype
-        self.triangle, self.scratch, self.fused = triangle, scratch, fused
+        self.triangle, self.scratch, self.kernels = triangle, scratch, kernels
         self.inside = True
 
     @torch.jit.export
@@ -90,5 +91,5 @@ class InsideAttention(nn.Module):
         output = call.query.new_zeros([query.shape[0], query.shape[1], value.shape[2]])
         for part in self.parts:
             place = self.places[layer]
-            attend_part(call, part, place, self.triangle, self.scratch, self.fused, output)
+            attend_part(call, part, place, self.triangle, self.scratch, self.kernels, output)
         return output.to(query.dtype)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.nn.functional import pad
 
+from engine.attention.agreement import needs_onednn
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
@@ -32,7 +33,7 @@ from engine.attention.base import (
     softmax_with_sinks,
     write_span,
 )
-from engine.attention.dense import padded_keys, padded_rows
+from engine.attention.dense import onednn_product, padded_keys, padded_rows
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.errors import ModelError
@@ -308,8 +309,10 @@ def picked(
 def _scores(query: torch.Tensor, weights: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """I(q, k), [T, N]. Rows and keys are padded, because a kernel's bits may depend on how many are
     left over (`engine.attention.dense`)."""
-    rows = padded_rows(query.flatten(0, 1))
-    products = torch.mm(rows, key.t())[: query.shape[:2].numel()].relu_()
+    rows, dim = padded_rows(query.flatten(0, 1)), key.shape[1]
+    by_onednn = key.device.type == "cpu" and needs_onednn(dim, dim)
+    products = (onednn_product if by_onednn else torch.mm)(rows, key.t())
+    products = products[: query.shape[:2].numel()].relu_()
     by_head = products.view(*query.shape[:2], -1).mul_(weights[:, :, None]).unbind(1)
     scores = by_head[0].clone()
     for each in by_head[1:]:

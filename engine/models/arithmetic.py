@@ -17,6 +17,7 @@ import torch
 import xxhash
 from torch import nn
 
+from engine.attention.agreement import needs_onednn
 from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.dense import attend_span, scratch_size
 from engine.models.packing import PackedLinear, sample_rows
@@ -210,6 +211,7 @@ def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
             tile,
             triangle,
             scratch,
+            needs_onednn(dim, dim),
             outputs[-1],
         )
     return outputs[0], outputs[1]

@@ -67,6 +67,7 @@ FEW = (
     Shape(1, 12, 80, 80, window=150),
     Shape(2, 5, 16, 16, softcap=5.0),
     Shape(1, 6, 72, 64, shared=True),
+    Shape(1, 16, 576, 512, shared=True),
     Shape(2, 4, 64, 64, window=130, sinks=True),
 )
 EVERY = FEW + tuple(

@@ -1,4 +1,4 @@
-"""Equal bits under limits of torch's and oneDNN's instruction sets, as other processors have them.
+"""Equal bits under limits of torch's, oneDNN's and MKL's instruction sets, as on other processors.
 
 A process reads the limits once, so each combination is a child. `tests.parity.bits` is what it
 runs.
@@ -15,6 +15,11 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TORCH, ONEDNN = ("default", "avx2", "avx512"), ("SSE41", "AVX2", "AVX512_CORE")
+MKL = (
+    "AVX512",
+    "AVX2",
+    "AVX512",
+)  # heeded on Intel's; with SSE4.2, rows of wide heads depend on others
 
 pytestmark = [
     pytest.mark.skipif(
@@ -25,9 +30,10 @@ pytestmark = [
 ]
 
 
-def differences(capability: str, isa: str, *options: str) -> str:
+def differences(capability: str, isa: str, blas: str, *options: str) -> str:
     """What `tests.parity.bits` prints under these limits if it finds a difference; else empty."""
     limits = {"ATEN_CPU_CAPABILITY": capability, "ONEDNN_MAX_CPU_ISA": isa}
+    limits |= {"MKL_ENABLE_INSTRUCTIONS": blas}
     limits |= {"OMP_WAIT_POLICY": "passive"}  # three threads on two busy cores spin for minutes
     child = subprocess.run(
         [sys.executable, "-m", "tests.parity.bits", *options],
@@ -40,15 +46,18 @@ def differences(capability: str, isa: str, *options: str) -> str:
     return "" if child.returncode == 0 else child.stdout + child.stderr
 
 
-@pytest.mark.parametrize(("capability", "isa"), list(zip(TORCH, ONEDNN, strict=True)))
-def test_a_sample_has_equal_bits_under_a_limit(capability: str, isa: str) -> None:
-    assert differences(capability, isa, "--few", "--threads", "1", "2", "3") == ""
+@pytest.mark.parametrize(("capability", "isa", "blas"), list(zip(TORCH, ONEDNN, MKL, strict=True)))
+def test_a_sample_has_equal_bits_under_a_limit(capability: str, isa: str, blas: str) -> None:
+    assert differences(capability, isa, blas, "--few", "--threads", "1", "2", "3") == ""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("capability", "isa"), list(product(TORCH, ONEDNN)))
+@pytest.mark.parametrize(
+    ("capability", "isa", "blas"),
+    [(*each, MKL[ONEDNN.index(each[1])]) for each in product(TORCH, ONEDNN)],
+)
 def test_every_shape_has_equal_bits_under_every_limit(
-    capability: str, isa: str, dtype: str
+    capability: str, isa: str, blas: str, dtype: str
 ) -> None:
-    assert differences(capability, isa, "--every", "--dtype", dtype) == ""
+    assert differences(capability, isa, blas, "--every", "--dtype", dtype) == ""

@@ -62,7 +62,7 @@ def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
     pool = torch.zeros(4, *BlockLayout(tuple(layers), 16, "float32").shape)
     attention = CpuAttention(pool, layers)
     attention.fuse()
-    assert attention._fused == fused
+    assert attention._kernels.fused == fused
 
 
 @pytest.mark.parametrize("name", ["attend_tokens", "attend_span"])
@@ -80,17 +80,19 @@ def test_attention_that_sums_in_another_order_does_not_agree(
     )
     with caplog.at_level(logging.INFO):
         attention.fuse()
-    assert not attention._fused
+    assert not attention._kernels.fused
     assert "the compiled attention is not used: heads of 64 have other bits" in caplog.text
 
 
 def _in_doubles(call, _first, _write, run, _key, _run, _value, start, end, *rest):  # type: ignore[no-untyped-def]
     for row in range(end - start):
         one, filled = call.of(slice(row, row + 1)), rest[-1][row : row + 1]
-        _tokens_in_doubles(one, 0, None, [], [run], 0, 1, [start + row], filled)
+        _tokens_in_doubles(one, 0, None, [], [run], 0, 1, [start + row], False, filled)
 
 
-def _tokens_in_doubles(call, _first, _buffer, _rows, runs, _key, _value, positions, output):  # type: ignore[no-untyped-def]
+def _tokens_in_doubles(
+    call, _first, _buffer, _rows, runs, _key, _value, positions, _onednn, output
+):  # type: ignore[no-untyped-def]
     for number, (run, position) in enumerate(zip(runs, positions, strict=True)):
         run[:, :, position] = torch.stack([call.key[number], call.value[number]])
         keys, values = run[:, :, : position + 1].double()
