@@ -57,7 +57,7 @@ class WindowMender:
         if lacking and ticket.mended:  # blocks after those that were asked about
             self._cut(ticket, {block.key for _, blocks in self._reads for block in blocks})
             lacking = self._lacking(ticket)
-        if any(block in blocks for _, blocks in self._reads for block in lacking):
+        if any(map(self._is_read, lacking)):
             return False
         if lacking and not ticket.mended:
             if ticket.windows is None and self._ask(ticket):
@@ -86,6 +86,10 @@ class WindowMender:
     def num_reads(self) -> int:
         return len(self._reads)
 
+    def _is_read(self, block: Block) -> bool:
+        """Whether the block's windows are being read."""
+        return any(block in blocks for _, blocks in self._reads)
+
     def _lacking(self, ticket: Ticket) -> list[Block]:
         """Those of its last blocks that memory does not hold whole."""
         return [block for block in ticket.blocks[-self._reach :] if not block.is_whole]
@@ -99,9 +103,9 @@ class WindowMender:
         return True
 
     def _mend(self, blocks: Sequence[Block]) -> bool:
-        """Read the missing part of blocks that have their lasting part. False if one cannot be
-        had."""
-        residency = self._residency
+        """Read the missing part of blocks that have their lasting part, unless it is being read: a
+        frame belongs to one read. False if one cannot be had."""
+        residency, blocks = self._residency, [block for block in blocks if not self._is_read(block)]
         if self._mover is None:
             return False
         for block in blocks:

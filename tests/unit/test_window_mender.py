@@ -1,0 +1,67 @@
+"""The windows of blocks that memory holds without them, as two requests want them at once."""
+
+from array import array
+
+from tests.support.chain_runner import chain_layout
+from tests.support.faulty_storage import take
+from tests.support.memory_tier import MemoryTier, SteppedMover
+from tests.unit.test_pins_kept import ROOT
+from tiers.blocks.chain import Chain
+from tiers.blocks.frames import FrameArena
+from tiers.cache import CacheSettings, TieredCache
+from tiers.transfer.ticket import Progress, Ticket
+
+BLOCK = 4
+LAYOUT = chain_layout(BLOCK, window=6)  # two blocks
+
+
+def chain(num_blocks: int) -> Chain:
+    return Chain(ROOT, array("i", range(num_blocks * BLOCK + 1)), BLOCK)
+
+
+class House:
+    """A disk that holds eight blocks, and a memory that has them all but the windows of six."""
+
+    def __init__(self) -> None:
+        sizes = {"block_bytes": LAYOUT.nbytes, "lasting_bytes": LAYOUT.lasting_nbytes}
+        self.tier = MemoryTier(20, **sizes)
+        frames = take(FrameArena(LAYOUT, 8), 8)
+        for number, frame in enumerate(frames):
+            frame.buffer[:] = bytes([number]) * LAYOUT.nbytes
+        self.tier.store(chain(8).block_ids(0, 8), frames)
+        self.mover = SteppedMover(self.tier, fail_rate=0.0)
+        sizes = {"device_bytes": 20 * LAYOUT.nbytes, "host_bytes": 20 * LAYOUT.nbytes}
+        settings = CacheSettings(**sizes, weigh_loads=False)
+        self.cache = TieredCache(LAYOUT, settings, disk=self.tier, mover=self.mover)
+        long = self.cache.open(chain(8))
+        self.settle(long)
+        self.cache.close_ticket(long)
+
+    def settle(self, ticket: Ticket) -> None:
+        while self.cache.advance(ticket) is not Progress.READY:
+            self.mover.run(1000)
+            self.cache.step()
+
+    def reading(self, num_blocks: int) -> Ticket:
+        """A ticket for a prefix, that has asked for its last windows."""
+        ticket = self.cache.open(chain(num_blocks))
+        assert self.cache.advance(ticket) is Progress.LOADING
+        self.mover.run_job(self.mover.num_jobs - 1)  # which windows are below?
+        assert self.cache.advance(ticket) is Progress.LOADING
+        return ticket
+
+
+def test_windows_are_read_once_for_two_requests_and_not_served_if_that_fails() -> None:
+    """The other prefix is cut to the end of this one once it knows which windows are below."""
+    house = House()
+    first = house.reading(2)
+    assert 1 == house.mover.num_jobs
+    lost = chain(8).keys[2:5]
+    house.tier._without_windows.update(lost)
+    second = house.reading(5)
+    assert 1 == house.mover.num_jobs
+    house.mover.run_job(0, fails=True)
+    house.cache.step()
+    for ticket in (first, second):
+        house.settle(ticket)
+        assert [] == ticket.blocks
