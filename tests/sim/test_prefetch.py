@@ -62,7 +62,7 @@ def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
 
 def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_others() -> None:
     """One place in eight is for shares of which nothing runs: it is open, and not to these two."""
-    world = World(max_running=8, device_blocks=90, write_policy=WritePolicy.WRITE_THROUGH)
+    world = World(max_running=8, device_blocks=140, write_policy=WritePolicy.WRITE_THROUGH)
     world.submit("old", OLD, max_tokens=1)
     world.run()
     sink(world)

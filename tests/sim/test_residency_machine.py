@@ -153,10 +153,10 @@ class Walk:
         blocks = {*index, *index.iter_partials()}
         for block in blocks | set(refs):
             assert block.ref_count == refs[block], block
-        private = [b for b in refs if b not in blocks]
+        leaving = self.cache.operations.leaving
+        private = [b for b in refs if b not in blocks and b not in leaving]
         slots = sum(block.slot is not None for block in private)
-        if not self.cache.operations.purger.is_active:  # which has blocks that are in no index
-            self.cache.residency.check(slots)
+        self.cache.residency.check(slots, leaving)
 
     def finish(self) -> None:
         while self.tickets:

@@ -229,8 +229,12 @@ class MemoryTier(ManagedTier):
             yield
 
 
+WRITES = (StoreJob, WriterTask)
+
+
 class SteppedMover(Mover):
-    """A mover that does its jobs when the simulation says so, in an order drawn from a seed."""
+    """A mover that does its jobs when the simulation says so, in an order drawn from a seed; those
+    of the one writer in their own."""
 
     def __init__(
         self, tier: MemoryTier, *, seed: int = 0, max_jobs: int = 8, fail_rate: float = 0.05
@@ -269,14 +273,15 @@ class SteppedMover(Mover):
         """Do some of the jobs. A store never sees frames that a load has yet to fill."""
         for _ in range(min(num_jobs, len(self._jobs))):
             number = self._random.randrange(len(self._jobs))
+            if isinstance(self._jobs[number], WRITES):
+                number = next(n for n, job in enumerate(self._jobs) if isinstance(job, WRITES))
             loads = isinstance(self._jobs[number], LoadJob)
             fails = loads and self._random.random() < self._fail_rate
             self.run_job(number, fails=fails)
 
     def read(self) -> None:
         """Do every job except the writer's."""
-        writes = (StoreJob, WriterTask)
-        while reads := [n for n, job in enumerate(self._jobs) if not isinstance(job, writes)]:
+        while reads := [n for n, job in enumerate(self._jobs) if not isinstance(job, WRITES)]:
             self.run_job(reads[0])
 
     def run_job(self, number: int, *, fails: bool = False) -> None:

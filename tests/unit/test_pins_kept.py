@@ -12,9 +12,11 @@ from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
 from tiers.disk.pin_file import PINS_NAME, load_pins, save_pins
+from tiers.memory.block import Below
 from tiers.policy.admission import WritePolicy
 from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.steady_clock import SteadyClock
+from tiers.tier import TierName
 from tiers.transfer.ticket import Progress
 
 BLOCK = 4
@@ -431,6 +433,22 @@ def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk() -> None:
     missing = bench.operations.prefix_of(PrefixKey(b"?" * 16))
     bench.mover.run(10)
     assert missing.result(0)[1] == []
+
+
+def test_evict_takes_blocks_that_are_just_being_written() -> None:
+    bench = Bench(write_policy=WritePolicy.WRITE_THROUGH)
+    chain = bench.chain(0, 3)
+    bench.compute(chain)
+    bench.cache.step()  # hands them to the writer
+    assert {Below.WRITING} == {block.below for block in bench.cache.index.match(chain)}
+    told = bench.operations.evict(chain.keys)
+    assert [] == list(bench.cache.index.match(chain)), "nobody finds them from now on"
+    bench.operations.check()
+    bench.settle()
+    assert {TierName.DEVICE: 3, TierName.HOST: 3, TierName.DISK: 3} == told.result(0)
+    assert [False] * 3 == bench.stands(chain)
+    assert 0 == bench.cache.residency.host.num_blocks and not bench.cache.is_moving
+    bench.operations.check()
 
 
 def test_evict_takes_blocks_from_every_tier_but_pinned_ones() -> None:

@@ -294,14 +294,15 @@ class Residency:
 
     # Out of memory.
 
-    def forget_everywhere(self, block: Block, cause: Cause = Cause.REQUEST) -> None:
-        """Removes an unneeded block from the device and the host without demoting it."""
-        assert block.ref_count == 0 and block.busy == 0, f"{block} is in use"
+    def forget_everywhere(self, block: Block, cause: Cause = Cause.REQUEST) -> bool:
+        """Removes an unneeded block from the device and the host without demoting it. False: its
+        frame is busy, so that the caller discards it later."""
+        assert block.ref_count == 0, f"{block} is in use"
         if block.key is not None and not block.held_below:
             tier = TierName.HOST if block.slot is None else TierName.DEVICE
             self.evictor.evicted_keys.note(block.key, tier, cause)
         self.detach(block, cause)
-        self.discard(block)
+        return self.discard(block)
 
     def detach(self, block: Block, cause: Cause = Cause.REQUEST) -> None:
         """Remove the block from the index; current users keep it until they finish."""

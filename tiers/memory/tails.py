@@ -158,7 +158,8 @@ class TailSharing:
         surplus = candidates[: max(0, len(candidates) - MAX_CANDIDATES + 1)]
         for block in {*redundant, *surplus}:
             if block.ref_count == 0:
-                self._residency.forget_everywhere(block, Cause.REDUNDANT)
+                freed = self._residency.forget_everywhere(block, Cause.REDUNDANT)
+                assert freed, f"{block} is being copied"
         return True
 
     def _copy(self, source: Block, num_rows: int, chain: Chain) -> Block | None:

@@ -20,7 +20,8 @@ from tiers.errors import NodeError
 from tiers.node.below import disk_folder
 from tiers.node.pool import Pool
 from tiers.node.settings import NodeSettings
-from tiers.operations.below import ask_writer, done, evict
+from tiers.operations.below import ask_writer, done
+from tiers.operations.evictions import Evictions
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purged, Purger
 from tiers.policy.quota import QuotaShares
@@ -63,6 +64,7 @@ class PoolOperations:
     saved: "Future[None]" = field(default_factory=Future)
     keeper: Keeper = field(init=False)
     purger: Purger = field(init=False)
+    evictions: Evictions = field(init=False)
 
     def __post_init__(self) -> None:
         self.saved.set_result(None)
@@ -77,13 +79,15 @@ class PoolOperations:
             most_owned=self._most_owned,
         )
         self.purger = Purger(self.pool.residency, self.pool.mover, self.keeper.unpin_scopes)
+        self.evictions = Evictions(self.pool.residency, self.pool.mover)
         if self.folder is not None:
             self.keeper.restore(load_pins(self.folder))
 
     def step(self) -> None:
-        """Do what is due: pins that end, purges under way."""
+        """Do what is due: pins that end, purges and evictions under way."""
         self.keeper.step()
         self.purger.step()
+        self.evictions.step()
 
     def operate(self, client: int, asked: Mapping[str, Any]) -> Operated:
         """Begin a client's operation. Raises NodeError if it is unknown or malformed."""
@@ -175,7 +179,7 @@ class PoolOperations:
             self.saved = ask_writer(self.pool.mover, lambda tier: save_pins(folder, pins), None)
 
     def _evict(self, asked: Mapping[str, Any]) -> "Future[Any]":
-        return evict(self.pool.residency, self.pool.mover, _keys(asked["keys"]))
+        return self.evictions.evict(_keys(asked["keys"]))
 
     def _trace(self, asked: Mapping[str, Any]) -> "Future[dict[str, Any]]":
         """The identity of each of these blocks and of all before them, as far as they are held."""

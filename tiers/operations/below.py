@@ -1,15 +1,14 @@
-"""Operators' commands on memory and on the tiers below it, in an engine and in a node.
+"""What operators' commands ask of the tiers below memory, in an engine and in a node.
 
 Below memory stands one tier, and only its writer thread changes it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from tiers.blocks.keys import PrefixKey
-from tiers.memory.residency import Residency
-from tiers.tier import ManagedTier, Removed, TierName
+from tiers.tier import ManagedTier, Removed
 from tiers.transfer.mover import Mover, WriterTask
 
 T = TypeVar("T")
@@ -23,28 +22,6 @@ def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T
     task = WriterTask(work)
     mover.submit(task)
     return task.result
-
-
-def evict(
-    residency: Residency, mover: Mover | None, keys: Sequence[PrefixKey]
-) -> "Future[dict[TierName, int]]":
-    """Remove blocks from every tier, except those in use or pinned. Returns how many were removed,
-    by tier.
-
-    Below, blocks that memory still has are left out: their users may count on the copy there.
-    """
-    removed: dict[TierName, int] = dict.fromkeys(residency.tiers, 0)
-    index = residency.index
-    for key in keys:
-        block = index.get(key)
-        if block is not None and not (block.ref_count or block.busy or block.pinned):
-            if block.slot is not None:
-                removed[TierName.DEVICE] += 1
-            if block.frame is not None:
-                removed[TierName.HOST] += 1
-            residency.forget_everywhere(block)
-    loose = [key for key in keys if index.get(key) is None]
-    return ask_writer(mover, lambda tier: {**removed, tier.name: tier.discard(loose)}, removed)
 
 
 def purge_below(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:

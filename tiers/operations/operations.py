@@ -13,7 +13,8 @@ from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.block import Block
 from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
-from tiers.operations.below import ask_writer, done, evict
+from tiers.operations.below import ask_writer, done
+from tiers.operations.evictions import Evictions
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purged, Purger, with_checkpoints
 from tiers.policy.quota import Quotas
@@ -79,6 +80,7 @@ class TierOperations:
             most_owned=self._most_owned,
         )
         self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
+        self.evictions = Evictions(residency, mover)
         self.traffic = Traffic()
         self.mark_seed = secrets.randbits(64)
         self._saved: Future[None] = done(None)
@@ -111,6 +113,7 @@ class TierOperations:
         """Do one step's share of the pending work."""
         self.keeper.step()
         self.purger.step()
+        self.evictions.step()
         self.traffic.step()
 
     def sources(self, chain: Chain) -> list[TierName]:
@@ -125,8 +128,13 @@ class TierOperations:
     def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
         return self._disk.places(ids) if self._disk is not None else []
 
+    @property
+    def leaving(self) -> list[Block]:
+        """Blocks that were purged or evicted, and still have their frames."""
+        return [*self.purger.leaving, *self.evictions.leaving]
+
     def check(self) -> None:
-        self._residency.check()
+        self._residency.check(detached=self.leaving)
 
     @property
     def now_s(self) -> float:
@@ -200,7 +208,7 @@ class TierOperations:
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
         if self._checkpoints is not None:
             self._checkpoints.evict(keys)
-        return evict(self._residency, self._mover, keys)
+        return self.evictions.evict(keys)
 
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
         """Looks in memory, then below."""

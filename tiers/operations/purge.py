@@ -66,6 +66,11 @@ class Purger:
     def is_active(self) -> bool:
         return bool(self._purges)
 
+    @property
+    def leaving(self) -> list[Block]:
+        """Blocks that were removed, but whose frames are busy."""
+        return [block for purge in self._purges for block in purge.pending_free]
+
     def start(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         """Begin a purge. A later step sets its result."""
         wanted = frozenset(roots)
