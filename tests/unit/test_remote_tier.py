@@ -292,6 +292,20 @@ def test_loading_what_is_computed_faster_is_not_worth_it(server: Servers) -> Non
     assert two.probe(blocks()) == 4
 
 
+def test_all_readers_that_share_a_prefix_are_weighed(
+    server: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine blocks are three jobs, of which each reader does one at the rate that is measured."""
+    one, two = server("one"), server("two")
+    store(one, blocks(count=9))
+    monkeypatch.setattr(type(two.disk), "num_readers", 4)
+    two.remote.economy.load_bytes_per_s = LAYOUT.nbytes  # a block a second
+    for blocks_per_s, nine, four in ((0.9, 9, 4), (2.9, 9, 0), (3.1, 0, 0)):
+        two.remote.economy.prefill_tokens_per_s = blocks_per_s * LAYOUT.block_size
+        assert [nine, four] == [two.probe(blocks(count=count)) for count in (9, 4)]
+        assert [nine, four] == [len(two.places(blocks(count=count))) for count in (9, 4)]
+
+
 def test_a_purge_reaches_the_remote_tier(server: Servers, objects: Objects) -> None:
     one, two = server("one"), server("two")
     scope = SCOPE.root()

@@ -51,7 +51,9 @@ class StackedTier(ManagedTier):
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         held = self.disk.probe(ids)
-        return held if held == len(ids) else held + self.remote.probe(ids[held:])
+        if held == len(ids):
+            return held
+        return held + self.remote.probe(ids[held:], self.num_readers)
 
     @property
     def num_readers(self) -> int:
@@ -63,7 +65,8 @@ class StackedTier(ManagedTier):
     def places(self, ids: Sequence[BlockId]) -> list[TierName]:
         found = self.disk.places(ids)
         rest = ids[len(found) :]
-        return found + [self.remote.name] * (self.remote.probe(rest) if rest else 0)
+        num_there = self.remote.probe(rest, self.num_readers) if rest else 0
+        return found + [self.remote.name] * num_there
 
     def paced(self, prefill_tokens_per_s: float) -> None:
         """The disk is not told: its records stay compressed, as they are sent as they are."""

@@ -32,6 +32,7 @@ from tiers.remote.objects import DELETE_AT_ONCE, ObjectStore, RemoteError
 from tiers.remote.seal import Seal
 from tiers.tier import Loaded, Removed, TierName, TierStats
 from tiers.transfer.economy import LoadEconomy
+from tiers.transfer.mover import BLOCKS_PER_LOAD
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +98,14 @@ class RemoteTier:
 
     # Calls of readers.
 
-    def probe(self, ids: Sequence[BlockId]) -> int:
-        """The length of the leading run that is in the store and worth loading."""
+    def probe(self, ids: Sequence[BlockId], num_readers: int = 1) -> int:
+        """The length of the leading run that is in the store and worth loading by so many readers,
+        as far as there are jobs for them."""
         found = self._call(lambda: self._objects.exists([_name(block) for block in ids]))
         held = next((at for at, there in enumerate(found or ()) if not there), len(found or ()))
-        if held and not self.economy.worth(held * self._block_tokens, held * self._block_bytes):
+        num_tokens, nbytes = held * self._block_tokens, held * self._block_bytes
+        readers = min(num_readers, -(-held // BLOCKS_PER_LOAD))
+        if held and not self.economy.worth(num_tokens, nbytes, readers):
             self._fault(MissReason.UNECONOMIC, 0)
             return 0
         return held
