@@ -105,6 +105,10 @@ class Delivery:
         self._gone = True
         self.generation.cancel()
 
+    def server_stops(self) -> None:
+        """Ends the answer with an error that says so. Its client may still read it."""
+        self.generation.fail("the server is stopping")
+
     async def run(self, send: Send) -> None:
         """Delivers, settles and reports; returns when all of the request is released."""
         tail, bill, error = b"", None, None
@@ -247,9 +251,9 @@ class DeliveryResponse(Response):
         watcher = asyncio.create_task(self._watch(receive))
         try:
             await asyncio.shield(delivery)
-        except asyncio.CancelledError:  # the server closes the connection; delivery goes on
-            self._delivery.client_gone()
-            raise
+        except asyncio.CancelledError:  # the server has waited for running requests long enough
+            self._delivery.server_stops()
+            await asyncio.shield(delivery)
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):

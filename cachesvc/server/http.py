@@ -30,16 +30,20 @@ Asgi = Callable[
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, except that a signal ends it normally: the process exits with 0."""
+    """uvicorn, except that a signal ends it normally: the process exits with 0.
+
+    After the first, running requests finish within uvicorn's grace. A second ends them with an
+    error, and they are settled. Later ones are ignored, also once the server has ended: what
+    follows is bounded and saves what was computed.
+    """
 
     def __init__(
         self, config: uvicorn.Config, on_ready: Callable[[], None], on_stop: Callable[[], None]
     ) -> None:
-        config.app = _cancelled_quietly(config.app)
         super().__init__(config)
         self._on_ready = on_ready
         self._on_stop = on_stop
-        self._stopping = False
+        self._num_signals = 0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -57,30 +61,18 @@ class HttpServer(uvicorn.Server):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
     def _stop(self, number: signal.Signals) -> None:
-        if self._stopping:
-            self.force_exit = True
-            return
-        logger.info(f"{number.name}: finishing running requests; send it again to stop at once")
-        self._stopping = self.should_exit = True
-        self._on_stop()
-
-
-def _cancelled_quietly(app: Any) -> Asgi:
-    """The app, whose end after a second signal leaves no traceback in the log: nobody waits for
-    its shutdown then, and the loop cancels it."""
-
-    async def call(scope: Any, receive: Any, send: Any) -> None:
-        async def tell(message: _Message) -> None:
-            task = asyncio.current_task()
-            if message["type"] == "lifespan.shutdown.failed" and task and task.cancelling():
-                message = {**message, "message": ""}
-            await send(message)
-
-        await app(scope, receive, tell if scope["type"] == "lifespan" else send)
-
-    return call
+        self._num_signals += 1
+        if self._num_signals == 1:
+            logger.info(f"{number.name}: finishing running requests; send it again to end them")
+            self.should_exit = True
+            self._on_stop()
+        elif self._num_signals == 2:
+            logger.info(f"{number.name}: ending {len(self.server_state.tasks)} running requests")
+            for task in self.server_state.tasks:
+                task.cancel()
 
 
 @dataclass(frozen=True, slots=True)
