@@ -2,11 +2,15 @@
 
 Its process locks it. One whose lock is free was left by a process that was killed: half a gigabyte
 for the default model, and nobody else would remove it.
+
+What is kept in such a folder may be executed later, so it also says whether another user could have
+written a file.
 """
 
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +32,18 @@ def partial_folder(folder: Path, family: str) -> Iterator[Path]:
     finally:
         os.close(handle)
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def keeps_others_out(folder: Path) -> bool:
+    """Whether nobody but this user and root can replace its files."""
+    status = folder.stat()
+    by_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
+    return status.st_uid in (0, os.geteuid()) and not by_all
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether a file of this status is this user's alone to write."""
+    return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _make(folder: Path) -> tuple[Path, int]:

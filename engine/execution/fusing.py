@@ -101,8 +101,8 @@ def _insert(graph: Any, kind: str, inputs: list[Any], name: str, output: Any) ->
     return node.output()
 
 
-def fuse(graph: Any, names: Container[str]) -> int:
-    """Replace the calls of a flat graph by the operators `names`. Returns how many it calls now."""
+def fuse(graph: Any, names: Container[str]) -> None:
+    """Replace the calls of a flat graph by the operators `names`."""
     for node in graph.findAllNodes("aten::to"):
         if _is_float(node.inputsAt(0)) and _is_float(node.output()):
             node.output().replaceAllUsesWith(node.inputsAt(0))
@@ -115,6 +115,10 @@ def fuse(graph: Any, names: Container[str]) -> int:
         ):
             rewrite(pattern, replacement, graph)
     torch._C._jit_pass_dce(graph)
+
+
+def num_fused(graph: Any) -> int:
+    """How many calls of those operators a flat graph has."""
     return sum(len(graph.findAllNodes(f"cachesvc::{name}")) for name in _PATTERNS)
 
 

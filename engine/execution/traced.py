@@ -7,13 +7,14 @@ is recorded once, when the engine warms up, and is then one call, on a CPU with 
 50 ms.
 
 The graph makes the same calls in the same order, so it computes the same bits. This is checked
-before it serves. A model that cannot be recorded uses its own forward, for example one that
-branches on a tensor's contents or that keeps states. Engine thread only.
+before it serves, also where an earlier start recorded it (`engine.execution.kept_graphs`). A model
+that cannot be recorded uses its own forward, for example one that branches on a tensor's contents
+or that keeps states. Engine thread only.
 """
 
 import logging
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +30,9 @@ from engine.execution.fusing import (
     computes_one_row,
     flatten,
     fuse,
+    num_fused,
 )
+from engine.execution.kept_graphs import KeptGraphs, numbered
 from engine.operators.agreement import disagreements
 from engine.torchscript import undeprecated, unoptimized
 
@@ -61,13 +64,13 @@ class OtherBits(Untraceable):
 
 class _Handed:
     """The `paged` of a recorded forward: a call in the graph, which comes back to `compute`. A
-    layer's other arguments are the same in every step: `options`."""
+    layer's other arguments are the same in every step: `options`. `inside` is the compiled
+    `InsideAttention` of the graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: Any) -> None:
         self.attention: Any = _Alone()
         self.failure: BaseException | None = None
-        with undeprecated():
-            self.inside: Any = torch.jit.script(InsideAttention())
+        self.inside = inside
         self.options: dict[int, AttentionOptions] = {}
 
     def begin(self, attention: "PagedAttention | _Alone") -> None:
@@ -105,9 +108,14 @@ class _Handed:
 
 
 class _Alone:
-    """Attention over the first tokens of one sequence, for recording and checking."""
+    """Attention over the first tokens of one sequence, for recording and checking. Notes each
+    layer's options."""
+
+    def __init__(self) -> None:
+        self.options: dict[int, AttentionOptions] = {}
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
+        self.options[call.layer] = call.options
         return attend_dense(call.query, call.key, call.value, 0, call.options)
 
 
@@ -129,19 +137,16 @@ def _watched(model: Any) -> Iterator[list[Any]]:
 
 
 class _Forward(nn.Module):
-    """The part that is recorded: from embedded tokens to logits, and to what the layers put out.
-    `kind` is the class in which the model's own layers return that."""
+    """The part that is recorded: from embedded tokens to logits, and to what the layers put out."""
 
     def __init__(self, model: nn.Module, paged: _Handed) -> None:
         super().__init__()
         # torch would copy each module of a model that is one of its own: half of the recording.
         self._model = (model,)
-        tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
-        for number, tensor in enumerate(tensors.values()):
-            self.register_buffer(f"tensor_{number}", tensor, persistent=False)
+        for name, tensor in numbered(model).items():
+            self.register_buffer(name, tensor, persistent=False)
         self.inside = paged.inside  # the graph has the compiled module as its own
         self._paged = paged
-        self.kind: Any = None
 
     def forward(
         self, rows: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor
@@ -156,35 +161,41 @@ class _Forward(nn.Module):
                 logits_to_keep=keep,
             ).logits
         [output] = outputs
-        self.kind = type(output)
         return logits, output.last_hidden_state
 
 
 class TracedForward:
     """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits.
     `fused` says whether compiled operators, but those `without`, take the place of torch's calls.
+    A graph that an earlier start has `kept` is not recorded again.
     """
 
-    def __init__(self, model: Any, *, fused: bool = False, without: Container[str] = ()) -> None:
-        self._handed = _Handed()
+    def __init__(
+        self,
+        model: Any,
+        *,
+        fused: bool = False,
+        without: Container[str] = (),
+        kept: KeptGraphs | None = None,
+    ) -> None:
         self._embed = model.get_input_embeddings()
         self._device = self._embed.weight.device
         self.num_operators = 0  # of calls of compiled operators, beside attention's
         self.activates_by_row = False  # whether it calls none of torch's activations
         self.computes_one_row = False  # whether a row alone has the bits that it has among others
+        there = OPERATORS.get(self._device.type, ())
+        operators = [name for name in there if name not in without] if fused else None
         try:
             with torch.inference_mode():
+                if kept is not None and self._finds(model, kept, operators):
+                    return
                 self._graph = self._record(model)
                 flatten(self._graph.graph, self._graph.inside, self._handed.options)
-                if fused:
-                    there = OPERATORS.get(self._device.type, ())
-                    names = [name for name in there if name not in without]
-                    self.num_operators = fuse(self._graph.graph, names)
-                    self.activates_by_row = activates_by_row(self._graph.graph)
-                for number, first in _CHECKED:
-                    self._check(model, self._tokens(number), first)
-                if fused and computes_one_row(self._graph.graph):
-                    self.computes_one_row = self._one_row_is_the_same()
+                if operators is not None:
+                    fuse(self._graph.graph, operators)
+                self._verify(model, fused=fused)
+                if kept is not None:
+                    kept.write(self._graph, model, operators)
         except Untraceable:
             raise
         except Exception as error:  # a model's code may raise anything
@@ -243,10 +254,24 @@ class TracedForward:
             raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
         return logits, states
 
+    def _finds(self, model: Any, kept: KeptGraphs, operators: Collection[str] | None) -> bool:
+        """Take the kept graph. False if there is none with the model's bits."""
+        graph = kept.read(model, operators)
+        if graph is None:
+            return False
+        self._graph, self._handed = graph, _Handed(graph.inside)
+        try:
+            self._verify(model, fused=operators is not None)
+        except (Untraceable, RuntimeError) as error:
+            logger.warning("the kept recording of the forward is made again: %s", error)
+            return False
+        return True
+
     def _record(self, model: Any) -> Any:
         rows, positions = self._embed(self._tokens(5)), self._numbers(range(5))[None]
-        _thread.handed = self._handed
         with undeprecated() as said, _muted("transformers.modeling_utils"):
+            self._handed = _Handed(torch.jit.script(InsideAttention()))
+            _thread.handed = self._handed
             forward = _Forward(model, self._handed)
             graph = torch.jit.trace(
                 forward,
@@ -257,8 +282,17 @@ class TracedForward:
         for each in said:
             if each.category.__name__ == "TracerWarning":
                 raise Untraceable(f"{each.filename}:{each.lineno}: {each.message}")
-        self._kind = forward.kind
         return graph
+
+    def _verify(self, model: Any, *, fused: bool) -> None:
+        """Describe the graph, and compare its bits. Raises OtherBits."""
+        for number, first in _CHECKED:
+            self._check(model, self._tokens(number), first)
+        if fused:
+            graph = self._graph.graph
+            self.num_operators = num_fused(graph)
+            self.activates_by_row = activates_by_row(graph)
+            self.computes_one_row = computes_one_row(graph) and self._one_row_is_the_same()
 
     def _check(self, model: Any, tokens: torch.Tensor, first: int) -> None:
         number = tokens.shape[1]
@@ -273,6 +307,8 @@ class TracedForward:
                 paged=alone,
                 logits_to_keep=keep,
             ).logits
+        # As the recording noted them, where there was one.
+        self._handed.options, self._kind = alone.options, type(outputs[0])
         logits, states = self._run(alone, positions, keep, tokens, None)
         if not torch.equal(own, logits):
             raise OtherBits(f"the logits of {number} tokens are others")
@@ -307,11 +343,14 @@ def _muted(name: str) -> Iterator[None]:
         muted.disabled = before
 
 
-def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
-    """Record the model's forward. None if that fails, with the reason in the log."""
+def trace(
+    model: Any, *, fused: bool = False, kept: KeptGraphs | None = None
+) -> TracedForward | None:
+    """Record the model's forward, or take a `kept` one. None if that fails, with the reason in the
+    log."""
     for without in _attempts(model) if fused else ():
         try:
-            traced = TracedForward(model, fused=True, without=without)
+            traced = TracedForward(model, fused=True, without=without, kept=kept)
             logger.info("the forward calls compiled operators %d times", traced.num_operators)
             return traced
         except Untraceable as reason:
@@ -320,7 +359,7 @@ def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
             if not isinstance(reason, OtherBits):
                 break
     try:
-        return TracedForward(model)
+        return TracedForward(model, kept=kept)
     except Untraceable as reason:
         logger.info("the forward is not recorded, and runs call by call: %s", reason)
         return None

@@ -115,6 +115,7 @@ class LoadedModel:
     tower: VisionTower | None = None  # None: the model sees no images
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
     operators: Operators | None = None  # compiled for its forward and the disk; None: none are
+    recordings: Path | None = None  # the folder that keeps its recorded forward; None: none does
 
     def promise(self, *, activated_by_row: bool) -> Promise:
         """What a hit leaves equal, adapters included. `activated_by_row` says that the forward
@@ -184,6 +185,7 @@ def load_model(
         operators = Operators(cache_dir)  # compiled while the model loads
         if _may_fuse(device, dtype):
             kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
+    recordings = cache_dir if operators is not None and device == "cpu" else None
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
     tower = None
@@ -203,6 +205,7 @@ def load_model(
         tower=tower,
         operators=operators,
         kept=kept,
+        recordings=recordings,
     )
 
 
@@ -217,6 +220,7 @@ def describe(
     tower: VisionTower | None = None,
     operators: Operators | None = None,
     kept: NarrowFile | None = None,
+    recordings: Path | None = None,
 ) -> LoadedModel:
     """Pack `model` for its device, check that paged attention works for it, and describe it.
     `kept` has its narrow weights, or takes them for later starts."""
@@ -257,6 +261,7 @@ def describe(
         tower=tower,
         port=port,
         operators=operators,
+        recordings=recordings,
     )
 
 

@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import threading
 import weakref
@@ -22,7 +21,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from engine.partial import partial_folder
+from engine.partial import is_own, keeps_others_out, partial_folder
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +79,10 @@ class Operators:
         """The library, if the folder has one. Its name ends with the digest of its contents: a
         process that loads a damaged one ends without a word. A file that another user could have
         written, or put there, is not loaded. Raises OperatorsMissing for it."""
-        if not _is_kept_from_others(self._folder):
+        if not keeps_others_out(self._folder):
             raise OperatorsMissing(f"other users may replace what is in {self._folder}")
         for found in self._folder.glob(f"{self._name}-*.so"):
-            status = found.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if not is_own(found.stat()):
                 raise OperatorsMissing(f"{found} is not this user's alone; delete it")
             if found.stem == _stem(self._name, found):
                 return found
@@ -137,13 +135,6 @@ class Operators:
             *(f"-I{root / 'include'}", str(SOURCE)),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
         ]
-
-
-def _is_kept_from_others(folder: Path) -> bool:
-    """Whether nobody but this user and root can replace its files."""
-    status = folder.stat()
-    by_all = status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX
-    return status.st_uid in (0, os.geteuid()) and not by_all
 
 
 def find_compiler() -> str | None:
