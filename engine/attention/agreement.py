@@ -5,7 +5,7 @@ Both add up in the order of matrix products and torch's softmax, as measured. An
 either, or another processor, could have another order, so a start compares before it chooses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -17,6 +17,7 @@ from engine.attention.dense import (
     attend_span,
     attend_tokens,
     onednn_product,
+    onednn_products,
     padded_keys,
     padded_rows,
     scratch_size,
@@ -30,6 +31,7 @@ _WINDOWS = (None, 100)
 _HEADS = 2
 
 _Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+_Factors = Sequence[tuple[torch.Tensor, torch.Tensor]]
 _NUM_ROWS = (1, 5, 9, 13, 17, 21, 33, 60, 61, 125, 384)  # before they are padded
 _NUM_KEYS = (16, 48, 80, 192, 784)
 _PIECES = (2, 5, 16, 33, 128, PIECE - 1, PIECE)
@@ -40,25 +42,38 @@ def needs_onednn(key_dim: int, value_dim: int) -> bool:
     """Whether oneDNN must multiply for heads of such keys and values, because a row of torch's BLAS
     depends on how many there are. So it does on Intel processors without AVX-512: MKL has several
     kernels there."""
-    is_steady = _is_steady(torch.mm, key_dim, value_dim)
-    return not is_steady and _is_steady(onednn_product, key_dim, value_dim)
-
-
-@torch.inference_mode()
-def _is_steady(product: _Product, key_dim: int, value_dim: int) -> bool:
-    """Whether a row's products have the same bits among any number of rows."""
     random = torch.Generator().manual_seed(key_dim)
     rows = torch.randn(_NUM_ROWS[-1], max(key_dim, PIECE), generator=random)
     keys = torch.randn(_NUM_KEYS[-1], key_dim, generator=random)
     values = torch.randn(PIECE, value_dim, generator=random)
     factors = [(rows[:, :key_dim], keys[:count].t()) for count in _NUM_KEYS]
     factors += [(rows[:, :count], values[:count]) for count in _PIECES]
-    counts = {padded_rows(rows[:count, :key_dim]).shape[0] for count in _NUM_ROWS}
+    is_steady = _is_steady(torch.mm, factors, key_dim)
+    return not is_steady and _is_steady(onednn_product, factors, key_dim)
+
+
+@cache
+def heads_need_onednn(inputs: int, outputs: int, dtype: torch.dtype) -> bool:
+    """The same for rows of each head times its matrix [inputs, outputs] (`attention.latent`)."""
+    random = torch.Generator().manual_seed(inputs)
+    rows = torch.randn(_HEADS, _NUM_ROWS[-1], inputs, generator=random).to(dtype)
+    matrices = torch.randn(_HEADS, inputs, outputs, generator=random).to(dtype)
+    factors = [(rows, matrices)]
+    is_steady = _is_steady(torch.bmm, factors, inputs)
+    return not is_steady and _is_steady(onednn_products, factors, inputs)
+
+
+@torch.inference_mode()
+def _is_steady(product: _Product, factors: _Factors, dim: int) -> bool:
+    """Whether a row's products have the same bits among any number of rows, padded as rows of `dim`
+    numbers are."""
+    counts = {padded_rows(torch.empty(count, dim)).shape[0] for count in _NUM_ROWS}
     try:
-        for these, columns in factors:
-            together = product(these, columns)
+        for rows, columns in factors:
+            together = product(rows, columns)
             for count in counts:
-                if not torch.equal(product(these[:count], columns), together[:count]):
+                few = product(rows[..., :count, :], columns)
+                if not torch.equal(few, together[..., :count, :]):
                     return False
     except (RuntimeError, AttributeError):  # of a build without such a product
         return False

@@ -266,6 +266,11 @@ def onednn_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     return product
 
 
+def onednn_products(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """The same for each head: rows [H, M, K] @ columns [H, K, N]."""
+    return torch.stack([onednn_product(rows[n], columns[n]) for n in range(rows.shape[0])])
+
+
 # TorchScript knows no module's constants, but arguments' defaults.
 
 

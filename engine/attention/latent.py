@@ -16,9 +16,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from engine.attention.agreement import heads_need_onednn
 from engine.attention.base import KEPT, AttentionCall, PagedAttention
 from engine.attention.compressed import is_compressor
+from engine.attention.dense import onednn_products, padded_rows
 from engine.attention.sparse import IndexForward, PagedIndex, other_index, page_index
+from engine.torchscript import script
 
 
 class LatentAttention:
@@ -32,8 +35,8 @@ class LatentAttention:
         index: IndexForward | None = None,
     ) -> None:
         """key_weight: [H, Dn, rank]; value_weight: [H, Dv, rank]."""
-        self._key_weight = key_weight
-        self._value_weight = value_weight.transpose(1, 2)
+        self.absorbed = ByHead(key_weight)
+        self.expanded = ByHead(value_weight.transpose(1, 2))
         self._rank = key_weight.shape[2]
         self._index = index
         self.rows: torch.Tensor | None = None
@@ -45,16 +48,41 @@ class LatentAttention:
             cast(PagedIndex, paged).pick(self._index.layer, self._index.take())
         assert self.rows is not None, "kv_b_proj was not asked"
         query, key = call.query, call.key
-        plain = self._key_weight.shape[1]
+        plain = self.absorbed.matrices.shape[1]
         latent = self.rows.reshape(-1, 1, self._rank)
         self.rows = None
         kept = torch.cat([latent, key[:, :1, plain:]], -1)  # [T, 1, rank + Dr]
-        absorbed = torch.bmm(query[..., :plain].transpose(0, 1), self._key_weight).transpose(0, 1)
+        absorbed = self.absorbed(query[..., :plain])
         asked = torch.cat([absorbed, query[..., plain:]], -1)  # [T, H, rank + Dr]
         output = paged.attend(
             AttentionCall(call.layer, asked, kept, kept[..., : self._rank], call.options)
         )
-        return torch.bmm(output.transpose(0, 1), self._value_weight).transpose(0, 1)
+        return self.expanded(output)
+
+
+class ByHead:
+    """Multiplies the rows of each head by a matrix of its own. On a CPU a row's product has the
+    same bits beside any others, of two rows or more in all."""
+
+    def __init__(self, matrices: torch.Tensor) -> None:
+        """matrices: [H, K, N]. Kept contiguous, as `heads_need_onednn` compares them."""
+        self.matrices = matrices.contiguous()
+        self._on_cpu = matrices.device.type == "cpu"
+        _, inputs, outputs = matrices.shape
+        self._onednn = self._on_cpu and heads_need_onednn(inputs, outputs, matrices.dtype)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [T, H, K]. Returns [T, H, N]."""
+        if not self._on_cpu:
+            return torch.bmm(rows.transpose(0, 1), self.matrices).transpose(0, 1)
+        product: torch.Tensor = script(_padded_product)(rows, self.matrices, self._onednn)
+        return product
+
+
+def _padded_product(rows: torch.Tensor, matrices: torch.Tensor, onednn: bool) -> torch.Tensor:
+    heads = padded_rows(rows.transpose(0, 1))
+    products = onednn_products(heads, matrices) if onednn else torch.bmm(heads, matrices)
+    return products[:, : rows.shape[0]].transpose(0, 1)
 
 
 class _Unexpanded(nn.Module):
@@ -89,7 +117,7 @@ def absorb(model: nn.Module) -> int:
         if getattr(module, "indexer", None) is not None:
             own = page_index(module, len(found) + num_indexes)
             num_indexes += 1
-        latent = LatentAttention(key_weight.contiguous(), value_weight.contiguous(), own)
+        latent = LatentAttention(key_weight, value_weight, own)
         setattr(module, KEPT, latent)
         module.kv_b_proj = _Unexpanded(latent, weight.shape[0])
     return len(found)

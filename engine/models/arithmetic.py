@@ -18,8 +18,9 @@ import xxhash
 from torch import nn
 
 from engine.attention.agreement import needs_onednn
-from engine.attention.base import AttentionCall, AttentionOptions
+from engine.attention.base import KEPT, AttentionCall, AttentionOptions
 from engine.attention.dense import attend_span, scratch_size
+from engine.attention.latent import ByHead, LatentAttention
 from engine.models.packing import PackedLinear, sample_rows
 from engine.promise import BITS, Equal, Promise
 
@@ -108,8 +109,8 @@ def _gpu_names(device: torch.device) -> Iterator[tuple[str, str]]:
 
 @torch.inference_mode()
 def _sample(model: nn.Module) -> tuple[bytes, Promise]:
-    """A digest of the outputs of one layer of each shape, of attention, and of the functions that
-    models apply to single numbers; and what can be promised."""
+    """A digest of the outputs of one layer of each shape, of attention, of products with latents,
+    and of the functions that models apply to single numbers; and what can be promised."""
     hasher = xxhash.xxh3_128()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     seen = set()
@@ -127,6 +128,16 @@ def _sample(model: nn.Module) -> tuple[bytes, Promise]:
         if isinstance(module, PackedLinear) and not torch.equal(few, many[: len(few)]):
             reason = f"layers of {shape[0]} x {shape[1]} depend on the number of rows"
             promise = promise.or_weaker(Promise(Equal.NONE, reason))
+    for (heads, inputs, _), multiply in _by_head(model).items():
+        few, many = (
+            multiply(sample_rows(count, heads * inputs).view(count, heads, -1).to(dtype))
+            for count in _SAMPLE_ROWS
+        )
+        _add(hasher, few)
+        _add(hasher, many)
+        if not torch.equal(few, many[: len(few)]):
+            reason = "products with latents depend on the number of rows"
+            promise = promise.or_weaker(Promise(Equal.NONE, reason))
     for dim in (64, 128):
         alone, together = _attended(dim)
         _add(hasher, together)
@@ -139,6 +150,17 @@ def _sample(model: nn.Module) -> tuple[bytes, Promise]:
     _add(hasher, nn.functional.gelu(line))
     _add(hasher, torch.rsqrt(line.float().pow(2).mean(-1, keepdim=True) + 1e-5))
     return hasher.digest(), promise
+
+
+def _by_head(model: nn.Module) -> dict[torch.Size, ByHead]:
+    """What multiplies queries and outputs of latent attention, one of each shape."""
+    kept = (getattr(module, KEPT, None) for module in model.modules())
+    latents = [each for each in kept if isinstance(each, LatentAttention)]
+    return {
+        each.matrices.shape: each
+        for latent in latents
+        for each in (latent.absorbed, latent.expanded)
+    }
 
 
 def _unpacked(model: nn.Module) -> Promise:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.attention import agreement, cpu, dense
+from engine.attention import agreement, cpu, dense, latent
 from engine.attention.dense import onednn_product
 from engine.operators.library import Operators
 from tests.parity.bits import FEW, Shape, computed, differing
@@ -48,22 +48,54 @@ def test_onednn_multiplies_where_few_rows_have_other_bits(
     assert agreement.needs_onednn.__wrapped__(64, 64) == needed
 
 
+@pytest.mark.parametrize("unsteady", [False, True])
+@pytest.mark.parametrize("width", [(16, 32), (64, 256), (512, 128)])
+def test_a_row_times_the_matrix_of_its_head_has_the_same_bits_among_any_number(
+    width: tuple[int, int], unsteady: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a product of few rows is summed backwards, oneDNN multiplies."""
+    product = torch.bmm
+
+    def summed_backwards(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        few = rows.shape[1] < 20
+        return product(rows.flip(-1), matrices.flip(-2)) if few else product(rows, matrices)
+
+    if unsteady:
+        monkeypatch.setattr(torch, "bmm", summed_backwards)
+        monkeypatch.setattr(latent, "script", lambda function: function)
+    monkeypatch.setattr(latent, "heads_need_onednn", agreement.heads_need_onednn.__wrapped__)
+    random = torch.Generator().manual_seed(1)
+    rows = torch.randn(130, 3, width[0], generator=random)
+    matrices = torch.randn(3, *width[::-1], generator=random).transpose(1, 2)
+    multiply = latent.ByHead(matrices)
+    whole = multiply(rows)
+    counts = (2, 3, 4, 5, 7, 8, 12, 17, 20, 33, 60, 64, 65)
+    assert [n for n in counts if not torch.equal(multiply(rows[:n]), whole[:n])] == []
+    expected = torch.einsum("thk,hkn->thn", rows.double(), matrices.double())
+    torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-4)
+
+
 def test_the_same_holds_in_bfloat16() -> None:
     assert list(differing(FEW[0], lengths=(330,), dtype=torch.bfloat16)) == []
 
 
 def test_the_check_finds_rows_that_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reduction whose order depends on the number of rows, as many libraries have."""
-    product = torch.bmm
+    product, by_onednn = torch.bmm, onednn_product
 
     def summed_backwards(one: torch.Tensor, other: torch.Tensor, **given: torch.Tensor) -> object:
         return product(one.flip(-1), other.flip(-2), **given)
+
+    def few_backwards(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        few = len(rows) <= dense._ROWS
+        return by_onednn(rows.flip(-1), columns.flip(0)) if few else by_onednn(rows, columns)
 
     monkeypatch.setattr("engine.attention.cpu.script", lambda function: function)
     shape = FEW[0]
     before = computed(shape, 200, [200], torch.float32)
     assert torch.equal(before, computed(shape, 200, [199, 1], torch.float32))
     monkeypatch.setattr(dense.torch, "bmm", summed_backwards)
+    monkeypatch.setattr(dense, "onednn_product", few_backwards)  # by whichever multiplies here
     after = computed(shape, 200, [199, 1], torch.float32)
     assert torch.equal(before[:199], after[:199])
     assert not torch.equal(before[199], after[199])

@@ -15,6 +15,8 @@ from cachesvc.config.sections import ModelSection
 from cachesvc.config.vllm import prepare_vllm_environment
 from cachesvc.operator.scopes import FILE_NAME, other_arithmetics
 from cachesvc.server.compute import _tell
+from engine.attention.base import KEPT
+from engine.attention.latent import ByHead, LatentAttention
 from engine.batch import Batch, Span
 from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
@@ -160,6 +162,17 @@ def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.M
     )
     promise = arithmetic_of(loaded.model, "cpu").promise
     assert promise.equal is Equal.NONE and "number of rows" in promise.reason
+
+
+def test_products_with_latents_that_depend_on_the_rows_are_not_promised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Module()
+    setattr(model, KEPT, LatentAttention(torch.ones(2, 4, 8), torch.ones(2, 4, 8)))
+    assert arithmetic_of(model, "cpu").promise == BITS
+    monkeypatch.setattr(ByHead, "__call__", lambda _, rows: rows.sum() + rows)
+    promise = arithmetic_of(model, "cpu").promise
+    assert promise.equal is Equal.NONE and "latents" in promise.reason
 
 
 def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
