@@ -1,4 +1,4 @@
-"""Which attention and which packed layers give a token other bits alone than in a chunk on a CPU.
+"""Which attention and which layers give a token other bits alone than in a chunk on a CPU.
 
     python -m tests.parity.bits [--threads 1 2 3] [--dtype bfloat16] [--few | --every]
                                 [--lengths 40 700] [--part 3/20] [--operators FOLDER]
@@ -10,7 +10,7 @@ With `--operators` compiled operators, which the folder keeps, are compared with
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import nn
 
 from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.cpu import CpuAttention
+from engine.attention.latent import ByHead
 from engine.batch import Span
 from engine.models.packing import PackedLinear, has_bfloat16
 from engine.operators.library import Operators
@@ -29,6 +30,7 @@ from tiers.blocks.layout import BlockLayout, LayerLayout
 
 BLOCK, PARAMS = 64, SamplingParams(temperature=0)
 LAYERS = ((576, 960), (576, 1536), (1536, 576), (2048, 512))
+LATENTS = ((16, 32), (64, 256), (256, 64), (128, 512), (512, 128))
 AMPLE = 1 << 24  # bytes of working copies, and for prompts of thousands of tokens:
 VAST = 1 << 28
 LENGTHS = (40, 700)  # a prompt that ends within the first piece of keys, and one of several
@@ -112,10 +114,28 @@ def differing_layers(dtype: torch.dtype, sizes: Sequence[tuple[int, int]]) -> It
         linear.weight.data = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
         packed = PackedLinear(linear.to(dtype))
         rows = torch.randn(512, inputs, generator=generator).to(dtype)
-        whole = packed(rows)
-        for count in (2, 3, 4, 7, 16, 17, 65, 130, 300):
-            if not torch.equal(packed(rows[5 : 5 + count])[:512], whole[5 : 5 + count]):
-                yield f"a layer of {inputs} x {outputs}, {count} rows"
+        for count in _differing_counts(packed, rows):
+            yield f"a layer of {inputs} x {outputs}, {count} rows"
+
+
+@torch.inference_mode()
+def differing_latents(dtype: torch.dtype, sizes: Sequence[tuple[int, int]]) -> Iterator[str]:
+    """The same of the matrices of heads by which latents are multiplied."""
+    generator = torch.Generator().manual_seed(1)
+    for inputs, outputs in sizes:
+        matrices = torch.randn(4, outputs, inputs, generator=generator).to(dtype)
+        rows = torch.randn(512, 4, inputs, generator=generator).to(dtype)
+        for count in _differing_counts(ByHead(matrices.transpose(1, 2)), rows):
+            yield f"matrices of heads of {inputs} x {outputs}, {count} rows"
+
+
+def _differing_counts(
+    multiply: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
+) -> Iterator[int]:
+    whole = multiply(rows)
+    for count in (2, 3, 4, 7, 8, 16, 17, 20, 65, 130, 300):
+        if not torch.equal(multiply(rows[5 : 5 + count]), whole[5 : 5 + count]):
+            yield count
 
 
 def ways(length: int) -> dict[str, list[int]]:
@@ -195,7 +215,7 @@ def main() -> int:
             print(f"{shape}, {way}", flush=True)
     for num_threads in arguments.threads if dtype == torch.float32 or has_bfloat16() else ():
         torch.set_num_threads(num_threads)
-        for way in differing_layers(dtype, LAYERS):
+        for way in (*differing_layers(dtype, LAYERS), *differing_latents(dtype, LATENTS)):
             found += 1
             print(f"{num_threads} threads, {way}", flush=True)
     told = f"{len(shapes)} shapes, {lengths} tokens, {found} differences"
