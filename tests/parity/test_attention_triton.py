@@ -6,10 +6,6 @@ process that sets the variable first; here they are skipped and the child's verd
 
 import inspect
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +28,7 @@ from engine.batch import Batch, Span
 from engine.execution.cuda_graphs import StepGraphs, Work, batch_sizes, cuda_graphs
 from engine.execution.runner import ModelRunner
 from engine.request import SamplingParams
+from tests.support.interpreted import INTERPRETED, TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.models import new_pool, tiny_model
 from tiers.blocks.layout import LayerLayout
 
@@ -40,18 +37,11 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 LAYERS, KV_HEADS, BLOCK = 2, 2, 16
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(temperature=0)
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if INTERPRETED:
     from triton.runtime.errors import OutOfResources
 
     from engine.attention import triton as paged
-
-# Triton 3.6's interpreter turns one-element arrays into the bounds of a range. NumPy warned of that
-# until 2.3 and refuses it from 2.4 on; the compiler, and later interpreters, are not concerned.
-CANNOT_LOOP = triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0"
-
-in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
 
 
 @pytest.fixture(autouse=True)
@@ -69,24 +59,10 @@ def test_nothing_that_varies_in_service_recompiles_the_kernel() -> None:
     assert {"window", "table_stride"} | strides == plain
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
-@pytest.mark.skipif(CANNOT_LOOP, reason="this Triton's interpreter cannot loop with this NumPy")
-@pytest.mark.timeout(300)
+@in_parent
+@pytest.mark.timeout(TIMEOUT_S)
 def test_the_kernel_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    if triton.__version__ < "3.7":
-        command += ["-W", "ignore:Conversion of an array:DeprecationWarning"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        command,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout
-    assert "33 passed" in child.stdout
+    assert "33 passed" in run_in_child(__file__, loops=True)
 
 
 def span(sequence_id: int, start: int, count: int, table: list[int], **fields: bool) -> Span:

@@ -5,12 +5,9 @@ before it imports Triton. There the operators stand in for those of a CPU.
 """
 
 import logging
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +21,7 @@ from engine.execution.fusing import OPERATORS, fuse
 from engine.execution.traced import TracedForward, trace
 from engine.operators import agreement
 from engine.operators.agreement import compare, disagreements
+from tests.support.interpreted import TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.models import ARCHITECTURES, tiny_model
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -32,29 +30,14 @@ from engine.operators import kernels  # noqa: E402  after Triton is found
 
 CPU = torch.device("cpu")
 LAYERS = 3
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
-in_parent = pytest.mark.skipif(INTERPRETED, reason="this is the child process")
 # float32 and float16, which the interpreter rounds as a GPU does. It cuts bfloat16 off.
 ROUNDED = [torch.float32, torch.float16]
 
 
 @in_parent
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(TIMEOUT_S)
 def test_the_operators_under_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    if triton.__version__ < "3.7":
-        command += ["-W", "ignore:Conversion of an array:DeprecationWarning"]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout
-    assert "31 passed" in child.stdout
+    assert "31 passed" in run_in_child(__file__)
 
 
 @in_parent

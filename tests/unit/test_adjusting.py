@@ -5,11 +5,7 @@ process that sets the variable first.
 """
 
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +17,9 @@ from hypothesis import strategies as st
 from engine.batch import Span
 from engine.execution.adjusting import Adjusting, SeenTokens
 from engine.request import SamplingParams
+from tests.support.interpreted import TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.torch_calls import Recorder
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCABULARY = 100  # no multiple of 32
 
 
@@ -149,7 +145,7 @@ def test_penalties_and_biases_of_64_rows_are_the_operations_of_one() -> None:
     assert 30 > calls[0].total(), calls[0]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
+@in_child
 @pytest.mark.parametrize("vocabulary", [1, 31, 100, 5000])
 def test_the_kernel_masks_what_the_host_masks(vocabulary: int) -> None:
     from engine.execution.mask_kernel import forbid_packed
@@ -166,18 +162,7 @@ def test_the_kernel_masks_what_the_host_masks(vocabulary: int) -> None:
     assert actual[2].isinf().all() and not actual[1].isinf().any()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
-@pytest.mark.timeout(120)
+@in_parent
+@pytest.mark.timeout(TIMEOUT_S)
 def test_the_kernel_under_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-k", "kernel_masks", __file__]
-    child = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout
-    assert "4 passed" in child.stdout, child.stdout
+    assert "4 passed" in run_in_child(__file__, "-k", "kernel_masks")

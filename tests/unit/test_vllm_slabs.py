@@ -4,26 +4,20 @@ Triton decides at its import whether kernels are interpreted, so the tests of th
 in a child process that sets the variable first.
 """
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from cachesvc.vllm import slabs as slabs_module
 from cachesvc.vllm.groups import UnsupportedKv
 from cachesvc.vllm.slabs import BlockCopier, DeviceCopier, HostCopier, runs_of, slabs_of
+from tests.support.interpreted import TIMEOUT_S, in_child, in_parent, run_in_child
 from tests.support.torch_calls import Recorder
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUM_BLOCKS, NUM_FRAMES, STRIDE = 9, 40, 4096
 FRAMES, BLOCKS = [5, 6, 7, 20, 8, 9, 3], [8, 0, 3, 4, 1, 6, 5]
 
-in_child = pytest.mark.skipif(not INTERPRETED, reason="runs in the interpreting child process")
 copiers = pytest.mark.parametrize(
     "kind", ["host", pytest.param("device", marks=in_child)], ids=["host", "device"]
 )
@@ -200,21 +194,8 @@ def test_slabs_of_odd_sizes_are_moved_in_narrower_words(odd: int) -> None:
         assert torch.equal(rows[frame, : 19 * odd], block_of(slabs, block))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="this is the child process")
-@pytest.mark.timeout(120)
+@in_parent
+@pytest.mark.timeout(TIMEOUT_S)
 def test_the_kernel_under_the_interpreter() -> None:
-    triton = pytest.importorskip("triton", reason="triton is not installed")
-    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("this Triton's interpreter cannot loop with this NumPy")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    child = subprocess.run(
-        command,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stdout
-    assert "skipped" in child.stdout and "27 passed" in child.stdout, child.stdout
+    told = run_in_child(__file__, loops=True)
+    assert "skipped" in told and "27 passed" in told, told
