@@ -136,7 +136,9 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
         )
     else:
         yield Finding("threads", Level.OK, message)
-    yield from check_memory(load_settings().settings.cache, on_gpu=bool(hardware.gpu))
+    cache = load_settings().settings.cache
+    yield from check_memory(cache, on_gpu=bool(hardware.gpu))
+    yield from check_host_tier(cache, hardware.gpu_bytes)
 
 
 def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
@@ -153,6 +155,21 @@ def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
         yield Finding("memory", Level.WARNING, message, fix)
     elif available is not None:
         yield Finding("memory", Level.OK, f"{size(available)} available, {takes}")
+
+
+def check_host_tier(cache: CacheSection, gpu_bytes: int) -> Iterator[Finding]:
+    """Beside a GPU, the default of the host tier is small for what leaves the device."""
+    available, limit = available_bytes() or 0, memory_limit()
+    roomy = (available if limit is None else min(available, limit)) // 2 >> 30 << 30
+    device_bytes = min(gpu_bytes, cache.device_bytes or gpu_bytes)
+    if 0 < 4 * cache.host_bytes < min(device_bytes, roomy):
+        yield Finding(
+            "host tier",
+            Level.WARNING,
+            f"it has {size(cache.host_bytes)}, and the GPU {size(gpu_bytes)}: most of what leaves "
+            "the GPU is read back from disk",
+            f"--host-cache {roomy >> 30}GiB, half of the memory available",
+        )
 
 
 def check_operators(compiler: str | None, *, on_gpu: bool) -> Finding:

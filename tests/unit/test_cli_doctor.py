@@ -10,6 +10,7 @@ from cachesvc.cli import app, doctor
 from cachesvc.cli.doctor import Level
 from cachesvc.config import places
 from cachesvc.config.places import disk_path
+from cachesvc.config.sections import CacheSection
 from cachesvc.server.listen import make_data_dir
 from engine.hardware import Hardware
 from tiers.disk.directory import DirectoryLock
@@ -60,6 +61,24 @@ def test_more_threads_than_cores_are_a_warning() -> None:
     found = {each.check: each for each in doctor.check_compute(Hardware(threads=10_000))}
     assert found["threads"].level is Level.WARNING
     assert "OMP_NUM_THREADS" in found["threads"].fix
+
+
+def test_a_small_host_tier_beside_a_large_gpu_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "memory_limit", lambda: None)
+
+    def found(gpu_gib: int, available_gib: int, **cache: int) -> list[str]:
+        monkeypatch.setattr(doctor, "available_bytes", lambda: available_gib << 30)
+        findings = doctor.check_host_tier(CacheSection(**cache), gpu_gib << 30)
+        return [each.fix for each in findings]
+
+    assert ["--host-cache 64GiB, half of the memory available"] == found(79, 129)
+    assert [] == found(0, 129), "there is no GPU"
+    assert [] == found(79, 16), "nor is there memory"
+    assert [] == found(79, 129, host_bytes=32 << 30)
+    assert [] == found(79, 129, host_bytes=0), "it is turned off"
+    assert [] == found(79, 129, device_bytes=4 << 30)
 
 
 def test_a_running_server_is_named(tmp_path: Path) -> None:
