@@ -1,6 +1,7 @@
 """Command groups that import only the called command and explain removed ones."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typer.main import get_command
 from cachesvc.importing import importing
 
 _STYLE = re.compile(r"\[(?=[a-z#/@][^\[\]]*\])")
+_LINE_END = re.compile(r"(?<!\n)\n *(?!\n)")
 
 
 class Command(NamedTuple):
@@ -89,9 +91,11 @@ def load(name: str, entry: Command) -> Any:
 
 
 def _literal(command: Any) -> Any:
-    """The command with its help as text: Rich takes `[all time]` for a style, and drops it."""
+    """The command with its help as text: Rich takes `[all time]` for a style, and drops it. It also
+    keeps the line ends of a paragraph in the source, which do not suit a narrow terminal."""
     for each in (command, *command.get_params(typer.Context(command))):
-        each.help = _STYLE.sub(r"\\\g<0>", getattr(each, "help", None) or "") or None
+        text = _LINE_END.sub(" ", inspect.cleandoc(getattr(each, "help", None) or ""))
+        each.help = _STYLE.sub(r"\\\g<0>", text) or None
         _without_bool(each)
     for child in getattr(command, "commands", {}).values():
         _literal(child)

@@ -43,6 +43,13 @@ def test_help_shows_what_stands_in_brackets(monkeypatch: pytest.MonkeyPatch) -> 
     assert num_found > 15
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_lines_of_help_are_the_terminals_and_not_the_sources(name: str) -> None:
+    command = load(name)
+    texts = [each.help or "" for each in (command, *getattr(command, "commands", {}).values())]
+    assert [] == [text for text in texts if re.search(r"[^\n]\n[^\n]", text)]
+
+
 def test_only_commands_that_compute_import_torch() -> None:
     """In a process of its own, where nothing else has imported it."""
     code = (
