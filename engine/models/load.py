@@ -194,6 +194,8 @@ def load_model(
         tokenizer.take_images(tower.reader.mark)
     elif is_text_of(model.config):
         drop_towers(model)
+    if operators is not None and operators.is_compiling:
+        report("compiling operators", 0.95)  # mostly done beside the rest
     digest = xxhash.xxh3_128_digest(content + dtype.encode())
     return describe(
         name,

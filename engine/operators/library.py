@@ -90,6 +90,10 @@ class Operators:
             found.unlink(missing_ok=True)
         return None
 
+    @property
+    def is_compiling(self) -> bool:
+        return self._compiling is not None and self._compiling.is_at_work
+
     def load(self, patience_s: float | None = PATIENCE_S) -> bool:
         """Wait until they are compiled, and load them into this process. False, with the reason in
         the log, where there are none. A compiler that is slower goes on, and what it makes is kept
@@ -167,6 +171,10 @@ class _Compiling:
             )
         thread.start()
         self.end = weakref.finalize(self, _kill, process, thread)
+
+    @property
+    def is_at_work(self) -> bool:
+        return not self._kept.done()
 
     def wait(self, patience_s: float | None) -> None:
         """Until the library is in place. Raises OperatorsMissing, with the compiler's first error

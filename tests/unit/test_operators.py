@@ -130,7 +130,8 @@ def test_the_library_is_kept_and_a_damaged_one_compiled_again(
     again = Operators(tmp_path)
     assert "damaged" in caplog.text
     assert not copied.exists()
-    assert again.load()
+    assert again.is_compiling
+    assert again.load() and not again.is_compiling
     assert again.kept is not None
 
 
