@@ -22,19 +22,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`gpu` is the GPU's name, or None without one. `threads` is the number for CPU arithmetic."""
+    """`gpu` is the GPU's name, or None without one. `threads` is the number for CPU arithmetic, and
+    `instructions` are those that torch uses for it, by its own name."""
 
     threads: int
+    instructions: str
     gpu: str | None = None
     gpu_bytes: int = 0
 
 
 def read_hardware() -> Hardware:
-    threads = torch.get_num_threads()
+    threads, instructions = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
     if not torch.cuda.is_available():
-        return Hardware(threads)
+        return Hardware(threads, instructions)
     gpu = torch.cuda.get_device_properties(0)
-    return Hardware(threads, gpu.name, gpu.total_memory)
+    return Hardware(threads, instructions, gpu.name, gpu.total_memory)
 
 
 def default_dtype(device: str) -> str:

@@ -29,7 +29,7 @@ from cachesvc.server.memory_limit import of_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
 from engine.hardware import Hardware, read_hardware
-from engine.operators.library import COMPILERS, find_compiler
+from engine.operators.library import COMPILERS, compiles_for, find_compiler
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
@@ -124,9 +124,9 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
         yield check_compiler(c_compiler(), Path(sysconfig.get_paths()["include"]) / "Python.h")
     else:
         yield Finding("gpu", Level.OK, "none; the CPU stands in for it")
-    yield check_operators(find_compiler(), on_gpu=bool(hardware.gpu))
+    yield check_operators(find_compiler(), hardware.instructions, on_gpu=bool(hardware.gpu))
     cores = len(os.sched_getaffinity(0))
-    message = f"{cores} cores, {hardware.threads} threads of arithmetic"
+    message = f"{cores} cores, {hardware.threads} threads of arithmetic ({hardware.instructions})"
     if hardware.threads > cores:
         yield Finding(
             "threads",
@@ -172,15 +172,24 @@ def check_host_tier(cache: CacheSection, gpu_bytes: int) -> Iterator[Finding]:
         )
 
 
-def check_operators(compiler: str | None, *, on_gpu: bool) -> Finding:
-    """Operators of a CPU, and the disk's for any device, are compiled with a C++ compiler."""
-    if compiler is not None:
+def check_operators(compiler: str | None, instructions: str, *, on_gpu: bool) -> Finding:
+    """Operators of a CPU, and the disk's for any device, are compiled with a C++ compiler, for
+    processors with AVX2 or more."""
+    compiles = compiles_for(instructions)
+    if compiler is not None and compiles:
         return Finding("C++ compiler", Level.OK, compiler)
     lacks = "records of the disk are expanded at three quarters of the speed"
     if not on_gpu:
         lacks = (
             "a token of a model from a GGUF file or in bfloat16 takes three times as long, "
             f"of others up to a quarter more, and {lacks}"
+        )
+    if not compiles:
+        return Finding(
+            "C++ compiler",
+            Level.WARNING,
+            f"no operators are compiled for torch's {instructions} instructions: {lacks}",
+            "use a processor with AVX2, or let a virtual machine see that its host has it",
         )
     return Finding(
         "C++ compiler",

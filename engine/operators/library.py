@@ -125,7 +125,7 @@ class Operators:
 
     def _command(self) -> list[str]:
         """The compiler's arguments, except for where the library goes."""
-        if self._capability not in _FLAGS:
+        if not compiles_for(self._capability):
             raise OperatorsMissing(f"torch computes with {self._capability} instructions")
         if (compiler := find_compiler()) is None:
             raise OperatorsMissing("this machine has no C++ compiler")
@@ -139,6 +139,11 @@ class Operators:
             *(f"-I{root / 'include'}", str(SOURCE)),
             *(f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"),
         ]
+
+
+def compiles_for(capability: str) -> bool:
+    """Whether there are operators for a processor with these instructions, as torch names them."""
+    return capability in _FLAGS
 
 
 def find_compiler() -> str | None:

@@ -58,7 +58,7 @@ def test_few_open_files_are_a_warning_with_the_command_that_raises_them() -> Non
 
 
 def test_more_threads_than_cores_are_a_warning() -> None:
-    found = {each.check: each for each in doctor.check_compute(Hardware(threads=10_000))}
+    found = {each.check: each for each in doctor.check_compute(Hardware(10_000, "AVX2"))}
     assert found["threads"].level is Level.WARNING
     assert "OMP_NUM_THREADS" in found["threads"].fix
 
@@ -125,7 +125,7 @@ def test_a_machine_without_a_cpp_compiler_is_a_warning(
 ) -> None:
     """A GPU needs it for the records of the disk, a CPU for its tokens as well."""
     monkeypatch.setattr(doctor, "find_compiler", lambda: None)
-    hardware = Hardware(threads=1, gpu=gpu)
+    hardware = Hardware(1, "AVX2", gpu)
     [found] = [each for each in doctor.check_compute(hardware) if each.check == "C++ compiler"]
     assert (Level.WARNING, "install one, on Debian `apt-get install g++`") == (
         found.level,
@@ -133,7 +133,12 @@ def test_a_machine_without_a_cpp_compiler_is_a_warning(
     )
     assert "records of the disk" in found.message
     assert (gpu is None) == ("a token" in found.message)
-    assert doctor.check_operators("/usr/bin/c++", on_gpu=bool(gpu)).level is Level.OK
+    for instructions in ("AVX2", "AVX512"):
+        found = doctor.check_operators("/usr/bin/c++", instructions, on_gpu=bool(gpu))
+        assert (Level.OK, "/usr/bin/c++") == (found.level, found.message)
+    found = doctor.check_operators("/usr/bin/c++", "DEFAULT", on_gpu=bool(gpu))
+    assert found.level is Level.WARNING and "AVX2" in found.fix
+    assert "records of the disk" in found.message, "there are no operators, with any compiler"
 
 
 def test_a_gpu_without_a_c_compiler_or_headers_is_a_warning(tmp_path: Path) -> None:
