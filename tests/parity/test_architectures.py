@@ -7,13 +7,20 @@ found.
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from engine.batch import Batch, Span
+from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
+from engine.promise import Equal
+from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.architectures import ARCHITECTURES, VOCAB_SIZE
 from tests.parity.test_engine_tiers import BLOCK, House
+from tests.support.models import new_pool
 
 NUM_OUT = 8  # as many as a House generates
 
@@ -72,6 +79,40 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     assert 4 * BLOCK <= min(tiers), tiers
     assert [expected, *alone] == [answer for answer, _ in together]
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
+
+
+# Here these activate gates of 4 or 16 numbers a row, of which torch computes the last of a step by
+# another function. Published models have 64 or more.
+_NARROW_GATES = frozenset({"gemma4", "gemma4_text", "step3p7"})
+
+
+def test_where_bits_are_promised_chunks_and_rows_beside_move_none(loaded: LoadedModel) -> None:
+    promised = loaded.promise(activated_by_row=False).equal is Equal.BITS
+    if not promised or loaded.name.removeprefix("tiny-") in _NARROW_GATES:
+        pytest.skip("not promised")
+    tokens = np.array(prompt(100, seed=1), np.int32)
+    whole = kept(loaded, tokens, [100])
+    assert [True] * 2 == [
+        torch.equal(whole, kept(loaded, tokens, cuts, beside))
+        for cuts, beside in (([41, 1, 3, 20, 2, 32, 1], 0), ([64, 36], 13))
+    ]
+
+
+def kept(
+    loaded: LoadedModel, tokens: NDArray[np.int32], cuts: list[int], beside: int = 0
+) -> torch.Tensor:
+    """The KV of the prompt, computed in chunks of these sizes, each beside as many tokens of
+    another."""
+    pool = new_pool(loaded, 16, BLOCK).zero_()
+    runner, greedy, start = ModelRunner(loaded, pool), SamplingParams(temperature=0), 0
+    for number, count in enumerate(cuts):
+        chunk = tokens[start : start + count]
+        spans = [Span(0, chunk, start, list(range(8)), False, greedy)]
+        if beside:
+            spans.append(Span(number + 1, tokens[:beside], 0, [8 + number], False, greedy))
+        runner.step(Batch(spans))
+        start += count
+    return pool[:8]
 
 
 def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None:
