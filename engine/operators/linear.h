@@ -5,8 +5,8 @@
 // they are faster by what is not read.
 //
 // Bits are those of oneDNN's products (brgemm): per output, the products of so many numbers at a time,
-// 1,024 with AVX2, are one chain of multiply-adds that begins at 0, and the chains are added in order.
-// Which rows and threads there are does not matter. `engine.models.packing` finds the length of the
+// 1,024 with AVX2 and often 512 with AVX-512, are one chain of multiply-adds that begins at 0, and the
+// chains are added in order. Which rows and threads there are does not matter. `engine.models.packing` finds the length of the
 // chains, and compares the bits of each shape before it uses it.
 //
 // Layout: 32 outputs make a panel and 32 inputs a group, so weights are [outputs / 32, inputs / 32,
@@ -29,12 +29,15 @@
 namespace {
 
 constexpr int64_t kOutputs = 32, kGroup = 32;
-constexpr int64_t kAtOnce = 128;     // inputs whose weights many rows share in the nearest cache
-constexpr int64_t kRowsAtOnce = 96;  // rows of a piece of work
+constexpr int64_t kManyRows = 64;
+constexpr int64_t kAtOnce = 128;        // inputs whose weights rows share in the nearest cache,
+constexpr int64_t kAtOnceOfMany = 512;  // and in the next one, for many rows
+constexpr int64_t kRowsAtOnce = 384;    // rows of a piece of work, at most,
+constexpr int64_t kRowsAtLeast = 96;    // and fewer where threads would wait for each other
 constexpr int kVectors = kOutputs / kLanes;
 constexpr int kMostRows = kLanes == 16 ? 12 : 6;  // whose sums the registers hold,
 constexpr int kAtATime = 2;                       // of so many vectors of outputs
-constexpr int kFewRows = 3;  // for so many, weights go from memory into registers
+constexpr int kFewRows = kLanes == 16 ? 8 : 3;    // for so many, weights go into registers at once
 
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes), aligned(4)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes), aligned(4)));
@@ -274,15 +277,25 @@ void widen_groups(const uint8_t* group, int64_t groups, float* to) {
   });
 }
 
-// The sums of `kRows` rows and some of a panel's outputs, which go on from `to` unless they are fresh.
+// Sums of rows `stride` numbers apart, or none.
+struct Place {
+  float* at;
+  int64_t stride;
+
+  Place from(int64_t row, int64_t output) const {
+    return {at ? at + row * stride + output : at, stride};
+  }
+};
+
+// The sums of `kRows` rows and some of a panel's outputs, which go on from others, or begin at 0.
 template <int kRows, int kWide>
 struct Sums {
   Lanes of[kRows][kWide];
 
-  void begin(bool fresh, const float* from, int64_t stride) {
+  explicit Sums(const Place& others) {
     for (int r = 0; r < kRows; ++r)
       for (int v = 0; v < kWide; ++v)
-        of[r][v] = fresh ? Lanes(0.f) : Lanes::loadu(from + r * stride + v * kLanes);
+        of[r][v] = others.at ? Lanes::loadu(others.at + r * others.stride + v * kLanes) : Lanes(0.f);
   }
 
   inline __attribute__((always_inline)) void add(const float* x, int64_t stride, const Lanes* weights) {
@@ -294,26 +307,30 @@ struct Sums {
     }
   }
 
-  void end(float* to, int64_t stride) const {
+  // Stores them, added to those of the chains before if there are any.
+  void end(const Place& before, const Place& to) const {
     for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kWide; ++v) of[r][v].store(to + r * stride + v * kLanes);
+      for (int v = 0; v < kWide; ++v) {
+        const int64_t at = r * before.stride + v * kLanes;
+        (before.at ? Lanes::loadu(before.at + at) + of[r][v] : of[r][v])
+            .store(to.at + r * to.stride + v * kLanes);
+      }
   }
 };
 
-// Rows of `inputs` numbers, with weights that were made before: [inputs, 32].
+// Rows `apart` numbers apart, with weights that were made before: [count, 32].
 template <int kRows>
-void multiply(const float* x, int64_t inputs, const float* w, int64_t count, float* to,
-              int64_t stride, bool fresh) {
+void multiply(const float* x, int64_t apart, const float* w, int64_t count, const Place& from,
+              const Place& before, const Place& to) {
   for (int64_t at = 0; at < kOutputs; at += kAtATime * kLanes) {
-    Sums<kRows, kAtATime> sums;
-    sums.begin(fresh, to + at, stride);
+    Sums<kRows, kAtATime> sums(from.from(0, at));
     for (int64_t k = 0; k < count; ++k) {
       Lanes weights[kAtATime];
       for (int v = 0; v < kAtATime; ++v)
         weights[v] = Lanes::loadu(w + k * kOutputs + at + v * kLanes);
-      sums.add(x + k, inputs, weights);
+      sums.add(x + k, apart, weights);
     }
-    sums.end(to + at, stride);
+    sums.end(before.from(0, at), to.from(0, at));
   }
 }
 
@@ -326,13 +343,12 @@ void with_constant(int64_t number, const Use& use) {
 
 // The same with weights as they are stored.
 template <class Stored, int kRows>
-void multiply_stored(const float* x, int64_t inputs, const uint8_t* group, int64_t groups, float* to,
-                     int64_t stride) {
-  Sums<kRows, kVectors> sums;
-  sums.begin(true, to, stride);
+void multiply_stored(const float* x, int64_t apart, const uint8_t* group, int64_t groups,
+                     const Place& before, const Place& to) {
+  Sums<kRows, kVectors> sums({});
   each_input<Stored>(group, groups,
-                     [&](int64_t k, const Lanes* weights) { sums.add(x + k, inputs, weights); });
-  sums.end(to, stride);
+                     [&](int64_t k, const Lanes* weights) { sums.add(x + k, apart, weights); });
+  sums.end(before, to);
 }
 
 // What is done with weights that are stored in one way.
@@ -343,10 +359,14 @@ struct Kind {
   decltype(&multiply_stored<Halves, 1>) multiply[kFewRows];
 };
 
+template <class Stored, int... kBefore>
+constexpr Kind kind_of(std::integer_sequence<int, kBefore...>) {
+  return {Stored::kBytes, Stored::fit, widen_groups<Stored>, {multiply_stored<Stored, 1 + kBefore>...}};
+}
+
 template <class Stored>
 constexpr Kind kind_of() {
-  return {Stored::kBytes, Stored::fit, widen_groups<Stored>,
-          {multiply_stored<Stored, 1>, multiply_stored<Stored, 2>, multiply_stored<Stored, 3>}};
+  return kind_of<Stored>(std::make_integer_sequence<int, kFewRows>());
 }
 
 // In the order in which they are tried, the narrowest first, with the quantizations of GGUF.
@@ -386,38 +406,40 @@ uint8_t* panels_of(const Tensor& stored) {
   return static_cast<uint8_t*>(stored.data_ptr()) + Narrow::kStart;
 }
 
-// One chain of many rows, of which each piece of weights is made once.
-void many_rows(const Kind& kind, const float* x, int64_t rows, int64_t inputs, const uint8_t* group,
-               int64_t groups, float* to, int64_t stride, float* made) {
-  for (int64_t k = 0; k < groups * kGroup; k += kAtOnce) {
-    const int64_t count = std::min(kAtOnce, groups * kGroup - k);
+// One chain of many rows, of which each piece of weights is made once. The sums of pieces but the last
+// are in `next`.
+void many_rows(const Kind& kind, const float* x, int64_t rows, int64_t apart, const uint8_t* group,
+               int64_t groups, const Place& before, const Place& to, float* made, const Place& next) {
+  const int64_t inputs = groups * kGroup, at_once = rows < kManyRows ? kAtOnce : kAtOnceOfMany;
+  for (int64_t k = 0; k < inputs; k += at_once) {
+    const int64_t count = std::min(at_once, inputs - k);
+    const bool last = k + count == inputs;
+    const Place from = k ? next : Place{}, added = last ? before : Place{}, into = last ? to : next;
     kind.widen(group + k / kGroup * kind.bytes, count / kGroup, made);
     // kMostRows rows at once, or nearly as many: fewer would wait for each other's sums.
     int64_t row = 0;
     for (int64_t left = (rows + kMostRows - 1) / kMostRows; left > 0; --left)
       with_constant<kMostRows>((rows - row + left - 1) / left, [&](auto some) {
-        multiply<some()>(x + row * inputs + k, inputs, made, count, to + row * stride, stride, k == 0);
+        multiply<some()>(x + row * apart + k, apart, made, count, from.from(row, 0),
+                         added.from(row, 0), into.from(row, 0));
         row += some();
       });
   }
 }
 
-// The products of rows [rows, inputs] with one panel, into `to`, with rows `stride` numbers apart.
-void panel_of(const Kind& kind, const float* x, int64_t rows, int64_t inputs, int64_t chain,
-              const uint8_t* group, float* to, int64_t stride) {
-  float* made = room_for((kAtOnce + rows) * kOutputs);
-  float* next = made + kAtOnce * kOutputs;
+// The products of rows, `apart` numbers apart, with one panel.
+void panel_of(const Kind& kind, const float* x, int64_t rows, int64_t apart, int64_t inputs,
+              int64_t chain, const uint8_t* group, const Place& to) {
+  float* made = room_for((kAtOnceOfMany + rows) * kOutputs);
   for (int64_t k = 0; k < inputs; k += chain) {
     const int64_t groups = std::min(chain, inputs - k) / kGroup;
-    float* sums = k ? next : to;
-    const int64_t apart = k ? kOutputs : stride;
+    const Place before = k ? to : Place{};
     if (rows > kFewRows)
-      many_rows(kind, x + k, rows, inputs, group, groups, sums, apart, made);
+      many_rows(kind, x + k, rows, apart, group, groups, before, to, made,
+                {made + kAtOnceOfMany * kOutputs, kOutputs});
     else
-      kind.multiply[rows - 1](x + k, inputs, group, groups, sums, apart);
+      kind.multiply[rows - 1](x + k, apart, group, groups, before, to);
     group += groups * kind.bytes;
-    for (int64_t i = 0; k && i < rows * kOutputs; ++i)
-      to[i / kOutputs * stride + i % kOutputs] += next[i];
   }
 }
 
@@ -468,6 +490,21 @@ Tensor widen(const Tensor& stored) {
   return output;
 }
 
+// The rows, apart by a line of the cache more if they have 256 numbers, 512 or so on: as they are,
+// most of them would be in the same few places of the nearest cache.
+Tensor spread_rows(const Tensor& x, int64_t rows, int64_t inputs) {
+  constexpr int64_t kPlaces = 256, kLine = 16;
+  if (rows <= kMostRows || inputs % kPlaces) return x;
+  Tensor spread = empty({rows, inputs + kLine});
+  const float* from = read(x);
+  float* to = write(spread);
+  in_parallel(rows, inputs, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      std::copy_n(from + r * inputs, inputs, to + r * (inputs + kLine));
+  });
+  return spread;
+}
+
 // Rows [..., inputs] times narrow weights, plus a bias [outputs]. chain: inputs whose products are one.
 Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>& bias,
               int64_t chain) {
@@ -480,9 +517,13 @@ Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>
   sizes.back() = outputs;
   Tensor output = empty(sizes);
   const int64_t rows = x.numel() / inputs;
-  const int64_t at_once = rows < 2 * kRowsAtOnce ? std::max<int64_t>(1, rows) : kRowsAtOnce;
-  const int64_t pieces = (rows + at_once - 1) / at_once;
-  const float *from = read(x), *added = bias ? read(*bias) : nullptr;
+  int64_t pieces = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  const int64_t tasks = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
+  while (narrow.panels * pieces < tasks && rows > kRowsAtLeast * pieces) ++pieces;
+  const int64_t at_once = pieces ? (rows + pieces - 1) / pieces : 0;
+  const Tensor spread = spread_rows(x, rows, inputs);
+  const int64_t apart = rows ? spread.numel() / rows : inputs;
+  const float *from = read(spread), *added = bias ? read(*bias) : nullptr;
   const uint8_t* weights = panels_of(stored);
   float* to = write(output);
   in_parallel(narrow.panels * pieces, inputs * (at_once + 4) / 4, [&](int64_t begin, int64_t end) {
@@ -490,8 +531,8 @@ Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>
       const int64_t panel = item / pieces, row = item % pieces * at_once;
       const int64_t count = std::min(at_once, rows - row);
       float* sums = to + row * outputs + panel * kOutputs;
-      panel_of(narrow.kind(), from + row * inputs, count, inputs, chain, weights + panel * panel_bytes,
-               sums, outputs);
+      panel_of(narrow.kind(), from + row * apart, count, apart, inputs, chain,
+               weights + panel * panel_bytes, {sums, outputs});
       for (int64_t i = 0; added && i < count * kOutputs; ++i)
         sums[i / kOutputs * outputs + i % kOutputs] += added[panel * kOutputs + i % kOutputs];
     }

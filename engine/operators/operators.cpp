@@ -25,7 +25,7 @@ constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
 constexpr int64_t kRows = 6;       // rows that share one reading of values
 constexpr int kWide = kLanes == 16 ? 4 : 2;        // vectors of a value that they add up at once
 constexpr int64_t kTileRows = 48;                  // rows whose scores are in memory at once,
-constexpr int64_t kScores = 1 << 17;               // if these are not more numbers: 512 KiB
+constexpr int64_t kScores = 1 << (kLanes == 16 ? 19 : 17);  // if these are not more numbers
 
 // Norms.
 
