@@ -121,7 +121,7 @@ docs: $(STAMP) ## Write the reference pages in docs/ from the code
 models: $(TESTS) ## Write the tables of docs/models.md from tiny models of every architecture
 	@$(BIN)/python -m tests.parity.architectures
 
-site: $(STAMP) ## Build the docs as a site with a search into build/site
+site: $(TESTS) ## Build the docs as a site with a search into build/site
 	@$(BIN)/python -c "import mkdocs" 2>/dev/null || $(PIP) $(PINNED) -q -r requirements-site.txt
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build  # without -q, which would let broken links pass
 
