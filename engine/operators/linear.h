@@ -318,9 +318,10 @@ struct Sums {
   }
 };
 
-// Rows `apart` numbers apart, with weights that were made before: [count, 32].
+// Rows of `inputs` numbers, of which `count` are multiplied, with weights that were made before:
+// [count, 32].
 template <int kRows>
-void multiply(const float* x, int64_t apart, const float* w, int64_t count, const Place& from,
+void multiply(const float* x, int64_t inputs, const float* w, int64_t count, const Place& from,
               const Place& before, const Place& to) {
   for (int64_t at = 0; at < kOutputs; at += kAtATime * kLanes) {
     Sums<kRows, kAtATime> sums(from.from(0, at));
@@ -328,7 +329,7 @@ void multiply(const float* x, int64_t apart, const float* w, int64_t count, cons
       Lanes weights[kAtATime];
       for (int v = 0; v < kAtATime; ++v)
         weights[v] = Lanes::loadu(w + k * kOutputs + at + v * kLanes);
-      sums.add(x + k, apart, weights);
+      sums.add(x + k, inputs, weights);
     }
     sums.end(before.from(0, at), to.from(0, at));
   }
@@ -343,11 +344,11 @@ void with_constant(int64_t number, const Use& use) {
 
 // The same with weights as they are stored.
 template <class Stored, int kRows>
-void multiply_stored(const float* x, int64_t apart, const uint8_t* group, int64_t groups,
+void multiply_stored(const float* x, int64_t inputs, const uint8_t* group, int64_t groups,
                      const Place& before, const Place& to) {
   Sums<kRows, kVectors> sums({});
   each_input<Stored>(group, groups,
-                     [&](int64_t k, const Lanes* weights) { sums.add(x + k, apart, weights); });
+                     [&](int64_t k, const Lanes* weights) { sums.add(x + k, inputs, weights); });
   sums.end(before, to);
 }
 
@@ -408,37 +409,37 @@ uint8_t* panels_of(const Tensor& stored) {
 
 // One chain of many rows, of which each piece of weights is made once. The sums of pieces but the last
 // are in `next`.
-void many_rows(const Kind& kind, const float* x, int64_t rows, int64_t apart, const uint8_t* group,
+void many_rows(const Kind& kind, const float* x, int64_t rows, int64_t inputs, const uint8_t* group,
                int64_t groups, const Place& before, const Place& to, float* made, const Place& next) {
-  const int64_t inputs = groups * kGroup, at_once = rows < kManyRows ? kAtOnce : kAtOnceOfMany;
-  for (int64_t k = 0; k < inputs; k += at_once) {
-    const int64_t count = std::min(at_once, inputs - k);
-    const bool last = k + count == inputs;
+  const int64_t length = groups * kGroup, at_once = rows < kManyRows ? kAtOnce : kAtOnceOfMany;
+  for (int64_t k = 0; k < length; k += at_once) {
+    const int64_t count = std::min(at_once, length - k);
+    const bool last = k + count == length;
     const Place from = k ? next : Place{}, added = last ? before : Place{}, into = last ? to : next;
     kind.widen(group + k / kGroup * kind.bytes, count / kGroup, made);
     // kMostRows rows at once, or nearly as many: fewer would wait for each other's sums.
     int64_t row = 0;
     for (int64_t left = (rows + kMostRows - 1) / kMostRows; left > 0; --left)
       with_constant<kMostRows>((rows - row + left - 1) / left, [&](auto some) {
-        multiply<some()>(x + row * apart + k, apart, made, count, from.from(row, 0),
+        multiply<some()>(x + row * inputs + k, inputs, made, count, from.from(row, 0),
                          added.from(row, 0), into.from(row, 0));
         row += some();
       });
   }
 }
 
-// The products of rows, `apart` numbers apart, with one panel.
-void panel_of(const Kind& kind, const float* x, int64_t rows, int64_t apart, int64_t inputs,
-              int64_t chain, const uint8_t* group, const Place& to) {
+// The products of rows [rows, inputs] with one panel.
+void panel_of(const Kind& kind, const float* x, int64_t rows, int64_t inputs, int64_t chain,
+              const uint8_t* group, const Place& to) {
   float* made = room_for((kAtOnceOfMany + rows) * kOutputs);
   for (int64_t k = 0; k < inputs; k += chain) {
     const int64_t groups = std::min(chain, inputs - k) / kGroup;
     const Place before = k ? to : Place{};
     if (rows > kFewRows)
-      many_rows(kind, x + k, rows, apart, group, groups, before, to, made,
+      many_rows(kind, x + k, rows, inputs, group, groups, before, to, made,
                 {made + kAtOnceOfMany * kOutputs, kOutputs});
     else
-      kind.multiply[rows - 1](x + k, apart, group, groups, before, to);
+      kind.multiply[rows - 1](x + k, inputs, group, groups, before, to);
     group += groups * kind.bytes;
   }
 }
@@ -490,21 +491,6 @@ Tensor widen(const Tensor& stored) {
   return output;
 }
 
-// The rows, apart by a line of the cache more if they have 256 numbers, 512 or so on: as they are,
-// most of them would be in the same few places of the nearest cache.
-Tensor spread_rows(const Tensor& x, int64_t rows, int64_t inputs) {
-  constexpr int64_t kPlaces = 256, kLine = 16;
-  if (rows <= kMostRows || inputs % kPlaces) return x;
-  Tensor spread = empty({rows, inputs + kLine});
-  const float* from = read(x);
-  float* to = write(spread);
-  in_parallel(rows, inputs, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      std::copy_n(from + r * inputs, inputs, to + r * (inputs + kLine));
-  });
-  return spread;
-}
-
 // Rows [..., inputs] times narrow weights, plus a bias [outputs]. chain: inputs whose products are one.
 Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>& bias,
               int64_t chain) {
@@ -521,9 +507,7 @@ Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>
   const int64_t tasks = 4 * static_cast<int64_t>(torch::stable::get_num_threads());
   while (narrow.panels * pieces < tasks && rows > kRowsAtLeast * pieces) ++pieces;
   const int64_t at_once = pieces ? (rows + pieces - 1) / pieces : 0;
-  const Tensor spread = spread_rows(x, rows, inputs);
-  const int64_t apart = rows ? spread.numel() / rows : inputs;
-  const float *from = read(spread), *added = bias ? read(*bias) : nullptr;
+  const float *from = read(x), *added = bias ? read(*bias) : nullptr;
   const uint8_t* weights = panels_of(stored);
   float* to = write(output);
   in_parallel(narrow.panels * pieces, inputs * (at_once + 4) / 4, [&](int64_t begin, int64_t end) {
@@ -531,8 +515,8 @@ Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>
       const int64_t panel = item / pieces, row = item % pieces * at_once;
       const int64_t count = std::min(at_once, rows - row);
       float* sums = to + row * outputs + panel * kOutputs;
-      panel_of(narrow.kind(), from + row * apart, count, apart, inputs, chain,
-               weights + panel * panel_bytes, {sums, outputs});
+      panel_of(narrow.kind(), from + row * inputs, count, inputs, chain, weights + panel * panel_bytes,
+               {sums, outputs});
       for (int64_t i = 0; added && i < count * kOutputs; ++i)
         sums[i / kOutputs * outputs + i % kOutputs] += added[panel * kOutputs + i % kOutputs];
     }
