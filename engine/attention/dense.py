@@ -256,14 +256,27 @@ def _add_product(
 
 def onednn_product(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """rows [M, K] @ columns [K, N], of two rows or more, by oneDNN. With AVX2 or AVX-512, each
-    of its numbers is one chain of 512 multiply-adds or more, for any M and N."""
+    of its numbers is one chain of 512 multiply-adds or more, for any M and N. A build of torch
+    without oneDNN uses its BLAS."""
     if not columns.t().is_contiguous():  # of others it is slow, and sums in another order
         columns = columns.contiguous()
+    return _linear(rows, columns.t())
+
+
+def _by_onednn(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     no_scalars: list[int | float | complex | None] = []  # a list of numbers to TorchScript
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-        rows, columns.t(), None, "none", no_scalars, ""
+        rows, weights, None, "none", no_scalars, ""
     )
     return product
+
+
+def _by_blas(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    return torch.mm(rows, weights.t())
+
+
+# TorchScript compiles no call of an operator that a build has not.
+_linear = _by_onednn if hasattr(torch.ops.mkldnn, "_linear_pointwise") else _by_blas
 
 
 def onednn_products(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

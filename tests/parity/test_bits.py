@@ -1,5 +1,9 @@
 """A token's attention has the same bits alone, in a chunk of any size and after a prefix."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +11,8 @@ from engine.attention import agreement, cpu, dense, latent
 from engine.attention.dense import onednn_product
 from engine.operators.library import Operators
 from tests.parity.bits import FEW, Shape, computed, differing
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)
@@ -73,6 +79,25 @@ def test_a_row_times_the_matrix_of_its_head_has_the_same_bits_among_any_number(
     assert [n for n in counts if not torch.equal(multiply(rows[:n]), whole[:n])] == []
     expected = torch.einsum("thk,hkn->thn", rows.double(), matrices.double())
     torch.testing.assert_close(whole.double(), expected, rtol=0, atol=1e-4)
+
+
+WITHOUT_ONEDNN = """
+import torch
+
+class Nothing:
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+torch.ops.mkldnn = Nothing()
+from tests.parity.bits import FEW, computed
+whole = computed(FEW[0], 200, [200], torch.float32)
+assert whole.isfinite().all()
+"""
+
+
+def test_a_build_of_torch_without_onednn_attends() -> None:
+    """As for Apple's processors."""
+    subprocess.run([sys.executable, "-c", WITHOUT_ONEDNN], cwd=ROOT, check=True)
 
 
 def test_the_same_holds_in_bfloat16() -> None:
