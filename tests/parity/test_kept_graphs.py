@@ -19,6 +19,7 @@ from engine.models.load import LoadedModel
 from engine.operators.library import Operators
 from engine.torchscript import undeprecated
 from tests.parity.test_traced import BLOCK, STEPS, forward
+from tests.support.damage import DAMAGES, damage
 from tests.support.models import ARCHITECTURES, new_pool, tiny_model
 
 WEIGHTS = bytes(16)
@@ -175,27 +176,19 @@ def test_a_kept_graph_with_other_bits_is_recorded_again(
     taken(kept.parent, loaded)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "folder"])
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_file_is_recorded_again(
     kept: Path,
-    damage: str,
+    how: str,
     loaded: LoadedModel,
     caplog: pytest.LogCaptureFixture,
     taken: Callable[..., TracedForward],
 ) -> None:
-    whole = kept.read_bytes()
-    match damage:
-        case "flip":
-            kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        case "cut":
-            kept.write_bytes(whole[:100])
-        case "folder":
-            kept.unlink()
-            kept.mkdir()
+    damage(kept, how)
     recorded(kept.parent, loaded)
     assert str(kept) in caplog.text
     taken(kept.parent, loaded)
-    assert len(list(kept.parent.iterdir())) == (2 if damage == "folder" else 1)
+    assert len(list(kept.parent.iterdir())) == (2 if how == "folder" else 1)
 
 
 @pytest.mark.parametrize("mode", [0o660, 0o606])

@@ -11,6 +11,7 @@ from torch import nn
 
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import NarrowLinear, PackedLinear, pack
+from tests.support.damage import DAMAGES, damage
 
 pytestmark = pytest.mark.usefixtures("operators")
 
@@ -72,26 +73,18 @@ def test_a_file_that_is_cut_under_a_server_takes_nothing_from_it(kept: Path) -> 
     assert torch.equal(packed(model)(ROWS), packed(loaded())(ROWS))
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "folder"])
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_file_is_not_read_and_is_made_again(
-    kept: Path, damage: str, caplog: pytest.LogCaptureFixture
+    kept: Path, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = kept.read_bytes()
-    kept.unlink()
-    match damage:
-        case "flip":
-            kept.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-        case "cut":
-            kept.write_bytes(whole[:100])
-        case "folder":
-            kept.mkdir()
-            (kept / "x").touch()
+    damage(kept, how)
     model = loaded()
     assert not file_of(kept.parent).place(model)
     assert str(kept) in caplog.text
-    assert kept.exists() == (damage == "folder"), "what is damaged takes no room"
+    assert kept.exists() == (how == "folder"), "what is damaged takes no room"
     file_of(kept.parent).write(packed(model))
-    if damage != "folder":
+    if how != "folder":
         assert kept.read_bytes() == whole
         assert list(kept.parent.iterdir()) == [kept]
 
