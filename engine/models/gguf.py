@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoModelForCausalLM
@@ -130,7 +131,14 @@ def _save_model(model: Any, fields: Mapping[str, Any], folder: Path) -> None:
         if tensor.data_ptr() not in seen:  # a tied head is the embedding, stored once
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+        raise ModelError(
+            f"the weights, {mib:,.0f} MiB in float32, cannot be written to {folder.parent}: {error}"
+            "; free some room there, or name another folder with --data-dir"
+        ) from error
 
 
 def _save_tokenizer(tokenizer: FastTokenizer, fields: Mapping[str, Any], folder: Path) -> None:

@@ -1,5 +1,6 @@
 """A GGUF file becomes a folder of safetensors with the same numbers, and is read once for it."""
 
+import resource
 from pathlib import Path
 
 import gguf
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from engine.errors import ModelError
 from engine.models.gguf import convert
 
 WIDTH, WIDE, HEADS, KV_HEADS = 32, 64, 4, 2
@@ -92,3 +94,16 @@ def test_a_file_is_read_once_and_its_weights_arrive(
         ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
     ):
         np.testing.assert_array_equal(given[mine], found[name])
+
+
+def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path: Path) -> None:
+    """A limit of this process takes the place of a full disk."""
+    write_gguf(tmp_path / "tiny.gguf")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(ModelError, match="MiB in float32, cannot be written to"):
+            convert(tmp_path / "tiny.gguf", tmp_path / "out", lambda *_: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [tmp_path / "tiny.gguf"] == list(tmp_path.iterdir())
