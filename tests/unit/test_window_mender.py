@@ -65,3 +65,20 @@ def test_windows_are_read_once_for_two_requests_and_not_served_if_that_fails() -
     for ticket in (first, second):
         house.settle(ticket)
         assert [] == ticket.blocks
+
+
+def test_a_block_takes_no_frame_from_one_whose_windows_are_read_with_its_own() -> None:
+    """The host has room for one of the two blocks whose windows are missing."""
+    house = House()
+    residency = house.cache.residency
+    first, *others = (house.cache.index.get(key) for key in chain(8).keys)
+    assert first is not None and residency.frames is not None and residency.host_room is not None
+    assert residency.host_room.widen(first, ())
+    for block in others:
+        assert block is not None
+        residency.evict_host(block)
+    while residency.frames.take() or residency.frames.take(lesser=True):
+        pass
+    ticket = house.cache.open(chain(2))
+    house.settle(ticket)
+    assert first.frame is not None and [] == ticket.blocks

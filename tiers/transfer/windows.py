@@ -109,7 +109,7 @@ class WindowMender:
         if self._mover is None:
             return False
         for block in blocks:
-            if block.frame is None and not residency.evictor.demote(block, roomy=True):
+            if block.frame is None and not residency.evictor.demote(block, blocks, roomy=True):
                 return False
             if not (residency.host_room and residency.host_room.widen(block, blocks)):
                 return False
