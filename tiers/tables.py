@@ -10,7 +10,7 @@ import time
 
 from tiers.blocks.chain import Chain
 from tiers.errors import CopyFailed, OutOfBlocks
-from tiers.memory.block import Block, BlockState
+from tiers.memory.block import Block, BlockState, DeviceState
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.policy.policy import Use
@@ -117,8 +117,9 @@ class BlockTables:
             return block
         if held.identity() != identity or held.state is not BlockState.READY:
             return block
-        if block.ref_count > 1 and self._residency.lacks_slot(held):
-            return block  # others read it where it is
+        extended = block.device is DeviceState.IN_USE  # it was a tail, which the policy knows
+        if (block.ref_count > 1 or extended) and self._residency.lacks_slot(held):
+            return block  # others read it where it is, or its slot may leave with it alone
         return self._merge(block, held)
 
     def _merge(self, block: Block, held: Block) -> Block:

@@ -11,6 +11,7 @@ from tiers.blocks.frames import FrameArena
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.memory.block import BlockState
+from tiers.memory.tails import TailCase
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
@@ -115,6 +116,30 @@ def test_a_full_block_is_not_merged_into_one_still_computing(bench: Bench) -> No
     assert announced.state is BlockState.COMPUTING
     assert tables.commit(first, 0, announced) is announced
     assert bench.cache.index.get(first.keys[0]) is announced
+
+
+def test_an_extended_tail_is_not_merged_into_a_block_that_has_left_the_device(bench: Bench) -> None:
+    """It fills while another with its tokens is committed, ends, and is evicted to the host."""
+    cache, tables = bench.cache, bench.cache.tables
+    short = Chain(ROOT, range(2), LAYOUT.block_size)
+    [block] = tables.plan(short, 0)
+    tables.provide(block)
+    tables.release(short, [block], 2)
+    chain = Chain(ROOT, range(3), LAYOUT.block_size)
+    tail = cache.find_tail(cache.open(chain))
+    assert tail is not None and tail.case is TailCase.EXTEND
+    extended = tables.adopt_tail(tail, chain, 0)
+    assert extended is block
+    chain.append(3)
+    bench.compute(bench.chain(0, 1))
+    held = cache.index.get(chain.keys[0])
+    assert held is not None and cache.residency.evictor.demote(held)
+    cache.residency.evict_device(held)
+    assert tables.commit(chain, 0, extended) is extended
+    tables.release(chain, [extended], 4)
+    bench.settle()
+    cache.residency.check()
+    assert [held] == list(cache.index) and 1 == bench.serve(chain)
 
 
 def test_what_a_request_asks_for_is_in_the_working_set(bench: Bench) -> None:
