@@ -1,6 +1,7 @@
 """Words of planes are joined to the same bytes by numpy and by compiled functions."""
 
 import ctypes
+import mmap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +26,9 @@ def compiled(operators: Operators) -> Path:
 
 @pytest.mark.parametrize("item_bytes", [2, 4])
 @pytest.mark.parametrize("nbytes", [8, 16, 1000, 12_360, CHUNK_BYTES + 1_048, 5_898_240])
+@pytest.mark.parametrize("offset", [0, 8])  # from a line, and so from a page, on
 def test_a_block_is_expanded_to_the_same_bytes(
-    operators: Operators, item_bytes: int, nbytes: int
+    operators: Operators, item_bytes: int, nbytes: int, offset: int
 ) -> None:
     values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
     block, record = values.data.cast("B"), memoryview(bytearray(bound(nbytes)))
@@ -36,20 +38,25 @@ def test_a_block_is_expanded_to_the_same_bytes(
         if is_compiled:
             assert planes.use_library(compiled(operators))
             assert {2, 4} == planes._compiled.keys()
-        expanded = memoryview(bytearray(nbytes))
+        expanded = memoryview(mmap.mmap(-1, offset + nbytes))[offset:]
         codec._decode_planes(item_bytes, record[:nbytes_coded], expanded)
         assert block == expanded
 
 
+@pytest.mark.parametrize("rest", [False, True])
 def test_a_library_with_other_bytes_is_not_used(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    operators: Operators,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rest: bool,
 ) -> None:
+    """Neither where they differ in whole lines, nor where they do in a rest."""
     library = ctypes.CDLL(str(compiled(operators)))
 
     def other(low: int, high: int, items: int, count: int) -> None:
-        library.cachesvc_join32(
-            *map(ctypes.c_void_p, (low, high, items)), ctypes.c_size_t(count - 1)
-        )
+        library.cachesvc_join32(*map(ctypes.c_void_p, (low, high, items)), ctypes.c_size_t(count))
+        if bool(count % 64) is rest:
+            ctypes.memset(items + 4 * count - 1, 0x55, 1)
 
     made = SimpleNamespace(cachesvc_join16=library.cachesvc_join16, cachesvc_join32=other)
     monkeypatch.setattr(ctypes, "CDLL", lambda path: made)

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 Words = NDArray[Any]
 
-CHECKED_ITEMS = 1000  # a lane, of which a join is compared with numpy's: also a vector's rest
+# Of a lane, of which joins are compared with numpy's: whole lines of memory, and also a rest.
+CHECKED_ITEMS = (1024, 1000)
+LINE_BYTES = 64
 
 # By bytes of an item: (low, high, items, items of a lane), the first three by address. Of the whole
 # process, as the library is.
@@ -67,13 +69,23 @@ def _agrees(item_bytes: int, function: Callable[[int, int, int, int], None]) -> 
     dtype, lanes = np.dtype(f"<u{item_bytes}"), item_bytes
     random = np.random.default_rng(0)
     most = np.iinfo(dtype).max
-    items = random.integers(0, most, lanes * CHECKED_ITEMS, dtype, endpoint=True)
-    low = np.empty((lanes - 1) * CHECKED_ITEMS, dtype)
-    high, temp = np.empty(CHECKED_ITEMS, dtype), np.empty(CHECKED_ITEMS, dtype)
-    split(item_bytes, items, low, high, temp)
-    joined = np.zeros_like(items)
-    function(_address(low), _address(high), _address(joined), CHECKED_ITEMS)
-    return bool(np.array_equal(items, joined))
+    for count in CHECKED_ITEMS:
+        items = random.integers(0, most, lanes * count, dtype, endpoint=True)
+        low = np.empty((lanes - 1) * count, dtype)
+        high, temp = np.empty(count, dtype), np.empty(count, dtype)
+        split(item_bytes, items, low, high, temp)
+        joined = _on_a_line(lanes * count, dtype)
+        function(_address(low), _address(high), _address(joined), count)
+        if not np.array_equal(items, joined):
+            return False
+    return True
+
+
+def _on_a_line(count: int, dtype: np.dtype[Any]) -> Words:
+    """Zeros that begin with a line of memory: the function writes only those line by line."""
+    memory = np.zeros(count * dtype.itemsize + LINE_BYTES, np.uint8)
+    start = -_address(memory) % LINE_BYTES
+    return memory[start : start + count * dtype.itemsize].view(dtype)
 
 
 def _split16(items: Words, low: Words, high: Words, temp: Words) -> None:
