@@ -32,6 +32,7 @@ constexpr int64_t kOutputs = 32, kGroup = 32;
 constexpr int64_t kManyRows = 64;
 constexpr int64_t kAtOnce = 128;        // inputs whose weights rows share in the nearest cache,
 constexpr int64_t kAtOnceOfMany = 512;  // and in the next one, for many rows
+constexpr int64_t kPanelsAtOnce = 4;    // that read many rows while these are in a cache
 constexpr int64_t kRowsAtOnce = 384;    // rows of a piece of work, at most,
 constexpr int64_t kRowsAtLeast = 96;    // and fewer where threads would wait for each other
 constexpr int kVectors = kOutputs / kLanes;
@@ -298,10 +299,12 @@ struct Sums {
         of[r][v] = others.at ? Lanes::loadu(others.at + r * others.stride + v * kLanes) : Lanes(0.f);
   }
 
-  inline __attribute__((always_inline)) void add(const float* x, int64_t stride, const Lanes* weights) {
+  // number(r): that of a row, to be multiplied with the weights.
+  template <class Number>
+  inline __attribute__((always_inline)) void add(const Number& number, const Lanes* weights) {
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; ++r) {
-      const Lanes one(x[r * stride]);
+      const Lanes one(number(r));
 #pragma GCC unroll 4
       for (int v = 0; v < kWide; ++v) of[r][v] = at::vec::fmadd(one, weights[v], of[r][v]);
     }
@@ -325,11 +328,17 @@ void multiply(const float* x, int64_t inputs, const float* w, int64_t count, con
               const Place& before, const Place& to) {
   for (int64_t at = 0; at < kOutputs; at += kAtATime * kLanes) {
     Sums<kRows, kAtATime> sums(from.from(0, at));
-    for (int64_t k = 0; k < count; ++k) {
+    // A pointer to three rows: there are not enough registers for one to each.
+    const float *a = x, *b = a + 3 * inputs, *c = b + 3 * inputs, *d = c + 3 * inputs;
+    for (int64_t k = 0; k < count; ++k, ++a, ++b, ++c, ++d) {
+      asm("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d));
       Lanes weights[kAtATime];
       for (int v = 0; v < kAtATime; ++v)
         weights[v] = Lanes::loadu(w + k * kOutputs + at + v * kLanes);
-      sums.add(x + k, inputs, weights);
+      const auto number = [&](int r) __attribute__((always_inline)) {
+        return (r < 3 ? a : r < 6 ? b : r < 9 ? c : d)[r % 3 * inputs];
+      };
+      sums.add(number, weights);
     }
     sums.end(before.from(0, at), to.from(0, at));
   }
@@ -348,7 +357,9 @@ void multiply_stored(const float* x, int64_t inputs, const uint8_t* group, int64
                      const Place& before, const Place& to) {
   Sums<kRows, kVectors> sums({});
   each_input<Stored>(group, groups,
-                     [&](int64_t k, const Lanes* weights) { sums.add(x + k, inputs, weights); });
+                     [&](int64_t k, const Lanes* weights) {
+                       sums.add([&](int r) { return x[r * inputs + k]; }, weights);
+                     });
   sums.end(before, to);
 }
 
@@ -407,40 +418,59 @@ uint8_t* panels_of(const Tensor& stored) {
   return static_cast<uint8_t*>(stored.data_ptr()) + Narrow::kStart;
 }
 
-// One chain of many rows, of which each piece of weights is made once. The sums of pieces but the last
-// are in `next`.
-void many_rows(const Kind& kind, const float* x, int64_t rows, int64_t inputs, const uint8_t* group,
-               int64_t groups, const Place& before, const Place& to, float* made, const Place& next) {
+// Panels of weights, `bytes` apart.
+struct Panels {
+  const Kind& kind;
+  const uint8_t* first;
+  int64_t bytes, count;
+
+  const uint8_t* at(int64_t panel, int64_t group) const {
+    return first + panel * bytes + group * kind.bytes;
+  }
+};
+
+// One chain of many rows, the products of groups [from, from + groups), of which each piece of weights
+// is made once. The sums of pieces but the last are beside them.
+void many_rows(const Panels& panels, int64_t from, int64_t groups, const float* x, int64_t rows,
+               int64_t inputs, bool is_first, const Place& to, float* made) {
   const int64_t length = groups * kGroup, at_once = rows < kManyRows ? kAtOnce : kAtOnceOfMany;
+  const Place next = {made + panels.count * at_once * kOutputs, panels.count * kOutputs};
   for (int64_t k = 0; k < length; k += at_once) {
     const int64_t count = std::min(at_once, length - k);
     const bool last = k + count == length;
-    const Place from = k ? next : Place{}, added = last ? before : Place{}, into = last ? to : next;
-    kind.widen(group + k / kGroup * kind.bytes, count / kGroup, made);
+    const Place begin = k ? next : Place{}, before = last && !is_first ? to : Place{};
+    for (int64_t p = 0; p < panels.count; ++p)
+      panels.kind.widen(panels.at(p, from + k / kGroup), count / kGroup, made + p * count * kOutputs);
     // kMostRows rows at once, or nearly as many: fewer would wait for each other's sums.
     int64_t row = 0;
     for (int64_t left = (rows + kMostRows - 1) / kMostRows; left > 0; --left)
       with_constant<kMostRows>((rows - row + left - 1) / left, [&](auto some) {
-        multiply<some()>(x + row * inputs + k, inputs, made, count, from.from(row, 0),
-                         added.from(row, 0), into.from(row, 0));
+        for (int64_t p = 0; p < panels.count; ++p) {
+          const int64_t output = p * kOutputs;
+          multiply<some()>(x + row * inputs + k, inputs, made + p * count * kOutputs, count,
+                           begin.from(row, output), before.from(row, output),
+                           (last ? to : next).from(row, output));
+        }
         row += some();
       });
   }
 }
 
-// The products of rows [rows, inputs] with one panel.
-void panel_of(const Kind& kind, const float* x, int64_t rows, int64_t inputs, int64_t chain,
-              const uint8_t* group, const Place& to) {
-  float* made = room_for((kAtOnceOfMany + rows) * kOutputs);
+// The products of rows [rows, inputs] with the panels.
+void multiply_panels(const Panels& panels, const float* x, int64_t rows, int64_t inputs,
+                     int64_t chain, const Place& to) {
+  float* made = room_for((kAtOnceOfMany + rows) * panels.count * kOutputs);
   for (int64_t k = 0; k < inputs; k += chain) {
-    const int64_t groups = std::min(chain, inputs - k) / kGroup;
-    const Place before = k ? to : Place{};
-    if (rows > kFewRows)
-      many_rows(kind, x + k, rows, inputs, group, groups, before, to, made,
-                {made + kAtOnceOfMany * kOutputs, kOutputs});
-    else
-      kind.multiply[rows - 1](x + k, inputs, group, groups, before, to);
-    group += groups * kind.bytes;
+    const int64_t groups = std::min(chain, inputs - k) / kGroup, from = k / kGroup;
+    if (rows > kFewRows) {
+      many_rows(panels, from, groups, x + k, rows, inputs, k == 0, to, made);
+      continue;
+    }
+    for (int64_t p = 0; p < panels.count; ++p) {
+      const Place sums = to.from(0, p * kOutputs);
+      panels.kind.multiply[rows - 1](x + k, inputs, panels.at(p, from), groups, k ? sums : Place{},
+                                     sums);
+    }
   }
 }
 
@@ -511,14 +541,18 @@ Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>
   const uint8_t* weights = panels_of(stored);
   float* to = write(output);
   in_parallel(narrow.panels * pieces, inputs * (at_once + 4) / 4, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t panel = item / pieces, row = item % pieces * at_once;
+    for (int64_t item = begin, next; item < end; item = next) {
+      const int64_t panel = item % narrow.panels, row = item / narrow.panels * at_once;
       const int64_t count = std::min(at_once, rows - row);
+      const int64_t most = std::min(count < kManyRows ? 1 : kPanelsAtOnce, end - item);
+      const Panels panels = {narrow.kind(), weights + panel * panel_bytes, panel_bytes,
+                             std::min(most, narrow.panels - panel)};
+      next = item + panels.count;
       float* sums = to + row * outputs + panel * kOutputs;
-      panel_of(narrow.kind(), from + row * inputs, count, inputs, chain, weights + panel * panel_bytes,
-               {sums, outputs});
-      for (int64_t i = 0; added && i < count * kOutputs; ++i)
-        sums[i / kOutputs * outputs + i % kOutputs] += added[panel * kOutputs + i % kOutputs];
+      multiply_panels(panels, from + row * inputs, count, inputs, chain, {sums, outputs});
+      for (int64_t r = 0; added && r < count; ++r)
+        for (int64_t n = 0; n < panels.count * kOutputs; ++n)
+          sums[r * outputs + n] += added[panel * kOutputs + n];
     }
   });
   return output;

@@ -7,6 +7,7 @@
 //
 // All tensors are float32 on a CPU. Threads are those of torch's own team. No Python here.
 
+#include "exponential.h"
 #include "linear.h"
 #include "tensors.h"
 
@@ -26,7 +27,7 @@ constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
 constexpr int64_t kRows = 6;       // rows that share one reading of values
 constexpr int kWide = kLanes == 16 ? 4 : 2;        // vectors of a value that they add up at once
 constexpr int64_t kTileRows = 48;                  // rows whose scores are in memory at once,
-constexpr int64_t kScores = 1 << (kLanes == 16 ? 19 : 17);  // if these are not more numbers
+constexpr int64_t kScores = kLanes == 16 ? 1 << 19 : 3 << 15;  // if these are not more numbers
 
 // Norms.
 
@@ -97,7 +98,7 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
   in_parallel(gate.numel() / kLanes + 1, 8 * kLanes, [&](int64_t begin, int64_t end) {
     const int64_t at = begin * kLanes, stop = std::min(end * kLanes, gate.numel());
     at::vec::map2(
-        [](Lanes x, Lanes y) { return x / (Lanes(1.f) + x.neg().exp()) * y; },
+        [](Lanes x, Lanes y) { return x / (Lanes(1.f) + exponential(x.neg())) * y; },
         to + at, g + at, u + at, stop - at);
   });
   return output;
@@ -170,30 +171,35 @@ void score(const float* keys, const float* queries, int64_t dim, float* scores, 
 // Scores of keys [0, count), a multiple of kAligned, in planes of count * kLanes.
 void score_all(const float* keys, const float* queries, int64_t vectors, int64_t dim, int64_t count,
                float* scores) {
-  constexpr int kKeys = kLanes == 16 ? 8 : 4;
-  const int64_t plane = count * kLanes, pairs = vectors / 2 * 2;
-  for (int64_t first = 0; first < count; first += kAligned) {
-    for (int64_t v = 0; v < pairs; v += 2)
-      for (int64_t j = first; j < first + kAligned; j += kKeys)
-        score<kKeys, 2>(keys + j * dim, queries + v * dim * kLanes, dim,
+  constexpr int kKeys = kLanes == 16 ? 8 : 4, kTogether = 3;  // as many sums as registers hold
+  const int64_t plane = count * kLanes;
+  for (int64_t first = 0; first < count; first += kAligned)
+    for (int64_t v = 0; v < vectors; v += kTogether)
+      with_constant<kTogether>(std::min<int64_t>(kTogether, vectors - v), [&](auto C) {
+        constexpr int K = C() == 1 ? 8 : kKeys;
+        for (int64_t j = first; j < first + kAligned; j += K)
+          score<K, C()>(keys + j * dim, queries + v * dim * kLanes, dim,
                         scores + v * plane + j * kLanes, plane);
-    for (int64_t j = first; pairs < vectors && j < first + kAligned; j += 8)
-      score<8, 1>(keys + j * dim, queries + pairs * dim * kLanes, dim,
-                  scores + pairs * plane + j * kLanes, plane);
-  }
+      });
 }
 
 // exp(score - the most of its row) in place. Returns what to multiply a row's by, so that they add up
 // to 1. As torch's softmax over the last dimension (aten/src/ATen/native/cpu/SoftMaxKernel.cpp),
-// which adds up kLanes chains of keys, and then their sums by halves.
+// which adds up kLanes chains of keys, and then their sums by halves. A score that is not a number makes
+// its row so by its exponential.
 Lanes softmax(float* scores, int64_t count) {
-  Lanes most = Lanes::loadu(scores), sums[kLanes];
-  for (int64_t j = 1; j < count; ++j)
-    most = at::vec::maximum(most, Lanes::loadu(scores + j * kLanes));
+  constexpr int64_t kChains = 4;  // as each waits for what it compared last
+  Lanes chains[kChains], sums[kLanes];
+  for (int64_t i = 0; i < kChains; ++i) chains[i] = Lanes::loadu(scores + i * kLanes);
+  for (int64_t j = kChains; j < count; j += kChains)
+    for (int64_t i = 0; i < kChains; ++i)
+      chains[i] = at::vec::clamp_min(Lanes::loadu(scores + (j + i) * kLanes), chains[i]);
+  for (int64_t i = 1; i < kChains; ++i) chains[0] = at::vec::clamp_min(chains[i], chains[0]);
+  const Lanes most = chains[0];
   for (int64_t j = 0; j < count; j += kLanes)
     for (int64_t i = 0; i < kLanes; ++i) {
       float* at = scores + (j + i) * kLanes;
-      const Lanes weight = (Lanes::loadu(at) - most).exp();
+      const Lanes weight = exponential(Lanes::loadu(at) - most);
       weight.store(at);
       sums[i] = j == 0 ? weight : sums[i] + weight;
     }

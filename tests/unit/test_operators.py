@@ -52,6 +52,25 @@ def test_attention_has_the_bits_of_dense(operators: Operators, dim: int) -> None
     assert operator_agrees(dim)
 
 
+def test_weights_of_far_keys_have_torchs_bits_down_to_zero(operators: Operators) -> None:
+    far = torch.linspace(0, 110, 500)
+    scores = torch.full((len(far), 16), -torch.inf)
+    scores[:, 0], scores[:, 1] = 0, -far
+    run = torch.zeros(len(far), 2, 1, 16, 16)
+    run[:, 0, 0, 1, 0] = -far
+    run[:, 1, 0, 1] = 1e38  # beside a value of 0
+    query = torch.zeros(len(far), 1, 16)
+    query[:, 0, 0] = 1
+    key, value = run[:, 0, :, 1], run[:, 1, :, 1]
+    output = torch.empty_like(query)
+    torch.ops.cachesvc.attend_rows(
+        *(query, key, value, 0, 1, True, list(run), [1] * len(far), 0, 1, None, 1.0, output)
+    )
+    weights = scores.softmax(-1)[:, 1]
+    assert 0 < weights[450] < torch.finfo(torch.float32).tiny and weights[-1] == 0
+    assert torch.equal(output[:, 0, 0], weights * 1e38)
+
+
 @pytest.mark.parametrize(
     ("dims", "fused"), [((64,), True), ((72,), False), ((256,), False), ((64, 256), True)]
 )
