@@ -180,9 +180,13 @@ class Tier(Protocol):
 
 
 class Leveled(Protocol):
-    """One of the tiers beneath memory, as its counters are read."""
+    """One of the tiers beneath memory, by itself."""
 
     name: TierName
+
+    def probe(self, ids: Sequence[BlockId]) -> int:
+        """As `Tier.probe`."""
+        ...
 
     def stats(self) -> TierStats: ...
 

@@ -240,9 +240,9 @@ class Admission:
         others, disk = self._settings.other_arithmetics, self._cache.disk
         if ticket.stop is not MissReason.ABSENT or ticket.sources or not others or disk is None:
             return ticket.stop
-        scope, local = sequence.request.scope, disk.levels()[0].name
-        ids = computed_otherwise(sequence.chain, scope, others)
-        held = any(local in disk.places([first]) for first in ids)
+        ids = computed_otherwise(sequence.chain, sequence.request.scope, others)
+        nearest = disk.levels()[0]  # a store below it may take a second to answer
+        held = any(nearest.probe([first]) for first in ids)
         return MissReason.ARITHMETIC if held else ticket.stop
 
     def _look_back(

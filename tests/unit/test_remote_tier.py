@@ -2,11 +2,15 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.sim import world as sim
 from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tests.support.memory_tier import MemoryTier
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
@@ -333,3 +337,27 @@ def test_a_url_or_key_that_cannot_work_is_refused(tmp_path: Path) -> None:
 def test_a_url_without_a_scheme_is_named_without_its_password() -> None:
     with pytest.raises(ConfigurationError, match="no remote tier uses 'host:6379'"):
         open_objects("//me:geheim@host:6379", 1.0)
+
+
+def test_a_step_asks_no_store_why_a_prompt_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take a second to answer. Readers ask it, who run between the turns here."""
+    objects = Objects()
+
+    def stacked(*sizes: Any, **more: Any) -> StackedTier:
+        disk: Any = MemoryTier(*sizes, **more)
+        return StackedTier(disk, RemoteTier(objects, LAYOUT, disk), RemoteWrites.ALL)
+
+    monkeypatch.setattr(sim, "MemoryTier", stacked)
+    world = sim.World()
+    admission = world.engine._scheduler._admission
+    monkeypatch.setattr(
+        admission, "_settings", replace(admission._settings, other_arithmetics=(b"another",))
+    )
+    world.submit("cold", range(20))
+    while world.live():
+        before = objects.num_calls
+        world.turn()
+        assert before == objects.num_calls
+        world.mover.read()
+    assert objects.num_calls
+    world.tier.close()
