@@ -8,10 +8,9 @@ measurements. Read once, by the thread that loads the model.
 """
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -21,11 +20,11 @@ from engine.attention.agreement import needs_onednn
 from engine.attention.base import KEPT, AttentionCall, AttentionOptions
 from engine.attention.dense import attend_span, scratch_size
 from engine.attention.latent import ByHead, LatentAttention
+from engine.models.elementwise import Call
 from engine.models.packing import PackedLinear, sample_rows
 from engine.promise import BITS, Equal, Promise
 
 _SAMPLE_ROWS = (2, 65)  # of a decode step, and of a chunk
-_ACTIVATED_ROWS = (2, 3, 5, 7, 11, 23, 37, 61, 129, 511)
 _MAX_WEIGHTS = 1 << 26  # larger layers than this, such as heads, are not sampled
 _PROCESSOR = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU architecture", "CPU part")
 _SETS = ("sse4", "avx", "fma", "amx", "f16c", "sve", "asimd", "bf16", "i8mm")
@@ -52,11 +51,12 @@ class Arithmetic:
         return xxhash.xxh3_128_digest(b"cachesvc.arithmetic.v1\n" + text.encode() + self.sample)
 
 
-def arithmetic_of(model: nn.Module, device: str) -> Arithmetic:
-    """The arithmetic of a model that is packed for its device."""
+def arithmetic_of(model: nn.Module, device: str, calls: Iterable[Call] = ()) -> Arithmetic:
+    """The arithmetic of a model that is packed for its device. `calls` are the functions of single
+    numbers in its forward."""
     if torch.device(device).type == "cpu":
         bits, promise = _sample(model)
-        return Arithmetic(tuple(_cpu_names()), bits, promise, _activated(model))
+        return Arithmetic(tuple(_cpu_names()), bits, promise, _activated(calls))
     names = tuple(_gpu_names(torch.device(device)))
     reason = "kernels of a GPU are chosen by the number of rows"
     return Arithmetic(names, promise=Promise(Equal.NONE, reason))
@@ -178,35 +178,15 @@ def _unpacked(model: nn.Module) -> Promise:
     return BITS
 
 
-def _activated(model: Any) -> Promise:
-    """What torch's activations leave equal with as many threads as there are now."""
-    width = _activated_width(model)
-    if not isinstance(width, int) or _activates_rows_alike(width):
+def _activated(calls: Iterable[Call]) -> Promise:
+    """What torch's functions of single numbers leave equal with as many threads as there are
+    now."""
+    width = next((call.width for call in calls if call.depends_on_rows()), None)
+    if width is None:
         return BITS
     threads = torch.get_num_threads()
     reason = f"with {threads} threads, activations of {width} numbers depend on the rows beside"
     return Promise(Equal.TOKENS, reason)
-
-
-def _activated_width(model: Any) -> Any:
-    """How many numbers of a row a model's layers activate, if its config says it."""
-    config = getattr(model, "config", None)
-    return getattr(config.get_text_config(), "intermediate_size", None) if config else None
-
-
-def _activates_rows_alike(width: int) -> bool:
-    """Whether torch's activations give a row the same bits alone and beside others.
-
-    torch divides all numbers of a step evenly among threads, and computes the last of each share by
-    other functions than the rest. With two threads, shares of the usual widths end where its
-    vectors do. With three or more they do not.
-    """
-    random = torch.Generator().manual_seed(width)
-    rows = 3 * torch.randn(_ACTIVATED_ROWS[-1], width, generator=random)
-    alone = torch.cat([nn.functional.silu(row) for row in rows.split(1)])
-    return all(
-        torch.equal(nn.functional.silu(rows[:count]), alone[:count]) for count in _ACTIVATED_ROWS
-    )
 
 
 def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:

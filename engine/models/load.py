@@ -34,11 +34,12 @@ from engine.models.adapters import Adapter
 from engine.models.adapters import load_adapter as read_adapter
 from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
+from engine.models.elementwise import Watch
 from engine.models.files import find
 from engine.models.gguf import Progress
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
-from engine.models.probe import PROBE_TOKENS, prepare, probe_logits
+from engine.models.probe import PROBE_TOKENS, num_probed, prepare, probe_logits
 from engine.models.rope import fix_tables
 from engine.models.unfilled import Unfilled
 from engine.models.versions import naming_versions
@@ -240,10 +241,11 @@ def describe(
         kept = None
     placed = kept is not None and kept.place(model)
     with naming_versions():
-        layers = prepare(model, max_context, port, narrow=narrow)
+        watch = Watch(num_probed(model))
+        layers = prepare(model, max_context, port, narrow=narrow, watch=watch)
     if kept is not None and not placed:
         kept.write(model)
-    arithmetic = arithmetic_of(model, device)
+    arithmetic = arithmetic_of(model, device, watch.calls)
     adapters = AdapterBank(model, device)
     if port is not None:
         port.routing = adapters.routing

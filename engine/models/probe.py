@@ -12,7 +12,7 @@ others stop once one layer of each kind has its keys and values.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -48,11 +48,13 @@ def prepare(
     port: StatePort | None = None,
     *,
     narrow: bool = False,
+    watch: AbstractContextManager[object] | None = None,
 ) -> tuple[LayerLayout, ...]:
     """Pack the model and turn paged attention on. Returns what its layers store per token.
 
     `narrow`: with compiled operators, see `engine.models.packing`. With `port`, the model has
-    recurrent states. Then the pool keeps a layer for each time that a forward attends.
+    recurrent states. Then the pool keeps a layer for each time that a forward attends. `watch` is
+    entered around a paged forward of `num_probed` tokens.
     Raises ModelError unless every layer attends through the interface, in order, and the model's
     results equal those of transformers' own modules and attention, whatever is computed beside it.
     """
@@ -61,7 +63,7 @@ def prepare(
         raise ModelError(f"{kind} does not support transformers' attention interface")
     try:
         context = max_context or model.config.max_position_embeddings
-        return _prepare(model, kind, context, port, narrow=narrow)
+        return _prepare(model, kind, context, port, narrow, watch or nullcontext())
     except ModelError:
         raise
     except Exception as error:  # the model's own code may raise anything
@@ -75,12 +77,22 @@ def probe_logits(model: Any, port: StatePort | None = None) -> torch.Tensor:
     return _paged(model, ProbeAttention(port=port), [(0, 0, PROBE_TOKENS)])
 
 
+def num_probed(model: Any) -> int:
+    """How many tokens the probe computes at once: so many that an entry ends."""
+    return PROBE_TOKENS + longest_entry(model)
+
+
 def _prepare(
-    model: Any, kind: str, max_context: int, port: StatePort | None, *, narrow: bool
+    model: Any,
+    kind: str,
+    max_context: int,
+    port: StatePort | None,
+    narrow: bool,
+    watch: AbstractContextManager[object],
 ) -> tuple[LayerLayout, ...]:
     with _narrow_windows(model) as narrowed:
         model.set_attn_implementation("eager")
-        size = PROBE_TOKENS + longest_entry(model)  # so that an entry ends
+        size = num_probed(model)
         expected = _forward(model, [(0, 0, size)], position_ids=None)  # it counts them itself
         rounding = _rounding(model, expected, size)
         absorb(model)
@@ -93,7 +105,8 @@ def _prepare(
             packing.pack(model, port.modules if port is not None else (), narrow=narrow)
         model.set_attn_implementation(attention.IMPLEMENTATION)
         probe = ProbeAttention(port=port)
-        actual = _paged(model, probe, [(0, 0, size)])
+        with watch:
+            actual = _paged(model, probe, [(0, 0, size)])
         starts = _starts(model, max_context, size)
         both = [(start, 0, size) for start in sorted({0, starts[-1]})]
         beside = _paged(model, ProbeAttention(port=port), both)[:size]

@@ -5,6 +5,7 @@ found.
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 
 from engine.batch import Batch, Span
 from engine.execution.runner import ModelRunner
+from engine.models.arithmetic import arithmetic_of
+from engine.models.elementwise import Watch
 from engine.models.load import LoadedModel
+from engine.models.probe import PROBE_TOKENS, probe_logits
 from engine.promise import Equal
 from engine.request import SamplingParams
 from tests.parity import architectures
@@ -81,15 +85,25 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
 
 
-# Here these activate gates of 4 or 16 numbers a row, of which torch computes the last of a step by
-# another function. Published models have 64 or more.
-_NARROW_GATES = frozenset({"gemma4", "gemma4_text", "step3p7"})
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_where_bits_are_promised_chunks_and_rows_beside_move_none(
+    loaded: LoadedModel, num_threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        _compare_chunks(loaded)
+    finally:
+        torch.set_num_threads(before)
 
 
-def test_where_bits_are_promised_chunks_and_rows_beside_move_none(loaded: LoadedModel) -> None:
-    promised = loaded.promise(activated_by_row=False).equal is Equal.BITS
-    if not promised or loaded.name.removeprefix("tiny-") in _NARROW_GATES:
-        pytest.skip("not promised")
+def _compare_chunks(loaded: LoadedModel) -> None:
+    with Watch(PROBE_TOKENS) as watch:
+        probe_logits(loaded.model, loaded.port)
+    arithmetic = arithmetic_of(loaded.model, "cpu", watch.calls)
+    promise = replace(loaded, arithmetic=arithmetic).promise(activated_by_row=False)
+    if promise.equal is not Equal.BITS:
+        pytest.skip(promise.reason)
     tokens = np.array(prompt(100, seed=1), np.int32)
     whole = kept(loaded, tokens, [100])
     assert [True] * 2 == [

@@ -27,6 +27,7 @@ from engine.promise import BITS, Equal, Promise
 from engine.request import SamplingParams
 from engine.scheduling.lookup import computed_otherwise
 from tests.support.models import new_pool, save_tiny_adapter, tiny_model
+from tests.unit.test_elementwise import gates, with_vectors
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
@@ -191,15 +192,13 @@ def test_vllm_is_started_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyP
     assert environ["VLLM_BATCH_INVARIANT"] == "1"
 
 
-def test_bits_are_not_promised_where_an_activation_depends_on_the_rows_beside(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@with_vectors
+def test_bits_are_not_promised_where_an_activation_depends_on_the_rows_beside() -> None:
     """torch computes the last numbers of each thread's share by other functions than the rest."""
     loaded = tiny_model()
-    model = loaded.model
-    assert arithmetic_of(model, "cpu").activations == BITS
-    monkeypatch.setattr(model.config, "intermediate_size", 72)
-    told = arithmetic_of(model, "cpu").activations
+    told = arithmetic_of(loaded.model, "cpu", [gates(64)]).activations
+    assert told == BITS
+    told = arithmetic_of(loaded.model, "cpu", [gates(64), gates(72)]).activations
     assert told.equal is Equal.TOKENS
     cut = replace(loaded, arithmetic=replace(loaded.arithmetic, activations=told))
     assert cut.promise(activated_by_row=False) == told
