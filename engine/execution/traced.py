@@ -15,11 +15,12 @@ or that keeps states. Engine thread only.
 import logging
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.cpu import CpuAttention
@@ -39,6 +40,7 @@ from engine.torchscript import undeprecated, unoptimized
 logger = logging.getLogger(__name__)
 
 _CHECKED = ((2, 0), (3, 40), (37, 5))  # (tokens, first position) of the calls that must agree
+_UNDIVIDED = 1 << 15  # numbers that torch leaves to one thread
 _thread = threading.local()  # `handed`: the `_Handed` of the graph that the thread is running
 
 
@@ -286,12 +288,12 @@ class TracedForward:
 
     def _verify(self, model: Any, *, fused: bool) -> None:
         """Describe the graph, and compare its bits. Raises OtherBits."""
+        graph = self._graph.graph
+        self.activates_by_row = fused and activates_by_row(graph)
         for number, first in _CHECKED:
             self._check(model, self._tokens(number), first)
         if fused:
-            graph = self._graph.graph
             self.num_operators = num_fused(graph)
-            self.activates_by_row = activates_by_row(graph)
             self.computes_one_row = computes_one_row(graph) and self._one_row_is_the_same()
 
     def _check(self, model: Any, tokens: torch.Tensor, first: int) -> None:
@@ -299,7 +301,10 @@ class TracedForward:
         positions = self._numbers(range(first, first + number))[None]
         keep = self._numbers([0, number - 1])
         alone = _Alone()
-        with _watched(model) as outputs:
+        undivided: Any = nullcontext()
+        if self.activates_by_row:
+            undivided = _Undivided()  # type: ignore[no-untyped-call]
+        with _watched(model) as outputs, undivided:
             own = model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -330,6 +335,19 @@ class TracedForward:
     def _numbers(self, values: Iterable[int]) -> torch.Tensor:
         """Indices on the model's device."""
         return torch.tensor([*values], device=self._device)
+
+
+class _Undivided(TorchDispatchMode):
+    """Has torch activate no more numbers at once than it leaves to one thread. Where it divides
+    them, the last of a share have other bits, with which an operator's would be compared."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is not torch.ops.aten.silu.default:
+            return function(*args, **(kwargs or {}))
+        pieces = args[0].reshape(-1).split(_UNDIVIDED)
+        return torch.cat([function(piece) for piece in pieces]).view(args[0].shape)
 
 
 @contextmanager

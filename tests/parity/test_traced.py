@@ -23,6 +23,7 @@ from engine.execution.traced import TracedForward, Untraceable, trace
 from engine.models.load import LoadedModel, describe, load_adapter
 from engine.models.packing import PackedLinear
 from engine.operators.library import Operators
+from engine.promise import BITS, Equal
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.support.models import (
@@ -176,10 +177,15 @@ def test_operators_activate_each_row_alone(
 @pytest.fixture
 def narrow(operators: Operators) -> LoadedModel:
     """A model whose linear layers are all narrow."""
+    return narrow_model(operators)
+
+
+def narrow_model(operators: Operators, *, width: int = 96) -> LoadedModel:
+    """The same, with this number of gates."""
     config = LlamaConfig(
         vocab_size=288,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=width,
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -199,6 +205,21 @@ def narrow(operators: Operators) -> LoadedModel:
         device="cpu",
         operators=operators,
     )
+
+
+def test_operators_are_not_compared_with_what_threads_divide(operators: Operators) -> None:
+    """Of 37 rows of 1,792 gates, torch gives three threads shares that end within its vectors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        loaded = narrow_model(operators, width=1792)
+        warm = runner(loaded)
+        warm.record()
+        assert warm.activates_by_row
+        assert loaded.promise(activated_by_row=True) == BITS
+        assert loaded.promise(activated_by_row=False).equal is Equal.TOKENS
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_one_row_alone_has_the_bits_that_it_has_beside_another(
