@@ -161,12 +161,15 @@ def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators: Operator
     assert torch.equal(*pools)
 
 
-@pytest.mark.parametrize(("architecture", "by_row"), [("llama", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("architecture", "by_row"), [("llama", True), ("granite", True), ("gemma2", False)]
+)
 def test_operators_activate_each_row_alone(
     architecture: str, by_row: bool, operators: Operators
 ) -> None:
-    """The second model's activation is another than the operator's."""
-    loaded = tiny_model(architecture)
+    """The second model divides its logits. The activation of the third is another than the
+    operator's."""
+    loaded = architectures.served(architecture)
     own, fused = runner(loaded), runner(replace(loaded, operators=operators))
     assert not fused.activates_by_row, "nothing is recorded yet"
     own.record()
