@@ -72,9 +72,13 @@ def turn_of(
     scope: CacheScope,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    arguments: Mapping[str, Any] | None = None,
 ) -> Turn:
-    """The keys of a conversation's beginnings. They differ by tenant, model and tools."""
+    """The keys of a conversation's beginnings. They differ by tenant, model, tools and arguments of
+    the template, of which it may render all before the messages."""
     key = xxhash.xxh3_128_digest(scope.root() + orjson.dumps(tools or None))
+    if arguments:
+        key = xxhash.xxh3_128_digest(key + orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS))
     keys = []
     for message in messages:
         key = _continued(key, message)

@@ -259,7 +259,7 @@ def _turn(
     unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
     if not body.uses_cache or unknown:
         return None
-    return turn_of(scope, prompt.messages, prompt.offered_tools)
+    return turn_of(scope, prompt.messages, prompt.offered_tools, prompt.arguments)
 
 
 def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:

@@ -123,13 +123,14 @@ async def test_an_uncached_turn_is_not_reported() -> None:
     assert {} == await second_turn(StrippingTokenizer(), "<think>hm</think>four", **fields)
 
 
-def test_tenants_models_and_tools_name_their_own_conversations() -> None:
+def test_tenants_models_tools_and_arguments_name_their_own_conversations() -> None:
     salts = Salts(b"secret")
     scopes = [CacheScope(tenant=salts.of_tenant(name)) for name in ("a", "b")]
     scopes.append(replace(scopes[0], weights=b"other"))
     tools = [{"type": "function", "function": {"name": "f"}}]
     turns = [turn_of(scope, [ASK]) for scope in scopes] + [turn_of(scopes[0], [ASK], tools)]
-    assert 4 == len({turn.keys for turn in turns})
+    turns.append(turn_of(scopes[0], [ASK], arguments={"reasoning_effort": "low"}))
+    assert 5 == len({turn.keys for turn in turns})
     assert turn_of(scopes[0], [ASK]) == turns[0]
     assert turn_of(scopes[0], [ASK, MORE]).keys[:1] == turns[0].keys
 
@@ -155,9 +156,15 @@ REPLAYS = WireSettings(replay_turns=True)
 
 
 async def two_turns(
-    tokenizer: ByteTokenizer, answer: str, settings: WireSettings = REPLAYS, **fields: Any
+    tokenizer: ByteTokenizer,
+    answer: str,
+    settings: WireSettings = REPLAYS,
+    *,
+    second: Mapping[str, Any] | None = None,
+    **fields: Any,
 ) -> tuple[Any, Sequence[int], Sequence[int]]:
-    """The second turn's details, and the tokens that the first left and that the second had."""
+    """The second turn's details, and the tokens that the first left and that the second had.
+    `second` are its fields where they are others."""
     house = fake_house(models=[byte_model(tokenizer=tokenizer)], settings=settings)
     house.engine.script = Script(answer=answer)
     async with running(house) as (_, client):
@@ -166,10 +173,10 @@ async def two_turns(
         ).json()
         said = {k: v for k, v in first["choices"][0]["message"].items() if k != "reasoning_content"}
         asked = {"messages": [ASK, said, MORE], "cachesvc": {"details": True}}
-        second = await client.post(CHAT, json={"model": "bytes", **asked, **fields})
-        assert 200 == second.status_code, second.text
+        told = await client.post(CHAT, json={"model": "bytes", **asked, **fields, **(second or {})})
+        assert 200 == told.status_code, told.text
         one, two = house.engine.requests
-        return second.json()["cachesvc"], [*one.tokens, *answer.encode()], two.tokens
+        return told.json()["cachesvc"], [*one.tokens, *answer.encode()], two.tokens
 
 
 @pytest.mark.parametrize(
@@ -204,6 +211,32 @@ async def test_turns_are_not_replayed_unless_it_is_set() -> None:
     details, _, _ = await two_turns(tokenizer, "<think>hm</think>yes", WireSettings())
     assert "replayed_tokens" not in details
     assert "diverged_at_token" in details
+
+
+class HeadedTokenizer(ByteTokenizer):
+    """Its template begins with the effort that is asked for."""
+
+    chat_template = "{{ reasoning_effort }}"
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        **arguments: Any,
+    ) -> str:
+        effort = (template_arguments or {}).get("reasoning_effort", "medium")
+        return f"effort: {effort}\n" + super().render(messages, **arguments)
+
+
+@pytest.mark.parametrize("effort", ["low", "high"])
+async def test_a_turn_with_other_arguments_of_the_template_is_rendered_with_them(
+    effort: str,
+) -> None:
+    first, second = {"reasoning_effort": "low"}, {"reasoning_effort": effort}
+    details, _, tokens = await two_turns(HeadedTokenizer(), "yes", **first, second=second)
+    assert ByteTokenizer().decode(tokens).startswith(f"effort: {effort}\n")
+    assert (effort == "low") is ("replayed_tokens" in details)
 
 
 async def test_another_tenants_turn_is_not_replayed() -> None:
