@@ -175,6 +175,8 @@ def compose(
         )
         tiers.touch(runner.lazy_memories)
         run_apart(runner.record)
+        # A step with rows of an adapter is computed without the recorded forward.
+        by_row = runner.activates_by_row and not loaded.adapters.digests
         settings = replace(
             engine,
             max_context=loaded.max_context,
@@ -189,7 +191,7 @@ def compose(
                 weights=loaded.weights_digest,
                 tokenizer=loaded.tokenizer.digest,
                 layout=layout.digest(),
-                arithmetic=loaded.arithmetic.digest(),
+                arithmetic=loaded.arithmetic.digest(activated_by_row=by_row),
             ),
             cache=tiers,
             engine=Engine(

@@ -251,8 +251,10 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
 
 def _other_arithmetics(data_dir: Path, loaded: LoadedModel) -> tuple[bytes, ...]:
     """The arithmetics under which the directory has blocks that this process will not use."""
-    mine = CacheScope(weights=loaded.weights_digest, arithmetic=loaded.arithmetic.digest())
-    others = other_arithmetics(data_dir, mine)
+    # Which of both is its own is known once the forward is recorded.
+    mine, moved = (loaded.arithmetic.digest(activated_by_row=by_row) for by_row in (True, False))
+    scope = CacheScope(weights=loaded.weights_digest, arithmetic=mine)
+    others = tuple(each for each in other_arithmetics(data_dir, scope) if each != moved)
     if others:
         logger.info(
             "the data directory has blocks of this model that another processor, device, version "

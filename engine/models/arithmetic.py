@@ -45,9 +45,12 @@ class Arithmetic:
     promise: Promise = BITS
     activations: Promise = BITS
 
-    def digest(self) -> bytes:
-        """16 bytes, equal where blocks may be shared."""
-        text = "\n".join(f"{name}: {value}" for name, value in self.names)
+    def digest(self, *, activated_by_row: bool) -> bytes:
+        """16 bytes, equal where blocks may be shared. Unless the forward activates by row, blocks
+        that `activations` leaves no bits are not for a start that promises bits."""
+        moved = "" if activated_by_row else self.activations.reason
+        names = (*self.names, ("activations", moved)) if moved else self.names
+        text = "\n".join(f"{name}: {value}" for name, value in names)
         return xxhash.xxh3_128_digest(b"cachesvc.arithmetic.v1\n" + text.encode() + self.sample)
 
 

@@ -45,14 +45,17 @@ def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads() -> None
     assert dict(again.names)["torch"] == torch.__version__
 
 
-def test_every_fact_and_every_bit_of_the_sample_is_in_the_digest() -> None:
+def test_all_that_moves_bits_is_in_the_digest() -> None:
     mine = Arithmetic((("torch", "2.13"), ("capability", "AVX512")), b"bits")
     others = [
         Arithmetic((("torch", "2.14"), ("capability", "AVX512")), b"bits"),
         Arithmetic((("torch", "2.13"), ("capability", "AVX2")), b"bits"),
         Arithmetic(mine.names, b"bite"),
+        replace(mine, activations=Promise(Equal.TOKENS, "with 3 threads, they depend")),
     ]
-    assert len({each.digest() for each in (mine, *others)}) == 4
+    assert len({each.digest(activated_by_row=False) for each in (mine, *others)}) == 5
+    moved = others[-1]
+    assert mine.digest(activated_by_row=True) == moved.digest(activated_by_row=True)
 
 
 def test_another_kernel_gives_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +67,11 @@ def test_another_kernel_gives_another_arithmetic(monkeypatch: pytest.MonkeyPatch
 
     kind = arithmetic.PackedLinear
     monkeypatch.setattr(kind, "forward", lambda self, rows: summed_backwards(rows, self._packed))
-    assert arithmetic_of(loaded.model, "cpu").digest() != loaded.arithmetic.digest()
+    digests = [
+        each.digest(activated_by_row=True)
+        for each in (arithmetic_of(loaded.model, "cpu"), loaded.arithmetic)
+    ]
+    assert digests[0] != digests[1]
 
 
 def test_a_processor_is_named_by_model_and_vectors_not_by_its_clock(tmp_path: Path) -> None:
