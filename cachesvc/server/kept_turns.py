@@ -80,13 +80,14 @@ class KeptTurns:
         return name in self._owners
 
     async def read(self, name: bytes) -> bytes | None:
-        """The body stored under a name; None if it can no longer be read."""
+        """The body stored under a name; None if it can no longer be read, or was deleted while it
+        was."""
         if name not in self._owners:
             return None
         found = await asyncio.to_thread(
             self._file.rows, "SELECT body FROM kept WHERE name = ?", name
         )
-        if not found:
+        if not found or name not in self._owners:
             return None
         self._use(name)
         used_s = int(self._clock())

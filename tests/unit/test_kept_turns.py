@@ -1,9 +1,12 @@
 """Turns and responses over a restart: whose they are, in which bounds, and what a fault costs."""
 
+import asyncio
 import sqlite3
+import threading
 import zlib
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,6 +167,32 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Pat
         found[salt] = (await responses.get(salt, "r"), conversations.replay(turn))
     assert (None, None) == found[b"a"]
     assert None not in found[b"b"]
+    turns.close()
+
+
+async def test_what_is_forgotten_while_it_is_read_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A purge, or a client that deletes what another asks for."""
+    turns = opened(tmp_path)
+    conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
+    first, turn = (turn_of(CacheScope(tenant=b"a"), each) for each in (TURN, ANSWERED))
+    said = [Transcript("yes", tuple(b"yes"))]
+    conversations.remember(first, array("i", list(b"hi")), said, ByteTokenizer())
+    responses.put(b"a", "r", KeptResponse({"id": "r"}, [], []))
+    turns.close()
+    turns = opened(tmp_path)
+    conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
+    rows, both = turns._file.rows, threading.Barrier(2, lambda: turns.forget(OWNER))
+
+    def rows_and_purge(*query: Any) -> Any:
+        found = rows(*query)
+        both.wait(10)
+        return found
+
+    monkeypatch.setattr(turns._file, "rows", rows_and_purge)
+    await asyncio.gather(responses.get(b"a", "r"), conversations.recall(turn))
+    assert (0, 0) == (responses.num_bytes, conversations.num_tokens)
     turns.close()
 
 
