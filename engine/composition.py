@@ -102,6 +102,8 @@ class Core:
             runner.warm_up()
             if operators is not None and (library := operators.loaded) is not None:
                 use_library(library)
+                for pool in filter(None, (cache.pool, cache.checkpoint_pool)):
+                    pool.copy_by(torch.ops.cachesvc.copy)
             cache.warm_up()
             freeze_loaded()
 

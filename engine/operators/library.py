@@ -50,6 +50,7 @@ _library.define(
     "Tensor(a!)[] runs, int[] positions, int key_part, int value_part, int? window, "
     "float scaling, Tensor(b!) output) -> ()"
 )
+_library.define("copy(Tensor(a!)[] to, Tensor[] source) -> ()")
 
 
 class OperatorsMissing(Exception):

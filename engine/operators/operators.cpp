@@ -379,13 +379,55 @@ void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, in
   });
 }
 
-// Not called by a forward: a record of the disk tier is joined in one call instead of twenty of
-// numpy's (tiers.disk.format.planes). Bytes are moved, nothing is computed.
-//
-// Items are written past the caches. They are more than these hold before anybody reads them, and a
-// cached store would read each line from memory before it replaces it.
+// Blocks. Nothing is computed, bytes are moved: past the caches, because what is moved is more than
+// these hold, and a cached store would read each line from memory before it replaces it.
 
-constexpr size_t kLine = 64;  // bytes that are written at once, where they begin on a multiple
+constexpr int64_t kLine = 64;  // bytes that are written at once, where they begin on a multiple
+
+bool on_a_line(const void* at) { return reinterpret_cast<uintptr_t>(at) % kLine == 0; }
+
+// Write the line at `to`, which begins on one.
+template <class Word>
+void stream(Word* to, const Word (&line)[kLine / sizeof(Word)]) {
+  for (size_t half = 0; half < kLine / sizeof(Word); half += kLine / sizeof(Word) / 2)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + half),
+                        *reinterpret_cast<const __m256i*>(line + half));
+}
+
+// Copies tensors without gaps to others of as many bytes.
+void copy(const std::vector<Tensor>& to, const std::vector<Tensor>& from) {
+  constexpr int64_t kPiece = 1 << 18;
+  struct Piece {
+    char* to;
+    const char* from;
+    int64_t bytes;
+  };
+  std::vector<Piece> pieces;
+  STD_TORCH_CHECK(to.size() == from.size(), "as many as there are");
+  for (size_t i = 0; i < to.size(); ++i) {
+    const int64_t bytes = to[i].numel() * to[i].element_size();
+    STD_TORCH_CHECK(to[i].is_contiguous() && from[i].is_contiguous() &&
+                        bytes == static_cast<int64_t>(from[i].numel() * from[i].element_size()),
+                    "other sizes");
+    for (int64_t at = 0; at < bytes; at += kPiece)
+      pieces.push_back({static_cast<char*>(to[i].data_ptr()) + at,
+                        static_cast<const char*>(from[i].data_ptr()) + at,
+                        std::min(kPiece, bytes - at)});
+  }
+  in_parallel(pieces.size(), kPiece / sizeof(float), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto [to, from, bytes] = pieces[i];
+      const int64_t streamed = on_a_line(to) ? bytes / kLine * kLine : 0;
+      for (int64_t at = 0; at < streamed; at += kLine) {
+        alignas(kLine) char line[kLine];
+        std::copy_n(from + at, kLine, line);
+        stream(to + at, line);
+      }
+      std::copy_n(from + streamed, bytes - streamed, to + streamed);
+    }
+    _mm_sfence();
+  });
+}
 
 // Fill `items`, of so many lanes of n words. one(i, to, stride) writes word i of all lanes, `stride`
 // words apart.
@@ -393,20 +435,20 @@ template <class Word, int kItemLanes, class One>
 void join(Word* __restrict items, size_t n, const One& one) {
   constexpr size_t kWords = kLine / sizeof(Word);
   size_t i = 0;
-  if (reinterpret_cast<uintptr_t>(items) % kLine == 0 && n % kWords == 0)
+  if (on_a_line(items) && n % kWords == 0)
     for (; i < n; i += kWords) {
       alignas(kLine) Word lines[kItemLanes][kWords];
       for (size_t k = 0; k < kWords; ++k) one(i + k, lines[0] + k, kWords);
-      for (int lane = 0; lane < kItemLanes; ++lane)
-        for (size_t half = 0; half < kWords; half += kWords / 2)
-          _mm256_stream_si256(reinterpret_cast<__m256i*>(items + lane * n + i + half),
-                              *reinterpret_cast<const __m256i*>(lines[lane] + half));
+      for (int lane = 0; lane < kItemLanes; ++lane) stream(items + lane * n + i, lines[lane]);
     }
   _mm_sfence();  // before another thread hears of it
   for (; i < n; ++i) one(i, items + i, n);
 }
 
 }  // namespace
+
+// Not called by a forward: a record of the disk tier is joined in one call instead of twenty of
+// numpy's (tiers.disk.format.planes).
 
 extern "C" void cachesvc_join16(const uint16_t* __restrict low, const uint16_t* __restrict high,
                                 uint16_t* __restrict items, size_t n) {
@@ -433,6 +475,7 @@ STABLE_TORCH_LIBRARY_IMPL(cachesvc, CPU, library) {
   library.impl("silu_mul", TORCH_BOX(&silu_mul));
   library.impl("rotate", TORCH_BOX(&rotate));
   library.impl("attend_rows", TORCH_BOX(&attend_rows));
+  library.impl("copy", TORCH_BOX(&copy));
   library.impl("narrow", TORCH_BOX(&narrow));
   library.impl("widen", TORCH_BOX(&widen));
   library.impl("linear", TORCH_BOX(&linear));

@@ -139,6 +139,18 @@ def test_a_call_that_an_operator_cannot_compute_is_refused(operators: Operators)
                 torch.ops.cachesvc.attend_rows(*call)
 
 
+def test_blocks_are_copied_whole(operators: Operators) -> None:
+    random = torch.Generator().manual_seed(0)
+    sizes = (1, 63, 64, 1000, (1 << 18) + 64, 3 << 18)
+    sources = [torch.randint(0, 256, (n,), generator=random, dtype=torch.uint8) for n in sizes]
+    targets = [torch.zeros(n + 1, dtype=torch.uint8)[n % 2 : n + n % 2] for n in sizes]
+    torch.ops.cachesvc.copy([*targets], [*sources])
+    assert all(torch.equal(one, other) for one, other in zip(targets, sources, strict=True))
+    for source in (torch.zeros(2), torch.zeros(6)[::2]):
+        with pytest.raises(RuntimeError, match="other sizes"):
+            torch.ops.cachesvc.copy([torch.zeros(3)], [source])
+
+
 def test_the_library_is_kept_and_a_damaged_one_compiled_again(
     operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

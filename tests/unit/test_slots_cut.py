@@ -6,8 +6,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from engine.operators.library import Operators
 from tests.support.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
+from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.blocks.part import Part
@@ -67,11 +69,38 @@ def test_a_slot_is_cut_when_needed_and_whole_when_empty() -> None:
     assert (1, 1) == (pool.num_free, pool.places.num_taken)
 
 
+def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails() -> None:
+    pool, (frame,) = DevicePool(LAYOUT, 1), [FrameArena(LAYOUT, 1).take()]
+    assert frame is not None
+    frame.tensor.fill_(1)
+    calls = []
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(len(targets))
+        if targets[0].dtype is torch.float32:
+            raise RuntimeError("no memory")
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    pool.copy_by(lambda targets, sources: None)
+    pool.copy_in([frame], [0])
+    assert 1 == pool.tensor[0].min()
+    pool.copy_by(copy)
+    for copying in (lambda: pool.copy_in([frame], [0]), lambda: pool.copy_out(0, frame)):
+        with pytest.raises(CopyFailed, match="no memory"):
+            copying()
+    assert [2, 1, 1] == calls
+
+
 @pytest.mark.parametrize("layout", [LAYOUT, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("seed", range(5))
-def test_slots_of_both_sizes_never_overlap_and_none_is_lost(seed: int, layout: BlockLayout) -> None:
+def test_slots_of_both_sizes_never_overlap_and_none_is_lost(
+    operators: Operators, seed: int, layout: BlockLayout
+) -> None:
     chance = random.Random(seed)
     pool = DevicePool(layout, 6)
+    if seed % 2:
+        pool.copy_by(torch.ops.cachesvc.copy)
     held: dict[int, torch.Tensor] = {}
 
     def fill(slot: int) -> None:

@@ -8,7 +8,7 @@ in both directions run beside compute.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
@@ -35,9 +35,10 @@ class Copy:
 
 
 DONE = Copy()
-
+_Pairs = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
 ALIGN_BYTES = 64  # where a lesser slot begins
+_CHECKED_NUMBERS = 1000
 
 
 def slot_nbytes(layout: BlockLayout) -> int:
@@ -74,6 +75,7 @@ class DevicePool:
         # number are still what the slot holds, as far as the owner had written them.
         self.owners = array("q", bytes(8 * self.num_slots))
         self._num_owners = 0
+        self._copy: Callable[[_Pairs], None] = _copy_each
         self._down: torch.cuda.Stream | None = None
         self._up: torch.cuda.Stream | None = None
         # Copies under way by the whole slot. Of those in one direction the last ends last.
@@ -83,6 +85,20 @@ class DevicePool:
         if self.device.type == "cuda":
             self._down = torch.cuda.Stream(self.device)
             self._up = torch.cuda.Stream(self.device)
+
+    def copy_by(self, copy: Callable[[list[torch.Tensor], list[torch.Tensor]], None]) -> None:
+        """On a CPU, let `copy` fill targets from as many sources, both without gaps, if it does so
+        here. Where it raises RuntimeError, a copy has failed."""
+
+        def copy_together(pairs: _Pairs) -> None:
+            targets, sources = zip(*pairs, strict=True)
+            copy([*targets], [*sources])
+
+        numbers = torch.arange(_CHECKED_NUMBERS)
+        copied = torch.zeros_like(numbers)
+        copy_together([(copied[:-1], numbers[:-1]), (copied[-1:], numbers[-1:])])
+        if self.device.type == "cpu" and torch.equal(numbers, copied):
+            self._copy = copy_together
 
     def _rows(self) -> torch.Tensor:
         """The blocks, each of which begins where a lesser slot does, in memory of their own."""
@@ -229,25 +245,22 @@ class DevicePool:
         self.settle(target)
         if len(self.layout.shape) > 1:
             rows = self.tensor[:, :, :, :num_rows]
-            self._put([(rows[target], rows[source])])
+            self._put([(rows[target], rows[source])], _copy_each)
             return
         pairs = []
         for part in self._parts:  # a state is copied whole
             count = num_rows if part.shape[1] == self.layout.block_size else part.shape[1]
             pairs.append((part[target, :count], part[source, :count]))
-        self._put(pairs)
+        self._put(pairs, _copy_each)
 
-    def _put(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _put(self, pairs: _Pairs, copy: Callable[[_Pairs], None] | None = None) -> None:
         """Copies sources to targets on the current stream."""
         try:
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+            (copy or self._copy)(pairs)
         except RuntimeError as error:
             raise CopyFailed(f"{self.device} refused to copy a block: {error}") from error
 
-    def _enqueue(
-        self, stream: torch.cuda.Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> torch.cuda.Event:
+    def _enqueue(self, stream: torch.cuda.Stream, pairs: _Pairs) -> torch.cuda.Event:
         """Copies sources to targets after the work already given to compute.
 
         If one is refused, waits for those before it, whose slots and frames get other owners.
@@ -262,6 +275,11 @@ class DevicePool:
                 raise
             event.record(stream)
         return event
+
+
+def _copy_each(pairs: _Pairs) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
 
 
 def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:
