@@ -14,6 +14,7 @@ from engine.driver import NO_GPU
 from engine.errors import ModelError
 
 CPU_CACHE_BYTES = 1 << 30  # of the device tier, if not configured
+CPU_COPIES_BYTES = 2 << 30  # of working copies of sequences' KV
 STEP_BYTES = 2 << 30  # of a GPU, reserved for the memory that steps need
 CPU_STEP_TOKENS = 512  # of prompts in a step
 GPU_STEP_TOKENS = 2048  # so that the arithmetic of a step outlasts its launches (DESIGN)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from api.format import size
 from cachesvc.config.sections import CacheSection
 from cachesvc.server.spare_memory import anonymous_bytes, total_bytes
-from engine.attention.copies import DEFAULT_BUDGET_BYTES
 from engine.cgroups import memory_limit
-from engine.hardware import CPU_CACHE_BYTES
+from engine.hardware import CPU_CACHE_BYTES, CPU_COPIES_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,7 @@ def of_server(cache: CacheSection, *, on_gpu: bool) -> FullCaches:
     """Those of a server with the embedded engine."""
     if on_gpu:
         return of_node(cache.host_bytes)
-    return FullCaches(_on_cpu(cache, cache.host_bytes), DEFAULT_BUDGET_BYTES // 4)
+    return FullCaches(_on_cpu(cache, cache.host_bytes), CPU_COPIES_BYTES // 4)
 
 
 def of_vllm(cache: CacheSection, node_bytes: int, *, on_gpu: bool) -> FullCaches:

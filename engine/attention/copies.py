@@ -25,11 +25,11 @@ import torch
 from engine.attention.base import pieces
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
+from engine.hardware import CPU_COPIES_BYTES
 from tiers.blocks.lazy_memory import LazyMemory
 
 _CAPACITY_STEP = 256  # a copy's capacity is a multiple of this, in tokens
 _MOST_KEPT = 64  # the most copies of ended sequences
-DEFAULT_BUDGET_BYTES = 2 << 30
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class WorkingCopies:
         kv: KvPool,
         owners: Sequence[int] = (),
         *,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        budget_bytes: int = CPU_COPIES_BYTES,
     ) -> None:
         """owners: the number of the owner of each pool slot, never reused. Without it no copy
         outlives its sequence."""

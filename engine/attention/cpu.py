@@ -16,11 +16,12 @@ import torch
 from engine.attention import dense
 from engine.attention.agreement import needs_onednn, operator_agrees
 from engine.attention.base import AttentionCall, first_seen, gather, write_span
-from engine.attention.copies import DEFAULT_BUDGET_BYTES, WorkingCopies, WorkingCopy
+from engine.attention.copies import WorkingCopies, WorkingCopy
 from engine.attention.dense import Kernels, KvPlace, StepPart
 from engine.attention.inside import InsideStep
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
+from engine.hardware import CPU_COPIES_BYTES
 from engine.torchscript import script
 from tiers.blocks.layout import LayerLayout
 from tiers.blocks.lazy_memory import LazyMemory
@@ -51,7 +52,7 @@ class CpuAttention:
         owners: Sequence[int] = (),
         *,
         only: Container[int] | None = None,
-        budget_bytes: int = DEFAULT_BUDGET_BYTES,
+        budget_bytes: int = CPU_COPIES_BYTES,
     ) -> None:
         """pool, layers, only: as `KvPool` takes them; owners: as `WorkingCopies` does."""
         self._kv = KvPool(pool, layers, only=only)
