@@ -1,15 +1,17 @@
 """A real vLLM in an environment of its own (`make test-vllm`), the default model, real nodes."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine.models.files import DEFAULT_MODEL, find
-from tests.vllm.processes import PYTHON, Engine, RunningNode
+from tests.vllm.processes import PYTHON, Engine, Forks, RunningNode
+
+Started = Callable[..., AbstractContextManager[Engine]]
 
 
 @pytest.fixture(scope="session")
@@ -29,13 +31,23 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
         running.kill()
 
 
-@contextmanager
-def started(
-    model: Path, node: RunningNode | None, folder: Path, **options: Any
-) -> Iterator[Engine]:
-    log = folder / f"vllm-{time.time_ns()}.log"
-    engine = Engine(model, node.socket if node else None, log, core_apart=False, **options)
-    try:
-        yield engine
-    finally:
-        engine.kill()
+@pytest.fixture(scope="session")
+def started() -> Iterator[Started]:
+    """Starts an engine that ends with the block, over a node or alone."""
+    if not PYTHON.exists():
+        pytest.fail("there is no .venv-vllm; run make test-vllm")
+    forks = Forks()
+
+    @contextmanager
+    def start(
+        model: Path, node: RunningNode | None, folder: Path, **options: Any
+    ) -> Iterator[Engine]:
+        log = folder / f"vllm-{time.time_ns()}.log"
+        engine = Engine(model, node.socket if node else None, log, forks=forks, **options)
+        try:
+            yield engine
+        finally:
+            engine.kill()
+
+    yield start
+    forks.close()

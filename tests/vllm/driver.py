@@ -1,18 +1,58 @@
 """Runs one vLLM engine and does what it is told, a JSON line at a time. Started with vLLM's Python.
-Its arguments are the model and what else vLLM is told, as JSON.
+Its arguments are the model and what else vLLM is told, as JSON. With `forks FD` it runs one in a
+fork of itself for each such pair that comes from the socket, with three files: what the engine is
+told, where it answers, and its log. An import of vLLM takes three quarters of a start.
 
 {"do": "generate", "prompts": [[ids], ...], "salt": "..."}  -> tokens, cached tokens, parameters
 {"do": "reset"}                                            -> forgets vLLM's own prefix cache
 {"do": "end"}
 """
 
+import importlib
 import json
 import os
+import signal
+import socket
 import sys
 import time
 from typing import Any
 
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="WARNING")
+
+
+# What an engine imports, with nothing that starts a thread: a fork has none of them.
+IMPORTED = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "cachesvc.vllm.connector",
+)
+
+
+def fork_engines(descriptor: int) -> None:
+    """Answers each pair with the process id of its engine, until the other end is closed."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a killed engine
+    with socket.socket(fileno=descriptor) as asks:
+        while True:
+            told, files, *_ = socket.recv_fds(asks, 1 << 16, 3)
+            if not told:
+                return
+            if (pid := os.fork()) == 0:
+                asks.close()
+                os.setsid()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
+                    os.close(file)
+                main(*json.loads(told))
+                os._exit(0)
+            for file in files:
+                os.close(file)
+            asks.send(str(pid).encode())
 
 
 def main(model: str, connector: str) -> None:
@@ -59,4 +99,7 @@ def main(model: str, connector: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1] == "forks":
+        fork_engines(int(sys.argv[2]))
+    else:
+        main(*sys.argv[1:])

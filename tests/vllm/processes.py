@@ -3,18 +3,29 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TextIO
 
 from tiers.node.client import NodeClient
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+DRIVER = Path(__file__).with_name("driver.py")
+
+
+def environment(*, core_apart: bool) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "2",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(core_apart)),
+    }
 
 
 def connector(node: Path) -> dict[str, Any]:
@@ -28,9 +39,33 @@ def connector(node: Path) -> dict[str, Any]:
     }
 
 
+class Forks:
+    """A process that has imported vLLM, and forks engines whose core is in the same process."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [PYTHON, DRIVER, "forks", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                cwd=ROOT,
+                env=environment(core_apart=False),
+            )
+
+    def start(self, arguments: Sequence[str], *files: IO[Any]) -> int:
+        """The process id of an engine with these as its input, output and errors."""
+        numbers = [file.fileno() for file in files]
+        socket.send_fds(self._socket, [json.dumps(arguments).encode()], numbers)
+        return int(self._socket.recv(32))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
 class Engine:
-    """A vLLM engine in a process of its own, with more of vLLM's options. Without `core_apart` its
-    core is in the same process, which starts in half the time."""
+    """A vLLM engine in a process of its own, with more of vLLM's options. Without `forks` its core
+    is in another process, as in service, and it takes four times as long to start."""
 
     def __init__(
         self,
@@ -39,38 +74,36 @@ class Engine:
         log: Path,
         python: Path = PYTHON,
         *,
-        core_apart: bool = True,
+        forks: Forks | None = None,
         **options: Any,
     ) -> None:
         self.log = log
-        stderr = log.open("wb")
         told = ({"kv_transfer_config": connector(node)} if node else {}) | options
-        self.process = subprocess.Popen(
-            [python, ROOT / "tests" / "vllm" / "driver.py", model, json.dumps(told)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            cwd=ROOT,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "OMP_NUM_THREADS": "2",
-                "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(core_apart)),
-            },
-            start_new_session=True,
-        )
-        stderr.close()
+        arguments = [str(model), json.dumps(told)]
+        (asks, self._asks), (self._answers, answers) = pipe(), pipe()
+        self._process: subprocess.Popen[str] | None = None
+        with asks, answers, log.open("wb") as errors:
+            if forks is not None:
+                self._pid = forks.start(arguments, asks, answers, errors)
+            else:
+                self._process = subprocess.Popen(
+                    [python, DRIVER, *arguments],
+                    stdin=asks,
+                    stdout=answers,
+                    stderr=errors,
+                    cwd=ROOT,
+                    env=environment(core_apart=True),
+                    start_new_session=True,
+                )
+                self._pid = self._process.pid
         self._read()
 
     def tell(self, do: str, **what: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **what}) + "\n")
-        self.process.stdin.flush()
+        self._asks.write(json.dumps({"do": do, **what}) + "\n")
+        self._asks.flush()
 
     def _read(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line = self._answers.readline()
         assert line, self.log.read_text()[-4000:]
         return json.loads(line)
 
@@ -93,12 +126,22 @@ class Engine:
 
     def kill(self) -> None:
         """kill -9, its workers included: none of them may clean up."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
-            if pipe is not None:
-                pipe.close()
+        if self._answers.closed:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        with self._answers:
+            self._answers.read()  # until all have ended
+        with suppress(BrokenPipeError):
+            self._asks.close()
+        if self._process is not None:
+            self._process.wait()
+
+
+def pipe() -> tuple[TextIO, TextIO]:
+    """What is read of it, and what is written to."""
+    read, write = os.pipe()
+    return os.fdopen(read), os.fdopen(write, "w")
 
 
 class RunningNode:

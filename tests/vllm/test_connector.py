@@ -12,7 +12,7 @@ import pytest
 
 from tests.crash.test_node_kill import record_offset
 from tests.unit.test_disk_faults import flip
-from tests.vllm.conftest import started
+from tests.vllm.conftest import Started
 from tests.vllm.processes import Engine, RunningNode
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
@@ -32,7 +32,9 @@ WHOLE = {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in PROMPTS.it
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]:
+def alone(
+    model: Path, started: Started, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
     """What vLLM answers without us."""
     with started(model, None, tmp_path_factory.mktemp("alone")) as engine:
         answers = engine.generate(*PROMPTS.values())
@@ -59,7 +61,11 @@ class Story:
 
 
 def test_the_same_tokens_from_every_tier_and_after_every_kill(
-    model: Path, alone: dict[str, list[int]], node: RunningNode, tmp_path: Path
+    model: Path,
+    alone: dict[str, list[int]],
+    node: RunningNode,
+    started: Started,
+    tmp_path: Path,
 ) -> None:
     story = Story(alone)
     with ExitStack() as stack:

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from tests.redis_server import redis_server
-from tests.vllm.conftest import started
+from tests.vllm.conftest import Started
 from tests.vllm.processes import Engine, RunningNode
 from tiers.disk.format.record import Header, unpack_header
 
@@ -36,7 +36,9 @@ def names_in_order(store: "Redis") -> list[bytes]:
     return names
 
 
-def test_records_of_other_blocks_are_computed_once_and_deleted(model: Path, tmp_path: Path) -> None:
+def test_records_of_other_blocks_are_computed_once_and_deleted(
+    model: Path, started: Started, tmp_path: Path
+) -> None:
     """Valid records, each under the name of another block, as after a bug or by an attacker."""
     with (
         redis_server(tmp_path) as url,
