@@ -74,6 +74,8 @@ MAX_PAUSE_S = 3600  # a session keeps its blocks no longer; a cache can
 class Extension(Body):
     """The vendor block of a request, under the key `cachesvc`."""
 
+    model_config = ConfigDict(extra="forbid")  # a mistyped max_price would be no limit
+
     details: bool | None = None  # timings, miss reasons and cost in the answer
     receipt: bool | None = None  # a signed receipt in the answer
     cache: bool | None = None  # False: neither read nor written

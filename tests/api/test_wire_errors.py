@@ -82,6 +82,7 @@ CASES = [
     (CHAT, chat(tool_choice="required"), 400, "tool_choice", "invalid_value"),
     (TEXT, text(echo=True, logprobs=1, stream=True), 400, "logprobs", "unsupported_parameter"),
     (CHAT, chat(cachesvc={"share": "nobody's"}), 403, "cachesvc.share", "insufficient_scope"),
+    (CHAT, chat(cachesvc={"max_prise": "1"}), 400, "cachesvc.max_prise", "invalid_value"),
     (TEXT, {"model": "bytes"}, 400, "prompt", None),
     (TEXT, text(prompt=""), 400, "prompt", None),
     (TEXT, text(prompt=[]), 400, "prompt", None),
@@ -111,6 +112,28 @@ async def test_a_wrong_field_is_named(
     assert code is None or code == error["code"]
     assert len(error["message"]) > 15
     assert SECRET not in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            CHAT,
+            chat(messages=[]),
+            "'messages': should have at least 1 item, not 0; got a JSON array.",
+        ),
+        (CHAT, chat(cachesvc="details"), "'cachesvc': should be an object; got 'details'."),
+        (CHAT, chat(structured_outputs=[]), "'structured_outputs': should be an object; got"),
+        (CHAT, chat(user_id="é"), "'user_id': should match pattern"),
+        (CHAT, chat(tools={}), "'tools': should be an array; got a JSON object."),
+        ("/v1/caches", text(ttl="2y"), "'ttl': should be seconds, or a text such as"),
+    ],
+)
+async def test_a_refusal_is_in_the_words_of_json(
+    client: httpx.AsyncClient, path: str, body: object, message: str
+) -> None:
+    answer = await client.post(path, json=body)
+    assert f"Invalid {message}" == answer.json()["error"]["message"][: len(message) + 8]
 
 
 @pytest.mark.parametrize(
