@@ -110,8 +110,8 @@ def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> N
     choices = num_prompts * (body.n or 1)
     if choices > wire.settings.max_choices:
         raise InvalidRequest(
-            f"{num_prompts} prompts times n={body.n or 1} make {choices} choices; this server "
-            f"answers at most {wire.settings.max_choices} in one request.",
+            f"{choices} choices (prompts times n) are more than the {wire.settings.max_choices} "
+            "that this server answers in one request.",
             param="n",
         )
 

@@ -49,8 +49,8 @@ async def refuse(request: Request) -> None:
     name = next(name for name in UNSERVED if f"{path}/".startswith(f"{name}/"))
     models = ", ".join(f"'{model}'" for model in wire_of(request).models)
     raise NotServed(
-        f"/v1/{name} is not served here: {UNSERVED[name]}. {models} answer /v1/chat/completions, "
-        "/v1/responses, /v1/messages and /v1/completions.",
+        f"/v1/{name} is not served here: {UNSERVED[name]}. This server has "
+        f"/v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, with {models}.",
     )
 
 

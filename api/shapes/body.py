@@ -5,6 +5,7 @@ first wrong item: pydantic's report on eight million items took two minutes.
 """
 
 import gc
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -15,6 +16,16 @@ from api.errors import InvalidRequest, NotJson
 
 MESSAGES_MAX = 10_000
 ITEMS_MAX = 1_024  # of tools, calls, parts, contents, stop token ids
+
+_PLAIN = {
+    "dict_type": "should be an object",
+    "list_type": "should be an array",
+    "model_type": "should be an object",
+    "model_attributes_type": "should be an object",
+}
+_PYDANTIC = re.compile(
+    "^(Value error, |(Input|List|Dictionary|String) (?=should))| after validation"
+)
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
@@ -68,7 +79,7 @@ def refusal(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """
     first = _deepest(found)
     path = _path(first["loc"])
-    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = _PLAIN.get(first["type"]) or _PYDANTIC.sub("", first["msg"])
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     if first["type"] == "extra_forbidden":

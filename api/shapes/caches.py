@@ -22,8 +22,11 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 def _seconds(ttl: object) -> object:
     """A ttl as seconds: 300, "300s", "5m", "1h", "2d"."""
-    found = _TTL.fullmatch(ttl) if isinstance(ttl, str) else None
-    return int(found[1]) * _UNITS[found[2]] if found else ttl
+    if not isinstance(ttl, str):
+        return ttl
+    if (found := _TTL.fullmatch(ttl)) is None:
+        raise ValueError('should be seconds, or a text such as "5m", "2h" or "7d"')
+    return int(found[1]) * _UNITS[found[2]]
 
 
 Ttl = Annotated[int, BeforeValidator(_seconds), Field(ge=MIN_TTL_S, le=MAX_TTL_S)]
