@@ -253,9 +253,16 @@ def check_disk(data_dir: Path) -> Iterator[Finding]:
 
 
 def check_lock(data_dir: Path) -> Finding:
+    if data_dir.is_file():
+        fix = "name a folder with --data-dir"
+        return Finding("data directory", Level.ERROR, f"{data_dir} is a file", fix)
     path = disk_path(data_dir)
     if is_locked(path):
         return Finding("data directory", Level.OK, f"served by {read_holder(path)}")
+    if not data_dir.exists():
+        return Finding(
+            "data directory", Level.OK, f"{data_dir} does not exist yet; a start makes it"
+        )
     meta = read_meta(path)
     if meta is None:
         return Finding("data directory", Level.OK, f"{data_dir} holds no disk tier yet")
@@ -272,7 +279,9 @@ def check_lock(data_dir: Path) -> Finding:
 
 def check_privacy(data_dir: Path) -> Finding:
     """Checks that other users cannot read prompts, the ledger or signing keys."""
-    if not data_dir.exists() or not data_dir.stat().st_mode & 0o077:
+    if not data_dir.exists():
+        return Finding("privacy", Level.OK, f"a start makes {data_dir} for its owner alone")
+    if not data_dir.stat().st_mode & 0o077:
         return Finding("privacy", Level.OK, f"{data_dir} is its owner's alone")
     shown = [each for each in data_dir.rglob("*") if each.is_file() and each.stat().st_mode & 0o077]
     if not shown:

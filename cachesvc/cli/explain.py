@@ -56,9 +56,11 @@ def _explained(
 
 
 def _body(name: str) -> Any:
-    """The request in the file of this name; None if there is no such file, so it is an id."""
+    """The request in the file of this name, or None for an id: there is no such file."""
     file = Path(name)
     if not file.exists():
+        if "/" in name or file.suffix == ".json":  # in no id
+            fail(f"there is no file {name}")
         return None
     try:
         return jsons.loads(file.read_text(encoding="utf-8"))

@@ -91,6 +91,15 @@ def test_a_running_server_is_named(tmp_path: Path) -> None:
         lock.release()
 
 
+def test_a_data_directory_that_is_none_is_named(tmp_path: Path) -> None:
+    absent, file = tmp_path / "mistyped", tmp_path / "file"
+    assert f"{absent} does not exist yet; a start makes it" == doctor.check_lock(absent).message
+    assert f"a start makes {absent} for its owner alone" == doctor.check_privacy(absent).message
+    file.touch()
+    assert doctor.check_lock(file).level is Level.ERROR
+    assert f"{file} is a file" == doctor.check_lock(file).message
+
+
 def test_a_network_file_system_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

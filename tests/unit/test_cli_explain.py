@@ -66,6 +66,12 @@ class Asked:
         return {}
 
 
+@pytest.mark.parametrize("name", ["mistyped.json", "/nowhere/body"])
+def test_a_file_that_does_not_exist_is_no_id(name: str) -> None:
+    result = CliRunner().invoke(app, ["explain", name])
+    assert (1, f"error: there is no file {name}\n") == (result.exit_code, result.stderr)
+
+
 def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
