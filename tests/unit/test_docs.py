@@ -87,6 +87,17 @@ def test_the_readme_leads_to_every_page() -> None:
     assert set() == {page for page in pages_there if page not in readme}
 
 
+def test_every_command_that_a_document_names_is_there() -> None:
+    """Save in the changelog, which names those of its time."""
+    there = set(re.findall(r"^## cachesvc ([a-z ]+)$", pages()["commands.md"], re.M))
+    groups = {command.split()[0] for command in there} - there
+    for path in DOCUMENTS:
+        text = "" if path.name == "CHANGELOG.md" else path.read_text(encoding="utf-8")
+        for first, second in re.findall(r"(?:`|[$] |bin/)cachesvc ([a-z]+)(?: ([a-z]+))?", text):
+            command = f"{first} {second}" if second and first in groups else first
+            assert command in there | groups, f"{path}: cachesvc {command}"
+
+
 def test_options_of_commands_are_named_as_they_are() -> None:
     """In every document, and in what the server and the commands tell people to run."""
     options = {
