@@ -68,11 +68,13 @@ def serve(
                             lean.enter_context(without_training())
                         from cachesvc.server.compute import prepare  # torch, seconds of it
                     with startup.during(f"loading {settings.model.name}"):
-                        with ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare") as thread:
-                            prepared = thread.submit(prepare, settings, startup.progress)
-                            with _importing():  # the rest, while that thread loads weights
-                                from cachesvc.service import Service
+                        # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
+                        thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")
+                        prepared = thread.submit(prepare, settings, startup.progress)
+                        with _importing():  # the rest, while that thread loads weights
+                            from cachesvc.service import Service
                         settings, make_backend = prepared.result()
+                        thread.shutdown()
                 opening = "starting vLLM" if over_vllm else TIERS
                 with startup.during(opening):
                     service = Service(settings, make_backend, money, stream)

@@ -21,6 +21,8 @@ from cachesvc.cli.lazy import Command, LazyGroup, lazy_group
 from cachesvc.cli.lazy import load as load_entry
 from cachesvc.cli.render import fail
 
+INTERRUPTED = 130
+
 COMMANDS = {
     "serve": Command("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
     "node": Command("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
@@ -112,17 +114,17 @@ def _options(
 def main() -> None:
     """The console script.
 
-    The process ends right after an error is printed: at exit, torch's extension modules would add
-    pages of reported leaks.
+    The process ends right after an error is printed, or after Ctrl-C: at exit, torch's extension
+    modules would add pages of reported leaks, and Python would wait for threads that load a model.
     """
     try:
         run()
     except BaseException as error:
-        failed = not isinstance(error, SystemExit) or error.code == 1
-        if failed and "torch" in sys.modules:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code in (1, INTERRUPTED) and "torch" in sys.modules:
             if not isinstance(error, SystemExit):
                 traceback.print_exc()
-            leave(1)
+            leave(code)
         raise
     finally:
         _skip_last_collection()
@@ -141,7 +143,7 @@ def run() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader closed the pipe
         sys.stderr.close()
         sys.exit(0)

@@ -356,6 +356,24 @@ def test_a_sigterm_ends_what_handles_none_itself() -> None:
     assert (143, b"", b"") == (ended.returncode, ended.stdout, ended.stderr)
 
 
+def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path: Path) -> None:
+    """A first start went on converting or compiling for up to 15 s, and could end by SIGABRT."""
+    code = (
+        "import os, signal, sys, time\n"
+        "from cachesvc import cli\n"
+        "from cachesvc.server import compute\n"
+        "def prepare(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(60)\n"
+        "compute.prepare = prepare\n"
+        f"sys.argv = ['cachesvc', 'serve', '--port', '0', '--data-dir', {str(tmp_path)!r}]\n"
+        "cli.main()"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=45)
+    assert 130 == ran.returncode, ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
 def test_the_public_names_come_from_the_package_and_wait_for_torch() -> None:
     code = (
         "import sys, cachesvc\n"
