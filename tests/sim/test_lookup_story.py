@@ -1,5 +1,7 @@
 """A request's lookup says which tier served which tokens, and why the first missed block missed."""
 
+import time
+
 import pytest
 
 from engine.request import Lookup
@@ -69,6 +71,15 @@ def test_an_evicted_block_is_distinguished_from_one_never_seen() -> None:
     assert absence is not None and absence.departure is not None
     assert absence.departure.cause is Cause.ROOM
     assert absence.departure.tier in (TierName.HOST, TierName.DISK)
+
+
+def test_a_partly_filled_block_lived_no_longer_than_it_stood() -> None:
+    world, began_s = World(device_blocks=8), time.monotonic()
+    for number in range(8):
+        ask(world, str(number), [number, *FIRST[:BLOCK]])
+    lives = world.cache.residency.counters.lives[TierName.DEVICE].stats()
+    assert lives.lifetime.count > 0
+    assert lives.lifetime.total <= lives.lifetime.count * (time.monotonic() - began_s)
 
 
 def test_a_request_without_the_cache_says_so() -> None:

@@ -52,6 +52,10 @@ class MemoryCounters:
             kind = EventKind.STORED if source is None else EventKind.MOVED
             self._tell(kind, block, tier, source=source)
 
+    def took_slot(self, slot: int) -> None:
+        """A slot begins to fill. A partly filled block may leave it before `came` is called."""
+        self._slot_since_s[slot] = time.monotonic()
+
     def moved_slot(self, slot: int, to: int) -> None:
         """A block moved within the device."""
         self._slot_since_s[to] = self._slot_since_s[slot]

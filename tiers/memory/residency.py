@@ -215,6 +215,7 @@ class Residency:
             self._claims.release_slot(block)
             return None
         self.device.settle(block, slot)
+        self.counters.took_slot(slot)
         return slot
 
     def take_back(self, block: Block) -> None:
