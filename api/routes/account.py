@@ -55,13 +55,14 @@ async def request_details(request: Request, request_id: str) -> dict[str, Any]:
     """A request by its answer's `id` or its X-Request-Id: timeline, hits by block, reasons and
     bill.
 
-    Recent requests are kept in memory. Another tenant's request is not found.
+    Recent requests are kept. Another tenant's request is not found.
     """
     principal = await authorised(request, Scope.USAGE)
-    record = wire_of(request).journal.find(request_id, tenant=principal.tenant)
+    journal = wire_of(request).journal
+    record = journal.find(request_id, tenant=principal.tenant)
     if record is None:
         raise RequestNotFound(
             f"This server remembers no request {request_id[:80]!r} of tenant "
-            f"'{principal.tenant}'; it keeps the latest in memory only."
+            f"'{principal.tenant}'; it keeps the latest {journal.settings.max_requests:,}."
         )
     return details(record)

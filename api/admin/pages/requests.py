@@ -97,9 +97,8 @@ def _found(request: Request, request_id: str) -> RequestRecord:
     record = journal.find(request_id)
     if record is None:
         raise RequestNotFound(
-            f"The journal has no request {request_id[:80]!r}: it keeps the latest "
-            f"{journal.settings.max_requests:,} since the server started. Its bill is in the "
-            "ledger still."
+            f"The journal has no request {request_id[:80]!r}. It keeps the latest "
+            f"{journal.settings.max_requests:,}; the ledger has the bill of each."
         )
     return record
 
