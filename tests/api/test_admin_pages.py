@@ -13,6 +13,7 @@ from limits.aio.storage import MemoryStorage
 
 from api.access.auth import Salts
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits
+from api.admin.pages.format import marked, rounded
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.errors import RateLimited
@@ -528,5 +529,26 @@ async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None
 async def test_an_unknown_tenant_or_request_is_a_page_that_says_so(
     client: httpx.AsyncClient,
 ) -> None:
-    assert "does not exist" in await text(client, "tenants/nobody", 404)
+    page = await text(client, "tenants/nobody", 404)
+    assert "does not exist; create it with <code>cachesvc tenants create nobody</code>" in page
     assert "The journal has no request" in await text(client, "requests/none", 404)
+
+
+@pytest.mark.parametrize(
+    ("exact", "shown"),
+    [
+        ("0.0001617", "0.000162"),
+        ("-0.0001617", "-0.000162"),
+        ("24.9984463", "24.9984"),
+        ("24.9999883", "25.0000"),
+        ("0.00", "0.00"),
+        ("12.50", "12.50"),
+        ("7", "7"),
+    ],
+)
+def test_an_amount_in_a_tile_is_rounded_as_in_a_table(exact: str, shown: str) -> None:
+    assert shown == rounded(exact)
+
+
+def test_what_a_message_shows_as_code_is_escaped() -> None:
+    assert "a &lt;b&gt; <code>c &lt;d&gt;</code>." == marked("a <b> `c <d>`.")

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from decimal import Decimal
 from typing import Any, Final
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from api.format import seconds as duration
 from api.format import size
@@ -51,7 +52,7 @@ def amount(units: int, places: int | None = None) -> str:
 
 
 def rounded(text: str | None, places: int = 4) -> str:
-    """A decimal text cut to `places`, or to three digits if it begins with more zeros.
+    """A decimal text rounded to `places`, or to three digits if it begins with more zeros.
 
     The exact value belongs in a title.
     """
@@ -60,7 +61,16 @@ def rounded(text: str | None, places: int = 4) -> str:
     whole, _, fraction = text.partition(".")
     if whole.lstrip("-") == "0":
         places = max(places, len(fraction) - len(fraction.lstrip("0")) + 3)
-    return f"{whole}.{fraction[:places].ljust(2, '0')}" if fraction else whole
+    return f"{Decimal(text):.{places}f}" if len(fraction) > places else text
+
+
+def marked(text: str) -> Markup:
+    """Text in backticks, as code."""
+    parts = text.split("`")
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if number % 2 else escape(part)
+        for number, part in enumerate(parts)
+    )
 
 
 def short(key: str | bytes | None) -> str:
@@ -81,6 +91,7 @@ FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
         moment_ns,
         amount,
         rounded,
+        marked,
         short,
     )
 }

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from markupsafe import Markup, escape
 from pydantic import BaseModel
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.pages.base import render
+from api.admin.pages.format import marked
 from api.page_headers import HEADERS, POLICY
 from api.routes.unserved import UNSERVED
 from api.shapes.schemas import ChatBody, CompletionBody
@@ -44,21 +44,12 @@ def _routes(schema: dict[str, Any]) -> list[dict[str, Any]]:
         {
             "method": method.upper(),
             "path": path,
-            "text": _marked(operation.get("description") or operation["summary"]),
+            "text": marked(operation.get("description") or operation["summary"]),
             "fields": _fields(path),
         }
         for path, methods in schema["paths"].items()
         for method, operation in methods.items()
     ]
-
-
-def _marked(text: str) -> Markup:
-    """Text in backticks, as code."""
-    parts = text.split("`")
-    return Markup("").join(
-        Markup("<code>{}</code>").format(part) if number % 2 else escape(part)
-        for number, part in enumerate(parts)
-    )
 
 
 def _fields(path: str) -> list[tuple[str, str]]:
