@@ -19,11 +19,11 @@ PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 DRIVER = Path(__file__).with_name("driver.py")
 
 
-def environment(*, core_apart: bool) -> dict[str, str]:
+def environment(num_threads: int, *, core_apart: bool) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": str(num_threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(core_apart)),
     }
 
@@ -40,7 +40,8 @@ def connector(node: Path) -> dict[str, Any]:
 
 
 class Forks:
-    """A process that has imported vLLM, and forks engines whose core is in the same process."""
+    """A process that has imported vLLM, and forks engines. Their core is in the same process, with
+    one thread: two engines side by side have two processors, and threads that spin."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -49,7 +50,7 @@ class Forks:
                 [PYTHON, DRIVER, "forks", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env=environment(core_apart=False),
+                env=environment(1, core_apart=False),
             )
 
     def start(self, arguments: Sequence[str], *files: IO[Any]) -> int:
@@ -92,7 +93,7 @@ class Engine:
                     stdout=answers,
                     stderr=errors,
                     cwd=ROOT,
-                    env=environment(core_apart=True),
+                    env=environment(2, core_apart=True),
                     start_new_session=True,
                 )
                 self._pid = self._process.pid
