@@ -5,6 +5,7 @@ process is alive, `/health/ready` what it is waiting for, and everything else an
 thread starts the server. A separate thread answers until `answering` ends.
 """
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -55,20 +56,56 @@ class Startup:
 def answering(listener: socket.socket, startup: Startup) -> Iterator[None]:
     """Answers on `listener` that the server is starting, while the block runs.
 
-    Connections that arrive at its end wait in the listener's queue for the next server.
+    Connections that arrive at its end wait in the listener's queue for the next server. Those that
+    it has accepted get their answers, and then its thread ends.
     """
     config = http_config(
         _Starting(startup), loop="asyncio", lifespan="off", timeout_graceful_shutdown=1
     )
-    server = uvicorn.Server(config)
+    server = _Briefly(config)
     sockets = [listener.dup()]  # the server closes it at its end; the listener stays
-    thread = threading.Thread(target=server.run, args=(sockets,), name="starting", daemon=True)
-    thread.start()
+    threading.Thread(target=server.run, args=(sockets,), name="starting", daemon=True).start()
     try:
         yield
     finally:
-        server.should_exit = True
-        thread.join()
+        server.leave()
+
+
+class _Briefly(uvicorn.Server):
+    """uvicorn's server, which leaves its port as soon as it is told to. uvicorn's own looks for
+    that every tenth of a second, then waits for another, and so would the server that is ready."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None  # until the port answers
+        self._has_left = threading.Event()
+
+    def leave(self) -> None:
+        """Returns once no more connections are accepted. Any thread but its own."""
+        self.should_exit = True
+        if self._loop is not None and not self._has_left.is_set():
+            self._loop.call_soon_threadsafe(self._told.set)
+        self._has_left.wait()
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            self._has_left.set()
+
+    async def main_loop(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        while not self.should_exit:
+            await self.on_tick(0)  # the date in its answers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._told.wait(), 1)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for each in self.servers:
+            each.close()
+        self._has_left.set()
+        await super().shutdown(sockets)
 
 
 class _Starting:
