@@ -5,7 +5,10 @@ import stat
 from pathlib import Path
 
 import pytest
+from argon2 import extract_parameters
+from argon2.exceptions import VerifyMismatchError
 
+from api.admin.login import passwords as passwords_module
 from api.admin.login.passwords import FILE_NAME, Passwords
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages import assets
@@ -36,6 +39,28 @@ def test_a_change_made_by_another_process_holds_at_once(tmp_path: Path) -> None:
     assert not command.remove("ada")
     assert {} == server.roles()
     assert server.verify("ada", SECRET + "!") is None
+
+
+def test_an_unknown_name_costs_a_whole_check_and_a_start_computes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hasher = passwords_module._hasher
+    known = extract_parameters(hasher.hash(SECRET))
+    checked: list[str] = []
+
+    class Watched:
+        def verify(self, hashed: str, password: str) -> None:
+            checked.append(hashed)
+            with pytest.raises(VerifyMismatchError) as refused:  # an invalid hash costs nothing
+                hasher.verify(hashed, password)
+            raise refused.value
+
+    with monkeypatch.context() as start:
+        start.setattr(type(hasher), "hash", None)  # not called
+        passwords = Passwords(tmp_path)
+    monkeypatch.setattr(passwords_module, "_hasher", Watched())
+    assert passwords.verify("nobody", SECRET) is None
+    assert [known] == [extract_parameters(each) for each in checked]
 
 
 def test_weak_passwords_and_odd_names_are_refused(tmp_path: Path) -> None:
