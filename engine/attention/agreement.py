@@ -87,21 +87,29 @@ def operator_agrees(dim: int) -> bool:
     copies = torch.randn(
         len(_POSITIONS), 2, _HEADS, padded_keys(max(_POSITIONS) + 1), dim, generator=random
     )
+    written = copies.clone()  # by the operator; both stay equal while it agrees
     return all(
-        _tokens_agree(copies.clone(), groups, window, random)
-        and all(_span_agrees(copies[0], groups, window, *span, random) for span in _SPANS)
+        _tokens_agree(copies, written, groups, window, random)
+        and all(
+            _span_agrees(copies[0], written[0], groups, window, *span, random) for span in _SPANS
+        )
         for groups in _GROUPS
         for window in _WINDOWS
     )
 
 
 def _tokens_agree(
-    copies: torch.Tensor, groups: int, window: int | None, random: torch.Generator
+    copies: torch.Tensor,
+    written: torch.Tensor,
+    groups: int,
+    window: int | None,
+    random: torch.Generator,
 ) -> bool:
-    """Of one token each of several sequences, whose copies [S, 2, Hkv, capacity, D] are written."""
+    """Of one token each of several sequences, whose equal copies [S, 2, Hkv, capacity, D] are
+    written."""
     count, _, _, capacity, dim = copies.shape
     call = _call(count, groups, dim, window, random)
-    written, actual = copies.clone(), torch.empty_like(call.query)
+    actual = torch.empty_like(call.query)
     _attend(call, 1, list(written), list(_POSITIONS), actual)
     head = torch.arange(count)[:, None] * 2 * _HEADS + torch.arange(_HEADS)
     rows = [
@@ -116,25 +124,26 @@ def _tokens_agree(
 
 def _span_agrees(
     copy: torch.Tensor,
+    written: torch.Tensor,
     groups: int,
     window: int | None,
     start: int,
     count: int,
     random: torch.Generator,
 ) -> bool:
-    """Of several tokens of one sequence, over a copy [2, Hkv, capacity, D]."""
+    """Of several tokens of one sequence, over two equal copies [2, Hkv, capacity, D]."""
     end, tile = start + count, tile_rows(groups)
     call = _call(count, groups, copy.shape[-1], window, random)
-    run, written, actual = copy.clone(), copy.clone(), torch.empty_like(call.query)
+    actual = torch.empty_like(call.query)
     _attend(call, count, [written], [start], actual)
     triangle = torch.full((TILE, TILE), -torch.inf).triu(1)
     scratch = torch.empty(scratch_size(groups * min(tile, count), end))
     expected = torch.empty_like(call.query)
     onednn = needs_onednn(copy.shape[-1], copy.shape[-1])
     attend_span(
-        call, 0, True, run, 0, run, 1, start, end, tile, triangle, scratch, onednn, expected
+        call, 0, True, copy, 0, copy, 1, start, end, tile, triangle, scratch, onednn, expected
     )
-    return torch.equal(expected, actual) and torch.equal(run, written)
+    return torch.equal(expected, actual) and torch.equal(copy, written)
 
 
 def _call(
