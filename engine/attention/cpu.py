@@ -61,7 +61,6 @@ class CpuAttention:
         self._step: list[_Part] = []
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangle: torch.Tensor | None = None
-        self._attend_part = script(dense.attend_part)
         self._kernels = Kernels(fused=False, onednn=False)
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -79,6 +78,7 @@ class CpuAttention:
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         assert self._triangle is not None
+        attend_part = script(dense.attend_part)  # not earlier: a kept graph has its own
         computed, query = call.query.dtype, call.query.float()
         output = query.new_zeros(*query.shape[:2], call.value.shape[2])  # rows beyond are padding
         key, value = self._rounded(call.key), self._rounded(call.value)
@@ -91,7 +91,7 @@ class CpuAttention:
                 rows, filled = call.of(slice(part.first, stop)), output[part.first : stop]
                 given, place = self._gathered(span, rows), GATHERED
             scratch, kernels = self._scratch, self._kernels
-            self._attend_part(rows, given, place, self._triangle, scratch, kernels, filled)
+            attend_part(rows, given, place, self._triangle, scratch, kernels, filled)
         return output.to(computed)
 
     def inside_step(self) -> InsideStep | None:
