@@ -61,19 +61,22 @@ def password(
     It takes effect at once, and the admin's open sessions end. Keys with the admin scope can log in
     as well.
     """
-    if list_:
-        _list(data_dir, json)
-        return
-    if remove:
-        _remove(name, reason, data_dir, database)
-        return
+    try:
+        if list_:
+            _list(data_dir, json)
+        elif remove:
+            _remove(name, reason, data_dir, database)
+        else:
+            _set(name, role, reason, data_dir, database)
+    except ApiError as error:
+        fail(str(error))
+
+
+def _set(name: str, role: Role, reason: str, data_dir: Path | None, database: str | None) -> None:
     path = data_dir_of(data_dir)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     with books(path, database, create=True) as open_books:
-        try:
-            Passwords(path).set(name, _ask(), role)
-        except ApiError as error:
-            fail(str(error))
+        Passwords(path).set(name, _ask(), role)
         open_books.accounts.trail.record(
             "admin.password", name, by=actor(), after={"role": role}, reason=reason
         )

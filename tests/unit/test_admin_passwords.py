@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from argon2 import extract_parameters
 from argon2.exceptions import VerifyMismatchError
+from typer.testing import CliRunner
 
 from api.admin.login import passwords as passwords_module
 from api.admin.login.passwords import FILE_NAME, Passwords
@@ -14,6 +15,7 @@ from api.admin.login.sessions import Admin, Role
 from api.admin.pages import assets
 from api.errors import InvalidRequest
 from billing.errors import InvalidName
+from cachesvc.cli import app
 
 SECRET = "five words that no one says"
 
@@ -69,6 +71,21 @@ def test_weak_passwords_and_odd_names_are_refused(tmp_path: Path) -> None:
         passwords.set("ada", "short", Role.ADMIN)
     with pytest.raises(InvalidName):
         passwords.set("../ada", SECRET, Role.ADMIN)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "garbage", "[]", '{"ada": {}}', '{"ada": {"role": "x", "hash": ""}}']
+)
+def test_a_damaged_file_is_named_and_lets_nobody_in(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FILE_NAME).write_text(text)
+    assert Passwords(tmp_path).verify("ada", SECRET) is None
+    assert f"{FILE_NAME} is damaged" in caplog.text
+    told = CliRunner().invoke(app, ["admin", "password", "--list", "--data-dir", str(tmp_path)])
+    assert (1, True) == (told.exit_code, "is damaged: restore it from a copy" in told.stderr)
+    with pytest.raises(InvalidRequest, match="is damaged"):
+        Passwords(tmp_path).set("ada", SECRET, Role.ADMIN)
 
 
 def test_only_the_reviewed_files_of_packages_are_served() -> None:

@@ -6,6 +6,7 @@ milliseconds, on purpose.
 """
 
 import json
+import logging
 import os
 from base64 import b64encode
 from collections.abc import Mapping
@@ -23,6 +24,8 @@ from billing.names import check_name
 FILE_NAME = "admins.json"
 MIN_LENGTH = 12  # NIST SP 800-63B asks for 8 where a second factor guards, 15 where none does
 MAX_LENGTH = 1024
+
+logger = logging.getLogger(__name__)
 
 _hasher = PasswordHasher()  # argon2id, RFC 9106's second choice: 64 MiB, 3 passes, 4 lanes
 
@@ -42,8 +45,12 @@ class Passwords:
 
     def verify(self, name: str, password: str) -> Admin | None:
         """The admin with this name and password, if any. An unknown name takes as long as a wrong
-        password."""
-        entry = self._entries().get(name)
+        password. Nobody is, where the file is damaged; the log says so."""
+        try:
+            entry = self._entries().get(name)
+        except InvalidRequest as error:
+            logger.error("%s", error)
+            entry = None
         try:
             _hasher.verify(entry.hash if entry else self._nobody, password[:MAX_LENGTH])
         except (VerificationError, InvalidHashError):
@@ -71,11 +78,17 @@ class Passwords:
         return {name: Role(entry.role) for name, entry in self._entries().items()}
 
     def _entries(self) -> Mapping[str, _Entry]:
+        """Raises InvalidRequest for a damaged file."""
         try:
             stored = json.loads(self._path.read_text(encoding="utf-8"))
+            return {name: _Entry(Role(each["role"]), each["hash"]) for name, each in stored.items()}
         except FileNotFoundError:
             return {}
-        return {name: _Entry(entry["role"], entry["hash"]) for name, entry in stored.items()}
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise InvalidRequest(
+                f"{self._path} is damaged: restore it from a copy, or remove it and set each "
+                "password again"
+            ) from None
 
     def _write(self, entries: Mapping[str, _Entry]) -> None:
         fresh = self._path.with_name(f"{FILE_NAME}.{os.getpid()}")
