@@ -44,6 +44,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (("balance", "topup", "x", "ten"), "'ten' is not an amount of money"),
         (("tenants", "create", "a/b"), "a/b"),
         (("node", "--quota", "x"), "--quota 'x' is not a quota"),
+        (("usage", "--by", "week"), "--by takes day and"),
         (("top", "--dta-dir", "x"), "--data-dir"),
     ],
 )

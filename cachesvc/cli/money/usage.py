@@ -114,7 +114,8 @@ def _checked_span(
     try:
         parse_query(since=since, until=until, zone=zone, split=breakdown)
     except InvalidName as error:
-        raise typer.BadParameter(str(error), param_hint="--by, --breakdown") from None
+        told = f"{error}; --by takes day and month too"
+        raise typer.BadParameter(told, param_hint="--by, --breakdown") from None
     except InvalidSpan as error:
         raise typer.BadParameter(str(error), param_hint="--since, --until") from None
     # The server's own zone may be another.
