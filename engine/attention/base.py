@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from engine.attention.kv_pool import KvPool, LayerKv
 from engine.batch import Span
@@ -194,6 +193,8 @@ def refuse_extras(caller: str, attention_mask: torch.Tensor | None, extras: dict
 
 def register() -> None:
     """Register `IMPLEMENTATION` with transformers. No mask is registered, so none is built."""
+    from transformers import AttentionInterface  # seconds of it, and kernels are tested without
+
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 

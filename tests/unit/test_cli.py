@@ -291,11 +291,12 @@ def test_commands_about_money_import_what_they_need() -> None:
         ("cachesvc.cli.money.keys", ["sqlalchemy", "pydantic", "api.errors"]),
         ("cachesvc.cli.cache.stats", ["numpy", "zstandard", "rich.progress"]),
         ("cachesvc.server.node", ["transformers", "torch._dynamo"]),
+        ("engine.attention.cpu", ["transformers", "torch._dynamo"]),
     ],
 )
 def test_a_command_does_not_wait_for_what_it_may_not_need(module: str, heavy: list[str]) -> None:
     """A running server has the database open; how full a disk is needs no arithmetic, and a node
-    has no model."""
+    has no model, nor have the checks of attention's bits."""
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "[]" == ran.stdout.strip()
