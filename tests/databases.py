@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from billing.store.opening import open_store
 from tests.postgres_server import fresh_database, postgres_server
+from tests.support.billing import fresh_ledger
 
 
 @pytest.fixture(scope="session")
@@ -15,11 +17,21 @@ def postgres() -> Iterator[str]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def empty_postgres_ledger(postgres: str) -> Iterator[str]:
+    """The name of a database with the schema and nothing in it, to be copied."""
+    with fresh_database(postgres) as url:
+        open_store(url).close()
+        yield url.rpartition("/")[2]
+
+
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database that holds nothing yet."""
+    """A ledger that holds nothing yet."""
     if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+        yield fresh_ledger(tmp_path / "ledger.sqlite3")
     else:
-        with fresh_database(request.getfixturevalue("postgres")) as database:
+        server = request.getfixturevalue("postgres")
+        empty = request.getfixturevalue("empty_postgres_ledger")
+        with fresh_database(server, empty) as database:
             yield database

@@ -92,13 +92,14 @@ def _free_port() -> int:
 
 
 @contextmanager
-def fresh_database(server_url: str) -> Iterator[str]:
-    """A new database on the server, dropped afterwards."""
+def fresh_database(server_url: str, copied: str = "template1") -> Iterator[str]:
+    """A new database on the server, dropped afterwards. `copied`: the name of one that it begins
+    as, to which nobody is connected."""
     name = f"ledger_{uuid.uuid4().hex[:12]}"
     engine = create_engine(server_url, isolation_level="AUTOCOMMIT")
     try:
         with engine.connect() as connection:
-            connection.execute(text(f"CREATE DATABASE {name}"))
+            connection.execute(text(f"CREATE DATABASE {name} TEMPLATE {copied}"))
         yield server_url.rsplit("/", 1)[0] + f"/{name}"
         with engine.connect() as connection:
             connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))

@@ -12,7 +12,8 @@ from billing.idempotency import Idempotency
 from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.reports.receipts import ReceiptSigner, describe
-from billing.store.opening import database_url, open_store
+from billing.store.opening import open_store
+from tests.support.billing import fresh_ledger
 from tests.support.wire import fake_house
 
 CHAT = "/v1/chat/completions"
@@ -32,7 +33,7 @@ class Bank:
         lease_s: int = 120,
         settings: WireSettings | None = None,
     ) -> None:
-        self.store = open_store(database_url(folder))
+        self.store = open_store(fresh_ledger(folder / "ledger.sqlite3"))
         self.accounts = Accounts(self.store)
         self.entries: list[Entry] = []
         self.ledger = Ledger(

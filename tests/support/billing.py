@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from billing.accounts import Accounts
@@ -13,7 +16,7 @@ from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.prices.book import NS
 from billing.prices.cards import default_card
-from billing.store.opening import open_store
+from billing.store.opening import database_url, open_store
 from billing.usage import Usage
 
 START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday
@@ -63,12 +66,30 @@ class TestLedger:
         return hold
 
 
+def fresh_ledger(file: Path) -> str:
+    """The URL of a SQLite database with the schema and nothing in it, or of the one that is there.
+    Migrations take half of a short test's time."""
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(_empty_ledger())
+    return f"sqlite:///{file}"
+
+
+@cache
+def _empty_ledger() -> bytes:
+    with TemporaryDirectory() as folder:
+        open_store(database_url(Path(folder))).close()
+        return (Path(folder) / "ledger.sqlite3").read_bytes()
+
+
 @contextmanager
 def running_ledger(
     url: str, *, clock: ManualClock | None = None, owner: str = "server"
 ) -> Iterator[TestLedger]:
     """A ledger on `url`, with the tenant `acme`; closed afterwards."""
     clock = clock or ManualClock()
+    if url.startswith("sqlite:///"):
+        fresh_ledger(Path(url.removeprefix("sqlite:///")))
     store = open_store(url)
     accounts = Accounts(store, clock_ns=clock)
     ledger = Ledger(store, accounts, owner=owner, clock_ns=clock, first_card=default_card())
