@@ -84,8 +84,9 @@ class _Briefly(uvicorn.Server):
     def leave(self) -> None:
         """Returns once no more connections are accepted. Any thread but its own."""
         self.should_exit = True
-        if self._loop is not None and not self._has_left.is_set():
-            self._loop.call_soon_threadsafe(self._told.set)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._told.set)
         self._has_left.wait()
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
