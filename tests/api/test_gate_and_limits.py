@@ -44,7 +44,7 @@ async def test_a_tenants_salt_is_in_its_scope_and_nowhere_else() -> None:
         principal = Principal(tenant, scopes=frozenset(Scope))
         house = fake_house(gatekeeper=OpenGate(principal))
         async with running(house) as (_, client):
-            await client.post(CHAT, json=HELLO | {"cachesvc": {"tenant": "acme"}})
+            await client.post(CHAT, json=HELLO | {"user": "acme"})
         scopes[tenant] = house.engine.requests[0].scope
     assert scopes["acme"].root() != scopes["bolt"].root()
     assert b"acme" not in scopes["acme"].tenant

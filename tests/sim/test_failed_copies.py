@@ -5,6 +5,7 @@ Each run is repeated with the first copy refused, then the second, and so on, to
 
 import random
 from collections.abc import Container, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -26,14 +27,14 @@ class Refusing:
         self._refused = refused
         pool._put = self.put  # type: ignore[method-assign]
 
-    def put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *how: Any) -> None:
         """As the pool does, with one target that is not there."""
         number = self.num_copies
         self.num_copies += 1
         if number not in self._refused:
-            return self._put(pairs)
+            return self._put(pairs, *how)
         self.num_refused += 1
-        return self._put([*list(pairs)[:-1], (torch.empty(2), torch.empty(3))])
+        return self._put([*list(pairs)[:-1], (torch.empty(2), torch.empty(3))], *how)
 
 
 def lived(refused: Container[int], *, window: int | None = None) -> Refusing:

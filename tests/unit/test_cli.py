@@ -361,6 +361,7 @@ def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path: Path) -> None:
     """A first start went on converting or compiling for up to 15 s, and could end by SIGABRT."""
     code = (
         "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in the background
         "from cachesvc import cli\n"
         "from cachesvc.server import compute\n"
         "def prepare(*_):\n"
