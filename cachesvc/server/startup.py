@@ -20,6 +20,7 @@ from cachesvc.server.connection import http_config
 
 Show = Callable[[str, float | None], None]  # the current work, and its done part if known
 RETRY_AFTER_S = 2
+LOOKS, LOOK_S = 20, 0.05  # for the ends of its last connections
 
 _Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -103,9 +104,14 @@ class _Briefly(uvicorn.Server):
                 await asyncio.wait_for(self._told.wait(), 1)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for each in self.servers:
-            each.close()
+        for each in sockets or ():
+            asyncio.get_running_loop().remove_reader(each)
         self._has_left.set()
+        # uvicorn would reset connections whose requests are on their way.
+        for _ in range(LOOKS):
+            await asyncio.sleep(LOOK_S)
+            if not self.server_state.connections:
+                break
         await super().shutdown(sockets)
 
 
