@@ -1,17 +1,16 @@
 """A node, or a client of it, is killed at any moment: what is served afterwards is whole."""
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.children import FORKS, start_child
 from tests.unit.test_disk_faults import flip
 from tests.unit.test_node_socket import LAYOUT, joined, prompt, write
 from tiers.blocks.keys import PrefixKey
@@ -19,52 +18,47 @@ from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import NodeGone
 from tiers.node.client import NodeClient
-from tiers.tier import TierName
-
-NODE = """
-import sys
-from pathlib import Path
 from tiers.node.node import NodeServer
 from tiers.node.settings import NodeSettings
-socket, disk = map(Path, sys.argv[1:])
-sizes = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
-node = NodeServer(NodeSettings(socket=socket, disk_dirs=(disk,), **sizes))
-node.open()
-print("ready", flush=True)
-node.run()
-"""
-WRITER = """
-import sys
-from pathlib import Path
-from tests.unit.test_disk_faults import flip
-from tests.unit.test_node_socket import LAYOUT, prompt
-from tiers.node.client import NodeClient
-client = NodeClient(Path(sys.argv[1]), LAYOUT)
-client.connect()
-for number in range(10**6):
-    ids = prompt(number % 50)
-    pairs = client.reserve(ids)
-    for position, frame in pairs:
-        row = client.memory.rows[frame]
-        row[: LAYOUT.nbytes] = ids[position].key[0]  # a block is one byte, all over
-    client.commit([frame for _, frame in pairs])
-    if number == 5:
-        print("writing", flush=True)
-"""
+from tiers.tier import TierName
+
+
+def run_node(socket: Path, disk: Path, parent: Connection) -> None:
+    sizes = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
+    node = NodeServer(NodeSettings(socket=socket, disk_dirs=(disk,), **sizes))
+    node.open()
+    parent.send("ready")
+    node.run()
+
+
+def write_on(socket: Path, parent: Connection) -> None:
+    client = NodeClient(socket, LAYOUT)
+    client.connect()
+    for number in range(10**6):
+        ids = prompt(number % 50)
+        pairs = client.reserve(ids)
+        assert client.memory is not None
+        for position, frame in pairs:
+            row = client.memory.rows[frame]
+            row[: LAYOUT.nbytes] = ids[position].key[0]  # a block is one byte, all over
+        client.commit([frame for _, frame in pairs])
+        if number == 5:
+            parent.send("writing")
 
 
 @contextmanager
-def child(code: str, *args: object) -> Iterator["subprocess.Popen[str]"]:
-    """A process that runs `code`, once it has said its first line. Killed at the end."""
-    command = [sys.executable, "-c", code, *map(str, args)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline(), "it did not start"
-        try:
-            yield process
-        finally:
-            process.kill()
+def child(work: Callable[..., None], *arguments: Path) -> Iterator[ForkServerProcess]:
+    """A process that does `work`, once it has said so. Killed at the end."""
+    here, there = FORKS.Pipe()
+    process = start_child(work, *arguments, there)
+    there.close()
+    try:
+        here.recv()
+        yield process
+    finally:
+        process.kill()
+        process.join()
+        here.close()
 
 
 def record_offset(tier: DiskTier, key: PrefixKey) -> tuple[str, int]:
@@ -96,10 +90,10 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_and_no_lease(
     tmp_path: Path, seed: int
 ) -> None:
     path = tmp_path / "node.sock"
-    with child(NODE, path, tmp_path / "disk"), child(WRITER, path) as writer:
+    with child(run_node, path, tmp_path / "disk"), child(write_on, path) as writer:
         time.sleep(0.02 * seed)
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.wait()
+        writer.kill()
+        writer.join()
         with joined(path) as client:
             assert 0 < check_blocks(client)
             stats = client.stats()
@@ -112,37 +106,37 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_and_no_lease(
 def test_a_node_that_is_killed_serves_from_its_disk_again(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "node.sock"
     with (
-        child(NODE, path, tmp_path / "disk") as node,
-        child(WRITER, path),
+        child(run_node, path, tmp_path / "disk") as node,
+        child(write_on, path),
         joined(path) as client,
     ):
         while not client.stats()["pools"][0]["disk"]["num_blocks"]:
             time.sleep(0.01)
         time.sleep(0.02 * seed)
         node.kill()
-        node.wait()
+        node.join()
         with pytest.raises(NodeGone):
             client.lease(prompt(1))
-    with child(NODE, path, tmp_path / "disk"), joined(path) as client:
+    with child(run_node, path, tmp_path / "disk"), joined(path) as client:
         assert 0 < check_blocks(client)
 
 
 def test_a_lease_is_readable_after_its_node_has_died(tmp_path: Path) -> None:
     path = tmp_path / "node.sock"
     ids = prompt(1)
-    with child(NODE, path, tmp_path / "disk") as node, joined(path) as client:
+    with child(run_node, path, tmp_path / "disk") as node, joined(path) as client:
         write(client, ids)
         frames, memory = client.lease(ids), client.memory
         assert memory is not None
         node.kill()
-        node.wait()
+        node.join()
         found = [bytes(memory.rows[frame, :16].tolist()) for frame in frames]
         assert [each.key for each in ids] == found
 
 
 def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path: Path) -> None:
     path, ids = tmp_path / "node.sock", prompt(1)
-    with child(NODE, path, tmp_path / "disk") as node, joined(path) as client:
+    with child(run_node, path, tmp_path / "disk") as node, joined(path) as client:
         pairs = client.reserve(ids)
         assert client.memory is not None
         for _, frame in pairs:
@@ -151,12 +145,12 @@ def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path: Path) -> None:
         while client.stats()["pools"][0]["disk"]["num_blocks"] < len(ids):
             time.sleep(0.01)
         node.kill()
-        node.wait()
+        node.join()
     (folder,) = (tmp_path / "disk").glob("*/")
     with closing(open_disk(folder, LAYOUT, 64 << 20)) as tier:
         shard, offset = record_offset(tier, ids[1].key)
     flip(folder / shard / "data.mdb", offset + 2000)
-    with child(NODE, path, tmp_path / "disk"), joined(path) as client:
+    with child(run_node, path, tmp_path / "disk"), joined(path) as client:
         assert [TierName.DISK] * 3 == client.probe(ids)
         assert 1 == len(client.lease(ids))
         assert {"checksum": 1} == client.stats()["pools"][0]["disk"]["faults"]
@@ -167,7 +161,7 @@ def test_a_client_can_join_again_after_the_node_came_back(tmp_path: Path) -> Non
     path = tmp_path / "node.sock"
     with closing(NodeClient(path, LAYOUT)) as client:
         for _ in range(2):
-            with child(NODE, path, tmp_path / "disk"):
+            with child(run_node, path, tmp_path / "disk"):
                 client.connect()
                 write(client, prompt(1))
                 assert 3 == len(client.probe(prompt(1)))
