@@ -8,8 +8,7 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+import signal
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from cachesvc.server.server_file import LiveServer, find_server
+from tests.children import Program
 from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
@@ -75,29 +75,22 @@ def serving(data_dir: Path, *arguments: str) -> Iterator[Served]:
     """`cachesvc serve` on `data_dir`, until the block ends."""
     log = data_dir / "serve.log"
     save_tiny_model(data_dir / MODEL)
-    program = "import sys; from cachesvc.cli import main; sys.argv[0] = 'cachesvc'; main()"
     sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
-    command = [sys.executable, "-c", program, "serve", "--port", "0", "--model", MODEL]
-    command += ["--data-dir", str(data_dir), "--block-size", "16"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *sizes, *arguments], stdout=out, stderr=out, cwd=data_dir
-        )
+    command = ["serve", "--port", "0", "--model", MODEL, "--data-dir", str(data_dir)]
+    command += ["--block-size", "16", *sizes, *arguments]
+    log.write_bytes(b"")
+    process = Program(command, cwd=data_dir, env=os.environ, log=log)
     try:
         url = _url(process, log)
         live = find_server(data_dir)
         assert live is not None, log.read_text()
         yield Served(url, data_dir, live)
     finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
 
 
-def _url(process: "subprocess.Popen[bytes]", log: Path) -> str:
+def _url(process: Program, log: Path) -> str:
     give_up = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up:
         found = READY.search(log.read_text())

@@ -18,6 +18,7 @@ from billing.ledger import Ledger
 from billing.prices.cards import default_card
 from billing.store.opening import database_url, open_store
 from billing.store.store import LedgerStore
+from tests.children import Program
 from tests.patience import PATIENCE_S
 
 SCRIPT = Path(sys.executable).with_name("cachesvc")
@@ -34,25 +35,26 @@ class LiveServer:
         self._log = folder / "serve.log"
         self._model = model
         self._environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | subprocess.Popen[bytes] | None = None
         self.url = ""
 
     def start(self) -> str:
         """Start it and wait until it serves; gives its URL."""
-        with self._log.open("wb") as out:
-            self._process = subprocess.Popen(
-                self.command(),
-                cwd=self._model.parent,  # a folder is served under the name it is given by
-                stdout=out,
-                stderr=out,
-                env=self._environment,
-            )
+        self._log.write_bytes(b"")
+        self._process = self.begin()
         deadline = time.monotonic() + self.start_s
         while not (found := READY.search(self.log)):
             assert self._process.poll() is None and time.monotonic() < deadline, self.log
             time.sleep(0.02)
         self.url = found[1]
         return self.url
+
+    def begin(self) -> "Program | subprocess.Popen[bytes]":
+        """Its process, beside the model's folder: a folder is served under the name it is given
+        by."""
+        where, env = self._model.parent, self._environment
+        with self._log.open("ab") as out:
+            return subprocess.Popen(self.command(), cwd=where, stdout=out, stderr=out, env=env)
 
     def command(self) -> list[Any]:
         """How it is started, beside the model's folder."""
@@ -124,3 +126,11 @@ class LiveServer:
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
+
+
+class ForkedServer(LiveServer):
+    """One that need not import what it needs. For tests of what a server does once it serves."""
+
+    def begin(self) -> Program:
+        _, *arguments = map(str, self.command())
+        return Program(arguments, cwd=self._model.parent, env=self._environment, log=self._log)

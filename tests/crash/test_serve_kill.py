@@ -26,7 +26,7 @@ from billing.proof.result import Problem
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from tests.live_clients import Answer, Incomplete, ask, question
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(3600)]
@@ -41,7 +41,7 @@ LATER = (409, 503)  # its first request still runs; a slow machine has too much 
 class Load:
     """Clients that ask a server which comes and goes."""
 
-    server: LiveServer
+    server: ForkedServer
     keyed_headers: Mapping[str, str]
     plain_headers: Mapping[str, str]
     dice: random.Random
@@ -128,7 +128,7 @@ def pay_once(ledger: Ledger, turn: int) -> list[Entry]:
     return [paid_in, paid_out, right]
 
 
-def prove(server: LiveServer) -> list[Problem]:
+def prove(server: ForkedServer) -> list[Problem]:
     store = server.store()
     try:
         return audit.verify(store).problems
@@ -141,7 +141,7 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path: Path, kill
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     save_tiny_model(tmp_path / "tiny")
-    server = LiveServer(tmp_path, tmp_path / "tiny")
+    server = ForkedServer(tmp_path, tmp_path / "tiny")
     keyed, plain = server.customer("keyed", PAID), server.customer("plain", PAID)
     load = Load(server, keyed, plain, random.Random(seed))
     try:

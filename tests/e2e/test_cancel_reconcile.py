@@ -17,7 +17,7 @@ from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.store import reports as store_reports
 from tests.live_clients import Incomplete, ask, question
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -32,14 +32,14 @@ SOURCES = {
 }
 
 
-Served = tuple[LiveServer, Mapping[str, str]]  # and its customer's key
+Served = tuple[ForkedServer, Mapping[str, str]]  # and its customer's key
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     save_tiny_model(folder / "tiny")
-    server = LiveServer(folder, folder / "tiny")
+    server = ForkedServer(folder, folder / "tiny")
     headers = server.customer("acme", 1000 * UNITS)
     server.start()
     try:
@@ -49,7 +49,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         server.kill()
 
 
-async def come_and_go(server: LiveServer, headers: Mapping[str, str], seed: int) -> Counter[str]:
+async def come_and_go(server: ForkedServer, headers: Mapping[str, str], seed: int) -> Counter[str]:
     """What became of each visit, as the client saw it."""
     seen: Counter[str] = Counter()
 
@@ -71,7 +71,7 @@ async def come_and_go(server: LiveServer, headers: Mapping[str, str], seed: int)
     return seen
 
 
-def metrics(server: LiveServer) -> dict[tuple[str, str], float]:
+def metrics(server: ForkedServer) -> dict[tuple[str, str], float]:
     """Samples by name and their only label's value."""
     text = httpx.get(f"{server.url}/metrics", timeout=30).text
     return {
@@ -81,7 +81,7 @@ def metrics(server: LiveServer) -> dict[tuple[str, str], float]:
     }
 
 
-def wait_until_quiet(server: LiveServer) -> dict[tuple[str, str], float]:
+def wait_until_quiet(server: ForkedServer) -> dict[tuple[str, str], float]:
     """The metrics once nothing runs and everything is settled."""
     deadline = time.monotonic() + 30
     while True:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -88,7 +88,7 @@ def test_our_own_server_conforms_and_proves_it_where_the_same_is_served(tmp_path
     (path,) = (tmp_path / "data" / "certificates").iterdir()
     certificate = json.loads(path.read_text())
 
-    server = LiveServer(tmp_path, tmp_path / "tiny")
+    server = ForkedServer(tmp_path, tmp_path / "tiny")
     try:
         url = server.start()
         exactness = httpx.get(f"{url}/v1/models").json()["data"][0]["exactness"]
@@ -99,7 +99,7 @@ def test_our_own_server_conforms_and_proves_it_where_the_same_is_served(tmp_path
         assert fits.returncode == 0 and "serves what is certified" in fits.stderr
         server.stop()
 
-        server = LiveServer(tmp_path, tmp_path / "tiny", CACHESVC_MODEL__DTYPE="bfloat16")
+        server = ForkedServer(tmp_path, tmp_path / "tiny", CACHESVC_MODEL__DTYPE="bfloat16")
         url = server.start()
         exactness = httpx.get(f"{url}/v1/models").json()["data"][0]["exactness"]
         assert not exactness["valid"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
@@ -24,20 +24,20 @@ LETTERS = {  # what a model of random bytes says is seldom text
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedServer]:
     folder = tmp_path_factory.mktemp("restart")
     save_tiny_model(folder / "tiny")
-    server = LiveServer(folder, folder / "tiny")
+    server = ForkedServer(folder, folder / "tiny")
     server.start()
     yield server
     server.kill()
 
 
-def post(server: LiveServer, path: str, **body: Any) -> dict[str, Any]:
+def post(server: ForkedServer, path: str, **body: Any) -> dict[str, Any]:
     return asked(server, path, "POST", {"model": "tiny", **body})
 
 
-def asked(server: LiveServer, path: str, method: str = "GET", body: Any = None) -> dict[str, Any]:
+def asked(server: ForkedServer, path: str, method: str = "GET", body: Any = None) -> dict[str, Any]:
     request = urllib.request.Request(
         server.url + path,
         method=method,
@@ -49,7 +49,7 @@ def asked(server: LiveServer, path: str, method: str = "GET", body: Any = None) 
         return found
 
 
-def test_previous_response_id_works_after_a_restart_and_hits(server: LiveServer) -> None:
+def test_previous_response_id_works_after_a_restart_and_hits(server: ForkedServer) -> None:
     answer: dict[str, Any] = {}
     for number in range(3):
         more = {"previous_response_id": answer["id"]} if answer else {}
@@ -78,7 +78,7 @@ def test_previous_response_id_works_after_a_restart_and_hits(server: LiveServer)
         asked(server, f"/v1/responses/{answer['id']}")
 
 
-def test_a_cache_is_kept_over_a_restart_and_hit(server: LiveServer) -> None:
+def test_a_cache_is_kept_over_a_restart_and_hit(server: ForkedServer) -> None:
     law = "The law of the land is long, and this is how it begins. " * 4
     made = post(server, "/v1/caches", name="law", ttl="1h", prompt=law)
     assert made["num_tokens"] >= BLOCK
@@ -96,7 +96,7 @@ def test_a_cache_is_kept_over_a_restart_and_hit(server: LiveServer) -> None:
 
 
 def test_explain_quotes_a_request_from_a_file_and_a_cache_warms_its_prefix(
-    server: LiveServer, tmp_path: Path
+    server: ForkedServer, tmp_path: Path
 ) -> None:
     tale = "There once was a town where nobody slept, for the bells rang. " * 4
     body = tmp_path / "request.json"

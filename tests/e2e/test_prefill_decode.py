@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.redis_server import redis_server
 from tests.support.models import save_tiny_model
 
@@ -29,9 +29,9 @@ TALE = "".join(f"Door {n} opens with key {n * 11 % 89}. " for n in range(8))
 class Pair:
     """A server for prompts and one for answers, on one Redis; and one that shares nothing."""
 
-    prefill: LiveServer
-    decode: LiveServer
-    alone: LiveServer
+    prefill: ForkedServer
+    decode: ForkedServer
+    alone: ForkedServer
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         for name, shared in (("prefill", True), ("decode", True), ("alone", False)):
             (folder / name / "data").mkdir(parents=True)
             environment = {**SHARED, "CACHESVC_CACHE__REMOTE_URL": url + PATIENT} if shared else {}
-            server = LiveServer(folder / name, folder / "demo", **environment)
+            server = ForkedServer(folder / name, folder / "demo", **environment)
             if servers:  # tenants have one salt on every machine
                 shutil.copy(servers[0].data_dir / "secret", server.data_dir / "secret")
             stack.callback(server.kill)
@@ -53,7 +53,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         yield Pair(*servers)
 
 
-def ask(server: LiveServer, prompt: str, **more: Any) -> httpx.Response:
+def ask(server: ForkedServer, prompt: str, **more: Any) -> httpx.Response:
     body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **more}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
     assert 200 == answer.status_code, answer.text

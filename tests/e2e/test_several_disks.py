@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.support.models import save_tiny_model
 from tiers.disk.directory import read_meta
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 PROMPTS = [f"Person {n} lives in town {n * 7 % 97}. " * 6 for n in range(8)]
 
 
-class TwoMoreDisks(LiveServer):
+class TwoMoreDisks(ForkedServer):
     """`--disk-cache-dir` is given twice."""
 
     @property
@@ -38,7 +38,7 @@ def server(tmp_path: Path) -> Iterator[TwoMoreDisks]:
         running.kill()
 
 
-def ask(server: LiveServer, prompt: str) -> tuple[str, int]:
+def ask(server: ForkedServer, prompt: str) -> tuple[str, int]:
     """The answer, and how many tokens of the prompt came from disk."""
     body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)

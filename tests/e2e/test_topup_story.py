@@ -13,7 +13,7 @@ import pytest
 
 from billing.money import UNITS
 from tests.contract.test_alerts import Receiver
-from tests.live_server import SCRIPT, LiveServer
+from tests.live_server import SCRIPT, ForkedServer
 from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 
@@ -36,14 +36,14 @@ def until(done: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def run(server: LiveServer, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(server: ForkedServer, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(SCRIPT), *arguments, "--data-dir", str(server.data_dir)]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_a_balance_that_falls_is_topped_up_once(tmp_path: Path, shop: Receiver) -> None:
     save_tiny_model(tmp_path / "tiny")
-    server = LiveServer(tmp_path, tmp_path / "tiny", CACHESVC_BILLING__ALERTS_TO=shop.url)
+    server = ForkedServer(tmp_path, tmp_path / "tiny", CACHESVC_BILLING__ALERTS_TO=shop.url)
     headers = server.customer("acme", UNITS)
     shop.answers = [500]  # the shop is away, and the message must come again
     try:

@@ -15,7 +15,7 @@ from billing.gate.entries import Kind
 from billing.store import reports
 from billing.store.opening import open_store
 from billing.store.store import LedgerStore
-from tests.live_server import LiveServer
+from tests.live_server import ForkedServer
 from tests.patience import PATIENCE_S
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
@@ -28,7 +28,7 @@ PATIENT = "?socket_timeout=60&socket_connect_timeout=60"  # a busy machine is no
 STORY = "".join(f"Person {n} lives in town {n * 7 % 97}. " for n in range(8))
 
 
-class Machine(LiveServer):
+class Machine(ForkedServer):
     """A server whose ledger is the PostgreSQL that the environment names."""
 
     def store(self) -> LedgerStore:
