@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.models.files import DEFAULT_MODEL, find
+from engine.operators.library import Operators
 from tests.vllm.processes import PYTHON, Engine, Forks, RunningNode
 
 Started = Callable[..., AbstractContextManager[Engine]]
@@ -32,11 +33,13 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[Started]:
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     """Starts an engine that ends with the block, over a node or alone."""
     if not PYTHON.exists():
         pytest.fail("there is no .venv-vllm; run make test-vllm")
     forks = Forks()
+    # The first node would compile beside two engines, and be late with an answer.
+    Operators(tmp_path_factory.mktemp("operators")).load(patience_s=None)
 
     @contextmanager
     def start(
