@@ -69,20 +69,24 @@ float sum_of_squares(const float* row, int64_t width) {
   return total;
 }
 
-// x / sqrt(mean(x^2) + eps) over the last dimension. eps: one float64, as a recorder keeps a number.
+// x / sqrt(mean(x^2) + eps) over the last dimension. x: rows that may lie apart; what heads [1, H, T, D]
+// give lies in memory as they do. eps: one float64, as a recorder keeps a number.
 Tensor norm(const Tensor& x, const Tensor& eps) {
-  STD_TORCH_CHECK(x.is_contiguous(), "not contiguous");
+  if (x.dim() == 4 && x.stride(1) < x.stride(2))
+    return torch::stable::transpose(norm(torch::stable::transpose(x, 1, 2), eps), 1, 2);
   STD_TORCH_CHECK(eps.scalar_type() == torch::headeronly::ScalarType::Double && eps.numel() == 1,
                   "eps is not one float64");
   Tensor output = empty(sizes_of(x));
   const int64_t width = x.size(x.dim() - 1), rows = x.numel() / std::max<int64_t>(1, width);
-  const float *from = read(x), added = static_cast<float>(*static_cast<const double*>(eps.data_ptr()));
+  const float added = static_cast<float>(*static_cast<const double*>(eps.data_ptr()));
+  const Rows from(x);
   float* to = write(output);
   in_parallel(rows, width, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      const float mean = sum_of_squares(from + i * width, width) / static_cast<float>(width);
+      const float* row = from[i];
+      const float mean = sum_of_squares(row, width) / static_cast<float>(width);
       const float scale = 1.f / std::sqrt(mean + added);
-      for (int64_t j = 0; j < width; ++j) to[i * width + j] = from[i * width + j] * scale;
+      for (int64_t j = 0; j < width; ++j) to[i * width + j] = row[j] * scale;
     }
   });
   return output;

@@ -43,6 +43,37 @@ std::vector<int64_t> sizes_of(const Tensor& tensor) {
   return sizes;
 }
 
+// The rows of a tensor, its last dimension. They may lie apart.
+class Rows {
+ public:
+  explicit Rows(const Tensor& tensor) : start_(read(tensor)) {
+    STD_TORCH_CHECK(tensor.stride(tensor.dim() - 1) == 1, "rows with gaps");
+    for (int64_t d = tensor.dim() - 1; d-- > 0;) {
+      const int64_t size = tensor.size(d), stride = tensor.stride(d);
+      if (!outer_.empty() && stride == outer_.back().size * outer_.back().stride)
+        outer_.back().size *= size;
+      else if (size != 1)
+        outer_.push_back({size, stride});
+    }
+  }
+
+  const float* operator[](int64_t row) const {
+    const float* at = start_;
+    for (const auto& [size, stride] : outer_) {
+      at += row % size * stride;
+      row /= size;
+    }
+    return at;
+  }
+
+ private:
+  struct Dimension {
+    int64_t size, stride;
+  };
+  const float* start_;
+  std::vector<Dimension> outer_;  // without those of size 1, and without two that are as one
+};
+
 template <class Work>
 void in_parallel(int64_t count, int64_t cost_of_one, const Work& work) {
   const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, cost_of_one));

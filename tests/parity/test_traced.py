@@ -451,6 +451,18 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(
     assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
 
 
+def test_norms_of_heads_that_lie_apart_are_taken_too(operators: Operators) -> None:
+    """Gemma 3 turns heads before their norms, of which each layer has six in all."""
+    kinds = _kinds("gemma3_text")
+    assert (6 * 2 + 1, 0) == (kinds["cachesvc::norm"], kinds["aten::rsqrt"])
+
+
+def _kinds(architecture: str) -> Counter[str]:
+    """The calls of its recorded forward with operators, which gives the bits of its own."""
+    traced = TracedForward(architectures.served(architecture).model, fused=True)
+    return Counter(node.kind() for node in traced._graph.graph.nodes())
+
+
 def test_operators_that_give_other_bits_are_not_used(
     operators: Operators, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

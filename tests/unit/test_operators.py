@@ -35,6 +35,23 @@ def test_norms_and_activations_have_torchs_bits(operators: Operators) -> None:
                 assert torch.equal(torch.ops.cachesvc.silu_mul(x, y), silu(x) * y), (width, rows)
 
 
+@pytest.mark.parametrize("dim", [16, 72, 256])
+def test_norms_of_rows_that_lie_apart_have_torchs_bits(operators: Operators, dim: int) -> None:
+    """As those of heads, and of halves of a product. What heads give lies in memory as they do."""
+    random = torch.Generator().manual_seed(0)
+    for heads in (1, 4):
+        for tokens in ROWS:
+            stored = torch.randn(1, tokens, heads, 2 * dim, generator=random)
+            half = stored[..., dim:]
+            for x in (stored.transpose(1, 2), half, half.transpose(1, 2), half[:, :, 0]):
+                expected = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+                normed = torch.ops.cachesvc.norm(x, EPS)
+                assert torch.equal(normed, expected), (heads, tokens, x.stride())
+                for axes in ((0, 1), (1, 2)):
+                    one, other = (each.transpose(*axes) for each in (normed, expected))
+                    assert one.is_contiguous() == other.is_contiguous()
+
+
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 def test_a_rotation_has_torchs_bits(operators: Operators, dim: int) -> None:
     random = torch.Generator().manual_seed(0)
@@ -123,6 +140,8 @@ def _tokens_in_doubles(
 def test_a_call_that_an_operator_cannot_compute_is_refused(operators: Operators) -> None:
     with pytest.raises(RuntimeError, match="not float32"):
         torch.ops.cachesvc.norm(torch.zeros(2, 4, dtype=torch.float64), EPS)
+    with pytest.raises(RuntimeError, match="rows with gaps"):
+        torch.ops.cachesvc.norm(torch.zeros(4, 2).t(), EPS)
     run, rows = torch.zeros(2, 1, 32, 16), torch.zeros(3, 1, 16)
     for tokens, position, expected in (
         (1, 31, None),
