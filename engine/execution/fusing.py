@@ -11,7 +11,7 @@ import torch
 from engine.attention.base import AttentionOptions
 
 # By kind of device. torch's own norms are one call on a GPU (`engine.models.norms`).
-OPERATORS = {"cpu": ("norm", "silu_mul", "rotate"), "cuda": ("rotate", "silu_mul")}
+OPERATORS = {"cpu": ("norm", "silu_mul", "gelu_mul", "rotate"), "cuda": ("rotate", "silu_mul")}
 # Calls of which each number has the same bits wherever it stands among others: they move numbers,
 # add, multiply, divide or look them up, or they are sines, which torch computes by one function.
 _PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
@@ -25,6 +25,8 @@ _BY_ROW = frozenset(
     )
 )
 _VECTORS = 32  # numbers that torch computes at once, at most
+_ACTIVATIONS = {"silu_mul": "aten::silu", "gelu_mul": "aten::gelu"}
+_PRODUCT, _TURNED = "aten::mul(%activated, %up)", "aten::mul(%up, %activated)"
 # What is replaced, and by what. Norms are without their weight, which models apply differently.
 # Constants are inputs of a pattern, because torch compares none that have other uses. If one were
 # not as usual, the logits of the check would be others (`engine.execution.traced`).
@@ -48,6 +50,15 @@ _PATTERNS = {
   return (%product)""",
         """graph(%gate, %up):
   %product = cachesvc::silu_mul(%gate, %up)
+  return (%product)""",
+    ),
+    "gelu_mul": (
+        """graph(%gate, %up, %kind):
+  %activated = aten::gelu(%gate, %kind)
+  %product = aten::mul(%activated, %up)
+  return (%product)""",
+        """graph(%gate, %up, %kind):
+  %product = cachesvc::gelu_mul(%gate, %up)
   return (%product)""",
     ),
     "rotate": (
@@ -110,10 +121,10 @@ def fuse(graph: Any, names: Container[str]) -> None:
     rewrite: Callable[[str, str, Any], None]
     rewrite = torch._C._jit_pass_custom_pattern_based_rewrite_graph
     for name, (pattern, replacement) in _PATTERNS.items():
-        if name in names and (
-            name != "silu_mul" or all(map(_ends_alike, graph.findAllNodes("aten::silu")))
-        ):
+        activations = graph.findAllNodes(_ACTIVATIONS[name]) if name in _ACTIVATIONS else ()
+        if name in names and all(map(_is_activated, activations)):
             rewrite(pattern, replacement, graph)
+            rewrite(pattern.replace(_PRODUCT, _TURNED), replacement, graph)
     torch._C._jit_pass_dce(graph)
 
 
@@ -135,9 +146,12 @@ def computes_one_row(graph: Any) -> bool:
     return activates_by_row(graph) and not graph.findAllNodes(_PACKED)
 
 
-def _ends_alike(node: Any) -> bool:
-    """Whether the recorded rows end where torch's vectors do on a CPU. It computes the last numbers
-    of other rows by another function than the operator, which no check of a few rows would show."""
+def _is_activated(node: Any) -> bool:
+    """Whether an operator computes this activation: of GELU's the approximation, and on a CPU rows
+    that end where torch's vectors do. It computes the last numbers of others by another function,
+    which no check of a few rows would show."""
+    if node.kind() == "aten::gelu" and node.inputsAt(1).toIValue() != "tanh":
+        return False
     kind = node.output().type()
     sizes, device = kind.sizes(), kind.device()
     return device.type == "cuda" or (sizes is not None and sizes[-1] % _VECTORS == 0)

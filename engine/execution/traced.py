@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from engine.torchscript import undeprecated, unoptimized
 logger = logging.getLogger(__name__)
 
 _CHECKED = ((2, 0), (3, 40), (37, 5))  # (tokens, first position) of the calls that must agree
-_UNDIVIDED = 1 << 15  # numbers that torch leaves to one thread
+_UNDIVIDED = 1 << 14  # numbers that torch leaves to one thread
 _thread = threading.local()  # `handed`: the `_Handed` of the graph that the thread is running
 
 
@@ -344,10 +345,11 @@ class _Undivided(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function is not torch.ops.aten.silu.default:
-            return function(*args, **(kwargs or {}))
+        activation = partial(function, **(kwargs or {}))
+        if function not in (torch.ops.aten.silu.default, torch.ops.aten.gelu.default):
+            return activation(*args)
         pieces = args[0].reshape(-1).split(_UNDIVIDED)
-        return torch.cat([function(piece) for piece in pieces]).view(args[0].shape)
+        return torch.cat([activation(piece) for piece in pieces]).view(args[0].shape)
 
 
 @contextmanager

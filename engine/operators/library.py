@@ -41,6 +41,7 @@ _FLAGS = {
 _library = torch.library.Library("cachesvc", "FRAGMENT")
 _library.define("norm(Tensor x, Tensor eps) -> Tensor")
 _library.define("silu_mul(Tensor gate, Tensor up) -> Tensor")
+_library.define("gelu_mul(Tensor gate, Tensor up) -> Tensor")
 _library.define("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor")
 _library.define("narrow(Tensor weight) -> Tensor")
 _library.define("widen(Tensor narrow) -> Tensor")

@@ -92,20 +92,44 @@ Tensor norm(const Tensor& x, const Tensor& eps) {
   return output;
 }
 
-// silu(gate) * up.
-Tensor silu_mul(const Tensor& gate, const Tensor& up) {
-  STD_TORCH_CHECK(gate.is_contiguous() && up.is_contiguous(), "not contiguous");
+// Gates.
+
+// activate(gate) * up, by a function of vectors. Their rows may lie apart.
+template <class Activate>
+Tensor activated(const Tensor& gate, const Tensor& up, const Activate& activate) {
   STD_TORCH_CHECK(sizes_of(gate) == sizes_of(up), "other sizes");
   Tensor output = empty(sizes_of(gate));
-  const float *g = read(gate), *u = read(up);
+  const Rows gates(gate), factors(up);
   float* to = write(output);
-  in_parallel(gate.numel() / kLanes + 1, 8 * kLanes, [&](int64_t begin, int64_t end) {
-    const int64_t at = begin * kLanes, stop = std::min(end * kLanes, gate.numel());
-    at::vec::map2(
-        [](Lanes x, Lanes y) { return x / (Lanes(1.f) + exponential(x.neg())) * y; },
-        to + at, g + at, u + at, stop - at);
+  const auto some = [&](const float* g, const float* u, int64_t at, int64_t count) {
+    at::vec::map2([&](Lanes x, Lanes y) { return activate(x) * y; }, to + at, g, u, count);
+  };
+  if (gate.is_contiguous() && up.is_contiguous()) {
+    in_parallel(gate.numel() / kLanes + 1, 8 * kLanes, [&](int64_t begin, int64_t end) {
+      const int64_t at = begin * kLanes, stop = std::min(end * kLanes, gate.numel());
+      some(gates[0] + at, factors[0] + at, at, stop - at);
+    });
+    return output;
+  }
+  const int64_t width = gate.size(gate.dim() - 1);
+  in_parallel(gate.numel() / std::max<int64_t>(1, width), 8 * width, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) some(gates[i], factors[i], i * width, width);
   });
   return output;
+}
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+  return activated(gate, up, [](Lanes x) { return x / (Lanes(1.f) + exponential(x.neg())); });
+}
+
+// GELU approximated by tanh (aten/src/ATen/native/cpu/Gelu.h, whose first sum torch's compiler makes one
+// multiply-add).
+Tensor gelu_mul(const Tensor& gate, const Tensor& up) {
+  constexpr float kBeta = M_SQRT2 * M_2_SQRTPI * 0.5, kKappa = 0.044715;
+  return activated(gate, up, [](Lanes x) {
+    const Lanes inner = Lanes(kBeta) * at::vec::fmadd(Lanes(kKappa), x * x * x, x);
+    return Lanes(.5f) * x * (Lanes(1.f) + inner.tanh());
+  });
 }
 
 // The rotation of positions, as most models define it: x * cos + half(x) * sin, where half(x) is
@@ -477,6 +501,7 @@ extern "C" void cachesvc_join32(const uint32_t* __restrict low, const uint32_t* 
 STABLE_TORCH_LIBRARY_IMPL(cachesvc, CPU, library) {
   library.impl("norm", TORCH_BOX(&norm));
   library.impl("silu_mul", TORCH_BOX(&silu_mul));
+  library.impl("gelu_mul", TORCH_BOX(&gelu_mul));
   library.impl("rotate", TORCH_BOX(&rotate));
   library.impl("attend_rows", TORCH_BOX(&attend_rows));
   library.impl("copy", TORCH_BOX(&copy));

@@ -162,13 +162,13 @@ def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators: Operator
 
 
 @pytest.mark.parametrize(
-    ("architecture", "by_row"), [("llama", True), ("granite", True), ("gemma2", False)]
+    ("architecture", "by_row"),
+    [*((name, True) for name in ("llama", "granite", "gemma3_text")), ("gemma2", False)],
 )
 def test_operators_activate_each_row_alone(
     architecture: str, by_row: bool, operators: Operators
 ) -> None:
-    """The second model divides its logits. The activation of the third is another than the
-    operator's."""
+    """The second model divides its logits. The last one caps them by a function of torch's."""
     loaded = architectures.served(architecture)
     own, fused = runner(loaded), runner(replace(loaded, operators=operators))
     assert not fused.activates_by_row, "nothing is recorded yet"
@@ -183,7 +183,7 @@ def narrow(operators: Operators) -> LoadedModel:
     return narrow_model(operators)
 
 
-def narrow_model(operators: Operators, *, width: int = 96) -> LoadedModel:
+def narrow_model(operators: Operators, *, width: int = 96, **fields: Any) -> LoadedModel:
     """The same, with this number of gates."""
     config = LlamaConfig(
         vocab_size=288,
@@ -194,6 +194,7 @@ def narrow_model(operators: Operators, *, width: int = 96) -> LoadedModel:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         initializer_range=0.2,
+        **fields,
     )
     torch.manual_seed(0)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -455,6 +456,26 @@ def test_norms_of_heads_that_lie_apart_are_taken_too(operators: Operators) -> No
     """Gemma 3 turns heads before their norms, of which each layer has six in all."""
     kinds = _kinds("gemma3_text")
     assert (6 * 2 + 1, 0) == (kinds["cachesvc::norm"], kinds["aten::rsqrt"])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "by_torch"),
+    [("gemma3_text", "gelu_mul", "aten::gelu"), ("phi3", "silu_mul", "aten::silu")],
+)
+def test_gates_of_other_models_are_taken_too(
+    architecture: str, name: str, by_torch: str, operators: Operators
+) -> None:
+    """GELU's approximation; and gates that lie apart, by which their factors are multiplied."""
+    kinds = _kinds(architecture)
+    assert (2, 0) == (kinds[f"cachesvc::{name}"], kinds[by_torch])
+
+
+def test_gelu_itself_is_left_to_torch(operators: Operators) -> None:
+    model = narrow_model(operators, hidden_act="gelu").model
+    traced = TracedForward(model, fused=True)
+    kinds = Counter(node.kind() for node in traced._graph.graph.nodes())
+    assert (3, 7) == (kinds["aten::gelu"], kinds["cachesvc::norm"])
+    assert not traced.activates_by_row
 
 
 def _kinds(architecture: str) -> Counter[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from engine.attention import agreement
 from engine.attention.agreement import operator_agrees
@@ -33,6 +33,18 @@ def test_norms_and_activations_have_torchs_bits(operators: Operators) -> None:
             assert torch.equal(torch.ops.cachesvc.norm(x, EPS), normed), (width, rows)
             if width % 32 == 0:  # torch computes the last numbers of others one by one
                 assert torch.equal(torch.ops.cachesvc.silu_mul(x, y), silu(x) * y), (width, rows)
+                activated = gelu(x, approximate="tanh") * y
+                assert torch.equal(torch.ops.cachesvc.gelu_mul(x, y), activated), (width, rows)
+
+
+def test_activations_of_rows_that_lie_apart_have_torchs_bits(operators: Operators) -> None:
+    """As those of halves of one product."""
+    random = torch.Generator().manual_seed(0)
+    for rows in ROWS:
+        gate, up = torch.randn(1, rows, 2 * 576, generator=random).chunk(2, -1)
+        assert torch.equal(torch.ops.cachesvc.silu_mul(gate, up), silu(gate) * up), rows
+        activated = gelu(gate, approximate="tanh") * up
+        assert torch.equal(torch.ops.cachesvc.gelu_mul(gate, up), activated), rows
 
 
 @pytest.mark.parametrize("dim", [16, 72, 256])
