@@ -13,15 +13,17 @@ from engine.attention.base import AttentionOptions
 # By kind of device. torch's own norms are one call on a GPU (`engine.models.norms`).
 OPERATORS = {"cpu": ("norm", "silu_mul", "gelu_mul", "rotate"), "cuda": ("rotate", "silu_mul")}
 # Calls of which each number has the same bits wherever it stands among others: they move numbers,
-# add, multiply, divide or look them up, or they are sines, which torch computes by one function.
+# add, multiply, divide or look them up, or they are sines or tanh, which torch computes by one
+# function. Nobody drops any out while serving.
 _PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
 _BY_ROW_KINDS = ("prim::", "cachesvc::", _PACKED)
 _BY_ROW = frozenset(
     f"aten::{name}"
     for name in (
-        *("Int", "add", "cat", "chunk", "contiguous", "cos", "div", "expand", "flatten", "index"),
-        *("mul", "neg", "permute", "repeat_interleave", "reshape", "select", "sin", "size"),
-        *("slice", "split", "stack", "sub", "to", "transpose", "type_as", "unsqueeze", "view"),
+        *("Int", "add", "cat", "chunk", "contiguous", "cos", "div", "dropout", "expand", "flatten"),
+        *("floor_divide", "index", "mul", "neg", "permute", "repeat_interleave", "reshape"),
+        *("select", "sin", "size", "slice", "split", "stack", "sub", "tanh", "to", "transpose"),
+        *("type_as", "unsqueeze", "view"),
     )
 )
 _VECTORS = 32  # numbers that torch computes at once, at most

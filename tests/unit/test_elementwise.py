@@ -53,10 +53,13 @@ def test_rows_that_lie_apart_end_alone_until_threads_divide_them(threads: Any) -
         assert depends is gates(1000, stride=2000).depends_on_rows()
 
 
-def test_what_says_no_difference_depends_on_nothing() -> None:
-    shape, strides = (1, PROBE_TOKENS, 16), (PROBE_TOKENS * 16, 16, 1)
-    call = Call(torch.ops.aten.exp.default, (), {}, torch.float32, shape, strides, 1)
-    assert not call.depends_on_rows()
+@pytest.mark.parametrize("function", [torch.ops.aten.exp.default, torch.ops.aten.tanh.default])
+def test_what_says_no_difference_depends_on_nothing(function: Any, threads: Any) -> None:
+    threads(3)
+    for width in (16, 1000):
+        shape, strides = (1, PROBE_TOKENS, width), (PROBE_TOKENS * width, width, 1)
+        call = Call(function, (), {}, torch.float32, shape, strides, 1)
+        assert not call.depends_on_rows()
 
 
 def test_the_functions_of_a_forward_are_found_whatever_calls_them() -> None:
