@@ -266,6 +266,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
         public="The server's disk cannot be written now, so this change is not kept. Try again "
         "shortly.",
     ),
+    tier_errors.PurgeFailed: Row(409, "invalid_request_error", "purge_failed"),
     billing_errors.LedgerClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
 }
 

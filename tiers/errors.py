@@ -5,6 +5,7 @@ TierError
 ├── DirectoryLocked       another process holds the data directory; names the holder
 ├── OutOfBlocks           every device block is referenced; the scheduler preempts or waits
 ├── NotSaved              a change that must survive a restart cannot be written to its file
+├── PurgeFailed           blocks were left, or would be; the message says why and what to do
 ├── CopyFailed            the device refused a copy; nothing has moved
 ├── TierClosed            an operation on a closed tier
 └── NodeError             a node refuses a message, or a client does not understand its answer
@@ -35,6 +36,10 @@ class OutOfBlocks(TierError):
 
 class NotSaved(TierError):
     """A change that must survive a restart cannot be written. The message says what stands now."""
+
+
+class PurgeFailed(TierError):
+    """Blocks were left, or some would be, so there is no receipt. The message says which."""
 
 
 class CopyFailed(TierError):

@@ -25,6 +25,7 @@ from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
+from cachesvc.operator.scopes import find_damage
 from cachesvc.server.memory_limit import of_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
@@ -76,6 +77,7 @@ def examine(data_dir: Path) -> Iterator[Finding]:
     yield from check_compute(hardware)
     yield from check_disk(data_dir)
     yield check_lock(data_dir)
+    yield from check_scopes(data_dir)
     yield check_privacy(data_dir)
     yield check_clock(time.time())
     yield from check_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
@@ -275,6 +277,12 @@ def check_lock(data_dir: Path) -> Finding:
         )
     closed = "was closed cleanly" if meta.clean else "was not closed cleanly; that is survived"
     return Finding("data directory", Level.OK, f"no server runs; the disk tier {closed}")
+
+
+def check_scopes(data_dir: Path) -> Iterator[Finding]:
+    """Checks the list of models by which a purge finds a tenant's blocks."""
+    if damage := find_damage(data_dir):
+        yield Finding("served models", Level.WARNING, *damage)
 
 
 def check_privacy(data_dir: Path) -> Finding:

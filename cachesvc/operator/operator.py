@@ -20,9 +20,10 @@ from cachesvc.operator.purge import (
     purge_unserved,
     read_receipt,
     receipt,
+    roots_to_purge,
     together,
 )
-from cachesvc.operator.scopes import ScopeKind, roots_of
+from cachesvc.operator.scopes import ScopeKind
 from cachesvc.operator.storage_meter import StorageMeter
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
@@ -112,10 +113,10 @@ class CacheOperator:
 
     async def purge(self, kind: str, name: str, *, by: str, why: str) -> dict[str, Any]:
         """Purges a tenant or group from every tier. Returns the signed receipt, also stored as a
-        file."""
+        file. Raises PurgeFailed and NotSaved."""
         started_s = time.time()
         order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
-        roots = await asyncio.to_thread(roots_of, self._data_dir, name, ScopeKind(kind))
+        roots = await asyncio.to_thread(roots_to_purge, self._data_dir, name, ScopeKind(kind))
         self._forget_owner(ScopeKind(kind), name)
         done = await self._purge(roots)
         signed = receipt(self._signer, order, done)

@@ -15,6 +15,7 @@ from typing import Any
 
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.config.places import disk_path
+from cachesvc.operator.scopes import ScopeKind, find_damage, roots_of
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import (
     DirectoryLock,
@@ -27,7 +28,7 @@ from tiers.disk.directory import (
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.opening import open_disks
 from tiers.disk.pin_file import load_pins, save_pins
-from tiers.errors import ConfigurationError, TierError
+from tiers.errors import ConfigurationError, PurgeFailed, TierError
 from tiers.tier import Removed
 
 RECEIPTS = "receipts"  # folder of the data directory
@@ -57,8 +58,11 @@ class Done:
     live: bool
 
 
-class PurgeFailed(Exception):
-    """Blocks were left. The message says how many."""
+def roots_to_purge(data_dir: Path, name: str, kind: ScopeKind) -> Collection[PrefixKey]:
+    """The roots of every block of a tenant or group. Raises PurgeFailed where some are unknown."""
+    if damage := find_damage(data_dir):
+        raise PurgeFailed(f"{damage.message}; {damage.fix}")
+    return frozenset(roots_of(data_dir, name, kind))
 
 
 def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:

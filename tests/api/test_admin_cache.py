@@ -23,7 +23,7 @@ from billing.store.opening import database_url
 from cachesvc.config.places import disk_path
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.purge import RECEIPTS, purge_stopped
-from cachesvc.operator.scopes import ScopeKind, note_scopes, roots_of
+from cachesvc.operator.scopes import DAMAGED, ScopeKind, note_scopes, roots_of
 from cachesvc.operator.secret import read_secret
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
@@ -207,6 +207,23 @@ async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
     assert load_pins(disk_path(running.data_dir)) == []
     assert len(list((running.data_dir / RECEIPTS).iterdir())) == 1
     assert trail.entries[-1]["after"] == signed
+
+
+async def test_nobody_is_purged_while_models_served_before_are_unknown(
+    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
+) -> None:
+    """A receipt would say that nothing is left, and blocks of those models were not looked for."""
+    chain = running.serve("r1", list(range(18)))
+    (running.data_dir / f"{DAMAGED}-1").write_text("[")
+    order = {"name": "acme", "why": "the customer asked"}
+    refused = await client.post("/admin/api/cache/purge", json=order)
+    assert (409, "purge_failed") == (refused.status_code, refused.json()["error"]["code"])
+    assert f"{DAMAGED}-1" in refused.json()["error"]["message"]
+    form = {"owner": "tenant:acme", "confirm": "acme", "why": "the customer asked"}
+    page = await client.post("/admin/explorer-purge", data=form, headers={"accept": "text/html"})
+    assert (409, True) == (page.status_code, "restore" in page.text)
+    assert running.stands(chain) == 4
+    assert not trail.actions
 
 
 async def test_the_page_pins_durably_and_evicts_what_continues_a_block(

@@ -16,7 +16,7 @@ from billing.store.opening import database_url
 from cachesvc.cli import app
 from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import RECEIPTS
-from cachesvc.operator.scopes import note_scopes
+from cachesvc.operator.scopes import FILE_NAME, note_scopes
 from cachesvc.operator.secret import read_secret
 from tests.support.billing import running_ledger
 from tests.support.faulty_storage import chain
@@ -202,6 +202,9 @@ def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
     assert not (data_dir / RECEIPTS).exists()
     done = call("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes", "--json")
     assert "acme" == told(done)["tenant"]
+    (data_dir / FILE_NAME).write_text("[")
+    failed = call("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes")
+    assert (1, True) == (failed.exit_code, "scopes.json is damaged" in failed.stderr)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
 from cachesvc.config.places import default_database_url, found_disk
-from cachesvc.operator.purge import Order, PurgeFailed, keep_receipt, purge_stopped, receipt
-from cachesvc.operator.scopes import ScopeKind, roots_of
+from cachesvc.operator.purge import Order, keep_receipt, purge_stopped, receipt, roots_to_purge
+from cachesvc.operator.scopes import ScopeKind
 from cachesvc.server.server_file import find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.maintenance import purge as purge_shards
@@ -86,7 +86,7 @@ def _purge_stopped(
     path: Path, kind: ScopeKind, name: str, why: str, database_url: str | None
 ) -> Mapping[str, Any]:
     order = Order(kind=kind, name=name, by=actor(), why=why, started_s=time.time())
-    roots = roots_of(path, name, kind)
+    roots = roots_to_purge(path, name, kind)
     if not roots:
         fail(f"no model was served from {path} yet, so {kind} {name} has no blocks there")
     with books(path, database_url) as open_books:
@@ -100,10 +100,7 @@ def _purge_stopped(
 
 def _purge_disk(path: Path, order: Order, roots: Collection[PrefixKey]) -> Mapping[str, Any]:
     """Purges the disk of a stopped server. Returns the receipt, which is also stored there."""
-    try:
-        signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
-    except PurgeFailed as error:
-        fail(str(error))
+    signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
     keep_receipt(path, signed)
     return signed
 

@@ -1,0 +1,81 @@
+"""The list of served models, by which a tenant's blocks are found, and what a damaged one costs."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from cachesvc.cli.doctor import Level, check_scopes
+from cachesvc.operator.purge import roots_to_purge
+from cachesvc.operator.scopes import DAMAGED, FILE_NAME, ScopeKind, note_scopes, roots_of
+from cachesvc.operator.secret import read_secret
+from tests.support.wire import fake_house
+from tiers.errors import PurgeFailed
+
+
+def start(data_dir: Path) -> None:
+    """What a start does with the list."""
+    house = fake_house()
+    house.close()
+    read_secret(data_dir)
+    note_scopes(data_dir, house.wire.models.values())
+
+
+def set_aside(data_dir: Path) -> list[str]:
+    return [each.read_text() for each in data_dir.glob(f"{DAMAGED}-*")]
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("", "Expecting value"),
+        ('[\n {"model": "a", "sco', "Unterminated string"),
+        ("{}", "it holds no list"),
+        ('[1, {"model": "a"}]', "entry 1 is no scope of a model"),
+        ('[{"model": "a", "scope": {"weights": "no hex"}}]', "entry 0 is no scope"),
+        ('[{"model": "a", "scope": {"unheard of": "00"}}]', "entry 0 is no scope"),
+        ('[{"model": "a", "scope": []}]', "entry 0 is no scope"),
+    ],
+)
+def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, written: str, says: str
+) -> None:
+    start(tmp_path)
+    assert not caplog.messages and not list(check_scopes(tmp_path))
+    path = tmp_path / FILE_NAME
+    path.write_text(written)
+    (found,) = check_scopes(tmp_path)
+    assert (Level.WARNING, True) == (found.level, f"{path} is damaged ({says}" in found.message)
+    for _ in range(2):
+        caplog.clear()
+        start(tmp_path)
+        assert [logging.ERROR] == [each.levelno for each in caplog.records]
+        assert f"{DAMAGED}-" in caplog.text and "restore" in caplog.text
+    assert [written] == set_aside(tmp_path)
+    (found,) = check_scopes(tmp_path)
+    assert "was damaged" in found.message and "cachesvc cache purge --scope" in found.fix
+    assert roots_of(tmp_path, "acme"), "the served model is known"
+    with pytest.raises(PurgeFailed, match="no tenant is purged"):
+        roots_to_purge(tmp_path, "acme", ScopeKind.TENANT)
+    next(tmp_path.glob(f"{DAMAGED}-*")).unlink()
+    assert roots_to_purge(tmp_path, "acme", ScopeKind.TENANT)
+    assert not list(check_scopes(tmp_path))
+
+
+def test_what_can_be_read_of_a_damaged_list_stays_in_use(tmp_path: Path) -> None:
+    start(tmp_path)
+    path = tmp_path / FILE_NAME
+    (known,) = json.loads(path.read_text())
+    earlier = known | {"model": "earlier", "scope": known["scope"] | {"weights": "ab"}}
+    path.write_text(json.dumps([{}, earlier]))
+    assert ["earlier"] == [*roots_of(tmp_path, "acme", ScopeKind.TENANT).values()]
+    start(tmp_path)
+    assert ["earlier", known["model"]] == [*roots_of(tmp_path, "acme", ScopeKind.TENANT).values()]
+
+
+def test_a_second_damage_does_not_replace_what_the_first_left(tmp_path: Path) -> None:
+    for written in ("first", "second"):
+        (tmp_path / FILE_NAME).write_text(written)
+        start(tmp_path)
+    assert {"first", "second"} == set(set_aside(tmp_path))
