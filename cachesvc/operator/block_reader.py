@@ -18,11 +18,13 @@ Call = Callable[[Callable[[CacheOperations], Any]], "Future[Any]"]
 
 
 async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[BlockView]:
-    """Every block above the disk, or those of the given scopes.
+    """Every block above the disk, partly filled ones as well, or those of the given scopes.
 
     Blocks that come or go meanwhile may or may not be included.
     """
-    blocks: list[Block] = await asyncio.wrap_future(call(lambda cache: list(cache.index)))
+    blocks: list[Block] = await asyncio.wrap_future(
+        call(lambda cache: [*cache.index, *cache.index.iter_partials()])
+    )
     found: list[BlockView] = []
     for start in range(0, len(blocks), AT_ONCE):
         some = [

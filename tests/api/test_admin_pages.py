@@ -173,6 +173,19 @@ async def test_a_short_end_is_counted_in_the_row_that_it_continues(
     assert ("3", "0") == (second[header.index("blocks")], second[header.index("short_ends")])
 
 
+async def test_both_tables_of_the_page_count_a_partly_filled_block(
+    client: httpx.AsyncClient, cache: Cache
+) -> None:
+    (root,) = cache.owners.roots_of("acme")
+    add(cache.tiers.index, [*range(8 * BLOCK), 1], root)
+    num_bytes = 9 * cache.explorer.block_bytes
+    (room,) = (await client.get("api/cache/owners")).json()
+    assert {"device": num_bytes} == room["bytes"]
+    page = await text(client, "explorer")
+    assert 2 <= page.count(f"<td>{size(num_bytes)}</td>")
+    assert 8 == (await client.get("api/blocks")).json()["num_blocks"], "those that have a key"
+
+
 @pytest.mark.parametrize(("sort", "first"), [("tokens", 0), ("used", 1), ("hits", 1)])
 async def test_prefixes_are_sorted_by_a_column(
     client: httpx.AsyncClient, cache: Cache, sort: str, first: int

@@ -9,12 +9,13 @@ from tiers.tier import TierName
 
 
 def live_blocks(blocks: Iterable[Block]) -> list[BlockView]:
-    """Views of those blocks that are full and whose KV is complete. Engine thread only."""
+    """Views of those blocks that the index still has and whose KV is complete. Engine thread
+    only."""
     now_s = time.monotonic()
     return [
         block_view(block, now_s)
         for block in blocks
-        if block.state is BlockState.READY and block.key is not None
+        if block.state is BlockState.READY and block.parent is not None
     ]
 
 

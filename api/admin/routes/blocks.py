@@ -33,7 +33,7 @@ async def blocks(
     limit: Annotated[int, Query(ge=1, le=MAX_BLOCKS)] = 100,
     tokens: bool = False,
 ) -> dict[str, Any]:
-    """Blocks in device and host memory, most hits first.
+    """Full blocks in device and host memory, most hits first.
 
     `tenant` is a tenant or a sharing group. `key` is the beginning of a key, `idle_s` the minimum
     time since last use; `tokens` adds token ids.
@@ -44,7 +44,8 @@ async def blocks(
     wanted = [
         block
         for block in found
-        if (tier is None or tier in block.tiers)
+        if block.key is not None
+        and (tier is None or tier in block.tiers)
         and block.idle_s >= idle_s
         and _hex(block.key).startswith(key)
     ]
