@@ -1,8 +1,8 @@
 """`serve`: runs a server from settings until a signal stops it. Main thread.
 
-First it rejects what cannot work: a data directory in use, a full disk, a missing GPU or model, a
-foreign address, a remote tier that cannot be opened. Then the port answers. Slow imports and
-loading come last.
+First it rejects what cannot work: a data directory in use, a full disk, a missing GPU, vLLM or
+model, tiers larger than memory, a foreign address, a remote tier that cannot be opened. Then the
+port answers. Slow imports and loading come last.
 """
 
 import contextlib
@@ -16,12 +16,13 @@ from cachesvc.config.settings import Settings
 from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
 from cachesvc.server.early_memory import taken_early
-from cachesvc.server.listen import bind, check_address, make_data_dir, url_of
+from cachesvc.server.listen import bind, check_address, check_memory, make_data_dir, url_of
 from cachesvc.server.money import open_money
 from cachesvc.server.remote import check_remote
 from cachesvc.server.startup import Startup, answering
 from cachesvc.server.supervisor import notify
-from engine.driver import check_device
+from cachesvc.server.vllm.arguments import check_installed
+from engine.driver import check_device, may_have_gpu
 from engine.garbage import scanning_seldom
 from engine.lean import without_training
 from engine.models.files import check
@@ -45,13 +46,17 @@ def serve(
     a one-time login link for its dashboard.
     """
     server, startup = settings.server, startup or Startup()
+    over_vllm = settings.engine.backend == "vllm"
     make_data_dir(server.data_dir)
     check_device(settings.model.device)
+    check_memory(settings.cache, on_gpu=settings.model.device != "cpu" and may_have_gpu())
+    if over_vllm:
+        check_installed()
     check(settings.model.name, settings.model.adapters)
     check_remote(settings.cache)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
-        stream, over_vllm = EventStream(), settings.engine.backend == "vllm"
+        stream = EventStream()
         with (
             contextlib.closing(bind(server.host, server.port)) as listener,
             published(settings.events, stream),

@@ -18,8 +18,13 @@ def check_device(name: str) -> None:
 
     Passes what only torch can decide. Raises ModelError.
     """
-    if name == "cuda" and (metadata.version("torch").endswith("+cpu") or not _has_driver()):
+    if name == "cuda" and not may_have_gpu():
         raise ModelError(NO_GPU)
+
+
+def may_have_gpu() -> bool:
+    """False where torch is a build for CPUs or no driver is installed."""
+    return not metadata.version("torch").endswith("+cpu") and _has_driver()
 
 
 def _has_driver() -> bool:

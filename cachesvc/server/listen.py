@@ -1,4 +1,4 @@
-"""The quick first steps of a server: its data directory, its address, its socket.
+"""The quick first steps of a server: its data directory, its memory, its address, its socket.
 
 Imports no torch, so that errors are reported within half a second.
 """
@@ -11,9 +11,11 @@ import socket
 import tempfile
 from pathlib import Path
 
+from api.format import size
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system
-from cachesvc.config.sections import ServerSection
+from cachesvc.config.sections import CacheSection, ServerSection
+from cachesvc.server.spare_memory import total_bytes
 from tiers.disk.directory import is_locked, read_holder
 from tiers.errors import DirectoryLocked
 
@@ -35,6 +37,11 @@ def make_data_dir(path: Path) -> None:
         raise ConfigError(f"{path} is a file; --data-dir names a folder") from None
     except OSError as error:
         raise ConfigError(f"cannot make {path}: {error.strerror}; check --data-dir") from None
+    if os.statvfs(path).f_flag & os.ST_RDONLY:
+        raise ConfigError(
+            f"{path} is on a file system that is mounted read-only; mount it for writing, or "
+            "choose another --data-dir"
+        )
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise ConfigError(
             f"this user cannot write {path}; change its owner to the user that serves "
@@ -65,6 +72,20 @@ def _check_room(path: Path) -> None:
             f"the disk of {path} is full: there is no room for {ROOM_BYTES >> 20} MiB, and every "
             "request writes to the ledger; free some space, or choose another --data-dir"
         ) from None
+
+
+def check_memory(cache: CacheSection, *, on_gpu: bool) -> None:
+    """Raises ConfigError for a tier that is larger than this machine's memory."""
+    total = total_bytes()
+    sizes = {"--host-cache": cache.host_bytes}
+    if not on_gpu:
+        sizes["--device-cache"] = cache.device_bytes
+    for option, num_bytes in sizes.items():
+        if total is not None and num_bytes > total:
+            raise ConfigError(
+                f"{option} is {size(num_bytes)}, and this machine has {size(total)} of memory: "
+                "lower it"
+            )
 
 
 def check_address(server: ServerSection, *, requires_keys: bool) -> None:

@@ -1,6 +1,7 @@
 """What keeps a server from starting is found before torch is imported, and a wrong option is 2."""
 
 import errno
+import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 
 from cachesvc.cli.exits import exit_code
 from cachesvc.config.errors import ConfigError
-from cachesvc.server.listen import make_data_dir
+from cachesvc.config.sections import CacheSection
+from cachesvc.server.listen import check_memory, make_data_dir
 from engine import driver
 from engine.driver import check_device
 from engine.errors import AdapterError, ModelError
@@ -70,6 +72,36 @@ def test_an_option_without_a_value_shows_no_type(command: str) -> None:
     shown = run(*command.split(), "--help").stdout
     assert "--help" in shown
     assert "bool" not in shown.lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--host-cache", "4TiB"), "--host-cache is 4 TiB, and this machine has"),
+        (("--device", "cpu", "--device-cache", "4TiB"), "--device-cache is 4 TiB, and this"),
+    ],
+)
+def test_a_tier_larger_than_memory_is_refused_before_torch(
+    tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    failed = run("serve", *words, "--data-dir", str(tmp_path))
+    assert (1, True) == (failed.returncode, told in failed.stderr), failed.stderr
+    assert "importing torch" not in failed.stderr
+
+
+def test_beside_a_gpu_the_device_tier_is_not_in_this_memory() -> None:
+    cache = CacheSection(device_bytes=1 << 50, host_bytes=1 << 20)
+    check_memory(cache, on_gpu=True)
+    with pytest.raises(ConfigError, match="--device-cache is 1024 TiB"):
+        check_memory(cache, on_gpu=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
+def test_a_missing_vllm_is_refused_before_torch(tmp_path: Path) -> None:
+    failed = run("serve", "--engine", "vllm", "--data-dir", str(tmp_path))
+    assert 1 == failed.returncode
+    assert "error: --engine vllm needs vLLM in this environment" in failed.stderr
+    assert "importing torch" not in failed.stderr
 
 
 @pytest.mark.skipif(driver._has_driver(), reason="a driver is here")

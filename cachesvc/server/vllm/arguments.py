@@ -4,6 +4,7 @@ vLLM's own parser reads them, so they mean the same as in `vllm serve`.
 """
 
 import difflib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -23,6 +24,15 @@ OURS: Mapping[str, str] = {
     "port": "--port",
     "api-key": "cachesvc keys",
 }
+
+
+def check_installed() -> None:
+    """Raises ConfigError without vLLM, which takes seconds to import and is not imported."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "--engine vllm needs vLLM in this environment. On a GPU: pip install 'cachesvc[vllm]'; "
+            "for its CPU build see docs/vllm.md"
+        )
 
 
 def vllm_flags(given: Mapping[str, Any]) -> list[str]:

@@ -161,7 +161,7 @@ def build(
     """
     exact = settings.model.exact == "always"
     prepare_vllm_environment(exact=exact)
-    _check_installed()
+    _import()
     if exact and _is_cpu():
         raise ConfigError(
             "model.exact is always, but vLLM has no batch-invariant kernels for a CPU. Set it to "
@@ -230,13 +230,13 @@ def build(
     )
 
 
-def _check_installed() -> None:
+def _import() -> None:
     try:
         import vllm  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"--engine vllm needs vLLM in this environment: {error}. On a GPU: pip install "
-            "'cachesvc[vllm]'; for its CPU build see docs/vllm.md"
+            f"vLLM cannot be imported in this environment: {error}; docs/vllm.md says which build "
+            "is for what machine"
         ) from None
 
 
