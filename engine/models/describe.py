@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from engine.errors import ModelError
 from engine.models.files import find_folder
+from engine.models.gguf import convert_again
 from engine.text.tokenizer import Tokenizer
 
 
@@ -60,7 +61,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         base = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' and tokenizers' errors have no common root
-        raise ModelError(f"{folder} holds no usable tokenizer: {error}") from error
+        raise ModelError(
+            f"{folder} holds no usable tokenizer: {error}{convert_again(folder)}"
+        ) from error
     written = folder / "chat_template.json"  # where image processors first stored it
     if getattr(base, "chat_template", None) is None and written.exists():
         try:

@@ -28,13 +28,22 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, float], None]
 
+CONVERTED = "gguf-"  # how the name of a converted folder begins
 DEQUANTISING = "dequantising the weights"
 FORMAT = "v2"  # of the converted folder; raise it when the output of `convert` changes
 
 
 def converted_folder(cache_dir: Path, digest: bytes) -> Path:
     """The folder of the converted GGUF file with these contents."""
-    return cache_dir / f"gguf-{FORMAT}-{digest.hex()}"
+    return cache_dir / f"{CONVERTED}{FORMAT}-{digest.hex()}"
+
+
+def convert_again(folder: Path) -> str:
+    """What to do, as the end of an error about a model's damaged folder, if it is a converted one;
+    else empty."""
+    if not folder.name.startswith(CONVERTED):
+        return ""
+    return f"; remove the folder {folder}, and the next start converts the model again"
 
 
 def convert(path: Path, folder: Path, progress: Progress) -> None:
@@ -44,7 +53,7 @@ def convert(path: Path, folder: Path, progress: Progress) -> None:
     If two processes convert at once, one wins and both find the same contents.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with partial_folder(folder, "gguf-") as partial:
+    with partial_folder(folder, CONVERTED) as partial:
         progress("reading the GGUF file", 0.0)
         reader = _read(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -36,7 +36,7 @@ from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.describe import load_tokenizer
 from engine.models.elementwise import Watch
 from engine.models.files import find
-from engine.models.gguf import Progress
+from engine.models.gguf import Progress, convert_again
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, num_probed, prepare, probe_logits
@@ -310,14 +310,14 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     except ModelError:
         raise
     except Exception as error:  # transformers' and its quantizers' errors have no common root
-        raise ModelError(f"{folder} cannot be loaded: {error}") from error
+        raise ModelError(f"{folder} cannot be loaded: {error}{convert_again(folder)}") from error
     # transformers only warns about missing weights and fills them with random numbers. Answers
     # would be noise.
     unusable = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
     if unusable:
         raise ModelError(
             f"{folder} lacks {len(unusable)} of the weights that its config.json asks for, "
-            f"{unusable[0]} the first; fetch the whole checkpoint"
+            f"{unusable[0]} the first{convert_again(folder) or '; fetch the whole checkpoint'}"
         )
     if dequantized:
         _cast(model, dtype)

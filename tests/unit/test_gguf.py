@@ -6,10 +6,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from engine.errors import ModelError
+from engine.models.files import find
 from engine.models.gguf import convert
+from engine.models.load import load_model
 
 WIDTH, WIDE, HEADS, KV_HEADS = 32, 64, 4, 2
 SHAPES = {
@@ -107,3 +109,33 @@ def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [tmp_path / "tiny.gguf"] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("file", "left"),
+    [
+        ("model.safetensors", 5000),
+        ("model.safetensors", 0),
+        ("tokenizer.json", 9),
+        ("config.json", 9),
+    ],
+)
+def test_a_damaged_converted_model_names_the_folder_to_remove(
+    tmp_path: Path, file: str, left: int
+) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    folder, _ = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
+    with (folder / file).open("rb+") as written:
+        written.truncate(left)
+    with pytest.raises(ModelError, match=f"; remove the folder {folder}, and the next start"):
+        load_model(str(tmp_path / "tiny.gguf"), device="cpu", dtype="auto", cache_dir=tmp_path)
+
+
+def test_a_converted_model_that_lacks_weights_names_its_folder_too(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    folder, _ = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=f"up_proj.weight the first; remove the folder {folder}"):
+        load_model(str(tmp_path / "tiny.gguf"), device="cpu", dtype="auto", cache_dir=tmp_path)
