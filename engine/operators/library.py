@@ -27,6 +27,16 @@ logger = logging.getLogger(__name__)
 
 COMPILERS = ("c++", "g++", "clang++")
 SOURCE = Path(__file__).with_name("operators.cpp")
+# Runs a command in a session of its own, and ends it with whoever holds the other end of its stdin:
+# this process, however it ends. A compiler has children, which a signal to it does not reach.
+_LEASHED = """
+exec 3<&0
+(read -r _ <&3; kill -9 0) &
+TMPDIR=$0 "$@" </dev/null 3<&-
+code=$?
+kill $!
+exit $code
+"""
 PATIENCE_S = 20.0  # of a start that has nothing else to do; compiling takes 8 on a free processor
 # The instructions that torch itself uses, as in its own build. Below AVX2 there is no multiply-add.
 _FLAGS = {
@@ -155,7 +165,7 @@ def find_compiler() -> str | None:
 
 class _Compiling:
     """A compiler at work in a folder of its own. A thread waits for it, moves what it made into
-    place and removes the folder. It ends with this object."""
+    place and removes the folder. It ends with this object, or with this process."""
 
     def __init__(self, command: list[str], library: Path) -> None:
         """library: where it goes, without the digest of its contents and the suffix."""
@@ -164,11 +174,11 @@ class _Compiling:
             folder = held.enter_context(partial_folder(library, "operators-"))
             with _said(folder).open("wb") as said:
                 process = subprocess.Popen(
-                    ["env", f"TMPDIR={folder}", *command, "-o", str(_made(folder))],
-                    stdin=subprocess.DEVNULL,
+                    ["sh", "-c", _LEASHED, str(folder), *command, "-o", str(_made(folder))],
+                    stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=said,
-                    start_new_session=True,  # a compiler has children, which end with it
+                    start_new_session=True,
                 )
             thread = threading.Thread(
                 target=_keep,
@@ -203,7 +213,7 @@ def _keep(
     kept: "Future[None]",
 ) -> None:
     try:
-        with held:
+        with held, process:
             if process.wait() < 0:
                 raise OperatorsMissing("the C++ compiler was ended at its work")
             if process.returncode:

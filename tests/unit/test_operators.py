@@ -3,6 +3,8 @@
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -328,6 +330,29 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(
         time.sleep(0.01)
     assert not psutil.pid_exists(int(child))
     assert not list(folder.iterdir())
+
+
+def test_a_compiler_ends_with_a_process_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
+    code = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from engine.operators import library\n"
+        f"library.COMPILERS = ({str(tmp_path / 'c++')!r},)\n"
+        f"compiling = library.Operators(Path({str(tmp_path / 'models')!r}))\n"
+        "time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as process:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (child := _read(tmp_path / "child")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert psutil.pid_exists(int(child))
+        process.kill()
+    while psutil.pid_exists(int(child)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not psutil.pid_exists(int(child))
 
 
 def test_what_a_killed_start_was_compiling_is_removed_by_the_next(
