@@ -139,6 +139,7 @@ class AdminParts:
     currency: Callable[[], str]  # of the rate card in force
     history: History
     alerts: Callable[[], Sequence[Mapping[str, str]]]  # firing now
+    sends_alerts: bool  # of budgets
     working_set: "Callable[[], Future[TrafficReport]]"
     books: OpenBooks  # accounts and ledger
     blocks: "MemoryReader"  # of the tiers in memory

@@ -46,7 +46,8 @@ def set_budget(
     by: str,
     why: Why,
 ) -> Document:
-    """Create or change a budget. It alerts, and refuses requests only if it is hard.
+    """Create or change a budget. It alerts where the server has `billing.alerts_to`, and refuses
+    requests only if it is hard.
 
     A top-up budget requests `ask` when the balance falls below it, at most `most` times a day.
     """

@@ -88,6 +88,7 @@ class Dashboard:
             stats=self.stats,
             history=self.history,
             alerts=partial(firing_alerts, self.history),
+            sends_alerts=bool(settings.billing.alerts_to),
             working_set=working_set,
             books=books,
             journal=journal,

@@ -440,7 +440,8 @@ async def test_budgets_and_invoices_have_forms(
 ) -> None:
     form = {"name": "team", "amount": "5", "per": "day", "of": "user", "value": "ann", "why": "x"}
     assert 303 == (await client.post("tenants/acme/budget", data=form)).status_code
-    assert "user ann" in await text(client, "tenants/acme")
+    page = await text(client, "tenants/acme")
+    assert "user ann" in page and "<code>billing.alerts_to</code> is not set" in page
     books_of_acme.books.accounts.create_tenant("bolt", "CNY", by="test")
     assert "another tenant" in (await client.post("tenants/bolt/budget", data=form)).text
     form = {"name": "team", "why": "over"}

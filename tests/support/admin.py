@@ -108,6 +108,7 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "limits": LimitSettings(),
         "currency": str,
         "alerts": tuple,
+        "sends_alerts": False,
         "decode": str,
         "outline": lambda tokens: [],
         "books": NO_BOOKS,

@@ -160,6 +160,7 @@ def show_tenant(
         months=report(books.store, parse_query(tenant=name), Unit.MONTH),
         invoices=list_invoices(books, tenant=name),
         budgets=[budget for budget in list_budgets(books) if budget["tenant"] == name],
+        sends_alerts=parts_of(request).sends_alerts,
         limits=_limits(request, name),
         forms=FORMS,
         once=secrets.token_hex(8),

@@ -49,8 +49,8 @@ def budget(
 ) -> None:
     """Create, change, remove or list budgets.
 
-    The server alerts at 80 and 100 percent, or asks for a top-up. Only a hard budget of a day or
-    month stops requests.
+    A server with `billing.alerts_to` alerts at 80 and 100 percent, or asks for a top-up. Only a
+    hard budget of a day or month stops requests.
     """
     if name is None:
         print_documents(call(budgets.list_budgets), call.json, COLUMNS, right=AMOUNTS)
@@ -76,4 +76,5 @@ def budget(
         why=call.why,
     )
     limits = "; it refuses requests from now on" if hard else ""
-    note(f"budget {name} is set{limits}; alerts go to the URL in `billing.alerts_to`")
+    alerts = "; alerts are posted by a server with `billing.alerts_to`, to that URL"
+    note(f"budget {name} is set{limits}{'' if hard and value == '*' else alerts}")
