@@ -1,4 +1,15 @@
-"""Human-readable numbers for commands, pages and `cachesvc top`. Pure."""
+"""Human-readable numbers, and pydantic's errors, for commands, pages and `cachesvc top`. Pure."""
+
+import re
+
+_PYDANTIC = re.compile(
+    "^(Value error, |(Input|List|Dictionary|String) (?=should))| after validation"
+)
+
+
+def plain(message: str) -> str:
+    """One of pydantic's messages, without the names of its kinds of errors and values."""
+    return _PYDANTIC.sub("", message)
 
 
 def size(num_bytes: float) -> str:

@@ -5,7 +5,6 @@ first wrong item: pydantic's report on eight million items took two minutes.
 """
 
 import gc
-import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -13,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from api.errors import InvalidRequest, NotJson
+from api.format import plain
 
 MESSAGES_MAX = 10_000
 ITEMS_MAX = 1_024  # of tools, calls, parts, contents, stop token ids
@@ -23,9 +23,6 @@ _PLAIN = {
     "model_type": "should be an object",
     "model_attributes_type": "should be an object",
 }
-_PYDANTIC = re.compile(
-    "^(Value error, |(Input|List|Dictionary|String) (?=should))| after validation"
-)
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(max_length=ITEMS_MAX, fail_fast=True)]
@@ -79,7 +76,7 @@ def refusal(found: Sequence[Mapping[str, Any]]) -> InvalidRequest:
     """
     first = _deepest(found)
     path = _path(first["loc"])
-    message = _PLAIN.get(first["type"]) or _PYDANTIC.sub("", first["msg"])
+    message = _PLAIN.get(first["type"]) or plain(first["msg"])
     if first["type"] == "missing":
         return InvalidRequest(f"Missing required parameter: '{path}'.", param=path)
     if first["type"] == "extra_forbidden":

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 import cachesvc
+from api.format import plain
 from cachesvc.cli.exits import exit_code, leave
 from cachesvc.cli.lazy import Command, LazyGroup, lazy_group
 from cachesvc.cli.lazy import load as load_entry
@@ -72,6 +73,9 @@ class Root(LazyGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = plain(error.message)  # typer reads values by pydantic
+            raise
         except Exception as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 fail(f"a disk is full: {error}; free some space, then try again")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.format import size
+from api.format import plain, size
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import fail, note, print_json
 from cachesvc.config.errors import WrongOption
@@ -169,7 +169,9 @@ def _events(text: str) -> "EventsSection":
     try:
         return EventsSection(zmq=ZmqTable.model_validate_json(text))
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))} {e['msg']}" for e in error.errors())
+        wrong = "; ".join(
+            f"{'.'.join(map(str, e['loc']))} {plain(e['msg'])}" for e in error.errors()
+        )
         raise WrongOption(
             f"--events {text}: {wrong.strip()}; write an address, or a table like "
             f'{{"endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}}'

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_settings import EnvSettingsSource, SettingsError
 
+from api.format import plain
 from cachesvc.config.errors import ConfigError, WrongOption
 from cachesvc.config.places import ENV_PREFIX
 from cachesvc.config.settings import Settings, env_name, known_settings
@@ -198,7 +199,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     first = error.errors()[0]
     name = ".".join(map(str, first["loc"][:2]))
     inside = "".join(f"{part}: " for part in first["loc"][2:])  # the path inside a table
-    message = inside + first["msg"].removeprefix("Value error, ")
+    message = inside + plain(first["msg"])
     value, message = without_passwords(repr(first["input"])), without_passwords(message)
     return f"{name} = {value} (from {origins.get(name, 'default')}): {message}"
 

@@ -47,6 +47,9 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (("tenants", "create", "a/b"), "a/b"),
         (("node", "--quota", "x"), "--quota 'x' is not a quota"),
         (("usage", "--by", "week"), "--by takes day and"),
+        (("cache", "ls", "--tier", "ram"), "'--tier': 'ram' is not one of 'device'"),
+        (("serve", "--port", "x"), "'--port': should be a valid integer"),
+        (("node", "--events", '{"endpoint": 5}'), "}: endpoint should be a valid string"),
         (("top", "--dta-dir", "x"), "--data-dir"),
     ],
 )
