@@ -250,6 +250,7 @@ inline __attribute__((always_inline)) void each_input(const uint8_t* group, int6
                                                       const Use& use) {
   for (int64_t g = 0; g < groups; ++g, group += Stored::kBytes) {
     const Words* word = reinterpret_cast<const Words*>(group + Stored::kHead);
+    fetch(group + kAhead, Stored::kBytes);
     for (int64_t k = 0; k < kGroup; word += Stored::kWords * kVectors) {
       const int64_t begin = k;  // of a part
       const auto number = [&](const Words* in, int i) __attribute__((always_inline)) {
@@ -540,7 +541,7 @@ Tensor linear(const Tensor& x, const Tensor& stored, const std::optional<Tensor>
   const float *from = read(x), *added = bias ? read(*bias) : nullptr;
   const uint8_t* weights = panels_of(stored);
   float* to = write(output);
-  in_parallel(narrow.panels * pieces, inputs * (at_once + 4) / 4, [&](int64_t begin, int64_t end) {
+  in_parallel(narrow.panels * pieces, inputs * (at_once + 4), [&](int64_t begin, int64_t end) {
     for (int64_t item = begin, next; item < end; item = next) {
       const int64_t panel = item % narrow.panels, row = item / narrow.panels * at_once;
       const int64_t count = std::min(at_once, rows - row);

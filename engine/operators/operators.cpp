@@ -22,6 +22,7 @@
 
 namespace {
 
+constexpr int64_t kNumbersAhead = kAhead / sizeof(float);
 constexpr int64_t kAligned = 16;   // keys: a softmax begins and ends at a multiple
 constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
 constexpr int64_t kRows = 6;       // rows that share one reading of values
@@ -205,9 +206,11 @@ void score_all(const float* keys, const float* queries, int64_t vectors, int64_t
     for (int64_t v = 0; v < vectors; v += kTogether)
       with_constant<kTogether>(std::min<int64_t>(kTogether, vectors - v), [&](auto C) {
         constexpr int K = C() == 1 ? 8 : kKeys;
-        for (int64_t j = first; j < first + kAligned; j += K)
+        for (int64_t j = first; j < first + kAligned; j += K) {
+          if (v == 0) fetch(keys + j * dim + kNumbersAhead, 4 * K * dim);
           score<K, C()>(keys + j * dim, queries + v * dim * kLanes, dim,
                         scores + v * plane + j * kLanes, plane);
+        }
       });
 }
 
@@ -409,8 +412,6 @@ void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, in
 
 // Blocks. Nothing is computed, bytes are moved: past the caches, because what is moved is more than
 // these hold, and a cached store would read each line from memory before it replaces it.
-
-constexpr int64_t kLine = 64;  // bytes that are written at once, where they begin on a multiple
 
 bool on_a_line(const void* at) { return reinterpret_cast<uintptr_t>(at) % kLine == 0; }
 
