@@ -61,7 +61,7 @@ class CpuAttention:
         self._step: list[_Part] = []
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._triangle: torch.Tensor | None = None
-        self._kernels = Kernels(fused=False, onednn=False)
+        self._kernels = Kernels(heads=[], onednn=False)
 
     def begin(self, spans: Sequence[Span]) -> None:
         if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
@@ -113,15 +113,13 @@ class CpuAttention:
         self._copies.forget(sequence_id)
 
     def fuse(self) -> None:
-        """From now on the compiled operator attends, where it gives the bits of `dense` for heads
-        such as these."""
+        """From now on the compiled operator attends, for heads of which it gives the bits of
+        `dense`."""
         dims = {run.shape[-1] for run in self._kv.runs if dense.suits_heads(run.shape[-1])}
-        others = [dim for dim in sorted(dims) if not operator_agrees(dim)]
-        if others:
-            logger.info(
-                "the compiled attention is not used: heads of %d have other bits", others[0]
-            )
-        self._kernels = self._kernels._replace(fused=bool(dims) and not others)
+        heads = [dim for dim in sorted(dims) if operator_agrees(dim)]
+        for other in dims - {*heads}:
+            logger.info("the compiled attention is not used for heads of %d: other bits", other)
+        self._kernels = self._kernels._replace(heads=heads)
 
     def _needs_onednn(self) -> bool:
         layers = (self._kv.layers[layer] for layer in self._kv.attended)

@@ -28,6 +28,7 @@ _WIDE, _WIDE_ROWS = 80, 12  # For few rows of more numbers than this it has one 
 _WIDEST, _WIDEST_ROWS = 256, 16  # there are at least so many.
 _LANES = 16  # a softmax begins at a multiple of keys and ends at one
 PIECE = 192  # values summed by one product; how MKL cuts more depends on how many there are
+_MOST_SUMMED = 512  # numbers that oneDNN's products add up in one chain
 TILE = 128  # query positions attended at once, so that a tile's scores stay in the cache
 _TILE_ROWS = 2048  # the same, multiplied by the query heads that share a key
 _SMALL = 1024  # multiplications; below 400, torch does those of a batch in a loop of its own
@@ -63,10 +64,10 @@ class KvPlace(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What computes attention. `fused`: the compiled operator where it can. `onednn`: elsewhere
-    oneDNN multiplies, not torch's BLAS."""
+    """What computes attention. `heads`: sizes for which the compiled operator does where it can.
+    `onednn`: elsewhere oneDNN multiplies, not torch's BLAS."""
 
-    fused: bool
+    heads: list[int]
     onednn: bool
 
 
@@ -82,7 +83,7 @@ def attend_part(
     """Attention of one part of a step in one layer, in the rows of `call`, all of whose numbers are
     float32 or as the pool rounds them. `triangle` [tile, tile] is -inf above its diagonal.
     `scratch` grows to the room that a tile needs. Fills and returns `output` [T, Hq, Dv]."""
-    if kernels.fused and suits_operator(call, place):
+    if call.key.shape[2] in kernels.heads and suits_operator(call, place):
         torch.ops.cachesvc.attend_rows(
             call.query,
             call.key.float(),
@@ -137,18 +138,15 @@ def attend_part(
 
 
 def suits_operator(call: AttentionCall, place: KvPlace) -> bool:
-    """Whether the compiled operator computes such attention."""
-    dim = call.key.shape[2]
+    """Whether the compiled operator computes such attention, of a size of heads that it attends."""
     if call.options.softcap is not None or call.options.sinks is not None:
         return False
-    if not suits_heads(dim) or call.value.shape[2] != dim:
-        return False
-    return place.key_run == place.value_run
+    return call.key.shape[2] == call.value.shape[2] and place.key_run == place.value_run
 
 
-def suits_heads(dim: int, lanes: int = _LANES, piece: int = PIECE) -> bool:
-    """Whether the compiled operator attends for heads of `dim`."""
-    return dim % lanes == 0 and dim <= piece
+def suits_heads(dim: int) -> bool:
+    """Whether the compiled operator can attend for heads of `dim`, and may have the bits."""
+    return dim % _LANES == 0 and dim <= _MOST_SUMMED
 
 
 def attend_tokens(

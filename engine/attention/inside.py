@@ -45,7 +45,7 @@ class InsideAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.kernels = False, Kernels(False, False)
+        self.inside, self.kernels = False, Kernels([], False)
         self.parts, self.places = [], {}
         self.triangle = self.scratch = torch.empty(0)
         self.dtype = torch.float32

@@ -172,7 +172,7 @@ struct Head {
 };
 
 // Scores of K keys for C vectors of rows. Each is one chain of multiply-adds over the head's numbers,
-// as in MKL's matrix products of up to kPiece.
+// as in MKL's matrix products of up to kPiece, and oneDNN's of up to 512.
 template <int K, int C>
 void score(const float* keys, const float* queries, int64_t dim, float* scores, int64_t plane) {
   Lanes sums[K][C];
@@ -343,7 +343,7 @@ void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, in
                  std::optional<int64_t> window, double scaling, const Tensor& output) {
   const int64_t heads = query.size(1), dim = query.size(2), kv_heads = key.size(1);
   const int64_t groups = heads / kv_heads, sequences = static_cast<int64_t>(positions.size());
-  STD_TORCH_CHECK(dim % kAligned == 0 && dim <= kPiece && value.size(2) == dim, "heads of ", dim);
+  STD_TORCH_CHECK(dim % kAligned == 0 && value.size(2) == dim, "heads of ", dim);
   STD_TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "strides");
   STD_TORCH_CHECK(output.is_contiguous() && output.size(2) == dim &&
                       tokens > 0 && first + sequences * tokens <= output.size(0),

@@ -260,6 +260,22 @@ def test_one_row_alone_has_the_bits_that_it_has_beside_another(
     assert sizes == [(37, 1), (21, 2), (2, 2), (6, 2), (1, 1), (1, 1)]
 
 
+@pytest.mark.parametrize("dim", [192, 256, 512])
+def test_wide_heads_have_the_bits_of_the_models_own_forward(dim: int, operators: Operators) -> None:
+    """Whether the operator attends them or not, which depends on the processor."""
+    loaded = narrow_model(operators, head_dim=dim)
+    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
+    pools[1].copy_(pools[0])
+    own, fused = (ModelRunner(loaded, pool) for pool in pools)
+    fused.record()
+    for step in STEPS:
+        with torch.inference_mode():
+            expected, actual = forward(own, step), forward(fused, step)
+        assert expected is not None and actual is not None
+        assert torch.equal(expected, actual)
+    assert torch.equal(*(pool.nan_to_num(7) for pool in pools))
+
+
 def test_packed_layers_compute_two_rows_at_least(operators: Operators) -> None:
     packed = runner(replace(tiny_model("llama"), operators=operators))
     packed.record()
