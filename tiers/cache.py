@@ -347,7 +347,7 @@ class TieredCache:
             or self.pool.is_arriving
             or self._demoter.num_stores > 0
             or self.operations.purger.is_active
-            or bool(self.operations.evictions.leaving)
+            or self.operations.evictions.is_active
             or (self.group is not None and self.group.is_moving)
         )
 

@@ -115,6 +115,7 @@ class Mixture:
                 scheduler._preempt(chance.choice(scheduler.running))
 
         def lose() -> None:
+            world.disk_loses = True
             keys = list(world.tier._blocks)
             world.tier.discard(chance.sample(keys, min(len(keys), chance.randrange(1, 6))))
 

@@ -44,7 +44,9 @@ class Walk:
         self.chance = chance = random.Random(seed)
         self.now_s = 1000.0
         self.tier = MemoryTier(chance.choice((12, 60)), fault_rate=0.05, seed=seed)
-        self.mover = SteppedMover(self.tier, seed=seed, max_jobs=chance.choice((1, 8)))
+        self.mover = SteppedMover(
+            self.tier, seed=seed, max_jobs=chance.choice((1, 8)), late_rate=0.3
+        )
         settings = CacheSettings(
             device_bytes=14 * LAYOUT.nbytes,
             host_bytes=16 * LAYOUT.nbytes,
@@ -240,8 +242,8 @@ def test_a_transition_that_is_not_named_is_refused() -> None:
         residency.device._move(block, DeviceState.EVICTABLE)
     with pytest.raises(AssertionError, match="cannot become PINNED on the host"):
         residency.host._move(block, HostState.PINNED)
-    with pytest.raises(AssertionError, match="cannot become REFUSED below"):
-        residency.queue._move(block, Below.REFUSED)
+    with pytest.raises(AssertionError, match="cannot become ABSENT below"):
+        residency.queue._move(block, Below.ABSENT)
     block.device = DeviceState.IN_USE
     with pytest.raises(AssertionError, match="in use already"):
         residency.device.use(block)

@@ -90,7 +90,7 @@ class World:
             window_loss=window_loss,
         )
         self.tier = tier
-        self.mover = SteppedMover(tier, seed=seed)
+        self.mover = SteppedMover(tier, seed=seed, late_rate=0.3 * late_copies)
         self.cache = TieredCache(
             layout,
             CacheSettings(
@@ -131,6 +131,7 @@ class World:
         self.outputs: dict[str, list[StepOutput]] = {}
         self.requests: dict[str, Request] = {}
         self.num_turns = 0
+        self.disk_loses = False  # blocks, and tells nobody
         self.turns: dict[str, int] = {}  # how many each request has taken so far
         self._idle = 0
 
@@ -342,6 +343,9 @@ class World:
         assert not self.engine._answers.groups and not self.engine._answers.sequences
         assert not self.engine._intake._in_flight and not self.runner._begun
         self.cache.residency.check()
+        below = [block.key for block in self.cache.index if block.held_below and block.key]
+        held = self.disk_loses or all(self.tier.held(below))
+        assert held, "memory believes a block to be below that is not"
         self.check_events()
 
     def check_still(self) -> None:

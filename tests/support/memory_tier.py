@@ -237,21 +237,32 @@ class SteppedMover(Mover):
     of the one writer in their own."""
 
     def __init__(
-        self, tier: MemoryTier, *, seed: int = 0, max_jobs: int = 8, fail_rate: float = 0.05
+        self,
+        tier: MemoryTier,
+        *,
+        seed: int = 0,
+        max_jobs: int = 8,
+        fail_rate: float = 0.05,
+        late_rate: float = 0.0,
     ) -> None:
-        """`fail_rate` is the probability that a whole load fails."""
+        """`fail_rate` is the probability that a whole load fails, and `late_rate` that it is told
+        of only after jobs that are done later."""
         super().__init__(tier, num_readers=1)
         self._memory = tier
         self._random = random.Random(seed)
         self._max_jobs = max_jobs
         self._fail_rate = fail_rate
+        self._late_rate = late_rate
+        self._lateness = random.Random(seed)
         self._jobs: list[Job] = []
+        self._untold: list[Job] = []
 
     def start(self) -> None:
         pass
 
     def close(self) -> None:
         self.run(len(self._jobs))
+        self._tell()
 
     def submit(self, job: Job) -> bool:
         stores = isinstance(job, StoreJob)
@@ -263,7 +274,7 @@ class SteppedMover(Mover):
 
     @property
     def num_jobs(self) -> int:
-        return len(self._jobs)
+        return len(self._jobs) + len(self._untold)
 
     @property
     def store_room(self) -> int:
@@ -271,16 +282,27 @@ class SteppedMover(Mover):
 
     def run(self, num_jobs: int) -> None:
         """Do some of the jobs. A store never sees frames that a load has yet to fill."""
+        self._tell()
         for _ in range(min(num_jobs, len(self._jobs))):
             number = self._random.randrange(len(self._jobs))
             if isinstance(self._jobs[number], WRITES):
                 number = next(n for n, job in enumerate(self._jobs) if isinstance(job, WRITES))
             loads = isinstance(self._jobs[number], LoadJob)
             fails = loads and self._random.random() < self._fail_rate
+            job = self._jobs[number]
             self.run_job(number, fails=fails)
+            if loads and self._lateness.random() < self._late_rate:
+                job.done = False
+                self._untold.append(job)
+
+    def _tell(self) -> None:
+        for job in self._untold:
+            job.done = True
+        self._untold.clear()
 
     def read(self) -> None:
         """Do every job except the writer's."""
+        self._tell()
         while reads := [n for n, job in enumerate(self._jobs) if not isinstance(job, WRITES)]:
             self.run_job(reads[0])
 

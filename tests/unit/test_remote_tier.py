@@ -286,6 +286,31 @@ def test_a_slow_publisher_holds_nobody_up(server: Servers, objects: Objects) -> 
     assert len(objects.held) == 4
 
 
+def test_what_is_evicted_while_it_is_sent_does_not_stay_in_the_store(
+    server: Servers, objects: Objects
+) -> None:
+    tier, keys = server("one"), [block.key for block in blocks()]
+    sending, gate, put = threading.Event(), threading.Event(), objects.put
+
+    def slow(name: str, data: bytes) -> None:
+        sending.set()
+        assert gate.wait(20)
+        put(name, data)
+
+    objects.put = slow  # type: ignore[method-assign]
+    for frame, block in zip(FRAMES, blocks(), strict=False):
+        fill(frame, block)
+    tier.store(blocks(), FRAMES[:4])
+    assert sending.wait(20)
+    evicting = threading.Thread(target=tier.discard, args=(keys,))
+    evicting.start()
+    evicting.join(0.2)
+    gate.set()
+    evicting.join(20)
+    assert tier.remote.drain(10)
+    assert not objects.held
+
+
 def test_loading_what_is_computed_faster_is_not_worth_it(server: Servers) -> None:
     one, two = server("one"), server("two")
     store(one, blocks())

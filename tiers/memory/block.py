@@ -58,7 +58,7 @@ class Below(IntEnum):
     """Whether the tiers below memory hold a block."""
 
     ABSENT = 0
-    REFUSED = 1  # they did not take it: no write before its next use
+    REFUSED = 1  # they did not take it: no write before its next use; or dropped it as it loads
     WAITING = 2  # to be written; its frame may be read
     WRITING = 3  # the writer thread reads its frame
     HELD = 4  # if they drop it, it may be written again
@@ -79,7 +79,7 @@ HOST_MOVES = (
     frozenset(HostState) - {HostState.PINNED},
 )
 BELOW_MOVES = (
-    frozenset({Below.WAITING, Below.WRITING, Below.HELD}),
+    frozenset(Below) - {Below.ABSENT},
     frozenset({Below.ABSENT, Below.WRITING}),
     frozenset({Below.ABSENT, Below.WRITING}),
     frozenset({Below.ABSENT, Below.REFUSED, Below.HELD}),

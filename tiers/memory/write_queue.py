@@ -6,7 +6,7 @@ Only this module changes `Block.below`, except for uses noted during a lookup. E
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from tiers.memory.block import BELOW_MOVES, Below, Block, HostState
+from tiers.memory.block import BELOW_MOVES, Below, Block, BlockState, HostState
 
 
 class WriteQueue:
@@ -57,14 +57,19 @@ class WriteQueue:
         self.num_writing -= 1
 
     def loaded(self, block: Block, *, held: bool) -> None:
-        """Note that the block was loaded from below. `held`: that tier keeps its copy."""
-        if held:
+        """Note that the block was loaded from below. `held`: that tier keeps its copy, unless it
+        dropped the block meanwhile."""
+        if block.below is Below.REFUSED:
+            self._move(block, Below.ABSENT)
+        elif held:
             self._move(block, Below.HELD)
 
     def dropped(self, block: Block) -> None:
-        """Note that the tiers below dropped the block."""
+        """Note that the tiers below dropped the block, which may be on its way up from them."""
         if block.below is Below.HELD:
             self._move(block, Below.ABSENT)
+        elif block.below is Below.ABSENT and block.state is BlockState.LOADING:
+            self._move(block, Below.REFUSED)
 
     def _move(self, block: Block, to: Below) -> None:
         assert to in BELOW_MOVES[block.below], f"{block} cannot become {to.name} below"

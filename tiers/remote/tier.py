@@ -89,7 +89,7 @@ class RemoteTier:
         self._counts: Counter[str] = Counter()
         self._faults: Counter[MissReason] = Counter()
         self._logged_s = -LOG_EVERY_S
-        self._publishing = threading.Lock()  # a purge waits for the block being sent
+        self._publishing = threading.Lock()  # a removal waits for the block being sent
         self._waiting: Queue[PrefixKey | AwaitedBlocks | None] = Queue(MAX_WAITING)
         self._publisher = threading.Thread(
             target=self._publish_all, name="cachesvc-remote-write", daemon=True
@@ -269,8 +269,12 @@ class RemoteTier:
     # failed.
 
     def discard(self, scoped: Sequence[tuple[PrefixKey, PrefixKey]]) -> int:
-        """Delete these (scope, key) pairs. Returns how many existed."""
-        return self._objects.delete([object_name(*pair) for pair in scoped]) if scoped else 0
+        """Delete these (scope, key) pairs, which are gone from the disk. Returns how many
+        existed."""
+        if not scoped:
+            return 0
+        with self._publishing:
+            return self._objects.delete([object_name(*pair) for pair in scoped])
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes. They are already gone from the disk."""

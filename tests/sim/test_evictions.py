@@ -1,0 +1,110 @@
+"""Operators evict blocks while these are loaded: memory knows at the end what is below it."""
+
+import random
+
+import pytest
+
+from tests.sim.life import Life
+from tests.sim.test_prefetch import OLD, sink
+from tests.sim.watched import BLOCK
+from tests.sim.world import World
+from tiers.blocks.chain import Chain
+from tiers.blocks.keys import CacheScope
+from tiers.policy.admission import WritePolicy
+from tiers.tier import TierName
+
+CHAIN = Chain(CacheScope().root(), OLD, BLOCK)
+
+
+@pytest.fixture
+def world() -> World:
+    """OLD stands on disk alone."""
+    world = World(device_blocks=60, write_policy=WritePolicy.WRITE_THROUGH)
+    world.mover._fail_rate = 0.0
+    world.submit("old", OLD, max_tokens=1)
+    world.run()
+    sink(world)
+    return world
+
+
+def test_blocks_loaded_before_the_disk_has_dropped_them_are_written_again(world: World) -> None:
+    removed = world.cache.operations.evict(CHAIN.keys)
+    world.submit("again", OLD, max_tokens=1)
+    while world.live():
+        world.mover.read()
+        world.turn()
+    assert 4 * BLOCK == world.counts("again").hit_disk
+    assert [True] * 4 == world.tier.held(CHAIN.keys)
+    world.settle()
+    assert {TierName.DEVICE: 0, TierName.HOST: 0, TierName.DISK: 4} == removed.result()
+    world.check()
+    world.check_idle()
+    sink(world)
+    assert [True] * 4 == world.tier.held(CHAIN.keys)
+
+
+def test_blocks_dropped_while_they_load_are_not_taken_to_be_below(world: World) -> None:
+    """The reader has read them, and is done only after the writer."""
+    mover = world.mover
+    removed = world.cache.operations.evict(CHAIN.keys)
+    world.submit("again", OLD, max_tokens=1)
+    world.turn()
+    mover.read()
+    world.turn()
+    discard, load = mover._jobs
+    load.run(world.tier)
+    discard.run(world.tier)
+    mover._jobs.clear()
+    mover._untold.append(load)
+    world.turn()
+    assert removed.done() and ["again"] == world.live()
+    world.run()
+    assert 4 * BLOCK == world.counts("again").hit_disk
+    world.check()
+    world.check_idle()
+
+
+def test_blocks_evicted_while_they_load_for_nobody_are_the_disk_s_alone(world: World) -> None:
+    world.submit("again", OLD, max_tokens=1)
+    world.turn()
+    world.mover.read()
+    world.turn()
+    world.engine.abort("again")
+    world.turn()
+    removed = world.cache.operations.evict(CHAIN.keys)
+    world.settle()
+    assert {TierName.DEVICE: 0, TierName.HOST: 0, TierName.DISK: 4} == removed.result()
+    world.check_idle()
+    assert not world.cache.index.match(CHAIN)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_interleaving_is_exact_while_operators_evict(seed: int) -> None:
+    chance = random.Random(seed * 4801)
+    world = World(
+        device_blocks=chance.choice((14, 24, 60)),
+        host_blocks=chance.choice((16, 40)),
+        disk_blocks=chance.choice((10, 60, 300)),
+        fault_rate=(0.0, 0.1)[seed % 2],
+        seed=seed,
+        write_policy=chance.choice(list(WritePolicy)),
+        late_copies=seed % 3 > 0,
+        both_ends=seed % 4 == 3,
+        window=chance.choice((None, None, 6)),
+    )
+    life = Life(world, chance)
+
+    def idle_blocks_leave() -> None:
+        for block in [*world.cache.index]:
+            if block.slot is not None and not block.ref_count:
+                world.cache.residency.evict_device(block)
+            idle = not (block.ref_count or block.busy or block.pinned)
+            if block.frame is not None and block.held_below and idle:
+                world.cache.residency.evict_host(block)
+
+    acts = (life.pin, life.unpin, life.purge, life.trouble_disk)
+    life.run(100, (*acts, *[life.evict] * 4, *[idle_blocks_leave] * 4))
+    world.runner.copies_fail |= bool(life.purges)
+    world.check()
+    world.check_idle()
+    world.check_still()
