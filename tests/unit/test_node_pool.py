@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.disk.open import open_disk
 from tiers.memory.block import Block, BlockState
@@ -428,6 +429,23 @@ def test_a_node_touches_no_frames_while_blocks_load_and_a_moment_longer() -> Non
 
 def resident_pages(pool: Pool) -> int:
     return os.fstat(pool.memory.file).st_blocks * 512 // mmap.PAGESIZE
+
+
+def test_a_full_disk_takes_no_blocks_of_another_layout() -> None:
+    """Both wait for their disks, and those of the other are the coldest in memory."""
+    capacity = Capacity(16 * frame_stride(LAYOUT))
+    tiers = [MemoryTier(2, block_bytes=LAYOUT.nbytes) for _ in range(2)]
+    stopped, mover = (SteppedMover(tier, max_jobs=n) for tier, n in zip(tiers, (0, 8), strict=True))
+    other, pool = (Pool(create(LAYOUT, 16), capacity, each) for each in (stopped, mover))
+    write(other, prompt(1))
+    for number in (2, 4):
+        write(pool, prompt(number, 2))
+        mover.run(8)
+        pool.work()
+    assert [False] * 3 == tiers[1].held([each.key for each in prompt(1)])
+    assert 2 == tiers[1].stats().num_blocks
+    for each in (pool, other):
+        each.check()
 
 
 class PoolMachine(RuleBasedStateMachine):

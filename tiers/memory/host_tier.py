@@ -37,6 +37,7 @@ class HostTier:
         self.has_below = False  # whether there are tiers below memory
         self._index = index
         self._queue = queue
+        self.queues: Collection[WriteQueue] = (queue,)  # of all tiers that share the policy
         self._lifted: OrderedDict[Block, None] = OrderedDict()  # also on the device, oldest first
         self._pinned: OrderedDict[Block, None] = OrderedDict()  # PINNED
         self._second_copies: set[Block] = set()  # DUPLICATED, unless also IN_USE or PINNED
@@ -105,8 +106,7 @@ class HostTier:
         `pinned_victim`. The caller takes the frame with `leave`.
         """
         block = next((b for b in self._duplicated if b.below is not Below.WRITING), None)
-        queue = self._queue
-        if block is None and not (sparing or queue or queue.num_writing):
+        if block is None and not (sparing or any(self.queues) or self._num_writing):
             block = self.policy.victim()
             if block is not None:
                 return block
@@ -156,7 +156,7 @@ class HostTier:
         for count in (MIN_LOOKAHEAD, self.lookahead):
             cold = [
                 block
-                for block in self.policy.coldest(count + self._queue.num_writing)
+                for block in self.policy.coldest(count + self._num_writing)
                 if block.below is not Below.WRITING and block not in sparing
             ]
             for block in cold:
@@ -191,6 +191,10 @@ class HostTier:
                 break
             block = child
         return block
+
+    @property
+    def _num_writing(self) -> int:
+        return sum(queue.num_writing for queue in self.queues)
 
     def _unlist(self, block: Block) -> None:
         if block.host is PINNED:

@@ -21,6 +21,9 @@ class WriteQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def __contains__(self, block: Block) -> bool:
+        return block in self._waiting
+
     def __iter__(self) -> Iterator[Block]:
         return iter(self._waiting)
 

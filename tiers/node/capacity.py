@@ -13,6 +13,7 @@ from itertools import islice
 from tiers.blocks.frames import Arena, FrameMemory
 from tiers.memory.block import Block
 from tiers.memory.room import HostRoom
+from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Use
 from tiers.policy.quota import COMMON, Quotas
 
@@ -34,6 +35,7 @@ class Capacity:
         self.asker: Arena | None = None  # the layout that wanted a frame last
         self.quotas = quotas
         self.rooms: dict[FrameMemory, HostRoom] = {}
+        self.queues: list[WriteQueue] = []  # of all layouts
         self._groups: dict[Block, tuple[Hashable, int]] = {}  # and the bytes of its frame
         self._idle: dict[Hashable, Idle] = {}
         self._victims: Hashable = COMMON  # the group now losing blocks

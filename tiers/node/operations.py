@@ -86,7 +86,10 @@ class PoolOperations:
     def step(self) -> None:
         """Do what is due: pins that end, purges and evictions under way."""
         self.keeper.step()
+        blocked = self.purger.blocked
         self.purger.step()
+        if blocked != self.purger.blocked:
+            self._tell_closed()
         self.evictions.step()
 
     def operate(self, client: int, asked: Mapping[str, Any]) -> Operated:
@@ -133,7 +136,8 @@ class PoolOperations:
         return self.shares.part_of(scope, most) if self.shares is not None else None
 
     def leave(self, client: int) -> None:
-        """Open the scopes that a client had closed, because it has left."""
+        """Open the scopes that a client had closed, because it has left. Those of a purge under way
+        open at its end."""
         if self.closed.pop(client, None) is not None:
             self._tell_closed()
 
@@ -224,7 +228,8 @@ class PoolOperations:
         return answer
 
     def _tell_closed(self) -> None:
-        self.pool.closed = frozenset(root for roots in self.closed.values() for root in roots)
+        closed = frozenset(root for roots in self.closed.values() for root in roots)
+        self.pool.closed = closed | self.purger.blocked
 
 
 def operations_on(

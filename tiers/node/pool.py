@@ -119,6 +119,8 @@ class Pool:
             room.room_of = capacity.room_of
             room.sharers = capacity.rooms.values()
             capacity.rooms[arena] = room
+        capacity.queues.append(self.residency.queue)
+        self.residency.host.queues = capacity.queues
         writes = DemotionSettings(write_policy=WritePolicy.WRITE_THROUGH)
         self._demoter = Demoter(self.residency, mover, writes)
         self._by_frame: dict[int, Block] = {}  # the last block of each frame
@@ -357,7 +359,7 @@ class Pool:
         if self.mover is None or not rest or self._is_closed(rest):
             return rising
         size = max(1, JOB_BYTES // self.memory.stride, -(-len(rest) // JOBS_PER_RUN))
-        tokens = packed[len(rising) :]
+        tokens = packed[len(rising) : len(rising) + len(rest)]
         for start in range(0, len(rest), size):
             part = rest[start : start + size]
             fresh = self._load_part(self.mover, part, tokens[start : start + size])

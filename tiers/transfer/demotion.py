@@ -235,7 +235,7 @@ class Demoter:
             return
         at_risk = self._at_risk() if self._stores_while_full else None
         while mover.store_room and self._num_busy < self._max_busy:
-            todo = queue if at_risk is None else [b for b in at_risk if b.below is WAITING]
+            todo = queue if at_risk is None else [b for b in at_risk if b in queue]
             batch: list[Block] = []
             for block in islice(todo, BLOCKS_PER_STORE):
                 if block not in batch:
@@ -245,7 +245,7 @@ class Demoter:
             if not batch or self._store(batch[:BLOCKS_PER_STORE]):
                 self._risky = []
                 return
-        self._risky = [block for block in at_risk or () if block.below is WAITING]
+        self._risky = [block for block in at_risk or () if block in queue]
 
     def _at_risk(self) -> list[Block]:
         """The coldest host blocks. Until some have left since the last check: those that the writer
