@@ -140,5 +140,5 @@ def operators(tmp_path_factory: pytest.TempPathFactory) -> "Operators":
     compiled = Operators(tmp_path_factory.mktemp("operators"))
     if compiled.missing is not None and not os.environ.get("CI"):
         pytest.skip(compiled.missing)
-    assert compiled.load(patience_s=120)
+    assert compiled.load(patience_s=None)
     return compiled

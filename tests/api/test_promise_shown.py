@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cachesvc.cli.explain import _request_lines
 from engine.errors import ModelError
 from engine.models import load
+from engine.operators.library import Operators
 from engine.promise import BITS, Equal
 from tests.api.real_service import served
 from tests.support.models import save_model, save_tiny_model, stock_model
@@ -39,7 +40,7 @@ async def test_a_request_is_shown_with_the_promise_under_which_it_was_served(
 
 @pytest.mark.parametrize("compiled", [True, False])
 async def test_bits_are_promised_to_many_threads_where_operators_are_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+    tmp_path: Path, operators: Operators, monkeypatch: pytest.MonkeyPatch, compiled: bool
 ) -> None:
     """torch cuts 511 rows of 160 numbers into three shares, whose ends are not its vectors'."""
     model = LlamaForCausalLM(
@@ -47,6 +48,7 @@ async def test_bits_are_promised_to_many_threads_where_operators_are_compiled(
     )
     save_model(tmp_path / "tiny", model)
     monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0 if compiled else 1 << 40)
+    monkeypatch.setattr(load, "Operators", lambda folder: operators)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -195,7 +195,7 @@ def test_the_library_is_kept_and_a_damaged_one_compiled_again(
     assert "damaged" in caplog.text
     assert not copied.exists()
     assert again._compiling is not None
-    assert again.load() and not again.is_compiling
+    assert again.load(patience_s=None) and not again.is_compiling
     assert again.kept is not None
 
 
