@@ -14,16 +14,16 @@ from engine.attention.base import AttentionOptions
 OPERATORS = {"cpu": ("norm", "silu_mul", "gelu_mul", "rotate"), "cuda": ("rotate", "silu_mul")}
 # Calls of which each number has the same bits wherever it stands among others: they move numbers,
 # add, multiply, divide or look them up, or they are sines or tanh, which torch computes by one
-# function. Nobody drops any out while serving.
+# function. Nobody drops any out while serving. A greatest position chooses between rotary tables.
 _PACKED = "mkldnn::_linear_pointwise"  # of one row alone, other bits than among others
 _BY_ROW_KINDS = ("prim::", "cachesvc::", _PACKED)
 _BY_ROW = frozenset(
     f"aten::{name}"
     for name in (
-        *("Int", "add", "cat", "chunk", "contiguous", "cos", "div", "dropout", "expand", "flatten"),
-        *("floor_divide", "index", "mul", "neg", "permute", "repeat_interleave", "reshape"),
-        *("select", "sin", "size", "slice", "split", "stack", "sub", "tanh", "to", "transpose"),
-        *("type_as", "unsqueeze", "view"),
+        *("Int", "add", "cat", "chunk", "contiguous", "copy_", "cos", "div", "dropout", "expand"),
+        *("flatten", "floor_divide", "full_like", "gt", "index", "max", "mul", "neg", "permute"),
+        *("repeat_interleave", "reshape", "select", "sin", "size", "slice", "split", "stack"),
+        *("sub", "tanh", "to", "transpose", "type_as", "unsqueeze", "view", "where"),
     )
 )
 _VECTORS = 32  # numbers that torch computes at once, at most
