@@ -157,6 +157,8 @@ async def deliver(
             job = replace(job, grammar=await wire.grammars.get(principal.tenant, job.source))
         charge = await wire.meter.admit(principal, job)
         held.push_async_callback(charge.void)
+        if wire.purges.reach(job.scope.tenant, job.arrival_ns):
+            job = replace(job, cache=False)
         generation = Generation(job, engine=wire.engine, bridge=wire.bridge, coverage=charge)
         held.callback(generation.close)
         generation.submit()
@@ -238,9 +240,10 @@ class _Ending:
         self._usage = usage = bill.usage if bill else EMPTY
         async with self._held:
             self._wire.journal.settle(self._log.request_id, delivered)
-            self._remember(served)
             self._wire.forecast.observe(served)
-            self._wire.retention.ended(self._job, served)
+            if not self._wire.purges.reach(self._job.scope.tenant, self._job.arrival_ns):
+                self._remember(served)
+                self._wire.retention.ended(self._job, served)
         self._log.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from api.cache.feeds import Feeds
 from api.requests.fingerprints import Fingerprints
 from api.requests.forecast import Forecast
+from api.requests.kept import Purges
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
 from billing.tenants import Tenant
@@ -89,6 +90,7 @@ class Collaborators:
     receipt_keys: Mapping[str, str]  # public keys in hex, by id
     responses: StoredResponses = field(default_factory=StoredResponses)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of answered prompts
+    purges: Purges = field(default_factory=Purges)
     survey: "Survey"
     forecast: Forecast = field(default_factory=Forecast)
     feeds: Feeds = field(default_factory=Feeds)  # subscribers to block events

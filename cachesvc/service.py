@@ -28,7 +28,7 @@ from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.fingerprints import Fingerprints
 from api.requests.grammars import GrammarPool
-from api.requests.kept import owner_of
+from api.requests.kept import Purges, owner_of
 from api.requests.metering import Meter
 from api.requests.responses import StoredResponses
 from api.requests.retention import Retention
@@ -46,7 +46,7 @@ from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from cachesvc.operator.publisher import BlockPublisher
 from cachesvc.operator.quotas import QuotaBook
-from cachesvc.operator.scopes import ScopeKind, note_scopes, payers
+from cachesvc.operator.scopes import ScopeKind, note_scopes, payers, salt_of
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.survey import CacheSurvey
 from cachesvc.operator.tenant_pins import CachePins
@@ -102,6 +102,7 @@ class Service:
         self._conversations = Conversations(kept=self._turns)
         self._responses = StoredResponses(kept=self._turns)
         self._fingerprints = Fingerprints(self._turns)
+        self._purges = Purges()
         self._quotas = QuotaBook(settings.cache, settings.server.data_dir)
         self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
         loaded = self.core.loaded
@@ -188,6 +189,7 @@ class Service:
             conversations=self._conversations,
             responses=self._responses,
             fingerprints=self._fingerprints,
+            purges=self._purges,
             survey=CacheSurvey(
                 self.core.engine.call, self.core.operations, self.core.layout.block_size
             ),
@@ -324,11 +326,11 @@ class Service:
 
     def _forget_owner(self, kind: ScopeKind, name: str) -> None:
         """Removes a purged owner's conversations together with its blocks."""
-        salts = self._money.salts
-        salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
-        self._responses.forget(owner_of(salt))
-        self._fingerprints.forget(owner_of(salt))
-        self._conversations.forget(owner_of(salt))
+        owner = owner_of(salt_of(self._money.salts, name, kind))
+        self._purges.note(owner)
+        self._responses.forget(owner)
+        self._fingerprints.forget(owner)
+        self._conversations.forget(owner)
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Delivers outputs, then counts them. Engine thread."""

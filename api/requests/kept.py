@@ -4,6 +4,7 @@ Names are digests under the tenant's salt, so no tenant finds another's. `caches
 file. `NOTHING` is for a server that stores none. Event loop only.
 """
 
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import fields
@@ -34,6 +35,21 @@ class KeptBodies(Protocol):
 def owner_of(salt: bytes) -> bytes:
     """The owner of a body: a digest of the tenant's or the sharing group's salt."""
     return xxhash.xxh3_128_digest(b"owner\0" + salt)
+
+
+class Purges:
+    """When each owner was last purged. Of a request that arrived before, nothing is kept."""
+
+    def __init__(self) -> None:
+        self._last_ns: dict[bytes, int] = {}  # time.monotonic_ns()
+
+    def note(self, owner: bytes) -> None:
+        """Takes in that the owner is being purged now."""
+        self._last_ns[owner] = time.monotonic_ns()
+
+    def reach(self, salt: bytes, arrival_ns: int) -> bool:
+        """Whether the salt's owner was purged after a request arrived."""
+        return arrival_ns <= self._last_ns.get(owner_of(salt), -1)
 
 
 class _Nothing:

@@ -47,12 +47,13 @@ async def _format(
     previous = asked.previous_message_id
     salt = wire.salts.of_tenant(tenant)
     found = await compared(wire, tenant, chat, previous)
-    return MessagesFormat(
-        chat.job,
-        chat.new_reply,
-        diagnostics=anthropic_diagnostics(previous, found),
-        keep=lambda name: wire.fingerprints.put(salt, name, chat.fingerprint()),
-    )
+
+    def keep(name: str) -> None:
+        if not wire.purges.reach(salt, chat.job.arrival_ns):
+            wire.fingerprints.put(salt, name, chat.fingerprint())
+
+    diagnostics = anthropic_diagnostics(previous, found)
+    return MessagesFormat(chat.job, chat.new_reply, diagnostics=diagnostics, keep=keep)
 
 
 def _marks(body: MessagesBody) -> list[Mark]:

@@ -115,8 +115,11 @@ def _keep(
     response: dict[str, Any],
     answer: dict[str, Any],
 ) -> None:
-    """Keeps the prompt's fingerprint and, unless `store` is false, the response."""
+    """Keeps the prompt's fingerprint and, unless `store` is false, the response. Nothing if the
+    tenant was purged meanwhile."""
     salt = wire.salts.of_tenant(tenant)
+    if wire.purges.reach(salt, chat.job.arrival_ns):
+        return
     wire.fingerprints.put(salt, response["id"], chat.fingerprint())
     if body.store is False:
         return

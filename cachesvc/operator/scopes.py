@@ -134,9 +134,12 @@ def roots_of(data_dir: Path, name: str, *kinds: ScopeKind) -> Mapping[PrefixKey,
     roots: dict[PrefixKey, str] = {}
     for model, scope in _read(data_dir / FILE_NAME)[0]:
         for kind in kinds or ScopeKind:
-            salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
-            roots[replace(scope, tenant=salt).root()] = model
+            roots[replace(scope, tenant=salt_of(salts, name, kind)).root()] = model
     return roots
+
+
+def salt_of(salts: Salts, name: str, kind: ScopeKind) -> bytes:
+    return salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
 
 
 def payers(data_dir: Path, tenants: Iterable[str]) -> dict[PrefixKey, Payer]:

@@ -13,10 +13,12 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from cachesvc.server.side_file import SideFile
+from cachesvc.server.side_file import BUSY_S, SideFile
+from tiers.errors import PurgeFailed
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,21 @@ MAX_BYTES: Final = 256 << 20
 MAX_AGE_S: Final = 30 * 86_400
 MAX_ENTRIES: Final = 1 << 17  # names in memory, 130 bytes each: 17 MB when full
 PRUNE_EVERY: Final = 64  # writes
+
+
+def forget_stored(data_dir: Path, owner: bytes) -> None:
+    """Removes all entries of one owner from the file of a stopped server. Raises PurgeFailed."""
+    path = data_dir / FILE_NAME
+    if not path.exists():
+        return
+    try:
+        with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
+            file.execute("DELETE FROM kept WHERE owner = ?", (owner,))
+    except sqlite3.Error as error:
+        raise PurgeFailed(
+            f"{path} still holds turns and responses, and cannot be changed: {error}; delete it, "
+            "and purge again"
+        ) from error
 
 
 class KeptTurns:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from api.access.auth import Salts
+from api.requests.kept import owner_of
 from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
 from cachesvc.cli import app
@@ -18,6 +19,8 @@ from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import FILE_NAME, note_scopes
 from cachesvc.operator.secret import read_secret
+from cachesvc.server.kept_turns import FILE_NAME as TURNS_NAME
+from cachesvc.server.kept_turns import KeptTurns
 from tests.support.billing import running_ledger
 from tests.support.faulty_storage import chain
 from tests.support.wire import fake_house
@@ -205,6 +208,27 @@ def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
     (data_dir / FILE_NAME).write_text("[")
     failed = call("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes")
     assert (1, True) == (failed.exit_code, "scopes.json is damaged" in failed.stderr)
+
+
+def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir: Path) -> None:
+    house, salts = fake_house(), Salts(read_secret(data_dir))
+    note_scopes(data_dir, house.wire.models.values())
+    house.close()
+    with running_ledger(database_url(data_dir)):  # makes the tenant acme
+        pass
+    turns = KeptTurns(data_dir / TURNS_NAME)
+    turns.start()
+    for tenant in ("acme", "bolt"):
+        turns.write(tenant.encode(), owner_of(salts.of_tenant(tenant)), b"said")
+    turns.close()
+    command = ("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes", "--json")
+    told(call(*command))
+    left = KeptTurns(data_dir / TURNS_NAME)
+    assert [False, True] == [b"acme" in left, b"bolt" in left]
+    (data_dir / TURNS_NAME).write_bytes(b"no database" * 1000)
+    failed = call(*command)
+    assert (1, True) == (failed.exit_code, "cannot be changed" in failed.stderr)
+    assert 1 == len(list((data_dir / RECEIPTS).iterdir()))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from api.access.auth import Salts
 from api.format import number_of, size
+from api.requests.kept import owner_of
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url as ledger_url
 from cachesvc.cli.cache.select import find_scope, server_of
@@ -17,7 +19,9 @@ from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
 from cachesvc.config.places import default_database_url, found_disk
 from cachesvc.operator.purge import Order, keep_receipt, purge_stopped, receipt, roots_to_purge
-from cachesvc.operator.scopes import ScopeKind
+from cachesvc.operator.scopes import ScopeKind, salt_of
+from cachesvc.operator.secret import read_secret
+from cachesvc.server.kept_turns import forget_stored
 from cachesvc.server.server_file import find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.maintenance import purge as purge_shards
@@ -92,15 +96,22 @@ def _purge_stopped(
     with books(path, database_url) as open_books:
         if kind is ScopeKind.TENANT and open_books.accounts.find_tenant(name) is None:
             fail(f"no tenant is named {name!r}; see `cachesvc tenants show`")
-        signed = _purge_disk(path, order, roots)
+        owner = owner_of(salt_of(Salts(read_secret(path)), name, kind))
+        signed = _purge_disk(path, order, roots, owner)
         record = open_books.accounts.trail.record
         record("cache.purge", name, by=order.by, after=signed, reason=why)
     return signed
 
 
-def _purge_disk(path: Path, order: Order, roots: Collection[PrefixKey]) -> Mapping[str, Any]:
-    """Purges the disk of a stopped server. Returns the receipt, which is also stored there."""
-    signed = receipt(ReceiptSigner.open(path), order, purge_stopped(path, roots))
+def _purge_disk(
+    path: Path, order: Order, roots: Collection[PrefixKey], owner: bytes | None = None
+) -> Mapping[str, Any]:
+    """Purges the disk of a stopped server, and the turns and responses of an `owner`. Returns the
+    receipt, which is also stored there."""
+    done = purge_stopped(path, roots)
+    if owner is not None:
+        forget_stored(path, owner)
+    signed = receipt(ReceiptSigner.open(path), order, done)
     keep_receipt(path, signed)
     return signed
 
