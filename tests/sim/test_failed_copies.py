@@ -86,6 +86,7 @@ def test_any_interleaving_is_exact_where_copies_fail(seed: int, window: int | No
         fault_rate=0.1,
         seed=seed,
         window=window,
+        late_copies=seed % 2 == 1,
     )
     world.runner.copies_fail = True
     share = chance.choice((2, 5, 20))

@@ -178,18 +178,18 @@ class LateCopy(Copy):
 
 class LateCopies:
     """Lets a pool's copies take their time, as streams do; what they go to holds noise until then,
-    and what they come from is read at the very end."""
+    and what they come from is read at the very end. A device refuses a copy when it is begun."""
 
     def __init__(self, pool: DevicePool, chance: random.Random) -> None:
         self._pool = pool
         self._chance = chance
         self._down: dict[int, LateCopy] = {}  # the last one to each frame
-        self._copy_in = pool.copy_in
         pool.copy_out = self._out  # type: ignore[method-assign]
         pool.copy_in = self._in  # type: ignore[method-assign]
         pool.settle = self._settle  # type: ignore[method-assign]
 
     def _out(self, slot: int, frame: Frame) -> Copy:
+        self._pool._put([])
         self._settle(slot)
         target, rows = self._pool._pair(frame.tensor, self._pool.tensor[slot].clone(), frame.part)
         frame.tensor.view(torch.int32).fill_(0x0BAD)
@@ -198,17 +198,22 @@ class LateCopies:
         return late
 
     def _in(self, frames: Seq[Frame], slots: Seq[int], parts: Seq[Part] = ()) -> Copy:
+        self._pool._put([])
         for frame in frames:
             if frame.number in self._down:
                 self._down[frame.number].arrive()
         for slot in slots:
             self._settle(slot)  # an earlier copy to it comes first in the stream
-        for slot, part in zip(slots, parts or [Part.WHOLE] * len(slots), strict=True):
-            noise, _ = self._pool._pair(self._pool.tensor[slot], self._pool.tensor[slot], part)
-            noise.view(torch.int32).fill_(0x0BAD)
+        pairs = []
+        for frame, slot, part in zip(
+            frames, slots, parts or [Part.WHOLE] * len(slots), strict=True
+        ):
+            pairs.append(self._pool._pair(self._pool.tensor[slot], frame.tensor, part))
+            pairs[-1][0].view(torch.int32).fill_(0x0BAD)
 
         def arrive() -> None:
-            self._copy_in(frames, slots, parts)
+            for target, source in pairs:
+                target.copy_(source)
 
         late = LateCopy(self._chance.randrange(3), arrive)
         numbers = map(self._pool.places.whole_of, slots)
