@@ -26,6 +26,7 @@ from engine.attention.dense import (
 
 _POSITIONS = (0, 5, 16, 63, PIECE - 1, PIECE, 2 * PIECE + 5, 777)
 _SPANS = ((0, 7), (61, 2), (PIECE - 3, 5), (500, 20))  # first position, tokens
+_SHARED = (770, 2)  # of one head, whose keys threads share
 _GROUPS = (1, 3, 4, 8)  # query heads that share a key: fewer rows than a vector's, and more
 _WINDOWS = (None, 100)
 _HEADS = 2
@@ -93,9 +94,14 @@ def operator_agrees(dim: int) -> bool:
         and all(
             _span_agrees(copies[0], written[0], groups, window, *span, random) for span in _SPANS
         )
+        and _span_agrees(_one_head(copies), _one_head(written), groups, window, *_SHARED, random)
         for groups in _GROUPS
         for window in _WINDOWS
     )
+
+
+def _one_head(copies: torch.Tensor) -> torch.Tensor:
+    return copies[0, :, :1].contiguous()
 
 
 def _tokens_agree(
@@ -108,7 +114,7 @@ def _tokens_agree(
     """Of one token each of several sequences, whose equal copies [S, 2, Hkv, capacity, D] are
     written."""
     count, _, _, capacity, dim = copies.shape
-    call = _call(count, groups, dim, window, random)
+    call = _call(count, _HEADS, groups, dim, window, random)
     actual = torch.empty_like(call.query)
     _attend(call, 1, list(written), list(_POSITIONS), actual)
     head = torch.arange(count)[:, None] * 2 * _HEADS + torch.arange(_HEADS)
@@ -133,7 +139,7 @@ def _span_agrees(
 ) -> bool:
     """Of several tokens of one sequence, over two equal copies [2, Hkv, capacity, D]."""
     end, tile = start + count, tile_rows(groups)
-    call = _call(count, groups, copy.shape[-1], window, random)
+    call = _call(count, copy.shape[1], groups, copy.shape[-1], window, random)
     actual = torch.empty_like(call.query)
     _attend(call, count, [written], [start], actual)
     triangle = torch.full((TILE, TILE), -torch.inf).triu(1)
@@ -147,10 +153,10 @@ def _span_agrees(
 
 
 def _call(
-    count: int, groups: int, dim: int, window: int | None, random: torch.Generator
+    count: int, heads: int, groups: int, dim: int, window: int | None, random: torch.Generator
 ) -> AttentionCall:
-    query = torch.randn(count, groups * _HEADS, dim, generator=random)
-    key, value = (torch.randn(count, _HEADS, dim, generator=random) for _ in range(2))
+    query = torch.randn(count, groups * heads, dim, generator=random)
+    key, value = (torch.randn(count, heads, dim, generator=random) for _ in range(2))
     return AttentionCall(0, query, key, value, AttentionOptions(dim**-0.5, window))
 
 

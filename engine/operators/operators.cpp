@@ -25,6 +25,7 @@ namespace {
 constexpr int64_t kNumbersAhead = kAhead / sizeof(float);
 constexpr int64_t kAligned = 16;   // keys: a softmax begins and ends at a multiple
 constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
+constexpr int64_t kShared = 4 * kPiece;  // keys from which threads share those of a head
 constexpr int64_t kRows = 6;       // rows that share one reading of values
 constexpr int kWide = kLanes == 16 ? 4 : 2;        // vectors of a value that they add up at once
 constexpr int64_t kTileRows = 48;                  // rows whose scores are in memory at once,
@@ -290,38 +291,89 @@ int64_t weigh_rows(const float* weights, const float* values, int64_t dim, int64
   return at;
 }
 
+// Makes scores of keys [base, base + count), in a plane of the rows from `first` on, their weights but
+// for what is returned: what to multiply a row's by.
+Lanes weights_of(const Head& head, int64_t first, int64_t base, int64_t count, float* plane) {
+  constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+  for (int64_t r = 0; r < kLanes; ++r) {
+    const int64_t end = std::min(head.end, head.end - head.hidden + (first + r) / head.groups);
+    const int64_t low = std::max(head.low, end - head.reach);
+    for (int64_t j = 0; j < low - base; ++j) plane[j * kLanes + r] = kUnseen;
+    for (int64_t j = end - base; j < count; ++j) plane[j * kLanes + r] = kUnseen;
+  }
+  return softmax(plane, count);
+}
+
+// output[r] += weights[r] * scale @ values of keys [start, until), one chain, for `rows` rows of a plane.
+void weigh_piece(const Head& head, int64_t start, int64_t until, Lanes scale, float* weights,
+                 int64_t rows, bool is_first, float* output) {
+  const int64_t count = until - start, dim = head.dim;
+  const float* values = head.values + start * dim;
+  for (int64_t j = 0; j < count; ++j)
+    (Lanes::loadu(weights + j * kLanes) * scale).store(weights + j * kLanes);
+  const int64_t at = weigh_rows<kWide>(weights, values, dim, 0, count, is_first, rows, output);
+  weigh_rows<1>(weights, values, dim, at, count, is_first, rows, output);
+}
+
+int64_t aligned(int64_t key) { return key - key % kAligned; }
+
 // A tile of `rows` rows. queries: [vectors, dim, kLanes]; scores: room for [vectors, keys, kLanes];
 // output: [rows, dim].
 void attend_tile(const Head& head, const float* queries, int64_t rows, float* scores, float* output) {
-  const int64_t base = head.low - head.low % kAligned, dim = head.dim;
-  const int64_t top = (head.end + kAligned - 1) / kAligned * kAligned, count = top - base;
+  const int64_t base = aligned(head.low), dim = head.dim;
+  const int64_t count = aligned(head.end + kAligned - 1) - base;
   const int64_t vectors = (rows + kLanes - 1) / kLanes;
   score_all(head.keys + base * dim, queries, vectors, dim, count, scores);
-  constexpr float kUnseen = -std::numeric_limits<float>::infinity();
   for (int64_t v = 0; v < vectors; ++v) {
     float* plane = scores + v * count * kLanes;
     const int64_t first = v * kLanes, there = std::min(kLanes, rows - first);
-    for (int64_t r = 0; r < kLanes; ++r) {
-      const int64_t end = std::min(head.end, head.end - head.hidden + (first + r) / head.groups);
-      const int64_t low = std::max(head.low, end - head.reach);
-      for (int64_t j = 0; j < low - base; ++j) plane[j * kLanes + r] = kUnseen;
-      for (int64_t j = end - base; j < count; ++j) plane[j * kLanes + r] = kUnseen;
-    }
-    const Lanes scale = softmax(plane, count);
-    for (int64_t start = head.low; start < head.end;) {
-      const int64_t until = std::min(start - start % kPiece + kPiece, head.end);
-      float* weights = plane + (start - base) * kLanes;
-      for (int64_t j = 0; j < until - start; ++j)
-        (Lanes::loadu(weights + j * kLanes) * scale).store(weights + j * kLanes);
-      const float* values = head.values + start * dim;
-      const bool is_first = start == head.low;
-      float* to = output + first * dim;
-      const int64_t at =
-          weigh_rows<kWide>(weights, values, dim, 0, until - start, is_first, there, to);
-      weigh_rows<1>(weights, values, dim, at, until - start, is_first, there, to);
-      start = until;
+    const Lanes scale = weights_of(head, first, base, count, plane);
+    for (int64_t start = head.low, until; start < head.end; start = until) {
+      until = std::min(start - start % kPiece + kPiece, head.end);
+      weigh_piece(head, start, until, scale, plane + (start - base) * kLanes, there,
+                  start == head.low, output + first * dim);
     }
   }
+}
+
+// The same for a tile of each head, whose rows a vector holds, by threads that share the keys of a head.
+// queries: [heads, dim, kLanes]; scores: room for [heads, keys, kLanes]; sums: room for [heads,
+// pieces, rows, dim], of which a head's first become its output.
+void attend_together(const std::vector<Head>& heads, const float* queries, int64_t rows, int64_t keys,
+                     int64_t pieces, float* scores, float* sums) {
+  const int64_t count = static_cast<int64_t>(heads.size()), dim = heads[0].dim, size = rows * dim;
+  const auto each_piece = [&](const auto& work) {
+    in_parallel(count * pieces, 2 * rows * kPiece * dim, [&](int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const Head& head = heads[item / pieces];
+        const int64_t from = (head.low / kPiece + item % pieces) * kPiece;
+        const int64_t start = std::max(from, head.low), until = std::min(from + kPiece, head.end);
+        if (start < until) work(item / pieces, start, until, sums + item * size);
+      }
+    });
+  };
+  const auto score_of = [&](int64_t h, int64_t key) {
+    return scores + (h * keys + key - aligned(heads[h].low)) * kLanes;
+  };
+  each_piece([&](int64_t h, int64_t start, int64_t until, float*) {
+    const int64_t from = aligned(start), to = aligned(until + kAligned - 1);
+    score_all(heads[h].keys + from * dim, queries + h * dim * kLanes, 1, dim, to - from,
+              score_of(h, from));
+  });
+  std::vector<Lanes> scales(count);
+  in_parallel(count, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t h = begin; h < end; ++h) {
+      const int64_t base = aligned(heads[h].low), top = aligned(heads[h].end + kAligned - 1);
+      scales[h] = weights_of(heads[h], 0, base, top - base, score_of(h, base));
+    }
+  });
+  each_piece([&](int64_t h, int64_t start, int64_t until, float* output) {
+    weigh_piece(heads[h], start, until, scales[h], score_of(h, start), rows, true, output);
+  });
+  for (int64_t h = 0; h < count; ++h)
+    for (int64_t p = 1; p <= (heads[h].end - 1) / kPiece - heads[h].low / kPiece; ++p)
+      for (int64_t i = 0; i < size; ++i)
+        sums[h * pieces * size + i] += sums[(h * pieces + p) * size + i];
 }
 
 // How many tokens a tile has, so that its scores stay in the cache, and threads have tiles alike.
@@ -381,31 +433,53 @@ void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, in
         }
       }
     });
-  const int64_t tile = tile_tokens(tokens, groups, longest, sequences * kv_heads);
+  const auto turn = [&](int64_t s, int64_t h, int64_t from, int64_t count, float* queries) {
+    for (int64_t i = 0; i < count * groups; ++i) {
+      const float* one = q + (first + s * tokens + from + i / groups) * query.stride(0) +
+                         (h * groups + i % groups) * query.stride(1);
+      float* turned = queries + i / kLanes * dim * kLanes + i % kLanes;
+      for (int64_t d = 0; d < dim; ++d) turned[d * kLanes] = one[d] * static_cast<float>(scaling);
+    }
+  };
+  const auto head_of = [&](int64_t s, int64_t h, int64_t from, int64_t count) {
+    const int64_t start = positions[s] + from, low = std::max<int64_t>(0, start + 1 - reach);
+    return Head{part_of(s, key_part, h), part_of(s, value_part, h), dim, low, start + count,
+                count - 1, groups, reach};
+  };
+  const auto put = [&](int64_t s, int64_t h, int64_t from, int64_t count, const float* attended) {
+    for (int64_t t = 0; t < count; ++t)
+      std::copy_n(attended + t * groups * dim, groups * dim,
+                  to + ((first + s * tokens + from + t) * heads + h * groups) * dim);
+  };
+  const int64_t items = sequences * kv_heads, tile = tile_tokens(tokens, groups, longest, items);
   const int64_t tiles = (tokens + tile - 1) / tile, rows = tile * groups;
-  const int64_t padded = (rows + kLanes - 1) / kLanes * kLanes;
-  const int64_t room = padded * (longest + 2 * kAligned + dim) + rows * dim;
-  in_parallel(sequences * kv_heads * tiles, 2 * rows * longest * dim, [&](int64_t begin, int64_t end) {
-    float *queries = room_for(room), *attended = queries + padded * dim;
+  const int64_t padded = (rows + kLanes - 1) / kLanes * kLanes, keys = longest + 2 * kAligned;
+  const int64_t threads = torch::stable::get_num_threads();
+  if (tiles == 1 && rows <= kLanes && longest >= kShared && items < 4 * threads && items % threads) {
+    const int64_t pieces = longest / kPiece + 2;
+    float* queries = room_for(items * (dim * kLanes + keys * kLanes + pieces * rows * dim));
+    float *scores = queries + items * dim * kLanes, *sums = scores + items * keys * kLanes;
+    std::fill_n(queries, items * dim * kLanes, 0.f);
+    std::vector<Head> all;
+    for (int64_t i = 0; i < items; ++i) {
+      turn(i / kv_heads, i % kv_heads, 0, tokens, queries + i * dim * kLanes);
+      all.push_back(head_of(i / kv_heads, i % kv_heads, 0, tokens));
+    }
+    attend_together(all, queries, rows, keys, pieces, scores, sums);
+    for (int64_t i = 0; i < items; ++i)
+      put(i / kv_heads, i % kv_heads, 0, tokens, sums + i * pieces * rows * dim);
+    return;
+  }
+  in_parallel(items * tiles, 2 * rows * longest * dim, [&](int64_t begin, int64_t end) {
+    float *queries = room_for(padded * (keys + dim) + rows * dim), *attended = queries + padded * dim;
     float* scores = attended + rows * dim;
     for (int64_t item = begin; item < end; ++item) {
       const int64_t s = item / (kv_heads * tiles), h = item / tiles % kv_heads;
       const int64_t from = item % tiles * tile, count = std::min(tile, tokens - from);
-      const int64_t row = first + s * tokens + from, start = positions[s] + from;
       std::fill_n(queries, padded * dim, 0.f);
-      for (int64_t i = 0; i < count * groups; ++i) {
-        const float* one = q + (row + i / groups) * query.stride(0) +
-                           (h * groups + i % groups) * query.stride(1);
-        float* turned = queries + i / kLanes * dim * kLanes + i % kLanes;
-        for (int64_t d = 0; d < dim; ++d) turned[d * kLanes] = one[d] * static_cast<float>(scaling);
-      }
-      const Head head = {part_of(s, key_part, h), part_of(s, value_part, h), dim,
-                         std::max<int64_t>(0, start + 1 - reach), start + count, count - 1, groups,
-                         reach};
-      attend_tile(head, queries, count * groups, scores, attended);
-      for (int64_t t = 0; t < count; ++t)
-        std::copy_n(attended + t * groups * dim, groups * dim,
-                    to + ((row + t) * heads + h * groups) * dim);
+      turn(s, h, from, count, queries);
+      attend_tile(head_of(s, h, from, count), queries, count * groups, scores, attended);
+      put(s, h, from, count, attended);
     }
   });
 }
