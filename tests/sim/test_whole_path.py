@@ -174,6 +174,7 @@ class Life:
                         self._operate()
                 async with asyncio.timeout(60):
                     await asyncio.gather(*clients)
+                    await self._ask_what_cannot_be(app)
                 await quiet(self.house, app)
         finally:
             self.engine.close()
@@ -214,6 +215,14 @@ class Life:
             await visit.task
             if visit.messages:
                 self._take(visit, body, left=leaves_s is not None and visit is visits[0])
+
+    async def _ask_what_cannot_be(self, app: Any) -> None:
+        """Once nobody else asks: others with such a grammar may be refused for something else."""
+        regex = next(text for text in map(str, range(99)) if zlib.crc32(text.encode()) % 15 == 0)
+        body = {"model": "bytes", "prompt": [1], "stream": False, "guided_regex": regex}
+        visit = Visit(app, "/v1/completions", body, **self.keys["acme"]).start()
+        await visit.task
+        self._take(visit, body, left=False)
 
     def _body(self, number: int) -> tuple[str, dict[str, Any]]:
         chance = self.chance
@@ -367,8 +376,7 @@ async def test_whoever_comes_is_answered_exactly_and_billed_once(
     statuses: Counter[int] = Counter()
     for seed in range(first, first + 3):
         statuses += await lived(seed, tmp_path / str(seed))
-    assert 200 in statuses  # how many wait too long, or are refused first, is the machine's
-    assert statuses.keys() & {400, 402, 429}, statuses
+    assert {200, 400, 402, 429} <= statuses.keys(), statuses
 
 
 def main() -> None:
