@@ -25,7 +25,8 @@ namespace {
 constexpr int64_t kNumbersAhead = kAhead / sizeof(float);
 constexpr int64_t kAligned = 16;   // keys: a softmax begins and ends at a multiple
 constexpr int64_t kPiece = 192;    // keys whose values are added in one chain
-constexpr int64_t kShared = 4 * kPiece;  // keys from which threads share those of a head
+constexpr int64_t kShared = 4 * kPiece;  // keys from which threads share those of a head,
+constexpr int64_t kSharedScores = 1 << 22;  // if all heads' scores are not more numbers
 constexpr int64_t kRows = 6;       // rows that share one reading of values
 constexpr int kWide = kLanes == 16 ? 4 : 2;        // vectors of a value that they add up at once
 constexpr int64_t kTileRows = 48;                  // rows whose scores are in memory at once,
@@ -455,7 +456,8 @@ void attend_rows(const Tensor& query, const Tensor& key, const Tensor& value, in
   const int64_t tiles = (tokens + tile - 1) / tile, rows = tile * groups;
   const int64_t padded = (rows + kLanes - 1) / kLanes * kLanes, keys = longest + 2 * kAligned;
   const int64_t threads = torch::stable::get_num_threads();
-  if (tiles == 1 && rows <= kLanes && longest >= kShared && items < 4 * threads && items % threads) {
+  if (tiles == 1 && rows <= kLanes && longest >= kShared && items < 4 * threads && items % threads &&
+      items * keys * kLanes <= kSharedScores) {
     const int64_t pieces = longest / kPiece + 2;
     float* queries = room_for(items * (dim * kLanes + keys * kLanes + pieces * rows * dim));
     float *scores = queries + items * dim * kLanes, *sums = scores + items * keys * kLanes;
