@@ -121,6 +121,16 @@ class Life:
         chain = Chain(root_of(tenant), self.chance.choice(self.trunks[tenant]), BLOCK)
         self.world.cache.operations.evict(chain.keys)
 
+    def evict_idle(self) -> None:
+        """Idle blocks leave memory: the device, and the host where the disk has them."""
+        cache = self.world.cache
+        for block in [*cache.index]:
+            if block.slot is not None and not block.ref_count:
+                cache.residency.evict_device(block)
+            idle = not (block.ref_count or block.busy or block.pinned)
+            if block.frame is not None and block.held_below and idle:
+                cache.residency.evict_host(block)
+
     def purge(self) -> None:
         self.purges.append(
             self.world.cache.operations.purge([root_of(self.chance.choice(TENANTS))])

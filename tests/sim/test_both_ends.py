@@ -178,16 +178,8 @@ def lived(seed: int, *, copies_fail: bool) -> int:
         Refusing(world.cache.pool, {n for n in range(20_000) if chance.randrange(10) == 0})
     life = Life(world, chance, arrivals=0.01)
 
-    def idle_blocks_leave() -> None:
-        for block in [*world.cache.index]:
-            if block.slot is not None and not block.ref_count:
-                world.cache.residency.evict_device(block)
-            idle = not (block.ref_count or block.busy or block.pinned)
-            if block.frame is not None and block.held_below and idle:
-                world.cache.residency.evict_host(block)
-
     acts = (life.pin, life.unpin, life.evict, life.purge, life.trouble_disk, life.break_step)
-    life.run(100, (*acts, *[idle_blocks_leave] * 15))
+    life.run(100, (*acts, *[life.evict_idle] * 15))
     world.runner.copies_fail |= bool(life.purges)  # a front that was purged is computed again
     world.check()
     world.check_idle()

@@ -94,16 +94,8 @@ def test_any_interleaving_is_exact_while_operators_evict(seed: int) -> None:
     )
     life = Life(world, chance)
 
-    def idle_blocks_leave() -> None:
-        for block in [*world.cache.index]:
-            if block.slot is not None and not block.ref_count:
-                world.cache.residency.evict_device(block)
-            idle = not (block.ref_count or block.busy or block.pinned)
-            if block.frame is not None and block.held_below and idle:
-                world.cache.residency.evict_host(block)
-
     acts = (life.pin, life.unpin, life.purge, life.trouble_disk)
-    life.run(100, (*acts, *[life.evict] * 4, *[idle_blocks_leave] * 4))
+    life.run(100, (*acts, *[life.evict] * 4, *[life.evict_idle] * 4))
     world.runner.copies_fail |= bool(life.purges)
     world.check()
     world.check_idle()
