@@ -215,7 +215,8 @@ class BlockWriter:
                     if not more:
                         yield writer
                 part = Pending()
-                self._slots[number].committed()
+                if writer.fresh:  # on a full disk, commits that store nothing pass
+                    self._slots[number].committed()
                 stored = sum(num_blocks_of(key) for key, _ in writer.fresh)
                 self._counts.wrote(stored, writer.written_bytes, writer.evicted)
         except BaseException as error:
