@@ -6,6 +6,7 @@ through transformers' GGUF support. The tokenizer does not: see `gguf_tokenizer`
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -41,7 +42,7 @@ def converted_folder(cache_dir: Path, digest: bytes) -> Path:
 def convert_again(folder: Path) -> str:
     """What to do, as the end of an error about a model's damaged folder, if it is a converted one;
     else empty."""
-    if not folder.name.startswith(CONVERTED):
+    if not re.fullmatch(f"{CONVERTED}{FORMAT}-[0-9a-f]+", folder.name):
         return ""
     return f"; remove the folder {folder}, and the next start converts the model again"
 

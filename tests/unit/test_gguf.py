@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from engine.errors import ModelError
 from engine.models.files import find
-from engine.models.gguf import convert
+from engine.models.gguf import convert, convert_again
 from engine.models.load import load_model
 
 WIDTH, WIDE, HEADS, KV_HEADS = 32, 64, 4, 2
@@ -129,6 +129,11 @@ def test_a_damaged_converted_model_names_the_folder_to_remove(
         written.truncate(left)
     with pytest.raises(ModelError, match=f"; remove the folder {folder}, and the next start"):
         load_model(str(tmp_path / "tiny.gguf"), device="cpu", dtype="auto", cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gguf-mine", "gguf-v2-mine", "gguf-v1-0a"])
+def test_nobody_is_told_to_remove_a_folder_of_their_own(name: str) -> None:
+    assert "" == convert_again(Path(name))
 
 
 def test_a_converted_model_that_lacks_weights_names_its_folder_too(tmp_path: Path) -> None:
