@@ -56,7 +56,7 @@ from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
 from cachesvc.server.http import Asgi, HttpServer, Timed
 from cachesvc.server.kept_turns import FILE_NAME as TURNS_NAME
-from cachesvc.server.kept_turns import KeptTurns
+from cachesvc.server.kept_turns import KeptTurns, forget_stored
 from cachesvc.server.listen import url_of
 from cachesvc.server.money import Money
 from cachesvc.server.remembered import FILE_NAME, Remembered
@@ -324,13 +324,14 @@ class Service:
         if self._tracer is not None:
             self._tracer.trace(record)
 
-    def _forget_owner(self, kind: ScopeKind, name: str) -> None:
-        """Removes a purged owner's conversations together with its blocks."""
+    async def _forget_owner(self, kind: ScopeKind, name: str) -> None:
+        """Removes a purged owner's conversations together with its blocks. Raises PurgeFailed."""
         owner = owner_of(salt_of(self._money.salts, name, kind))
         self._purges.note(owner)
         self._responses.forget(owner)
         self._fingerprints.forget(owner)
         self._conversations.forget(owner)
+        await asyncio.to_thread(forget_stored, self._settings.server.data_dir, owner)
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Delivers outputs, then counts them. Engine thread."""

@@ -39,7 +39,7 @@ class NotSaved(TierError):
 
 
 class PurgeFailed(TierError):
-    """Blocks were left, or some would be, so there is no receipt. The message says which."""
+    """Something was left, or would be, so there is no receipt. The message says what."""
 
 
 class CopyFailed(TierError):

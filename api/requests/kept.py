@@ -28,7 +28,7 @@ class KeptBodies(Protocol):
     def delete(self, name: bytes) -> None: ...
 
     def forget(self, owner: bytes) -> None:
-        """Remove everything of one owner; see `owner_of`."""
+        """Find nothing of one owner any more; see `owner_of`. The file's owner erases it there."""
         ...
 
 
@@ -101,7 +101,7 @@ class RecentBodies:
         self._kept.delete(name)
 
     def forget(self, owner: bytes) -> None:
-        """Remove the bodies of one owner, here and on disk."""
+        """Find no body of one owner any more, here or on disk."""
         for name in [name for name, (other, _) in self._bodies.items() if other == owner]:
             self._drop(name)
         self._kept.forget(owner)
@@ -152,7 +152,7 @@ class KeptAnswers(Generic[Value]):
         self._bodies.delete(self._name(salt, answer_id))
 
     def forget(self, owner: bytes) -> None:
-        """Remove the values of one owner, here and on disk."""
+        """Find no value of one owner any more, here or on disk."""
         self._bodies.forget(owner)
 
     def _name(self, salt: bytes, answer_id: str) -> bytes:

@@ -114,7 +114,7 @@ class Conversations:
                     return
 
     def forget(self, owner: bytes) -> None:
-        """Remove the turns of one owner, here and on disk."""
+        """Find no turn of one owner any more, here or on disk."""
         for key in [key for key, left in self._turns.items() if left.owner == owner]:
             self._forget(key)
         self._kept.forget(owner)

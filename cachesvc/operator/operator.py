@@ -6,7 +6,7 @@ answer means that the change is durable.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,9 +50,10 @@ class CacheOperator:
         storage: StorageMeter | None = None,
         wall_clock: Callable[[], float] = time.time,
         *,
-        forget: Callable[[ScopeKind, str], None] = lambda kind, name: None,
+        forget: Callable[[ScopeKind, str], Awaitable[None]] | None = None,
     ) -> None:
-        """`forget` removes everything else that is stored for a purged tenant or group."""
+        """`forget` removes everything else that is stored for a purged tenant or group, or raises
+        PurgeFailed."""
         self._call_engine = call
         self.block_size = block_size
         self._data_dir = data_dir
@@ -117,7 +118,8 @@ class CacheOperator:
         started_s = time.time()
         order = Order(kind=kind, name=name, by=by, why=why, started_s=started_s)
         roots = await asyncio.to_thread(roots_to_purge, self._data_dir, name, ScopeKind(kind))
-        self._forget_owner(ScopeKind(kind), name)
+        if self._forget_owner is not None:
+            await self._forget_owner(ScopeKind(kind), name)
         done = await self._purge(roots)
         signed = receipt(self._signer, order, done)
         try:

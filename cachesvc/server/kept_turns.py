@@ -38,17 +38,19 @@ PRUNE_EVERY: Final = 64  # writes
 
 
 def forget_stored(data_dir: Path, owner: bytes) -> None:
-    """Removes all entries of one owner from the file of a stopped server. Raises PurgeFailed."""
+    """Removes all entries of one owner from the file for good. Raises PurgeFailed.
+
+    A running server must have forgotten their names before; see `KeptTurns.write`.
+    """
     path = data_dir / FILE_NAME
-    if not path.exists():
-        return
     try:
-        with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
-            file.execute("DELETE FROM kept WHERE owner = ?", (owner,))
-    except sqlite3.Error as error:
+        if path.exists():
+            with closing(sqlite3.connect(path, timeout=BUSY_S)) as file, file:
+                file.execute("DELETE FROM kept WHERE owner = ?", (owner,))
+    except (sqlite3.Error, OSError) as error:
         raise PurgeFailed(
-            f"{path} still holds turns and responses, and cannot be changed: {error}; delete it, "
-            "and purge again"
+            f"{path} still holds turns and responses, and cannot be changed: {error}; mend that, "
+            "or delete the file while no server runs, and purge again"
         ) from error
 
 
@@ -131,6 +133,8 @@ class KeptTurns:
             packed = zlib.compress(body, 1)
             row = (name, owner, used_s, len(packed), packed)
             db.execute("INSERT OR REPLACE INTO kept VALUES (?, ?, ?, ?, ?)", row)
+            if name not in self._owners:  # a purge before this look would otherwise be undone,
+                db.execute("DELETE FROM kept WHERE name = ?", (name,))  # a later one waits for us
 
         self._file.hand_over(write, len(body), owner=owner)
         self._num_writes += 1
@@ -146,11 +150,10 @@ class KeptTurns:
             )
 
     def forget(self, owner: bytes) -> None:
-        """Removes all entries of one owner."""
+        """Finds no entry of one owner any more. `forget_stored` then removes them from the file."""
         with self._lock:
             for name in self._names.pop(owner, ()):
                 del self._owners[name]
-        self._file.hand_over(lambda db: db.execute("DELETE FROM kept WHERE owner = ?", (owner,)))
 
     def _prune(self, db: sqlite3.Connection) -> None:
         """Removes entries beyond the bounds of age and size. Writer thread."""

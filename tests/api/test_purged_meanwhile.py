@@ -11,6 +11,7 @@ import pytest
 
 from api.requests.grammars import GrammarPool
 from api.requests.kept import owner_of
+from cachesvc.operator.purge import RECEIPTS
 from cachesvc.server.kept_turns import FILE_NAME
 from engine.request import FinishReason
 from engine.structure import GrammarSource
@@ -111,3 +112,33 @@ async def test_a_purge_of_the_real_service_leaves_nothing_of_a_running_request(
         assert 0 == engine.stats().cache.device.num_blocks
     with closing(sqlite3.connect(data_dir / FILE_NAME)) as file:
         assert [(0,)] == file.execute("SELECT count(*) FROM kept").fetchall()
+
+
+async def test_a_purge_that_cannot_remove_stored_turns_gives_no_receipt(tmp_path: Path) -> None:
+    """It was signed while the removal waited for a thread that would have failed."""
+    save_tiny_model(tmp_path / "tiny")
+    data_dir = tmp_path / "data"
+    order = {"kind": "tenant", "name": "default", "why": "the customer asked"}
+    body = {"model": str(tmp_path / "tiny"), "messages": SAID, "max_tokens": 2}
+    async with served(data_dir, tmp_path / "tiny") as (service, client):
+        headers = {"Authorization": f"Bearer {service.dashboard.parts.operator_token}"}
+        with closing(sqlite3.connect(data_dir / FILE_NAME, isolation_level=None)) as file:
+
+            def num_stored() -> int:
+                return int(file.execute("SELECT count(*) FROM kept").fetchone()[0])
+
+            assert 200 == (await client.post("/v1/chat/completions", json=body)).status_code
+            while not num_stored():
+                await asyncio.sleep(0.01)
+            file.execute(
+                "CREATE TRIGGER full BEFORE DELETE ON kept "
+                "BEGIN SELECT RAISE(ABORT, 'disk is full'); END"
+            )
+            refused = await client.post("/admin/api/cache/purge", json=order, headers=headers)
+            error = refused.json()["error"]
+            assert (409, "purge_failed") == (refused.status_code, error["code"])
+            assert "disk is full" in error["message"]
+            assert not (data_dir / RECEIPTS).exists()
+            file.execute("DROP TRIGGER full")
+            purged = await client.post("/admin/api/cache/purge", json=order, headers=headers)
+            assert (200, 0) == (purged.status_code, num_stored())

@@ -5,6 +5,7 @@ import sqlite3
 import threading
 import zlib
 from array import array
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from api.requests.fingerprints import Fingerprint, Fingerprints
 from api.requests.kept import owner_of
 from api.requests.responses import KeptResponse, StoredResponses
 from api.requests.turns import Conversations, turn_of
-from cachesvc.server.kept_turns import FILE_NAME, KeptTurns
+from cachesvc.server.kept_turns import FILE_NAME, KeptTurns, forget_stored
 from tests.support.wire import ByteTokenizer
 from tiers.blocks.keys import CacheScope
 
@@ -153,6 +154,7 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Pat
         conversations.remember(turn_of(scope, TURN), array("i", list(b"hi")), said, ByteTokenizer())
     for each in (responses, fingerprints, conversations):
         each.forget(OWNER)
+    forget_stored(tmp_path, OWNER)
     assert await fingerprints.get(b"a", "r") is None
     turns.close()
     turns = opened(tmp_path)
@@ -168,6 +170,32 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Pat
     assert (None, None) == found[b"a"]
     assert None not in found[b"b"]
     turns.close()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_what_a_purge_finds_half_written_is_not_stored(tmp_path: Path, begun: bool) -> None:
+    """Its transaction ends first, or begins later and stores nothing."""
+    turns = opened(tmp_path)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def wait(db: sqlite3.Connection) -> None:
+        at_work.set()
+        assert go_on.wait(20)
+
+    if begun:
+        turns.write(b"one", OWNER, b"said")
+    turns._file.hand_over(wait)
+    turns.write(b"two", OWNER, b"said")
+    turns.write(b"three", OTHER, b"said")
+    assert await asyncio.to_thread(at_work.wait, 20)
+    turns.forget(OWNER)
+    purged = asyncio.create_task(asyncio.to_thread(forget_stored, tmp_path, OWNER))
+    await asyncio.wait([purged], timeout=0.1)
+    go_on.set()
+    await purged
+    turns.close()
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as db:
+        assert [(b"three",)] == db.execute("SELECT name FROM kept").fetchall()
 
 
 async def test_what_is_forgotten_while_it_is_read_does_not_come_back(
