@@ -57,9 +57,9 @@ class SequenceGroup:
             yield self._make(new_id(), index, first.chain.copy())
 
     def ended(self, sequence: Sequence) -> None:
+        """Take in the end of a sequence. Those still to be forked from it will never be."""
         self.sequences.remove(sequence)
-        if sequence.finish not in (FinishReason.STOP, FinishReason.LENGTH):
-            self._num_due = 0
+        self._num_due = 0
 
     def output(
         self,

@@ -238,7 +238,10 @@ class Life:
         name = chance.choice(phases[phase])
         self.cancelled[phase] += 1
         one = phase == "decode" and chance.random() < 0.3
-        world.engine.abort(name, index=0 if one else None)
+        if chance.random() < 0.2:
+            world.run_out(name)
+        else:
+            world.engine.abort(name, index=0 if one else None)
         for _ in range(chance.choice((0, 1, 1, 2))):
             self._again(int(name[1:]))
 
