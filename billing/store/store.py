@@ -57,6 +57,7 @@ class LedgerStore:
         self._hot = HotStatements(engine.dialect.name)
         self._lane = threading.Lock()
         self._lane_connection: Connection | None = None  # of `apply`, kept: opening costs a third
+        self._index_holder: Any = None  # a connection that is never used
         is_sqlite = engine.dialect.name == "sqlite"
         self._log = WriteAheadLog(Path(str(engine.url.database))) if is_sqlite else None
         self._commands_since_checkpoint = 0
@@ -79,6 +80,8 @@ class LedgerStore:
 
     def close(self) -> None:
         self._leave_lane()
+        if self._index_holder is not None:
+            self._index_holder.close()
         if self._claim is not None:
             self._claim.release()
         self.engine.dispose()
@@ -283,8 +286,14 @@ class LedgerStore:
             self._log.check()
 
     def renew_log(self) -> None:
-        """Renews the log; for a server, once at its start. See `WriteAheadLog.renew`."""
+        """Renews the log; for a server, once at its start. See `WriteAheadLog.renew`.
+
+        SQLite drops the log's index with a process's last connection. Each failed batch closes one.
+        On a full disk the index then finds no room, and where the disk's blocks are smaller than
+        memory pages, a write to it ends the process (SIGBUS). So one connection stays open.
+        """
         if self._log is not None:
+            self._index_holder = self._index_holder or self.engine.raw_connection()
             with self.writing():  # nobody else writes meanwhile
                 self._log.renew()
 

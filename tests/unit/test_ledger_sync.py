@@ -203,6 +203,22 @@ def test_other_processes_still_see_that_the_logs_index_is_in_use(tmp_path: Path)
             assert _in_use(path)
 
 
+def test_failed_batches_leave_the_logs_index_as_long_as_it_was(tmp_path: Path) -> None:
+    """SQLite drops it with the last connection, and each failed batch closes one. A server whose
+    disk was full died of that (SIGBUS): it had to make the index anew, without room."""
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.ledger.store.renew_log()
+        house.fund(UNITS)
+        before = path.with_name(f"{path.name}-shm").stat()
+        for _ in range(5):
+            with pytest.raises(OSError), house.ledger.store._batch(durable=True):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            assert _in_use(path)
+        after = path.with_name(f"{path.name}-shm").stat()
+        assert (before.st_ino, before.st_size) == (after.st_ino, after.st_size)
+
+
 def _in_use(database: Path) -> bool:
     """Whether another process finds SQLite's lock of whoever has the log's index open."""
     asked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'r+b'), 6, 1, 128)"  # EX | NB
