@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from api.format import size
+from billing.store.wal import ROOM_BYTES
 from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, print_json
 from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
@@ -230,8 +231,11 @@ def check_disk(data_dir: Path) -> Iterator[Finding]:
     held = sum(file.stat().st_size for file in disk_path(data_dir).glob("shard-*/data.mdb"))
     free = shutil.disk_usage(stands).free
     message = f"{size(free)} free in {stands}; the disk tier holds {size(held)} of {size(wanted)}"
-    if free < wanted - held:
-        fix = "lower --disk-cache, or free space; a full disk only stops new blocks being kept"
+    if free < ROOM_BYTES:
+        fix = "free space: no new block is kept, and a ledger in SQLite there refuses every request"
+        yield Finding("disk", Level.ERROR, message, fix)
+    elif free < wanted - held:
+        fix = "lower --disk-cache, or free space, before blocks take the room of the ledger there"
         yield Finding("disk", Level.WARNING, message, fix)
     else:
         yield Finding("disk", Level.OK, message)

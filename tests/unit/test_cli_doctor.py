@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -112,6 +113,21 @@ def test_a_network_file_system_is_an_error(
     assert found["file system"].level is Level.ERROR
     make_data_dir(tmp_path)
     assert "is on nfs4: a command on another machine would damage the ledger" in caplog.text
+
+
+def test_a_full_disk_is_an_error_because_the_ledger_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for free, level, what in (
+        (100 << 10, Level.ERROR, "a ledger in SQLite there refuses every request"),
+        (100 << 20, Level.WARNING, "before blocks take the room of the ledger"),
+        (100 << 30, Level.OK, ""),
+    ):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr("cachesvc.cli.doctor.shutil.disk_usage", lambda _, usage=usage: usage)
+        found = {each.check: each for each in doctor.check_disk(tmp_path)}["disk"]
+        assert level is found.level
+        assert what in found.fix
 
 
 def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
