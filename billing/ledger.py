@@ -77,6 +77,7 @@ class Ledger:
         self._first_card = first_card
         self._owner = owner
         self._leases: dict[tuple[str, str], float] = {}  # ends of our holds, by the monotonic clock
+        self._unswept = ""  # why the last sweep failed; empty if it did not
         self._commits = GroupCommit(
             store,
             lambda: self.book,
@@ -285,8 +286,11 @@ class Ledger:
             if self._jumped() is None:  # a wrong clock would end grants early and permanently
                 self.expire()
                 self._sweeper.close_months()
+            self._unswept = ""
         except LedgerUnavailable as error:  # commands report it to their callers
-            log.error("the ledger was not swept: %s", error)
+            if self._unswept != str(error):
+                log.error("the ledger was not swept: %s", error)
+            self._unswept = str(error)
         except Exception:
             log.exception("the ledger's sweep failed")
 

@@ -28,6 +28,7 @@ from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
 from cachesvc.operator.scopes import find_damage
 from cachesvc.server.memory_limit import of_server
+from cachesvc.server.server_file import LiveError, find_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
 from engine.hardware import Hardware, read_hardware
@@ -78,6 +79,7 @@ def examine(data_dir: Path) -> Iterator[Finding]:
     yield from check_compute(hardware)
     yield from check_disk(data_dir)
     yield check_lock(data_dir)
+    yield from check_server(data_dir)
     yield from check_scopes(data_dir)
     yield check_privacy(data_dir)
     yield check_clock(time.time())
@@ -281,6 +283,24 @@ def check_lock(data_dir: Path) -> Finding:
         )
     closed = "was closed cleanly" if meta.clean else "was not closed cleanly; that is survived"
     return Finding("data directory", Level.OK, f"no server runs; the disk tier {closed}")
+
+
+def check_server(data_dir: Path) -> Iterator[Finding]:
+    """Asks the server of this directory, if one runs, whether it serves."""
+    try:
+        server = find_server(data_dir)
+        if server is None:
+            return
+        ready = server.get("/health/ready")
+    except LiveError as error:
+        fix = "mend that; the server goes on by itself, unless its reason or its log says otherwise"
+        yield Finding("server", Level.ERROR, f"it does not serve: {error}", fix)
+        return
+    if degraded := ready.get("degraded"):
+        fix = "mend that; requests are served meanwhile"
+        yield Finding("server", Level.WARNING, f"degraded: {'; '.join(degraded)}", fix)
+    else:
+        yield Finding("server", Level.OK, f"ready at {server.url}")
 
 
 def check_scopes(data_dir: Path) -> Iterator[Finding]:
