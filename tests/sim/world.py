@@ -36,7 +36,7 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Block, BlockState
 from tiers.policy.admission import WritePolicy
 from tiers.policy.quota import QuotaShares
-from tiers.telemetry.events import EventKind
+from tiers.telemetry.events import CacheEvent, EventKind
 from tiers.tier import TierName
 
 MAX_IDLE = 5  # turns in a row in which nothing moves, and somebody waits
@@ -384,6 +384,15 @@ class World:
         stands = {(TierName.DEVICE, b.key) for b in self.cache.index if b.slot is not None}
         stands |= {(TierName.HOST, b.key) for b in self.cache.index if b.frame is not None}
         assert stands == self.told
+        if not self.cache.settings.share_tails:  # what is partly filled leaves, and never came
+            self._check_counters(Counter(tier for tier, _ in stands))
+
+    def _check_counters(self, stands: Counter[TierName]) -> None:
+        """What came and has not left stands there, by the counters too."""
+        events = self.cache.residency.counters.events
+        for tier in (TierName.DEVICE, TierName.HOST):
+            left = events[tier, CacheEvent.EVICTED] + events[tier, CacheEvent.PURGED]
+            assert stands[tier] == events[tier, CacheEvent.STORED] - left, tier
 
     def _take(self, outputs: Seq[StepOutput]) -> None:
         for output in outputs:

@@ -65,7 +65,10 @@ class MemoryCounters:
         self._frame_since_s[to] = self._frame_since_s[number]
 
     def left(self, block: Block, tier: TierName, cause: Cause) -> None:
-        """The block is about to leave a memory tier; its key and place are still known."""
+        """The block is about to leave a memory tier; its place is still known. A block that has
+        left the index was counted then."""
+        if block.parent is None:
+            return
         purged = cause is Cause.REQUEST
         self.count(tier, CacheEvent.PURGED if purged else CacheEvent.EVICTED)
         now_s = time.monotonic()
