@@ -47,12 +47,11 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
         parsed = parsed.set(drivername="postgresql+psycopg")
     if parsed.get_backend_name() not in ("sqlite", "postgresql"):
         raise StoreError(f"{parsed.get_backend_name()} is not supported; use SQLite or PostgreSQL")
-    if parsed.get_backend_name() == "sqlite":
-        _check_sqlite_path(parsed.database, create)
+    is_file = parsed.get_backend_name() == "sqlite" and _is_file(parsed.database, create)
     try:
         engine = _engine(parsed)
         try:
-            _migrate(engine)
+            _migrate(engine, is_file)
         except BaseException:
             engine.dispose()
             raise
@@ -65,20 +64,15 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
     return LedgerStore(engine, REVISION)
 
 
-def _check_sqlite_path(path: str | None, create: bool) -> None:
+def _is_file(path: str | None, create: bool) -> bool:
+    """Whether SQLite's file is there already. Raises `StoreError` if it must be, or cannot be."""
     if not path or path == ":memory:":
         raise StoreError("a ledger needs a file: sqlite:////path/to/ledger.sqlite3")
     if not create and not Path(path).exists():
         raise StoreError(f"there is no ledger at {path}; start the server or create a tenant first")
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    claims = file.parent.glob(f"{escape(file.name)}-*.lock")
-    if file.exists() and not file.stat().st_size and any(claims):
-        raise StoreError(
-            f"the ledger at {path} is empty, though a server has run on it: its contents are lost. "
-            "Restore it from a copy; or remove the file, and a new ledger begins, in which there "
-            "are no tenants, keys or balances"
-        )
+    return file.exists()
 
 
 def _hint(url: URL) -> str:
@@ -122,15 +116,18 @@ def _begin_sqlite(connection: Connection) -> None:
     driver.execute("BEGIN IMMEDIATE")
 
 
-def _migrate(engine: Engine) -> None:
+def _migrate(engine: Engine, is_file: bool) -> None:
     """Brings the schema to `REVISION`.
 
-    An older one is upgraded under a lock; a newer one is refused.
+    An older one is upgraded under a lock; a newer one is refused. `is_file` says whether this is
+    the file of a ledger that was there before.
     """
     with engine.connect() as connection:
         current = _revision(connection)
     if current == REVISION:
         return
+    if current is None and is_file:
+        _check_never_used(Path(str(engine.url.database)))
     from alembic import command
     from alembic.config import Config
     from alembic.util import CommandError
@@ -148,6 +145,19 @@ def _migrate(engine: Engine) -> None:
                 f"the ledger has schema {current!r}, which this version does not know; "
                 "run the version that wrote it, or a newer one"
             ) from error
+
+
+def _check_never_used(file: Path) -> None:
+    """Raises `StoreError` if a server has run on this file without tables: it had some then.
+
+    As when the log was removed, and the server killed before it had copied that into the file.
+    """
+    if any(file.parent.glob(f"{escape(file.name)}-*.lock")):
+        raise StoreError(
+            f"the ledger at {file} is empty, though a server has run on it: its contents are lost. "
+            "Restore it from a copy; or remove the file, and a new ledger begins, in which there "
+            "are no tenants, keys or balances"
+        )
 
 
 def _revision(connection: Connection) -> str | None:

@@ -32,6 +32,7 @@ class WriteAheadLog:
         self._index = Path(f"{database}-shm")
         self._file_id = _file_id(database)
         self._handle: int | None = None
+        self._renewed: tuple[int, int] | None = None  # the log that `renew` has lengthened
         self.unsynced = False  # whether anything was committed since the last sync
         self.failed = ""
 
@@ -75,6 +76,21 @@ class WriteAheadLog:
         if _file_id(self._database) != self._file_id:
             self.failed = f"{self._database} was removed or replaced while the server ran"
             self.check()
+        if self._renewed and not self._is_whole():
+            self.failed = (
+                f"{self._path} was removed, replaced or cut short while the server ran; if it was "
+                f"removed, SIGTERM saves what was in it, and SIGKILL loses that"
+            )
+            self.check()
+
+    def _is_whole(self) -> bool:
+        """Whether the log is where `renew` left it, at least as long: SQLite never shortens it
+        while a connection is open."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino) == self._renewed and found.st_size >= WAL_BYTES
 
     def renew(self) -> None:
         """Rewrites the log and extends it with zeros to its length between checkpoints.
@@ -100,6 +116,7 @@ class WriteAheadLog:
                 file.flush()
                 os.fsync(file.fileno())
             self._lengthen_index()
+            self._renewed = _file_id(self._path)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

@@ -1,9 +1,11 @@
 """What every ledger database must do: the same suite on SQLite and on PostgreSQL."""
 
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
@@ -531,7 +533,9 @@ def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(
         open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
 
 
-def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", [0, 4096])
+def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path: Path, left: int) -> None:
+    """Its first page alone is there if its log was removed, and the server killed."""
     file = tmp_path / "ledger.sqlite3"
     file.touch()  # of a first start that was killed at once
     store = open_store(f"sqlite:///{file}")
@@ -540,7 +544,12 @@ def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path: Path) -> Non
     for side in tmp_path.glob("ledger.sqlite3-[sw]?[lm]"):
         side.unlink()
     file.write_bytes(b"")
-    with pytest.raises(StoreError, match=r"is empty, though .* Restore it from a copy"):
-        open_store(f"sqlite:///{file}")
+    if left:
+        with closing(sqlite3.connect(file)) as empty:
+            empty.execute("PRAGMA journal_mode=WAL")
+    assert left == file.stat().st_size
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"is empty, though .* Restore it from a copy"):
+            open_store(f"sqlite:///{file}")
     file.unlink()
     open_store(f"sqlite:///{file}").close()

@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +141,35 @@ def test_a_database_that_is_removed_or_replaced_is_not_written_on(tmp_path: Path
             house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
         with pytest.raises(LedgerUnavailable, match="restart the server"):
             house.reserve("r2", 1)
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, lambda log: os.truncate(log, 0)])
+def test_a_log_that_is_removed_or_cut_closes_the_ledger(
+    tmp_path: Path, lose: Callable[[Path], None]
+) -> None:
+    """It is 32 MiB, and invites somebody who needs room. A killed server then lost every entry that
+    was not copied yet, although it had served and billed as ever."""
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.ledger.store.renew_log()
+        house.fund(UNITS)
+        hold = house.reserve("r1", 10**8)
+        lose(path.with_name(f"{path.name}-wal"))
+        with pytest.raises(LedgerUnavailable, match="was removed, replaced or cut short"):
+            house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
+        assert "was removed, replaced or cut short" in house.ledger.refuses
+
+
+def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.ledger.store.renew_log()
+        house.fund(UNITS)
+        path.with_name(f"{path.name}-wal").unlink()
+    store = open_store(f"sqlite:///{path}")
+    proof = audit.verify(store)
+    assert (1, []) == (proof.num_entries, proof.problems)
+    store.close()
 
 
 def test_observers_hear_of_what_is_durable_and_in_order(tmp_path: Path) -> None:
