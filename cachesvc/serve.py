@@ -67,7 +67,7 @@ def serve(
                     f"{url_of(listener)} answers 503 until {settings.model.name} is loaded; "
                     "/health/ready says when"
                 )
-                with taken_early(_first_bytes(settings.cache)):
+                with taken_early(_first_bytes(settings.cache)) as taken:
                     with startup.during("importing torch"), _importing():
                         if not over_vllm:
                             lean.enter_context(without_training())
@@ -75,7 +75,7 @@ def serve(
                     with startup.during(f"loading {settings.model.name}"):
                         # Not in a `with`: Ctrl-C would wait for the model, or for a compiler.
                         thread = ThreadPoolExecutor(1, thread_name_prefix="cachesvc-prepare")
-                        prepared = thread.submit(prepare, settings, startup.progress)
+                        prepared = thread.submit(prepare, settings, startup.progress, taken)
                         with _importing():  # the rest, while that thread loads weights
                             from cachesvc.service import Service
                         settings, make_backend = prepared.result()

@@ -16,7 +16,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena, frame_stride
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.blocks.lazy_memory import LazyMemory
+from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
 from tiers.checkpoints import Checkpoints
 from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
@@ -195,10 +195,15 @@ class TieredCache:
         if self.group is not None:
             self.group.start(on_load)
 
-    def touch(self, others: Sequence[LazyMemory] = ()) -> None:
+    def touch(self, others: Sequence[LazyMemory] = (), *, taken: LazyMemory | None = None) -> None:
         """Begins to touch memory before requests do, here and in `others`, in a thread of its
-        own."""
-        self._toucher = Toucher([*self._lazy_memories(), *others])
+        own. What of `taken` is touched already becomes theirs, and the rest is given back."""
+        lazy_memories = [*self._lazy_memories(), *others]
+        if taken is not None:
+            for lazy in lazy_memories:
+                lazy.adopt(taken, AHEAD_BYTES)
+            taken.give_back()
+        self._toucher = Toucher(lazy_memories)
         self._toucher.start()
 
     def warm_up(self) -> None:

@@ -13,7 +13,7 @@ from cachesvc.config.places import disk_path, models_path, states_path
 from cachesvc.config.sections import CacheSection, EngineSection, ModelSection
 from cachesvc.config.settings import Settings
 from cachesvc.operator.scopes import other_arithmetics
-from cachesvc.server.backend import MakeBackend
+from cachesvc.server.backend import Backend, Deliver, MakeBackend
 from cachesvc.server.memory_limit import of_server, warn_of_limit
 from cachesvc.server.remote import remote_settings
 from engine.composition import Core, compose
@@ -26,6 +26,7 @@ from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
+from tiers.blocks.lazy_memory import LazyMemory
 from tiers.cache import CHECKPOINT_SHARE, CacheSettings
 from tiers.disk.array import DiskArray, open_array
 from tiers.disk.directory import note_elsewhere, read_meta, remove_shards
@@ -46,21 +47,30 @@ NEW_SHARDS = 2
 logger = logging.getLogger(__name__)
 
 
-def prepare(settings: Settings, progress: Progress | None = None) -> tuple[Settings, MakeBackend]:
+def prepare(
+    settings: Settings, progress: Progress | None = None, taken: LazyMemory | None = None
+) -> tuple[Settings, MakeBackend]:
     """Does the slow work before the tiers are opened: loads the model, or starts vLLM's node.
 
-    Returns the settings with what depends on the device filled in. Raises ModelError or
+    Returns the settings with what depends on the device filled in. The backend uses memory that is
+    `taken` by then, or gives it back. Raises ModelError or
     ConfigError, with the reason, if the model cannot be served.
     """
     if settings.engine.backend == "vllm":
         from cachesvc.server.vllm.core import build as build_vllm
 
         sized = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
-        return sized, lambda on_outputs, stream, _: build_vllm(sized, on_outputs, stream, progress)
+
+        def make_over_vllm(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
+            if taken is not None:
+                taken.give_back()
+            return build_vllm(sized, on_outputs, stream, progress)
+
+        return sized, make_over_vllm
     loaded = load(settings.model, settings.server.data_dir, progress)
     sized = _sized(settings, loaded.device)
     warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))
-    return sized, over(loaded, sized)
+    return sized, over(loaded, sized, taken)
 
 
 def _sized(settings: Settings, device: str) -> Settings:
@@ -77,7 +87,7 @@ def step_tokens(engine: EngineSection, device: str) -> int:
     return engine.chunk_tokens or default_step_tokens(device)
 
 
-def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
+def over(loaded: LoadedModel, settings: Settings, taken: LazyMemory | None = None) -> MakeBackend:
     """The builder of tiers and embedded engine for a loaded model."""
 
     def make(
@@ -85,6 +95,8 @@ def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
         stream: EventStream,
         shares: QuotaShares | None,
     ) -> Core:
+        if taken is not None and loaded.device != "cpu":
+            taken.give_back()  # pinned memory is touched at once, by another mapping
         try:
             core = build(
                 loaded,
@@ -95,6 +107,7 @@ def over(loaded: LoadedModel, settings: Settings) -> MakeBackend:
                 on_outputs=on_outputs,
                 stream=stream,
                 shares=shares,
+                taken=taken,
             )
         except MemoryError as error:
             largest = of_server(settings.cache, on_gpu=loaded.device != "cpu").largest
@@ -152,6 +165,7 @@ def build(
     on_outputs: Callable[[Sequence[StepOutput]], None],
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
+    taken: LazyMemory | None = None,
 ) -> Core:
     """Tiers and engine for a loaded model. Raises the tiers' errors on sizes and directories."""
     layout = loaded.layout(cache.block_size or None, None if kv_dtype == "auto" else kv_dtype)
@@ -173,6 +187,7 @@ def build(
         engine=_engine_settings(engine, loaded.device, _other_arithmetics(data_dir, loaded)),
         stream=stream,
         shares=shares,
+        taken=taken,
     )
     return core if disk is None else replace(core, disk_view=disk.view)
 

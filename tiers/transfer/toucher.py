@@ -11,12 +11,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
+from tiers.blocks.lazy_memory import AHEAD_BYTES, HUGE_PAGE_BYTES, LazyMemory
 from tiers.transfer.niceness import be_nice
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = 2 << 20  # touched at once, in 0.2 to 2 ms: a huge page
+PIECE_BYTES = HUGE_PAGE_BYTES  # touched at once, in 0.2 to 2 ms
 PAUSE_S = 0.1  # after the engine's work: the next request often comes at once
 
 
