@@ -101,6 +101,8 @@ class LedgerStore:
         except self._failures as error:
             if isinstance(error, self._refusals):
                 raise
+            if self._log is not None:
+                self._log.note(error)
             raise LedgerUnavailable(f"the ledger cannot be read: {self._why(error)}") from error
 
     @contextmanager
@@ -175,6 +177,8 @@ class LedgerStore:
             except self._failures as error:
                 if not isinstance(error, self._refusals):
                     self._note_failure(error)
+                if self._log is not None:
+                    self._log.note(error)
                 raise Unwritable(f"the ledger cannot be written: {cause_of(error)}") from error
         raise AssertionError("unreachable")
 

@@ -21,6 +21,7 @@ ROOM_BYTES = 256 << 10  # a disk with less counts as full
 DESCRIPTORS = Path("/dev/fd")  # those of this process, by number
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SYNC_FAILED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)  # the low byte of extended codes
 
 
 class WriteAheadLog:
@@ -54,10 +55,14 @@ class WriteAheadLog:
         return f"the disk of {folder} is full: free some" if free < ROOM_BYTES else ""
 
     def note(self, error: Exception) -> None:
-        """Records an error of SQLite. A failed sync of its own is as final as one of ours."""
+        """Records an error of SQLite. A failed sync of its own is as final as one of ours, and
+        so is a damaged file: what is written on it may never be read again."""
         cause = getattr(error, "orig", error)
-        if getattr(cause, "sqlite_errorcode", None) in _SYNC_FAILED:
+        code = getattr(cause, "sqlite_errorcode", None)
+        if code in _SYNC_FAILED:
             self.failed = f"the disk failed to write {self._path} ({cause})"
+        elif code is not None and code & 0xFF in _DAMAGED:
+            self.failed = f"{self._database} is damaged ({cause}): restore it from a copy"
 
     def sync(self) -> None:
         """Makes all commits so far durable, as SQLite itself does with synchronous=FULL.

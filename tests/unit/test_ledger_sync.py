@@ -160,6 +160,25 @@ def test_a_log_that_is_removed_or_cut_closes_the_ledger(
         assert "was removed, replaced or cut short" in house.ledger.refuses
 
 
+def test_a_damaged_ledger_is_written_no_further(tmp_path: Path) -> None:
+    """Commits to the log went on, and the server was ready: all that it booked was lost with the
+    file at the next start."""
+    path = tmp_path / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.ledger.store.renew_log()
+        house.fund(UNITS)
+        house.ledger.store._commands_since_checkpoint = 10**6
+        house.ledger.store.checkpoint()
+        with path.open("r+b") as file:
+            file.seek(8192)
+            file.write(bytes(range(256)) * 16 * 40)
+        with pytest.raises(LedgerUnavailable, match="malformed"):
+            audit.verify(house.ledger.store)
+        assert f"{path} is damaged (database disk image is malformed)" in house.ledger.refuses
+        with pytest.raises(LedgerUnavailable, match="is damaged"):
+            house.reserve("r1", 1)
+
+
 def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
