@@ -4,6 +4,7 @@
                                 [--llama PATH/llama-server --gguf FILE] [--rounds 3]
                                 [--dtype float32] [--threads N] [--start-s 300]
                                 [--lengths 1024,2048,4096 | --requests-only]
+                                [--ours FOLDER] [--device-cache 1GiB] [--vllm-options TEXT]
 
 Installs nothing: it starts cachesvc and whichever peer it is pointed at, all at once, and asks one
 after another the same prompts by token ids. Every figure is the median over the rounds, in
@@ -18,6 +19,7 @@ import contextlib
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import statistics
@@ -132,15 +134,15 @@ class Server:
         return False
 
 
-REST_S = 2.0  # vLLM's workers spin for a second after a request, and take a core from who is next
-
-
 class Rounds:
     """The same questions to every server, in turn; `figures[server][measure]` by round."""
 
-    def __init__(self, servers: Sequence[Server], lengths: Sequence[int], words: list[int]) -> None:
+    def __init__(
+        self, servers: Sequence[Server], given: argparse.Namespace, words: list[int]
+    ) -> None:
         self._servers = servers
-        self._lengths = lengths
+        self._lengths = given.lengths
+        self._rest_s = given.rest
         self._words = words
         self.figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.others: list[float] = []
@@ -185,7 +187,7 @@ class Rounds:
             self.same[server.name].append(answers[server.name] == ours)
 
     def _note(self, server: Server, name: str, measure: Callable[[], float]) -> None:
-        time.sleep(REST_S)
+        time.sleep(self._rest_s)
         begun, (busy, total), own = time.perf_counter(), _processors(), server.cpu_s()
         self.figures[server.name][name].append(measure())
         if time.perf_counter() - begun > 0.2:
@@ -244,14 +246,16 @@ def _free_port() -> int:
 
 def _servers(given: argparse.Namespace, data_dir: Path) -> Iterator[Server]:
     port, program = _free_port(), Path(sys.executable).with_name("cachesvc")
-    sizes = ("--device-cache", "1GiB", "--host-cache", "0", "--disk-cache", "0")
+    sizes = ("--device-cache", given.device_cache, "--host-cache", "0", "--disk-cache", "0")
     command = [str(program), "serve", "--port", str(port), "--data-dir", str(data_dir), *sizes]
+    command += ["--model", given.ours]
+    longest = max(8192, *(2 * length for length in given.lengths))
     bounds = {"start_s": given.start_s, "threads": given.threads}
-    yield Server("cachesvc", [*command, "--dtype", given.dtype], port, DEFAULT_MODEL, **bounds)
+    yield Server("cachesvc", [*command, "--dtype", given.dtype], port, given.ours, **bounds)
     if given.vllm:
         port = _free_port()
-        options = ("--port", str(port), "--dtype", given.dtype, "--max-model-len", "8192")
-        command = [given.vllm, "serve", given.model, *options]
+        options = ("--port", str(port), "--dtype", given.dtype, "--max-model-len", str(longest))
+        command = [given.vllm, "serve", given.model, *options, *shlex.split(given.vllm_options)]
         yield Server("vllm", command, port, given.model, **bounds)
     if given.llama:
         port = _free_port()
@@ -274,7 +278,7 @@ def measure(given: argparse.Namespace, data_dir: Path) -> dict[str, Any]:
         for server in servers:
             stack.callback(server.stop)
             server.start(data_dir / f"{server.name}.log")
-        rounds = Rounds(servers, given.lengths, _words(servers[0]))
+        rounds = Rounds(servers, given, _words(servers[0]))
         rounds.run(0)  # to warm them up
         rounds.figures.clear()
         for number in range(1, given.rounds + 1):
@@ -306,10 +310,15 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
     parser.add_argument("--start-s", type=float, default=300.0, help="how long one may start")
+    # vLLM's workers spin for a second after a request, and take a core from who is next.
+    parser.add_argument("--rest", type=float, default=2.0, help="seconds before each measure")
     parser.add_argument("--lengths", type=lambda text: [int(n) for n in text.split(",")])
     parser.add_argument("--requests-only", action="store_true", help="no prompt by itself")
     parser.add_argument("--vllm", help="the vllm program of an environment of its own")
     parser.add_argument("--model", help="the model's folder, for vllm")
+    parser.add_argument("--vllm-options", default="", help="what else vllm is told, in one text")
+    parser.add_argument("--ours", default=DEFAULT_MODEL, help="the model that cachesvc serves")
+    parser.add_argument("--device-cache", default="1GiB", help="of cachesvc; 0: what is free")
     parser.add_argument("--llama", help="llama-server")
     parser.add_argument("--gguf", help="the model's file, for llama-server")
     parser.add_argument("--data-dir", type=Path, help="cachesvc's, kept for its converted model")

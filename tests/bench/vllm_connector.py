@@ -11,12 +11,20 @@ a new prompt of each length is asked of each contestant in turn: cold, then from
               disk    after the node was restarted too; its files are in the page cache
               remote  after the node was restarted with an empty disk: from a Redis on this machine
     example   files   vLLM's ExampleConnector, which keeps each prompt's KV in files
+    offload   host    vLLM's OffloadingConnector with its tier of files; on CUDA only
     lmcache   host    LMCache's server in a process of its own, as our node is
 
 At the end the engines are started anew (the node too), and the last round's prompts asked again:
-`restarted`. LMCache comes into an environment of its own, with vLLM's CPU build as in
+`restarted`. `same` counts the hits whose token and its logprob, to the last bit, are those of the
+contestant's first hit. LMCache comes into an environment of its own, with vLLM's CPU build as in
 `tests/vllm/requirements.txt`: `pip install --no-deps lmcache sortedcontainers nvtx`, and
 `--lmcache-python` names its python. A contestant that answers without a hit ends the run.
+
+On a GPU, with a model's folder, without Redis, and with what else vLLM is told:
+
+    python -m tests.bench.vllm_connector --model FOLDER --no-remote --block 16 --beside offload \\
+        --memory 16 --python "$(which python)" --lengths 4096 16384 \\
+        --vllm '{"dtype": "bfloat16", "max_model_len": 20000, "gpu_memory_utilization": 0.4}'
 
 Estimate for 2,048 tokens, 94 MB of KV: a device hit computes the last block, up to 128 tokens; a
 host hit copies 94 MB once more, 12 to 20 ms at 5 to 8 GB/s, and waits for one more scheduling step;
@@ -45,8 +53,8 @@ from tests.bench.provenance import commit, machine
 from tests.redis_server import redis_server
 from tests.vllm.processes import PYTHON, Engine, RunningNode
 
-BLOCK = 128
 START_S = 120
+DISK = "32GiB"  # at most
 Times = dict[str, float]
 T = TypeVar("T")
 
@@ -60,9 +68,12 @@ class Contestant:
 
     name = ""
 
-    def __init__(self, start: Callable[[], Engine], rest_s: float) -> None:
+    def __init__(self, start: Callable[[], Engine], asked: argparse.Namespace) -> None:
         self._start = start
-        self._rest_s = rest_s
+        self._rest_s = asked.rest
+        self._block = asked.block
+        self._first: dict[tuple[int, ...], Any] = {}  # by the prompt's beginning
+        self.same: list[bool] = []
         self.engine = start()
 
     def ask(self, ids: list[int]) -> dict[str, Any]:
@@ -73,10 +84,12 @@ class Contestant:
 
     def hit(self, ids: list[int], tier: str | None = None) -> float:
         """Milliseconds of an answer to which all whole blocks were hits."""
-        answer, whole = self.ask(ids), (len(ids) - 1) // BLOCK * BLOCK
+        answer, whole = self.ask(ids), (len(ids) - 1) // self._block * self._block
         right = answer["cached"] >= whole and (tier is None or answer["hits"] == {tier: whole})
         if not right:
             raise SystemExit(f"{self.name} did not serve {len(ids)} tokens from {tier}: {answer}")
+        bits = answer["tokens"], answer["logprobs"]
+        self.same.append(self._first.setdefault((len(ids), *ids[:4]), bits) == bits)
         return float(answer["seconds"]) * 1e3
 
     def cold(self, ids: list[int]) -> float:
@@ -105,18 +118,22 @@ class Ours(Contestant):
 
     name = "cachesvc"
 
-    def __init__(self, node: RunningNode, start: Callable[[], Engine], rest_s: float) -> None:
-        super().__init__(start, rest_s)
-        self._node = node
+    def __init__(
+        self, node: RunningNode, start: Callable[[], Engine], asked: argparse.Namespace
+    ) -> None:
+        super().__init__(start, asked)
+        self._node, self._memory, self._is_remote = node, f"{asked.memory}GiB", asked.remote
         self._disk, self._disks = node.disk, 0
 
     def ways(self, ids: list[int]) -> Times:
         times = {"cold": self.cold(ids)}
-        self._until_sent(len(ids) // BLOCK)
+        self._until_stored(len(ids) // self._block)
         times["device"] = self.hit(ids)
         self.engine.forget()
         times["host"] = self.hit(ids, "host")
         times["disk"] = self._after_restart(ids, "disk", self._disk)
+        if not self._is_remote:
+            return times
         self._disks += 1
         empty = self._disk.with_name(f"empty-{self._disks}")
         times["remote"] = self._after_restart(ids, "remote", empty)
@@ -144,11 +161,11 @@ class Ours(Contestant):
         self._node.until_on_disk()
         self._node.stop()
         self._node.disk = disk
-        self._node.start("1GiB")
+        self._node.start(self._memory, DISK)
 
-    def _until_sent(self, num_blocks: int) -> None:
+    def _until_stored(self, num_blocks: int) -> None:
         give_up = time.monotonic() + START_S
-        while self._node.stats()["pools"][0]["remote"]["stored"] < num_blocks:
+        while self._is_remote and self._node.pool()["remote"]["stored"] < num_blocks:
             if time.monotonic() > give_up:
                 raise SystemExit(f"Redis did not get {num_blocks} blocks: {self._node.stats()}")
             time.sleep(0.05)
@@ -159,12 +176,16 @@ class Example(Contestant):
     name = "example"
 
 
+class Offload(Contestant):
+    name = "offload"
+
+
 class Lmcache(Contestant):
     name = "lmcache"
 
 
 @contextmanager
-def lmcache_server(python: Path, log: Path) -> Iterator[int]:
+def lmcache_server(python: Path, block: int, log: Path) -> Iterator[int]:
     """LMCache's server and its port. It counts and reports nothing to anybody."""
     ports = []
     for _ in range(2):
@@ -177,7 +198,7 @@ def lmcache_server(python: Path, log: Path) -> Iterator[int]:
         "http-host": "127.0.0.1",
         "http-port": ports[1],
         "l1-size-gb": 2,
-        "chunk-size": BLOCK,
+        "chunk-size": block,
         "eviction-policy": "LRU",
         "supported-transfer-mode": "auto",  # the default serves CUDA alone
     }
@@ -204,29 +225,43 @@ def lmcache_server(python: Path, log: Path) -> Iterator[int]:
 
 
 def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> list[Contestant]:
-    model = find(DEFAULT_MODEL, folder / "models", lambda what, part: None)[0]
-    url = stack.enter_context(redis_server(folder)) + "?socket_timeout=60"
-    node = RunningNode(folder, more=("--remote-url", url, "--remote-writes", "all"))
-    node.start("1GiB")
+    model = asked.model or find(DEFAULT_MODEL, folder / "models", lambda what, part: None)[0]
+    more: tuple[str, ...] = ()
+    if asked.remote:
+        url = stack.enter_context(redis_server(folder)) + "?socket_timeout=60"
+        more = ("--remote-url", url, "--remote-writes", "all")
+    node = RunningNode(folder, more=more)
+    node.start(f"{asked.memory}GiB", DISK)
     stack.callback(node.kill)
+    usual = {"block_size": asked.block, **asked.vllm}
 
-    def engine(name: str, node: Path | None, python: Path = PYTHON, **options: Any) -> Engine:
-        started = Engine(model, node, folder / f"{name}-{time.time_ns()}.log", python, **options)
-        stack.callback(started.kill)
-        return started
+    def starts(name: str, node: Path | None = None, **options: Any) -> Callable[[], Engine]:
+        python = asked.lmcache_python if name == "lmcache" else asked.python
 
-    found: list[Callable[[], Contestant]] = [
-        lambda: Ours(node, lambda: engine("ours", node.socket), asked.rest)
-    ]
+        def start() -> Engine:
+            log = folder / f"{name}-{time.time_ns()}.log"
+            started = Engine(model, node, log, python, **usual, **options)
+            stack.callback(started.kill)
+            return started
+
+        return start
+
+    found: list[Callable[[], Contestant]] = [lambda: Ours(node, starts("ours", node.socket), asked)]
     if "example" in asked.beside:
         told = other_connector("ExampleConnector", shared_storage_path=str(folder / "example"))
-        found.append(lambda: Example(lambda: engine("example", None, **told), asked.rest))
+        found.append(lambda: Example(starts("example", **told), asked))
+    if "offload" in asked.beside:
+        files = {"type": "fs", "root_dir": str(folder / "offload")}
+        sizes = {"cpu_bytes_to_use": asked.memory << 30, "secondary_tiers": [files]}
+        offload = other_connector("OffloadingConnector", spec_name="TieringOffloadingSpec", **sizes)
+        found.append(lambda: Offload(starts("offload", **offload), asked))
     if "lmcache" in asked.beside:
-        python = asked.lmcache_python
-        port = stack.enter_context(lmcache_server(python, folder / "lmcache.log"))
+        port = stack.enter_context(
+            lmcache_server(asked.lmcache_python, asked.block, folder / "lmcache.log")
+        )
         where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         beside = other_connector("LMCacheMPConnector", **where)
-        found.append(lambda: Lmcache(lambda: engine("lmcache", None, python, **beside), asked.rest))
+        found.append(lambda: Lmcache(starts("lmcache", **beside), asked))
     return at_once(found)
 
 
@@ -241,8 +276,8 @@ def other_connector(name: str, **extra: Any) -> dict[str, Any]:
     return {"kv_transfer_config": told}
 
 
-def measure(asked: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
-    """Milliseconds by length and way, a number a round."""
+def measure(asked: argparse.Namespace) -> tuple[dict[int, dict[str, list[float]]], dict[str, str]]:
+    """Milliseconds by length and way, a number a round; and how many hits had the same bits."""
     times: dict[int, dict[str, list[float]]] = {
         length: defaultdict(list) for length in asked.lengths
     }
@@ -265,7 +300,8 @@ def measure(asked: argparse.Namespace) -> dict[int, dict[str, list[float]]]:
             for contestant in everybody:
                 last = prompt(length, length + asked.rounds - 1)
                 note(length, contestant, contestant.restarted(last))
-    return times
+        same = {each.name: f"{sum(each.same)} of {len(each.same)}" for each in everybody}
+    return times, same
 
 
 def main() -> None:
@@ -275,10 +311,16 @@ def main() -> None:
     parser.add_argument("--beside", type=lambda text: text.split(","), default=[])
     parser.add_argument("--lmcache-python", type=Path, help="of an environment with LMCache")
     parser.add_argument("--rest", type=float, default=1.0, help="seconds before a question")
+    parser.add_argument("--model", type=Path, help="a model's folder; the default model without")
+    parser.add_argument("--python", type=Path, default=PYTHON, help="of an environment with vLLM")
+    parser.add_argument("--vllm", type=json.loads, default={}, help="what else it is told, as JSON")
+    parser.add_argument("--block", type=int, default=128, help="tokens of vLLM's blocks")
+    parser.add_argument("--memory", type=int, default=1, help="GiB, of the node and of offload")
+    parser.add_argument("--no-remote", dest="remote", action="store_false", help="without Redis")
     asked = parser.parse_args()
     if "lmcache" in asked.beside and asked.lmcache_python is None:
         parser.error("--beside lmcache needs --lmcache-python")
-    times = measure(asked)
+    times, same = measure(asked)
     medians = {
         length: {way: round(statistics.median(ms), 1) for way, ms in ways.items()}
         for length, ways in times.items()
@@ -287,6 +329,7 @@ def main() -> None:
         "commit": commit(),
         "machine": machine(),
         "unit": "milliseconds to the first token; median of the rounds",
+        "same": same,
         "median": medians,
         "rounds": times,
     }

@@ -3,7 +3,7 @@ Its arguments are the model and what else vLLM is told, as JSON. With `forks FD`
 fork of itself for each such pair that comes from the socket, with three files: what the engine is
 told, where it answers, and its log. An import of vLLM takes three quarters of a start.
 
-{"do": "generate", "prompts": [[ids], ...], "salt": "..."}  -> tokens, cached tokens, parameters
+{"do": "generate", "prompts": [[ids], ...], "salt": "..."}  -> tokens, their logprobs, cached
 {"do": "reset"}                                            -> forgets vLLM's own prefix cache
 {"do": "end"}
 """
@@ -60,13 +60,14 @@ def main(model: str, connector: str) -> None:
 
     say = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever vLLM prints is no answer
-    options: dict[str, Any] = {"dtype": "float32"} | json.loads(connector)
-    engine = LLM(model, max_model_len=4096, enforce_eager=True, max_num_seqs=4, **options)
+    usual = {"dtype": "float32", "max_model_len": 4096, "enforce_eager": True, "max_num_seqs": 4}
+    options: dict[str, Any] = usual | json.loads(connector)
+    engine = LLM(model, **options)
 
     def generate(
         prompts: list[list[int]], salt: str | None = None, max_tokens: int = 12
     ) -> list[Any]:
-        greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+        greedy = SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=0)
         asked = [
             {"prompt_token_ids": ids, **({"cache_salt": salt} if salt else {})} for ids in prompts
         ]
@@ -75,6 +76,12 @@ def main(model: str, connector: str) -> None:
         return [
             {
                 "tokens": list(output.outputs[0].token_ids),
+                "logprobs": [
+                    chosen[token].logprob
+                    for token, chosen in zip(
+                        output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True
+                    )
+                ],
                 "cached": output.num_cached_tokens,
                 "hits": (output.kv_transfer_params or {}).get("cachesvc", {}).get("hit_tokens"),
                 "seconds": time.perf_counter() - started,

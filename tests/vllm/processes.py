@@ -22,7 +22,7 @@ DRIVER = Path(__file__).with_name("driver.py")
 def environment(num_threads: int, *, core_apart: bool) -> dict[str, str]:
     return {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": str(num_threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(core_apart)),
     }
@@ -111,6 +111,7 @@ class Engine:
     def generate(
         self, *prompts: Sequence[int], salt: str | None = None, max_tokens: int = 12
     ) -> list[dict[str, Any]]:
+        """For each prompt its tokens, their logprobs, and the tokens that were hits."""
         ids = [list(prompt) for prompt in prompts]
         self.tell("generate", prompts=ids, salt=salt, max_tokens=max_tokens)
         answers: list[dict[str, Any]] = self._read()
