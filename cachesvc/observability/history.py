@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from api.errors import InvalidRequest
+from billing.clock import NS, boot_timer_ns
 from cachesvc.observability.latency import BOUNDS_S, NAMES, percentile
 from cachesvc.observability.snapshot import numbers
 from tiers.histogram import Spread
@@ -37,6 +38,13 @@ DIGITS = 5  # significant digits of an answer's numbers
 
 Floats = npt.NDArray[np.float64]
 _SERIES = re.compile(r"(values?|rates?|deltas?|ratio|p\d{1,2}):(.+)")
+
+
+def _steady_clock() -> Callable[[], float]:
+    """The time as the host says it now, continued by a timer that nobody sets: samples are found by
+    their times, which must ascend."""
+    began_s = time.time() - boot_timer_ns() / NS
+    return lambda: began_s + boot_timer_ns() / NS
 
 
 class _Ring:
@@ -134,11 +142,11 @@ class History:
         read: Callable[[], Mapping[str, Any]],
         spreads: Callable[[], Mapping[str, Spread]],
         *,
-        clock_s: Callable[[], float] = time.time,
+        clock_s: Callable[[], float] | None = None,
     ) -> None:
         self._snapshot = read
         self._spreads = spreads
-        self._clock_s = clock_s
+        self._clock_s = clock_s or _steady_clock()
         self._columns: dict[str, int] = {}
         self._rings = [_Ring(step, capacity) for step, capacity in RINGS]
         self._ticks = 0

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 from typing import Any
 
 import pytest
@@ -53,6 +54,19 @@ def test_counters_grow_gauges_stand_and_shares_divide() -> None:
         "ratio:hits.*/asked": [0.5, 0.5, 0.5],
         "rate:hits.disk": [1, 1, 1],
     }
+
+
+def test_a_clock_that_is_set_moves_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page whose newest sample is of tomorrow would ask for nothing older until then."""
+    now_s, ahead_s = time.time(), [0]
+    monkeypatch.setattr("cachesvc.observability.history.time.time", lambda: now_s + ahead_s[0])
+    still = {name: Histogram(BOUNDS_S).spread() for name in NAMES}
+    history = History(lambda: {"running": 1}, lambda: still)
+    for ahead_s[0] in (0, 86_400, -86_400, 0):
+        history.sample()
+    times = history.read(["value:running"], window_s=60)["times"]
+    assert times == pytest.approx([now_s] * 3, abs=30)
+    assert sorted(times) == times
 
 
 def test_what_never_happened_is_zero_and_a_share_of_nothing_is_null() -> None:
