@@ -540,6 +540,18 @@ async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None
     assert "adds up" in await text(client, "money")
 
 
+async def test_a_card_in_another_currency_leaves_the_money_page_in_that_of_the_charges(
+    client: httpx.AsyncClient,
+) -> None:
+    """Its charts were of the newest card's currency, empty, and its foot gave every card that."""
+    body = {"card": {"name": "two-tier"}, "why": "dollars"}
+    assert 200 == (await client.post("api/prices/apply", json=body)).status_code
+    page = await text(client, "money")
+    for currency in ("CNY", "USD"):
+        assert f"<small>{currency} per million tokens</small>" in page
+    assert "CNY an hour, by class of tokens" in page
+
+
 async def test_an_unknown_tenant_or_request_is_a_page_that_says_so(
     client: httpx.AsyncClient,
 ) -> None:

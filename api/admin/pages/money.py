@@ -4,6 +4,7 @@ Plain functions: the server runs them on its thread pool, because they read the 
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -32,16 +33,16 @@ def page(request: Request, admin: MayRead) -> Response:
         holds = [hold_document(hold, now_ns) for hold in store_reports.hold_list(connection, None)]
     book, proved = books.accounts.book, books.prover.last
     days = revenue(books.store, book, days=DAYS)
-    card = book.in_force(now_ns)
+    card, month = book.in_force(now_ns), _sums(days)
     return render(
         request,
         "money.html",
         admin,
-        currency=card.currency if card is not None else "",
+        currency=_main_currency(month) or (card.currency if card is not None else ""),
         days=days,
         classes=[name for name in REVENUE_CLASSES if any(day.amounts[name] for day in days)],
         peak=max((max(day.charged, day.saved) for day in days), default=0),
-        month=_sums(days),
+        month=month,
         tenants=books.accounts.tenants(),
         ranked=ranked(usage_report.total(books.store)),
         holds=sorted(holds, key=lambda hold: -float(hold["age_s"]))[:MAX_HOLDS],
@@ -74,6 +75,12 @@ def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
         for name, amount in day.amounts.items():
             total[name] += amount
     return sums
+
+
+def _main_currency(month: Mapping[str, Mapping[str, int]]) -> str:
+    """The one that most requests were charged in, because the charts show one; empty if none
+    was."""
+    return max(month, key=lambda code: month[code]["requests"], default="")
 
 
 def _cards(books: Books, now_ns: int) -> list[dict[str, Any]]:

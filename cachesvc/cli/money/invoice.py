@@ -148,7 +148,8 @@ def parties(
         return
     applied = call(invoices.apply_parties, toml=_read(file), by=call.by, why=call.why)
     named = len(applied["buyers"])
-    note(f"invoices are from {applied['seller']}; {named} tenants are named")
+    buyers = "1 buyer is" if named == 1 else f"{named} buyers are"
+    note(f"invoices are from {applied['seller']}; {buyers} named")
 
 
 def _sums(found: Any) -> str:
