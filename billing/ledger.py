@@ -287,7 +287,8 @@ class Ledger:
                 self.expire()
                 self._sweeper.close_months()
             self._unswept = ""
-        except LedgerUnavailable as error:  # commands report it to their callers
+        except LedgerUnavailable as error:
+            self._commits.count(failed_batches=1)
             if self._unswept != str(error):
                 log.error("the ledger was not swept: %s", error)
             self._unswept = str(error)

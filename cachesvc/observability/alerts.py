@@ -89,6 +89,13 @@ def _ledger_drift(recent: Recent) -> str | None:
     return "Balances and holds do not sum to the ledger" if drifts else None
 
 
+def _ledger_fails(recent: Recent) -> str | None:
+    """Fires if more than a few commits failed in five minutes."""
+    failed = recent.grown("deltas:money.ledger.failed_batches", 5 * MINUTE_S)
+    fails = sum(failed.values()) > 5
+    return "The ledger cannot be written: requests are refused" if fails else None
+
+
 def _clock_skew(recent: Recent) -> str | None:
     skew_s = recent.now("value:money.ledger.clock_skew_s")
     return f"The clock is {skew_s:.0f} s off: requests are refused" if abs(skew_s) > 120 else None
@@ -159,6 +166,7 @@ def _queue_grows(recent: Recent) -> str | None:
 RUNBOOKS = {"DiskShardNotReady": "tier-faults"}
 ALERTS: Sequence[Alert] = (
     Alert("LedgerDrift", "page", MINUTE_S, _ledger_drift),
+    Alert("LedgerFails", "page", 0, _ledger_fails),
     Alert("ClockSkew", "page", 0, _clock_skew),
     Alert("InvariantBroken", "page", 0, _invariant_broken),
     Alert("HitRateDropped", "ticket", 15 * MINUTE_S, _hit_rate_dropped),

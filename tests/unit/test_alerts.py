@@ -96,8 +96,12 @@ def full_disk(used: int, hours: int, fires: str = "") -> Case:
     return Case({fires} - {""}, series, state, f"disk-{used}-{hours}h", LONG)
 
 
+FAILED = 'cachesvc_ledger_failed_commits_total{instance="a"}'
 CASES = [
     gauge('cachesvc_ledger_drift_units{instance="a"}', "money.drift_units", 5, -3, "LedgerDrift"),
+    gauge(FAILED, "money.ledger.failed_batches", 3, 9, "LedgerFails"),
+    gauge(FAILED, "money.ledger.failed_batches", 3, 2),
+    gauge(FAILED, "money.ledger.failed_batches", 20, 9),
     gauge(
         'cachesvc_ledger_clock_skew_seconds{instance="a"}',
         "money.ledger.clock_skew_s",

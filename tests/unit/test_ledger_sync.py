@@ -348,6 +348,7 @@ def test_commits_that_fail_twice_refuse_until_one_succeeds(
         for _ in range(3):
             house.ledger._tick()
         assert 1 == caplog.text.count("was not swept"), "not every second"
+        assert 5 == house.ledger.stats().failed_batches, "or its alert would end while it lasts"
         house.ledger.store.retrying(lambda connection: None)
         assert said == house.ledger.refuses, "what changes nothing needs no disk"
     house.ledger._tick()  # no request comes to a server that is not ready
