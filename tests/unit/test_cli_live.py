@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import CacheScope, PrefixKey, token_bytes
 from tiers.blocks.tree import TreeQuery, tree_json
+from tiers.disk.directory import DirectoryLock
 from tiers.disk.open import open_disk
 from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import BlockState
@@ -159,6 +161,17 @@ def test_without_a_server_commands_about_one_say_what_to_do(
     failed = call(*command, "--data-dir", str(data_dir))
     assert 1 == failed.exit_code
     assert f"no server runs on {data_dir}" in failed.stderr
+
+
+def test_a_server_whose_file_was_removed_is_not_called_none(data_dir: Path) -> None:
+    lock = DirectoryLock(disk_path(data_dir))
+    try:
+        failed = call("top", "--data-dir", str(data_dir))
+    finally:
+        lock.release()
+    assert 1 == failed.exit_code
+    assert f"{data_dir} is served by pid {os.getpid()}" in failed.stderr
+    assert "its server.json was removed; restart it" in failed.stderr
 
 
 def test_stats_of_a_running_server_tell_every_tier(server: Running) -> None:
