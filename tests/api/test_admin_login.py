@@ -158,7 +158,7 @@ async def test_the_login_page_mentions_a_lost_session(client: httpx.AsyncClient)
     async with admin_client(fake_parts(stats=lambda: STATS)) as restarted:
         restarted.cookies = client.cookies
         lost = await restarted.get("/admin", headers=PERSON, follow_redirects=True)
-        assert "Your session has ended: it was too old" in lost.text
+        assert "or its password or key was changed. Log in." in lost.text
         assert 303 == (await log_in(restarted)).status_code
         assert 200 == (await restarted.get("/admin", headers=PERSON)).status_code
 

@@ -26,7 +26,10 @@ router = APIRouter(prefix="/admin", include_in_schema=False)
 
 LINK_TTL_S = 15 * 60.0
 WRONG = "That name and password, or key, did not match. Check both and try again."
-ENDED = "Your session has ended: it was too old, or you were away too long. Log in."
+ENDED = (
+    "Your session has ended: it was too old, you were away too long, or its password or key was "
+    "changed. Log in."
+)
 # Where a login may lead: our own pages.
 _NEXT = re.compile(r"/admin(/[A-Za-z0-9_./-]*)?(\?[A-Za-z0-9_.=&%+,~-]*)?")
 
