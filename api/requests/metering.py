@@ -17,8 +17,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from api.errors import GenerationFailed
 from api.job import Bill, Job, Priced, Served
-from billing.errors import GateError, InsufficientBalance, SpendLimitReached
+from billing.errors import GateError, InsufficientBalance, SpendLimitReached, UnknownHold
 from billing.gate.holds import Hold
 from billing.gate.work import SYSTEM, Settled
 from billing.keys import Principal
@@ -247,7 +248,8 @@ class LedgerCharge:
         )
 
     def _take_in(self) -> None:
-        """Takes in an answered slice. Raises the ledger's errors, except refusals."""
+        """Takes in an answered slice. Raises the ledger's errors, except refusals, and
+        GenerationFailed if the hold has lapsed."""
         if self._asked is None or not self._asked.done():
             return
         asked, self._asked = self._asked, None
@@ -256,6 +258,8 @@ class LedgerCharge:
             self._covered += self._asked_tokens
         except (InsufficientBalance, SpendLimitReached) as refusal:
             self.refusal = refusal
+        except UnknownHold:
+            raise GenerationFailed("The hold of this request was not renewed in time.") from None
 
     async def _let_slice_end(self) -> None:
         """Awaits the pending slice, so that its result is read. The ledger takes commands in

@@ -321,6 +321,25 @@ async def test_a_failure_costs_what_had_been_sent(bank: Bank, stream: bool) -> N
     assert (PROMPT_TOKENS * MISS + 3 * OUTPUT if stream else 0) == bank.spent(UNITS)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_hold_that_lapses_is_the_servers_failure(tmp_path: Path, stream: bool) -> None:
+    """As where the database was away for longer than a lease. Clients do not retry a 404."""
+    bank = Bank(tmp_path, lease_s=0)
+    bank.house.engine.script = Script(answer="z" * 999, step_s=0.02)
+    with contextlib.closing(bank):
+        async with serving(bank) as (app, _, house):
+            headers = bank.customer(UNITS)
+            visit = Visit(app, CHAT, HELLO | {"stream": stream}, **headers).start()
+            await begun(house, tokens=1)
+            assert 1 == await asyncio.to_thread(bank.ledger.sweep)
+            await visit.task
+            assert (200 if stream else 500) == visit.messages[0]["status"]
+            assert '"code":"generation_failed"' in visit.text
+        assert (PROMPT_TOKENS * MISS if stream else 0) <= bank.spent(UNITS)
+        assert stream or 0 == bank.spent(UNITS)
+        assert [] == audit.verify(bank.store).problems
+
+
 async def test_an_answer_that_we_fail_to_write_costs_nothing(
     bank: Bank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
