@@ -4,9 +4,9 @@ transformers asks for `torch.distributed.tensor` and `torch._dynamo` as it is im
 spread over many devices and for functions that a compiler must leave alone. Here a model is on one
 device, and nothing of transformers is compiled. They are a quarter of a server's imports.
 
-It also reads the 2,300 files of its models for the names in them, as it is imported and again for
-its package of models. Here each folder is read once, and of a file only its end is searched line by
-line.
+It also reads the 2,300 files of its models for the names in them. Here it does so when somebody
+asks it for a name that is not there yet. A start does not: `AutoModelForCausalLM` goes to a model's
+own files.
 
 A program of our own imports the rest of `engine` and loads its model inside `without_training`. A
 library must not: the program around it may train.
@@ -16,10 +16,11 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from importlib import import_module, reload
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -30,7 +31,7 @@ _INDEXING = f"{_COMPILER}._trace_wrapped_higher_order_op"
 _SUPPORT = f"{_COMPILER}.utils"
 _NAMES = "transformers.utils.import_utils"  # the module that reads
 _READ = "create_import_structure_from_path"  # its function,
-_SEARCH = "fetch__all__"  # and the one that this calls with the contents of a file
+_PACKAGE = "_LazyModule"  # and the class of packages that have names from it
 
 Function = Callable[..., Any]
 
@@ -44,7 +45,7 @@ def without_training() -> Iterator[None]:
     """
     import torch
 
-    reading = _ReadingOnce()
+    reading = _ReadingLater()
     sys.meta_path.insert(0, reading)
     try:
         from transformers.utils import is_torch_distributed_available
@@ -76,9 +77,8 @@ def _import_models() -> None:
         _remove()
 
 
-class _ReadingOnce(MetaPathFinder):
-    """Finds that module in the usual way, lets its function remember the folders that it has read,
-    and searches files from their last names on."""
+class _ReadingLater(MetaPathFinder):
+    """Finds that module in the usual way, and lets it read the names of models later."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -90,36 +90,45 @@ class _ReadingOnce(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            if hasattr(module, _READ):
-                setattr(module, _READ, _once(getattr(module, _READ)))
-            if hasattr(module, _SEARCH):
-                setattr(module, _SEARCH, _at_the_end(getattr(module, _SEARCH)))
+            if hasattr(module, _READ) and hasattr(module, _PACKAGE):
+                _read_later(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-def _once(read: Function) -> Function:
-    found: dict[Path, Any] = {}
+def _read_later(module: Any) -> None:
+    """Let packages begin with the names of the folder `auto`, which finds the classes of models.
+    The first name that they lack has them made again with all."""
+    read, find = getattr(module, _READ), getattr(module, _PACKAGE).__getattr__
+    models = Path(module.__file__).parents[1] / "models"
+    unread, lock = {"transformers", "transformers.models"}, RLock()
 
-    @wraps(read)
-    def once(path: str | Path) -> Any:
-        folder = Path(path).parent if Path(path).is_file() else Path(path)
-        if folder not in found:
-            found[folder] = read(path)
-        return found[folder]
+    def read_few(path: str | Path) -> Any:
+        whole = Path(path) in (models, models / "__init__.py")
+        return {"auto": read(models / "auto")} if whole else read(path)
 
-    return once
+    def find_or_read(package: Any, name: str) -> Any:
+        try:
+            return find(package, name)
+        except AttributeError:
+            if name.startswith("__"):
+                raise
+            if PathFinder.find_spec(inner := f"{package.__name__}.{name}", package.__path__):
+                return import_module(inner)
+            with lock:
+                if package.__name__ in unread:
+                    unread.remove(package.__name__)
+                    setattr(module, _READ, read)
+                    module.define_import_structure.cache_clear()
+                    reload(package)  # another one takes its place
+            whole = sys.modules.get(package.__name__)
+            if whole is package:
+                raise
+            return getattr(whole, name)
 
-
-def _at_the_end(search: Function) -> Function:
-    """The search finds the last line that starts with `__all__`, and goes on from there."""
-
-    @wraps(search)
-    def at_the_end(content: str) -> Any:
-        return search(content[content.rfind("\n__all__") + 1 :])
-
-    return at_the_end
+    setattr(module, _READ, read_few)
+    getattr(module, _PACKAGE).__getattr__ = find_or_read
 
 
 class _Later(ModuleType):
