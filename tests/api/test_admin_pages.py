@@ -375,6 +375,17 @@ async def test_a_double_click_without_a_reference_is_booked_once(
         assert before + visits * UNITS == accounts.tenant("acme").balance
 
 
+async def test_a_refused_deposit_keeps_what_was_typed(client: httpx.AsyncClient) -> None:
+    """What is typed again is soon the form's first choice, a top-up, where it was a grant."""
+    form = {"kind": "grant", "amount": "ten", "reference": "mail-7", "why": "sorry & <thanks>"}
+    page = (await client.post("tenants/acme/deposit", data=form)).text
+    assert '<option value="grant" selected>' in page
+    for name, value in (("amount", "ten"), ("reference", "mail-7")):
+        assert re.search(rf'<input id="deposit-{name}" [^>]*value="{value}"', page)
+    assert 'value="sorry &amp; &lt;thanks&gt;"' in page
+    assert "selected" not in await text(client, "tenants/acme")
+
+
 TOPUP = {"kind": "topup", "why": "x"}
 
 

@@ -84,7 +84,9 @@ def submit_form(request: Request, tenant: str, name: str, admin: MayChange, sent
 
     wrong, _ = FORMS[name].submit(request, admin, sent, check, tenant=tenant)
     if wrong:
-        return show_tenant(request, admin, tenant, wrong=wrong)
+        return show_tenant(
+            request, admin, tenant, wrong=wrong, typed=sent if name == "deposit" else None
+        )
     return RedirectResponse(f"/admin/tenants/{tenant}?done={name}", 303)
 
 
@@ -137,8 +139,10 @@ def show_tenant(
     *,
     before: int | None = None,
     wrong: str = "",
+    typed: Mapping[str, object] | None = None,
     done: str = "",
 ) -> Response:
+    """`typed` is what a refused deposit had in its fields."""
     books, now_ns = books_of(request), time.time_ns()
     with found():
         tenant = books.accounts.tenant(name)
@@ -165,6 +169,7 @@ def show_tenant(
         forms=FORMS,
         once=secrets.token_hex(8),
         wrong=wrong,
+        typed=typed or {},
         done=DONE.get(done, ""),
     )
 
