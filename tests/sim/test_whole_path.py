@@ -1,10 +1,11 @@
 """Whole lives: clients over ASGI, grammars, limits, money, the real engine and three tiers.
 
 The model is a `ChainRunner`; threads are real, so a seed draws what is asked and not when it is
-done. Clients leave, ask again under one key, run out of money and into limits; grammars are slow,
-or cannot be compiled; steps fail; an operator evicts and purges. Every answer has the tokens of a
-cold run, and the ledger has one charge of what was computed for each request that the engine took,
-and none for any other. `python -m tests.sim.test_whole_path FIRST LAST` lives more seeds.
+done. Clients leave, read nothing, ask again under one key, run out of money and into limits, while
+prices and limits change; grammars are slow, or cannot be compiled; steps fail; an operator evicts
+and purges. Every answer has the tokens of a cold run, and the ledger has one charge of what was
+computed for each request that the engine took. Nobody else pays.
+`python -m tests.sim.test_whole_path FIRST LAST` lives more seeds.
 """
 
 import asyncio
@@ -13,10 +14,12 @@ import json
 import logging
 import random
 import sys
+import time
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -29,8 +32,11 @@ from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_stor
 from api.app import create_app
 from api.requests.bridge import OutputBridge
 from api.requests.grammars import GrammarPool
-from billing.gate.entries import Entry
+from billing.alerts.budgets import Budget, remove_budget, set_budget
+from billing.errors import CardConflict, UnknownBudget
+from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import Outcome
+from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.store import reports
 from billing.usage import EMPTY, Usage
@@ -57,7 +63,7 @@ RICH = 1 << 60
 FEW = Quota(requests=9, concurrency=3, miss_tokens=300, output_tokens=60)
 TENANTS = {"acme": RICH, "bolt": RICH, "poor": 150_000_000}  # units; `bolt` has the limits
 POISON = 255  # a prompt that begins with this token cannot be computed
-REFUSED = {400, 402, 409, 429, 503}
+REFUSED = {400, 402, 403, 409, 429, 503}
 
 
 class Grammars:
@@ -154,10 +160,18 @@ class Life:
             bridge=bridge,
             grammars=GrammarPool(Grammars()),
             limits=WindowLimits(limits, open_storage("memory://"), self.places),
-            settings=replace(house.wire.settings, replay_turns=chance.random() < 0.5),
+            settings=replace(
+                house.wire.settings,
+                replay_turns=chance.random() < 0.5,
+                write_timeout_s=0.1,
+                keepalive_s=chance.choice((0.005, 15.0)),
+            ),
         )
         self.house = FakeHouse(wire, cast(Any, self.engine), house.meter)
         self.keys = {name: self.bank.customer(units, name) for name, units in TENANTS.items()}
+        self._acts = (self._change_price, self._limit, self._suspend)
+        self._num_cards = 1
+        self._stops = chance.random() < 0.3
         self.said: Counter[str] = Counter()
         self.statuses: Counter[int] = Counter()
 
@@ -172,6 +186,8 @@ class Life:
                     await asyncio.sleep(self.chance.choice((0, 0, 0.001, 0.01)))
                     if self.chance.random() < 0.1:
                         self._operate()
+                    if self.chance.random() < 0.2:
+                        await asyncio.to_thread(self.chance.choice(self._acts))
                 async with asyncio.timeout(60):
                     await asyncio.gather(*clients)
                     await self._ask_what_cannot_be(app)
@@ -197,6 +213,33 @@ class Life:
             keys = [block.key for block in [*self.cache.index] if block.scope == root]
             self.engine.call(lambda cache: cache.evict([key for key in keys if key is not None]))
 
+    def _change_price(self) -> None:
+        """New requests have it; those under way keep theirs, as the audit finds out."""
+        self._num_cards += 1
+        moment = datetime.fromtimestamp(time.time() + self.chance.choice((0, 0, 0.01)), UTC)
+        hit, miss, output = (self.chance.randrange(9) for _ in range(3))
+        text = (
+            f'[card]\nname="c"\nversion="{self._num_cards:03}"\n'
+            f'valid_from={moment.isoformat()}\ncurrency="CNY"\n[[model]]\nmatch="*"\n'
+            f'hit="0.{hit}"\nmiss="0.{miss}"\noutput="{output}"\n'
+        )
+        with contextlib.suppress(CardConflict):
+            self.bank.accounts.apply_card(parse_card(text), by="test")
+
+    def _limit(self) -> None:
+        """A hard limit comes, changes or goes."""
+        accounts, now_ns = self.bank.accounts, time.time_ns()
+        if self.chance.random() < 0.3:
+            with contextlib.suppress(UnknownBudget):
+                remove_budget(accounts, "cap", by="test", now_ns=now_ns, reason="test")
+            return
+        amount = self.chance.choice((10_000_000, 300_000_000, RICH))
+        budget = Budget(name="cap", tenant="acme", amount=amount, hard=True)
+        set_budget(accounts, budget, by="test", now_ns=now_ns, reason="test")
+
+    def _suspend(self) -> None:
+        self.bank.accounts.set_suspended("bolt", self.chance.random() < 0.3, by="test")
+
     async def _client(self, app: Any, number: int) -> None:
         """One request, as often as its client sends it."""
         chance = self.chance
@@ -210,9 +253,22 @@ class Life:
             visits.append(Visit(app, path, body, **headers).start())
         if leaves_s is not None:
             await asyncio.sleep(leaves_s)
-            visits[0].leave()
+            how = chance.random()
+            if how < 0.6:
+                visits[0].leave()
+            elif how < 0.75:
+                visits[0].broken = True
+            elif how < 0.9:
+                visits[0].stuck = True
+            else:
+                visits[0].task.cancel()
         for visit in visits:
-            await visit.task
+            if visit.stuck:  # a refusal would wait for it
+                await asyncio.wait([visit.task], timeout=1)
+                visit.task.cancel()
+            await asyncio.wait([visit.task])
+            if not visit.task.cancelled():
+                assert isinstance(visit.task.exception(), OSError | None)
             if visit.messages:
                 self._take(visit, body, left=leaves_s is not None and visit is visits[0])
 
@@ -233,6 +289,8 @@ class Life:
             "n": chance.choice((1, 1, 1, 3)),
             "stream": chance.random() < 0.5,
         }
+        if self._stops and chance.random() < 0.3:
+            body["stop"] = [chr(chance.randrange(50)) for _ in range(4)]
         if body["stream"]:
             body["stream_options"] = {"include_usage": True}
         if chance.random() < 0.5:
@@ -321,7 +379,7 @@ class Life:
             finish = next((each.finish for each in outputs if each.finish), None)
             whole = finish in (FinishReason.STOP, FinishReason.LENGTH) and outputs[-1].last
             assert got == expected[: len(got)], engine_id
-            if whole and not self._was_cut(engine_id):
+            if whole and not self._stops and not self._was_cut(engine_id):
                 assert got == expected, engine_id
 
     def _was_cut(self, engine_id: str) -> bool:
@@ -339,15 +397,23 @@ class Life:
 
     def _check_ledger(self) -> None:
         taken = {engine_id.partition(".")[0] for engine_id in self.engine.requests}
-        assert taken == self.charges.keys()
+        assert taken <= self.charges.keys()
+        for name in self.charges.keys() - taken:  # the server gave it up after its hold was taken
+            assert 0 == self.charges[name].amount and name not in self.said, name
         assert self.said.keys() <= taken
+        refunds = [each for each in self.bank.entries if each.kind is Kind.CORRECTION]
+        for refund in refunds:  # of what was lost, and came by a retry
+            why, _, name = refund.request_id.partition(":")
+            assert why == "retry" and name not in self.said, refund
         for name, entry in self.charges.items():
             usage = Usage.from_record(entry.details.get("usage", {}))
             assert usage.cache_write <= usage.miss
             usage = replace(usage, cache_write=0)  # a part of the prompt that is counted again
             outcome, computed = Outcome(entry.details["outcome"]), self._computed(name)
             if outcome is Outcome.FINISHED:
-                assert computed == usage, name
+                assert self._stops or computed == usage, name
+                assert replace(computed, output=usage.output) == usage, name
+                assert usage.output <= computed.output, name
             elif outcome is Outcome.CLIENT_GONE:  # what no slice covers is not billed
                 assert replace(computed, output=usage.output) == usage, name
                 assert usage.output <= computed.output, name
@@ -357,7 +423,8 @@ class Life:
         with self.bank.store.reading() as connection:
             assert [] == reports.hold_list(connection)
         for tenant, paid in TENANTS.items():
-            mine = [entry for entry in self.charges.values() if entry.tenant == tenant]
+            entries = [*self.charges.values(), *refunds]
+            mine = [entry for entry in entries if entry.tenant == tenant]
             assert -sum(entry.amount for entry in mine) == self.bank.spent(paid, tenant)
             assert tenant != "poor" or self.bank.accounts.tenant(tenant).balance >= 0
         assert [] == audit.verify(self.bank.store).problems
