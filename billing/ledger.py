@@ -273,7 +273,8 @@ class Ledger:
 
     def _tick(self) -> None:
         try:
-            if self.store.unwritable:  # readiness keeps requests away, whose commits would tell
+            # Readiness keeps requests away, whose commits would tell.
+            if self.store.unwritable or self.store.failed:
                 self.store.probe()
             self.store.check_claim()
             self.store.check_schema()

@@ -179,6 +179,15 @@ def test_a_damaged_ledger_is_written_no_further(tmp_path: Path) -> None:
             house.reserve("r1", 1)
 
 
+def test_a_closed_ledger_fails_on_while_nobody_asks(house: TestLedger) -> None:
+    """A server that is not ready gets no requests, and its alert must not end meanwhile."""
+    assert house.ledger.store._log is not None
+    house.ledger.store._log.failed = "the disk failed"
+    for _ in range(3):
+        house.ledger._tick()
+    assert 3 <= house.ledger.stats().failed_batches
+
+
 def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
