@@ -34,15 +34,18 @@ HOPELESS = 1.2  # a trial ends if all its steps so far take this many times the 
 CHANGED = 1.5  # another begins if all steps take this many times as long as at the last trial
 LEAST_REST = 32  # the fewest steps before that
 ALIKE = 1.25  # steps of a kind have work within this ratio
+CALM_S = 1.0  # that others must leave a larger team's processors before it is tried again
 ROW_KEYS = 1000  # keys whose attention counts as much work as a row's products
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Steps of similar numbers of rows and like work. `size` is their number of threads. `recent`
-    holds the seconds of the latest."""
+    """Steps of similar numbers of rows and like work. `size` is their number of threads.
+    `crowded_s`: when others last wanted a larger team's processors, or it was given up; None if it
+    was tried since. `recent` holds the seconds of the latest."""
 
     size: int
+    crowded_s: float | None = None
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLE))
     usual_s: float = 0.0  # at the last trial
     rest: int = FIRST_REST  # steps until the next trial
@@ -88,6 +91,7 @@ class ThreadTeam:
             self.size = size
         if self._waiting is not None:
             self._waiting.begin(size)
+            self._notice_calm(kind, self._waiting)
         self._begun = kind, self._clock_s()
 
     def end(self) -> None:
@@ -122,9 +126,23 @@ class ThreadTeam:
         kind = self._kinds[rows].get(work)
         if kind is None:
             latest = self._latest.get(rows)
-            kind = self._kinds[rows][work] = _Kind(self._most if latest is None else latest.size)
+            kind = _Kind(self._most) if latest is None else _Kind(latest.size, latest.crowded_s)
+            self._kinds[rows][work] = kind
         self._latest[rows] = kind
         return kind
+
+    def _notice_calm(self, kind: _Kind, waiting: Waiting) -> None:
+        """Try a larger team soon if others have left, instead of after the whole rest."""
+        assert self._most is not None
+        if kind.size == self._most or kind.tried is not None:
+            return
+        now_s = self._clock_s()
+        if not waiting.leaves(min(2 * kind.size, self._most)):
+            kind.crowded_s = now_s
+        elif kind.crowded_s is not None and now_s - kind.crowded_s > CALM_S:
+            kind.crowded_s = None
+            kind.grows = True
+            kind.rest = 0
 
     def _try(self, kind: _Kind) -> None:
         assert self._most is not None
@@ -141,6 +159,7 @@ class ThreadTeam:
                 "steps like the last take %.1f ms with %d threads and %.1f with %d",
                 *(1e3 * trial_s, kind.tried, 1e3 * before_s, kind.size),
             )
+            kind.crowded_s = self._clock_s() if kind.tried < kind.size else None
             kind.size = kind.tried
             kind.recent = deque(kind.trial[1:], maxlen=SAMPLE)
             kind.last_rest = REST

@@ -52,10 +52,15 @@ class Waiting:
         self._pause = pause
         self._second: _SecondTeam | None = None
         self._window = clock_s(), self._others_s()
+        self._used = 0.0  # processors that others used in the last window
 
     @property
     def spins(self) -> bool:
         return self._second is None
+
+    def leaves(self, size: int) -> bool:
+        """Whether others, when last seen, left a processor for each of `size` threads."""
+        return self._taken(size) < QUIET
 
     def begin(self, size: int) -> None:
         """Begin a step with a team of `size` threads."""
@@ -66,11 +71,16 @@ class Waiting:
         self._window = now_s, used_s
         if used_s is None or before_s is None:
             return
-        taken = (used_s - before_s) / (now_s - begun_s) - len(allowed_processors()) + size
+        self._used = (used_s - before_s) / (now_s - begun_s)
+        taken = self._taken(size)
         if taken > CROWDED and self._crowded_now(size):
             self._sleep_soon(size)
         elif taken < QUIET or taken > CROWDED:
             self._spin()
+
+    def _taken(self, size: int) -> float:
+        """Processors that others used of those that a team of `size` threads needs."""
+        return self._used - len(allowed_processors()) + size
 
     def _crowded_now(self, size: int) -> bool:
         """Whether others still want the team's processors. A window may end long before a step: an

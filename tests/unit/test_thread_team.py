@@ -9,14 +9,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.execution.team import FIRST_REST, LEAST_REST, LONGEST_REST, SAMPLE, ThreadTeam
+from engine.execution.team import (
+    CALM_S,
+    FIRST_REST,
+    LEAST_REST,
+    LONGEST_REST,
+    REST,
+    SAMPLE,
+    ThreadTeam,
+)
+from engine.execution.waiting import WINDOW_S, Waiting
+from engine.openmp import allowed_processors
 
 
 class Machine:
     """Steps that take `seconds(rows, threads)`."""
 
     def __init__(self, seconds: Callable[[int, int], float], most: int = 2) -> None:
-        self.seconds = seconds
+        self.seconds, self.most = seconds, most
         self.now_s = 1000.0
         self.team = ThreadTeam(most, resize=lambda _: None, clock_s=lambda: self.now_s)
         self.sizes: Counter[int] = Counter()
@@ -87,6 +97,58 @@ def test_a_crowd_is_noticed_at_once_and_so_is_its_end() -> None:
     machine.steps(2000)
     machine.seconds = idle
     assert machine.steps(LONGEST_REST + 100)[2] > 80
+
+
+class Shared(Machine):
+    """Steps on all processors of this machine, beside others that use `used` of them."""
+
+    def __init__(self) -> None:
+        self.used, self.used_s, self.seen_s = 0.0, 0.0, 1000.0
+        cores = len(allowed_processors())
+        super().__init__(self._seconds, max(2, cores))
+        waiting = Waiting(others_s=self._others_s, running=lambda: None, clock_s=lambda: self.now_s)
+        self.team = ThreadTeam(
+            self.most, resize=lambda _: None, clock_s=lambda: self.now_s, waiting=waiting
+        )
+
+    def _others_s(self) -> float:
+        self.used_s += self.used * (self.now_s - self.seen_s)
+        self.seen_s = self.now_s
+        return self.used_s
+
+    def _seconds(self, rows: int, threads: int) -> float:
+        alone = 0.02 * rows / threads
+        return alone if self.used + threads <= self.most else 4 * alone
+
+
+def test_a_larger_team_is_tried_again_once_others_have_left() -> None:
+    machine = Shared()
+    machine.used = machine.most - 1.0
+    machine.steps(200)
+    assert machine.steps(20)[1] == 20
+    machine.used = 0.0
+    machine.steps(int((CALM_S + WINDOW_S) / 0.08) + 40)
+    assert machine.team.size > 1
+    assert machine.steps(20)[1] == 0
+    assert LEAST_REST < 40 < REST
+
+
+def test_a_kind_of_step_that_is_new_knows_that_others_were_there() -> None:
+    machine = Shared()
+    machine.used = machine.most - 1.0
+    machine.steps(200)
+    machine.used, machine.now_s = 0.0, machine.now_s + 2 * CALM_S  # nobody asks meanwhile
+    machine.keys = lambda: 50_000
+    machine.steps(2 + SAMPLE)
+    assert machine.steps(20)[1] == 0
+
+
+def test_one_thread_stays_where_others_leave_too_little() -> None:
+    machine = Shared()
+    machine.used = machine.most - 1.0
+    machine.steps(200)
+    machine.used = machine.most - 1.5
+    assert machine.steps(100)[1] > 90
 
 
 def test_a_machine_of_one_processor_tries_nothing() -> None:
