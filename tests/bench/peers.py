@@ -249,7 +249,7 @@ def _servers(given: argparse.Namespace, data_dir: Path) -> Iterator[Server]:
     sizes = ("--device-cache", given.device_cache, "--host-cache", "0", "--disk-cache", "0")
     command = [str(program), "serve", "--port", str(port), "--data-dir", str(data_dir), *sizes]
     command += ["--model", given.ours]
-    longest = max(8192, *(2 * length for length in given.lengths))
+    longest = max([8192, *(2 * length for length in given.lengths)])
     bounds = {"start_s": given.start_s, "threads": given.threads}
     yield Server("cachesvc", [*command, "--dtype", given.dtype], port, given.ours, **bounds)
     if given.vllm:
