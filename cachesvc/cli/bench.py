@@ -8,16 +8,17 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from api.format import seconds
-from cachesvc.bench import Measured, Scenario, as_json
 from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.sources import load_settings
-from cachesvc.server.compute import load
+
+if TYPE_CHECKING:
+    from cachesvc.bench import Measured
 
 app = typer.Typer(no_args_is_help=True, help="Measure time to first token from each tier")
 
@@ -46,6 +47,10 @@ def ttft(
 
     Measure on a quiet machine: a busy second core slows arithmetic many times over.
     """
+    # torch comes with them, and `--help` does not wait for it
+    from cachesvc.bench import Scenario, as_json
+    from cachesvc.server.compute import load
+
     logging.disable(logging.WARNING)
     wanted = _sizes(sizes)
     settings = load_settings(
@@ -104,7 +109,7 @@ def _status() -> Iterator[Any]:
         yield lambda text: status.update(text) if console.is_terminal else None
 
 
-def _print(results: Sequence[Measured], title: str) -> None:
+def _print(results: "Sequence[Measured]", title: str) -> None:
     print_table(
         ("prompt", "blocks from", "first token", "best", "worst", "hits", "computed", "faster"),
         [

@@ -1,6 +1,7 @@
 """`cachesvc doctor`: checks whether this machine can serve, and says what to fix.
 
-Each check is a function that returns findings. It changes nothing and needs no server.
+Each check is a function that returns findings. It changes nothing and needs no server. Checks that
+need torch import it themselves, so that `--help` does not wait for it.
 """
 
 import importlib.metadata
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -27,13 +29,13 @@ from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, 
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
 from cachesvc.operator.scopes import find_damage
-from cachesvc.server.memory_limit import of_server
 from cachesvc.server.server_file import LiveError, find_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
-from engine.hardware import Hardware, read_hardware
-from engine.operators.library import COMPILERS, compiles_for, find_compiler
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
+
+if TYPE_CHECKING:
+    from engine.hardware import Hardware
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
 LEAST_FILES = 1024
@@ -73,6 +75,8 @@ def doctor(data_dir: DataDir = None, json: AsJson = False) -> None:
 
 def examine(data_dir: Path) -> Iterator[Finding]:
     """Every check's findings, in order."""
+    from engine.hardware import read_hardware
+
     hardware = read_hardware()
     yield check_layout({name: _folder(name) for name in PACKAGES})
     yield from check_versions()
@@ -123,7 +127,9 @@ def check_versions() -> Iterator[Finding]:
         )
 
 
-def check_compute(hardware: Hardware) -> Iterator[Finding]:
+def check_compute(hardware: "Hardware") -> Iterator[Finding]:
+    from engine.operators.library import find_compiler
+
     if hardware.gpu:
         yield Finding("gpu", Level.OK, f"{hardware.gpu}, {size(hardware.gpu_bytes)}")
         yield check_compiler(c_compiler(), Path(sysconfig.get_paths()["include"]) / "Python.h")
@@ -149,6 +155,8 @@ def check_compute(hardware: Hardware) -> Iterator[Finding]:
 def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
     """Compares full caches with the limit of this process's control group and with what is
     free."""
+    from cachesvc.server.memory_limit import of_server
+
     caches, limit, available = of_server(cache, on_gpu=on_gpu), memory_limit(), available_bytes()
     needed, fix = caches.num_bytes, f"lower {caches.largest}"
     takes = f"full caches take {size(needed)}"
@@ -180,6 +188,8 @@ def check_host_tier(cache: CacheSection, gpu_bytes: int) -> Iterator[Finding]:
 def check_operators(compiler: str | None, instructions: str, *, on_gpu: bool) -> Finding:
     """Operators of a CPU, and the disk's for any device, are compiled with a C++ compiler, for
     processors with AVX2 or more."""
+    from engine.operators.library import COMPILERS, compiles_for
+
     compiles = compiles_for(instructions)
     if compiler is not None and compiles:
         return Finding("C++ compiler", Level.OK, compiler)

@@ -149,7 +149,7 @@ def test_a_machine_without_a_cpp_compiler_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, gpu: str | None
 ) -> None:
     """A GPU needs it for the records of the disk, a CPU for its tokens as well."""
-    monkeypatch.setattr(doctor, "find_compiler", lambda: None)
+    monkeypatch.setattr("engine.operators.library.find_compiler", lambda: None)
     hardware = Hardware(1, "AVX2", gpu)
     [found] = [each for each in doctor.check_compute(hardware) if each.check == "C++ compiler"]
     assert (Level.WARNING, "install one, on Debian `apt-get install g++`") == (
