@@ -1,5 +1,6 @@
 """`cachesvc config show`: the effective value and origin of every setting."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
 from cachesvc.config.settings import env_name, parser_of
 from cachesvc.config.sources import Setting, load_settings, without_passwords
+from cachesvc.server.server_file import running_settings
 
 app = typer.Typer(no_args_is_help=True, help="Show every setting, its value and its origin")
 
@@ -24,15 +26,40 @@ def show(
     config: Annotated[Path | None, typer.Option(help="Configuration file (TOML)")] = None,
     json: AsJson = False,
 ) -> None:
-    """Print each effective setting and its origin: default, file or environment."""
-    rows = list(load_settings(config_file=config).rows())
+    """Print each setting that a start would use and its origin: default, file or environment.
+
+    Where a server runs with another value, that value and its origin are shown too.
+    """
+    loaded = load_settings(config_file=config)
+    rows = list(loaded.rows())
+    running = running_settings(loaded.settings.server.data_dir)
     if json:
-        print_json([_as_json(row) for row in rows])
+        print_json([_as_json(row) | _running(running.get(row.name)) for row in rows])
         return
     print_table(
         ("setting", "value", "origin", "meaning"),
-        [(row.name, shown(row.name, row.value), row.origin, row.help) for row in rows],
+        [
+            (row.name, each, origin, row.help)
+            for row in rows
+            for each, origin in _values(row, running.get(row.name))
+        ],
     )
+
+
+def settings_by_name(rows: Iterable[Setting]) -> dict[str, tuple[str, str]]:
+    """Each setting's value as shown, and its origin."""
+    return {row.name: (shown(row.name, row.value), row.origin) for row in rows}
+
+
+def _values(row: Setting, running: tuple[str, str] | None) -> Iterator[tuple[str, str]]:
+    value = shown(row.name, row.value)
+    yield value, row.origin
+    if running is not None and running[0] != value:
+        yield running[0], f"the running server, {running[1]}"
+
+
+def _running(found: tuple[str, str] | None) -> dict[str, Any]:
+    return {"running": found and {"value": found[0], "origin": found[1]}}
 
 
 def shown(name: str, value: Any) -> str:

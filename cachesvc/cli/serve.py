@@ -1,6 +1,7 @@
 """`cachesvc serve`: starts a server with one command."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ from rich.console import Console
 
 import cachesvc
 from api.format import seconds, size
+from cachesvc.cli.config import settings_by_name
 from cachesvc.cli.exits import leave
 from cachesvc.cli.startup_bar import StartupBar
 from cachesvc.config.errors import WrongOption
@@ -16,6 +18,7 @@ from cachesvc.config.settings import Settings, known_settings
 from cachesvc.config.sources import load_settings
 from cachesvc.serve import serve as run
 from cachesvc.server.logs import configure
+from cachesvc.server.server_file import note_settings
 from cachesvc.server.startup import Startup
 from cachesvc.server.vllm.arguments import read_options
 
@@ -93,7 +96,8 @@ def serve(
         "engine.chunk_tokens": chunk_tokens,
         "log.level": log_level,
     }
-    settings = load_settings(flags, config).settings
+    loaded = load_settings(flags, config)
+    settings = loaded.settings
     configure(settings.log)
     console = Console(stderr=True, highlight=False)
     with StartupBar(console) as bar:
@@ -101,6 +105,8 @@ def serve(
 
         def ready(served: Settings, url: str, link: str) -> None:
             bar.stop()
+            effective = settings_by_name(replace(loaded, settings=served).rows())
+            note_settings(served.server.data_dir, effective)
             _announce(served, startup, console, url, link)
 
         run(settings, startup=startup, on_ready=ready)
