@@ -30,7 +30,7 @@ class TokenClass(NamedTuple):
     rate: str = ""
 
 
-TOKEN_CLASSES = (  # a class is one line here, a field of `Usage` and `Rates`, and a migration
+TOKEN_CLASSES = (  # a class is one line here, and a field of `Usage` and `Rates`
     TokenClass("hit_device", "Prompt, hit in device memory", tier="device"),
     TokenClass("hit_host", "Prompt, hit in host memory", tier="host"),
     TokenClass("hit_disk", "Prompt, hit on disk", tier="disk"),

@@ -102,7 +102,7 @@ def card_digest(card: RateCard) -> str:
 def parse_card(text: str, origin: str = "rate card", *, was_applied: bool = False) -> RateCard:
     """A card from TOML text. Raises `PriceError`, naming `origin` and the line.
 
-    A card that an earlier version applied is read as that version read it.
+    An applied card is not refused because clocks have come to be set differently.
     """
     try:
         data = tomllib.loads(text, parse_float=Decimal)

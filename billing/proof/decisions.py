@@ -22,7 +22,7 @@ _PREFIX = "balance."
 
 
 class _Decision(NamedTuple):
-    """What a decision and its entry both say. Earlier versions' trails had no last two."""
+    """What a decision and its entry both say."""
 
     kind: str
     actor: str
@@ -64,7 +64,7 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
         if booked is None:
             message = f"{row['action']} of {row['subject']} was decided, but no entry books it"
             yield Problem(f"trail entry {seq}", 0, "decided", message)
-        elif booked != (decided := _decision(row, booked)):
+        elif booked != (decided := _decision(row)):
             pairs = zip(_Decision._fields, booked, decided, strict=True)
             differing = next(name for name, found, said in pairs if found != said)
             message = f"its {differing} differs from trail entry {seq}"
@@ -73,15 +73,13 @@ def check_decisions(connection: Connection, decisions: Decisions) -> Iterator[Pr
         yield _problem(subject, "it has no decision in the admin trail")
 
 
-def _decision(row: Any, booked: _Decision) -> _Decision:
-    """A row of the trail. What an earlier version did not write down is as booked."""
+def _decision(row: Any) -> _Decision:
+    """The decision in a row of the trail."""
     before, after = (
         parse_units(orjson.loads(row[name])["balance"]) for name in ("before", "after")
     )
     said = orjson.loads(row["after"])
-    about = (booked.reference, booked.expiry)
-    if "reference" in said:
-        about = (said["reference"], said.get("expires_ns"))
+    about = (said["reference"], said.get("expires_ns"))
     of = said.get("wallet", ""), tuple(said.get("scope", ()))
     return _Decision(
         row["action"], row["actor"], row["reason"], row["at_ns"], after - before, *of, *about

@@ -14,7 +14,6 @@ from typing import Any
 import orjson
 
 from billing.money import format_units
-from billing.proof.history import LAG_NS
 from billing.proof.result import Head, Problem
 from billing.store import accounts as store_accounts
 from billing.store import limits as store_limits
@@ -22,8 +21,6 @@ from billing.store import trail as store_trail
 from billing.store.store import Connection
 
 TRAIL = "admin trail"  # its name among heads; tenants' names have no space
-
-ABOUT = "about "  # marks an instant that an earlier version did not record
 
 Row = Mapping[Any, Any]
 _Name = tuple[str, str]  # kind and name
@@ -86,10 +83,6 @@ def _decided(rows: Iterable[Row]) -> _Facts:
                 facts["limits of tenant", row["subject"]] = limits
         elif kind is not None:
             changed = orjson.loads(row["after"])
-            if row["action"] == "prices.apply":
-                changed.setdefault("applied_ns", f"{ABOUT}{row['at_ns']}")
-            if row["action"] == "tenant.create":
-                changed.setdefault("created_ns", f"{ABOUT}{row['at_ns']}")
             facts.setdefault((kind, row["subject"]), {}).update(_texts(changed))
     return facts
 
@@ -123,14 +116,7 @@ def _limit_facts(said: Mapping[str, Any], version: int) -> dict[str, str | None]
 
 
 def _texts(values: Mapping[str, Any]) -> dict[str, str | None]:
-    """Amounts and switches as texts, including those the trail once wrote as numbers."""
     return {name: None if value is None else str(value) for name, value in values.items()}
-
-
-def _agree(found: str | None, said: str | None) -> bool:
-    if found and said and said.startswith(ABOUT):
-        return abs(int(found) - int(said.removeprefix(ABOUT))) < LAG_NS
-    return found == said
 
 
 def _differences(standing: _Facts, decided: _Facts) -> Iterator[Problem]:
@@ -143,7 +129,7 @@ def _differences(standing: _Facts, decided: _Facts) -> Iterator[Problem]:
         if kind == "tenant":
             said.setdefault("suspended", "False")
         for fact in sorted(found.keys() | said.keys()):
-            if not _agree(found.get(fact), said.get(fact)):
+            if found.get(fact) != said.get(fact):
                 message = f"its {fact} is {found.get(fact)}, but the trail says {said.get(fact)}"
                 yield Problem(f"{kind} {name!r}", 0, "decided", message)
                 break

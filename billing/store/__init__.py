@@ -1,4 +1,4 @@
-"""The database: schema, migrations, and every statement that reads or writes it.
+"""The database: schema, and every statement that reads or writes it.
 
-Only this folder imports sqlalchemy and alembic. It decides nothing about money.
+Only this folder imports sqlalchemy. It decides nothing about money.
 """

@@ -1,7 +1,7 @@
 """Opening the ledger's database by its URL: its dialect, its pragmas, its schema.
 
-Called once by a server or a command. A schema older than `REVISION` is migrated under a lock. A
-newer one is refused.
+Called once by a server or a command. An empty database gets today's schema under a lock. Another
+version's is refused.
 """
 
 import os
@@ -10,16 +10,14 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from billing.errors import StoreError
-from billing.store.schema import use_postgresql
-from billing.store.store import LedgerStore, cause_of
+from billing.store.schema import SCHEMA, append_only_statements, meta, metadata, use_postgresql
+from billing.store.store import SCHEMA_ROW, LedgerStore, cause_of
 
-MIGRATIONS = Path(__file__).parent / "migrations"
-REVISION = max(file.name for file in (MIGRATIONS / "versions").glob("[0-9]*.py"))[:4]  # the last
 BUSY_TIMEOUT_S = 10
 # Page cache of each of a server's up to 15 connections. SQLite keeps pages until it is full: with
 # 64 MiB the memory grew with the ledger. The operating system caches them too.
@@ -32,7 +30,7 @@ def database_url(data_dir: Path) -> str:
 
 
 def open_store(url: str, *, create: bool = True) -> LedgerStore:
-    """Opens a database and migrates its schema. Raises `StoreError`.
+    """Opens a database, and creates its schema if it is empty. Raises `StoreError`.
 
     `create=False`, for reading commands, refuses a SQLite file that does not exist.
     """
@@ -51,7 +49,7 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
     try:
         engine = _engine(parsed)
         try:
-            _migrate(engine, is_file)
+            _check_schema(engine, is_file)
         except BaseException:
             engine.dispose()
             raise
@@ -61,7 +59,7 @@ def open_store(url: str, *, create: bool = True) -> LedgerStore:
         where = parsed.render_as_string(hide_password=True)
         said = f"cannot open the ledger at {where}: {cause_of(error)}"
         raise StoreError(said + _hint(parsed)) from error
-    return LedgerStore(engine, REVISION)
+    return LedgerStore(engine)
 
 
 def _is_file(path: str | None, create: bool) -> bool:
@@ -116,35 +114,33 @@ def _begin_sqlite(connection: Connection) -> None:
     driver.execute("BEGIN IMMEDIATE")
 
 
-def _migrate(engine: Engine, is_file: bool) -> None:
-    """Brings the schema to `REVISION`.
+def _check_schema(engine: Engine, is_file: bool) -> None:
+    """Creates the schema in an empty database, under a lock. Refuses another version's.
 
-    An older one is upgraded under a lock; a newer one is refused. `is_file` says whether this is
-    the file of a ledger that was there before.
+    `is_file` says whether this is the file of a ledger that was there before.
     """
     with engine.connect() as connection:
-        current = _revision(connection)
-    if current == REVISION:
-        return
-    if current is None and is_file:
+        found = _schema(connection)
+    if found is None and is_file:
         _check_never_used(Path(str(engine.url.database)))
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
+    if found is None:
+        with engine.connect().execution_options(durable=True) as connection, connection.begin():
+            if engine.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(4715013)"))
+            found = _schema(connection) or _create(connection)
+    if found != SCHEMA:
+        raise StoreError(
+            f"the ledger has schema {found!r}, which this version does not know; run the version "
+            "that wrote it, or a newer one"
+        )
 
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    with engine.connect().execution_options(durable=True) as connection, connection.begin():
-        if engine.dialect.name == "postgresql":
-            connection.execute(text("SELECT pg_advisory_xact_lock(4715013)"))
-        config.attributes["connection"] = connection
-        try:
-            command.upgrade(config, REVISION)
-        except CommandError as error:
-            raise StoreError(
-                f"the ledger has schema {current!r}, which this version does not know; "
-                "run the version that wrote it, or a newer one"
-            ) from error
+
+def _create(connection: Connection) -> str:
+    metadata.create_all(connection)
+    for statement in append_only_statements(connection.dialect.name):
+        connection.execute(text(statement))
+    connection.execute(meta.insert().values(name=SCHEMA_ROW, value=SCHEMA.encode()))
+    return SCHEMA
 
 
 def _check_never_used(file: Path) -> None:
@@ -160,8 +156,11 @@ def _check_never_used(file: Path) -> None:
         )
 
 
-def _revision(connection: Connection) -> str | None:
-    if not inspect(connection).has_table("alembic_version"):
+def _schema(connection: Connection) -> str | None:
+    """The schema's version; None in an empty database."""
+    if not inspect(connection).has_table("accounts"):
         return None
-    found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
-    return found
+    found: bytes | None = None
+    if inspect(connection).has_table("meta"):
+        found = connection.scalar(select(meta.c.value).where(meta.c.name == SCHEMA_ROW))
+    return found.decode() if found else "unnumbered"

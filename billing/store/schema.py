@@ -1,11 +1,9 @@
-"""The tables of the ledger's database, the same on SQLite and PostgreSQL. Read by store and
-migrations.
+"""The tables of the ledger's database, the same on SQLite and PostgreSQL.
 
 Amounts that may exceed 64 bits (9.2 million of the currency) are `Wide`; rollups add in SQL and
 keep `hi * 10**9 + lo`, so that no sum overflows.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -47,6 +45,8 @@ class Wide(TypeDecorator[int]):
     def process_result_value(self, value: Any, dialect: Dialect) -> int | None:
         return None if value is None else int(value)
 
+
+SCHEMA = "1"  # the version of these tables; another's database is refused
 
 metadata = MetaData()
 
@@ -381,13 +381,13 @@ INVOICE_TABLES = ("parties", "invoices", "invoice_marks")
 APPEND_ONLY = ("entries", "trail", *INVOICE_TABLES)
 
 
-def append_only_statements(dialect: str, tables: Sequence[str] = APPEND_ONLY) -> list[str]:
+def append_only_statements(dialect: str) -> list[str]:
     """DDL that makes the database itself refuse updates and deletes of written rows."""
     if dialect == "sqlite":
         return [
             f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} BEGIN "
             f"SELECT RAISE(ABORT, '{table} are append-only'); END"
-            for table in tables
+            for table in APPEND_ONLY
             for verb in ("UPDATE", "DELETE")
         ]
     function = (
@@ -399,7 +399,7 @@ def append_only_statements(dialect: str, tables: Sequence[str] = APPEND_ONLY) ->
         *(
             f"CREATE TRIGGER {table}_append_only BEFORE UPDATE OR DELETE ON {table} "
             "FOR EACH ROW EXECUTE FUNCTION refuse_change()"
-            for table in tables
+            for table in APPEND_ONLY
         ),
     ]
 

@@ -30,7 +30,7 @@ from billing.store.batch import load_work, write_work
 from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
 from billing.store.rows import read_advance, read_hold
-from billing.store.schema import advances, holds, meta
+from billing.store.schema import SCHEMA, advances, holds, meta
 from billing.store.wal import WriteAheadLog
 
 __all__ = ["Connection", "LedgerStore", "cause_of"]
@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 RETRIES = 8  # of a transaction after a conflict with another process
 FAILED_COMMITS = 2  # in a row, after which the store counts as unwritable
+SCHEMA_ROW = "schema"  # the name of the row with the schema's version
 PROBE = "probe"  # the name of a row that no transaction leaves behind
 CHECKPOINT_COMMANDS = 1000  # about 5,000 pages, 20 MB of log
 CHECKPOINT_ROUNDS = 4
@@ -49,9 +50,8 @@ LANE_CACHE_KIB = 16 << 10  # room for the pages of a batch
 class LedgerStore:
     """One database. Thread-safe; `close` ends its connections."""
 
-    def __init__(self, engine: Engine, revision: str) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._revision = revision  # of the schema that it was opened with
         self._closed = ""  # why it must not write; empty while it may
         self.insert: Callable[..., Any] = partial(insert_into, dialect=engine.dialect.name)
         self._hot = HotStatements(engine.dialect.name)
@@ -271,15 +271,16 @@ class LedgerStore:
             )
 
     def check_schema(self) -> None:
-        """Stops all writes if a newer version has migrated the database meanwhile.
+        """Stops all writes if another version has changed the database's schema meanwhile.
 
-        This version would omit what the newer one counts.
+        This version would omit what the other one counts.
         """
         with self.reading() as connection:
-            found = connection.scalar(text("SELECT version_num FROM alembic_version"))
-        if found != self._revision:
+            row = connection.scalar(select(meta.c.value).where(meta.c.name == SCHEMA_ROW))
+        if row != SCHEMA.encode():
+            found = row.decode() if row else "unnumbered"
             self._closed = (
-                f"another version brought the ledger from schema {self._revision} to {found}; "
+                f"another version brought the ledger from schema {SCHEMA} to {found}; "
                 "start this server again with that version"
             )
 

@@ -22,7 +22,6 @@ QUIET = (
     "httpx",
     "httpcore",
     "transformers",
-    "alembic",
     "urllib3",
     "filelock",
 )

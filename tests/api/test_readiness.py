@@ -11,13 +11,13 @@ from tests.support.models import save_tiny_model
 
 
 async def test_a_ledger_that_refuses_is_not_ready(tmp_path: Path) -> None:
-    """A newer version migrated it meanwhile: probes send no more requests here."""
+    """A newer version changed it meanwhile: probes send no more requests here."""
     save_tiny_model(tmp_path / "model")
     data_dir = tmp_path / "data"
     async with served(data_dir, tmp_path / "model") as (_, client):
         assert 200 == (await client.get("/health/ready")).status_code
         with closing(sqlite3.connect(data_dir / "ledger.sqlite3")) as plain:
-            plain.execute("UPDATE alembic_version SET version_num = '9999'")
+            plain.execute("UPDATE meta SET value = x'39' WHERE name = 'schema'")
             plain.commit()
         with anyio.fail_after(60):
             while (answer := await client.get("/health/ready")).status_code == 200:

@@ -1,6 +1,5 @@
 """Money and prices that somebody made beside the admins: re-hashed and with balances to match."""
 
-import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -124,21 +123,3 @@ def test_when_a_card_was_applied_is_proved(forged: Path) -> None:
         plain.commit()
     (problem,) = problems(forged)
     assert "its applied_ns is" in problem.message
-
-
-def test_a_ledger_of_the_schema_before_is_brought_up_to_date(
-    original: Path, tmp_path: Path
-) -> None:
-    old = tmp_path / "old"
-    shutil.copy(original, old)
-    with closing(sqlite3.connect(old)) as plain:
-        plain.execute("DROP INDEX entries_billed")
-        plain.execute("ALTER TABLE entries DROP COLUMN billed_ns")
-        plain.execute("UPDATE alembic_version SET version_num = '0002'")
-        plain.commit()
-    with running_ledger(f"sqlite:///{old}") as house:
-        house.clock.advance(60)
-        hold = house.reserve("r2", 0)
-        house.clock.advance(60)
-        house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
-        assert audit.verify(house.ledger.store).problems == []

@@ -44,7 +44,7 @@ output = "2"
 """
 Prove = Callable[..., Proof]
 UNPROVEN_TABLES = {
-    *("alembic_version", "meta", "idempotency", "undelivered", "export_cursors"),
+    *("meta", "idempotency", "undelivered", "export_cursors"),
     *("outbox", "refused_events"),
 }
 UNPROVEN = {

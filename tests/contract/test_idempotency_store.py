@@ -1,12 +1,10 @@
 """Idempotency keys on both databases: replay, conflict, busy, and servers that died."""
 
 import pytest
-from sqlalchemy import text
 
 from billing.errors import IdempotencyBusy, IdempotencyConflict
 from billing.idempotency import Claimed, FirstAnswer, Idempotency
 from billing.money import UNITS
-from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.support.billing import TestLedger
@@ -62,15 +60,3 @@ def test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once(
     assert house.ledger.balance("acme").topup == UNITS - PRICE
     given_back = entries(store)[-1]
     assert given_back.request_id == "retry:r1" and given_back.amount == PRICE
-
-
-def test_a_database_of_the_first_schema_is_upgraded(url: str) -> None:
-    store = open_store(url)
-    with store.writing() as connection:
-        for name in ("owner", "boot"):
-            connection.execute(text(f"ALTER TABLE idempotency DROP COLUMN {name}"))
-        connection.execute(text("UPDATE alembic_version SET version_num = '0001'"))
-    store.close()
-    store = open_store(url)
-    assert Idempotency(store).begin("acme", "k", b"body", "r1") == Claimed()
-    store.close()

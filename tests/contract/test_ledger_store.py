@@ -497,15 +497,6 @@ def test_no_lookup_of_the_hot_path_walks_through_a_tenant(tmp_path: Path, size: 
     store.close()
 
 
-def test_a_schema_from_the_future_is_refused(url: str) -> None:
-    store = open_store(url)
-    with store.writing() as connection:
-        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
-    store.close()
-    with pytest.raises(StoreError, match="9999"):
-        open_store(url)
-
-
 def test_a_connection_keeps_few_of_the_pages_that_it_read(tmp_path: Path) -> None:
     """With 64 MiB each, a server's memory grew with its ledger by 0.6 KB a request."""
     store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")

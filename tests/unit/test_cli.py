@@ -295,7 +295,7 @@ def test_commands_about_money_import_what_they_need() -> None:
         "from cachesvc.cli import COMMANDS\n"
         "for name in ('usage', 'tenants', 'keys', 'balance', 'prices'):\n"
         "    importlib.import_module(COMMANDS[name].target.partition(':')[0])\n"
-        "heavy = {'pydantic_settings', 'jinja2', 'alembic', 'cryptography', 'torch', 'fastapi',\n"
+        "heavy = {'pydantic_settings', 'jinja2', 'cryptography', 'torch', 'fastapi',\n"
         "         'sqlalchemy.dialects.postgresql', 'cachesvc.config.settings'}\n"
         "print(json.dumps(sorted(heavy & set(sys.modules))))"
     )

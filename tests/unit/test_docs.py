@@ -75,8 +75,6 @@ def test_a_packages_readme_names_its_modules(package: str) -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_folder_of_the_house_is_small_and_says_what_lives_there(package: str) -> None:
     for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
-        if "migrations" in folder.parts:
-            continue
         assert 23 >= len(list(folder.glob("[!_]*.py"))), f"{folder} is crowded"
         assert (folder / "__init__.py").read_text(encoding="utf-8").strip(), folder
 
