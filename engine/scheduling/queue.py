@@ -5,7 +5,7 @@ cached prefix goes first, which serves more hits before they are evicted (SGLang
 scheduling, arXiv 2312.07104, section 3). That could pass a request by for ever, so the time of
 being passed by is bounded. It counts from when the request is first passed by, not from its
 arrival. If all wait longer than the bound, an order by arrival would serve fewer hits and make all
-wait even longer (DESIGN.md, "Measured").
+wait even longer (docs/measurements/cache.md).
 """
 
 from collections import defaultdict

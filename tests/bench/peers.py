@@ -266,7 +266,7 @@ def _servers(given: argparse.Namespace, data_dir: Path) -> Iterator[Server]:
 
 def _words(server: Server) -> list[int]:
     """A page of English as token ids, by the server's own tokenizer."""
-    text = (Path(__file__).parents[2] / "DESIGN.md").read_text()[:20_000]
+    text = (Path(__file__).parents[2] / "docs" / "billing.md").read_text()[:20_000]
     answer = server.client.post(f"http://127.0.0.1:{server.port}/tokenize", json={"prompt": text})
     tokens: list[int] = answer.raise_for_status().json()["tokens"]
     return tokens
