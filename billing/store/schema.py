@@ -272,18 +272,6 @@ export_cursors = Table(
     Column("seq", BigInteger, nullable=False),
 )
 
-# Events that a metering service refused for their content; each export retries them.
-refused_events = Table(
-    "refused_events",
-    metadata,
-    Column("name", String, primary_key=True),  # of the export
-    Column("event", String, primary_key=True),
-    Column("tenant", String, nullable=False),
-    Column("seq", BigInteger, nullable=False),
-    Column("at_ns", BigInteger, nullable=False),
-    Column("error", Text, nullable=False),
-)
-
 budgets = Table(
     "budgets",
     metadata,

@@ -62,6 +62,12 @@ REMOVED = {
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }
 
+# Options by command and name.
+REMOVED_OPTIONS = {
+    "usage export --format": "a URL gets CloudEvents, a file FOCUS rows; leave it out",
+    "usage export --reconcile": "compare `cachesvc usage --by day` with the service's sums by day",
+}
+
 # Errors of a file: wrong owner, a folder in its place or the reverse, a read-only file system.
 _UNUSABLE = (errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EROFS)
 _FAILED = (errno.EIO, errno.EROFS)  # of a file system, which may name no file
@@ -77,6 +83,7 @@ class Root(LazyGroup):
             error.message = plain(error.message)  # typer reads values by pydantic
             raise
         except Exception as error:
+            _explain_removed(error)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 fail(f"a disk is full: {error}; free some space, then try again")
             if isinstance(error, OSError) and error.errno in _UNUSABLE and error.filename:
@@ -87,6 +94,14 @@ class Root(LazyGroup):
             if not isinstance(error, _user_errors()):
                 raise
             fail(str(error), exit_code(error))
+
+
+def _explain_removed(error: Any) -> None:
+    """Adds to the error of an unknown option, which typer does not export, what to use instead."""
+    name, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    path = context.command_path.partition(" ")[2] if name and context else ""
+    if instead := REMOVED_OPTIONS.get(f"{path} {name}"):
+        error.message, error.possibilities = f"{name} was removed: {instead}", None
 
 
 app = lazy_group(

@@ -45,7 +45,7 @@ output = "2"
 Prove = Callable[..., Proof]
 UNPROVEN_TABLES = {
     *("meta", "idempotency", "undelivered", "export_cursors"),
-    *("outbox", "refused_events"),
+    "outbox",
 }
 UNPROVEN = {
     "projects.created_ns",

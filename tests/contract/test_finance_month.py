@@ -29,7 +29,7 @@ from billing.money import UNITS
 from billing.prices.book import Terms
 from billing.prices.cards import parse_card, shipped_cards
 from billing.proof import audit
-from billing.reports.export import corrected_instants, focus_csv, focus_rows
+from billing.reports.focus import corrected_instants, focus_csv, focus_rows
 from billing.reports.statement import statement, statement_csv, statement_json
 from billing.usage import Usage
 from tests.contract.conftest import entries

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from billing import push
 from billing.alerts.budgets import BudgetAlert
 from billing.alerts.outbox import Outbox
 from billing.errors import ExportError, ReceiverError
 from billing.outgoing import send
-from billing.push import post
-from billing.push.events import HttpCall
 from billing.reports.heads import send_heads
+from billing.usage import Usage
 from tests.support.billing import TestLedger
 
 LONG_S = 60.0
@@ -91,24 +91,27 @@ def test_a_redirect_is_not_followed_and_is_no_success(status: int) -> None:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-@pytest.mark.parametrize("data", [b"[]", None])
-def test_a_metering_service_cannot_send_the_key_elsewhere(data: bytes | None, status: int) -> None:
+def test_a_metering_service_cannot_send_the_key_elsewhere(house: TestLedger, status: int) -> None:
+    house.charge("r1", Usage(miss=1))
     with speaking(says("HTTP/1.1 200 OK", "content-length: 0")) as (elsewhere, came):
         moved = says(f"HTTP/1.1 {status} Moved", f"location: {elsewhere}", "content-length: 0")
         with speaking(moved) as (url, heads), pytest.raises(ExportError, match="redirects are"):
-            post.ask(HttpCall(url, data, {"authorization": "Bearer secret"}))
+            push.push(house.ledger.store, house.ledger.book, "push", url, "secret", "s")
     assert (1, []) == (len(heads), came)
 
 
-def test_a_metering_service_that_trickles_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(post, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(post, "WHOLE_S", 0.2)
+def test_a_metering_service_that_trickles_ends_in_time(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.charge("r1", Usage(miss=1))
+    monkeypatch.setattr(push, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(push, "WHOLE_S", 0.2)
     with (
         speaking(trickle_body) as (url, heads),
         pytest.raises(ExportError, match=r"no complete answer in 0\.2 s"),
     ):
-        post.ask(HttpCall(url, b"[]"))
-    assert post.TRIES == len(heads)
+        push.push(house.ledger.store, house.ledger.book, "push", url, "", "s")
+    assert push.TRIES == len(heads)
 
 
 @pytest.mark.parametrize("where", ["http://[", "http://..", "gopher://x", "http://a b:x", "\x7f"])

@@ -19,7 +19,7 @@ from billing.operations.invoices import finalize_invoice
 from billing.prices.book import NS, PriceBook, RateCard, Terms
 from billing.prices.cards import parse_card, shipped_cards
 from billing.proof import audit, rerate
-from billing.reports.export import focus_rows
+from billing.reports.focus import focus_rows
 from billing.reports.plans import plan_document
 from billing.reports.statement import Statement, statement
 from billing.reports.usage import total

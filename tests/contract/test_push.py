@@ -1,63 +1,52 @@
-"""Events reach a receiver that loses, repeats and reorders them; the report tells what it has."""
+"""Usage events reach a service that fails, loses its answers and refuses; none is skipped."""
 
-import json
 import random
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
+from billing import push
 from billing.errors import ExportError
-from billing.money import UNITS
-from billing.push import cloudevents, delivery, post
-from billing.push.cloudevents import CloudEvents
-from billing.push.reconcile import read_events, reconcile
-from billing.store import alerts
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
+from billing.money import UNITS, parse_amount
 from billing.usage import Usage
+from tests.contract.conftest import entries
 from tests.support.billing import TestLedger
 
-SOURCE = "ledger-1"
+USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
 
 class Meter:
-    """Takes batches of events; fails, loses its answer, keeps twice and mixes, as its dice say."""
+    """Takes batches of events; fails or loses its answer as its dice say. Knows events by id."""
 
     def __init__(self, seed: int) -> None:
-        self.dice, self.events, self.tokens = random.Random(seed), [], set[str | None]()
-        self.is_wild, self.num_asked, self.poison = True, 0, ""
-        self.refusal: tuple[int, bytes] | None = None
+        self.dice, self.is_wild = random.Random(seed), True
+        self.events: dict[str, dict[str, Any]] = {}
+        self.num_asked, self.refusal = 0, (0, b"")
+        self.heads: list[tuple[str | None, str | None]] = []
         meter = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                meter.tokens.add(self.headers["authorization"])
+                body = orjson.loads(self.rfile.read(int(self.headers["content-length"])))
                 meter.num_asked += 1
-                is_poisoned = meter.poison in [event["id"] for event in body]
-                refusal = (400, b"no such meter") if is_poisoned else meter.refusal
-                if refusal:
-                    self.send_response(refusal[0])
+                meter.heads.append((self.headers["authorization"], self.headers["content-type"]))
+                status, said = meter.refusal
+                fate = meter.dice.choice(["take", "refuse", "lose"]) if meter.is_wild else "take"
+                if fate == "refuse":
+                    status = meter.dice.choice(push.PASSING)
+                if not status:
+                    meter.events |= {event["id"]: event for event in body}
+                if fate != "lose":
+                    self.send_response(status or 204)
                     self.end_headers()
-                    self.wfile.write(refusal[1])
-                    return
-                what = meter.dice.choice(["take", "take", "twice", "refuse", "lose the answer"])
-                what = what if meter.is_wild else "take"
-                if what != "refuse":
-                    meter.keep(body * (2 if what == "twice" else 1))
-                if what == "lose the answer":
-                    return  # the connection ends without a word
-                self.send_response(503 if what == "refuse" else 204)
-                self.end_headers()
-
-            def do_GET(self) -> None:
-                data = json.dumps([{"event": each} for each in meter.events]).encode()
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(data)
+                    self.wfile.write(said)
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -67,10 +56,6 @@ class Meter:
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
         self.thread.start()
 
-    def keep(self, events: list[Any]) -> None:
-        self.events += events
-        self.dice.shuffle(self.events)
-
     def close(self) -> None:
         self.server.shutdown()
         self.thread.join()
@@ -79,8 +64,8 @@ class Meter:
 
 @pytest.fixture
 def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
-    monkeypatch.setattr(post, "FIRST_WAIT_S", 0.001)
-    monkeypatch.setattr(cloudevents.CloudEvents, "batch", 3)
+    monkeypatch.setattr(push, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(push, "BATCH", 3)
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     meter = Meter(seed)
@@ -88,101 +73,70 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
     meter.close()
 
 
-def drain(house: TestLedger, meter: Meter) -> None:
-    """As often as it takes: a cron job runs it again."""
-    for _ in range(100):
-        with suppress(ExportError):
-            done = delivery.deliver(
-                house.ledger.store, "push", CloudEvents(meter.url, "secret", SOURCE)
-            )
-            assert not done.refused
-            return
-    raise AssertionError("never taken")
+def sent(house: TestLedger, meter: Meter, token: str = "") -> int:
+    return push.push(house.ledger.store, house.ledger.book, "push", meter.url, token, "ledger-1")
 
 
-def test_all_arrive_whatever_the_receiver_does(house: TestLedger, meter: Meter) -> None:
-    house.fund(UNITS)
-    for number in range(20):
-        house.charge(f"r{number}", Usage(miss=number))
-    drain(house, meter)
-    found = read_events(meter.url)
-    report = reconcile(house.ledger.store, "push", SOURCE, found)
-    assert (True, 21) == (report.ok, report.sent)
-    assert report.found == len(found) == report.sent + report.repeated
-    assert {"Bearer secret"} == meter.tokens
-    house.charge("later", Usage(miss=1))  # not sent yet, and not missed
-    assert reconcile(house.ledger.store, "push", SOURCE, found).ok
-
-
-def test_what_a_receiver_lost_changed_or_made_up_is_named(
-    house: TestLedger, meter: Meter, tmp_path: Path
-) -> None:
-    meter.is_wild = False
-    house.fund(UNITS)
-    for number in range(4):
-        house.charge(f"r{number}", Usage(miss=number))
-    drain(house, meter)
-    events = sorted(meter.events, key=lambda event: event["id"])
-    events[1]["data"]["hash"] = "00"
-    made_up = {**events[2], "id": "acme/99"}
-    elsewhere = {**events[2], "id": "acme/98", "source": "ledger-2"}
-    file = tmp_path / "events.jsonl"
-    kept = [*events[1:], events[3], made_up, elsewhere]
-    file.write_text("\n".join(json.dumps(event) for event in kept))
-    report = reconcile(house.ledger.store, "push", SOURCE, read_events(str(file))).as_json()
-    assert {"missing": ["acme/1"], "differing": ["acme/2"], "unknown": ["acme/99"]} == report["ids"]
-    assert (False, 1) == (report["ok"], report["repeated"])
-
-
-def test_a_refused_event_is_kept_reported_and_retried(house: TestLedger, meter: Meter) -> None:
-    house.fund(UNITS)
-    for number in range(5):
-        house.charge(f"r{number}", Usage(miss=number))
-    meter.is_wild, meter.poison = False, "acme/3"
-    store, to = house.ledger.store, CloudEvents(meter.url, "", SOURCE)
-    done = delivery.deliver(store, "push", to)
-    assert {"acme/3": "400 no such meter"} == done.refused
-    assert 6 == done.sent
-    with store.reading() as connection:
-        (told,) = alerts.due_messages(connection, 2**62, 10)
-    assert "cachesvc.export.refused.v1" == json.loads(told["body"])["type"]
-    report = reconcile(store, "push", SOURCE, read_events(meter.url))
-    assert (False, 1, ["acme/3"]) == (report.ok, report.refused, report.missing)
-    again = delivery.deliver(store, "push", to)
-    assert (0, ["acme/3"]) == (again.sent, list(again.refused))
-    meter.poison = ""
-    assert {} == delivery.deliver(store, "push", to).refused
-    assert reconcile(store, "push", SOURCE, read_events(meter.url)).ok
-    assert 6 == len(meter.events)
-
-
-def test_a_receiver_that_refuses_everything_is_set_up_wrongly_and_nothing_is_skipped(
+def test_all_arrive_whatever_the_service_does_and_add_up_to_the_ledger(
     house: TestLedger, meter: Meter
 ) -> None:
     house.fund(UNITS)
-    for number in range(30):
-        house.charge(f"r{number}", Usage(miss=number))
-    meter.is_wild, meter.refusal = False, (400, b"no such meter")
-    store, to = house.ledger.store, CloudEvents(meter.url, "", SOURCE)
-    with pytest.raises(ExportError, match=r"refused the first 20 events.*no such meter"):
-        delivery.deliver(store, "push", to)
-    meter.refusal = None
-    drain(house, meter)
-    assert reconcile(store, "push", SOURCE, read_events(meter.url)).ok
-    assert 31 == len(meter.events)
+    for number in range(20):
+        house.charge(f"r{number}", Usage(hit_disk=number, miss=number, output=1))
+    house.ledger.correct("acme", "r3", reference="c", by="ops", reason="w", amount=5).result()
+    for _ in range(200):  # as often as it takes: a cron job runs it again
+        with suppress(ExportError):
+            sent(house, meter, "secret")
+            break
+    amounts = [parse_amount(event["data"]["amount"]) for event in meter.events.values()]
+    booked = [entry for entry in entries(house.ledger.store) if entry.kind is not Kind.TOPUP]
+    assert -sum(entry.amount for entry in booked) == sum(amounts)
+    assert {("Bearer secret", "application/cloudevents-batch+json")} == set(meter.heads)
+    assert 0 == sent(house, meter)
 
 
-def test_a_wrong_key_stops_the_export_at_once(house: TestLedger, meter: Meter) -> None:
+def test_an_event_is_one_token_class_of_a_charge_as_cloudevents_1_0_asks(
+    house: TestLedger, meter: Meter
+) -> None:
+    meter.is_wild = False
     house.fund(UNITS)
-    meter.is_wild, meter.refusal = False, (401, b"no such key")
-    to = CloudEvents(meter.url, "", SOURCE)
-    with pytest.raises(ExportError, match="401 no such key; they are sent again"):
-        delivery.deliver(house.ledger.store, "push", to)
+    house.ledger.post(Deposit("acme", Kind.GRANT, "g", 5, "ops")).result()
+    house.charge("r1", USAGE, project="web")
+    assert 3 == sent(house, meter)
+    tokens = {name: event["data"]["tokens"] for name, event in meter.events.items()}
+    assert {f"acme/3/{name}": n for name, n in USAGE.record().items()} == tokens  # no deposit
+    event = meter.events["acme/3/hit_disk"]
+    assert {
+        "class": "hit_disk",
+        "tokens": 900,
+        "amount": "0.00009",
+        "currency": "CNY",
+        "per_million": "0.10",
+        "request_id": "r1",
+        "project": "web",
+    }.items() <= event["data"].items()
+    attributes = {name: value for name, value in event.items() if name not in ("data", "time")}
+    assert attributes == {
+        "specversion": "1.0",
+        "id": "acme/3/hit_disk",
+        "source": "ledger-1",
+        "type": "cachesvc.usage.v1",
+        "subject": "acme",
+        "datacontenttype": "application/json",
+    }
+
+
+@pytest.mark.parametrize("refusal", [(400, b"no such meter"), (401, b"no such key")])
+def test_a_refusal_stops_the_export_at_once_and_nothing_is_skipped(
+    house: TestLedger, meter: Meter, refusal: tuple[int, bytes]
+) -> None:
+    """The service's words are told, and all is sent again once it takes them."""
+    house.charge("r1", USAGE)
+    house.charge("r2", USAGE)
+    meter.is_wild, meter.refusal = False, refusal
+    with pytest.raises(ExportError, match=rf"{refusal[0]}.*{refusal[1].decode()}; the next export"):
+        sent(house, meter)
     assert 1 == meter.num_asked  # asking again would not help
-    meter.refusal = None
-    drain(house, meter)
-    assert ["acme/1"] == [event["id"] for event in meter.events]
-    with pytest.raises(ExportError, match="not an event"):
-        reconcile(house.ledger.store, "push", SOURCE, ["x"])
-    with pytest.raises(ExportError, match="holds no events"):
-        read_events("/nowhere/at/all")
+    meter.refusal = (0, b"")
+    assert 2 == sent(house, meter)
+    assert 8 == len(meter.events)

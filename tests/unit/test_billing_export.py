@@ -2,14 +2,10 @@
 
 import csv
 import io
-import json
 import re
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import orjson
 import pytest
 from typer.testing import CliRunner
 
@@ -26,6 +22,7 @@ from billing.prices.cards import parse_card
 from billing.reports import export
 from billing.reports.csv import safe_cell
 from billing.reports.documents import entry_document
+from billing.reports.focus import corrected_instants, focus_csv, focus_rows
 from billing.reports.statement import month_days
 from billing.store import reports as store_reports
 from billing.usage import Usage
@@ -59,32 +56,14 @@ def entries(house: TestLedger) -> list[Entry]:
         return list(store_reports.stream_entries(connection, "acme"))
 
 
-def test_events_are_what_cloudevents_1_0_asks_for(house: TestLedger) -> None:
-    """Attributes by section 3 of the specification, members by section 3 of its JSON format."""
-    lines = export.cloud_event_lines(entries(house), "https://ledger.example/1").splitlines()
-    events = [orjson.loads(line) for line in lines]
-    assert [f"acme/{number}" for number in range(1, 6)] == [event["id"] for event in events]
-    for event in events:
-        assert all(re.fullmatch("[a-z0-9]{1,20}", name) for name in event)
-        assert all(isinstance(event[name], str) and event[name] for name in event if name != "data")
-        assert event["specversion"] == "1.0"
-        assert urlsplit(event["source"]).netloc == "ledger.example"
-        assert event["type"] in export.EVENT_TYPES.values()
-        assert datetime.fromisoformat(event["time"]).tzinfo is not None
-        assert event["datacontenttype"] == "application/json"
-        assert {"tenant", "request_id", "currency", "amount", "hash"} <= event["data"].keys()
-    assert events[1]["data"]["usage"] == USAGE.record()
-    assert events[1]["data"]["amount"] == "-0.000214"
-
-
 def focus(house: TestLedger) -> list[dict[str, str]]:
-    corrected = export.corrected_instants(house.ledger.store, entries(house))
-    rows = export.focus_rows(entries(house), house.ledger.book, corrected)
-    return list(csv.DictReader(io.StringIO(export.focus_csv(rows).decode())))
+    corrected = corrected_instants(house.ledger.store, entries(house))
+    rows = focus_rows(entries(house), house.ledger.book, corrected)
+    return list(csv.DictReader(io.StringIO(focus_csv(rows).decode())))
 
 
 def test_amounts_are_decimals_wherever_an_entry_is_told(house: TestLedger) -> None:
-    """In the ledger's JSON as in events: no amount in units of 1e-12."""
+    """No amount is in units of 1e-12."""
     house.accounts.apply_card(parse_card(NIGHTS), by="test")
     grant = {"reference": "g", "by": "eve", "scope": ["*"]}
     house.ledger.post(Deposit("acme", Kind.GRANT, amount=UNITS // 2, **grant)).result()
@@ -93,10 +72,10 @@ def test_amounts_are_decimals_wherever_an_entry_is_told(house: TestLedger) -> No
     ).result()
     charged(house, "r9", Usage(hit_disk=900, miss=100, output=7))
     for entry in entries(house):
-        for told in (entry_document(entry)["details"], export.cloud_event(entry)["data"]):
-            amounts = {name: told[name] for name in AMOUNTS & told.keys()}
-            amounts |= told.get("scoped", {})
-            assert all(re.fullmatch(r"-?\d{1,4}\.\d{2,12}", each) for each in amounts.values())
+        told = entry_document(entry)["details"]
+        amounts = {name: told[name] for name in AMOUNTS & told.keys()}
+        amounts |= told.get("scoped", {})
+        assert all(re.fullmatch(r"-?\d{1,4}\.\d{2,12}", each) for each in amounts.values())
     told = entry_document(entries(house)[-1])["details"]
     assert ("0.104965", "0.00045", {"6": "-0.19955"}) == (
         told["fees"],
@@ -313,39 +292,44 @@ def told(house: TestLedger, tmp_path: Path, *flags: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("length", [1, 200, 999, 10**6])
-@pytest.mark.parametrize("form", ["cloudevents", "focus"])
 def test_a_line_that_a_crash_tore_is_cut_off_and_nothing_is_skipped(
-    house: TestLedger, tmp_path: Path, form: str, length: int
+    house: TestLedger, tmp_path: Path, length: int
 ) -> None:
     """The crash came after some bytes of a chunk and before its position was noted."""
     out = tmp_path / "out"
-    told(house, tmp_path, "--to", str(out), "--format", form)
+    told(house, tmp_path, "--to", str(out))
     whole = out.read_bytes()
     out.write_bytes(whole[:length])
-    told(house, tmp_path, "--to", str(out), "--format", form, "--name", "again")
+    told(house, tmp_path, "--to", str(out), "--name", "again")
     assert out.read_bytes().endswith(b"\n")
-    if form == "focus":
-        rows = list(csv.DictReader(io.StringIO(out.read_text())))
-        ids = {row["x_EntryId"] for row in rows}
-        assert {"acme/2", "acme/3", "acme/4", "acme/5"} == ids - {"x_EntryId"}
-    else:
-        ids = {json.loads(line)["id"] for line in out.read_text().splitlines()}
-        assert {f"acme/{number}" for number in range(1, 6)} == ids
+    rows = list(csv.DictReader(io.StringIO(out.read_text())))
+    ids = {row["x_EntryId"] for row in rows}
+    assert {"acme/2", "acme/3", "acme/4", "acme/5"} == ids - {"x_EntryId"}
 
 
 def test_what_is_new_is_appended_and_one_export_writes_at_a_time(
     house: TestLedger, tmp_path: Path
 ) -> None:
-    out = tmp_path / "events"
+    out = tmp_path / "costs.csv"
     assert "5 entries written" in told(house, tmp_path, "--to", str(out))
     assert "0 entries written" in told(house, tmp_path, "--to", str(out))
+    before = out.read_bytes()
     house.charge("r2", USAGE)
     with export.appending(out):
         said = told(house, tmp_path, "--to", str(out), code=1)
         assert f"another export is writing {out}" in said
     assert "1 entry written" in told(house, tmp_path, "--to", str(out))
-    assert 6 == len(out.read_bytes().splitlines())
+    assert 4 == len(out.read_bytes().removeprefix(before).splitlines())
     assert "cannot write" in told(house, tmp_path, "--to", str(tmp_path), code=1)
+
+
+@pytest.mark.parametrize("gone", ["--reconcile", "--format"])
+def test_a_removed_option_says_what_to_use_instead(tmp_path: Path, gone: str) -> None:
+    result = CliRunner().invoke(app, ["usage", "export", "--to", "x", gone, "y"])
+    assert 2 == result.exit_code
+    assert f"{gone} was removed: " in " ".join(result.output.replace("│", " ").split())
+    result = CliRunner().invoke(app, ["usage", "export", "--to", "stripe+https://api.stripe.com"])
+    assert (2, True) == (result.exit_code, "maps the events" in result.output)
 
 
 def test_the_position_waits_for_the_disk(

@@ -2,7 +2,6 @@
 
 import os
 from datetime import tzinfo
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -160,108 +159,54 @@ def _print_statement(
             typer.echo(made)
 
 
-class ExportFormat(StrEnum):
-    """The formats of an export to a file."""
-
-    CLOUDEVENTS = "cloudevents"
-    FOCUS = "focus"
-
-
 @app.command()
 def export(
     to: Annotated[
         str,
         typer.Option(
             "--to",
-            help="File to append to, or a service: https:// takes CloudEvents; stripe+https:// "
-            "and lago+https:// take their own events",
+            help="A metering service's URL, which gets CloudEvents; or a CSV file, to which FOCUS "
+            "cost rows are appended",
         ),
     ],
-    form: Annotated[ExportFormat, typer.Option("--format", help="Format of the file")] = (
-        ExportFormat.CLOUDEVENTS
-    ),
     name: Annotated[
-        str | None, typer.Option(help="Name of this export's position  [format and file or URL]")
+        str | None, typer.Option(help="Name of this export's position  [file or URL]")
     ] = None,
     source: Annotated[
         str, typer.Option(help="This ledger's own URI, if one receiver has several ledgers")
     ] = "cachesvc",
     token_file: Annotated[
-        Path | None,
-        typer.Option(help="File with the bearer token or key that the service asks for"),
-    ] = None,
-    reconcile: Annotated[
-        str | None,
-        typer.Option(help="Send nothing: compare with the events at this URL or in this file"),
+        Path | None, typer.Option(help="File with the bearer token that the service asks for")
     ] = None,
     data_dir: DataDir = None,
     database: DatabaseUrl = None,
 ) -> None:
-    """Send the entries that are new since the last export of this name. Nothing is skipped.
+    """Send what is new since the last export of this name. Nothing is skipped.
 
-    Ids are stable. After a crash some entries may be sent twice: drop the ids you already have.
+    A service gets one event for each token class of a charge. Ids are stable. After a crash some
+    may be sent twice: drop the ids you already have.
     """
-    from billing.push.receiver import is_receiver, kind_of
-
-    is_service = is_receiver(to)
-    if is_service and form is not ExportFormat.CLOUDEVENTS:
-        raise typer.BadParameter("a service has its own format", param_hint="--format")
-    position = name or f"{kind_of(to) or form}:{to if is_service else Path(to).resolve()}"
+    is_service = to.startswith(("https://", "http://"))
+    if "://" in to and not is_service:
+        told = f"{to} is neither a file nor https://; docs/billing.md maps the events for Stripe "
+        raise typer.BadParameter(told + "and Lago", param_hint="--to")
     token = _token(token_file)
     with books(data_dir, database) as open_books:
-        if reconcile is not None:
-            _reconcile(open_books, position, to, reconcile, source, token)
-        elif is_service:
-            _send(open_books, position, to, source, token)
+        if is_service:
+            from billing.push import push
+
+            book = open_books.accounts.book
+            sent = push(open_books.store, book, name or f"cloudevents:{to}", to, token, source)
         else:
-            _write(open_books, position, Path(to), form, source)
+            sent = _write(open_books, name or f"focus:{Path(to).resolve()}", Path(to))
+    note(f"{number_of(sent, 'entry', 'entries')} {'sent' if is_service else 'written'} to {to}")
 
 
-def _reconcile(
-    open_books: Books, position: str, to: str, where: str, source: str, token: str
-) -> None:
-    from billing.push import lago
-    from billing.push import reconcile as reconciling
-    from billing.push.receiver import find_format, kind_of
-    from billing.push.stripe import StripeMeters
-
-    store = open_books.store
-    form = find_format(where, token, source, store) if kind_of(where) else None
-    if isinstance(form, StripeMeters):
-        report = reconciling.reconcile_sums(store, position, form)
-    else:
-        found = reconciling.read_events(where, form, token)
-        tells = {"tells": lago.tells} if kind_of(to) == "lago" else {}
-        report = reconciling.reconcile(store, position, source, found, **tells)
-    print_json(report.as_json())
-    raise typer.Exit(0 if report.ok else 1)
-
-
-def _send(open_books: Books, position: str, to: str, source: str, token: str) -> None:
-    """Sends the events; exits with 1 if one was refused."""
-    from billing.push.delivery import deliver
-    from billing.push.receiver import find_format
-
-    form = find_format(to, token, source, open_books.store)
-    done = deliver(open_books.store, position, form)
-    note(f"{number_of(done.sent, 'entry', 'entries')} sent to {to}")
-    for tenant in done.unknown:
-        note(
-            f"tenant {tenant} is left out: nobody said what it is called there; add external_id to "
-            "its [[buyer]], and `cachesvc invoice parties FILE`"
-        )
-    if done.refused:
-        print_json(done.as_json())
-        raise typer.Exit(1)
-
-
-def _write(open_books: Books, position: str, path: Path, form: ExportFormat, source: str) -> None:
+def _write(open_books: Books, position: str, path: Path) -> int:
     from billing.reports import export as exports
 
     with exports.appending(path) as file:
-        sink = partial(_append, open_books, file, form, source)
-        sent = exports.drain(open_books.store, position, sink)
-    note(f"{number_of(sent, 'entry', 'entries')} written to {path}")
+        return exports.drain(open_books.store, position, partial(_append, open_books, file))
 
 
 def _token(file: Path | None) -> str:
@@ -271,18 +216,13 @@ def _token(file: Path | None) -> str:
         raise typer.BadParameter(f"cannot be read: {error}", param_hint="--token-file") from None
 
 
-def _append(
-    open_books: Books, file: BinaryIO, form: ExportFormat, source: str, entries: list[Entry]
-) -> None:
+def _append(open_books: Books, file: BinaryIO, entries: list[Entry]) -> None:
     from billing.reports import export as exports
+    from billing.reports import focus
 
-    if form is ExportFormat.CLOUDEVENTS:
-        data = exports.cloud_event_lines(entries, source)
-    else:
-        corrected = exports.corrected_instants(open_books.store, entries)
-        rows = exports.focus_rows(entries, open_books.accounts.book, corrected)
-        data = exports.focus_csv(rows, header=file.seek(0, os.SEEK_END) == 0)
-    exports.write_durably(file, data)
+    corrected = focus.corrected_instants(open_books.store, entries)
+    rows = focus.focus_rows(entries, open_books.accounts.book, corrected)
+    exports.write_durably(file, focus.focus_csv(rows, header=file.seek(0, os.SEEK_END) == 0))
 
 
 _COLUMNS: dict[str, Column] = {
