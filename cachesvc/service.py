@@ -180,10 +180,7 @@ class Service:
             limits=self._money.limits,
             replays=self._money.replays,
             journal=self.journal,
-            retention=Retention(
-                CachePins(self.core.engine.call, self._operator),
-                guesses=self._settings.cache.policy != "adaptive",  # it learns who comes back
-            ),
+            retention=Retention(CachePins(self.core.engine.call, self._operator)),
             encoders=self._encoders,
             grammars=self._grammars,
             conversations=self._conversations,

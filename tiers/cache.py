@@ -22,7 +22,7 @@ from tiers.errors import ConfigurationError, MissReason
 from tiers.memory.block import Block
 from tiers.memory.device import DevicePool, slot_nbytes
 from tiers.memory.index import BlockIndex
-from tiers.memory.ranking import rank
+from tiers.memory.lru import order_of
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.operations.operations import TierOperations
@@ -57,7 +57,6 @@ class CacheSettings:
 
     device_bytes: int
     host_bytes: int
-    policy: str = "lru"
     write_policy: WritePolicy = WritePolicy.ON_EVICT
     ahead: float = 1 / 16
     share_tails: bool = True
@@ -154,8 +153,7 @@ class TieredCache:
         stream: EventStream | None,
     ) -> Residency:
         def order(tier: TierName) -> Policy[Block]:
-            num_blocks = capacities.get(tier, 1)
-            return rank(tier, self.settings.policy, num_blocks, quotas.get(tier))
+            return order_of(tier, capacities.get(tier, 1), quotas.get(tier))
 
         keeps = keeps_copies(self.pool.num_blocks, sum(capacities.values()))
         return Residency(

@@ -96,20 +96,11 @@ class Pauses:
 class Retention:
     """Keeps blocks as requests begin and end. `pins` also serves the explicit caches.
 
-    With `guesses`, a session is kept for as long as its tenant usually pauses. Without, it is kept
-    only for the time its request gives, and the eviction policy, which learns by itself, decides
-    the rest.
+    A session is kept for as long as its tenant usually pauses, or for the time its request gives.
     """
 
-    def __init__(
-        self,
-        pins: TenantPins,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        guesses: bool = True,
-    ) -> None:
+    def __init__(self, pins: TenantPins, clock: Callable[[], float] = time.monotonic) -> None:
         self.pins = pins
-        self.guesses = guesses
         self._clock = clock
         self._tenants: OrderedDict[str, Pauses] = OrderedDict()
 
@@ -144,8 +135,6 @@ class Retention:
         if session.pause_s == 0:
             pauses.ended.pop(session.name, None)
             self.pins.release(name)
-            return
-        if session.pause_s is None and not self.guesses:
             return
         pauses.ended[session.name] = self._clock()
         pauses.ended.move_to_end(session.name)

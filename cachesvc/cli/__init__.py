@@ -37,7 +37,9 @@ COMMANDS = {
     "conform": Command(
         "cachesvc.cli.conform:conform", "Check that a server's cache never changes an answer"
     ),
-    "replay": Command("cachesvc.cli.replay:replay", "Replay a trace of requests through policies"),
+    "replay": Command(
+        "cachesvc.cli.replay:replay", "Replay a trace of requests through tiers of any size"
+    ),
     "usage": Command(
         "cachesvc.cli.money.usage:app", "Show tokens by class, their cost and the savings"
     ),

@@ -17,7 +17,6 @@ from pydantic import (
 
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import format_size, parse_duration, parse_size
-from tiers.policy.names import PolicyName, unknown_policy
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
@@ -34,12 +33,6 @@ def with_its_unit(num_bytes: int) -> int:
             f"write it with its unit, like 8GiB"
         )
     return num_bytes
-
-
-def _known(policy: str) -> str:
-    if policy not in list(PolicyName):
-        raise ValueError(unknown_policy(policy, PolicyName))
-    return policy
 
 
 TierSize = Annotated[Size, AfterValidator(with_its_unit)]
@@ -160,9 +153,6 @@ class CacheSection(Section):
             "More folders for blocks, on other disks than the data directory's; each holds "
             "disk_bytes"
         ),
-    )
-    policy: Annotated[str, AfterValidator(_known)] = Field(
-        "lru", description=f"What to evict from memory: {', '.join(PolicyName)}"
     )
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"

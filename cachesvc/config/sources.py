@@ -105,6 +105,7 @@ REMOVED = {
     "server.write_timeout": "a client that reads nothing for 1m is disconnected; take it out",
     "server.keepalive": "a comment is streamed after 15s of silence; take it out",
     "cache.disk_shards": "a new disk tier has two LMDB files; take it out",
+    "cache.policy": "the block that was not used for longest goes first; take it out",
     "cache.disk_order": "the block that was not used for longest goes first; take it out",
     "cache.remote_timeout": "the remote tier has 1s to answer; take it out",
     "cache.pinned_share": "pins may take a quarter of the lowest tier; take it out",

@@ -257,7 +257,6 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
     return CacheSettings(
         device_bytes=cache.device_bytes,
         host_bytes=cache.host_bytes,
-        policy=cache.policy,
         write_policy=WritePolicy(cache.write_policy),
         weigh_loads=cache.weigh_loads,
         both_ends=cache.both_ends,

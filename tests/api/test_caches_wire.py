@@ -298,18 +298,6 @@ async def test_a_session_ends_with_the_request_that_says_so(
     assert [] == kitchen.pins("session")
 
 
-async def test_where_the_policy_learns_a_session_is_kept_only_as_its_request_says(
-    client: httpx.AsyncClient, kitchen: Kitchen
-) -> None:
-    kitchen.retention.guesses = False
-    await turn(client, "one", **{"X-Session-Id": "s1"})
-    assert [] == kitchen.pins("session")
-    fields = chat(prompt_cache_key="s1", cachesvc={"pause_s": 900})
-    await client.post("/v1/chat/completions", json=fields, headers=by("a"))
-    [pin] = kitchen.pins("session")
-    assert kitchen.clock.now_s + 900 == pin.until_s
-
-
 async def test_a_parent_s_prefix_stays_while_its_children_run(
     client: httpx.AsyncClient, kitchen: Kitchen
 ) -> None:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.bench.policies import LOADS, made
+from tests.bench.promotions import LOADS, made
 from tests.bench.provenance import commit, machine
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
@@ -32,7 +32,6 @@ from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.policy.admission import keeps_copies
-from tiers.policy.registry import policy_in
 from tiers.replay.replay import ReplayResult, TierPlan
 from tiers.replay.replay import replay as run_replay
 from tiers.replay.trace import Trace, TraceRequest, read_trace
@@ -55,7 +54,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, help="a public trace, beside the made ones")
     parser.add_argument("--requests", type=int, help="only so many of each, from the first on")
-    parser.add_argument("--policy", default="lru")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     traces = [read_trace(options.trace)] if options.trace else []
@@ -63,7 +61,7 @@ def main() -> None:
     rows = []
     for trace in traces:
         requests = [whole(each) for each in trace.requests[: options.requests]]
-        rows.append(compare(replace(trace, requests=requests, block_tokens=TOKENS), options.policy))
+        rows.append(compare(replace(trace, requests=requests, block_tokens=TOKENS)))
         print(json.dumps(rows[-1]), flush=True)
     if options.json:
         figures = {"commit": commit(), "machine": machine(), "shares": SHARES, "rows": rows}
@@ -76,17 +74,16 @@ def whole(request: TraceRequest) -> TraceRequest:
     return replace(request, blocks=blocks, input_tokens=TOKENS * len(blocks))
 
 
-def compare(trace: Trace, policy: str) -> dict[str, Any]:
+def compare(trace: Trace) -> dict[str, Any]:
     """Percent of the prompt tokens served by each tier, and replayed."""
     sizes = [max(16, round(share * trace.working_set_blocks())) for share in SHARES]
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
-        served, lost, sizes[2] = serve_trace(trace, sizes, policy, Path(folder))
+        served, lost, sizes[2] = serve_trace(trace, sizes, Path(folder))
         cpu_s = time.process_time() - started
-    replayed = replay_trace(trace, sizes, policy)
+    replayed = replay_trace(trace, sizes)
     return {
         "trace": trace.name,
-        "policy": policy,
         "requests": len(trace.requests),
         "blocks": dict(zip(("device", "host", "disk"), sizes, strict=True)),
         "served": {name: percent(served[name], trace) for name in list(TierName)[:3]},
@@ -100,16 +97,13 @@ def percent(tokens: int, trace: Trace) -> float:
     return round(100 * tokens / trace.input_tokens, 2)
 
 
-def replay_trace(trace: Trace, sizes: Sequence[int], policy: str) -> ReplayResult:
-    plans = [
-        TierPlan(name, size, policy_in(name, policy))
-        for name, size in zip(TierName, sizes, strict=False)
-    ]
+def replay_trace(trace: Trace, sizes: Sequence[int]) -> ReplayResult:
+    plans = [TierPlan(name, size) for name, size in zip(TierName, sizes, strict=False)]
     return run_replay(trace, plans)
 
 
 def serve_trace(
-    trace: Trace, sizes: Sequence[int], policy: str, folder: Path
+    trace: Trace, sizes: Sequence[int], folder: Path
 ) -> tuple[Counter[TierName], int, int]:
     """Hit tokens by tier, blocks lost, and how many blocks the disk held at the end."""
     above, total = sum(sizes[:2]), sum(sizes)
@@ -122,7 +116,6 @@ def serve_trace(
     settings = CacheSettings(
         device_bytes=sizes[0] * LAYOUT.nbytes,
         host_bytes=sizes[1] * LAYOUT.nbytes,
-        policy=policy,
         weigh_loads=False,
     )
     cache = TieredCache(LAYOUT, settings, disk=disk)

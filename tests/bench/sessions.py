@@ -1,4 +1,4 @@
-"""What pinning sessions while they pause does to hits, against LRU and `adaptive` alone.
+"""What pinning sessions while they pause does to hits, against LRU alone.
 
     python tests/bench/sessions.py --agents TRACE [--others TRACE] [--json FILE]
 
@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from api.requests.retention import Pauses
 from tests.bench.provenance import commit, machine
+from tiers.policy.lru import Lru
 from tiers.policy.policy import Use
-from tiers.policy.registry import make_policy
 from tiers.policy.retention import Pin, PinKind, Pins
 from tiers.replay.trace import Trace, TraceRequest, read_trace
 
@@ -39,11 +39,11 @@ HOUR_S = 3600
 
 
 class Memory:
-    """One tier under a policy, whose held blocks leave after all others. `pins`: with sessions."""
+    """One LRU tier, whose held blocks leave after all others. `pins`: with sessions."""
 
-    def __init__(self, policy: str, capacity: int, *, pins: bool) -> None:
+    def __init__(self, capacity: int, *, pins: bool) -> None:
         self.capacity = capacity
-        self.policy = make_policy(policy, capacity)
+        self.order = Lru[Hashable]()
         self.resident: set[Hashable] = set()
         self.pins: Pins[Any] | None = Pins(1 << 40) if pins else None
         self.held: OrderedDict[Hashable, None] = OrderedDict()
@@ -60,16 +60,14 @@ class Memory:
             hit += min(block_tokens, left)
             left -= min(block_tokens, left)
         use = Use(request.time_s, len(request.blocks), request.tenant)
-        for depth in range(len(request.blocks) - 1, -1, -1):
-            key = request.blocks[depth]
+        for key in reversed(request.blocks):
             if key in self.held:
                 self.held.move_to_end(key)
             elif key in self.resident:
-                self.policy.touch(key, use)
+                self.order.touch(key, use)
             else:
                 self.resident.add(key)
-                parent = request.blocks[depth - 1] if depth else None
-                self.policy.insert(key, use, parent, depth)
+                self.order.insert(key, use)
         if self.pins is not None and request.session is not None:
             self._keep(request, use)
         while len(self.resident) > self.capacity:
@@ -89,7 +87,7 @@ class Memory:
         self._release(released, use)
         for key in reversed(request.blocks):
             if key not in self.held:
-                self.policy.hold(key)
+                self.order.hold(key)
             self.held[key] = None
             self.held.move_to_end(key)
 
@@ -105,13 +103,13 @@ class Memory:
         for key in keys:
             if key in self.held:
                 del self.held[key]
-                self.policy.release(key, use)
+                self.order.release(key, use)
 
     def _evict(self) -> None:
-        key = self.policy.victim()
+        key = self.order.victim()
         if key is None:
             key, _ = self.held.popitem(last=False)
-            self.policy.remove(key)
+            self.order.remove(key)
         self.resident.discard(key)
 
 
@@ -160,13 +158,8 @@ def compare(trace: Trace) -> dict[str, Any]:
     capacities = [max(1, round(share * working_set)) for share in SHARES]
     found: dict[str, Any] = {"blocks": working_set, "capacities": capacities}
     print(f"{trace.name}: {len(trace.requests)} requests, {working_set} blocks")
-    for name, policy, pins in (
-        ("lru", "lru", False),
-        ("sessions", "lru", True),
-        ("adaptive", "adaptive", False),
-        ("adaptive + sessions", "adaptive", True),
-    ):
-        rows = [_rates(trace, Memory(policy, capacity, pins=pins)) for capacity in capacities]
+    for name, pins in (("lru", False), ("sessions", True)):
+        rows = [_rates(trace, Memory(capacity, pins=pins)) for capacity in capacities]
         found[name] = rows
         print(f"  {name:20}", *(f"{of:.3f} ({whole:.3f})" for of, whole in rows), flush=True)
     return found

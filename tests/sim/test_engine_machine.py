@@ -18,17 +18,13 @@ from tiers.blocks.contents import Content
 from tiers.errors import MissReason
 from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy.admission import WritePolicy
-from tiers.policy.names import PolicyName
 from tiers.tier import TierName
 
 
-@pytest.mark.parametrize("policy", [policy.value for policy in PolicyName])
 @pytest.mark.parametrize("write_policy", list(WritePolicy))
 @pytest.mark.parametrize("share_tails", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_any_interleaving_is_exact(
-    seed: int, share_tails: bool, write_policy: WritePolicy, policy: str
-) -> None:
+def test_any_interleaving_is_exact(seed: int, share_tails: bool, write_policy: WritePolicy) -> None:
     chance = random.Random(seed * 7919)
     world = World(
         device_blocks=chance.choice((14, 24, 60)),
@@ -38,7 +34,6 @@ def test_any_interleaving_is_exact(
         seed=seed,
         share_tails=share_tails,
         write_policy=write_policy,
-        policy=policy,
         late_copies=seed == 1,
     )
     life = Life(world, chance)

@@ -23,7 +23,6 @@ from tests.support.memory_tier import MemoryTier
 from tiers.errors import CopyFailed
 from tiers.memory.device import DevicePool
 from tiers.policy.admission import WritePolicy
-from tiers.policy.names import PolicyName
 
 
 def refuse(pool: DevicePool, chance: random.Random, rate: float) -> None:
@@ -78,7 +77,6 @@ class Mixture:
             order=chance.choice(list(QueueOrder)),
             max_running=chance.choice((1, 2, 6, 12)),
             step_tokens=chance.choice((4, 8, 16, 40)),
-            policy=chance.choice([policy.value for policy in PolicyName]),
             host_moves=not self.window and chance.random() < 0.3,
             quotas=self.quotas,
             late_copies=chance.random() < 0.6,

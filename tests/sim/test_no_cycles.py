@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.sim.world import World
-from tiers.policy.names import PolicyName
 
 
 @pytest.fixture
@@ -23,11 +22,10 @@ def garbage() -> Iterator[list[object]]:
     gc.enable()
 
 
-@pytest.mark.parametrize("policy", [PolicyName.LRU, PolicyName.ADAPTIVE])
-def test_requests_leave_no_cycles(policy: PolicyName, garbage: list[object]) -> None:
+def test_requests_leave_no_cycles(garbage: list[object]) -> None:
     """Hits from every tier, shared prefixes, preemption, samples and cancels."""
     chance = random.Random(7)
-    world = World(device_blocks=24, host_blocks=16, disk_blocks=200, policy=policy)
+    world = World(device_blocks=24, host_blocks=16, disk_blocks=200)
     for number in range(60):
         kind, length = chance.randrange(8), chance.randint(2, 40)
         world.submit(f"r{number}", [kind] * length, max_tokens=3, n=chance.choice((1, 1, 2)))

@@ -54,7 +54,7 @@ def test_the_tiers_serve_what_their_replay_says_and_lose_nothing(load: str) -> N
     longest = max(len(request.blocks) for request in requests)
     sizes = [max(longest, blocks // 50), blocks // 20, blocks // 2]
     served, lost = serve_from_memory(trace, sizes)
-    replayed = replay_trace(trace, sizes, "lru").tiers
+    replayed = replay_trace(trace, sizes).tiers
     for tier, name in zip(replayed, TierName, strict=False):
         points = 100 * (served[name] - tier.hit_tokens) / trace.input_tokens
         assert abs(points) <= POINTS, f"{name}: {served[name]} of {tier.hit_tokens} tokens"

@@ -10,7 +10,6 @@ from cachesvc.cli import COMMANDS
 from cachesvc.config.settings import known_settings
 from cachesvc.observability.names import SPECS
 from tests.reference import pages
-from tiers.policy.names import PolicyName
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
@@ -35,11 +34,6 @@ def test_every_setting_metric_and_command_is_documented() -> None:
     assert [] == [name for name in SPECS if f"`{name}`" not in texts["metrics.md"]]
     headings = texts["commands.md"]
     assert [] == [name for name in COMMANDS if f"## cachesvc {name}" not in headings]
-
-
-def test_every_policy_has_a_row() -> None:
-    text = (ROOT / "docs" / "policies.md").read_text(encoding="utf-8")
-    assert [] == [name for name in PolicyName if f"\n| `{name}`" not in text]
 
 
 def test_every_metric_is_on_a_board() -> None:

@@ -1,26 +1,23 @@
-"""What every eviction policy keeps, whatever its order; driven with random operations."""
+"""What the order of eviction keeps, driven with random operations."""
 
 import random
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tiers.errors import ConfigurationError
-from tiers.policy.names import PolicyName
-from tiers.policy.policy import Policy, Use
-from tiers.policy.registry import make_policy
+from tiers.policy.lru import Lru
+from tiers.policy.policy import Use
 
-NAMES = list(PolicyName)
+USE = Use(0.0, 1)
 
 
 class Driver:
     """A cache of `capacity` blocks that serves chains and mirrors what its policy should know."""
 
-    def __init__(self, name: str, capacity: int) -> None:
-        self.policy: Policy[Any] = make_policy(name, capacity)
+    def __init__(self, capacity: int) -> None:
+        self.policy: Lru[Any] = Lru()
         self.capacity = capacity
         self.resident: set[Any] = set()
         self.held: set[Any] = set()
@@ -29,15 +26,14 @@ class Driver:
     def serve(self, chain: list[Any]) -> None:
         self.now_s += 1.0
         use = Use(self.now_s, len(chain))
-        for depth in range(len(chain) - 1, -1, -1):
-            key = chain[depth]
+        for key in reversed(chain):
             if key in self.held:
                 continue
             if key in self.resident:
                 self.policy.touch(key, use)
             else:
                 self.resident.add(key)
-                self.policy.insert(key, use, chain[depth - 1] if depth else None, depth)
+                self.policy.insert(key, use)
         self.shrink()
 
     def shrink(self) -> None:
@@ -66,12 +62,11 @@ OPERATIONS = st.lists(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=40, deadline=None)
 @given(operations=OPERATIONS)
-def test_a_policy_knows_just_the_resident_blocks_and_offers_no_held_one(name, operations):
+def test_a_policy_knows_just_the_resident_blocks_and_offers_no_held_one(operations):
     """After any operations all blocks that are not held come out once, and then none."""
-    driver = Driver(name, capacity=12)
+    driver = Driver(capacity=12)
     for operation, number in operations:
         chain = CHAINS[number]
         known = [key for key in chain if key in driver.resident]
@@ -103,10 +98,9 @@ def test_a_policy_knows_just_the_resident_blocks_and_offers_no_held_one(name, op
     assert driver.policy.victim() is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_was_held_is_offered_again_after_release(name):
+def test_what_was_held_is_offered_again_after_release():
     """Parked blocks come back."""
-    driver = Driver(name, capacity=8)
+    driver = Driver(capacity=8)
     driver.serve([1, 2, 3, 4])
     for key in (1, 2, 3, 4):
         driver.policy.hold(key)
@@ -116,21 +110,19 @@ def test_what_was_held_is_offered_again_after_release(name):
     assert sorted(driver.drain()) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_removing_a_block_twice_or_one_never_seen_is_ignored(name):
+def test_removing_a_block_twice_or_one_never_seen_is_ignored():
     """A tier may tell twice."""
-    driver = Driver(name, capacity=8)
+    driver = Driver(capacity=8)
     driver.serve([1, 2])
     for key in (1, 1, 99):
         driver.policy.remove(key)
     assert list(driver.drain()) == [2]
 
 
-@pytest.mark.parametrize("name", ["lru", "adaptive"])
-def test_a_leaf_leaves_before_its_parent(name):
+def test_a_leaf_leaves_before_its_parent():
     """Chains that branch: no victim has a resident child."""
     rng = random.Random(7)
-    driver = Driver(name, capacity=64)
+    driver = Driver(capacity=64)
     for _ in range(300):
         path = [rng.randrange(8), *(rng.choice((0, 0, 0, 1)) for _ in range(rng.randrange(9)))]
         driver.serve([tuple(path[: depth + 1]) for depth in range(len(path))])
@@ -140,18 +132,12 @@ def test_a_leaf_leaves_before_its_parent(name):
     assert not driver.resident
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_time_that_runs_backwards_does_no_harm(name):
-    """Clocks of several callers may differ by a little."""
-    policy = make_policy(name, 4)
-    policy.insert(1, Use(10.0, 1))
-    policy.touch(1, Use(9.0, 1))
-    assert policy.victim() == 1
-
-
-def test_an_unknown_policy_is_refused_by_name():
-    """The message lists those there are."""
-    with pytest.raises(ConfigurationError, match=r"no policy 'lfu'.*lru.*adaptive"):
-        make_policy("lfu", 4)
-    with pytest.raises(ConfigurationError, match=r"sieve was removed.* 35 points.* use lru"):
-        make_policy("sieve", 4)
+def test_lru_evicts_what_was_used_longest_ago():
+    order = Lru[str]()
+    for key in "abc":
+        order.insert(key, USE)
+    order.touch("a", USE)
+    order.hold("b")
+    order.release("b", USE)
+    assert order.coldest(2) == ["c", "a"]
+    assert [order.victim() for _ in range(4)] == ["c", "a", "b", None]

@@ -4,8 +4,6 @@ from collections import OrderedDict
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.workloads import Agents, ChatLoad, Documents, Scan, make_trace
 from tiers.errors import ConfigurationError
@@ -28,9 +26,9 @@ def trace_of(*chains: list[int], block_tokens: int = 10) -> Trace:
     return Trace("made", requests, block_tokens)
 
 
-def run(trace: Trace, *capacities: int, policy: str = "lru", **settings) -> ReplayResult:
+def run(trace: Trace, *capacities: int, **settings) -> ReplayResult:
     names = ("device", "host", "disk")
-    plans = [TierPlan(name, size, policy) for name, size in zip(names, capacities, strict=False)]
+    plans = [TierPlan(name, size) for name, size in zip(names, capacities, strict=False)]
     return replay(trace, plans, **settings)
 
 
@@ -53,9 +51,7 @@ def test_a_chain_longer_than_the_cache_leaves_its_head():
 
 def test_a_repeated_id_and_an_empty_prompt_are_survived():
     """Traces of other makers have both."""
-    for policy in ("lru", "adaptive", "min"):
-        result = run(trace_of([1, 1, 2], [], [1, 1, 2]), 100, policy=policy)
-        assert result.hit_tokens == 30
+    assert run(trace_of([1, 1, 2], [], [1, 1, 2]), 100).hit_tokens == 30
 
 
 def simple_lru(trace: Trace, capacity: int) -> int:
@@ -80,35 +76,6 @@ def simple_lru(trace: Trace, capacity: int) -> int:
 @pytest.mark.parametrize("capacity", [1, 50, 400, 3000])
 def test_lru_agrees_with_an_ordered_dict(capacity):
     assert run(MIXED, capacity).hit_tokens == simple_lru(MIXED, capacity)
-
-
-def best_hits(trace: Trace, capacity: int) -> int:
-    """The most hits of blocks any choice of what to keep can give, by trying them all."""
-    states: dict[frozenset[int], int] = {frozenset(): 0}
-    for request in trace.requests:
-        after: dict[frozenset[int], int] = {}
-        for held, hits in states.items():
-            num_hit = 0
-            while num_hit < len(request.blocks) and request.blocks[num_hit] in held:
-                num_hit += 1
-            options = [held | set(request.blocks)]
-            while len(options[0]) > capacity:
-                options = list({option - {block} for option in options for block in option})
-            for option in options:
-                after[option] = max(after.get(option, 0), hits + num_hit)
-        states = after
-    return max(states.values())
-
-
-TREE = [[0], [0, 1], [0, 1, 2], [0, 3], [4], [4, 5], [4, 5, 6]]
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.sampled_from(TREE), min_size=1, max_size=7), st.integers(1, 4))
-def test_min_is_the_limit(chains, capacity):
-    """On traces small enough to try every choice no choice has more hits than `min`."""
-    trace = trace_of(*chains, block_tokens=1)
-    assert run(trace, capacity, policy="min").hit_tokens == best_hits(trace, capacity)
 
 
 @pytest.mark.parametrize("keeps", [True, False, None])
@@ -159,26 +126,14 @@ def test_second_hit_writes_nothing_of_a_scan():
 def test_what_cannot_be_simulated_is_refused():
     with pytest.raises(ConfigurationError, match="at least one tier"):
         replay(MIXED, [])
-    with pytest.raises(ConfigurationError, match="host would hold 0 blocks"):
-        run(MIXED, 5, 0)
-    with pytest.raises(ConfigurationError, match="min knows the future of a single tier"):
-        run(MIXED, 5, 5, policy="min")
-
-
-def test_progress_tells_of_every_request():
-    told: list[int] = []
-    run(MIXED, 100, progress=told.append)
-    assert sum(told) == len(MIXED.requests)
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the public trace is not beside the checkout")
 def test_the_public_trace_gives_the_published_rates():
-    """Token hit rates of an independent simulator: LRU, MIN, and three tiers that move."""
+    """Token hit rates of an independent simulator: one tier, and three tiers that move."""
     trace = read_trace(REAL)
-    expected = {"lru": (0.0535, 0.1996), "min": (0.2513, 0.3736)}
-    for policy, rates in expected.items():
-        for capacity, rate in zip((1828, 9140), rates, strict=True):
-            assert run(trace, capacity, policy=policy).hit_rate == pytest.approx(rate, abs=1e-4)
+    for capacity, rate in ((1828, 0.0535), (9140, 0.1996)):
+        assert run(trace, capacity).hit_rate == pytest.approx(rate, abs=1e-4)
     tiers = run(trace, 1828, 16451, 164511, keeps=False).tiers
     rates = [tier.hit_tokens / trace.input_tokens for tier in tiers]
     assert rates == pytest.approx([0.0535, 0.2309, 0.0892], abs=1e-4)

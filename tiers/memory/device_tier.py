@@ -147,7 +147,7 @@ class DeviceTier:
                 return
         else:
             assert block.device is FILLING, f"{block} was not in use"
-            self.policy.insert(block, use, None, block.depth)
+            self.policy.insert(block, use)
             if block.pinned:
                 self.policy.hold(block)
         self.num_idle += 1

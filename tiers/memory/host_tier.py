@@ -51,7 +51,7 @@ class HostTier:
         self._move(block, EVICTABLE)
         block.frame = frame
         self.num_blocks += 1
-        self.policy.insert(block, block.use, None, block.depth)
+        self.policy.insert(block, block.use)
         self.sync(block)
 
     def sync(self, block: Block) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from itertools import islice
 
 from tiers.memory.block import NO_BLOCK, Block
-from tiers.policy.policy import Use
+from tiers.policy.policy import Policy, Use
+from tiers.policy.quota import FairPolicy, Quotas
+from tiers.tier import TierName
 
 
 def _ring() -> Block:
@@ -27,7 +29,7 @@ class DeviceLru:
     def __init__(self) -> None:
         self._ring = _ring()
 
-    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
+    def insert(self, key: Block, use: Use) -> None:
         ring = self._ring
         key.older, key.newer = newest, _ = ring.older, ring
         newest.newer = ring.older = key
@@ -70,7 +72,7 @@ class HostLru:
     def __init__(self) -> None:
         self._ring = _ring()
 
-    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
+    def insert(self, key: Block, use: Use) -> None:
         ring = self._ring
         key.host_older, key.host_newer = newest, _ = ring.host_older, ring
         newest.host_newer = ring.host_older = key
@@ -105,3 +107,11 @@ class HostLru:
         while block is not self._ring:
             yield block
             block = block.host_newer
+
+
+def order_of(tier: TierName, num_blocks: int, quotas: Quotas | None = None) -> Policy[Block]:
+    """The order of a memory tier's blocks. With quotas, each group has its own."""
+    order = DeviceLru if tier is TierName.DEVICE else HostLru
+    if quotas is None:
+        return order()
+    return FairPolicy(quotas, order, quotas.capacity_bytes // num_blocks)

@@ -81,7 +81,7 @@ class Capacity:
 
     # The order of eviction.
 
-    def insert(self, key: Block, use: Use, parent: Block | None = None, depth: int = 0) -> None:
+    def insert(self, key: Block, use: Use) -> None:
         assert key.frame is not None, f"{key} has no frame"
         num_bytes = key.frame.memory.stride
         group = self._group(key)

@@ -1,4 +1,4 @@
-"""Eviction policies, one per file. `registry` finds them by name. Pure: see `tiers.policy.policy`.
+"""The rules of the tiers: the order of eviction, admission, quotas and retention.
 
-The other decisions live here too: admission, quotas and retention. No tensors.
+Pure: no tensors, threads or clocks.
 """

@@ -1,4 +1,4 @@
-"""Least recently used: the default policy. One ordered dict; a held block is simply not in it."""
+"""Least recently used. One ordered dict; a held block is simply not in it."""
 
 from collections import OrderedDict
 from itertools import islice
@@ -13,7 +13,7 @@ class Lru(Generic[K]):
     def __init__(self) -> None:
         self._order: OrderedDict[K, None] = OrderedDict()  # oldest first
 
-    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
+    def insert(self, key: K, use: Use) -> None:
         self._order[key] = None
 
     def hold(self, key: K) -> None:

@@ -41,7 +41,7 @@ class Policy(Protocol[K]):
     left cannot be reached.
     """
 
-    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
+    def insert(self, key: K, use: Use) -> None:
         """Add a key that is new in the tier. It may be chosen from now on.
 
         For a block that a running request computes, call this when it is first released. `parent`

@@ -136,13 +136,13 @@ class FairPolicy(Generic[K]):
         self._owners: dict[K, Hashable] = {}  # key -> group
         self._victims: Hashable = COMMON  # the group now losing blocks
 
-    def insert(self, key: K, use: Use, parent: K | None = None, depth: int = 0) -> None:
+    def insert(self, key: K, use: Use) -> None:
         group = self._quotas.group(use.tenant)
         if group not in self._policies:
             self._policies[group] = self._make()
         self._quotas.charge(group, self._block_bytes)
         self._owners[key] = group
-        self._policies[group].insert(key, use, parent, depth)
+        self._policies[group].insert(key, use)
 
     def hold(self, key: K) -> None:
         self._policies[self._owners[key]].hold(key)

@@ -1,4 +1,4 @@
-"""Drives the serving policies over request traces, without tensors, beside the best possible order.
+"""Replays request traces through LRU tiers, without tensors.
 
 Used by `cachesvc replay` and by benchmarks, never by a server.
 """

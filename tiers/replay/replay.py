@@ -1,26 +1,20 @@
-"""Replays a trace through tiers of policies, without tensors: what would hit, and what would move.
+"""Replays a trace through LRU tiers, without tensors: what would hit, and what would move.
 
-The policies and rules are those of the server. A block counts as a hit only if all blocks before it
-in its request hit. The last block of a request may be partial and counts the tokens it has. Used by
+The rules are those of the server. A block counts as a hit only if all blocks before it in its
+request hit. The last block of a request may be partial and counts the tokens it has. Used by
 `cachesvc replay`, the benchmarks and the tests. One thread.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import Demotion, WritePolicy, keeps_copies
-from tiers.policy.policy import Policy, Use
-from tiers.policy.registry import make_policy
-from tiers.replay.belady import Belady, future_uses
+from tiers.policy.lru import Lru
+from tiers.policy.policy import Use
 from tiers.replay.trace import Trace, TraceRequest
 
-MIN = "min"  # Belady's policy, for a single tier
 GHOSTS_PER_BLOCK = 4  # ghosts of ON_SECOND_HIT per block of the tier above
-
-Progress = Callable[[int], None]  # called with the number of requests done since the last call
-_PROGRESS_STEP = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +23,28 @@ class TierPlan:
 
     name: str
     capacity_blocks: int
-    policy: str = "lru"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TierReplay:
-    """The result for one tier. A block still held below costs no write when it is demoted again."""
+    """What one tier hit, took and gave up. A block still held below costs no write when it is
+    demoted again."""
 
     name: str
     capacity_blocks: int
-    hit_tokens: int
-    hit_blocks: int
-    written_blocks: int
-    evicted_blocks: int
+    hit_tokens: int = 0
+    hit_blocks: int = 0
+    written_blocks: int = 0
+    evicted_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
     """The result of a trace on a cache. `hit_tokens` is the sum over the tiers."""
 
-    policy: str
     capacity_blocks: int
     tokens: int
     hit_tokens: int
-    num_requests: int
-    num_accesses: int
     tiers: tuple[TierReplay, ...]
 
     @property
@@ -61,39 +52,27 @@ class ReplayResult:
         return self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A block's place in its chain, and its last use."""
-
-    parent: Hashable | None
-    depth: int
-    use: Use
-
-
 class _Level:
-    """A tier: the blocks it holds and the policy that orders them.
+    """A tier: the blocks it holds and their order.
 
     `spare` holds copies of promoted blocks in a tier that does not keep them: they leave first.
-    Invariant: resident == blocks the policy knows + spare.
+    Invariant: resident == blocks of the order + spare.
     """
 
-    def __init__(self, plan: TierPlan, policy: Policy[Any], keeps: bool) -> None:
-        self.plan = plan
-        self.policy = policy
+    def __init__(self, plan: TierPlan, keeps: bool) -> None:
+        self.counts = TierReplay(plan.name, plan.capacity_blocks)
+        self.order: Lru[Hashable] = Lru()
         self.keeps = keeps
         self.resident: set[Hashable] = set()
         self.spare: dict[Hashable, None] = {}
-        self.hit_tokens = self.hit_blocks = self.written = self.evicted = 0
 
-    def summary(self) -> TierReplay:
-        return TierReplay(
-            self.plan.name,
-            self.plan.capacity_blocks,
-            self.hit_tokens,
-            self.hit_blocks,
-            self.written,
-            self.evicted,
-        )
+    @property
+    def is_over(self) -> bool:
+        return len(self.resident) > self.counts.capacity_blocks
+
+    def add(self, key: Hashable) -> None:
+        self.resident.add(key)
+        self.counts.written_blocks += 1
 
 
 class Hierarchy:
@@ -106,29 +85,27 @@ class Hierarchy:
         self,
         plans: Sequence[TierPlan],
         write_policy: WritePolicy = WritePolicy.ON_EVICT,
-        policies: Sequence[Policy[Any]] = (),
         keeps: bool | None = None,
     ) -> None:
-        """`policies` replaces the policies that the plans name. `keeps` replaces the rule for
-        copies below."""
-        made = policies or [make_policy(plan.policy, plan.capacity_blocks) for plan in plans]
+        """`keeps` replaces the rule for copies below."""
+        if not plans:
+            raise ConfigurationError("a replay needs at least one tier")
         sizes = [plan.capacity_blocks for plan in plans]
         self._levels = [
-            _Level(plan, policy, _keeps(sizes, number) if keeps is None else keeps)
-            for number, (plan, policy) in enumerate(zip(plans, made, strict=True))
+            _Level(plan, keeps_copies(sum(sizes[:number]), sum(sizes)) if keeps is None else keeps)
+            for number, plan in enumerate(plans)
         ]
-        self._blocks: dict[Hashable, _Block] = {}
         num_ghosts = GHOSTS_PER_BLOCK * plans[0].capacity_blocks
         self._demotion: Demotion[Hashable] = Demotion(write_policy, num_ghosts)
-        self._keeps_origins = len(plans) > 1
+        self._uses: dict[Hashable, Use] = {}
         self._write_early = write_policy is not WritePolicy.ON_EVICT and len(plans) > 1
 
     def serve(self, request: TraceRequest, block_tokens: int) -> None:
         """Run one request from lookup to release: count its hits, then release its chain, tail
         first.
 
-        While it runs, its blocks are working memory on top of the capacity, so a policy may keep
-        none of them.
+        While it runs, its blocks are working memory on top of the capacity. When it ends, the tier
+        shrinks back to its capacity.
         """
         sources = self._count_hits(request, block_tokens)
         chain = request.blocks
@@ -136,32 +113,21 @@ class Hierarchy:
         top = self._levels[0]
         for depth in range(len(chain) - 1, -1, -1):
             key = chain[depth]
-            parent = chain[depth - 1] if depth else None
             if key in top.resident:
-                top.policy.touch(key, use)
+                top.order.touch(key, use)
             else:
-                top.resident.add(key)
-                top.written += 1
-                top.policy.insert(key, use, parent, depth)
-                self._blocks[key] = _Block(parent, depth, use)
+                top.add(key)
+                top.order.insert(key, use)
                 if depth < len(sources):
                     self._promote(key, sources[depth])
-            if self._keeps_origins:
-                self._blocks[key] = _Block(parent, depth, use)
-                if self._write_early and self._demotion.on_use(key):
-                    self._put_below(0, key)
-        while len(top.resident) > top.plan.capacity_blocks:
+            self._uses[key] = use
+            if self._write_early and self._demotion.on_use(key):
+                self._put_below(0, key)
+        while top.is_over:
             self._evict(0)
 
-    def held(self, blocks: Sequence[Hashable]) -> int:
-        """How many of the leading blocks are held now, in any tier."""
-        for depth, key in enumerate(blocks):
-            if not any(key in level.resident for level in self._levels):
-                return depth
-        return len(blocks)
-
     def tiers(self) -> tuple[TierReplay, ...]:
-        return tuple(level.summary() for level in self._levels)
+        return tuple(level.counts for level in self._levels)
 
     def _count_hits(self, request: TraceRequest, block_tokens: int) -> list[int]:
         """The level that serves each of the leading blocks."""
@@ -170,8 +136,8 @@ class Hierarchy:
         for key in request.blocks:
             for number, level in enumerate(self._levels):
                 if key in level.resident:
-                    level.hit_blocks += 1
-                    level.hit_tokens += min(block_tokens, left)
+                    level.counts.hit_blocks += 1
+                    level.counts.hit_tokens += min(block_tokens, left)
                     sources.append(number)
                     break
             else:
@@ -182,24 +148,23 @@ class Hierarchy:
     def _promote(self, key: Hashable, source: int) -> None:
         """Move a block to the top through every level between. Each keeps a copy, which counts as
         just used or is spare."""
-        block = self._blocks[key]
+        use = self._uses[key]
         for number in range(source, 0, -1):
             level = self._levels[number]
             fresh = key not in level.resident
             if fresh:
-                level.resident.add(key)
-                level.written += 1
+                level.add(key)
             elif key in level.spare:
                 continue
             if not level.keeps:
                 if not fresh:
-                    level.policy.remove(key)
+                    level.order.remove(key)
                 level.spare[key] = None
             elif fresh:
-                level.policy.insert(key, block.use, block.parent, block.depth)
+                level.order.insert(key, use)
             else:
-                level.policy.touch(key, block.use)
-            if len(level.resident) > level.plan.capacity_blocks:
+                level.order.touch(key, use)
+            if level.is_over:
                 self._evict(number)
 
     def _evict(self, number: int) -> None:
@@ -209,29 +174,28 @@ class Hierarchy:
             key = next(iter(level.spare))
             del level.spare[key]
         else:
-            key = level.policy.victim()
-            assert key is not None, f"{level.plan.name} is full and its policy knows no block"
+            key = level.order.victim()
+            assert key is not None, f"{level.counts.name} is full and its order knows no block"
             if self._demotion.on_evict(key):
                 self._put_below(number, key)
         level.resident.discard(key)
-        level.evicted += 1
+        level.counts.evicted_blocks += 1
 
     def _put_below(self, number: int, key: Hashable) -> None:
         """Copy a block to the next level, if there is one. Free if that level holds it already."""
         if number + 1 == len(self._levels):
             return
         below = self._levels[number + 1]
-        block = self._blocks[key]
+        use = self._uses[key]
         if key in below.spare:
             del below.spare[key]
         elif key in below.resident:
-            below.policy.touch(key, block.use)
+            below.order.touch(key, use)
             return
         else:
-            below.resident.add(key)
-            below.written += 1
-        below.policy.insert(key, block.use, block.parent, block.depth)
-        if len(below.resident) > below.plan.capacity_blocks:
+            below.add(key)
+        below.order.insert(key, use)
+        if below.is_over:
             self._evict(number + 1)
 
 
@@ -241,64 +205,19 @@ def replay(
     *,
     keeps: bool | None = None,
     write_policy: WritePolicy = WritePolicy.ON_EVICT,
-    progress: Progress = lambda num_requests: None,
 ) -> ReplayResult:
-    """Replay a whole trace. Raises ConfigurationError. The policy `min` works only for a single
-    tier.
+    """Replay a whole trace. Raises ConfigurationError.
 
     `keeps` sets for all tiers whether promoted blocks keep their copies below, for comparison. None
     is the server's rule.
     """
-    hierarchy = Hierarchy(plans, write_policy, _clairvoyant(trace, plans), keeps)
-    pending = 0
+    hierarchy = Hierarchy(plans, write_policy, keeps)
     for request in trace.requests:
         hierarchy.serve(request, trace.block_tokens)
-        pending += 1
-        if pending == _PROGRESS_STEP:
-            progress(pending)
-            pending = 0
-    progress(pending)
     tiers = hierarchy.tiers()
     return ReplayResult(
-        policy=_joined(plan.policy for plan in plans),
         capacity_blocks=sum(plan.capacity_blocks for plan in plans),
         tokens=trace.input_tokens,
         hit_tokens=sum(tier.hit_tokens for tier in tiers),
-        num_requests=len(trace.requests),
-        num_accesses=trace.num_accesses,
         tiers=tiers,
     )
-
-
-def _keeps(sizes: Sequence[int], number: int) -> bool:
-    return keeps_copies(sum(sizes[:number]), sum(sizes))
-
-
-def check_plans(plans: Sequence[TierPlan]) -> None:
-    """Raise ConfigurationError for plans that cannot be simulated."""
-    if not plans:
-        raise ConfigurationError("a replay needs at least one tier")
-    for plan in plans:
-        if plan.capacity_blocks < 1:
-            raise ConfigurationError(
-                f"the tier {plan.name} would hold {plan.capacity_blocks} blocks; it needs at "
-                f"least one"
-            )
-        if plan.policy == MIN and len(plans) > 1:
-            raise ConfigurationError(
-                "min knows the future of a single tier only; replay it with one tier"
-            )
-
-
-def _clairvoyant(trace: Trace, plans: Sequence[TierPlan]) -> Sequence[Policy[Any]]:
-    """The policies that know the trace, if the plan names one. Otherwise none."""
-    check_plans(plans)
-    if plans[0].policy != MIN:
-        return ()
-    return [Belady(future_uses(request.blocks for request in trace.requests if request.blocks))]
-
-
-def _joined(names: Iterable[str]) -> str:
-    """One name if all are the same, otherwise all names."""
-    distinct = list(dict.fromkeys(names))
-    return "+".join(distinct)

@@ -1,9 +1,9 @@
-"""Request traces in Mooncake's format: one JSON object per line, plain, `.gz` or `.zst`.
+"""Request traces in Mooncake's format: one JSON object per line, plain or `.gz`.
 
     {"timestamp": 0, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
 
 `timestamp` is in milliseconds. A hash id names a block and all before it, so an id always has the
-same predecessor. Read by `tiers.replay.replay` and the load generator. One thread.
+same predecessor. One thread.
 """
 
 import gzip
@@ -15,35 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import zstandard
-
 from tiers.errors import TierError
-
-# Errors of `read_text` for a file that is missing, cut short, or not of the type its name says.
-READ_ERRORS = (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError)
-
-
-def read_text(path: Path) -> str:
-    """The whole file as UTF-8 text. Decompresses `.gz` and `.zst`."""
-    data = path.read_bytes()
-    if path.suffix == ".gz":
-        data = gzip.decompress(data)
-    elif path.suffix in (".zst", ".zstd"):
-        data = _zstd_decompress(data)
-    return data.decode("utf-8")
-
-
-def _zstd_decompress(data: bytes) -> bytes:
-    """Decompress all frames of `data`. Raises EOFError if it ends within a frame."""
-    parts = []
-    while data:
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        parts.append(frame.decompress(data))
-        if not frame.eof:
-            raise EOFError("the compressed file ends within a frame")
-        data = frame.unused_data
-    return b"".join(parts)
-
 
 MOONCAKE_BLOCK_TOKENS = 512  # tokens per hash id in the FAST'25 traces
 
@@ -88,8 +60,9 @@ class Trace:
 def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
     """Read a whole trace. Raises TraceError."""
     try:
-        lines = read_text(path).splitlines()
-    except READ_ERRORS as error:
+        data = path.read_bytes()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TraceError(f"cannot read the trace {path}: {error}") from error
     requests = []
     for number, line in enumerate(lines, start=1):
