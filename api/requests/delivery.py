@@ -13,7 +13,7 @@ an answer with its own status; after it, an event.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class WireFormat(Protocol):
     """How one protocol writes one answer."""
 
     def opening(self, usage: Usage) -> bytes:
-        """The events before any text. `usage` is empty while the request waits."""
+        """The events before any text, called first. `usage` is empty while the request waits."""
         ...
 
     def chunk(self, delta: Delta) -> bytes:
@@ -111,9 +111,9 @@ class Delivery:
 
     async def run(self, send: Send) -> None:
         """Delivers, settles and reports; returns when all of the request is released."""
-        tail, bill, error = b"", None, None
+        held, bill, error = list[Delta](), None, None
         try:
-            tail = await self._send_stream(send) if self.stream else await self._gather()
+            held = await self._send_stream(send) if self.stream else await self._gather()
         except Exception as failure:  # noqa: BLE001  the top of this task: told, settled, logged
             error = failure
             self.generation.fail("the server failed while it read the answer")
@@ -124,7 +124,7 @@ class Delivery:
             if error is None and served.outcome is Outcome.FAILED:
                 error = _failure_of(served)
             if error is None:
-                await self._end(send, tail, served, bill)
+                await self._end(send, held, served, bill)
                 if delivered and self._lost(served.outcome):  # it disconnected during settlement
                     await self.charge.lost(served)
         except Exception as failure:  # noqa: BLE001  the ledger did not take it, or a bug
@@ -147,35 +147,40 @@ class Delivery:
             )
         )
 
-    async def _send_stream(self, send: Send) -> bytes:
-        """Sends text as it comes; returns the end, which must wait for the settlement."""
-        held = b""
+    async def _send_stream(self, send: Send) -> list[Delta]:
+        """Sends text as it comes; returns the end, which must wait for the settlement.
+
+        A delta is written when it is sent, because events are numbered in the order of the wire.
+        """
+        held: list[Delta] = []
         async for deltas in self.generation.deltas(self.keepalive_s):
-            if not deltas:
-                await self._send_events(send, KEEPALIVE)
-                continue
-            held += b"".join(map(self.wire.chunk, deltas))
-            if held and not self.generation.answered:
+            held += deltas
+            if not deltas or not self.generation.answered:
                 await self._send_events(send, held)
-                held = b""
+                held = []
         return held
 
-    async def _gather(self) -> bytes:
+    def _chunks(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(map(self.wire.chunk, deltas))
+
+    async def _gather(self) -> list[Delta]:
         async for deltas in self.generation.deltas(self.keepalive_s):
             for delta in deltas:
                 self.wire.absorb(delta)
-        return b""
+        return []
 
-    async def _end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
+    async def _end(self, send: Send, held: Sequence[Delta], served: Served, bill: Bill) -> None:
         """Sends the end of the answer. An answer that fails before its first byte is free."""
         try:
-            await self._send_end(send, tail, served, bill)
+            await self._send_end(send, held, served, bill)
         except Exception:
             if not self._first_byte_ns:
                 await self.charge.give_back()
             raise
 
-    async def _send_end(self, send: Send, tail: bytes, served: Served, bill: Bill) -> None:
+    async def _send_end(
+        self, send: Send, held: Sequence[Delta], served: Served, bill: Bill
+    ) -> None:
         if self.publisher is not None and not self._gone:
             num_tokens = await self.publisher.publish(self.generation.job)
             self.headers = {**self.headers, PUBLISHED: str(num_tokens)}
@@ -184,13 +189,11 @@ class Delivery:
             await self._keep(served, body)
             await self._send_whole(send, 200, body, self.headers)
             return
-        tail += self.wire.closing(served, bill, self.asked)
         opening = b"" if self._started else self.wire.opening(served.usage)
-        await self._keep(served, b"".join(self._kept) + opening + tail)
-        await self._send_events(send, tail, opening=opening, last=True)
-
-    def _opening(self) -> bytes:
-        return self.wire.opening(self.generation.usage())
+        events = opening + self._chunks(held) + self.wire.closing(served, bill, self.asked)
+        await self._keep(served, b"".join(self._kept) + events)
+        await self._begin_events(send)
+        await self._write(send, _part(events, more=False))
 
     async def _keep(self, served: Served, answer: bytes) -> None:
         if self.keep is not None and served.outcome is not Outcome.CLIENT_GONE:
@@ -198,21 +201,23 @@ class Delivery:
 
     async def _send_error(self, send: Send, answer: ErrorAnswer) -> None:
         if self._started:
-            await self._send_events(send, self.wire.error(answer), last=True)
+            await self._write(send, _part(self.wire.error(answer), more=False))
         else:
             headers = {**self.headers, **answer.headers}
             body = orjson.dumps(self.wire.refusal(answer))
             await self._send_whole(send, answer.status, body, headers)
 
-    async def _send_events(
-        self, send: Send, events: bytes, *, opening: bytes | None = None, last: bool = False
-    ) -> None:
+    async def _send_events(self, send: Send, deltas: Sequence[Delta]) -> None:
+        opening = b"" if self._started else self.wire.opening(self.generation.usage())
+        if events := opening + (self._chunks(deltas) if deltas else KEEPALIVE):
+            await self._begin_events(send)
+            await self._write(send, _part(events, more=True))
+
+    async def _begin_events(self, send: Send) -> None:
         if not self._started:
             self._started = True
             headers = {**self.headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            events = (self._opening() if opening is None else opening) + events
             await self._write(send, _start(200, EVENT_STREAM, headers))
-        await self._write(send, _part(events, more=not last))
 
     async def _send_whole(
         self, send: Send, status: int, body: bytes, headers: Mapping[str, str]

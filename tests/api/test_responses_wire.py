@@ -183,6 +183,24 @@ async def test_reasoning_is_an_item_of_its_own() -> None:
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
+@pytest.mark.parametrize("fail_after", [None, 3])
+async def test_events_are_numbered_in_the_order_of_the_wire(
+    client: httpx.AsyncClient, house: FakeHouse, tokens_per_step: int, fail_after: int | None
+) -> None:
+    """However many tokens a write carries, and in a stream that fails."""
+    house.engine.script = Script(
+        answer="one two", fail_after=fail_after, tokens_per_step=tokens_per_step, step_s=0.01
+    )
+    text = (await client.post(RESPONSES, json=body(stream=True))).text
+    numbers = [
+        json.loads(line.removeprefix("data: "))["sequence_number"]
+        for line in text.splitlines()
+        if line.startswith("data: ")
+    ]
+    assert list(range(len(numbers))) == numbers, text
+
+
 async def test_a_failure_in_a_stream_is_a_failed_response(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:

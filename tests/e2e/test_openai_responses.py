@@ -62,7 +62,7 @@ def test_a_stream_ends_with_the_same_response(server: Server, client: openai.Ope
         call.arguments,
     )
     assert "I look." == final.output_text
-    assert list(range(len(events))) == sorted({event.sequence_number for event in events})
+    assert list(range(len(events))) == [event.sequence_number for event in events]
     kept = client.responses.retrieve(final.id)
     assert [item.id for item in final.output] == [item.id for item in kept.output]
     assert final.usage == kept.usage
