@@ -148,6 +148,7 @@ class Service:
             decode=loaded.tokenizer.decode,
             outline=Outline(loaded.tokenizer),
             cache=self._operator,
+            readiness=self.readiness,
         )
         self.dashboard.remember(self._remembered, self.core.operations.index)
         self._remembered.start()

@@ -5,7 +5,7 @@ admin pages adds the fields it needs.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -138,7 +138,7 @@ class AdminParts:
     gib_month: Mapping[str, int] = field(default_factory=dict)  # price of each tier, in units
     currency: Callable[[], str]  # of the rate card in force
     history: History
-    alerts: Callable[[], Sequence[Mapping[str, str]]]  # firing now
+    alerts: Callable[[], Awaitable[Sequence[Mapping[str, str]]]]  # firing now
     sends_alerts: bool  # of budgets
     working_set: "Callable[[], Future[TrafficReport]]"
     books: OpenBooks  # accounts and ledger

@@ -65,6 +65,11 @@ class ServerSection(Section):
     drain: Duration = Field(
         30, description="When stopping, give running requests this long to finish"
     )
+    prometheus_url: str = Field(
+        "",
+        description="Prometheus that has the rules of ops/prometheus; the dashboard shows what it "
+        "fires",
+    )
     system_in_place: bool = Field(
         default=False,
         description="Render later system messages where they stand, also if the model's template "

@@ -17,12 +17,13 @@ from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Sessions
 from api.admin.parts import AdminParts, CacheAdmin, MemoryReader
 from api.cache.explorer import Explorer
+from api.collaborators import Readiness
 from api.journal.journal import Journal
 from billing.money import parse_amount
 from billing.operations.books import OpenBooks
 from cachesvc.config.sections import CostsSection
 from cachesvc.config.settings import Settings
-from cachesvc.observability.alerts import firing_alerts
+from cachesvc.observability.alerts import Alerts
 from cachesvc.observability.history import History, pack
 from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
 from cachesvc.observability.snapshot import Sources, snapshot
@@ -72,6 +73,7 @@ class Dashboard:
         working_set: Callable[[], Future[TrafficReport]],
         blocks: MemoryReader,
         cache: CacheAdmin,
+        readiness: Callable[[], Readiness],
     ) -> None:
         self._remembered = Remembered(None, max_records=0)
         self._sources = sources
@@ -87,7 +89,7 @@ class Dashboard:
             record=books.accounts.trail.record,
             stats=self.stats,
             history=self.history,
-            alerts=partial(firing_alerts, self.history),
+            alerts=Alerts(settings.server.prometheus_url, readiness, sources.violations).firing,
             sends_alerts=bool(settings.billing.alerts_to),
             working_set=working_set,
             books=books,

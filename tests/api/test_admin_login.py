@@ -77,7 +77,11 @@ async def test_the_overview_tells_what_fires() -> None:
     }
     headers = {**PERSON, "authorization": f"Bearer {OPERATOR_TOKEN}"}
     told: list[dict[str, str]] = []
-    async with admin_client(fake_parts(stats=lambda: STATS, alerts=lambda: told)) as client:
+
+    async def fires() -> list[dict[str, str]]:
+        return told
+
+    async with admin_client(fake_parts(stats=lambda: STATS, alerts=fires)) as client:
         quiet = await client.get("/admin", headers=headers)
         assert re.search(r"data-alerts [^>]*hidden>", quiet.text)
         told.append(firing)

@@ -91,6 +91,10 @@ async def _nothing(*_: Any) -> list[Any]:
     return []
 
 
+async def _nothing_fires() -> list[dict[str, str]]:
+    return []
+
+
 def fake_parts(**overrides: Any) -> AdminParts:
     """Parts over fakes; pass the ones under test. Nothing is cached, on accounts or firing."""
     keys = {"sk-admin": frozenset({Scope.ADMIN}), "sk-plain": frozenset({Scope.INFERENCE})}
@@ -107,7 +111,7 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "journal": Journal(),
         "limits": LimitSettings(),
         "currency": str,
-        "alerts": tuple,
+        "alerts": _nothing_fires,
         "sends_alerts": False,
         "decode": str,
         "outline": lambda tokens: [],

@@ -21,7 +21,7 @@ async def overview(request: Request, found: MayRead) -> Response:
         "overview.html",
         found,
         stats=stats,
-        alerts=parts.alerts(),
+        alerts=await parts.alerts(),
         currency=parts.currency(),
         models=[each for each in wire_of(request).models.values() if each.exactness],
         base_url=str(request.base_url).rstrip("/"),

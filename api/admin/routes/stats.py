@@ -29,8 +29,8 @@ async def stats(request: Request, _: MayRead) -> Response:
 
 @router.get("/alerts")
 async def alerts(request: Request, _: MayRead) -> Response:
-    """The alerts of `ops/prometheus/rules.yml` that are firing, by this server's own history."""
-    return json_answer(request, list(parts_of(request).alerts()))
+    """What Prometheus fires, where `server.prometheus_url` is set, and what readiness knows."""
+    return json_answer(request, list(await parts_of(request).alerts()))
 
 
 @router.get("/history")
