@@ -128,7 +128,9 @@ class TierStats:
     num_blocks: int = 0
     used_bytes: int = 0  # bytes of memory or files, which the capacity bounds
     logical_bytes: int = 0  # bytes of KV in these blocks when loaded
-    capacity_bytes: int = 0
+    capacity_bytes: int = 0  # at present
+    setting_bytes: int = 0  # of a disk: the capacity that it was given
+    limit: str = ""  # why the capacity is less than that
     hits: int = 0  # blocks served
     misses: int = 0  # blocks requested but not served
     stored: int = 0  # blocks written

@@ -152,6 +152,13 @@ class CacheSection(Section):
     )
     host_bytes: TierSize = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
     disk_bytes: TierSize = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
+    disk_reserve_bytes: Size | None = Field(
+        None,
+        description=(
+            "Bytes of its file system that the disk tier leaves to others; unset, 5 %, but 1 to "
+            "16 GiB, and a quarter of a small one"
+        ),
+    )
     disk_dirs: list[Path] = Field(
         default_factory=list,
         description=(

@@ -202,7 +202,9 @@ def _open_states(
         states_path(data_dir),
         layout.checkpoint,
         int(CHECKPOINT_SHARE * cache.disk_bytes),
-        settings=DiskSettings(idle_ttl_s=int(cache.idle_ttl) or None),
+        settings=DiskSettings(
+            idle_ttl_s=int(cache.idle_ttl) or None, reserve_bytes=cache.disk_reserve_bytes
+        ),
         shares=shares,
     )
 
@@ -226,6 +228,7 @@ def _open_disk(
         moves=not keeps_copies(above, above + cache.disk_bytes),
         idle_ttl_s=int(cache.idle_ttl) or None,
         write_budget_bytes=cache.write_budget_bytes or None,
+        reserve_bytes=cache.disk_reserve_bytes,
     )
     num_shards = max(1, min(NEW_SHARDS, cache.disk_bytes >> 30))
 

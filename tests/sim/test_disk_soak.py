@@ -86,8 +86,8 @@ class Life:
         )[0]
         work()
         stats = self.tier.stats()
-        assert stats.used_bytes <= stats.capacity_bytes
-        assert disk_usage(self.root) <= stats.capacity_bytes
+        assert stats.used_bytes <= stats.setting_bytes
+        assert disk_usage(self.root) <= stats.setting_bytes
 
     def blocks(self) -> list:
         number = int(NUM_CHAINS * self.random.random() ** 2)

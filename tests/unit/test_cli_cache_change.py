@@ -26,7 +26,6 @@ from tests.support.faulty_storage import chain
 from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
-from tiers.disk.directory import DirectoryLock
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
@@ -263,23 +262,25 @@ def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir: Path) -> No
         tier.close()
 
 
-def test_compact_gives_freed_space_back(data_dir: Path) -> None:
-    told(call("evict", data_dir, "--older-than", "2h", "--yes", "--json"))
-    done = told(call("compact", data_dir, "--json"))
-    assert len(BRANCH) + len(THEIRS) == done["num_kept"]
-    assert int(str(done["file_bytes"])) < int(str(done["file_bytes_before"]))
-    assert 0 == call("verify", data_dir).exit_code
-
-
-def test_compact_is_refused_while_a_server_holds_the_directory(data_dir: Path) -> None:
-    lock = DirectoryLock(disk_path(data_dir))
-    try:
-        refused = call("compact", data_dir)
-    finally:
-        lock.release()
-    assert 1 == refused.exit_code
-    assert "held by pid" in refused.stderr
-    assert "stop it" in refused.stderr
+@pytest.mark.parametrize("served", [False, True])
+def test_evicted_and_free_space_returns_to_the_file_system(data_dir: Path, served: bool) -> None:
+    file = next(disk_path(data_dir).glob("shard-*/data.mdb"))
+    tier = opened(data_dir) if served else None
+    if tier is not None:
+        tier.discard([block.key for block in MINE])
+    before = file.stat().st_blocks * 512
+    done = called_apart("compact", data_dir, "--json")
+    assert 0 == done.returncode, done.stderr
+    held = file.stat().st_blocks * 512
+    assert {"file_bytes_before": before, "file_bytes": held} == json.loads(done.stdout)
+    gone = called_apart("evict", data_dir, "--all", "--yes", "--json")
+    assert 0 == gone.returncode, gone.stderr
+    left = file.stat().st_blocks * 512
+    assert held - left == json.loads(gone.stdout)["returned_bytes"] > 0
+    assert left < held / 2
+    if tier is not None:
+        assert 0 == tier.probe(THEIRS)
+        tier.close()
 
 
 def test_an_export_is_imported_elsewhere_and_is_sound(data_dir: Path, elsewhere: Path) -> None:

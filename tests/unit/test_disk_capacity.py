@@ -1,10 +1,8 @@
 """A disk tier within its bounds: compacted, opened with less or more, and beside a slow reader."""
 
-import contextlib
 import errno
 import os
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,13 +10,14 @@ import pytest
 from tests.unit.test_disk_ops import CAPACITY, blocks, load, opened, store
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import read_meta, shard_path
-from tiers.disk.inspection.compact import compact_folder
+from tiers.disk.inspection.maintenance import give_back
 from tiers.disk.inspection.verify import verify_all
-from tiers.disk.inspection.view import DiskView, open_view
+from tiers.disk.inspection.view import DiskView
 from tiers.disk.open import shard_map_bytes
 from tiers.disk.pin_file import save_pins
+from tiers.disk.room import allowed, reserve_of
 from tiers.disk.shard import Shard
-from tiers.disk.storage import LOCK_BYTES
+from tiers.disk.storage import LOCK_BYTES, FileSystem, Storage
 from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.retention import Pin
 
@@ -27,65 +26,41 @@ def num_stored(view: DiskView) -> int:
     return sum(day.num_stored for shard in view.shards for day in shard.days().values())
 
 
-def test_compaction_keeps_blocks_and_their_order(tmp_path: Path) -> None:
+def test_free_space_is_given_back_and_blocks_and_their_order_stay(tmp_path: Path) -> None:
     tier = opened(tmp_path)
     for seed in range(40):
         store(tier, blocks(seed))
-    for seed in range(0, 40, 2):
-        tier.discard([block.key for block in blocks(seed)])
-    tier.close()
-    with open_view(tmp_path) as view:
+    tier.discard([block.key for seed in range(0, 40, 2) for block in blocks(seed)])
+    with tier.view() as view:
         before = [info.key for info in view.blocks(oldest=True)]
-        stored = num_stored(view)
-    (done,) = compact_folder(tmp_path)
-    assert (done.num_kept, done.num_dropped) == (len(before), 0)
-    assert done.file_bytes < done.file_bytes_before
-    with open_view(tmp_path) as view:
+        held, holds = give_back(view.shards)  # beside its server
         assert [info.key for info in view.blocks(oldest=True)] == before
         assert verify_all(view.shards).sound
-        assert num_stored(view) == stored == 160
-    tier = opened(tmp_path)
+    assert holds < 0.7 * held
     assert load(tier, blocks(39)) == 4
-    assert store(tier, blocks(41)) == []
-    with tier.view() as view:
-        newest = [info.key for info in view.blocks(oldest=True)][-4:]
-    assert set(newest) == {block.key for block in blocks(41)}
-    tier.close()
-
-
-def test_a_command_that_reads_during_the_swap_keeps_no_page_of_the_new_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It opens the old file after its lock file has gone, and stays in a read transaction."""
-    tier = opened(tmp_path)
-    for seed in range(60):
+    for seed in range(41, 80):
         store(tier, blocks(seed))
     tier.close()
-    reads = (
-        "import lmdb, sys; env = lmdb.open(sys.argv[1], readonly=True); txn = env.begin(); "
-        "print(flush=True); sys.stdin.read()"
-    )
-    command, pipe = [sys.executable, "-c", reads, str(shard_path(tmp_path, 0))], subprocess.PIPE
-    with contextlib.ExitStack() as stack:
-        replace = Path.replace
+    tier = opened(tmp_path)
+    assert {} == tier.stats().faults
+    assert load(tier, blocks(79)) == 4
+    tier.close()
 
-        def read_and_replace(path: Path, target: Path) -> Path:
-            if path.name == "data.mdb":
-                reader = subprocess.Popen(command, stdin=pipe, stdout=pipe)
-                stack.enter_context(reader)
-                assert reader.stdout is not None
-                reader.stdout.readline()
-            return replace(path, target)
 
-        monkeypatch.setattr(Path, "replace", read_and_replace)
-        compact_folder(tmp_path)
-        monkeypatch.undo()
-        tier = opened(tmp_path)
-        for seed in range(100, 160):
-            store(tier, blocks(seed))
-        assert tier.stats().faults == {}
-        assert load(tier, blocks(159)) == 4
-        tier.close()
+def test_pages_that_a_reader_sees_are_not_given_back(tmp_path: Path) -> None:
+    tier = opened(tmp_path)
+    for seed in range(20):
+        store(tier, blocks(seed))
+    with tier.view() as view:
+        shard: Shard = view.shards[0]
+        with shard._reading() as txn:
+            kept = {key: bytes(data) for key, data in txn.cursor(db=shard._dbs.data)}
+            tier.discard([block.key for seed in range(20) for block in blocks(seed)])
+            give_back(view.shards)
+            assert kept == {key: bytes(data) for key, data in txn.cursor(db=shard._dbs.data)}
+        before, after = give_back(view.shards)
+    assert after < before / 4
+    tier.close()
 
 
 def test_the_lock_file_of_a_shard_has_its_room(tmp_path: Path) -> None:
@@ -202,3 +177,111 @@ def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path: Path) -> None
 def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them() -> None:
     with pytest.raises(ConfigurationError, match=r"a disk cache of 0.5 MiB .* give it \d+MiB"):
         shard_map_bytes(1 << 19, 2, 46080 * 64)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("total", "reserve"),
+    [
+        (220 << 20, 55 << 20),
+        (2 * GIB, GIB // 2),
+        (10 * GIB, GIB),
+        (100 * GIB, 5 * GIB),
+        (2000 * GIB, 16 * GIB),
+    ],
+)
+def test_the_reserve_follows_the_size_of_the_file_system(total: int, reserve: int) -> None:
+    assert reserve == reserve_of(None, total)
+    assert 0 == reserve_of(0, total), "a setting wins"
+
+
+@pytest.mark.parametrize(
+    ("free", "failed", "may"),
+    [
+        (300, False, 700),  # room for 200 more
+        (100, False, 500),  # the reserve, exactly
+        (60, False, 450),  # half of it or more: as before
+        (49, False, 449),  # less: until it is whole
+        (0, False, 400),
+        (100, True, 469),  # a quota: a sixteenth
+        (0, True, 400),
+    ],
+)
+def test_what_files_may_take_has_two_borders(free: int, failed: bool, may: int) -> None:
+    assert may == allowed(500, 450, FileSystem(1000, free), 100, failed=failed)
+
+
+class OtherDisk(Storage):
+    """A file system of which others leave so much free, beside this tier."""
+
+    def __init__(self, root: Path, free: int) -> None:
+        self.root, self.free = root, free
+
+    def file_system(self, path: Path) -> FileSystem:
+        held = sum(file.stat().st_blocks * 512 for file in self.root.rglob("data.mdb"))
+        return FileSystem(64 << 20, self.free - held)
+
+
+def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path: Path) -> None:
+    disk = OtherDisk(tmp_path, 24 << 20)  # of which a quarter of 64 MiB is the reserve
+    tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
+
+    def fill(first: int) -> tuple[int, int]:
+        for seed in range(first, first + 600):
+            store(tier, blocks(seed))
+        assert load(tier, blocks(first + 599)) == 4
+        stats = tier.stats()
+        assert stats.used_bytes <= stats.capacity_bytes <= stats.setting_bytes == 32 << 20
+        assert not stats.faults
+        return stats.used_bytes, disk.file_system(tmp_path).free
+
+    used, free = fill(0)
+    assert 6 << 20 < used <= 8 << 20 and free >= 16 << 20
+    assert "the file system of" in tier.stats().limit
+    disk.free = 14 << 20
+    tier.flush()  # as the writer does when it is idle
+    used, free = tier.stats().used_bytes, disk.file_system(tmp_path).free
+    assert used <= 2 << 20 and free >= 12 << 20
+    disk.free = 64 << 20
+    used, free = fill(1000)
+    assert used > 20 << 20 and not tier.stats().limit
+    disk.free = 30 << 20
+    used, free = fill(2000)
+    assert used <= 14 << 20 and free >= 8 << 20
+    with tier.view() as view:
+        assert verify_all(view.shards).sound
+    tier.close()
+
+
+class Unwilling(OtherDisk):
+    """One that cannot take back parts of a file, as some network mounts."""
+
+    def punch(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+
+def test_a_shard_that_cannot_shrink_is_emptied(tmp_path: Path) -> None:
+    disk = Unwilling(tmp_path, 40 << 20)
+    tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
+    for seed in range(600):
+        store(tier, blocks(seed))
+    assert tier.stats().used_bytes > 4 << 20
+    disk.free = 10 << 20
+    tier.flush()
+    assert tier.stats().used_bytes < 1 << 20
+    store(tier, blocks(900))
+    assert load(tier, blocks(900)) == 4
+    tier.close()
+
+
+def test_fewer_shards_are_opened_where_the_capacity_is_too_small_for_more(tmp_path: Path) -> None:
+    tier = opened(tmp_path, num_shards=4, capacity_bytes=8 << 20)
+    store(tier, blocks(0))
+    tier.close()
+    tier = opened(tmp_path, capacity_bytes=1 << 20)
+    assert 1 == len(tier.stats().shards)
+    store(tier, blocks(0))
+    assert load(tier, blocks(0)) == 4
+    tier.close()

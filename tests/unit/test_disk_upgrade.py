@@ -17,8 +17,8 @@ from tiers.blocks.keys import BlockId, block_ids, token_bytes
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.disk.directory import shard_of
 from tiers.disk.format.codec import CodecId
-from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.export import export, import_blocks
+from tiers.disk.inspection.maintenance import give_back
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
@@ -136,7 +136,7 @@ def test_uncompressed_records_stand_beside_old_ones_in_every_tool(
     stream.seek(0)
     with open_shards(copy, readonly=False) as (_, shards):
         assert 3 * COUNT == import_blocks(shards, stream, shard_of).num_blocks
-    compact_folder(copy)
+        give_back(shards)
     assert codecs(root) == codecs(copy)
     with closing(opened(name, copy)) as tier:
         assert 3 * COUNT == hits(tier)

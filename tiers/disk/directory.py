@@ -47,6 +47,8 @@ class Meta:
     boot: str = ""  # of the machine that last opened it
     num_blocks: int = 0  # when it was last opened, synced or closed
     block_size: int | None = None  # tokens, as last opened; None: before this was recorded
+    capacity_bytes: int = 0  # of all shards, as last set
+    reserve_bytes: int | None = None  # left to others on the file system; see `disk.room`
 
 
 class DirectoryLock:
@@ -67,9 +69,10 @@ class DirectoryLock:
                 )
             opened.pop_all()
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        self._file.truncate(0)
-        self._file.write(f"pid {os.getpid()} on {socket.gethostname()} since {started}\n")
-        self._file.flush()
+        with suppress(OSError):  # on a full disk it holds the lock without a name
+            os.ftruncate(self._file.fileno(), 0)
+            name = f"pid {os.getpid()} on {socket.gethostname()} since {started}\n"
+            os.write(self._file.fileno(), name.encode())
 
     def release(self) -> None:
         with suppress(OSError):  # a failed disk keeps our name; without the lock it means nothing
@@ -165,10 +168,11 @@ def write_meta(root: Path, meta: Meta) -> None:
     temporary.replace(root / META_NAME)
 
 
-def prepare(root: Path, map_bytes: int) -> None:
+def prepare(root: Path, capacity_bytes: int, reserve_bytes: int | None) -> None:
     """Creates an empty disk tier of one shard, to be filled before a server opens it."""
     make_root(root)
-    write_meta(root, Meta(FORMAT, 1, map_bytes, clean=True, boot=boot_id()))
+    made = Meta(FORMAT, 1, capacity_bytes >> 12 << 12, clean=True, boot=boot_id())
+    write_meta(root, replace(made, capacity_bytes=capacity_bytes, reserve_bytes=reserve_bytes))
 
 
 def mark(root: Path, *, clean: bool, num_blocks: int) -> None:

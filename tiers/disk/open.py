@@ -6,15 +6,13 @@ errors and truncated files.
 """
 
 import logging
-import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import (
@@ -31,15 +29,15 @@ from tiers.disk.directory import (
 from tiers.disk.events import DiskEvents
 from tiers.disk.format.codec import bound
 from tiers.disk.guard import DiskGuard
-from tiers.disk.inspection.compact import NEW_SUFFIX, compact
 from tiers.disk.pin_file import keys_in_force, set_damaged_aside
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S
+from tiers.disk.room import OVERHEAD_BYTES, DiskRoom
 from tiers.disk.settings import DiskSettings
-from tiers.disk.shard import Shard, ShardDamaged
+from tiers.disk.shard import Shard
 from tiers.disk.slot import Opening, ShardSlot
 from tiers.disk.storage import NoMemory, Storage, StorageError
 from tiers.disk.tier import DiskTier
-from tiers.disk.transaction import reserve_pages
+from tiers.disk.transaction import BATCHES_IN_FILE, reserve_pages
 from tiers.errors import ConfigurationError, MissReason, mib
 from tiers.policy.quota import Quotas, QuotaShares
 from tiers.steady_clock import SteadyClock
@@ -47,10 +45,8 @@ from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 
-OVERHEAD_BYTES = 96 << 10  # lock.mdb of a shard (64 bytes a reader slot), disk.json, folders
 MIN_BLOCKS = 4
 FORMER_BLOCK_SIZE = 64  # tokens, the default while it was not recorded
-BATCHES_IN_MAP = 32  # a transaction writes at most this fraction of a shard
 RECORDS = 0.9  # of the pages in use; the rest is the index, about 500 bytes a block
 _PAGE = 4096
 
@@ -68,13 +64,14 @@ def open_disk(
     stream: EventStream | None = None,
     check_s: float = CHECK_AT_ONCE_S,
 ) -> DiskTier:
-    """Opens or creates the disk tier in `root`. Its files never exceed `capacity_bytes`.
+    """Opens or creates the disk tier in `root`. Its files never take more than `capacity_bytes`,
+    and less on a small or full file system (`tiers.disk.room`).
 
-    `num_shards` applies to a new folder; an existing one keeps its number. With `shares`, no group
-    within its share of the disk loses a block to another. A shard that cannot be checked within
-    `check_s` is readable at once, and writable once a child process has checked it. Raises
-    DirectoryLocked if another server holds the folder, and ConfigurationError for an invalid folder
-    or size.
+    `num_shards` applies to a new folder; an existing one keeps its number, if the capacity allows.
+    With `shares`, no group within its share of the disk loses a block to another. A shard that
+    cannot be checked within `check_s` is readable at once, and writable once a child process has
+    checked it. Raises DirectoryLocked if another server holds the folder, and ConfigurationError
+    for an invalid folder or size.
     """
     storage = storage or Storage()
     clock = clock or SteadyClock()
@@ -84,44 +81,51 @@ def open_disk(
     with _locked(root) as lock:
         faults: Counter[MissReason] = Counter()
         meta = _standing(root, faults)
-        _clear_leftovers(root)
+        set_damaged_aside(root)
         num_shards = meta.num_shards if meta else num_shards
+        if num_shards > 1 and not _fits(capacity_bytes, num_shards, layout.nbytes):
+            if meta:
+                _drop_shards(root, meta, capacity_bytes)
+            meta, num_shards = None, 1
         num_blocks = meta.num_blocks if meta else 0
         if meta and num_blocks:
             _tell_other_size(root, meta, layout.block_size)
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
-        at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_MAP)
+        at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_FILE)
         guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
+        guard.keep(frozenset(keys_in_force(root, clock())))
         counts = DiskCounts(num_shards, faults)
         opener = _ShardOpener(
-            map_bytes=map_bytes,
-            old_map_bytes=max(map_bytes, meta.map_bytes if meta else 0),
+            map_bytes=max(map_bytes, meta.map_bytes if meta else 0),
             storage=storage,
             clock=clock,
             guard=guard,
             events=events,
-            pinned=keys_in_force(root, clock()),
         )
         slots = [
             opener.slot(shard_path(root, number), counts, check_s, num_blocks // num_shards)
             for number in range(num_shards)
         ]
+        room = DiskRoom(root, slots, counts, capacity_bytes, settings.reserve_bytes, storage)
+        room.fit()
         opened = Meta(
             FORMAT,
             num_shards,
-            map_bytes,
+            opener.map_bytes,
             boot=boot_id(),
             num_blocks=num_blocks,
             block_size=layout.block_size,
+            capacity_bytes=capacity_bytes,
+            reserve_bytes=settings.reserve_bytes,
         )
         write_meta(root, opened)
         return DiskTier(
             root,
             layout,
-            capacity_bytes,
             slots,
             lock,
             replace(settings, batch_bytes=at_once),
+            room=room,
             guard=guard,
             clock=clock,
             counts=counts,
@@ -152,15 +156,13 @@ def _locked(root: Path) -> Iterator[DirectoryLock]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardOpener:
-    """The common parameters of one folder's shards. `pinned` blocks survive a lower capacity."""
+    """The common parameters of one folder's shards."""
 
     map_bytes: int
-    old_map_bytes: int  # at least `map_bytes`
     storage: Storage
     clock: Callable[[], float]
     guard: DiskGuard
     events: DiskEvents
-    pinned: Sequence[PrefixKey]
 
     def slot(self, path: Path, counts: DiskCounts, check_s: float, num_blocks: int) -> ShardSlot:
         """The shard's slot. `num_blocks` is its number of blocks when the folder was last
@@ -168,14 +170,11 @@ class _ShardOpener:
         lost = partial(counts.fault, MissReason.TORN)
         shard = partial(self._shard, path)
         return ShardSlot(
-            path, Opening(self.storage, self.old_map_bytes, shard, lost, check_s), num_blocks
+            path, Opening(self.storage, self.map_bytes, shard, lost, check_s), num_blocks
         )
 
     def _shard(self, path: Path) -> Shard:
         path.mkdir(parents=True, exist_ok=True)
-        data = path / "data.mdb"
-        if data.exists() and data.stat().st_size > self.map_bytes:
-            self._shrink(path)
         shard = Shard(
             path,
             self.map_bytes,
@@ -186,19 +185,6 @@ class _ShardOpener:
         )
         self.events.opened(shard.totals.num_blocks)
         return shard
-
-    def _shrink(self, path: Path) -> None:
-        """Rewrites a shard whose capacity was lowered. Raises ShardDamaged if that fails."""
-        logger.warning(
-            f"disk cache: the capacity was lowered; {path} is rewritten to {self.map_bytes} bytes"
-        )
-        try:
-            done = compact(path, self.old_map_bytes, self.map_bytes, self.storage, self.pinned)
-        except StorageError as error:
-            raise ShardDamaged(f"it cannot be rewritten: {error}") from error
-        logger.warning(
-            f"disk cache: {done.num_kept} blocks of {path} kept, {done.num_dropped} dropped"
-        )
 
 
 def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> int:
@@ -215,6 +201,21 @@ def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> i
             f"or turn it off with 0"
         )
     return map_bytes
+
+
+def _fits(capacity_bytes: int, num_shards: int, block_bytes: int) -> bool:
+    try:
+        return bool(shard_map_bytes(capacity_bytes, num_shards, block_bytes))
+    except ConfigurationError:
+        return False
+
+
+def _drop_shards(root: Path, meta: Meta, capacity_bytes: int) -> None:
+    logger.warning(
+        f"disk cache: {root} has {meta.num_shards} shards, too many for {mib(capacity_bytes)}: it "
+        f"starts with an empty one, and {meta.num_blocks} blocks are dropped"
+    )
+    remove_shards(root)
 
 
 def _guard(
@@ -255,10 +256,3 @@ def _tell_other_size(root: Path, meta: Meta, block_size: int) -> None:
             f"{block_size}: blocks of another size are not found, and leave as the oldest when "
             f"room is needed; cache.block_size = {before} finds them again"
         )
-
-
-def _clear_leftovers(root: Path) -> None:
-    """Renames a damaged file of pins, and removes leftovers of an unfinished rewrite."""
-    set_damaged_aside(root)
-    for leftover in root.glob(f"*{NEW_SUFFIX}"):
-        shutil.rmtree(leftover, ignore_errors=True)

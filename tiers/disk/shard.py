@@ -45,13 +45,15 @@ from tiers.disk.format.rows import (
 )
 from tiers.disk.guard import DiskGuard
 from tiers.disk.recovery.consistency import Fixes
-from tiers.disk.recovery.pages import is_run_head, run_head
+from tiers.disk.recovery.pages import Torn, free_spans, is_run_head, run_head
 from tiers.disk.storage import Database, DataFile, Storage, Transaction
 from tiers.disk.transaction import PAGE_HEADER, Databases, Writer
 from tiers.errors import TierError
 
 SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per block 0.1
 READER_POLL_S = 0.002
+MIN_KEPT_PAGES, MAX_KEPT_PAGES = 16, 256  # free pages that stay in the file for the next commits:
+KEPT_SHARE = 16  # this part of the used ones, within these bounds
 NEWEST_LOOKED_AT = 64  # blocks at the recent end, which are roughly in order of use
 
 
@@ -64,7 +66,8 @@ class ShardBusy(ShardDamaged):
 
 
 class Shard:
-    """An open environment in folder `path`. Its file never exceeds `map_bytes`."""
+    """An open environment in folder `path`. Its file never exceeds `map_bytes`, and does not grow
+    beyond `limit_bytes`."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class Shard:
     ) -> None:
         self.path = path
         self.map_bytes = map_bytes
+        self.limit_bytes = map_bytes  # what the file may take, at present
         self._storage = storage
         self._clock = clock
         self._on_commit = on_commit  # called after every commit, on its thread
@@ -303,7 +307,8 @@ class Shard:
                     txn,
                     self._dbs,
                     page_bytes=self.page_bytes,
-                    room_pages=self.map_bytes // self.page_bytes - self._slack_pages,
+                    room_pages=self._room_bytes // self.page_bytes - self._slack_pages,
+                    end_bytes=max(self.limit_bytes, self._file_bytes),
                     now_s=int(self._clock()),
                     found=self._found,
                     guard=self.guard,
@@ -324,6 +329,32 @@ class Shard:
         self._on_commit(writer)
         if self._unsynced_bytes >= SYNC_BYTES:
             self.sync()
+
+    @property
+    def _room_bytes(self) -> int:
+        return min(self.map_bytes, self.limit_bytes)
+
+    def give_back(self, *, max_kept: int = MAX_KEPT_PAGES) -> None:
+        """Gives the file's free pages back to the file system, but for some that the next commits
+        take. Needs no room there. Pages that a reader may see stay.
+
+        Raises ShardDamaged if the list of free pages cannot be read.
+        """
+        self.sync()  # so that no earlier state, with pages free since, is found after a power cut
+        path = self.path / "data.mdb"
+        in_use = self.used_bytes() // self.page_bytes
+        keep = min(max_kept, max(MIN_KEPT_PAGES, in_use // KEPT_SHARE))
+        with self._write_lock:
+            self.check()
+            txn = self._storage.begin(self._env, write=True)  # nobody else writes meanwhile
+            try:
+                last = int(self._env.info()["last_txnid"])
+                before = min(last, self._oldest_reader() or last)
+                self._storage.punch(path, free_spans(path, self.map_bytes, before, keep))
+            except Torn as torn:
+                raise ShardDamaged(f"the free pages of {self.path}: {torn}") from torn
+            finally:
+                txn.abort()
 
     def mend_run(self, offset: int, nbytes: int) -> None:
         """Repairs the page header before the record at `offset`, if it is damaged.
@@ -370,7 +401,7 @@ class Shard:
 
     def learn_slack(self, nbytes: int) -> None:
         """Keeps `nbytes` more of the map free, after it was unexpectedly full."""
-        limit = self.map_bytes // self.page_bytes // 4
+        limit = self._room_bytes // self.page_bytes // 4
         self._slack_pages = min(limit, self._slack_pages + -(-nbytes // self.page_bytes))
 
     def wait_for_readers(self, timeout_s: float) -> bool:

@@ -22,7 +22,7 @@ from tiers.disk.counts import LOG_EVERY_S
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S, ShardCheck, ShardReport, roll_back
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
-from tiers.disk.storage import Doubtful, MapFull, Storage
+from tiers.disk.storage import NO_ROOM, Doubtful, MapFull, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -86,12 +86,17 @@ class ShardSlot:
         self._failure = "" if error is None else self.reason(error)
 
     def reason(self, error: Exception) -> str:
-        """What the storage says. Of a page that fits a full disk in part LMDB says "Input/output
-        error"."""
+        """What the storage says."""
+        return f"{error}; its file system is full" if self.is_full(error) else str(error)
+
+    def is_full(self, error: Exception) -> bool:
+        """Whether there was no room. Of a page that fits a full disk in part LMDB says
+        "Input/output error"."""
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
         with suppress(OSError):
-            if shutil.disk_usage(self.path).free < FULL_BYTES:
-                return f"{error}; its file system is full"
-        return str(error)
+            return shutil.disk_usage(self.path).free < FULL_BYTES
+        return False
 
     @contextmanager
     def use(self) -> Iterator[Shard]:
@@ -130,6 +135,17 @@ class ShardSlot:
             self._doubted = True
             return self.settle()
         return False
+
+    def file_bytes(self) -> int:
+        """Bytes that its file takes on the file system, whatever state the shard is in."""
+        with suppress(OSError):
+            return (self.path / "data.mdb").stat().st_blocks * 512
+        return 0
+
+    def clear(self, why: str) -> None:
+        """Replaces the shard by an empty one, to have its room."""
+        logger.error(f"disk cache: {self.path} is emptied: {why}")
+        self._empty()
 
     def close(self) -> None:
         if self._check is not None:
@@ -215,9 +231,12 @@ class ShardSlot:
 
     def _replace(self, why: str) -> None:
         """Replaces the shard by an empty one."""
-        self._leave()
         logger.error(f"disk cache: {self.path} is replaced by an empty shard: {why}")
         self._opening.on_loss(max(1, self._num_blocks), f"{self.path} is dropped: {why}")
+        self._empty()
+
+    def _empty(self) -> None:
+        self._leave()
         self._num_blocks = self._num_doubts = 0
         shutil.rmtree(self.path, ignore_errors=True)
         self._open()

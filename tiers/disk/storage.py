@@ -5,9 +5,11 @@ Everything that can fail for an external reason goes through a `Storage`. Each m
 fail the Nth call or to kill the process at a named point of a write.
 """
 
+import ctypes
 import errno
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,11 +39,22 @@ Doubtful = (
     lmdb.VersionMismatchError,
 )
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 O_DIRECT = getattr(os, "O_DIRECT", 0)
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # flags of fallocate
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 Environment = Any  # lmdb ships no types
 Transaction = Any
 Database = Any
+
+
+class FileSystem(NamedTuple):
+    """Bytes of a file system in all, and those that a user without privileges may still write."""
+
+    total: int
+    free: int
 
 
 class DataFile(NamedTuple):
@@ -155,6 +168,24 @@ class Storage:
         finally:
             os.close(fd)
 
+    def file_system(self, path: Path) -> FileSystem:
+        self.before("file_system")
+        found = os.statvfs(path)
+        return FileSystem(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
+
+    def punch(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
+        """Gives these parts (offset, bytes) of a file back to its file system, which takes no
+        room. They read as zeros."""
+        self.before("punch")
+        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            for span in spans:
+                how = ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE)
+                if _LIBC.fallocate(fd, how, *map(ctypes.c_int64, span)):
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        finally:
+            os.close(fd)
+
     def will_need(self, file: DataFile, offset: int, nbytes: int) -> None:
         """Asks the kernel to start reading this extent, if it goes through the page cache."""
         self.before("will_need")
@@ -174,7 +205,7 @@ def _reserve_lock(path: Path) -> None:
             if file.tell() < LOCK_BYTES:
                 os.posix_fallocate(file.fileno(), 0, LOCK_BYTES)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             raise
 
 

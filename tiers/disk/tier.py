@@ -39,6 +39,7 @@ from tiers.disk.inspection.view import DiskView
 from tiers.disk.rates import RateMeter
 from tiers.disk.reader import BlockReader, Scratch
 from tiers.disk.readers import readers_for
+from tiers.disk.room import DiskRoom
 from tiers.disk.sampling import sample_of
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
@@ -60,11 +61,11 @@ class DiskTier(ManagedTier):
         self,
         root: Path,
         layout: BlockLayout,
-        capacity_bytes: int,
         slots: Sequence[ShardSlot],
         lock: DirectoryLock,
         settings: DiskSettings,
         *,
+        room: DiskRoom,
         guard: DiskGuard,
         counts: DiskCounts,
         events: DiskEvents,
@@ -72,7 +73,6 @@ class DiskTier(ManagedTier):
     ) -> None:
         self.root = root
         self.layout = layout
-        self.capacity_bytes = capacity_bytes
         self.settings = settings
         self._slots = slots
         self._lock = lock
@@ -83,13 +83,21 @@ class DiskTier(ManagedTier):
         scratch = Scratch(layout.torch_dtype.itemsize)
         self._rates = rates = RateMeter(self.num_readers)
         self._reader = BlockReader(slots, layout, scratch, counts, rates)
-        self._writer = BlockWriter(slots, layout, scratch, counts, settings, guard, rates, clock)
+        self._room = room
+        self._writer = BlockWriter(
+            slots, layout, scratch, counts, settings, guard, rates, room, clock
+        )
         self._writer.recount()
         self._closed = False
 
     @property
     def num_readers(self) -> int:
         return readers_for(1, computes_elsewhere=self.settings.computes_elsewhere)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What its files may take at present."""
+        return self._room.capacity_bytes
 
     def read_by(self, num_readers: int) -> None:
         """Note that other disks share the readers, and that so many are left for this one."""
@@ -247,6 +255,8 @@ class DiskTier(ManagedTier):
             used_bytes=used_bytes,
             logical_bytes=sum(total.logical_bytes for total in totals),
             capacity_bytes=self.capacity_bytes,
+            setting_bytes=self._room.setting_bytes,
+            limit=self._room.limit,
             hits=counted.hits,
             misses=counted.misses,
             stored=counted.stored,

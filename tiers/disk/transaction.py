@@ -40,7 +40,7 @@ from tiers.disk.format.rows import (
     unpack_sequence,
 )
 from tiers.disk.guard import DiskGuard
-from tiers.disk.storage import Database, Storage, Transaction
+from tiers.disk.storage import Database, MapFull, Storage, Transaction
 from tiers.tier import Cause
 
 PAGE_HEADER = 16  # LMDB 0.9, struct MDB_page: number u64, pad u16, flags u16, pages in the run u32
@@ -48,6 +48,7 @@ MIN_RECORD = 4096 - PAGE_HEADER  # a shorter value could share a leaf page and h
 LOOKED_AT = 2048  # spared blocks after which a transaction gives up: about 30 ms
 _PAGE = struct.Struct("<QHHI")
 _OVERFLOW = 0x04
+BATCHES_IN_FILE = 32  # a transaction writes at most this part of what the file may take
 _BATCHES = 3
 _FRAGMENTS = 32
 _FEW_PAGES = 64
@@ -108,6 +109,7 @@ class Writer:
         *,
         page_bytes: int,
         room_pages: int,
+        end_bytes: int | None = None,
         now_s: int,
         found: IdleClock | None = None,
         guard: DiskGuard | None = None,
@@ -120,6 +122,7 @@ class Writer:
         self._dbs = dbs
         self._page_bytes = page_bytes
         self._room_pages = room_pages
+        self._end_bytes = end_bytes  # of the file, which is not to grow beyond
         self._guard = guard
         self.totals = Totals.unpack(storage.get(txn, b"totals", dbs.state))
         self._accounts: dict[PrefixKey, Account] = {}
@@ -130,6 +133,7 @@ class Writer:
         self.evicted: list[PrefixKey] = []
         self.now_s = now_s
         self.limit = change_limit(room_pages, self._pages_in_use("branch_pages", "leaf_pages"))
+        self.batch_bytes = room_pages * page_bytes // BATCHES_IN_FILE
         self._num_changes = 0
 
     @property
@@ -160,7 +164,10 @@ class Writer:
         """Writes a block that is not held. The caller has made room and taken the sequence."""
         self._num_changes += 1
         self._storage.put(self._txn, record.key, record.data, self._dbs.data)
-        place = Place(sequence, self._extent(record), len(record.data), used_s)
+        offset = self._extent(record)
+        if self._end_bytes is not None and offset + len(record.data) > self._end_bytes:
+            raise MapFull("the file would grow beyond what it may take")
+        place = Place(sequence, offset, len(record.data), used_s)
         entry = IndexEntry(place, record.header)
         self._place(record.key, entry)
         stored = self._pages(len(record.data)) * self._page_bytes
@@ -229,14 +236,15 @@ class Writer:
         for sequence, (key, used_s) in zip(range(first - 1, 0, -1), uses, strict=False):
             self.touch(key, sequence, used_s)
 
-    def make_room(self, nbytes: int) -> bool:
-        """Evicts from the old end until a batch of `nbytes` fits.
+    def make_room(self, nbytes: int, *, spare: bool = True) -> bool:
+        """Evicts from the old end until a batch of `nbytes` fits. Without `spare`, also what is
+        pinned or within a quota.
 
         False if too much is spared, or more must be evicted than this transaction may change
         (`spent`).
         """
         excess = self._excess_pages(nbytes)
-        guard, num_spared, at_once = self._guard, 0, min(64, self.limit)
+        guard, num_spared, at_once = self._guard if spare else None, 0, min(64, self.limit)
         while excess > 0 and num_spared < LOOKED_AT and not self.spent:
             rows = list(islice(self._oldest(), at_once))
             if not rows:

@@ -31,6 +31,7 @@ from tiers.disk.format.rows import Account
 from tiers.disk.guard import DiskGuard
 from tiers.disk.rates import RateMeter
 from tiers.disk.reader import Scratch
+from tiers.disk.room import DiskRoom
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import ShardDamaged
 from tiers.disk.slot import ShardSlot
@@ -94,9 +95,11 @@ class BlockWriter:
         settings: DiskSettings,
         guard: DiskGuard,
         rates: RateMeter,
+        room: DiskRoom,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._slots = slots
+        self._room = room
         self._block_bytes = layout.nbytes
         self._item_bytes = layout.torch_dtype.itemsize
         self._layout_digest = layout.digest()
@@ -118,6 +121,7 @@ class BlockWriter:
         self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
     ) -> None:
         """Writes blocks not yet held, with a thread per shard."""
+        self._room.fit()
         shares: list[list[_Fresh]] = [[] for _ in self._slots]
         now_s = self._clock()
         for block, frame, age in zip(ids, frames, ages or [NOW] * len(ids), strict=True):
@@ -173,7 +177,9 @@ class BlockWriter:
         return num_held
 
     def flush(self) -> None:
-        """Applies readers' pending updates, clears dead readers, and makes every commit durable."""
+        """Gives room back to the file system if it lacks some, applies readers' pending updates,
+        clears dead readers, and makes every commit durable."""
+        self._room.fit()
         self.recount()
         for number, slot in enumerate(self._slots):
             if not self._can_write(number):
@@ -263,11 +269,14 @@ class BlockWriter:
         except MapFull:
             return self._relieve(number, run)
         except (*StorageError, ShardDamaged) as error:
+            run.num_tries += 1
+            if slot.is_full(error) and run.num_tries < MAX_TRIES:
+                self._room.fit(failed=True)
+                return True
             left = len(run.rows) - run.done
             self._counts.fault(
                 MissReason.IO_ERROR, left, f"writing to {slot.path}: {slot.reason(error)}"
             )
-            run.num_tries += 1
             return self._mend(number, error) and run.num_tries < MAX_TRIES
         if done:
             run.advance(len(batch))
@@ -276,7 +285,8 @@ class BlockWriter:
         return run.num_rounds <= LOOKED_AT // writer.limit
 
     def _next_batch(self, run: _Run, writer: Writer) -> Sequence[_Fresh]:
-        at_once = max(1, self._settings.batch_bytes // self._block_bytes)
+        nbytes = min(self._settings.batch_bytes, writer.batch_bytes)
+        at_once = max(1, nbytes // self._block_bytes)
         return run.rows[run.done : run.done + min(at_once, max(1, writer.limit // 2))]
 
     def _put(self, writer: Writer, batch: Sequence[_Fresh], last: int) -> bool:
@@ -399,7 +409,7 @@ class BlockWriter:
                     shard.learn_slack(nbytes)
             for _ in range(RELIEF_COMMITS):
                 with self.transaction(number) as writer:
-                    writer.make_room(nbytes)
+                    writer.make_room(min(nbytes, writer.batch_bytes))
         except MapFull:
             logger.debug(f"disk cache: {path} has no room to make room")
         except (*StorageError, ShardDamaged) as error:

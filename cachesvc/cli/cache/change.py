@@ -1,7 +1,7 @@
 """`cachesvc cache` commands that change the disk tier or move its blocks.
 
-All but `compact` also work while a server runs, in short transactions of their own. They cannot
-reach blocks in the server's memory, and say so if it matters.
+They also work while a server runs, in short transactions of their own. They cannot reach blocks in
+the server's memory, and say so if it matters.
 """
 
 import sys
@@ -26,19 +26,18 @@ from cachesvc.config.places import found_disk
 from cachesvc.config.sources import load_settings
 from cachesvc.server.listen import make_data_dir
 from tiers.blocks.keys import PrefixKey
-from tiers.disk.directory import disk_folders, group_folders, prepare, read_meta
+from tiers.disk.directory import prepare, read_meta
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.inspection import export as disk_transfer
-from tiers.disk.inspection.compact import compact_folder
 from tiers.disk.inspection.export import Moved, Rule, chain_rule, import_blocks
-from tiers.disk.inspection.maintenance import chosen, remove
+from tiers.disk.inspection.maintenance import chosen, give_back, remove
 from tiers.disk.inspection.opening import open_disks, open_shards, placed
 from tiers.disk.inspection.view import DiskView, open_view
 from tiers.disk.pin_file import pinned_keys
+from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.storage import StorageError
 from tiers.tier import Removed
 
-PAGE_BYTES = 4096
 STREAM = Path("-")  # standard input or output
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask")]
@@ -89,40 +88,31 @@ def evict(
         )
         if planned.num_blocks:
             confirm(f"Evict {_amount(planned)} from {view.path}?", yes=yes)
+        before = sum(shard.file_bytes() for shard in view.shards)
         with _counted(rule, view, "evicting") as counted:
             gone = _sum(remove(shard, counted, at_most_bytes=share) for shard in view.shards)
-        for shard in view.shards:
-            shard.sync()  # so that no block comes back after a power cut
-    _tell_removed(gone, view.path, json)
+        _, after = _give_back(view.shards, view.path)
+    _tell_removed(gone, max(0, before - after), view.path, json)
 
 
 def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
-    """Rewrite the files to return free space to the file system. The server must be stopped."""
-    path = found_disk(existing_data_dir(data_dir))
-    holder = server_of(path)
-    if holder is not None:
-        fail(
-            f"{path} is held by {holder}, and only files that no server has open can be "
-            "rewritten; stop it (Ctrl-C or SIGTERM) and try again, or use `cachesvc cache evict`, "
-            "which runs beside it"
-        )
-    try:
-        with progress("rewriting", None):
-            folders = [*disk_folders(path), *group_folders(path)]
-            shards = [done for folder in folders for done in compact_folder(folder)]
-    except StorageError as error:
-        fail(f"{path} was not compacted and is unchanged: {error}")
-    totals = {
-        name: sum(getattr(shard, name) for shard in shards)
-        for name in ("num_kept", "num_dropped", "file_bytes_before", "file_bytes")
-    }
+    """Return the files' free space to the file system. Safe beside a running server."""
+    with _view(data_dir, readonly=False) as view:
+        before, after = _give_back(view.shards, view.path)
     if json:
-        print_json(totals)
-        return
-    typer.echo(
-        f"{number_of(totals['num_kept'], 'block')} kept, {totals['num_dropped']} dropped; "
-        f"files {size(totals['file_bytes_before'])} -> {size(totals['file_bytes'])}"
-    )
+        print_json({"file_bytes_before": before, "file_bytes": after})
+    else:
+        typer.echo(f"files {size(before)} -> {size(after)}")
+
+
+def _give_back(shards: Sequence[Shard], path: Path) -> tuple[int, int]:
+    try:
+        return give_back(shards)
+    except (*StorageError, ShardDamaged) as error:
+        fail(
+            f"the file system took nothing back: {error}; where no server runs, {path} can be "
+            "removed: what it holds is computed again"
+        )
 
 
 def export(
@@ -208,11 +198,11 @@ def _prepare(data_dir: Path | None) -> None:
     if read_meta(found_disk(path)) is not None:
         return
     make_data_dir(path)
-    num_bytes = load_settings().settings.cache.disk_bytes
-    if not num_bytes:
+    cache = load_settings().settings.cache
+    if not cache.disk_bytes:
         fail("cache.disk_bytes is 0, which turns the disk tier off; give it a size to import into")
-    prepare(found_disk(path), num_bytes // PAGE_BYTES * PAGE_BYTES)
-    note(f"{path} had no disk tier; one of {size(num_bytes)} was created")
+    prepare(found_disk(path), cache.disk_bytes, cache.disk_reserve_bytes)
+    note(f"{path} had no disk tier; one of {size(cache.disk_bytes)} was created")
 
 
 @contextmanager
@@ -294,12 +284,12 @@ def _amount(removed: Removed) -> str:
     return f"{number_of(removed.num_blocks, 'block')} ({size(removed.stored_bytes)})"
 
 
-def _tell_removed(gone: Removed, path: Path, json: bool) -> None:
+def _tell_removed(gone: Removed, returned_bytes: int, path: Path, json: bool) -> None:
     server = server_of(path)
     if json:
-        print_json(gone._asdict() | {"server": server})
+        print_json(gone._asdict() | {"returned_bytes": returned_bytes, "server": server})
     else:
-        typer.echo(f"{_amount(gone)} evicted; their space is free for new blocks")
+        typer.echo(f"{_amount(gone)} evicted; {size(returned_bytes)} returned to the file system")
     if server is not None:
         note(
             f"a server holds this directory ({server}): blocks in its memory stay, and it may "

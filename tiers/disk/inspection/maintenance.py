@@ -1,4 +1,4 @@
-"""Maintenance of shards: evict by rule, purge scopes. Safe beside a running server.
+"""Maintenance of shards: evict by rule, purge scopes, give room back. Safe beside a server.
 
 Each works in pages of PAGE_BLOCKS blocks with a short transaction per page, so that neither the
 server's writes nor the reuse of freed pages waits long. Called by the command line from its own
@@ -11,6 +11,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.blocks.part import Part
 from tiers.disk.format.record import num_blocks_of, part_of, window_key
 from tiers.disk.format.rows import IndexEntry
+from tiers.disk.room import RELIEF_COMMITS
 from tiers.disk.shard import Shard
 from tiers.tier import Removed
 
@@ -83,6 +84,20 @@ def delete(shard: Shard, keys: list[PrefixKey]) -> int:
         with shard.writing() as writer:
             num_held += writer.delete_some(keys)
     return num_held
+
+
+def give_back(shards: Iterable[Shard]) -> tuple[int, int]:
+    """Gives free pages back to the file system, without room of its own. Returns the bytes that
+    the files took before, and take now."""
+    before = after = 0
+    for shard in shards:
+        before += shard.file_bytes()
+        for _ in range(RELIEF_COMMITS):
+            with shard.writing():
+                pass
+        shard.give_back(max_kept=0)
+        after += shard.file_bytes()
+    return before, after
 
 
 def purge(shards: Iterable[Shard], roots: Collection[PrefixKey]) -> Removed:

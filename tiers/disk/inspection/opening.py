@@ -29,6 +29,7 @@ from tiers.disk.directory import (
 from tiers.disk.guard import DiskGuard
 from tiers.disk.pin_file import pinned_keys
 from tiers.disk.recovery.check import TooLong, check_shard, last_transaction
+from tiers.disk.room import limit_shards
 from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.slot import Opening, ShardSlot
 from tiers.disk.storage import Storage, StorageError
@@ -164,6 +165,8 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
             shards.append(
                 Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
             )
+        setting_bytes = meta.capacity_bytes or meta.num_shards * meta.map_bytes
+        limit_shards(path, setting_bytes, meta.reserve_bytes, shards)
         yield OpenDisk(path, meta, shards)
     except BrokenPipeError:  # the reader of our output closed the pipe; the shards are sound
         raise

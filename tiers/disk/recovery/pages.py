@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 PAGE = 4096
@@ -280,6 +281,28 @@ class PageFile:
         if not nodes:
             raise Torn(f"page {number} is an empty leaf")
         return nodes
+
+
+def free_spans(path: Path, map_bytes: int, before: int, keep: int) -> list[tuple[int, int]]:
+    """Parts (offset, bytes) of the file that are free since a transaction earlier than `before`,
+    without the `keep` pages that LMDB takes first. The file must not change meanwhile. Raises
+    Torn."""
+    import numpy as np  # here, since a command that only counts blocks needs none
+
+    found = [np.empty(0, "<u8")]
+    with path.open("rb") as opened:
+        file = PageFile(opened.fileno(), map_bytes)
+        for head in file.heads()[:1]:
+            for node in file.nodes(head.free):
+                if int.from_bytes(node.key, "little") >= before:
+                    break
+                numbers = np.frombuffer(file.value(node), "<u8")  # their count, the highest first
+                pages = numbers[1 : 1 + int(numbers[0])][::-1]
+                found.append(pages[keep:])
+                keep = max(0, keep - len(pages))
+    pages = np.sort(np.concatenate(found))
+    runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
+    return [(int(run[0]) * PAGE, len(run) * PAGE) for run in runs if len(run)]
 
 
 def _order(key: bytes, tree: LmdbTree) -> bytes:
