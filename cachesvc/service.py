@@ -354,7 +354,7 @@ class Service:
         return Owners(
             self._models(),
             self._money.salts,
-            lambda: [tenant.tenant for tenant in accounts.tenants()],
+            lambda: {each.tenant: each.currency for each in accounts.tenants()},
         )
 
     def _models(self) -> Mapping[str, ServedModel]:

@@ -13,6 +13,7 @@ from api.admin.login.sessions import Admin
 from api.admin.parts import CacheAdmin, add_audit_entry, parts_of
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound
+from billing.tenants import Tenant
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import TierError
@@ -31,14 +32,16 @@ async def whole_prefix(cache_admin: CacheAdmin, key: PrefixKey) -> KeyedPrefix:
     return prefix
 
 
-async def must_exist(request: Request, tenant: str) -> None:
-    """Raises RecordNotFound for an unknown tenant.
+async def must_exist(request: Request, tenant: str) -> Tenant:
+    """The tenant. Raises RecordNotFound for an unknown one.
 
     A mistyped name must not end in a pin that serves nobody or a receipt that proves nothing.
     """
     books = parts_of(request).books
-    if await asyncio.to_thread(books.accounts.find_tenant, tenant) is None:
+    found = await asyncio.to_thread(books.accounts.find_tenant, tenant)
+    if found is None:
         raise RecordNotFound(f"no tenant is named {tenant!r}; see `cachesvc tenants show`")
+    return found
 
 
 async def must_be_known(request: Request, name: str) -> None:

@@ -136,7 +136,8 @@ class AdminParts:
     outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]]  # role and size of each message
     limits: "LimitSettings"  # of requests and tokens a minute
     gib_month: Mapping[str, int] = field(default_factory=dict)  # price of each tier, in units
-    currency: Callable[[], str]  # of the rate card in force
+    cost_currency: Callable[[], str] = str  # of `gib_month`
+    currencies: Callable[[], Sequence[str]]  # of all applied rate cards, the newest first
     history: History
     alerts: Callable[[], Awaitable[Sequence[Mapping[str, str]]]]  # firing now
     sends_alerts: bool  # of budgets

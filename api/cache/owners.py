@@ -5,7 +5,7 @@ of all tenants and groups for all models. Reads the accounts, so it is called of
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from api.access.auth import Salts
 from api.served_model import ServedModel
@@ -14,11 +14,15 @@ from tiers.blocks.keys import PrefixKey
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The tenant or group that shares a scope's blocks, and the model or adapter."""
+    """The tenant or group that shares a scope's blocks, and the model or adapter.
+
+    `currency` is the one that all of its tenants are charged in; empty if they have several.
+    """
 
     name: str
     model: str
     is_group: bool = False
+    currency: str = field(default="", compare=False)
 
     @property
     def label(self) -> str:
@@ -29,7 +33,10 @@ class Owners:
     """Roots by owner. Each is derived once, in 5 us. Any thread."""
 
     def __init__(
-        self, models: Mapping[str, ServedModel], salts: Salts, tenants: Callable[[], Iterable[str]]
+        self,
+        models: Mapping[str, ServedModel],
+        salts: Salts,
+        tenants: Callable[[], Mapping[str, str]],  # each with its currency
     ) -> None:
         self._models = models
         self._salts = salts
@@ -45,12 +52,14 @@ class Owners:
         return [self._root(owner) for owner in self._all() if owner.name == name]
 
     def _all(self) -> Iterable[Owner]:
-        tenants = list(self._tenants())
+        tenants = self._tenants()
         for model in self._models:
-            for group in self._salts.groups:
-                yield Owner(group, model, is_group=True)
-            for tenant in tenants:
-                yield Owner(tenant, model)
+            for group, members in self._salts.groups.items():
+                paid_in = {tenants.get(each, "") for each in members}
+                shared = paid_in.pop() if len(paid_in) == 1 else ""
+                yield Owner(group, model, is_group=True, currency=shared)
+            for tenant, currency in tenants.items():
+                yield Owner(tenant, model, currency=currency)
 
     def _root(self, owner: Owner) -> PrefixKey:
         root = self._roots.get(owner)

@@ -4,9 +4,9 @@ A day's classes are its rolled-up tokens at their charged rates. Hits below a ca
 size were charged as misses and have a class of their own, so the classes always sum to the charges.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 
 from billing.gate.rollups import Row
 from billing.prices.book import PriceBook, RateRef
@@ -49,29 +49,31 @@ class Revenue:
         self.requests += row["requests"]
 
 
-def revenue(store: LedgerStore, book: PriceBook, *, days: int = 31) -> list[Revenue]:
-    """Revenue for each of the last `days` days and each currency, oldest first, including empty
-    days."""
-    today = datetime.now(UTC).date()
-    first = today - timedelta(days=days - 1)
+def revenue(
+    store: LedgerStore,
+    book: PriceBook,
+    first: date,
+    last: date,
+    takes: Callable[[Row], bool] = lambda row: True,
+) -> tuple[list[Revenue], list[Period]]:
+    """Revenue for each of these days and each currency, oldest first, including empty days; and
+    each tenant's sums, the highest of each currency first. Both are of the rows that `takes`
+    wants."""
+    days = range((first - _EPOCH).days, (last - _EPOCH).days + 1)
     with store.reading() as connection:
         accounts = store_reports.all_accounts(connection)
-        rows = store_reports.daily(connection, None, (first - _EPOCH).days)
+        rows = store_reports.daily(connection, None, days.start, days.stop)
+    rows = [row for row in rows if takes(row)]
     currencies = sorted({accounts[row["tenant"]].currency for row in rows})
     table = {
-        (first + timedelta(days=number), currency): Revenue(
-            first + timedelta(days=number), currency
-        )
-        for number in range(days)
-        for currency in currencies
+        (day, code): Revenue(_EPOCH + timedelta(days=day), code)
+        for day in days
+        for code in currencies
     }
+    tenants: dict[str, Period] = {}
     for row in rows:
-        day = _EPOCH + timedelta(days=row["day"])
-        if (day, accounts[row["tenant"]].currency) in table:
-            table[day, accounts[row["tenant"]].currency].add(row, book)
-    return list(table.values())
-
-
-def ranked(periods: Iterable[Period]) -> list[Period]:
-    """Tenants by charges, highest first."""
-    return sorted(periods, key=lambda period: (-period.amount, period.tenant))
+        tenant, currency = row["tenant"], accounts[row["tenant"]].currency
+        table[row["day"], currency].add(row, book)
+        tenants.setdefault(tenant, Period(tenant, "all", currency)).add(row)
+    ranked = sorted(tenants.values(), key=lambda each: (each.currency, -each.amount, each.tenant))
+    return list(table.values()), ranked

@@ -187,6 +187,19 @@ def daily(
     return [joined(dict(row)) for row in found]
 
 
+def models_of(connection: Connection) -> list[str]:
+    """The models that were ever charged for."""
+    return list(connection.execute(select(usage_daily.c.model).distinct()).scalars())
+
+
+def last_days(connection: Connection) -> dict[str, int]:
+    """The last UTC day on which each key was charged, in days since 1970."""
+    found = select(usage_daily.c.key_id, func.max(usage_daily.c.day).label("day")).group_by(
+        usage_daily.c.key_id
+    )
+    return {row.key_id: row.day for row in connection.execute(found)}
+
+
 def sessions(
     connection: Connection, tenant: str | None, limit: int, from_ns: int = 0, to_ns: int = 2**63 - 1
 ) -> list[Row]:

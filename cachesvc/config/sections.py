@@ -376,5 +376,10 @@ class CostsSection(Section):
 
     gib_month: dict[Literal["device", "host", "disk"], Price] = Field(
         default_factory=dict,
-        description="Cost of a GiB per month by tier (device, host, disk), in the card's currency",
+        description="Cost of a GiB per month by tier (device, host, disk)",
+    )
+    currency: str = Field(
+        "",
+        pattern="^([A-Z]{3})?$",
+        description="Currency of these costs; empty is that of the first rate card",
     )

@@ -21,6 +21,7 @@ from api.collaborators import Readiness
 from api.journal.journal import Journal
 from billing.money import parse_amount
 from billing.operations.books import OpenBooks
+from billing.prices.book import PriceBook
 from cachesvc.config.sections import CostsSection
 from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import Alerts
@@ -77,14 +78,17 @@ class Dashboard:
     ) -> None:
         self._remembered = Remembered(None, max_records=0)
         self._sources = sources
+
+        def book() -> PriceBook:
+            return books.accounts.book
+
         self.history = History(partial(snapshot, sources), latencies)
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
             passwords=Passwords(settings.server.data_dir),
-            currency=lambda: (
-                books.accounts.book.cards[-1].currency if books.accounts.book.cards else ""
-            ),
+            cost_currency=lambda: settings.costs.currency or book().cards[0].currency,
+            currencies=lambda: list(dict.fromkeys(card.currency for card in book().cards[::-1])),
             operator_token=new_token(),
             record=books.accounts.trail.record,
             stats=self.stats,

@@ -58,9 +58,11 @@ class Bank:
             settings=settings,
         )
 
-    def customer(self, units: int, tenant: str = "acme", **key: object) -> dict[str, str]:
+    def customer(
+        self, units: int, tenant: str = "acme", *, currency: str = "CNY", **key: object
+    ) -> dict[str, str]:
         """A prepaid tenant with this much; the headers that its key makes."""
-        self.accounts.create_tenant(tenant, "CNY", by="test")
+        self.accounts.create_tenant(tenant, currency, by="test")
         if units:
             self.ledger.post(
                 Deposit(tenant, Kind.TOPUP, amount=units, reference="first", by="test")

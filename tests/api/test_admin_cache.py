@@ -119,7 +119,7 @@ def trail() -> RecordingTrail:
 @pytest.fixture
 async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx.AsyncClient]:
     wire = running.house.wire
-    owners = Owners(wire.models, wire.salts, lambda: ["acme", "bolt"])
+    owners = Owners(wire.models, wire.salts, lambda: {"acme": "CNY", "bolt": "CNY"})
     disk = running.cache.disk
     assert isinstance(disk, DiskTier)
     explorer = Explorer(running.engine.call, owners, disk.view, block_bytes=LAYOUT.nbytes)

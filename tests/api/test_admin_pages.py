@@ -1,7 +1,7 @@
 """The pages of data over a real ledger and a real index: empty, filled, changed, refused."""
 
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from limits.aio.storage import MemoryStorage
 
 from api.access.auth import Salts
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits
-from api.admin.pages.format import marked, rounded
+from api.admin.pages.format import hit_mark, marked, rounded
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.errors import RateLimited
@@ -45,13 +45,14 @@ PAGES = ("requests", "explorer", "money", "tenants", "keys", "audit")
 
 
 class Cache:
-    """A cache whose index is filled by hand, and what looks into it for the tenant `acme`."""
+    """A cache whose index is filled by hand, and what looks into it for these tenants, each with
+    its currency."""
 
-    def __init__(self) -> None:
+    def __init__(self, tenants: Mapping[str, str] = {"acme": "CNY"}) -> None:
         layout = chain_layout(BLOCK)
         settings = CacheSettings(device_bytes=64 * layout.nbytes, host_bytes=64 * layout.nbytes)
         self.tiers = TieredCache(layout, settings)
-        self.owners = Owners({"bytes": byte_model()}, SALTS, lambda: ["acme"])
+        self.owners = Owners({"bytes": byte_model()}, SALTS, lambda: tenants)
         self.explorer = Explorer(self.call, self.owners, None, block_bytes=layout.nbytes)
 
     def call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
@@ -545,7 +546,7 @@ async def test_rate_limits_take_effect_at_once(
 async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None:
     page = await text(client, "money")
     assert "Not proved since the server started" in page
-    assert "<b>0.0002 CNY</b> charged for 1 requests" in page
+    assert "0.0002 CNY</span></b> charged for 1 requests" in page
     assert "in force" in page and "standard" in page
     assert 303 == (await client.post("money/verify")).status_code
     assert "adds up" in await text(client, "money")
@@ -569,6 +570,11 @@ async def test_an_unknown_tenant_or_request_is_a_page_that_says_so(
     page = await text(client, "tenants/nobody", 404)
     assert "does not exist; create it with <code>cachesvc tenants create nobody</code>" in page
     assert "The journal has no request" in await text(client, "requests/none", 404)
+
+
+@pytest.mark.parametrize(("hit", "mark"), [(2, "warn"), (50, ""), (98, "good"), (100, "good")])
+def test_a_hit_of_nearly_all_is_not_marked_like_one_of_nearly_none(hit: int, mark: str) -> None:
+    assert mark == hit_mark(hit, 100)
 
 
 @pytest.mark.parametrize(

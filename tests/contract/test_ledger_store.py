@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from contextlib import closing
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
@@ -431,7 +432,10 @@ def test_revenue_by_day_and_class_sums_to_what_was_charged(house: TestLedger) ->
     house.charge("r1", USAGE)
     house.clock.advance(86_400)
     house.charge("r2", USAGE)
-    days = revenue(house.ledger.store, house.accounts.book, days=3660)
+    today = datetime.fromtimestamp(house.clock() / 1e9, UTC).date()
+    first = today - timedelta(days=3659)
+    days, (sums,) = revenue(house.ledger.store, house.accounts.book, first, today)
+    assert (2 * PRICE, 2) == (sums.amount, sums.requests)
     charged = [day for day in days if day.requests]
     assert [(PRICE, 1), (PRICE, 1)] == [(day.charged, day.requests) for day in charged]
     assert all(sum(day.amounts.values()) == day.charged for day in days)

@@ -16,7 +16,7 @@ from billing.prices.book import PriceBook
 OPERATOR_TOKEN = "op-of-the-tests"
 
 NO_BOOKS = SimpleNamespace(
-    accounts=SimpleNamespace(book=PriceBook(), refresh=int, find_tenant=str)
+    accounts=SimpleNamespace(book=PriceBook(), refresh=int, find_tenant=Principal)
 )  # every tenant exists
 
 
@@ -110,7 +110,7 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "history": FlatHistory(),
         "journal": Journal(),
         "limits": LimitSettings(),
-        "currency": str,
+        "currencies": lambda: ["CNY"],
         "alerts": _nothing_fires,
         "sends_alerts": False,
         "decode": str,

@@ -128,7 +128,7 @@ def server(data_dir: Path, world: World, books: OpenBooks) -> Iterator[Running]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     salts = Salts(read_secret(data_dir), {"handbook": frozenset({"acme"})})
     house = fake_house(salts=salts)
-    owners = Owners(house.wire.models, salts, lambda: ["acme"])
+    owners = Owners(house.wire.models, salts, lambda: {"acme": "CNY"})
     explorer = Explorer(run, owners, None, block_bytes=1)
     parts = replace(fake_parts(), stats=Growing(), blocks=blocks, books=books, explorer=explorer)
     with Running(data_dir, parts, house) as running:

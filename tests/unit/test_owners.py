@@ -12,7 +12,7 @@ def test_roots_of_tenants_groups_and_adapters_are_told_apart() -> None:
     adapter = replace(byte_model("tuned"), scope=replace(base.scope, adapter=b"a"))
     models = {model.name: model for model in (base, adapter)}
     salts = Salts(b"secret", {"public": frozenset({"acme"})})
-    tenants = ["acme"]
+    tenants = {"acme": "USD"}
     owners = Owners(models, salts, lambda: tenants)
     root = replace(base.scope, tenant=salts.of_tenant("acme")).root()
     group = replace(adapter.scope, tenant=salts.of_group("public", "acme")).root()
@@ -21,5 +21,5 @@ def test_roots_of_tenants_groups_and_adapters_are_told_apart() -> None:
     assert {root, replace(adapter.scope, tenant=salts.of_tenant("acme")).root()} == set(
         owners.roots_of("acme")
     )
-    tenants.append("later")
+    tenants["later"] = "CNY"
     assert 6 == len(owners.by_root())

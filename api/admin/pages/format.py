@@ -31,6 +31,11 @@ def share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 
+def hit_mark(hit: int, prompt: int) -> str:
+    """The colour of a hit: good from 80 % of the prompt on, a warning below 20 %."""
+    return "good" if 5 * hit >= 4 * prompt else "warn" if 5 * hit < prompt else ""
+
+
 def moment(seconds: float | None) -> str:
     """Unix seconds as "2026-11-21 08:15:03" in UTC.
 
@@ -49,6 +54,17 @@ def moment_ns(nanoseconds: int | None) -> str:
 def amount(units: int, places: int | None = None) -> str:
     """Units of 1e-12 as a decimal; exact, or rounded to `places`."""
     return format_units(units, places)
+
+
+def money(sum_: int | str | None, currency: str | None, places: int = 4) -> str:
+    """Units of 1e-12, or a decimal text, rounded and with the currency; the exact sum in a
+    title."""
+    if sum_ is None:
+        return "–"
+    exact = format_units(sum_) if isinstance(sum_, int) else sum_
+    shown = format_units(sum_, places) if isinstance(sum_, int) else rounded(sum_, places)
+    sums = (f"{each} {currency or ''}".strip() for each in (exact, shown))
+    return Markup('<span title="{}">{}</span>').format(*sums)
 
 
 def rounded(text: str | None, places: int = 4) -> str:
@@ -87,9 +103,11 @@ FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
         milliseconds,
         span,
         share,
+        hit_mark,
         moment,
         moment_ns,
         amount,
+        money,
         rounded,
         marked,
         short,

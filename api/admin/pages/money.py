@@ -4,7 +4,6 @@ Plain functions: the server runs them on its thread pool, because they read the 
 """
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,12 +11,12 @@ from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayRead
 from api.admin.pages.base import render
-from api.admin.parts import books_of
+from api.admin.pages.filters import Asked
+from api.admin.parts import books_of, parts_of
 from billing.operations.books import Books
 from billing.prices.book import RateCard
-from billing.reports import usage as usage_report
 from billing.reports.documents import RATES, card_document, hold_document, proof_document
-from billing.reports.revenue import REVENUE_CLASSES, Revenue, ranked, revenue
+from billing.reports.revenue import REVENUE_CLASSES, Revenue, revenue
 from billing.store import reports as store_reports
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
@@ -27,24 +26,40 @@ MAX_HOLDS = 50
 
 
 @router.get("/money")
-def page(request: Request, admin: MayRead) -> Response:
+def page(request: Request, admin: MayRead, chosen: Asked) -> Response:
     books, now_ns = books_of(request), time.time_ns()
     with books.store.reading() as connection:
         holds = [hold_document(hold, now_ns) for hold in store_reports.hold_list(connection, None)]
-    book, proved = books.accounts.book, books.prover.last
-    days = revenue(books.store, book, days=DAYS)
-    card, month = book.in_force(now_ns), _sums(days)
+        models = store_reports.models_of(connection)
+    holds = [each for each in holds if chosen.takes(each["tenant"], each["key"], each["model"])]
+    proved, tenants = books.prover.last, books.accounts.tenants()
+    first, last = chosen.days(DAYS)
+    days, ranked = revenue(
+        books.store,
+        books.accounts.book,
+        first,
+        last,
+        lambda row: chosen.takes(row["tenant"], row["key_id"], row["model"]),
+    )
     return render(
         request,
         "money.html",
         admin,
-        currency=_main_currency(month) or (card.currency if card is not None else ""),
+        chosen=chosen,
+        choices={
+            "tenant": [each.tenant for each in tenants],
+            "key": [each.key_id for each in books.accounts.keys(None)],
+            "model": models,
+        },
+        currencies=parts_of(request).currencies(),
+        currency_of={each.tenant: each.currency for each in tenants},
+        first=first,
+        last=last,
         days=days,
         classes=[name for name in REVENUE_CLASSES if any(day.amounts[name] for day in days)],
-        peak=max((max(day.charged, day.saved) for day in days), default=0),
-        month=month,
-        tenants=books.accounts.tenants(),
-        ranked=ranked(usage_report.total(books.store)),
+        month=_sums(days),
+        tenants=[each for each in tenants if chosen.tenant in ("", each.tenant)],
+        ranked=ranked,
         holds=sorted(holds, key=lambda hold: -float(hold["age_s"]))[:MAX_HOLDS],
         num_holds=len(holds),
         proof=None if proved is None else proof_document(proved.proof, proved.took_s),
@@ -63,24 +78,20 @@ def verify(request: Request, _: MayRead) -> Response:
 
 
 def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:
-    """The totals of all these days, by currency."""
+    """The totals of all these days, by currency; `peak` is the highest day."""
     sums: dict[str, dict[str, Any]] = {}
     for day in days:
         total = sums.setdefault(
-            day.currency, {"charged": 0, "saved": 0, "requests": 0} | dict.fromkeys(day.amounts, 0)
+            day.currency,
+            dict.fromkeys(("charged", "saved", "requests", "peak", *day.amounts), 0),
         )
+        total["peak"] = max(total["peak"], day.charged)
         total["charged"] += day.charged
         total["saved"] += day.saved
         total["requests"] += day.requests
         for name, amount in day.amounts.items():
             total[name] += amount
     return sums
-
-
-def _main_currency(month: Mapping[str, Mapping[str, int]]) -> str:
-    """The one that most requests were charged in, because the charts show one; empty if none
-    was."""
-    return max(month, key=lambda code: month[code]["requests"], default="")
 
 
 def _cards(books: Books, now_ns: int) -> list[dict[str, Any]]:

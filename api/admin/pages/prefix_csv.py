@@ -22,7 +22,16 @@ MAX_ROWS = 5_000
 HEADER = (
     *("owner", "model", "level", "key", "last_key", "label", "blocks", "tokens", "bytes"),
     *(f"{tier}_blocks" for tier in TIERS),
-    *("hits", "idle_s", "age_s", "saved", "keeping_a_month", "currency", "short_ends"),
+    *(
+        "hits",
+        "idle_s",
+        "age_s",
+        "saved",
+        "keeping_a_month",
+        "currency",
+        "cost_currency",
+        "short_ends",
+    ),
 )
 
 
@@ -73,5 +82,6 @@ def _cells(scope: ScopeRows, row: PrefixRow) -> list[object]:
         "" if row.saved is None else format_units(row.saved),
         "" if row.keeping is None else format_units(row.keeping),
         scope.currency,
+        "" if row.keeping is None else scope.cost_currency,
         row.num_folded,
     ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from api.cache.explorer import Grown
 from api.cache.owners import Owner
 from billing.errors import BillingError
-from billing.prices.book import PriceBook
+from billing.prices.book import PriceBook, Terms
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeNode
 from tiers.blocks.view import COMPUTING, LOADING
@@ -36,27 +36,29 @@ Strip = tuple[str, int, int, int]  # class of its colour, lane, first block, num
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Prices of a prefix: what a hit saves a client now, and what a GiB costs a month."""
+    """Prices of a prefix: what a hit saves its owner now, and what a GiB costs a month."""
 
     block_bytes: int
     book: PriceBook
-    gib_month: Mapping[str, int]  # units, by tier, where known
+    gib_month: Mapping[str, int]  # units of `currency`, by tier, where known
+    currency: str
 
     @classmethod
     def of(cls, parts: "AdminParts", block_bytes: int) -> "Costs":
-        return cls(block_bytes, parts.books.accounts.book, parts.gib_month)
+        book = parts.books.accounts.book
+        return cls(block_bytes, book, parts.gib_month, parts.cost_currency())
 
-    def saved(self, owner: Owner | None, tier: str, hit_tokens: int) -> tuple[int, str] | None:
-        """Estimated savings of these hits at today's price; None without a price."""
-        if owner is None:
+    def saved(self, owner: Owner | None, tier: str, hit_tokens: int) -> int | None:
+        """Estimated savings of these hits at the owner's price of today, in its currency; None
+        without a price."""
+        if owner is None or not owner.currency:
             return None
+        terms = Terms(tenant="" if owner.is_group else owner.name)
         try:
-            pinned = self.book.at(owner.model, time.time_ns())
+            rates = self.book.at(owner.model, time.time_ns(), owner.currency, terms).rates
         except BillingError:
             return None
-        rates = pinned.rates
-        hit = getattr(rates, f"hit_{tier}", rates.hit_device)
-        return hit_tokens * (rates.miss - hit), pinned.currency
+        return hit_tokens * (rates.miss - getattr(rates, f"hit_{tier}", rates.hit_device))
 
     def keeping(self, places: list[str]) -> int | None:
         """Units a month to keep blocks in these places; None if no price is set."""
@@ -116,6 +118,7 @@ class ScopeRows:
     root: str
     owner: Owner | None
     currency: str
+    cost_currency: str
     rows: list[PrefixRow]
     left_off: int
 
@@ -157,12 +160,13 @@ def rows_of(
         walk = _Walk(owner, costs, SORTS.get(sort), decode, outline)
         rows = [row for row in walk.below(root.children, 0, "") if row.idle_s >= min_idle_s]
         if rows or root.left_off:
-            value = costs.saved(owner, TierName.DEVICE, 0)
+            has_price = costs.saved(owner, TierName.DEVICE, 0) is not None
             scopes.append(
                 ScopeRows(
                     root=key.hex(),
                     owner=owner,
-                    currency=value[1] if value is not None else "",
+                    currency=owner.currency if owner and has_price else "",
+                    cost_currency=costs.currency,
                     rows=rows,
                     left_off=root.left_off,
                 )
@@ -221,8 +225,7 @@ class _Walk:
         )
 
     def _saved(self, node: TreeNode) -> int | None:
-        value = self.costs.saved(self.owner, node.places[0], node.hit_tokens)
-        return value[0] if value is not None else None
+        return self.costs.saved(self.owner, node.places[0], node.hit_tokens)
 
     def _messages(self, node: TreeNode, role: str) -> Messages:
         """The messages of a node. Without a mark, the first one continues a message of this

@@ -1,7 +1,6 @@
 """Recent requests and why their prompts missed: pages under /admin/requests, and JSON."""
 
-from collections.abc import Iterator
-from itertools import islice
+import io
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -10,30 +9,38 @@ from starlette.responses import Response
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
+from api.admin.pages.filters import Asked, choices_of
 from api.admin.pages.forms import Filter
 from api.admin.parts import add_audit_entry, parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
-from api.journal.journal import Journal, RequestRecord
+from api.journal.journal import RequestRecord
 from api.journal.why import MissFinding, ReasonKind, why
+from billing.reports.csv import safe_writer
 
 router = APIRouter(tags=["admin: requests"])
 
 PAGE = 50
 MAX_SKIP = 1 << 31
+COLUMNS = (
+    *("arrived", "id", "client_id", "tenant", "project", "key_id", "session", "model", "state"),
+    *("outcome", "status", "code", "prompt_tokens", "prompt_cache_hit_tokens"),
+    *("completion_tokens", "cost", "saved", "currency"),
+    *("queue_ms", "load_ms", "prefill_ms", "decode_ms", "ttft_ms", "total_ms"),
+)
 
 
 @router.get("/admin/api/requests")
 async def requests(
     request: Request,
     _: MayRead,
-    tenant: Filter = "",
+    chosen: Asked,
     state: Filter = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
 ) -> list[dict[str, Any]]:
-    """Recent requests in the journal, running ones first."""
-    chosen = _chosen(parts_of(request).journal, tenant, state, "")
-    return [summary(record) for record in islice(chosen, limit)]
+    """Recent requests in the journal, the latest arrival first. Times are UTC."""
+    found = chosen.requests(parts_of(request).journal, state=state)
+    return [summary(record) for record in found[:limit]]
 
 
 @router.get("/admin/api/requests/{request_id}")
@@ -47,32 +54,50 @@ async def request_details(request: Request, request_id: str, _: MayRead) -> dict
 async def page(
     request: Request,
     admin: MayRead,
+    chosen: Asked,
     q: Filter = "",
-    tenant: Filter = "",
     state: Filter = "",
     skip: Annotated[int, Query(ge=0, le=MAX_SKIP)] = 0,
 ) -> Response:
-    """The list. A search that matches one request redirects to it."""
+    """The list. A search that matches one request shows it."""
     journal = parts_of(request).journal
     record = journal.find(q.strip()) if q.strip() else None
     if record is not None:
         return await _show(request, admin, record)
-    rows = list(islice(_chosen(journal, tenant, state, q.strip()), skip, skip + PAGE + 1))
+    found = chosen.requests(journal, state=state, text=q.strip())
+    rows = found[skip : skip + PAGE + 1]
     return render(
         request,
         "rows.html" if request.headers.get("hx-target") == "rows" else "requests.html",
         admin,
         rows=[_row(record) for record in rows[:PAGE]],
-        tenants=sorted({record.tenant for record in journal.newest()}),
+        choices=choices_of(journal.newest()),
+        chosen=chosen,
         num_records=journal.num_records,
         max_records=journal.settings.max_requests,
         q=q,
-        tenant=tenant,
         state=state,
         skip=skip,
         page_size=PAGE,
         more=len(rows) > PAGE,
     )
+
+
+@router.get("/admin/requests.csv", include_in_schema=False)
+async def table(
+    request: Request, _: MayRead, chosen: Asked, q: Filter = "", state: Filter = ""
+) -> Response:
+    """Every request that is remembered and fits; amounts are decimals of the currency."""
+    out = io.StringIO()
+    write = safe_writer(out)
+    write(COLUMNS)
+    for record in chosen.requests(parts_of(request).journal, state=state, text=q.strip()):
+        told = summary(record)
+        took = {f"{name}_ms": value for name, value in told["timings_ms"].items()}
+        flat = {**took, **(told["usage"] or {}), **(told["error"] or {}), **told}
+        write("" if flat.get(name) is None else flat[name] for name in COLUMNS)
+    named = {"Content-Disposition": 'attachment; filename="requests.csv"'}
+    return Response(out.getvalue(), media_type="text/csv", headers=named)
 
 
 @router.get("/admin/requests/{request_id}", include_in_schema=False)
@@ -101,19 +126,6 @@ def _found(request: Request, request_id: str) -> RequestRecord:
             f"{journal.settings.max_requests:,}; the ledger has the bill of each."
         )
     return record
-
-
-def _chosen(journal: Journal, tenant: str, state: str, text: str) -> Iterator[RequestRecord]:
-    """Newest first; filtered by tenant, by state or outcome, and by `text` in an id or a name."""
-    for record in journal.newest():
-        outcome = record.served.outcome if record.served is not None else ""
-        names = (record.request_id, record.client_id, record.key_id, record.session, record.model)
-        if (
-            tenant in ("", record.tenant)
-            and state in ("", record.state, outcome if record.ended_s else "")
-            and (not text or any(text in name for name in names))
-        ):
-            yield record
 
 
 def _row(record: RequestRecord) -> dict[str, Any]:

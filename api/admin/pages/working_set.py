@@ -7,6 +7,8 @@ the computing saved.
 
 import asyncio
 import time
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,7 +21,9 @@ from api.admin.parts import AdminParts, parts_of
 from api.admin.routes.answers import json_answer
 from billing.errors import NoPrice
 from billing.money import format_units
-from billing.prices.book import Rates
+from billing.prices.book import Rates, Terms
+from billing.reports import usage as usage_report
+from billing.reports.usage import Unit
 from billing.usage import HIT_CLASSES
 from tiers.telemetry.working_set import TrafficReport
 from tiers.tier import TierName
@@ -28,6 +32,7 @@ router = APIRouter(tags=["admin: cache"])
 
 WINDOW_S = 86_400.0  # of traffic, scaled to a month; a day has busy and quiet hours
 MIN_USES = 100  # blocks requested; a curve from fewer says little
+Prices = dict[tuple[Rates, str], float]  # parts of all prompt tokens, by rates and currency
 NO_RATES = Rates(**dict.fromkeys((*HIT_CLASSES, "miss", "output"), 0))
 
 
@@ -38,7 +43,6 @@ async def working_set(request: Request, found: MayRead) -> Response:
         "working_set.html",
         found,
         stats=parts_of(request).stats(),
-        currency=parts_of(request).currency(),
         costs_known=bool(parts_of(request).gib_month),
         min_uses=MIN_USES,
     )
@@ -48,19 +52,25 @@ async def working_set(request: Request, found: MayRead) -> Response:
 async def report(request: Request, _: MayRead) -> Response:
     """The curve in bytes of KV, the tiers on it, and advice for one more GiB of each.
 
-    Amounts are decimal strings in the card's currency. A month has thirty days.
+    Amounts are decimal strings, by currency: each tenant's tokens are valued by its own card. A
+    month has thirty days.
     """
     parts = parts_of(request)
     found = await asyncio.wrap_future(parts.working_set())
-    return json_answer(request, _document(parts, found))
+    prices = await asyncio.to_thread(_prices, parts, parts.stats()["model"])
+    return json_answer(request, _document(parts, found, prices))
 
 
-def _document(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
+def _document(parts: AdminParts, found: TrafficReport, prices: Prices) -> dict[str, Any]:
     stats = parts.stats()
-    rates, currency = _rates(parts, stats["model"])
     tokens_s, measured_s = _traffic(parts, stats["uptime_s"])
     levels = _levels(found, stats["cache"]["tiers"])
-    advice = advise(found.curve, levels, rates, tokens_s * MONTH_S)
+    advice = advise(found.curve, levels, NO_RATES, tokens_s * MONTH_S)
+    worth: list[Counter[str]] = [Counter() for _ in advice]
+    for (rates, currency), part in prices.items():
+        month = advise(found.curve, levels, rates, part * tokens_s * MONTH_S)
+        for sums, each in zip(worth, month, strict=True):
+            sums[currency] += each.worth
     prefill_s = stats["cache"]["prefill_tokens_per_s"]
     return {
         "ready": found.num_uses >= MIN_USES,
@@ -85,13 +95,12 @@ def _document(parts: AdminParts, found: TrafficReport) -> dict[str, Any]:
                 "tier": each.tier,
                 "hit_rate_gain": each.hit_rate_gain,
                 "tokens": each.tokens,
-                "worth": format_units(each.worth),
+                "worth": {code: format_units(units) for code, units in sums.items()},
                 "cost": _cost(parts, each.tier),
                 "compute_s": each.tokens / prefill_s if prefill_s else None,
             }
-            for each in advice
+            for each, sums in zip(advice, worth, strict=True)
         ],
-        "currency": currency,
         "tokens_per_month": tokens_s * MONTH_S,
         "measured_s": measured_s,
     }
@@ -109,10 +118,10 @@ def _levels(found: TrafficReport, tiers: dict[str, Any]) -> list[CurveTier]:
     return levels
 
 
-def _cost(parts: AdminParts, tier: TierName) -> str | None:
+def _cost(parts: AdminParts, tier: TierName) -> dict[str, str]:
     """The monthly cost of a GiB in the tier, if the operator set it (`costs.gib_month`)."""
     units = parts.gib_month.get(tier)
-    return None if units is None else format_units(units)
+    return {} if units is None else {parts.cost_currency(): format_units(units)}
 
 
 def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:
@@ -122,9 +131,16 @@ def _traffic(parts: AdminParts, uptime_s: float) -> tuple[float, float]:
     return uses or 0.0, min(WINDOW_S, uptime_s)
 
 
-def _rates(parts: AdminParts, model: str) -> tuple[Rates, str]:
-    try:
-        pinned = parts.books.accounts.book.at(model, time.time_ns())
-    except NoPrice:
-        return NO_RATES, ""
-    return pinned.rates, pinned.currency
+def _prices(parts: AdminParts, model: str) -> Prices:
+    """Reads the ledger: what the tenants of yesterday and today pay, each for its part of all
+    prompt tokens."""
+    books, now_ns = parts.books, time.time_ns()
+    used = usage_report.report(books.store, usage_report.parse_query(since="yesterday"), Unit.ALL)
+    whole, prices = sum(each.prompt for each in used), Prices()
+    for each in used:
+        with suppress(NoPrice):
+            terms = Terms(tenant=each.tenant)
+            pinned = books.accounts.book.at(model, now_ns, each.currency, terms)
+            key = pinned.rates, each.currency
+            prices[key] = prices.get(key, 0.0) + each.prompt / max(1, whole)
+    return prices

@@ -44,9 +44,9 @@ class Pair(StrictBody):
 
 @router.post("/quote")
 async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[str, Any]:
-    """Like POST /v1/cache/quote, for any tenant."""
-    await must_exist(request, body.tenant)
-    principal = Principal(body.tenant)
+    """Like POST /v1/cache/quote, for any tenant, by the card in its own currency."""
+    tenant = await must_exist(request, body.tenant)
+    principal = Principal(body.tenant, currency=tenant.currency)
     job = await quoted_job(request, principal, json.dumps(body.request).encode())
     return (await quote_of(wire_of(request), principal, job)).as_json()
 

@@ -13,6 +13,7 @@
 
   function show(value, unit) {
     if (unit === "points") return value ? `+${(100 * value).toPrecision(2)} points` : "none";
+    if (unit === "money") return Object.entries(value).map(([code, sum]) => `${cachesvc.format(Number(sum), unit)} ${code}`).join(" + ") || "–";
     return cachesvc.format(value === null || value === undefined ? null : Number(value), unit);
   }
 

@@ -1,0 +1,230 @@
+"""Two tenants in two currencies, side by side on every page that shows money."""
+
+import contextlib
+import csv
+import html
+import io
+import re
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.app import create_app
+from billing.operations.books import OpenBooks
+from billing.prices.cards import parse_card
+from billing.proof.prover import Prover
+from cachesvc.operator.block_reader import read_blocks
+from tests.api.bank import CHAT, HELLO, Bank
+from tests.api.conftest import quiet
+from tests.api.test_admin_pages import HTML, Cache
+from tests.api.test_admin_working_set import REPORT, STATS
+from tests.support.admin import fake_parts
+from tests.support.wire import Script
+from tests.unit.test_tree import BLOCK, add
+
+CARD = """
+[card]
+name = "dollars"
+version = "1"
+valid_from = 2025-01-01T00:00:00Z
+currency = "USD"
+
+[[model]]
+match = "*"
+hit = "1"
+miss = "4"
+output = "8"
+"""
+CURRENCIES = {"acme": "CNY", "bolt": "USD"}
+HITS = 1_000_000 // BLOCK  # of a block: acme saved 0.9 CNY of them, bolt 3 USD
+# A number with two places or more, which only money has here, with no currency behind it or behind
+# the next number: a rate stands before its amount.
+BARE = re.compile(
+    r"(?<![\d.])\d+\.\d{2,}(?![\d.]| (?:CNY|USD)\b| (?:ms|s)\b| [\d.]+ (?:CNY|USD)\b)"
+)
+TODAY = "2026-01-01"  # or any day before
+
+
+def shown(page: str) -> str:
+    """The text of a page, without rates, which stand in tables of one currency."""
+    body = page.partition("<main")[2].partition("</main>")[0]
+    body = re.sub(r'<section[^>]+labelledby="cards">.*?</section>', "", body, flags=re.DOTALL)
+    body = body.replace("such as 12.50", "")
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", " ", body)))
+
+
+@pytest.fixture
+async def bank(tmp_path: Path) -> AsyncIterator[Bank]:
+    bank = Bank(tmp_path)
+    with contextlib.closing(bank):
+        bank.accounts.apply_card(parse_card(CARD), by="test")
+        yield bank
+
+
+@pytest.fixture
+async def client(bank: Bank) -> AsyncIterator[httpx.AsyncClient]:
+    """An admin's, after a request of each tenant. Of each, a million tokens were hit."""
+    cache = Cache(CURRENCIES)
+    for name in CURRENCIES:
+        (root,) = cache.owners.roots_of(name)
+        (block,) = add(cache.tiers.index, [1] * BLOCK, root)
+        block.hits = HITS
+    traffic: Future[Any] = Future()
+    traffic.set_result(REPORT)
+    wire = bank.house.wire
+    parts = fake_parts(
+        books=OpenBooks(bank.store, bank.accounts, bank.ledger, Prover(bank.store), bank.signer),
+        journal=wire.journal,
+        explorer=cache.explorer,
+        blocks=partial(read_blocks, cache.call),
+        currencies=lambda: ["USD", "CNY"],
+        gib_month={"device": 10**17},
+        cost_currency=lambda: "USD",
+        stats=lambda: STATS | {"version": "1"},
+        working_set=lambda: traffic,
+    )
+    app = create_app(wire, admin=parts)
+    bank.house.engine.script = Script(hits={"hit_disk": 10})
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as client,
+    ):
+        for name, currency in CURRENCIES.items():
+            key = bank.customer(10**13, name, currency=currency)
+            assert 200 == (await client.post(CHAT, json=HELLO, headers=key)).status_code
+        await quiet(bank.house, app)
+        client.headers.update(HTML)
+        yield client
+
+
+async def text(client: httpx.AsyncClient, path: str) -> str:
+    answer = await client.get(f"/admin{path}")
+    assert 200 == answer.status_code, answer.text
+    return shown(answer.text)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "?since=2026-01-01",
+        "/money",
+        "/money?since=2026-09-01",
+        "/requests",
+        "/explorer",
+        "/tenants",
+    ],
+)
+async def test_both_currencies_stand_on_a_page_and_no_sum_without_one(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    page = await text(client, path)
+    assert "CNY" in page and "USD" in page
+    assert [] == BARE.findall(page), page
+
+
+@pytest.mark.parametrize(("name", "currency"), CURRENCIES.items())
+async def test_what_is_of_one_tenant_is_in_its_currency_alone(
+    client: httpx.AsyncClient, name: str, currency: str
+) -> None:
+    (row,) = (await client.get(f"/admin/api/requests?tenant={name}")).json()
+    for path in (f"/tenants/{name}", f"/requests/{row['id']}", f"/explorer?tenant={name}"):
+        page = await text(client, path)
+        assert currency in page and [] == BARE.findall(page), page
+    other = ({"CNY", "USD"} - {currency}).pop()
+    for path in (f"?tenant={name}", f"/money?tenant={name}", f"/requests?tenant={name}"):
+        assert currency in (page := await text(client, path))
+        assert not re.search(rf"\d {other}", page), page
+
+
+async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(
+    client: httpx.AsyncClient,
+) -> None:
+    for name, price in (("acme", "1"), ("bolt", "4")):
+        body = {"tenant": name, "request": HELLO}
+        quote = (await client.post("/admin/api/cache/quote", json=body)).json()
+        assert CURRENCIES[name] == quote["price"]["currency"]
+        tokens = quote["prompt_tokens"]
+        assert float(price) * tokens / 1e6 == pytest.approx(float(quote["price"]["prompt"]))
+    assert "0.9000 CNY" in (page := await text(client, "/explorer")) and "3.0000 USD" in page
+    table = csv.DictReader(io.StringIO((await client.get("/admin/explorer.csv")).text))
+    assert {"acme": ("0.90", "CNY", "USD"), "bolt": ("3.00", "USD", "USD")} == {
+        row["owner"]: (row["saved"], row["currency"], row["cost_currency"]) for row in table
+    }
+
+
+async def test_the_working_set_is_worth_what_each_tenants_tokens_cost(
+    client: httpx.AsyncClient,
+) -> None:
+    told = (await client.get("/admin/api/cache/working-set")).json()
+    month = told["tokens_per_month"] / 2  # each asked half of all tokens
+    disk = told["advice"][1]
+    worth = {code: float(sum_) for code, sum_ in disk["worth"].items()}
+    gain = disk["hit_rate_gain"]
+    assert pytest.approx({"CNY": month * gain * 0.9e-6, "USD": month * gain * 3e-6}) == worth
+    assert {"USD": "100000.00"} == told["advice"][0]["cost"] or {} == told["advice"][0]["cost"]
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        ("tenant=bolt", {"bolt"}),
+        ("key={bolt}", {"bolt"}),
+        ("model=bytes", {"acme", "bolt"}),
+        ("model=other", set()),
+        ("tenant=acme&key={bolt}", set()),
+        ("since=2026-01-01&until=2026-01-01", set()),
+        ("since={today}&until={today}", {"acme", "bolt"}),
+    ],
+)
+async def test_one_query_filters_the_pages_and_the_csv(
+    client: httpx.AsyncClient, bank: Bank, query: str, names: set[str]
+) -> None:
+    (key,) = bank.accounts.keys("bolt")
+    query = query.format(bolt=key.key_id, today=datetime.now(UTC).date())
+    told = (await client.get(f"/admin/api/requests?{query}")).json()
+    table = csv.DictReader(io.StringIO((await client.get(f"/admin/requests.csv?{query}")).text))
+    rows = list(table)
+    assert names == {each["tenant"] for each in told} == {each["tenant"] for each in rows}
+    assert all(
+        (CURRENCIES[row["tenant"]], "20") == (row["currency"], row["prompt_tokens"]) for row in rows
+    )
+    for path in ("requests", "money", ""):
+        page = (await client.get(f"/admin/{path}?{query}")).text
+        found = re.findall(r'<(?:th scope="row"|td class="words")>.*?title="(acme|bolt)"', page)
+        if path == "money":  # its balances are of the tenant alone
+            found = re.findall(r'title="(acme|bolt)"', page.partition('id="balances"')[0])
+        assert names == set(found), path
+
+
+async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    for path, query in (
+        ("requests", "since=yesterday"),
+        ("", "until=2026-13-01"),
+        ("money", "since=2026-01-01T08:15"),
+        ("money", "since=2020-01-01"),
+        ("requests.csv", "until=soon"),
+    ):
+        answer = await client.get(f"/admin/{path}?{query}", headers={"accept": "application/json"})
+        assert 400 == answer.status_code, path
+        assert query.partition("=")[0] in (answer.json()["error"]["param"] or "since"), path
+
+
+async def test_requests_are_listed_by_arrival_though_another_ended_later(
+    client: httpx.AsyncClient, bank: Bank
+) -> None:
+    journal = bank.house.wire.journal
+    last, first = journal.newest()
+    journal.restore([replace(first, request_id="f" * 32, arrived_s=last.arrived_s + 1)])
+    journal.restore([replace(first, request_id="0" * 32, arrived_s=first.arrived_s - 1)])
+    page = (await client.get("/admin/requests")).text
+    assert ["f" * 32, last.request_id, first.request_id, "0" * 32] == re.findall(
+        r'<th scope="row"><a href="/admin/requests/(\w+)"', page
+    )
