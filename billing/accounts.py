@@ -183,11 +183,17 @@ class Accounts:
         tenant = self.tenant(OPEN_TENANT)
         return Principal(OPEN_TENANT, scopes=frozenset(Scope), currency=tenant.currency)
 
-    @property
-    def usual_currency(self) -> str:
-        """The currency of the last card; without one, of the built-in card."""
-        cards = self.book.cards or (default_card(),)
-        return cards[-1].currency
+    def currencies(self, tenant: str = "") -> list[str]:
+        """Those of the cards that price a tenant's requests now or later, the newest first; before
+        any card, that of the built-in one."""
+        cards, now_ns = self.book.cards or (default_card(),), self._clock_ns()
+        found = (
+            card.currency
+            for card in reversed(cards)
+            if (not card.tenants or tenant in card.tenants)
+            and (card.valid_until_ns is None or card.valid_until_ns > now_ns)
+        )
+        return list(dict.fromkeys(found))
 
     # -- tenants -----------------------------------------------------------------------------------
 
@@ -223,6 +229,12 @@ class Accounts:
         _check_limit(credit_limit)
         return self._alter(tenant, by, reason, "tenant.limit", credit_limit=credit_limit)
 
+    def set_currency(self, tenant: str, currency: str, *, by: str, reason: str = "") -> Tenant:
+        """Charges a tenant in another currency, while nothing is booked or held. Its credit limit
+        keeps its number."""
+        check_currency(currency)
+        return self._alter(tenant, by, reason, "tenant.currency", currency=currency)
+
     def set_suspended(self, tenant: str, suspended: bool, *, by: str, reason: str = "") -> Tenant:
         """Stops or allows new requests of a tenant. Running ones finish."""
         return self._alter(tenant, by, reason, "tenant.suspend", suspended=suspended)
@@ -254,6 +266,11 @@ class Accounts:
             row = rows.tenant_row(connection, tenant, lock=True)
             if row is None:
                 raise _unknown(tenant)
+            if "currency" in values and (row["seq"] or row["held"]):
+                raise AlreadyExists(
+                    f"the ledger of {tenant!r} has entries in {row['currency']}, and entries never "
+                    f"change; create another tenant for {values['currency']}"
+                )
             rows.change_tenant(connection, tenant, **values)
             before = {name: _text(row[name]) for name in values}
             after = {name: _text(value) for name, value in values.items()}

@@ -66,7 +66,8 @@ def plan_card(
 def apply_card(books: Books, *, card: CardSource, by: str, why: Why) -> Document:
     """Put a card in force from its `valid_from` on. An applied card never changes.
 
-    `is_new` is false if the same card was applied before.
+    `is_new` is false if the same card was applied before. `unpriced` are the tenants that have no
+    price once it is in force.
     """
     new = _card(books, card)
     findings = lint(new)
@@ -75,7 +76,31 @@ def apply_card(books: Books, *, card: CardSource, by: str, why: Why) -> Document
         raise PriceError(f"{new.name} {new.version} was not applied: {errors[0]}")
     is_new = books.accounts.apply_card(new, by=by, reason=why)
     warnings = [finding_document(finding) for finding in findings]
-    return card_document(new) | {"findings": warnings, "is_new": is_new}
+    unpriced = _unpriced(books, max(time.time_ns(), new.valid_from_ns))
+    return card_document(new) | {"findings": warnings, "is_new": is_new, "unpriced": unpriced}
+
+
+def _unpriced(books: Books, at_ns: int) -> list[Document]:
+    """Tenants without a price at an instant, each with those of its models of the last month that
+    no card has. No models: it has no card at all."""
+    from billing.reports.usage import Unit, parse_query, report  # imports the database
+
+    used: dict[str, list[str]] = {}
+    for each in report(books.store, parse_query(since="30d", split="model"), Unit.ALL):
+        used.setdefault(each.tenant, []).append(each.part)
+    found, book = [], books.accounts.book
+    for tenant in books.accounts.tenants():
+        pair = tenant.currency, tenant.tenant
+        cards = book.in_force(at_ns, *pair), book.in_force(at_ns, tenant.currency)
+        missing = [
+            model
+            for model in used.get(tenant.tenant, ())
+            if not any(card and card.price_of(model) for card in cards)
+        ]
+        if missing or not any(cards):
+            models = missing if any(cards) else []
+            found.append({"tenant": pair[1], "currency": pair[0], "models": models})
+    return found
 
 
 def _card(books: Books, source: CardSource) -> RateCard:

@@ -4,7 +4,8 @@ import time
 from collections.abc import Mapping
 from typing import Annotated
 
-from billing.money import parse_amount
+from billing.errors import InvalidAmount
+from billing.money import check_currency, parse_amount
 from billing.operations.arguments import Amount, Argument, Name, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
@@ -30,7 +31,9 @@ def create_tenant(
     books: Books,
     *,
     tenant: Name,
-    currency: Annotated[str | None, Argument("Three capitals; without it, the card's own")] = None,
+    currency: Annotated[
+        str | None, Argument("That of a rate card; without it, the newest card's")
+    ] = None,
     credit_limit: Annotated[
         Amount | None,
         Argument("0 is prepaid, an amount is postpaid up to it, null is unlimited"),
@@ -39,15 +42,28 @@ def create_tenant(
     why: Why,
 ) -> Document:
     """A new tenant; prepaid unless `credit_limit` says otherwise."""
-    accounts = books.accounts
-    made = accounts.create_tenant(
+    made = books.accounts.create_tenant(
         tenant,
-        currency or accounts.usual_currency,
+        _priced(books, tenant, currency),
         credit_limit=_units(credit_limit),
         by=by,
         reason=why,
     )
     return tenant_document(made)
+
+
+def set_currency(
+    books: Books,
+    *,
+    tenant: str,
+    currency: Annotated[str, Argument("That of a rate card")],
+    by: str,
+    why: Why,
+) -> Document:
+    """Charge a tenant in another currency, while nothing is booked. The credit limit keeps its
+    number."""
+    priced = _priced(books, tenant, currency)
+    return tenant_document(books.accounts.set_currency(tenant, priced, by=by, reason=why))
 
 
 def set_credit_limit(
@@ -101,6 +117,19 @@ def create_project(books: Books, *, tenant: str, project: Name, by: str, why: Wh
     """A new project, to split a tenant's usage by. Returns all projects of the tenant."""
     books.accounts.create_project(tenant, project, by=by, reason=why)
     return books.accounts.projects(tenant)
+
+
+def _priced(books: Books, tenant: str, currency: str | None) -> str:
+    """The currency, or the usual one. Refused without a card: each request would be, too."""
+    known = books.accounts.currencies(tenant)
+    if currency is None and known:
+        return known[0]
+    if check_currency(currency or "") not in known:
+        raise InvalidAmount(
+            f"no rate card in {currency} prices requests of {tenant!r}, so all would be refused; "
+            f"apply one with `cachesvc prices apply FILE`, or take {' or '.join(known)}"
+        )
+    return currency or ""
 
 
 def _units(credit_limit: str | None) -> int | None:

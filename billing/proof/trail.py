@@ -28,6 +28,7 @@ _Facts = dict[_Name, dict[str, str | None]]
 _CARD_FACTS = ("name", "version", "valid_from_ns", "applied_ns", "digest")
 _MADE_BY = {
     "tenant.create": "tenant",
+    "tenant.currency": "tenant",
     "tenant.limit": "tenant",
     "tenant.suspend": "tenant",
     "project.create": "project",

@@ -19,7 +19,7 @@ from limits.errors import ConfigurationError
 from api.access.auth import KeyGate, Salts
 from api.access.rate_limits import LimitSettings, Overrides, Quota, WindowLimits, open_limits
 from api.requests.metering import LedgerMeter
-from billing.accounts import Accounts
+from billing.accounts import OPEN_TENANT, Accounts
 from billing.alerts.budgets import BudgetWatch
 from billing.alerts.outbox import Outbox
 from billing.clock import boot_timer_ns
@@ -89,7 +89,10 @@ class Money:
         charge."""
         self.bills.observe = observe_bill
         self.books.store.renew_log()
+        is_first = not self.accounts.book.cards
         self.books.ledger.start()
+        if is_first:
+            _say_currency(self.accounts.book.cards[0])
         for currency in {card.currency for card in self.accounts.book.cards}:
             observe_bill(currency, dict.fromkeys(SOLD, 0), 0)  # exports the counters from the start
         return LedgerMeter(
@@ -251,6 +254,16 @@ def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:
             f"{first.version} was applied before; put it in force with "
             f"`cachesvc prices apply {setting}`"
         )
+
+
+def _say_currency(card: RateCard) -> None:
+    """Names the prices that a first start puts in force, and where to change them."""
+    logger.info(
+        f"requests are charged in {card.currency}, by rate card {card.name} {card.version}; to "
+        "charge in another currency, `cachesvc prices apply FILE`, then `cachesvc tenants set "
+        f"{OPEN_TENANT} --currency CODE` before its first request (or billing.first_card before "
+        "the first start)"
+    )
 
 
 def limit_settings(section: LimitsSection) -> LimitSettings:

@@ -252,6 +252,8 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
     ("/balance/acme/topup", {"amount": "1", "refrence": "x", **WHY}, "invalid_value", "refrence"),
     ("/tenants", {"tenant": "a b", **WHY}, "invalid_value", None),
     ("/tenants", {"tenant": "x", "currency": "yuan", **WHY}, "invalid_value", None),
+    ("/tenants", {"tenant": "x", "currency": "EUR", **WHY}, "invalid_value", None),
+    ("/tenants/acme/currency", {"currency": "EUR", **WHY}, "invalid_value", None),
     ("/keys", {"tenant": "acme", "scopes": ["root"], **WHY}, "invalid_value", "scopes[0]"),
     ("/keys", {"tenant": "acme", "scopes": [], **WHY}, "invalid_value", "scopes"),
     ("/prices/apply", {"card": {"toml": "[card"}, **WHY}, "invalid_rate_card", None),

@@ -42,6 +42,7 @@ hit = "1"
 miss = "4"
 output = "8"
 """
+JSON = {"accept": "application/json"}
 CURRENCIES = {"acme": "CNY", "bolt": "USD"}
 HITS = 1_000_000 // BLOCK  # of a block: acme saved 0.9 CNY of them, bolt 3 USD
 # A number with two places or more, which only money has here, with no currency behind it or behind
@@ -212,7 +213,7 @@ async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client: httpx.As
         ("money", "since=2020-01-01"),
         ("requests.csv", "until=soon"),
     ):
-        answer = await client.get(f"/admin/{path}?{query}", headers={"accept": "application/json"})
+        answer = await client.get(f"/admin/{path}?{query}", headers=JSON)
         assert 400 == answer.status_code, path
         assert query.partition("=")[0] in (answer.json()["error"]["param"] or "since"), path
 
@@ -228,3 +229,47 @@ async def test_requests_are_listed_by_arrival_though_another_ended_later(
     assert ["f" * 32, last.request_id, first.request_id, "0" * 32] == re.findall(
         r'<th scope="row"><a href="/admin/requests/(\w+)"', page
     )
+
+
+async def test_a_tenant_without_entries_changes_its_currency_and_is_charged_in_it(
+    client: httpx.AsyncClient, bank: Bank
+) -> None:
+    key = bank.customer(0, "later")
+    body = {"currency": "USD", "why": "it pays in dollars"}
+    made = await client.post("/admin/api/tenants/later/currency", json=body)
+    assert "USD" == made.json()["currency"]
+    bank.accounts.set_credit_limit("later", None, by="test")
+    assert 200 == (await client.post(CHAT, json=HELLO, headers=key)).status_code
+    (row,) = (await client.get("/admin/api/requests?tenant=later")).json()
+    assert "USD" == row["currency"]
+    again = await client.post(
+        "/admin/api/tenants/later/currency", json=body | {"currency": "CNY"}, headers=JSON
+    )
+    assert (409, "already_exists") == (again.status_code, again.json()["error"]["code"])
+    assert [] == Prover(bank.store).prove().proof.problems
+
+
+async def test_a_card_names_the_models_that_it_leaves_without_a_price(
+    client: httpx.AsyncClient,
+) -> None:
+    narrow = CARD.replace("dollars", "narrow").replace("2025-01", "2025-02").replace('"*"', '"b*"')
+    body = {"card": {"toml": narrow}, "why": "some models"}
+    answer = (await client.post("/admin/api/prices/apply", json=body)).json()
+    assert [] == answer["unpriced"], "bytes begins with b"
+    body["card"] = {
+        "toml": narrow.replace("narrow", "other").replace("-02", "-03").replace("b*", "c*")
+    }
+    (left,) = (await client.post("/admin/api/prices/apply", json=body)).json()["unpriced"]
+    assert {"tenant": "bolt", "currency": "USD", "models": ["bytes"]} == left
+
+
+async def test_who_is_refused_for_want_of_money_is_not_served(
+    client: httpx.AsyncClient, bank: Bank
+) -> None:
+    key = bank.customer(1, "poor")  # something is there, and too little for any request
+    assert " poor served " in await text(client, "/tenants")
+    assert 402 == (await client.post(CHAT, json=HELLO, headers=key)).status_code
+    for path in ("/tenants", "/tenants/poor"):
+        page = await text(client, path)
+        assert "poor refused, 402" in page, path
+    assert "acme served" in await text(client, "/tenants")

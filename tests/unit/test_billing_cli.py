@@ -326,11 +326,31 @@ def test_an_invoice_is_issued_written_and_marked(shell: Shell, tmp_path: Path) -
     assert "is void" in shell("invoice", "mark", "INV-000001", "paid", *why, code=1)
 
 
-def test_a_tenant_whose_currency_has_no_card_is_told(shell: Shell) -> None:
-    assert "no rate card in EUR is in force" in shell(
-        "tenants", "create", "bolt", "--currency", "EUR"
+def test_a_currency_needs_a_card_and_stays_once_something_is_booked(shell: Shell) -> None:
+    said = shell("tenants", "create", "acme", "--currency", "USD", code=2)
+    assert "no rate card in USD prices requests of 'acme'" in said and "or take CNY" in said
+    assert "it is charged in CNY, as the newest rate card" in shell("tenants", "create", "acme")
+    shell("prices", "apply", "deepseek-launch")
+    assert "no price" not in shell("prices", "apply", "two-tier")
+    assert "USD" in shell("tenants", "set", "acme", "--currency", "USD")
+    assert "is charged" not in shell("tenants", "create", "bolt", "--currency", "CNY")
+    shell("balance", "topup", "acme", "5")
+    said = shell("tenants", "set", "acme", "--currency", "CNY", code=1)
+    assert "the ledger of 'acme' has entries in USD" in said
+    shell("ledger", "verify")
+
+
+def test_a_card_names_the_tenants_that_it_leaves_without_a_price(
+    shell: Shell, tmp_path: Path
+) -> None:
+    shell("tenants", "create", "acme")
+    card = tmp_path / "dollars.toml"
+    card.write_text(
+        '[card]\nname = "d"\nversion = "1"\nvalid_from = 2020-01-01T00:00:00Z\ncurrency = "USD"\n'
+        '[[model]]\nmatch = "*"\nhit = "1"\nmiss = "2"\noutput = "3"\n'
     )
-    assert "no rate card" not in shell("tenants", "create", "acme")
+    said = shell("prices", "apply", str(card))
+    assert "tenant 'acme' has no price in CNY for any model" in said
 
 
 FIELDS = {

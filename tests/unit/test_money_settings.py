@@ -191,6 +191,17 @@ def test_a_first_card_that_comes_too_late_is_told(
     assert "billing.first_card = 'two-tier' has no effect" in caplog.text
 
 
+def test_the_first_start_says_what_currency_it_charges_and_where_to_change_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_first in (True, False):
+        caplog.clear()
+        with caplog.at_level("INFO"), money_of(tmp_path) as money:
+            money.start(lambda *_: None)
+        assert is_first == ("charged in CNY, by rate card deepseek-launch" in caplog.text)
+        assert is_first == ("tenants set default --currency CODE" in caplog.text)
+
+
 def test_money_series_are_there_before_the_first_charge(tmp_path: Path) -> None:
     seen: list[Any] = []
     with money_of(tmp_path) as money:

@@ -60,6 +60,12 @@ FORMS: Final[Mapping[str, OperationForm]] = {
         button="Book the difference",
         labels={"deposit": "Mistyped top-up or grant", "amount": "Amount"},
     ),
+    "currency": OperationForm(
+        operation=tenants.set_currency,
+        done="The currency is changed.",
+        button="Change the currency",
+        labels={"currency": "Currency"},
+    ),
     "limit": OperationForm(
         operation=tenants.set_credit_limit,
         done="The credit limit is changed.",

@@ -7,7 +7,7 @@ they read and write the ledger's database.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from anyio import from_thread
@@ -23,6 +23,7 @@ from api.admin.pages.operation_forms import OperationForm, Sent
 from api.admin.pages.tenant_forms import CREDIT_HINT, FORMS, LIMITS, LIMITS_OF_USER
 from api.admin.parts import books_of, found, parts_of
 from api.errors import InvalidRequest, RecordNotFound
+from api.journal.journal import Failure
 from billing.operations import tenants as operations
 from billing.operations.books import Books
 from billing.operations.budgets import list_budgets
@@ -45,7 +46,7 @@ CREATE = OperationForm(
     done=DONE["created"],
     button="Create the tenant",
     labels={"tenant": "Name", "currency": "Currency", "credit_limit": "Credit limit"},
-    hints={"currency": "three capitals", "credit_limit": CREDIT_HINT},
+    hints={"credit_limit": CREDIT_HINT},
 )
 
 
@@ -117,7 +118,8 @@ def _tenants(
         tenants=[(each, used.get(each.tenant), room.get(each.tenant, {})) for each in tenants],
         tiers=[tier for tier in TierName if any(tier in each for each in room.values())],
         form=CREATE,
-        currency=books.accounts.usual_currency,
+        states=_states(request, tenants),
+        currencies=books.accounts.currencies(),
         q=q,
         wrong=wrong,
         done=DONE.get(done, ""),
@@ -154,7 +156,8 @@ def show_tenant(
         "tenant.html",
         admin,
         tenant=tenant,
-        state=_state(tenant),
+        state=_states(request, [tenant])[name],
+        currencies=books.accounts.currencies(name),
         standing=standing(books.store, name, now_ns),
         keys=keys,
         entries=[entry_document(entry) for entry in entries[:ENTRIES]],
@@ -174,10 +177,25 @@ def show_tenant(
     )
 
 
-def _state(tenant: Tenant) -> str:
-    if tenant.suspended:
-        return "suspended"
-    return "out of money" if tenant.is_out_of_money else "served"
+def _states(request: Request, tenants: Iterable[Tenant]) -> dict[str, tuple[str, str]]:
+    """Each tenant's state in words, and why, from its account and its last request."""
+    refusals, states = from_thread.run(_last_refusals, request), {}
+    for each in tenants:
+        why = refusals.get(each.tenant, "")
+        state = "refused, 402" if why else "served"
+        if each.suspended or each.is_out_of_money:
+            state = "suspended" if each.suspended else "out of money"
+        states[each.tenant] = state, why
+    return states
+
+
+async def _last_refusals(request: Request) -> dict[str, str]:
+    """The tenants whose last request was refused with 402, each with what it was told."""
+    last: dict[str, Failure | None] = {}
+    for record in parts_of(request).journal.newest():
+        if record.ended_s:
+            last.setdefault(record.tenant, record.failure)
+    return {name: each.message for name, each in last.items() if each and each.status == 402}
 
 
 def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, int | None]]:

@@ -37,6 +37,7 @@ TABLE = (
     _get("tenants.list_tenants", "/tenants"),
     _get("tenants.show_tenant", "/tenants/{tenant}"),
     _post("tenants.create_tenant", "/tenants", 201),
+    _post("tenants.set_currency", "/tenants/{tenant}/currency"),
     _post("tenants.set_credit_limit", "/tenants/{tenant}/limit"),
     _post("tenants.set_rate_limits", "/tenants/{tenant}/rates"),
     _post("tenants.suspend_tenant", "/tenants/{tenant}/suspend"),

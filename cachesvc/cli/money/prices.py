@@ -146,6 +146,12 @@ def apply(
         note(f"{new.name} {new.version} is applied, in force from {_instant(applied)}")
     else:
         note(f"{new.name} {new.version} was applied before, word for word: nothing changed")
+    for each in applied["unpriced"]:
+        what = ", ".join(map(repr, each["models"])) or "any model"
+        note(
+            f"tenant {each['tenant']!r} has no price in {each['currency']} for {what}: its "
+            f"requests will be refused; apply a card in {each['currency']}"
+        )
 
 
 def _print_diff(before: str | None, after: str, json: bool) -> None:

@@ -9,7 +9,6 @@ import typer
 
 from api.format import size
 from billing.operations import prices, tenants
-from billing.prices.cards import default_card
 from billing.reports.documents import Document
 from billing.tenants import RATE_LIMITS
 from cachesvc.cli.lazy import Command, lazy_group
@@ -63,7 +62,9 @@ Limit = Annotated[
 def create(
     call: Invocation,
     tenant: TenantName,
-    currency: Annotated[str | None, typer.Option(help="Three capitals [card's own]")] = None,
+    currency: Annotated[
+        str | None, typer.Option(help="That of a rate card [newest card's]")
+    ] = None,
     postpaid: Limit = None,
 ) -> None:
     """Create a tenant. It is prepaid unless --postpaid gives it credit."""
@@ -76,8 +77,9 @@ def create(
         why=call.why,
     )
     print_tenant(made, call.json)
-    cards = call(prices.applied_cards)
-    _warn_unpriced(made["currency"], cards, call.json)
+    if currency is None and not call.json:
+        note(f"it is charged in {made['currency']}, as the newest rate card; --currency chooses")
+    _warn_unpriced(made["currency"], call(prices.applied_cards), call.json)
 
 
 @operating("json")
@@ -137,6 +139,10 @@ def set_(
         str | None,
         typer.Option(metavar="AMOUNT", help="Credit: 0 for prepaid, an amount, or `unlimited`"),
     ] = None,
+    currency: Annotated[
+        str | None,
+        typer.Option(help="That of a rate card; only while nothing is booked"),
+    ] = None,
     suspended: Annotated[
         bool | None,
         typer.Option(
@@ -160,10 +166,12 @@ def set_(
         ),
     ] = None,
 ) -> None:
-    """Change a tenant's credit, limits, status or projects."""
-    if postpaid is None and suspended is None and project is None and not limit:
-        fail("say what to change: --postpaid, --limit, --suspend, --resume or --add-project", 2)
+    """Change a tenant's credit, currency, limits, status or projects."""
+    if {postpaid, currency, suspended, project} == {None} and not limit:
+        fail("say what to change: an option of `cachesvc tenants set --help`", 2)
     by = call.by
+    if currency is not None:
+        call(tenants.set_currency, tenant=tenant, currency=currency, by=by, why=call.why)
     limits = dict(map(rate_limit, limit or ()))
     if postpaid is not None:
         credit = credit_limit(postpaid)
@@ -228,14 +236,10 @@ def print_tenant(values: Document, json: bool) -> None:
 def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
     """Warns if no card has prices in this currency yet."""
     now_ns = time.time_ns()
-    if any(card["currency"] == currency and card["valid_from_ns"] <= now_ns for card in cards):
-        return
-    if cards or currency != default_card().currency:
-        note(
-            f"no rate card in {currency} is in force: its requests are refused until one is "
-            "applied with `cachesvc prices apply`"
-        )
-    elif not json:
+    begin_ns = [card["valid_from_ns"] for card in cards if card["currency"] == currency]
+    if begin_ns and min(begin_ns) > now_ns:
+        note(f"no rate card in {currency} is in force yet: until then its requests are refused")
+    elif not cards and not json:
         note("the server's first start puts `billing.first_card` in force")
 
 
