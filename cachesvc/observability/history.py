@@ -94,12 +94,17 @@ class _Ring:
         self.values[: self.count, : values.shape[1]] = values[first:num]
         self.spreads[: self.count] = spreads[first:num]
 
+    def stride(self, window_s: float) -> int:
+        """Every how many samples a point is shown: of the window, or of what there is of it."""
+        held = min(int(window_s / self.step), self.count, self.capacity)
+        return max(1, -(-held // MAX_POINTS))
+
     def pick(self, window_s: float, since_s: float) -> npt.NDArray[np.int64]:
         """Indices of the samples to show, after that of the sample from which growth counts.
 
         Takes every nth sample by its number, so that the next answer continues this one.
         """
-        stride = max(1, -(-int(window_s / self.step) // MAX_POINTS))
+        stride = self.stride(window_s)
         oldest = max(0, self.count - self.capacity)
         picked = np.arange(-(-oldest // stride) * stride, self.count, stride)
         times = self.times[picked % self.capacity]
@@ -198,13 +203,12 @@ class History:
 
         With `since_s`, only newer samples. Raises InvalidRequest for an invalid expression.
         """
-        ring = next((r for r in self._rings if r.step * r.capacity >= window_s), self._rings[-1])
+        ring = self._finest(window_s)
         picked = ring.pick(window_s, since_s)
         view = _View(self._columns, ring.times[picked], ring.values[picked], ring.spreads[picked])
         values = {name: each for text in series for name, each in view.evaluate(text)}
-        stride = max(1, -(-int(window_s / ring.step) // MAX_POINTS))
         return {
-            "step_s": ring.step * stride,
+            "step_s": ring.step * ring.stride(window_s),
             "times": [round(each, 1) for each in view.times.tolist()],
             "series": {name: _json_numbers(each) for name, each in values.items()},
         }
@@ -214,17 +218,18 @@ class History:
 
         For `value:` it is the current value.
         """
-        rings = (
-            r
-            for r in self._rings
-            if r.step * r.capacity >= window_s or r.count < r.capacity - 2  # nothing left it yet
-        )
-        ring = next(rings, self._rings[-1])
-        view = _View(self._columns, *ring.whole(window_s))
+        view = _View(self._columns, *self._finest(window_s).whole(window_s))
         values = {
             name: _json_numbers(each) for text in series for name, each in view.evaluate(text)
         }
         return {name: each[-1] if each else None for name, each in values.items()}
+
+    def _finest(self, window_s: float) -> _Ring:
+        """The finest ring that reaches back as far, or that nothing has left yet."""
+        rings = (
+            r for r in self._rings if r.step * r.capacity >= window_s or r.count < r.capacity - 2
+        )
+        return next(rings, self._rings[-1])
 
     def _row(self) -> Floats:
         found = dict(numbers(self._snapshot()))

@@ -101,19 +101,11 @@
       const told = this.lines.map(([label], line) => {
         const values = this.raw[line] || [];
         const value = index === null || index === undefined ? values.findLast((v) => v !== null) : values[index];
-        const text = cachesvc.format(value, this.plan.unit) + (index === null || index === undefined ? this.share(line) : "");
+        const text = cachesvc.format(value, this.plan.unit);
         if (outputs[line] && outputs[line].textContent !== text) outputs[line].textContent = text;
         return `${label} ${text}`;
       });
       this.box.setAttribute("aria-label", `${this.plan.title}: ${told.join(", ")}`);
-    }
-
-    // Of what a stacked chart shows of the whole window, a line's part.
-    share(line) {
-      if (!this.plan.stack || !this.raw.length) return "";
-      const sum = (values) => values.reduce((total, value) => total + (value || 0), 0);
-      const whole = sum(this.raw.map(sum));
-      return whole ? `, ${Math.round((100 * sum(this.raw[line])) / whole)} %` : "";
     }
 
     build() {
@@ -127,11 +119,11 @@
         padding: [8, 26, 0, 0],
         cursor: { sync: { key: sync.key }, drag: { x: false, y: false }, points: { size: 6 } },
         scales: {
-          x: { range: () => { const end = this.times.at(-1) || Date.now() / 1000; return [end - (this.window_s || 900), end]; } },
+          x: { range: () => { const end = this.times.at(-1) || Date.now() / 1000; return [Math.max(end - (this.window_s || 900), Math.min(this.times[0] ?? 0, end - 10)), end]; } }, // no further than the samples
           y: { range: (plot, low, high) => [Math.min(0, low || 0), high > 0 ? high * 1.08 : 1] },
         },
         axes: [
-          { ...axis, size: 22, gap: 6, space: 70, values: [[3600 * 24, "{DD} {MMM}", null, null, null, null, null, null, 1], [3600, "{HH}:{mm}", null, null, null, null, null, null, 1], [60, "{HH}:{mm}", null, null, null, null, null, null, 1], [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]] },
+          { ...axis, size: (plot, values) => (values?.some((text) => text?.includes("\n")) ? 36 : 22), gap: 6, space: 70, values: [[3600 * 24, "{DD} {MMM}", null, null, null, null, null, null, 1], [60, "{HH}:{mm}", null, null, "\n{DD} {MMM}", null, null, null, 1], [1, "{HH}:{mm}:{ss}", null, null, null, null, null, null, 1]] },
           { ...axis, size: 62, space: 30, ...(this.plan.unit.startsWith("B") ? { incrs: BINARY } : {}), values: (plot, ticks) => ticks.map((tick) => cachesvc.tick(tick, this.plan.unit)) },
         ],
         series: [{}, ...this.lines.map(([label, name]) => ({

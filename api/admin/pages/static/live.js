@@ -84,11 +84,13 @@
     try {
       const answer = await ask(held ? held.times.at(-1) || 0 : 0);
       if (number !== asked) return;
-      if (held && held.step_s === answer.step_s && held.times.length) held = answer.times.length ? joined(answer) : held;
+      if (held && held.times.length && held.step_s !== answer.step_s) { held = null; return poll(); } // other points: all of them
+      if (held && held.times.length) held = answer.times.length ? joined(answer) : held;
       else held = answer;
       draw();
       tell(answer.over);
-      say("live", "live");
+      const held_s = held.times.at(-1) - held.times[0];
+      say("live", held_s < 0.9 * window_s ? `live, of ${cachesvc.tick(held_s, "s")}` : "live"); // a young server
     } catch (error) {
       if (number !== asked) return;
       say("lost", "no answer, retrying");
