@@ -396,7 +396,8 @@ class Service:
 
 
 def _degraded(disk: TierStats | None) -> dict[str, object]:
-    """The parts that are degraded although requests are served; empty if none."""
+    """The parts that are degraded although requests are served, and shards that lost blocks to
+    damage; empty if none."""
     if disk is None:
         return {}
     checking = [shard.name for shard in disk.shards if shard.checking]
@@ -404,7 +405,9 @@ def _degraded(disk: TierStats | None) -> dict[str, object]:
     said = [f"{name} is being checked: it is read, not written" for name in checking]
     said += [f"{name} cannot be used" for name in lost]
     said += [f"{each.name} takes no blocks: {each.failing}" for each in disk.shards if each.failing]
-    return {"degraded": said} if said else {}
+    repaired = [each.repaired for each in disk.shards if each.repaired]
+    told: dict[str, object] = {"degraded": said, "repaired": repaired}
+    return {name: rows for name, rows in told.items() if rows}
 
 
 def _wire_settings(settings: Settings) -> WireSettings:

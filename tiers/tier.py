@@ -118,6 +118,7 @@ class ShardStats:
     used_bytes: int = 0  # of those, in pages that are used
     checking: bool = False
     failing: str = ""  # why its last commits failed; empty if they did not
+    repaired: str = ""  # what it lost to damage since the start; empty if nothing
 
 
 @dataclass(frozen=True, slots=True)

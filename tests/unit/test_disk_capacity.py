@@ -53,11 +53,11 @@ def test_pages_that_a_reader_sees_are_not_given_back(tmp_path: Path) -> None:
         store(tier, blocks(seed))
     with tier.view() as view:
         shard: Shard = view.shards[0]
-        with shard._reading() as txn:
-            kept = {key: bytes(data) for key, data in txn.cursor(db=shard._dbs.data)}
+        with shard._reading() as snapshot:
+            kept = dict(snapshot.rows("data"))
             tier.discard([block.key for seed in range(20) for block in blocks(seed)])
             give_back(view.shards)
-            assert kept == {key: bytes(data) for key, data in txn.cursor(db=shard._dbs.data)}
+            assert kept == dict(snapshot.rows("data"))
         before, after = give_back(view.shards)
     assert after < before / 4
     tier.close()

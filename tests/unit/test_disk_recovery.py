@@ -19,7 +19,8 @@ from tiers.disk.inspection.verify import verify_all
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.recovery.check import ShardCheck, ShardReport, check_shard
-from tiers.disk.recovery.pages import BRANCH, LEAF, PageFile
+from tiers.disk.recovery.page import BRANCH, LEAF
+from tiers.disk.recovery.pages import PageFile
 from tiers.disk.shard import ShardBusy
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
@@ -315,7 +316,7 @@ def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled: Path) ->
         open_view(filled),
     ):
         pass
-    assert "is dropped" in repair_folder(filled)[0]
+    assert "was replaced by an empty shard" in repair_folder(filled)[0]
     with open_view(filled) as view:
         assert verify_all(view.shards).sound
         assert view.summary().num_blocks == 0

@@ -26,12 +26,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.part import Part
 from tiers.disk.clock import IdleClock
-from tiers.disk.format.record import is_window, part_of, window_key
+from tiers.disk.format.record import is_window
 from tiers.disk.format.rows import (
     Account,
     Day,
@@ -45,8 +43,11 @@ from tiers.disk.format.rows import (
 )
 from tiers.disk.guard import DiskGuard
 from tiers.disk.recovery.consistency import Fixes
-from tiers.disk.recovery.pages import Torn, free_spans, is_run_head, run_head
-from tiers.disk.storage import Database, DataFile, Storage, Transaction
+from tiers.disk.recovery.page import Torn, is_run_head, run_head
+from tiers.disk.recovery.pages import PageFile, free_spans
+from tiers.disk.recovery.snapshot import Snapshot
+from tiers.disk.recovery.vet import PageVet
+from tiers.disk.storage import Database, DataFile, Storage
 from tiers.disk.transaction import PAGE_HEADER, Databases, Writer
 from tiers.errors import TierError
 
@@ -54,6 +55,8 @@ SYNC_BYTES = 64 << 20  # measured: a sync per 64 MiB writes 1.2 to 1.5 GB/s, per
 READER_POLL_S = 0.002
 MIN_KEPT_PAGES, MAX_KEPT_PAGES = 16, 256  # free pages that stay in the file for the next commits:
 KEPT_SHARE = 16  # this part of the used ones, within these bounds
+LAST_SEQUENCE = (1 << 64) - 1
+META_TRIES = 4
 NEWEST_LOOKED_AT = 64  # blocks at the recent end, which are roughly in order of use
 
 
@@ -125,16 +128,25 @@ class Shard:
     # Reading
 
     @contextmanager
-    def _reading(self) -> Iterator[Transaction]:
-        """A short read transaction. While it is open, freed pages are not reused."""
+    def _reading(self) -> Iterator[Snapshot]:
+        """The last commit, read without LMDB, which trusts its pages and may end the process.
+
+        A read transaction is open meanwhile, so that its pages are not reused.
+        """
         self.check()
-        txn = self._storage.begin(self._env, write=False)
-        try:
-            yield txn
-        except struct.error as error:
-            raise ShardDamaged(f"{self.path} has a row of another length: {error}") from error
-        finally:
-            txn.abort()
+        for _ in range(META_TRIES):
+            txn = self._storage.begin(self._env, write=False)
+            try:
+                pages = PageFile(self._data_file.cached, self.map_bytes)
+                head = pages.head(txn.id() & 1)
+                if head is not None and head.transaction == txn.id():
+                    yield Snapshot(self._storage, pages, pages.trees(head))
+                    return
+            except (struct.error, Torn) as error:
+                raise ShardDamaged(f"{self.path} is damaged: {error}") from error
+            finally:
+                txn.abort()  # without its head, because two commits have been made since
+        raise ShardDamaged(f"{self.path} lacks the head of its last commit")
 
     def check(self) -> None:
         """Raises ShardDamaged if the file shrank or vanished, because touching its map would be
@@ -148,31 +160,18 @@ class Shard:
 
     def num_held(self, keys: Sequence[PrefixKey]) -> int:
         """Length of the leading run of keys in the index, without reading entries."""
-        with self._reading() as txn:
-            for number, key in enumerate(keys):
-                if self._storage.get(txn, key, self._dbs.index) is None:
-                    return number
-        return len(keys)
+        with self._reading() as snapshot:
+            return snapshot.num_held(keys)
 
     def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
         """Index entries of the leading run of keys that are held."""
-        found: list[IndexEntry] = []
-        with self._reading() as txn:
-            for key in keys:
-                data = self._storage.get(txn, key, self._dbs.index)
-                if data is None:
-                    break
-                found.append(IndexEntry.unpack(data))
-        return found
+        with self._reading() as snapshot:
+            return snapshot.find(keys)
 
     def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these blocks is held with its window part."""
-        get, index = self._storage.get, self._dbs.index
-        with self._reading() as txn:
-            return [
-                get(txn, window_key(key), index) is not None or _is_whole(get(txn, key, index))
-                for key in keys
-            ]
+        with self._reading() as snapshot:
+            return snapshot.have_windows(keys)
 
     def will_need(self, entries: Sequence[IndexEntry]) -> None:
         """Starts reading these records. Neighbours on disk become one request."""
@@ -197,8 +196,8 @@ class Shard:
             span = into[: self.room_for(entry)]
             count = self._storage.read(self._data_file, span, offset - PAGE_HEADER)
             return into[PAGE_HEADER : max(PAGE_HEADER, min(count, PAGE_HEADER + nbytes))]
-        with self._reading() as txn:
-            data = (self._storage.get(txn, key, self._dbs.data) or b"")[:nbytes]
+        with self._reading() as snapshot:
+            data = (snapshot.get("data", key) or b"")[:nbytes]
         into[: len(data)] = data
         return into[: len(data)]
 
@@ -208,86 +207,72 @@ class Shard:
 
     def entries(self, after: PrefixKey | None, limit: int) -> list[tuple[PrefixKey, IndexEntry]]:
         """Up to `limit` blocks in order of their keys, from the one after `after`."""
-        with self._reading() as txn, txn.cursor(db=self._dbs.index) as cursor:
-            if not (cursor.first() if after is None else cursor.set_range(after)):
-                return []
-            rows: list[tuple[PrefixKey, IndexEntry]] = []
-            for key, data in cursor.iternext(keys=True, values=True):
-                if key != after:
-                    rows.append((PrefixKey(key), IndexEntry.unpack(data)))
-                if len(rows) == limit:
-                    break
-            return rows
+        with self._reading() as snapshot:
+            rows = (row for row in snapshot.rows("index", after or b"") if row[0] != after)
+            return [(PrefixKey(key), IndexEntry.unpack(data)) for key, data in islice(rows, limit)]
 
     def by_age(
         self, after: int, limit: int, *, newest_first: bool = False
     ) -> list[tuple[PrefixKey, IndexEntry]]:
         """Up to `limit` blocks in order of eviction, after sequence `after` (0: from the end)."""
-        rows: list[tuple[PrefixKey, IndexEntry]] = []
-        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
-            for data in _orders(cursor, after, newest_first=newest_first):
+        found: list[tuple[PrefixKey, IndexEntry]] = []
+        start = (after or LAST_SEQUENCE + 1) - 1 if newest_first else after + 1
+        with self._reading() as snapshot:
+            for _, data in snapshot.rows("order", pack_sequence(start), back=newest_first):
                 key, _ = unpack_order(data)
-                entry = self._storage.get(txn, key, self._dbs.index)
+                entry = snapshot.get("index", key)
                 if entry is not None:
-                    rows.append((key, IndexEntry.unpack(entry)))
-                if len(rows) == limit:
+                    found.append((key, IndexEntry.unpack(entry)))
+                if len(found) == limit:
                     break
-        return rows
+        return found
 
     def uses(self, after: int, limit: int) -> list[tuple[int, PrefixKey, int]]:
         """Up to `limit` blocks in order of eviction after sequence `after`, as (sequence, key, last
         use)."""
-        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
-            if not cursor.set_range(pack_sequence(after + 1)):
-                return []
-            rows = islice(cursor.iternext(keys=True, values=True), limit)
+        with self._reading() as snapshot:
+            rows = islice(snapshot.rows("order", pack_sequence(after + 1)), limit)
             return [(unpack_sequence(place), *unpack_order(data)) for place, data in rows]
 
     def read_totals(self) -> Totals:
-        with self._reading() as txn:
-            return self._totals(txn)
-
-    def _totals(self, txn: Transaction) -> Totals:
-        return Totals.unpack(self._storage.get(txn, b"totals", self._dbs.state))
+        with self._reading() as snapshot:
+            return snapshot.read_totals()
 
     def _look_around(self) -> IdleClock:
-        with self._reading() as txn, txn.cursor(db=self._dbs.order) as cursor:
-            rows = islice(_orders(cursor, 0, newest_first=True), NEWEST_LOOKED_AT)
-            newest_s = max((unpack_order(data)[1] for data in rows), default=0)
+        with self._reading() as snapshot:
+            newest = snapshot.rows("order", pack_sequence(LAST_SEQUENCE), back=True)
+            rows = islice(newest, NEWEST_LOOKED_AT)
+            newest_s = max((unpack_order(data)[1] for _, data in rows), default=0)
         return IdleClock(self.totals.next_sequence, newest_s, int(self._clock()))
 
     def accounts(self) -> dict[PrefixKey, Account]:
         """Blocks and bytes by scope."""
-        with self._reading() as txn, txn.cursor(db=self._dbs.scopes) as cursor:
-            return {PrefixKey(root): Account.unpack(data) for root, data in cursor}
+        with self._reading() as snapshot:
+            rows = snapshot.rows("scopes")
+            return {PrefixKey(root): Account.unpack(data) for root, data in rows}
 
     def days(self) -> dict[int, Day]:
         """Writes by day since 1970 (UTC)."""
-        with self._reading() as txn, txn.cursor(db=self._dbs.days) as cursor:
-            return {unpack_day(key): Day.unpack(data) for key, data in cursor}
+        with self._reading() as snapshot:
+            return {unpack_day(key): Day.unpack(data) for key, data in snapshot.rows("days")}
 
     def walk(self) -> str | None:
-        """Reads every branch and leaf page. Returns the error that LMDB finds, if any."""
+        """Reads every branch and leaf page. Returns what is wrong, if anything."""
         counts: dict[str, int] = {}
         windows = 0
-        with self._reading() as txn:
-            for name, db in zip(Databases._fields, self._dbs, strict=True):
-                counts[name] = 0
-                with txn.cursor(db=db) as cursor:
-                    for key in cursor.iternext(keys=True, values=False):
-                        counts[name] += 1
-                        windows += name == "index" and is_window(key)
-            num_blocks = self._totals(txn).num_blocks
+        with self._reading() as snapshot:
+            for name in Databases._fields:
+                counts[name] = sum(1 for _ in snapshot.keys(name))
+            windows = sum(is_window(key) for key in snapshot.keys("index"))
+            num_blocks = snapshot.read_totals().num_blocks
         if not counts["data"] == counts["index"] == counts["order"] == num_blocks + windows:
             return f"its databases disagree: {counts}, {num_blocks} blocks in all"
         return None
 
     def used_bytes(self) -> int:
         """Bytes of the map in used pages."""
-        with self._reading() as txn:
-            stats = [txn.stat(db) for db in self._dbs]
-        pages = sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in stats)
-        return int(pages) * self.page_bytes
+        with self._reading() as snapshot:
+            return snapshot.num_pages() * self.page_bytes
 
     def file_bytes(self) -> int:
         """Bytes the file takes on the file system, like `du`."""
@@ -310,6 +295,7 @@ class Shard:
                     room_pages=self._room_bytes // self.page_bytes - self._slack_pages,
                     end_bytes=max(self.limit_bytes, self._file_bytes),
                     now_s=int(self._clock()),
+                    vet=self._vet(txn.id() - 1),
                     found=self._found,
                     guard=self.guard,
                     before_free=self.mend_run,
@@ -317,9 +303,9 @@ class Shard:
                 yield writer
                 writer.finish()
                 self._storage.commit(txn)
-            except struct.error as error:
+            except (struct.error, Torn) as error:
                 txn.abort()
-                raise ShardDamaged(f"{self.path} has a row of another length: {error}") from error
+                raise ShardDamaged(f"{self.path} is damaged: {error}") from error
             except BaseException:
                 txn.abort()
                 raise
@@ -355,6 +341,14 @@ class Shard:
                 raise ShardDamaged(f"the free pages of {self.path}: {torn}") from torn
             finally:
                 txn.abort()
+
+    def _vet(self, transaction: int) -> PageVet:
+        """For a write transaction on the commit of this number."""
+        pages = PageFile(self._data_file.cached, self.map_bytes)
+        head = pages.head(transaction & 1)
+        if head is None or head.transaction != transaction:
+            raise Torn("it lacks the head of its last commit")
+        return PageVet(pages, head)
 
     def mend_run(self, offset: int, nbytes: int) -> None:
         """Repairs the page header before the record at `offset`, if it is damaged.
@@ -429,18 +423,3 @@ class Shard:
     def forget_dead_readers(self) -> int:
         """Clears reader slots of dead processes, which would prevent the reuse of freed pages."""
         return int(self._env.reader_check())
-
-
-def _is_whole(data: bytes | None) -> bool:
-    return data is not None and part_of(IndexEntry.unpack(data).header) is Part.WHOLE
-
-
-def _orders(cursor: Any, after: int, *, newest_first: bool) -> Iterator[bytes]:
-    """Values of the order database after sequence `after`, in the given direction."""
-    if newest_first:
-        found = cursor.set_range(pack_sequence(after)) and cursor.prev() if after else cursor.last()
-        step = cursor.iterprev
-    else:
-        found = cursor.set_range(pack_sequence(after + 1))
-        step = cursor.iternext
-    return step(keys=False, values=True) if found else iter(())

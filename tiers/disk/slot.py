@@ -22,7 +22,7 @@ from tiers.disk.counts import LOG_EVERY_S
 from tiers.disk.recovery.check import CHECK_AT_ONCE_S, ShardCheck, ShardReport, roll_back
 from tiers.disk.recovery.unchecked import UncheckedShard
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
-from tiers.disk.storage import NO_ROOM, Doubtful, MapFull, Storage
+from tiers.disk.storage import NO_ROOM, MapFull, Storage, StorageError, is_doubtful
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class ShardSlot:
         self._num_doubts = 0
         self._num_failed = 0  # commits that failed since the last that did not
         self._failure = ""  # why the last of them did
+        self.repaired = ""  # what this shard last lost to damage since the start
         self._quiet_until_s = (
             0.0  # on a disk that is nearly full, small commits pass between others
         )
@@ -62,6 +63,10 @@ class ShardSlot:
         self._unchecked: UncheckedShard | None = None
         self._check: ShardCheck | None = None
         self._doubted = False  # set by readers, cleared by the writer
+        self._note = path.with_name(f"damage-{path.name}.txt")
+        with suppress(OSError):
+            logger.warning(f"disk cache: since the last start, {self._note.read_text()}")
+            self._note.unlink()
         if (path / "data.mdb").exists():
             self._begin_check()
         else:
@@ -131,7 +136,7 @@ class ShardSlot:
 
     def mend(self, error: Exception) -> bool:
         """Handles an error of the shard. Returns whether a retry makes sense."""
-        if isinstance(error, (ShardDamaged, *Doubtful)) and not isinstance(error, ShardBusy):
+        if _is_doubtful(error):
             self._doubted = True
             return self.settle()
         return False
@@ -165,8 +170,8 @@ class ShardSlot:
             self._num_inside += 1
         try:
             yield shard
-        except (ShardDamaged, *Doubtful):
-            self._doubted = True
+        except Exception as error:
+            self._doubted |= _is_doubtful(error)
             raise
         finally:
             with self._changed:
@@ -206,16 +211,16 @@ class ShardSlot:
             return
         try:
             if report.rolled_back is not None:
-                what = f"its last commit is given up: {report.rolled_back}"
-                logger.error(f"disk cache: {self.path}: {what}")
-                self._opening.on_loss(1, f"{self.path}: {what}")
+                self._lost(1, f"has given up its last commit: {report.rolled_back}")
                 roll_back(self.path, report.slot)
             if report.fixes:
                 self._fix(report)
             self._open()
         except MapFull:
             self._replace("it has no room for its repair")
-        except (ShardDamaged, *Doubtful) as error:
+        except (ShardDamaged, *StorageError) as error:
+            if not _is_doubtful(error):
+                raise
             self._replace(str(error))
 
     def _fix(self, report: ShardReport) -> None:
@@ -226,13 +231,11 @@ class ShardSlot:
         finally:
             shard.close()
         if report.fixes.keys:
-            what = f"{self.path}: entries contradict each other"
-            self._opening.on_loss(len(report.fixes.keys), what)
+            self._lost(len(report.fixes.keys), "had entries that contradict each other")
 
     def _replace(self, why: str) -> None:
         """Replaces the shard by an empty one."""
-        logger.error(f"disk cache: {self.path} is replaced by an empty shard: {why}")
-        self._opening.on_loss(max(1, self._num_blocks), f"{self.path} is dropped: {why}")
+        self._lost(max(1, self._num_blocks), f"was replaced by an empty shard: {why}")
         self._empty()
 
     def _empty(self) -> None:
@@ -240,6 +243,14 @@ class ShardSlot:
         self._num_blocks = self._num_doubts = 0
         shutil.rmtree(self.path, ignore_errors=True)
         self._open()
+
+    def _lost(self, num_blocks: int, what: str) -> None:
+        """Tells readiness, the metrics, the log and the next start what became of the shard."""
+        self.repaired = f"{self.path} {what}"
+        logger.error(f"disk cache: {self.repaired}")
+        self._opening.on_loss(num_blocks, self.repaired)
+        with suppress(OSError):
+            self._note.write_text(f"{self.repaired} ({num_blocks} blocks, {time.ctime()})")
 
     def _open(self) -> None:
         shard = self._opening.open_shard()
@@ -258,3 +269,10 @@ class ShardSlot:
             shard.close()
         if unchecked is not None:
             unchecked.close()
+
+
+def _is_doubtful(error: BaseException) -> bool:
+    """Whether the file must be checked after this error."""
+    return (isinstance(error, ShardDamaged) and not isinstance(error, ShardBusy)) or is_doubtful(
+        error
+    )

@@ -23,21 +23,7 @@ StorageError = (lmdb.Error, OSError)
 MapFull = lmdb.MapFullError
 NoMemory = lmdb.MemoryError
 Panic = lmdb.PanicError
-# LMDB's errors for damaged pages.
-Doubtful = (
-    Panic,
-    lmdb.BadTxnError,
-    lmdb.BadValsizeError,
-    lmdb.CorruptedError,
-    lmdb.CursorFullError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidError,
-    lmdb.KeyExistsError,
-    lmdb.PageFullError,
-    lmdb.PageNotFoundError,
-    lmdb.ProblemError,
-    lmdb.VersionMismatchError,
-)
+
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -55,6 +41,15 @@ class FileSystem(NamedTuple):
 
     total: int
     free: int
+
+
+def is_doubtful(error: BaseException) -> bool:
+    """Whether damaged pages may be the cause: of every error of LMDB, unless the map is full or the
+    system refuses a call. A page with a wild number fails as an invalid argument."""
+    if not isinstance(error, lmdb.Error) or isinstance(error, (MapFull, NoMemory)):
+        return False
+    code = getattr(error, "code", 0) or 0
+    return code <= 0 or code == errno.EINVAL
 
 
 class DataFile(NamedTuple):

@@ -247,7 +247,7 @@ class DiskTier(ManagedTier):
                     used_bytes += shard.file_bytes()
             except (*StorageError, ShardDamaged):
                 state = ShardStats(slot.path.name, ready=False)
-            shards.append(replace(state, failing=slot.failing))
+            shards.append(replace(state, failing=slot.failing, repaired=slot.repaired))
         counted = self._counts.snapshot()
         return TierStats(
             name=self.name,

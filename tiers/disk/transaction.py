@@ -40,6 +40,8 @@ from tiers.disk.format.rows import (
     unpack_sequence,
 )
 from tiers.disk.guard import DiskGuard
+from tiers.disk.recovery.page import HEADER, PAGE, Torn
+from tiers.disk.recovery.vet import PageVet
 from tiers.disk.storage import Database, MapFull, Storage, Transaction
 from tiers.tier import Cause
 
@@ -111,11 +113,13 @@ class Writer:
         room_pages: int,
         end_bytes: int | None = None,
         now_s: int,
+        vet: PageVet,
         found: IdleClock | None = None,
         guard: DiskGuard | None = None,
         before_free: Callable[[int, int], None] = lambda offset, nbytes: None,
     ) -> None:
         self._before_free = before_free
+        self._vet = vet
         self._found = found or IdleClock()
         self._storage = storage
         self._txn = txn
@@ -124,7 +128,7 @@ class Writer:
         self._room_pages = room_pages
         self._end_bytes = end_bytes  # of the file, which is not to grow beyond
         self._guard = guard
-        self.totals = Totals.unpack(storage.get(txn, b"totals", dbs.state))
+        self.totals = Totals.unpack(self._get("state", b"totals"))
         self._accounts: dict[PrefixKey, Account] = {}
         self._day = Day()
         self.written_bytes = 0
@@ -146,7 +150,7 @@ class Writer:
         return self._num_changes > 0
 
     def find(self, key: PrefixKey) -> IndexEntry | None:
-        data = self._storage.get(self._txn, key, self._dbs.index)
+        data = self._get("index", key)
         return None if data is None else IndexEntry.unpack(data)
 
     def take_sequences(self, count: int) -> int:
@@ -163,7 +167,7 @@ class Writer:
     def put(self, record: Record, sequence: int, used_s: int) -> None:
         """Writes a block that is not held. The caller has made room and taken the sequence."""
         self._num_changes += 1
-        self._storage.put(self._txn, record.key, record.data, self._dbs.data)
+        self._put("data", record.key, record.data)
         offset = self._extent(record)
         if self._end_bytes is not None and offset + len(record.data) > self._end_bytes:
             raise MapFull("the file would grow beyond what it may take")
@@ -190,7 +194,7 @@ class Writer:
         if entry is None:
             return False
         self._num_changes += 1
-        self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
+        self._delete("order", pack_sequence(entry.place.sequence))
         place = entry.place._replace(sequence=sequence, used_s=used_s or entry.place.used_s)
         self._place(key, entry._replace(place=place))
         return True
@@ -203,10 +207,11 @@ class Writer:
         if part_of(entry.header) is Part.LASTING and not is_window(key):
             self.delete(window_key(key), cause)
         self._num_changes += 1
+        self._check_run(key, entry.place)
         self._before_free(entry.place.offset, entry.place.nbytes)
-        self._storage.delete(self._txn, key, self._dbs.data)
-        self._storage.delete(self._txn, key, self._dbs.index)
-        self._storage.delete(self._txn, pack_sequence(entry.place.sequence), self._dbs.order)
+        self._delete("data", key)
+        self._delete("index", key)
+        self._delete("order", pack_sequence(entry.place.sequence))
         stored = self._pages(entry.place.nbytes) * self._page_bytes
         self._account(entry.scope, -num_blocks_of(key), -stored, -entry.logical_nbytes)
         self.gone.append(Gone(key, entry, cause))
@@ -232,7 +237,9 @@ class Writer:
 
         If the old end has no sequences left before it, they stay where they are.
         """
-        first = next((unpack_sequence(place) for place in self._old_end()), 1)
+        if not uses:
+            return
+        first = next((sequence for sequence, _, _ in self._rows()), 1)
         for sequence, (key, used_s) in zip(range(first - 1, 0, -1), uses, strict=False):
             self.touch(key, sequence, used_s)
 
@@ -246,11 +253,11 @@ class Writer:
         excess = self._excess_pages(nbytes)
         guard, num_spared, at_once = self._guard if spare else None, 0, min(64, self.limit)
         while excess > 0 and num_spared < LOOKED_AT and not self.spent:
-            rows = list(islice(self._oldest(), at_once))
+            rows = list(islice(self._rows(), at_once))
             if not rows:
                 break
             spared: list[PrefixKey] = []
-            for key, _ in rows:
+            for _, key, _ in rows:
                 entry = self.find(key)
                 if entry is None or (guard is not None and guard.spares(key, entry.scope)):
                     spared.append(key)
@@ -268,7 +275,7 @@ class Writer:
     def expire(self, idle_s: int, limit: int) -> None:
         """Evicts blocks unused for `idle_s` among the `limit` oldest. Skips pinned blocks."""
         guard, gone = self._guard, list[PrefixKey]()
-        for sequence, key, used_s in self._in_order(LOOKED_AT):
+        for sequence, key, used_s in islice(self._rows(), LOOKED_AT):
             if guard is not None and guard.keeps(key):
                 continue
             if used_s < self._found.now_s(sequence, self.now_s) - idle_s:
@@ -296,32 +303,32 @@ class Writer:
         )
         for number, day in {self.now_s // DAY_S: Day(), **days}.items():
             key = pack_day(number)
-            here = Day.unpack(self._storage.get(self._txn, key, self._dbs.days))
+            here = Day.unpack(self._get("days", key))
             total = day.plus(Day(written_bytes=here.written_bytes))
-            self._storage.put(self._txn, key, total.pack(), self._dbs.days)
+            self._put("days", key, total.pack())
 
     def written_today(self) -> int:
         """Bytes written since midnight UTC, before this transaction."""
         key = pack_day(self.now_s // DAY_S)
-        return Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).written_bytes
+        return Day.unpack(self._get("days", key)).written_bytes
 
     def finish(self) -> None:
         """Writes the accounts changed by this transaction."""
-        self._storage.put(self._txn, b"totals", self.totals.pack(), self._dbs.state)
+        self._put("state", b"totals", self.totals.pack())
         for root, account in self._accounts.items():
             if account.num_blocks or account.stored_bytes:
-                self._storage.put(self._txn, root, account.pack(), self._dbs.scopes)
+                self._put("scopes", root, account.pack())
             else:
-                self._storage.delete(self._txn, root, self._dbs.scopes)
+                self._delete("scopes", root)
         if any(self._day):
             key = pack_day(self.now_s // DAY_S)
-            day = Day.unpack(self._storage.get(self._txn, key, self._dbs.days)).plus(self._day)
-            self._storage.put(self._txn, key, day.pack(), self._dbs.days)
+            day = Day.unpack(self._get("days", key)).plus(self._day)
+            self._put("days", key, day.pack())
 
     def _place(self, key: PrefixKey, entry: IndexEntry) -> None:
-        self._storage.put(self._txn, key, entry.pack(), self._dbs.index)
+        self._put("index", key, entry.pack())
         order = pack_order(key, entry.place.used_s)
-        self._storage.put(self._txn, pack_sequence(entry.place.sequence), order, self._dbs.order)
+        self._put("order", pack_sequence(entry.place.sequence), order)
 
     def _evict(self, keys: list[PrefixKey], cause: Cause) -> None:
         gone = [key for key in keys if self.delete(key, cause) and not is_window(key)]
@@ -329,24 +336,44 @@ class Writer:
         self._day = self._day.plus(Day(num_evicted=len(gone)))
         self.evicted += gone
 
-    def _old_end(self) -> Iterator[bytes]:
+    def _rows(self) -> Iterator[tuple[int, PrefixKey, int]]:
+        """Sequence, key and last use of each block, from the old end."""
+        known = b""
+        self._vet.way("order", known, beside=True)
         with self._txn.cursor(db=self._dbs.order) as cursor:
-            yield from cursor.iternext(keys=True, values=False)
-
-    def _in_order(self, limit: int) -> Iterator[tuple[int, PrefixKey, int]]:
-        with self._txn.cursor(db=self._dbs.order) as cursor:
-            for place, data in islice(cursor.iternext(keys=True, values=True), limit):
+            for row, data in cursor.iternext(keys=True, values=True):
+                place = bytes(row)
+                if place > known:
+                    leaf = self._vet.way("order", place, beside=True)
+                    known = max(place, self._vet.last_key(leaf) if leaf else b"")
                 yield unpack_sequence(place), *unpack_order(data)
 
-    def _oldest(self) -> Iterator[tuple[PrefixKey, int]]:
-        with self._txn.cursor(db=self._dbs.order) as cursor:
-            for data in cursor.iternext(keys=False, values=True):
-                yield unpack_order(data)
+    def _get(self, name: str, key: bytes) -> bytes | None:
+        self._vet.way(name, key)
+        return self._storage.get(self._txn, key, getattr(self._dbs, name))
+
+    def _put(self, name: str, key: bytes, value: object) -> None:
+        self._vet.way(name, key)
+        self._storage.put(self._txn, key, value, getattr(self._dbs, name))
+
+    def _delete(self, name: str, key: bytes) -> None:
+        self._vet.way(name, key, beside=True)
+        self._storage.delete(self._txn, key, getattr(self._dbs, name))
+
+    def _check_run(self, key: PrefixKey, place: Place) -> None:
+        """Raises Torn if the record is not where its index entry says: LMDB would free another's
+        pages."""
+        leaf = self._vet.way("data", key, beside=True)
+        node = self._vet.node(leaf, key) if leaf is not None else None
+        if node is None or not place.offset or place.offset == node.run * PAGE + HEADER:
+            return
+        if all(key != fresh for fresh, _ in self.fresh):
+            raise Torn(f"the record of {key.hex()} is at page {node.run}, not at {place.offset}")
 
     def _account(self, scope: PrefixKey, blocks: int, stored: int, logical: int) -> None:
         account = self._accounts.get(scope)
         if account is None:
-            account = Account.unpack(self._storage.get(self._txn, scope, self._dbs.scopes))
+            account = Account.unpack(self._get("scopes", scope))
         self._accounts[scope] = account.plus(blocks, stored, logical)
         if self._guard is not None:
             self._guard.moved(scope, stored)

@@ -23,16 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiers.disk.recovery.consistency import Fixes, Repair, ShardSums
-from tiers.disk.recovery.pages import (
-    DATA_VERSION,
-    MAGIC,
-    PAGE,
-    Head,
-    Node,
-    PageFile,
-    Torn,
-    Walked,
-)
+from tiers.disk.recovery.page import PAGE, Torn
+from tiers.disk.recovery.pages import DATA_VERSION, MAGIC, Head, Node, PageFile, Walked
 
 CHECK_AT_ONCE_S = 0.25  # beyond this a child checks the shard, which is readable meanwhile
 NAMES = ("data", "index", "order", "scopes", "days", "state")
@@ -150,21 +142,12 @@ class _Check:
 
     def _walk_free(self) -> None:
         """Walks the free pages, listed by the transaction that freed them."""
-        import numpy as np  # here, since a command that only counts blocks needs none
-
         for node in self._timed(self._file.nodes(self._head.free, self._walked)):
             if len(node.key) != 8 or node.is_tree:
                 raise Torn("the list of free pages has a key of another kind")
             if int.from_bytes(node.key, "little") > self._head.transaction:
                 raise Torn("pages are free that a later transaction freed")
-            numbers = np.frombuffer(self._file.value(node), "<u8")
-            if len(numbers) == 0 or len(numbers) - 1 < numbers[0]:
-                raise Torn("a list of free pages is longer than its room")
-            pages = numbers[1 : 1 + int(numbers[0])]
-            if len(pages) and not (pages[:-1] > pages[1:]).all():
-                raise Torn("a list of free pages is out of order")
-            if len(pages) and not 2 <= int(pages[-1]) <= int(pages[0]) <= self._head.last_page:
-                raise Torn("a page is free that the file does not have")
+            pages = self._file.free_pages(node, self._head.last_page)
             self._free.frombytes(pages.tobytes())
 
     def _check_pages(self) -> None:

@@ -13,7 +13,8 @@ import xxhash
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.format.record import Header, num_blocks_of, record_key, unpack_header
 from tiers.disk.format.rows import Account, Day, IndexEntry, Totals, unpack_order, unpack_sequence
-from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, Node, PageFile, run_pages
+from tiers.disk.recovery.page import HEADER, PAGE, run_pages
+from tiers.disk.recovery.pages import LmdbTree, Node, PageFile
 
 DAMAGED = (ValueError, struct.error)  # errors from rows of the wrong length or content
 _MASK = (1 << 128) - 1

@@ -14,28 +14,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-PAGE = 4096
-HEADER = 16
-BRANCH, LEAF, OVERFLOW, META = 0x01, 0x02, 0x04, 0x08
+from tiers.disk.recovery.page import (
+    BIG,
+    BRANCH,
+    HEADER,
+    LEAF,
+    META,
+    NODE,
+    NODE_HEAD,
+    PAGE,
+    PAGE_HEAD,
+    SUB,
+    Torn,
+    check_nodes,
+    child_at,
+    flags_of,
+    num_nodes,
+    pointer,
+    run_pages,
+    search,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
 MAGIC = 0xBEEFC0DE
 DATA_VERSION = 1
 MAX_DEPTH = 32  # CURSOR_STACK
 NO_PAGE = 0xFFFFFFFFFFFFFFFF
 INTEGER_KEYS = 0x08
-_BIG, _SUB = 0x01, 0x02  # node flags: the value is a run of pages; the value is a tree
-_NODE = 8
-_PAGE_HEAD = struct.Struct("<QHHHH")  # number, pad, flags, lower, upper
-_RUN_HEAD = struct.Struct("<QHHI")  # number, pad, flags, pages
-_NODE_HEAD = struct.Struct("<HHHH")  # low and high half of the size, flags, length of the key
+_MAX_SEEN = 1024  # pages remembered by `find`: 4 MiB
 _TREE = struct.Struct("<IHHQQQQQ")
 _META_HEAD = struct.Struct("<IIQQ")
 _LAST = struct.Struct("<QQ")
-
-
-class Torn(Exception):
-    """A page was not written by LMDB."""
 
 
 class LmdbTree(NamedTuple):
@@ -80,24 +93,6 @@ class Walked:
     runs: list[tuple[int, int]] = field(default_factory=list)
 
 
-def run_pages(nbytes: int) -> int:
-    """The number of pages for a value of this length."""
-    return -(-(nbytes + HEADER) // PAGE)
-
-
-def run_head(first: int, nbytes: int) -> bytes:
-    """The HEADER bytes before a value in its run."""
-    return _RUN_HEAD.pack(first, 0, OVERFLOW, run_pages(nbytes))
-
-
-def is_run_head(head: bytes, first: int, nbytes: int) -> bool:
-    """Whether these bytes before a value are what LMDB needs to free the run."""
-    if len(head) < HEADER:
-        return False
-    number, _, flags, pages = _RUN_HEAD.unpack(head)
-    return (number, flags, pages) == (first, OVERFLOW, run_pages(nbytes))
-
-
 class PageFile:
     """An open `data.mdb`. Pages at or beyond `num_pages` are never read."""
 
@@ -105,20 +100,19 @@ class PageFile:
         self._fd = fd
         self.num_pages = min(os.fstat(fd).st_size, map_bytes) // PAGE
         self._map_pages = map_bytes // PAGE
+        self._seen: dict[int, bytes] = {}
 
     def heads(self) -> list[Head]:
         """The valid states, newest first; empty if neither can be read."""
-        found = []
-        for slot in (0, 1):
-            head = self._head(slot, os.pread(self._fd, PAGE, slot * PAGE))
-            if head is not None:
-                found.append(head)
+        found = [head for head in map(self.head, (0, 1)) if head is not None]
         return sorted(found, key=lambda head: head.transaction, reverse=True)
 
-    def _head(self, slot: int, page: bytes) -> Head | None:
+    def head(self, slot: int) -> Head | None:
+        """The state in this slot, if it is valid."""
+        page = os.pread(self._fd, PAGE, slot * PAGE)
         if len(page) < PAGE:
             return None
-        number, _, flags, _, _ = _PAGE_HEAD.unpack_from(page)
+        number, _, flags, _, _ = PAGE_HEAD.unpack_from(page)
         magic, version, address, _ = _META_HEAD.unpack_from(page, HEADER)
         at = HEADER + _META_HEAD.size
         free = LmdbTree(*_TREE.unpack_from(page, at))
@@ -145,17 +139,46 @@ class PageFile:
         return found
 
     def find(self, tree: LmdbTree, key: bytes) -> Node | None:
-        """The entry of a key. Raises Torn."""
+        """The entry of a key. Raises Torn. Checks only what it reads of a page."""
         number = tree.root
-        for _ in range(MAX_DEPTH):
-            if number == NO_PAGE:
-                return None
-            page = self._page(number)
-            if _kind(page) == LEAF:
-                return next((node for node in self._leaf(page, number) if node.key == key), None)
-            first, *others = self._branch(page, number, tree)
-            number = next((child for start, child in reversed(others) if start <= key), first[1])
+        if number == NO_PAGE:
+            return None
+        try:
+            for _ in range(MAX_DEPTH):
+                page = self._recent(number)
+                if flags_of(page) == BRANCH:
+                    number = child_at(page, search(page, key))
+                    continue
+                node = self.node_at(page, search(page, key))
+                return node if node is not None and node.key == key else None
+        except (struct.error, IndexError) as error:
+            raise Torn(f"page {number} has a node outside of it") from error
         raise Torn("the tree is deeper than any")
+
+    def rows(self, tree: LmdbTree, start: bytes = b"", *, back: bool = False) -> Iterator[Node]:
+        """Entries in order from `start`, or `back` from it to the first. Raises Torn."""
+        if tree.root != NO_PAGE:
+            yield from self._rows(tree, tree.root, min(tree.depth, MAX_DEPTH), start, back)
+
+    def _rows(
+        self, tree: LmdbTree, number: int, depth: int, start: bytes, back: bool
+    ) -> Iterator[Node]:
+        page = self.page(number)
+        if (flags_of(page) == LEAF) != (depth == 1):
+            raise Torn(f"page {number} is a leaf or a branch at the wrong depth")
+        if depth == 1:
+            nodes = [
+                n for n in self._leaf(page, number) if (n.key <= start if back else n.key >= start)
+            ]
+            yield from reversed(nodes) if back else nodes
+            return
+        children = self._branch(page, number, tree)
+        first = next(
+            (at for at, (key, _) in enumerate(children) if at and key > start), len(children)
+        )
+        near = children[:first][::-1] if back else children[first - 1 :]
+        for _, child in near:
+            yield from self._rows(tree, child, depth - 1, start, back)
 
     def nodes(self, tree: LmdbTree, walked: Walked | None = None) -> Iterator[Node]:
         """Every entry of a tree in order, checked as far as LMDB relies on it. Raises Torn.
@@ -187,6 +210,20 @@ class PageFile:
             raise Torn(f"the run at page {node.run} is cut short")
         return data
 
+    def free_pages(self, node: Node, last_page: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
+        """A list of free pages, the highest first. Raises Torn."""
+        import numpy as np  # here, since a command that only counts blocks needs none
+
+        numbers = np.frombuffer(self.value(node), "<u8")
+        if len(numbers) == 0 or len(numbers) - 1 < numbers[0]:
+            raise Torn("a list of free pages is longer than its room")
+        pages = numbers[1 : 1 + int(numbers[0])]
+        if len(pages) and not (pages[:-1] > pages[1:]).all():
+            raise Torn("a list of free pages is out of order")
+        if len(pages) and not 2 <= int(pages[-1]) <= int(pages[0]) <= last_page:
+            raise Torn("a page is free that the file does not have")
+        return pages
+
     def will_need(self, numbers: list[int]) -> None:
         """Start reading these pages."""
         for number in numbers:
@@ -200,8 +237,8 @@ class PageFile:
         stack: list[tuple[int, int, bytes, bytes | None]] = [(tree.root, 1, b"", None)]
         while stack:
             number, depth, low, high = stack.pop()
-            page = self._page(number)
-            if _kind(page) == BRANCH:
+            page = self.page(number)
+            if flags_of(page) == BRANCH:
                 if depth >= min(tree.depth, MAX_DEPTH):
                     raise Torn(f"page {number} is a branch at the depth of leaves")
                 walked.branch.append(number)
@@ -231,56 +268,67 @@ class PageFile:
                     walked.runs.append((node.run, run_pages(node.nbytes)))
                 yield node
 
-    def _page(self, number: int) -> bytes:
+    def page(self, number: int) -> bytes:
+        """A page that has this number. Raises Torn."""
         if not 2 <= number < self.num_pages:
             raise Torn(f"page {number} is none of the file's {self.num_pages}")
         page = os.pread(self._fd, PAGE, number * PAGE)
-        if len(page) < PAGE or _PAGE_HEAD.unpack_from(page)[0] != number:
+        if len(page) < PAGE or PAGE_HEAD.unpack_from(page)[0] != number:
             raise Torn(f"page {number} is another page, or cut short")
         return page
 
+    def node_at(self, leaf: bytes, place: int) -> Node | None:
+        """The leaf's node at this place; None before the first. Raises Torn."""
+        number = PAGE_HEAD.unpack_from(leaf)[0]
+        try:
+            return self._node(leaf, number, pointer(leaf, place)) if place >= 0 else None
+        except struct.error as error:
+            raise Torn(f"page {number} has a node outside of it") from error
+
+    def _recent(self, number: int) -> bytes:
+        """The page, as it was when it was last asked for: neighbouring keys share theirs."""
+        found = self._seen.get(number)
+        if found is None:
+            if len(self._seen) >= _MAX_SEEN:
+                self._seen.clear()
+            found = self._seen[number] = self.page(number)
+        return found
+
     def _branch(self, page: bytes, number: int, tree: LmdbTree) -> list[tuple[bytes, int]]:
         """(first key, page) of each child. The first child's key is meaningless."""
+        check_nodes(page, number)
         children: list[tuple[bytes, int]] = []
-        spans: list[tuple[int, int]] = []
-        for at in _pointers(page, number):
-            low, middle, high, key_nbytes = _NODE_HEAD.unpack_from(page, at)
-            spans.append((at, _NODE + key_nbytes))
-            key = page[at + _NODE : at + _NODE + key_nbytes]
-            children.append((key, low | middle << 16 | high << 32))
-        _check_spans(page, number, spans)
+        for place in range(num_nodes(page)):
+            at = pointer(page, place)
+            nbytes = NODE_HEAD.unpack_from(page, at)[3]
+            children.append((page[at + NODE : at + NODE + nbytes], child_at(page, place)))
         order = [_order(key, tree) for key, _ in children[1:]]
         if not order or any(a >= b for a, b in pairwise(order)):
             raise Torn(f"the children of page {number} are out of order")
         return children
 
     def _leaf(self, page: bytes, number: int) -> list[Node]:
-        nodes: list[Node] = []
-        spans: list[tuple[int, int]] = []
-        for at in _pointers(page, number):
-            low, high, flags, key_nbytes = _NODE_HEAD.unpack_from(page, at)
-            nbytes = low | high << 16
-            start = at + _NODE + key_nbytes
-            run = 0
-            if flags == _BIG:
-                spans.append((at, _NODE + key_nbytes + 8))
-                if start + 8 > PAGE:
-                    raise Torn(f"a node of page {number} leaves it")
-                run = int.from_bytes(page[start : start + 8], "little")
-                if not 2 <= run <= self.num_pages - run_pages(nbytes):
-                    raise Torn(f"page {number} names a run at page {run}")
-                value = b""
-            elif flags in (0, _SUB):
-                spans.append((at, _NODE + key_nbytes + nbytes))
-                value = page[start : start + nbytes]
-            else:
-                raise Torn(f"a node of page {number} has flags {flags:#x}")
-            key = page[at + _NODE : start]
-            nodes.append(Node(key, value, run, nbytes, flags == _SUB))
-        _check_spans(page, number, spans)
-        if not nodes:
-            raise Torn(f"page {number} is an empty leaf")
-        return nodes
+        check_nodes(page, number)
+        places = range(num_nodes(page))
+        return [self._node(page, number, pointer(page, place)) for place in places]
+
+    def _node(self, page: bytes, number: int, at: int) -> Node:
+        """The leaf's node at this offset."""
+        low, high, flags, key_nbytes = NODE_HEAD.unpack_from(page, at)
+        nbytes = low | high << 16
+        start = at + NODE + key_nbytes
+        run, value = 0, b""
+        if flags == BIG:
+            if start + 8 > PAGE:
+                raise Torn(f"a node of page {number} leaves it")
+            run = int.from_bytes(page[start : start + 8], "little")
+            if not 2 <= run <= self.num_pages - run_pages(nbytes):
+                raise Torn(f"page {number} names a run at page {run}")
+        elif flags in (0, SUB):
+            value = page[start : start + nbytes]
+        else:
+            raise Torn(f"a node of page {number} has flags {flags:#x}")
+        return Node(page[at + NODE : start], value, run, nbytes, flags == SUB)
 
 
 def free_spans(path: Path, map_bytes: int, before: int, keep: int) -> list[tuple[int, int]]:
@@ -296,8 +344,7 @@ def free_spans(path: Path, map_bytes: int, before: int, keep: int) -> list[tuple
             for node in file.nodes(head.free):
                 if int.from_bytes(node.key, "little") >= before:
                     break
-                numbers = np.frombuffer(file.value(node), "<u8")  # their count, the highest first
-                pages = numbers[1 : 1 + int(numbers[0])][::-1]
+                pages = file.free_pages(node, head.last_page)[::-1]
                 found.append(pages[keep:])
                 keep = max(0, keep - len(pages))
     pages = np.sort(np.concatenate(found))
@@ -308,31 +355,3 @@ def free_spans(path: Path, map_bytes: int, before: int, keep: int) -> list[tuple
 def _order(key: bytes, tree: LmdbTree) -> bytes:
     """The sort key of a key. Integers are little-endian."""
     return key[::-1] if tree.flags & INTEGER_KEYS else key
-
-
-def _kind(page: bytes) -> int:
-    flags = int.from_bytes(page[10:12], "little")
-    if flags not in (BRANCH, LEAF):
-        raise Torn(f"a page has flags {flags:#x} where a branch or a leaf belongs")
-    return flags
-
-
-def _pointers(page: bytes, number: int) -> tuple[int, ...]:
-    _, _, _, lower, upper = _PAGE_HEAD.unpack_from(page)
-    if not HEADER <= lower <= upper <= PAGE or lower % 2:
-        raise Torn(f"page {number} has its room from {lower} to {upper}")
-    found: tuple[int, ...] = struct.unpack_from(f"<{(lower - HEADER) // 2}H", page, HEADER)
-    if any(at < upper or at > PAGE - _NODE or at % 2 for at in found):
-        raise Torn(f"page {number} has a node outside of its part")
-    return found
-
-
-def _check_spans(page: bytes, number: int, spans: list[tuple[int, int]]) -> None:
-    """Checks that nodes are contiguous, from the end of the free space to the end of the page."""
-    at = _PAGE_HEAD.unpack_from(page)[4]
-    for start, nbytes in sorted(spans):
-        if start != at:
-            raise Torn(f"the nodes of page {number} do not lie side by side")
-        at = start + nbytes + nbytes % 2
-    if at != PAGE:
-        raise Torn(f"the nodes of page {number} end at {at}")

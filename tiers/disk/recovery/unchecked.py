@@ -6,33 +6,27 @@ reader verifies found blocks as always. Reader threads.
 
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.part import Part
-from tiers.disk.format.record import part_of, window_key
 from tiers.disk.format.rows import IndexEntry, Totals
 from tiers.disk.recovery.consistency import DAMAGED, proven_entry
-from tiers.disk.recovery.pages import HEADER, PAGE, LmdbTree, PageFile, Torn, run_pages
+from tiers.disk.recovery.page import HEADER, PAGE, Torn, run_pages
+from tiers.disk.recovery.pages import LmdbTree, PageFile
+from tiers.disk.recovery.snapshot import Snapshot
 from tiers.disk.storage import Storage
 
 
-class UncheckedShard:
+class UncheckedShard(Snapshot):
     """Lookups and reads of the newest valid state. Nobody writes the file meanwhile."""
 
     def __init__(self, path: Path, map_bytes: int, storage: Storage) -> None:
         self.path = path
         self.map_bytes = map_bytes
-        self._storage = storage
         self._file = storage.open_file(path / "data.mdb")
-        self._pages = PageFile(self._file.cached, map_bytes)
-        self._trees: dict[str, LmdbTree] = {}
-        for head in self._pages.heads():
-            try:
-                self._trees = self._pages.trees(head)
-                break
-            except Torn:
-                continue
+        pages = PageFile(self._file.cached, map_bytes)
+        super().__init__(storage, pages, _trees(pages))
 
     def close(self) -> None:
         self._storage.close_file(self._file)
@@ -41,35 +35,12 @@ class UncheckedShard:
     def totals(self) -> Totals:
         """The shard's totals, as plausible as an unchecked page can be."""
         try:
-            node = self._pages.find(self._trees["state"], b"totals")
-            return Totals.unpack(self._pages.value(node)) if node else Totals()
-        except (KeyError, Torn, struct.error):
+            return self.read_totals()
+        except (Torn, struct.error):
             return Totals()
 
     def file_bytes(self) -> int:
         return self._storage.stat(self._file).st_blocks * 512
-
-    def num_held(self, keys: Sequence[PrefixKey]) -> int:
-        """Length of the leading run of keys found."""
-        return len(self.find(keys))
-
-    def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
-        """Index entries of the leading run of keys found."""
-        found: list[IndexEntry] = []
-        for key in keys:
-            entry = self._entry(key)
-            if entry is None:
-                break
-            found.append(entry)
-        return found
-
-    def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """Like `Shard.have_windows`."""
-        return [self._entry(window_key(key)) is not None or self._is_whole(key) for key in keys]
-
-    def _is_whole(self, key: PrefixKey) -> bool:
-        entry = self._entry(key)
-        return entry is not None and part_of(entry.header) is Part.WHOLE
 
     def will_need(self, entries: Sequence[IndexEntry]) -> None:
         for place in (entry.place for entry in entries):
@@ -84,14 +55,22 @@ class UncheckedShard:
         count = self._storage.read(self._file, into[: self.room_for(entry)], offset - HEADER)
         return into[HEADER : max(HEADER, min(count, HEADER + nbytes))]
 
-    def _entry(self, key: PrefixKey) -> IndexEntry | None:
+    def entry(self, key: PrefixKey) -> IndexEntry | None:
         try:
-            node = self._pages.find(self._trees["index"], key)
-            if node is None:
+            data = self.get("index", key)
+            if data is None:
                 return None
-            entry, _ = proven_entry(key, self._pages.value(node))
-        except (KeyError, Torn, *DAMAGED):
+            entry, _ = proven_entry(key, data)
+        except (Torn, *DAMAGED):
             return None
         first = entry.place.offset // PAGE
         inside = 2 <= first <= self._pages.num_pages - run_pages(entry.place.nbytes)
         return entry if inside else None
+
+
+def _trees(pages: PageFile) -> dict[str, LmdbTree]:
+    """Those of the newest state that can be read."""
+    for head in pages.heads():
+        with suppress(Torn):
+            return pages.trees(head)
+    return {}
