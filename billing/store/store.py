@@ -320,6 +320,7 @@ class LedgerStore:
             for _ in range(CHECKPOINT_ROUNDS):
                 _, num_pages, copied = cursor.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
                 if num_pages == copied:
+                    self._log.keep_reserve()
                     break
         except sqlite3.Error as error:
             self._log.note(error)

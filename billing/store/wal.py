@@ -7,6 +7,7 @@ the log (`renew`). One thread syncs; any thread may report a failure.
 """
 
 import errno
+import logging
 import os
 import shutil
 import sqlite3
@@ -15,7 +16,10 @@ from pathlib import Path
 
 from billing.errors import LedgerUnavailable
 
+logger = logging.getLogger(__name__)
+
 WAL_BYTES = 32 << 20
+RESERVE_BYTES = 16 << 20  # given up when the disk is full, for some thousand charges
 INDEX_BYTES = 96 << 10  # of the log's index: 32 KiB per 4,096 pages, for 8,144 pages and more
 ROOM_BYTES = 256 << 10  # a disk with less counts as full
 DESCRIPTORS = Path("/dev/fd")  # those of this process, by number
@@ -31,6 +35,7 @@ class WriteAheadLog:
         self._database = database
         self._path = Path(f"{database}-wal")
         self._index = Path(f"{database}-shm")
+        self._reserve = Path(f"{database}-reserve")
         self._file_id = _file_id(database)
         self._handle: int | None = None
         self._renewed: tuple[int, int] | None = None  # the log that `renew` has lengthened
@@ -56,13 +61,34 @@ class WriteAheadLog:
 
     def note(self, error: Exception) -> None:
         """Records an error of SQLite. A failed sync of its own is as final as one of ours, and
-        so is a damaged file: what is written on it may never be read again."""
+        so is a damaged file: what is written on it may never be read again. Where the disk is
+        full, the reserve makes room."""
+        if full := self.full_disk:
+            self._give_up_reserve(full)
         cause = getattr(error, "orig", error)
         code = getattr(cause, "sqlite_errorcode", None)
         if code in _SYNC_FAILED:
             self.failed = f"the disk failed to write {self._path} ({cause})"
         elif code is not None and code & 0xFF in _DAMAGED:
             self.failed = f"{self._database} is damaged ({cause}): restore it from a copy"
+
+    def keep_reserve(self) -> None:
+        """Takes the room of the reserve, if the disk has it twice."""
+        with suppress(OSError):
+            if (
+                self._reserve.exists()
+                or shutil.disk_usage(self._reserve.parent).free < 2 * RESERVE_BYTES
+            ):
+                return
+            with self._reserve.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
+
+    def _give_up_reserve(self, why: str) -> None:
+        with suppress(OSError):
+            self._reserve.unlink()
+            logger.warning(
+                f"{why}; meanwhile the ledger takes its reserve of {RESERVE_BYTES >> 20} MiB"
+            )
 
     def sync(self) -> None:
         """Makes all commits so far durable, as SQLite itself does with synchronous=FULL.
@@ -122,6 +148,7 @@ class WriteAheadLog:
                 os.fsync(file.fileno())
             self._lengthen_index()
             self._renewed = _file_id(self._path)
+            self.keep_reserve()
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import billing.store.store
 from billing.errors import LedgerUnavailable
 from billing.gate.commands import Deposit
 from billing.gate.entries import Entry, Kind
@@ -20,7 +22,7 @@ from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store.opening import open_store
-from billing.store.wal import WAL_BYTES
+from billing.store.wal import RESERVE_BYTES, WAL_BYTES
 from billing.usage import Usage
 from tests.support.billing import TestLedger, running_ledger
 
@@ -328,6 +330,34 @@ def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(
     assert "Traceback" not in caplog.text
     house.charge("r1", USED)
     assert audit.verify(house.ledger.store).problems == []
+
+
+def test_a_full_disk_takes_the_reserve_first(
+    house: TestLedger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = house.ledger.store
+    store.renew_log()
+    (reserve,) = Path(str(store.engine.url.database)).parent.glob("*-reserve")
+    assert reserve.stat().st_blocks * 512 >= RESERVE_BYTES
+    free, write = [0], billing.store.store.write_work
+
+    def write_if_there_is_room(*arguments: Any) -> Any:
+        if reserve.exists():
+            raise sqlite3.OperationalError("database or disk is full")
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        usage = SimpleNamespace
+        patch.setattr("billing.store.wal.shutil.disk_usage", lambda _: usage(free=free[0]))
+        patch.setattr("billing.store.store.write_work", write_if_there_is_room)
+        house.reserve("r1", 1)
+        assert not reserve.exists() and "takes its reserve of 16 MiB" in caplog.text
+        store.renew_log()
+        assert not reserve.exists(), "the disk is still full"
+        free[0] = 1 << 30
+        store.renew_log()
+        assert reserve.exists()
+    house.charge("r2", USED)
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError, sqlite3.DatabaseError])
