@@ -10,6 +10,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings
@@ -28,6 +29,9 @@ from engine.lean import without_training
 from engine.models.files import check
 from tiers.blocks.lazy_memory import AHEAD_BYTES
 from tiers.telemetry.events import EventStream
+
+if TYPE_CHECKING:
+    from tiers.stats import CacheStats  # torch
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +93,21 @@ def serve(
 
             def ready(url: str, link: str) -> None:
                 notify("READY=1")
-                on_ready(settings, url, link)
+                on_ready(_with_capacities(settings, service.core.engine.stats().cache), url, link)
 
             service_open.enter_context(scanning_seldom())
             service_open.callback(notify, "STOPPING=1")  # called before the service closes
             service.run(listener, ready)
+
+
+def _with_capacities(settings: Settings, cache: "CacheStats") -> Settings:
+    """The settings with what the tiers have of their sizes."""
+    found = {
+        "device_bytes": cache.device.capacity_bytes,
+        "host_bytes": cache.host.capacity_bytes,
+        "disk_bytes": cache.disk.capacity_bytes if cache.disk is not None else 0,
+    }
+    return settings.model_copy(update={"cache": settings.cache.model_copy(update=found)})
 
 
 def _first_bytes(cache: CacheSection) -> int:

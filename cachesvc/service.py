@@ -232,7 +232,7 @@ class Service:
     def close(self) -> None:
         """Stops the engine and flushes the tiers. The ledger's owner closes the ledger."""
         self._closing = True
-        started = time.monotonic()
+        started, cache = time.monotonic(), self.core.engine.stats().cache
         unsaved = self.core.close()
         self.dashboard.keep_hits(
             self.core.operations.index.dump_hits()
@@ -244,6 +244,10 @@ class Service:
         self.dashboard.close()
         self._remembered.close()
         self._turns.close()
+        if cache.disk is None:
+            unsaved += cache.device.num_blocks + cache.host.num_blocks
+            logger.info(f"stopped; without a disk tier, {unsaved} blocks lost")
+            return
         elapsed_s = time.monotonic() - started
         logger.info(f"stopped; the tiers were flushed in {elapsed_s:.1f} s, {unsaved} blocks lost")
 
@@ -256,7 +260,9 @@ class Service:
         if refused := self._money.books.ledger.refuses:
             return Readiness(False, refused)
         detail = {"running": stats.num_running, "waiting": stats.num_waiting}
-        return Readiness(True, "", detail | _degraded(stats.cache.disk))
+        disk = stats.cache.disk
+        limited = {"limited": [disk.limit]} if disk is not None and disk.limit else {}
+        return Readiness(True, "", detail | limited | _degraded(disk))
 
     async def _serve(self, http: "HttpServer", listener: socket.socket) -> None:
         tasks = [

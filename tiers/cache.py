@@ -7,6 +7,7 @@ Engine thread only, except that any thread may read `CacheStats` snapshots. Noth
 disk. A fault in a lower tier shortens the match found by `advance`; it never raises.
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.lazy_memory import AHEAD_BYTES, LazyMemory
 from tiers.checkpoints import Checkpoints
-from tiers.errors import ConfigurationError, MissReason
+from tiers.errors import ConfigurationError, MissReason, mib
 from tiers.memory.block import Block
 from tiers.memory.device import DevicePool, slot_nbytes
 from tiers.memory.index import BlockIndex
@@ -43,6 +44,8 @@ from tiers.transfer.promotion import Promoter
 from tiers.transfer.ticket import Progress, Ticket, TicketState
 from tiers.transfer.toucher import Toucher
 
+logger = logging.getLogger(__name__)
+
 GHOSTS_PER_BLOCK = 4  # keys that second-hit admission remembers per block on disk ...
 MAX_GHOSTS = 1 << 18  # ... and in total, 40 MB
 MIN_STATE_FRAMES = 2  # of checkpoints, which are loaded one at a time
@@ -53,7 +56,7 @@ MIN_FRAMES = 16  # a smaller host tier could not hold a load and a store at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSettings:
-    """Sizes in bytes; a host size of 0 turns the host and the disk tier off."""
+    """Sizes in bytes. Above a disk the host has its least frames, whatever its size."""
 
     device_bytes: int
     host_bytes: int
@@ -113,9 +116,7 @@ class TieredCache:
         self._mover = mover
         frames = None
         if settings.host_bytes or disk is not None:
-            fewest = MIN_STATE_FRAMES if layout.is_checkpoint else MIN_FRAMES
-            num_frames = max(fewest, settings.host_bytes // frame_stride(layout, device))
-            frames = FrameArena(layout, num_frames, device)
+            frames = FrameArena(layout, _num_frames(layout, settings, device), device)
         self._frames = frames
         self._toucher: Toucher | None = None  # until `touch`
         capacities = _capacities(self.pool, frames, disk)
@@ -418,6 +419,18 @@ def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
             f"{2 * slot_nbytes(layout)} or more, or lower --block-size"
         )
     return num_blocks
+
+
+def _num_frames(layout: BlockLayout, settings: CacheSettings, device: str) -> int:
+    """The number of host frames. Says if they take more than the setting."""
+    fewest = MIN_STATE_FRAMES if layout.is_checkpoint else MIN_FRAMES
+    stride = frame_stride(layout, device)
+    if settings.host_bytes < fewest * stride:
+        logger.warning(
+            f"host cache: {mib(fewest * stride)} are taken instead of {mib(settings.host_bytes)}: "
+            f"what moves to and from disk needs room for {fewest} blocks"
+        )
+    return max(fewest, settings.host_bytes // stride)
 
 
 def _capacities(

@@ -33,6 +33,8 @@ from cachesvc.server.server_file import LiveError, find_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
 from tiers.disk.directory import FORMAT, is_locked, read_holder, read_meta
+from tiers.disk.room import allowed, reserve_of
+from tiers.disk.storage import FileSystem
 
 if TYPE_CHECKING:
     from engine.hardware import Hardware
@@ -239,16 +241,20 @@ def check_disk(data_dir: Path) -> Iterator[Finding]:
         yield Finding(
             "disk", Level.ERROR, f"{stands} cannot be written", "choose another --data-dir"
         )
-    wanted = load_settings().settings.cache.disk_bytes
-    held = sum(file.stat().st_size for file in disk_path(data_dir).glob("shard-*/data.mdb"))
-    free = shutil.disk_usage(stands).free
+    cache = load_settings().settings.cache
+    wanted, files = cache.disk_bytes, disk_path(data_dir).glob("shard-*/data.mdb")
+    held = sum(file.stat().st_blocks * 512 for file in files)
+    total, _, free = shutil.disk_usage(stands)
+    reserve = reserve_of(cache.disk_reserve_bytes, total)
+    may = allowed(held, held, FileSystem(total, free), reserve, failed=False)
     message = f"{size(free)} free in {stands}; the disk tier holds {size(held)} of {size(wanted)}"
     if free < ROOM_BYTES:
         fix = "free space: no new block is kept, and a ledger in SQLite there refuses every request"
         yield Finding("disk", Level.ERROR, message, fix)
-    elif free < wanted - held:
-        fix = "lower --disk-cache, or free space, before blocks take the room of the ledger there"
-        yield Finding("disk", Level.WARNING, message, fix)
+    elif may < wanted:
+        less = f"{message}, and may hold {size(may)}: {size(reserve)} are left to others"
+        fix = "free space, or lower --disk-cache to what it may hold"
+        yield Finding("disk", Level.WARNING, less, fix)
     else:
         yield Finding("disk", Level.OK, message)
     kind = file_system(stands)

@@ -14,6 +14,7 @@ from cachesvc.cli.config import settings_by_name
 from cachesvc.cli.exits import leave
 from cachesvc.cli.startup_bar import StartupBar
 from cachesvc.config.errors import WrongOption
+from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings, known_settings
 from cachesvc.config.sources import load_settings
 from cachesvc.serve import serve as run
@@ -25,6 +26,8 @@ from cachesvc.server.vllm.arguments import read_options
 logger = logging.getLogger(__name__)
 
 HELP = known_settings()
+TIERS = ("device", "host", "disk")
+ROUNDED = 1 / 16  # a tier may have this part less or more than set, as it holds whole blocks
 
 
 def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
@@ -107,7 +110,7 @@ def serve(
             bar.stop()
             effective = settings_by_name(replace(loaded, settings=served).rows())
             note_settings(served.server.data_dir, effective)
-            _announce(served, startup, console, url, link)
+            _announce(settings.cache, served, startup, console, url, link)
 
         run(settings, startup=startup, on_ready=ready)
     leave(0)  # all is closed and written
@@ -124,6 +127,15 @@ def _options_of(context: typer.Context) -> list[str]:
     return [name for each in context.command.params for name in (*each.opts, *each.secondary_opts)]
 
 
+def _tier(name: str, asked: CacheSection, found: CacheSection) -> str:
+    """A tier's capacity, and its setting where that is another; empty if it is off."""
+    wanted, has = (getattr(cache, f"{name}_bytes") for cache in (asked, found))
+    differs = wanted and abs(has - wanted) > ROUNDED * wanted
+    if not (wanted or has):
+        return ""
+    return f"{name} {size(has)}{f' instead of {size(wanted)}' if differs else ''}"
+
+
 def _adapters(given: list[str]) -> dict[str, str]:
     """Sources by name, from `NAME=SOURCE`. Raises WrongOption for any other form."""
     adapters: dict[str, str] = {}
@@ -137,18 +149,11 @@ def _adapters(given: list[str]) -> dict[str, str]:
     return adapters
 
 
-def _announce(settings: Settings, startup: Startup, console: Console, url: str, link: str) -> None:
+def _announce(
+    asked: CacheSection, settings: Settings, startup: Startup, console: Console, url: str, link: str
+) -> None:
     """Prints the server's address and, on a terminal only, a login link for the dashboard."""
-    cache = settings.cache
-    tiers = ", ".join(
-        f"{name} {size(num_bytes)}"
-        for name, num_bytes in (
-            ("device", cache.device_bytes),
-            ("host", cache.host_bytes),
-            ("disk", cache.disk_bytes),
-        )
-        if num_bytes
-    )
+    tiers = ", ".join(filter(None, (_tier(name, asked, settings.cache) for name in TIERS)))
     logger.info(
         f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
         f"({tiers}; data in {settings.server.data_dir})"

@@ -150,7 +150,10 @@ class CacheSection(Section):
             "for copies of their KV"
         ),
     )
-    host_bytes: TierSize = Field(2 << 30, description="Capacity of the host tier; 0 turns it off")
+    host_bytes: TierSize = Field(
+        2 << 30,
+        description="Capacity of the host tier; with a disk tier at least 16 blocks, even for 0",
+    )
     disk_bytes: TierSize = Field(8 << 30, description="Capacity of the disk tier; 0 turns it off")
     disk_reserve_bytes: Size | None = Field(
         None,

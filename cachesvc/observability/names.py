@@ -87,7 +87,11 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_cache_logical_bytes": Spec(
         "gauge", "Bytes of KV of the held blocks when loaded", ("tier",)
     ),
-    "cachesvc_cache_capacity_bytes": Spec("gauge", "Capacity of the tier", ("tier",)),
+    "cachesvc_cache_capacity_bytes": Spec("gauge", "Capacity of the tier at present", ("tier",)),
+    "cachesvc_disk_setting_bytes": Spec(
+        "gauge",
+        "Capacity of the disk tier as set; more than at present if its file system lacks room",
+    ),
     "cachesvc_cache_events_total": Spec(
         "counter", "What happened to blocks in a tier", ("tier", "event")
     ),

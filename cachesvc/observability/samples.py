@@ -163,6 +163,8 @@ def _tier_samples(tier: TierStats) -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_cache_bytes", labels, tier.used_bytes)
     yield MetricSample("cachesvc_cache_logical_bytes", labels, tier.logical_bytes)
     yield MetricSample("cachesvc_cache_capacity_bytes", labels, tier.capacity_bytes)
+    if tier.setting_bytes:
+        yield MetricSample("cachesvc_disk_setting_bytes", (), tier.setting_bytes)
     yield MetricSample("cachesvc_tier_served_blocks_total", labels, tier.hits)
     yield MetricSample("cachesvc_tier_missed_blocks_total", labels, tier.misses)
     faults = dict.fromkeys(FAULTS if tier.name not in MEMORY else (), 0)

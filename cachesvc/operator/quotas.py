@@ -45,8 +45,7 @@ class QuotaBook:
         default = quotas.pop(OTHERS, 0)
         if not quotas and not default:
             return None
-        total = cache.device_bytes + cache.host_bytes
-        total += cache.disk_bytes if cache.host_bytes else 0
+        total = cache.device_bytes + cache.host_bytes + cache.disk_bytes
         try:
             return QuotaShares(total, quotas, default, self.owners.of)
         except ConfigurationError as error:

@@ -172,7 +172,7 @@ def build(
     stream = stream or EventStream()
     states = _open_states(layout, cache, data_dir, shares)
     if states is not None:
-        left = cache.disk_bytes - states.stats().capacity_bytes
+        left = cache.disk_bytes - states.stats().setting_bytes
         cache = cache.model_copy(update={"disk_bytes": left})
     elsewhere = loaded.device != "cpu"
     disk = _open_disk(layout, cache, data_dir, stream, shares, computes_elsewhere=elsewhere)
@@ -196,7 +196,7 @@ def _open_states(
     layout: BlockLayout, cache: CacheSection, data_dir: Path, shares: QuotaShares | None
 ) -> DiskTier | None:
     """The disk tier of the checkpoints of recurrent states, if the model has any."""
-    if not (layout.states and cache.disk_bytes and cache.host_bytes):
+    if not (layout.states and cache.disk_bytes):
         return None
     return open_disk(
         states_path(data_dir),
@@ -219,7 +219,7 @@ def _open_disk(
     computes_elsewhere: bool,
 ) -> DiskTier | DiskArray | StackedTier | None:
     remote = remote_settings(cache)
-    if not cache.disk_bytes or not cache.host_bytes:
+    if not cache.disk_bytes:
         return None
     opened = remote.open() if remote is not None else None
     above = cache.device_bytes + cache.host_bytes

@@ -9,10 +9,10 @@ def remote_settings(cache: CacheSection) -> RemoteSettings | None:
     """The remote tier below the disk, or None. Raises ConfigError where it has no disk above it."""
     if not cache.remote_url:
         return None
-    if not (cache.host_bytes and cache.disk_bytes):
+    if not cache.disk_bytes:
         raise ConfigError(
-            "cache.remote_url needs the host and disk tiers, because its blocks pass through them; "
-            "set cache.host_bytes and cache.disk_bytes, or leave cache.remote_url empty"
+            "cache.remote_url needs the disk tier, because its blocks pass through it; set "
+            "cache.disk_bytes, or leave cache.remote_url empty"
         )
     writes = RemoteWrites(cache.remote_writes)
     return RemoteSettings(cache.remote_url, writes, cache.remote_key_file)

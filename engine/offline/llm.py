@@ -43,8 +43,8 @@ class LLM:
     """A model with its tiers and engine, for one program's own use.
 
     `model` is an alias, a folder (safetensors or GGUF), a GGUF file or a hub id. Sizes are in
-    bytes. 0 turns the host or the disk tier off; the disk tier needs the host tier. By default, the
-    device tier takes nine tenths of the GPU memory that the model leaves free, or 1 GiB on a CPU.
+    bytes. 0 turns the host or the disk tier off; above a disk the host keeps 16 blocks. By default,
+    the device tier takes nine tenths of the GPU memory the model leaves free, or 1 GiB on a CPU.
     `cache_dir` holds converted models and the disk tier. None means `~/.cache/cachesvc`. "auto" for
     `dtype` and `device` means bfloat16 on a GPU if there is one, otherwise float32 on a CPU.
     `block_size` None follows the KV's size, and `kv_dtype` None stores KV in the compute dtype.

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -120,10 +119,10 @@ def test_a_full_disk_is_an_error_because_the_ledger_is_there(
 ) -> None:
     for free, level, what in (
         (100 << 10, Level.ERROR, "a ledger in SQLite there refuses every request"),
-        (100 << 20, Level.WARNING, "before blocks take the room of the ledger"),
+        (100 << 20, Level.WARNING, "lower --disk-cache to what it may hold"),
         (100 << 30, Level.OK, ""),
     ):
-        usage = SimpleNamespace(free=free)
+        usage = (1 << 40, 0, free)
         monkeypatch.setattr("cachesvc.cli.doctor.shutil.disk_usage", lambda _, usage=usage: usage)
         found = {each.check: each for each in doctor.check_disk(tmp_path)}["disk"]
         assert level is found.level

@@ -28,6 +28,7 @@ def stats() -> EngineStats:
         TierName.DISK,
         num_blocks=7,
         capacity_bytes=1000,
+        setting_bytes=2000,
         read_bytes=30,
         shards=(ShardStats("shard-0", True, 900, 300), ShardStats("shard-1", ready=False)),
         faults={MissReason.CHECKSUM: 2},
@@ -187,6 +188,7 @@ def test_snapshots_become_samples_at_the_scrape() -> None:
     seen = metrics()
     assert 7 == value(seen, "cachesvc_cache_blocks", {"tier": "disk"})
     assert 1000 == value(seen, "cachesvc_cache_capacity_bytes", {"tier": "disk"})
+    assert 2000 == value(seen, "cachesvc_disk_setting_bytes")
     assert 30 == value(seen, "cachesvc_transfer_bytes_total", {"from": "disk", "to": "host"})
     faults = {"tier": "disk", "reason": "checksum"}
     assert 2 == value(seen, "cachesvc_tier_faults_total", faults)

@@ -29,7 +29,8 @@ from tiers.tier import Age, Loaded, ManagedTier, Removed, Sample, ShardStats, Ti
 logger = logging.getLogger(__name__)
 
 SUMMED = (
-    *("num_blocks", "used_bytes", "logical_bytes", "capacity_bytes", "hits", "misses"),
+    *("num_blocks", "used_bytes", "logical_bytes", "capacity_bytes", "setting_bytes"),
+    *("hits", "misses"),
     *("stored", "evicted", "read_bytes", "written_bytes"),
 )
 MAX_FAULTS = 8  # consecutive failures, after which a disk is dropped
@@ -198,7 +199,9 @@ class DiskArray(ManagedTier):
             views = [stack.enter_context(disk.view()) for disk in self._open()]
             shards = [shard for view in views for shard in view.shards]
             map_bytes = max((shard.map_bytes for shard in shards), default=0)
-            yield DiskView(next(iter(self._disks)), Meta(FORMAT, len(shards), map_bytes), shards)
+            total = sum(view.meta.setting_bytes for view in views)
+            meta = Meta(FORMAT, len(shards), map_bytes, capacity_bytes=total)
+            yield DiskView(next(iter(self._disks)), meta, shards)
 
     def stats(self) -> TierStats:
         """The sum of the disks. A shard is named by its disk; a lost disk counts as a lost
@@ -214,7 +217,8 @@ class DiskArray(ManagedTier):
             faults.update(mine.faults)
             shards += [replace(s, name=f"disk-{number}/{s.name}") for s in mine.shards]
             sums = {name: getattr(total, name) + getattr(mine, name) for name in SUMMED}
-            total = replace(total, lives=mine.lives, **sums)
+            limit = "; ".join(filter(None, [total.limit, mine.limit]))
+            total = replace(total, lives=mine.lives, limit=limit, **sums)
         return replace(total, shards=tuple(shards), faults=dict(faults))
 
     def close(self) -> None:

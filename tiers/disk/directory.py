@@ -50,6 +50,10 @@ class Meta:
     capacity_bytes: int = 0  # of all shards, as last set
     reserve_bytes: int | None = None  # left to others on the file system; see `disk.room`
 
+    @property
+    def setting_bytes(self) -> int:
+        return self.capacity_bytes or self.num_shards * self.map_bytes
+
 
 class DirectoryLock:
     """Holds `server.lock` until `release`."""

@@ -292,7 +292,7 @@ class Shard:
                     txn,
                     self._dbs,
                     page_bytes=self.page_bytes,
-                    room_pages=self._room_bytes // self.page_bytes - self._slack_pages,
+                    room_pages=self.room_bytes // self.page_bytes - self._slack_pages,
                     end_bytes=max(self.limit_bytes, self._file_bytes),
                     now_s=int(self._clock()),
                     vet=self._vet(txn.id() - 1),
@@ -317,7 +317,8 @@ class Shard:
             self.sync()
 
     @property
-    def _room_bytes(self) -> int:
+    def room_bytes(self) -> int:
+        """What the file may take at present."""
         return min(self.map_bytes, self.limit_bytes)
 
     def give_back(self, *, max_kept: int = MAX_KEPT_PAGES) -> None:
@@ -395,7 +396,7 @@ class Shard:
 
     def learn_slack(self, nbytes: int) -> None:
         """Keeps `nbytes` more of the map free, after it was unexpectedly full."""
-        limit = self._room_bytes // self.page_bytes // 4
+        limit = self.room_bytes // self.page_bytes // 4
         self._slack_pages = min(limit, self._slack_pages + -(-nbytes // self.page_bytes))
 
     def wait_for_readers(self, timeout_s: float) -> bool:

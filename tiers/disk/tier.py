@@ -242,7 +242,7 @@ class DiskTier(ManagedTier):
                     state = ShardStats(slot.path.name, ready=False, checking=True)
                     if isinstance(shard, Shard):
                         used = shard.used_bytes()
-                        state = ShardStats(slot.path.name, True, shard.map_bytes, used)
+                        state = ShardStats(slot.path.name, True, shard.room_bytes, used)
                     totals.append(shard.totals)
                     used_bytes += shard.file_bytes()
             except (*StorageError, ShardDamaged):
@@ -294,7 +294,9 @@ class DiskTier(ManagedTier):
     def _view(self, shards: Sequence[Shard]) -> DiskView:
         self._check_open()
         map_bytes = max((shard.map_bytes for shard in shards), default=0)
-        return DiskView(self.root, Meta(FORMAT, len(self._slots), map_bytes), shards)
+        total = self._room.setting_bytes
+        meta = Meta(FORMAT, len(self._slots), map_bytes, capacity_bytes=total)
+        return DiskView(self.root, meta, shards)
 
     def sample(self, max_keys: int) -> Sample:
         """A sample of the blocks held, by key. Writer thread. Also raises ShardBusy."""

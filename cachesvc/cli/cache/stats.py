@@ -71,14 +71,22 @@ def _summary_json(summary: DiskSummary) -> dict[str, Any]:
     return {"tier": "disk", **asdict(summary), "ratio": round(summary.ratio, 4)}
 
 
+def _capacity(summary: DiskSummary) -> str:
+    setting, allowed = size(summary.setting_bytes), size(summary.capacity_bytes)
+    if summary.capacity_bytes >= 0.99 * summary.setting_bytes:  # less what is no block
+        return f"{setting}, as set"
+    return f"{allowed} of {setting}: its file system has no more to spare (see docs/disk.md)"
+
+
 def _summary_pairs(summary: DiskSummary) -> dict[str, object]:
     not_closed = "no, the server has it open" if summary.server else "not cleanly"
     return {
         "directory": summary.path,
         "server": summary.server or "none running",
         "blocks": summary.num_blocks,
-        "files": f"{size(summary.file_bytes)} of {size(summary.map_bytes)} "
-        f"({percent(summary.file_bytes, summary.map_bytes)})",
+        "files": f"{size(summary.file_bytes)} of {size(summary.capacity_bytes)} "
+        f"({percent(summary.file_bytes, summary.capacity_bytes)})",
+        "capacity": _capacity(summary),
         "KV": f"{size(summary.logical_bytes)}, stored as {size(summary.stored_bytes)} "
         f"(ratio {summary.ratio:.2f})",
         "scopes": summary.num_scopes,

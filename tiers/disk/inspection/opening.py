@@ -5,6 +5,7 @@ Used by the command line. A server opens its own with `tiers.disk.open`.
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import (
     FORMAT,
     DirectoryLock,
@@ -29,11 +31,11 @@ from tiers.disk.directory import (
 from tiers.disk.guard import DiskGuard
 from tiers.disk.pin_file import pinned_keys
 from tiers.disk.recovery.check import TooLong, check_shard, last_transaction
-from tiers.disk.room import limit_shards
+from tiers.disk.room import DiskRoom, limit_shards
 from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.slot import Opening, ShardSlot
 from tiers.disk.storage import Storage, StorageError
-from tiers.errors import ConfigurationError, DirectoryLocked
+from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +105,35 @@ def _repair(path: Path) -> list[str]:
     return done
 
 
+def shrink_folder(path: Path) -> int:
+    """Gives up what leaves too little of the file system to others, before anything is written
+    there. Returns the bytes given back; 0 if there is no disk tier, or a server holds it."""
+    meta = read_meta(path)
+    if meta is None:
+        return 0
+    try:
+        lock = DirectoryLock(path)
+    except DirectoryLocked:
+        return 0
+    storage, counts = Storage(), DiskCounts(meta.num_shards, Counter())
+    slots: list[ShardSlot] = []
+    try:
+        for number in range(meta.num_shards):
+            folder = shard_path(path, number)
+            opened = partial(_open_shard, folder, meta.map_bytes)
+            lost = partial(counts.fault, MissReason.TORN)
+            opening = Opening(storage, meta.map_bytes, opened, lost, check_s=math.inf)
+            slots.append(ShardSlot(folder, opening))
+        before = sum(slot.file_bytes() for slot in slots)
+        room = DiskRoom(path, slots, counts, meta.setting_bytes, meta.reserve_bytes, storage)
+        room.fit(failed=True)
+        return before - sum(slot.file_bytes() for slot in slots)
+    finally:
+        for slot in slots:
+            slot.close()
+        lock.release()
+
+
 def _open_shard(folder: Path, map_bytes: int) -> Shard:
     folder.mkdir(exist_ok=True)
     return Shard(folder, map_bytes, storage=Storage())
@@ -121,7 +152,9 @@ def open_shards(
     with open_disks(path, readonly=readonly, groups=groups) as disks:
         shards = [shard for disk in disks for shard in disk.shards]
         map_bytes = max(disk.meta.map_bytes for disk in disks)
-        yield replace(disks[0].meta, num_shards=len(shards), map_bytes=map_bytes), shards
+        total = sum(disk.meta.setting_bytes for disk in disks)
+        meta = replace(disks[0].meta, num_shards=len(shards), map_bytes=map_bytes)
+        yield replace(meta, capacity_bytes=total), shards
 
 
 class OpenDisk(NamedTuple):
@@ -165,8 +198,7 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
             shards.append(
                 Shard(folder, meta.map_bytes, storage=Storage(), readonly=readonly, guard=guard)
             )
-        setting_bytes = meta.capacity_bytes or meta.num_shards * meta.map_bytes
-        limit_shards(path, setting_bytes, meta.reserve_bytes, shards)
+        limit_shards(path, meta.setting_bytes, meta.reserve_bytes, shards)
         yield OpenDisk(path, meta, shards)
     except BrokenPipeError:  # the reader of our output closed the pipe; the shards are sound
         raise

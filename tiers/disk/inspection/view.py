@@ -73,7 +73,8 @@ class DiskSummary:
     path: Path
     format: int
     num_shards: int
-    map_bytes: int  # maximum size of the files
+    capacity_bytes: int  # that the files may take at present
+    setting_bytes: int  # that they may take where their file system allows it
     file_bytes: int
     num_blocks: int
     stored_bytes: int
@@ -105,7 +106,8 @@ class DiskView:
             path=self.path,
             format=self.meta.format,
             num_shards=len(self.shards),
-            map_bytes=sum(shard.map_bytes for shard in self.shards),
+            capacity_bytes=sum(shard.limit_bytes for shard in self.shards),
+            setting_bytes=self.meta.setting_bytes,
             file_bytes=sum(shard.file_bytes() for shard in self.shards),
             num_blocks=sum(total.num_blocks for total in totals),
             stored_bytes=sum(total.stored_bytes for total in totals),
