@@ -22,6 +22,7 @@ WAL_BYTES = 32 << 20
 RESERVE_BYTES = 16 << 20  # given up when the disk is full, for some thousand charges
 INDEX_BYTES = 96 << 10  # of the log's index: 32 KiB per 4,096 pages, for 8,144 pages and more
 ROOM_BYTES = 256 << 10  # a disk with less counts as full
+READ_BYTES = 1 << 20
 DESCRIPTORS = Path("/dev/fd")  # those of this process, by number
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _SYNC_FAILED = (sqlite3.SQLITE_IOERR_FSYNC, sqlite3.SQLITE_IOERR_DIR_FSYNC)
@@ -70,7 +71,27 @@ class WriteAheadLog:
         if code in _SYNC_FAILED:
             self.failed = f"the disk failed to write {self._path} ({cause})"
         elif code is not None and code & 0xFF in _DAMAGED:
-            self.failed = f"{self._database} is damaged ({cause}): restore it from a copy"
+            fault = self._device_fault()
+            self.failed = (
+                f"the disk of {self._database} failed ({fault}), and the file on it may be whole: "
+                "mend the disk or mount it again, and restore no copy, which lacks newer charges"
+                if fault
+                else f"{self._database} is damaged ({cause}): end the server, run `cachesvc ledger "
+                "verify`, and restore a copy only if that fails too"
+            )
+
+    def _device_fault(self) -> str:
+        """What the system answers to a read of the files; empty if they can be read. SQLite calls a
+        file damaged if its device is lost. Reads through SQLite's own descriptors: closing another
+        would drop its locks."""
+        try:
+            for path in (self._database, self._path):
+                handle, at = _descriptor_of(path), 0
+                while handle is not None and (data := os.pread(handle, READ_BYTES, at)):
+                    at += len(data)
+        except OSError as error:
+            return os.strerror(error.errno or errno.EIO)
+        return ""
 
     def keep_reserve(self) -> None:
         """Takes the room of the reserve, if the disk has it twice."""

@@ -13,8 +13,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from billing.errors import LedgerUnavailable
 from billing.money import UNITS
+from billing.proof import audit
 from tests.live_server import LiveServer
+from tests.support.billing import running_ledger
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -62,6 +65,22 @@ def return_errors(disk: Path) -> None:
         os.close(handle)
 
 
+def test_a_lost_device_is_not_a_damaged_ledger(disk: Path) -> None:
+    """SQLite says of both that the file is malformed. Who restores a copy loses newer charges."""
+    path = disk / "ledger.sqlite3"
+    with running_ledger(f"sqlite:///{path}") as house:
+        house.ledger.store.renew_log()
+        house.fund(UNITS)
+        house.ledger.store.engine.dispose()
+        with house.ledger.store.reading():
+            return_errors(disk)
+        with pytest.raises(LedgerUnavailable):
+            audit.verify(house.ledger.store)
+        print(house.ledger.refuses)
+        assert f"the disk of {path} failed (Input/output error)" in house.ledger.refuses
+        assert "restore no copy" in house.ledger.refuses
+
+
 @pytest.mark.parametrize("fail", [turn_read_only, return_errors])
 def test_a_failed_disk_is_said_and_left_without_a_traceback(
     tmp_path: Path, disk: Path, fail: Callable[[Path], None]
@@ -79,6 +98,7 @@ def test_a_failed_disk_is_said_and_left_without_a_traceback(
         ready = httpx.get(f"{server.url}/health/ready")
         assert 503 == ready.status_code
         assert "the ledger cannot be written" in ready.json()["reason"]
+        assert "copy" not in ready.json()["reason"], "the file is whole"
         assert 200 == httpx.get(f"{server.url}/health").status_code, "a restart would mend nothing"
         answers = [
             httpx.post(f"{server.url}/v1/caches", json=CACHE, headers=headers),

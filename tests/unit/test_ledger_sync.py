@@ -177,6 +177,7 @@ def test_a_damaged_ledger_is_written_no_further(tmp_path: Path) -> None:
         with pytest.raises(LedgerUnavailable, match="malformed"):
             audit.verify(house.ledger.store)
         assert f"{path} is damaged (database disk image is malformed)" in house.ledger.refuses
+        assert "restore a copy only if" in house.ledger.refuses
         with pytest.raises(LedgerUnavailable, match="is damaged"):
             house.reserve("r1", 1)
 
