@@ -55,13 +55,13 @@ from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
 from cachesvc.server.http import Asgi, HttpServer, Timed
-from cachesvc.server.kept_turns import FILE_NAME as TURNS_NAME
 from cachesvc.server.kept_turns import KeptTurns, forget_stored
 from cachesvc.server.listen import url_of
 from cachesvc.server.money import Money
-from cachesvc.server.remembered import FILE_NAME, Remembered
+from cachesvc.server.remembered import Remembered
 from cachesvc.server.server_file import announced
 from cachesvc.server.spare_memory import SpareMemory
+from cachesvc.server.state_file import FILE_NAME, StateFile
 from engine.errors import EngineFailed
 from engine.request import StepOutput
 from engine.text.outline import Outline
@@ -89,16 +89,15 @@ class Service:
         self._closing = False
         self.bridge = OutputBridge()
         self._tracer = open_tracer(settings.tracing)
-        self._remembered = Remembered(
-            settings.server.data_dir / FILE_NAME, max_records=settings.journal.requests
-        )
+        self._state = StateFile(settings.server.data_dir / FILE_NAME)
+        self._remembered = Remembered(self._state, max_records=settings.journal.requests)
         kept = settings.journal
         self.journal = Journal(
             JournalSettings(max_requests=kept.requests, keep_prompts=kept.keep_prompts),
             on_end=self._on_end,
         )
         self.journal.restore(self._remembered.records())
-        self._turns = KeptTurns(settings.server.data_dir / TURNS_NAME)
+        self._turns = KeptTurns(self._state)
         self._conversations = Conversations(kept=self._turns)
         self._responses = StoredResponses(kept=self._turns)
         self._fingerprints = Fingerprints(self._turns)
@@ -151,7 +150,7 @@ class Service:
             readiness=self.readiness,
         )
         self.dashboard.remember(self._remembered, self.core.operations.index)
-        self._remembered.start()
+        self._state.start()
         self._turns.start()
         self._encoders = encoder_pool()
         self._feeds = Feeds(stream)
@@ -242,8 +241,7 @@ class Service:
         if self._tracer is not None:
             self._tracer.close()
         self.dashboard.close()
-        self._remembered.close()
-        self._turns.close()
+        self._state.close()
         if cache.disk is None:
             unsaved += cache.device.num_blocks + cache.host.num_blocks
             logger.info(f"stopped; without a disk tier, {unsaved} blocks lost")

@@ -31,6 +31,7 @@ from cachesvc.observability.snapshot import Sources, snapshot
 from cachesvc.server.money import limit_settings
 from cachesvc.server.remembered import Remembered
 from cachesvc.server.server_file import new_token, reachable
+from cachesvc.server.state_file import StateFile
 from tiers.histogram import Spread
 from tiers.memory.index import BlockIndex
 from tiers.telemetry.working_set import TrafficReport
@@ -76,7 +77,7 @@ class Dashboard:
         cache: CacheAdmin,
         readiness: Callable[[], Readiness],
     ) -> None:
-        self._remembered = Remembered(None, max_records=0)
+        self._remembered = Remembered(StateFile(None), max_records=0)
         self._sources = sources
 
         def book() -> PriceBook:

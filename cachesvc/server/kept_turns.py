@@ -1,6 +1,6 @@
 """Turns of chats and stored responses on disk, so that conversations continue after a restart.
 
-One SQLite file beside the journal's. Entries have names made with their tenant's salt. They are
+They are in the state file. Entries have names made with their tenant's salt. They are
 bounded by number, bytes and age, and a purge removes their owner's. If there are too many, the
 owner with the most loses its least recently used entries first, so that no tenant can displace the
 others. Names are in memory. A body is read on demand, off the event loop.
@@ -17,20 +17,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from cachesvc.server.side_file import BUSY_S, SideFile
+from cachesvc.server.state_file import BUSY_S, FILE_NAME, StateFile
 from tiers.errors import PurgeFailed
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME: Final = "turns.sqlite3"
-SCHEMA: Final = 1
-TABLES: Final = (
-    "CREATE TABLE IF NOT EXISTS kept (name BLOB PRIMARY KEY, owner BLOB NOT NULL,"
-    " used_s INTEGER NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;"
-    "CREATE INDEX IF NOT EXISTS kept_used ON kept (used_s);"
-    "CREATE INDEX IF NOT EXISTS kept_shares ON kept (owner, used_s, size);"
-    "DROP INDEX IF EXISTS kept_owner"  # older files have it
-)
 MAX_BYTES: Final = 256 << 20
 MAX_AGE_S: Final = 30 * 86_400
 MAX_ENTRIES: Final = 1 << 17  # names in memory, 130 bytes each: 17 MB when full
@@ -55,7 +46,7 @@ def forget_stored(data_dir: Path, owner: bytes) -> None:
 
 
 class KeptTurns:
-    """The file; see `api.requests.kept`. Without a `path` it stores nothing. Event loop only.
+    """Over the state file; see `api.requests.kept`. Event loop only.
 
     Invariant: at most `max_entries` names, each owner's in order of use, whatever happens to the
     file.
@@ -63,7 +54,7 @@ class KeptTurns:
 
     def __init__(
         self,
-        path: Path | None,
+        file: StateFile,
         *,
         max_bytes: int = MAX_BYTES,
         max_age_s: int = MAX_AGE_S,
@@ -75,7 +66,7 @@ class KeptTurns:
         self._max_entries = max_entries
         self._clock = clock
         self._num_writes = 0
-        self._file = SideFile(path, schema=SCHEMA, tables=TABLES, what="turns and responses")
+        self._file = file
         found = self._file.rows(
             "SELECT name, owner FROM kept WHERE used_s > ? ORDER BY used_s DESC LIMIT ?",
             self._oldest_s(),
@@ -89,11 +80,8 @@ class KeptTurns:
             self._add(bytes(name), bytes(owner))
 
     def start(self) -> None:
-        self._file.start()
+        """Removes what is too old. Call after the file has started."""
         self._file.hand_over(self._prune)
-
-    def close(self) -> None:
-        self._file.close()
 
     def __contains__(self, name: object) -> bool:
         return name in self._owners

@@ -11,30 +11,21 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from enum import Enum
-from pathlib import Path
 from typing import Any, Final
 
 from api.journal.journal import RequestRecord
-from cachesvc.server.side_file import SideFile
+from cachesvc.server.state_file import StateFile
 
-FILE_NAME: Final = "dashboard.sqlite3"
-SCHEMA: Final = 1  # of the file; a file of another version is replaced
-TABLES: Final = (
-    "CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, body BLOB NOT NULL);"
-    "CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, body BLOB)"
-)
 OURS: Final = ("api.", "billing.", "engine.", "tiers.")
 
 
 class Remembered:
-    """The file. Call `records` and `read` before `start`; after it any thread may write.
+    """Over the state file. Call `records` and `read` before it starts; after it any thread may
+    write."""
 
-    Without a `path` it stores nothing.
-    """
-
-    def __init__(self, path: Path | None, *, max_records: int) -> None:
+    def __init__(self, file: StateFile, *, max_records: int) -> None:
         self._max_records = max_records
-        self._file = SideFile(path, schema=SCHEMA, tables=TABLES, what="the dashboard's requests")
+        self._file = file
 
     def records(self) -> Sequence[RequestRecord]:
         """Ended requests, oldest first. Records of other versions may be omitted."""
@@ -46,13 +37,6 @@ class Remembered:
         """The value stored under a name."""
         found = self._file.rows("SELECT body FROM states WHERE name = ?", name)
         return zlib.decompress(found[0][0]) if found else None
-
-    def start(self) -> None:
-        self._file.start()
-
-    def close(self) -> None:
-        """Writes what is pending and stops."""
-        self._file.close()
 
     def keep_record(self, record: RequestRecord) -> None:
         kept = replace(record, prompts=())

@@ -19,10 +19,10 @@ from cachesvc.config.places import disk_path
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.operator.scopes import FILE_NAME, note_scopes
 from cachesvc.operator.secret import read_secret
-from cachesvc.server.kept_turns import FILE_NAME as TURNS_NAME
-from cachesvc.server.kept_turns import KeptTurns
+from cachesvc.server.state_file import FILE_NAME as STATE_NAME
 from tests.support.billing import running_ledger
 from tests.support.faulty_storage import chain
+from tests.support.state import FiledTurns
 from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
@@ -215,16 +215,16 @@ def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir: Path) -
     house.close()
     with running_ledger(database_url(data_dir)):  # makes the tenant acme
         pass
-    turns = KeptTurns(data_dir / TURNS_NAME)
+    turns = FiledTurns(data_dir / STATE_NAME)
     turns.start()
     for tenant in ("acme", "bolt"):
         turns.write(tenant.encode(), owner_of(salts.of_tenant(tenant)), b"said")
     turns.close()
     command = ("purge", data_dir, "--tenant", "acme", "--reason", "left", "--yes", "--json")
     told(call(*command))
-    left = KeptTurns(data_dir / TURNS_NAME)
+    left = FiledTurns(data_dir / STATE_NAME)
     assert [False, True] == [b"acme" in left, b"bolt" in left]
-    (data_dir / TURNS_NAME).write_bytes(b"no database" * 1000)
+    (data_dir / STATE_NAME).write_bytes(b"no database" * 1000)
     failed = call(*command)
     assert (1, True) == (failed.exit_code, "cannot be changed" in failed.stderr)
     assert 1 == len(list((data_dir / RECEIPTS).iterdir()))

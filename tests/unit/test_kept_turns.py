@@ -16,7 +16,9 @@ from api.requests.fingerprints import Fingerprint, Fingerprints
 from api.requests.kept import owner_of
 from api.requests.responses import KeptResponse, StoredResponses
 from api.requests.turns import Conversations, turn_of
-from cachesvc.server.kept_turns import FILE_NAME, KeptTurns, forget_stored
+from cachesvc.server.kept_turns import forget_stored
+from cachesvc.server.state_file import FILE_NAME
+from tests.support.state import FiledTurns
 from tests.support.wire import ByteTokenizer
 from tiers.blocks.keys import CacheScope
 
@@ -39,8 +41,8 @@ class Clock:
         return self.now_s
 
 
-def opened(folder: Path, clock: Clock | None = None, max_bytes: int = 1 << 20) -> KeptTurns:
-    turns = KeptTurns(
+def opened(folder: Path, clock: Clock | None = None, max_bytes: int = 1 << 20) -> FiledTurns:
+    turns = FiledTurns(
         folder / FILE_NAME, max_bytes=max_bytes, max_age_s=1000, clock=clock or Clock()
     )
     turns.start()
@@ -87,8 +89,8 @@ async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(
 ) -> None:
     """They took 400 bytes of each chat, and nothing of where no file is written ever left."""
 
-    def few(folder: Path) -> KeptTurns:
-        return KeptTurns(folder / FILE_NAME, max_entries=4, clock=Clock())
+    def few(folder: Path) -> FiledTurns:
+        return FiledTurns(folder / FILE_NAME, max_entries=4, clock=Clock())
 
     turns = few(tmp_path)
     turns.start()
@@ -124,8 +126,8 @@ async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path: Path, 
     bounds = {"max_bytes": 1 << 30, "max_entries": 1000, bound: 2000 if bound == "max_bytes" else 9}
     clock = Clock()
 
-    def full() -> KeptTurns:
-        turns = KeptTurns(tmp_path / FILE_NAME, clock=clock, **bounds)
+    def full() -> FiledTurns:
+        turns = FiledTurns(tmp_path / FILE_NAME, clock=clock, **bounds)
         turns.start()
         return turns
 
@@ -270,7 +272,7 @@ async def test_a_body_that_cannot_be_read_is_not_found(tmp_path: Path, body: byt
 
 
 async def test_without_a_file_nothing_fails(tmp_path: Path) -> None:
-    turns = KeptTurns(tmp_path / "no" / "such" / FILE_NAME)
+    turns = FiledTurns(tmp_path / "no" / "such" / FILE_NAME)
     turns.start()
     turns.write(b"one", OWNER, b"body")
     assert None is await turns.read(b"one")

@@ -20,9 +20,9 @@ from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from cachesvc.observability.history import pack
 from cachesvc.server.pending import QUEUE_BYTES
-from cachesvc.server.remembered import FILE_NAME, Remembered
-from cachesvc.server.side_file import SideFile
+from cachesvc.server.state_file import FILE_NAME
 from engine.request import FinishReason, Timeline
+from tests.support.state import FiledRemembered, numbers
 from tests.unit.test_history import Clocked
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
@@ -58,12 +58,12 @@ def record(number: int) -> RequestRecord:
 
 def kept(path: Path, *records: RequestRecord, max_records: int = 100) -> list[RequestRecord]:
     """What is remembered of these after a restart."""
-    first = Remembered(path, max_records=max_records)
+    first = FiledRemembered(path, max_records=max_records)
     first.start()
     for each in records:
         first.keep_record(each)
     first.close()
-    return list(Remembered(path, max_records=max_records).records())
+    return list(FiledRemembered(path, max_records=max_records).records())
 
 
 def test_requests_are_there_after_a_restart_the_newest_of_them(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_is_no_record_is_left_out_and_runs_nothing(
         connection.execute("INSERT INTO records (body) VALUES (?)", (zlib.compress(body),))
         connection.execute("INSERT INTO records (body) VALUES (?)", (body,))
     connection.close()
-    assert [record(1)] == list(Remembered(path, max_records=9).records())
+    assert [record(1)] == list(FiledRemembered(path, max_records=9).records())
     assert not (tmp_path / "owned").exists()
 
 
@@ -161,13 +161,13 @@ def test_a_file_that_cannot_be_opened_is_left_as_it_is(
 
 
 def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None:
-    first = Remembered(tmp_path / FILE_NAME, max_records=9)
+    first = FiledRemembered(tmp_path / FILE_NAME, max_records=9)
     assert first.read("sessions") is None
     first.start()
     for body in (b"one", b"two"):
         first.keep("sessions", body)
     first.close()
-    assert b"two" == Remembered(tmp_path / FILE_NAME, max_records=9).read("sessions")
+    assert b"two" == FiledRemembered(tmp_path / FILE_NAME, max_records=9).read("sessions")
 
 
 def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have() -> None:
@@ -232,7 +232,7 @@ def test_samples_of_another_shape_or_of_the_future_are_left_out() -> None:
 
 
 def test_a_full_disk_costs_what_was_written_meanwhile(tmp_path: Path) -> None:
-    file = SideFile(tmp_path / "f.sqlite3", schema=1, tables="CREATE TABLE t (n)", what="numbers")
+    file = numbers(tmp_path / "f.sqlite3")
     file.start()
     full, freed = threading.Event(), threading.Event()
 
@@ -251,7 +251,7 @@ def test_a_full_disk_costs_what_was_written_meanwhile(tmp_path: Path) -> None:
 
 def test_what_waits_for_a_slow_disk_is_bounded_by_its_bytes(tmp_path: Path) -> None:
     """Ten thousand turns of 32,000 tokens would be 1.3 GB."""
-    file = SideFile(tmp_path / "f.sqlite3", schema=1, tables="CREATE TABLE t (n)", what="numbers")
+    file = numbers(tmp_path / "f.sqlite3")
     file.start()
     slow, freed = threading.Event(), threading.Event()
 

@@ -1,4 +1,7 @@
-"""A SQLite file for state worth keeping over a restart: a convenience, not a record.
+"""`state.sqlite3`: what is worth keeping over a restart. A convenience, not a record.
+
+It has the dashboard's requests, samples and logins (`remembered`), and turns and stored responses
+(`kept_turns`).
 
 One thread writes it, in small transactions. A damaged file is replaced. A file that cannot be
 opened is left as it is. A failed write loses its data, and the first failure is logged. What must
@@ -11,27 +14,34 @@ import threading
 from collections.abc import Hashable
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cachesvc.server.pending import PendingWrites, Write
 
 logger = logging.getLogger(__name__)
 
+FILE_NAME: Final = "state.sqlite3"
+SCHEMA: Final = 1  # a file of another schema is replaced
+TABLES: Final = """
+CREATE TABLE IF NOT EXISTS records (number INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS states (name TEXT PRIMARY KEY, body BLOB);
+CREATE TABLE IF NOT EXISTS kept (name BLOB PRIMARY KEY, owner BLOB NOT NULL,
+    used_s INTEGER NOT NULL, size INTEGER NOT NULL, body BLOB NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS kept_used ON kept (used_s);
+CREATE INDEX IF NOT EXISTS kept_shares ON kept (owner, used_s, size);
+"""
+WHAT: Final = "turns, responses and the dashboard's requests"
 BUSY_S = 5.0  # the longest that a write or a query waits for another program
 
 
-class SideFile:
+class StateFile:
     """The file. Any thread may call `rows` and, after `start`, `hand_over`. One thread writes.
 
     Without a `path` it stores nothing.
     """
 
-    def __init__(self, path: Path | None, *, schema: int, tables: str, what: str) -> None:
-        """`what` names the data in the log if the file fails."""
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._schema = schema
-        self._tables = tables
-        self._what = what
         self._pending = PendingWrites()
         self._thread: threading.Thread | None = None
         self._failed = self._closing = False
@@ -49,7 +59,7 @@ class SideFile:
             finally:
                 connection.close()
         except (sqlite3.Error, OSError) as error:
-            logger.warning(f"{self._path} cannot be read, so {self._what} are unknown: {error}")
+            logger.warning(f"{self._path} cannot be read, so {WHAT} are unknown: {error}")
             return []
 
     def start(self) -> None:
@@ -84,11 +94,9 @@ class SideFile:
             try:
                 with closing(self._connect(path)) as connection:
                     version = connection.execute("PRAGMA user_version").fetchone()[0]
-                    if version not in (0, self._schema):
+                    if version not in (0, SCHEMA):
                         raise sqlite3.DatabaseError(f"its schema is {version}")
-                    connection.executescript(
-                        f"{self._tables}; PRAGMA user_version = {self._schema}"
-                    )
+                    connection.executescript(f"{TABLES}; PRAGMA user_version = {SCHEMA}")
                 return
             except (sqlite3.OperationalError, OSError) as error:  # locked, disk full or no file
                 self._give_up(error)
@@ -127,7 +135,7 @@ class SideFile:
                             write(connection)
                     if self._failed:
                         self._failed = False
-                        logger.info(f"{self._what} are remembered again")
+                        logger.info(f"{WHAT} are remembered again")
                 except Exception as error:  # noqa: BLE001  the top of the thread, which goes on
                     self._give_up(error)
                     if self._closing and _is_locked(error):
@@ -137,9 +145,7 @@ class SideFile:
 
     def _give_up(self, error: Exception) -> None:
         if not self._failed:
-            logger.error(
-                f"{self._what} will not be remembered over a restart: {self._path}: {error}"
-            )
+            logger.error(f"{WHAT} will not be remembered over a restart: {self._path}: {error}")
         self._failed = True
 
 

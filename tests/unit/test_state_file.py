@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.server import side_file
+from cachesvc.server import state_file
 from cachesvc.server.pending import QUEUE, QUEUE_BYTES, PendingWrites, Write
-from cachesvc.server.side_file import SideFile
+from cachesvc.server.state_file import StateFile
+from tests.support.state import numbers
 
 LOCKS = (
     "import sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None); "
     "db.execute('PRAGMA locking_mode = EXCLUSIVE'); db.execute('BEGIN EXCLUSIVE'); "
     "print(flush=True); sys.stdin.read()"
 )
-
-
-def opened(path: Path) -> SideFile:
-    return SideFile(path, schema=1, tables="CREATE TABLE IF NOT EXISTS t (n)", what="numbers")
 
 
 def insert(number: int) -> Write:
@@ -39,7 +36,7 @@ def locked_by_another(path: Path) -> Iterator[None]:
         other.communicate()
 
 
-def ends(file: SideFile) -> bool:
+def ends(file: StateFile) -> bool:
     closing = threading.Thread(target=file.close, daemon=True)
     closing.start()
     closing.join(60)
@@ -51,8 +48,8 @@ def test_a_server_ends_while_another_program_has_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     """With as many writes waiting as may wait."""
-    monkeypatch.setattr(side_file, "BUSY_S", 0.05)
-    file = opened(tmp_path / "side.sqlite3")
+    monkeypatch.setattr(state_file, "BUSY_S", 0.05)
+    file = numbers(tmp_path / "side.sqlite3")
     written = threading.Event()
     if begun:
         file.start()
@@ -69,7 +66,7 @@ def test_a_server_ends_while_another_program_has_its_file(
 def test_a_write_that_fails_in_any_way_ends_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = opened(tmp_path / "side.sqlite3")
+    file = numbers(tmp_path / "side.sqlite3")
     file.start()
     failed = threading.Event()
 
@@ -88,7 +85,7 @@ def test_a_write_that_fails_in_any_way_ends_no_other(
 
 def test_who_floods_a_slow_disk_loses_its_own_writes_only(tmp_path: Path) -> None:
     """By bytes: what waits of the largest owner makes room, its oldest first."""
-    file = opened(tmp_path / "side.sqlite3")
+    file = numbers(tmp_path / "side.sqlite3")
     file.start()
     slow, freed = threading.Event(), threading.Event()
     file.hand_over(lambda db: slow.set() or freed.wait(60))
