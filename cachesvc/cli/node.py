@@ -95,8 +95,8 @@ def node(
     """Keep KV blocks for the engines of this machine, in shared memory and on disk.
 
     Engines connect over a Unix socket: vLLM through `cachesvc.vllm`. Blocks outlive an engine, so
-    they are hits after its restart. Ctrl-C or SIGTERM writes blocks that are only in memory to
-    disk.
+    they are hits after its restart. Ctrl-C, SIGTERM or SIGHUP writes blocks that are only in memory
+    to disk.
     """
     path = (socket or default_socket()).expanduser()
     if stats:

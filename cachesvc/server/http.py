@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from cachesvc.observability.metrics import Metrics
+from cachesvc.server.signals import stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,13 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Unlike uvicorn's, does not raise the signal again after the server has stopped."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        numbers = stop_signals()
+        for number in numbers:
             loop.add_signal_handler(number, self._stop, number)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in numbers:
                 loop.remove_signal_handler(number)
                 signal.signal(number, signal.SIG_IGN)
 

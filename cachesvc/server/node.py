@@ -11,6 +11,7 @@ from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
 from cachesvc.observability.samples import MetricSample, node_samples
 from cachesvc.server.memory_limit import of_node, warn_of_limit
+from cachesvc.server.signals import stop_signals
 from engine.operators.library import Operators
 from tiers.disk.format.planes import use_library
 from tiers.errors import NodeError
@@ -25,14 +26,14 @@ SCRAPE_S = 5.0
 def run_node(
     settings: NodeSettings, *, events: EventsSection, metrics: str, on_ready: Callable[[], None]
 ) -> None:
-    """Serves until SIGTERM or SIGINT. Raises ConfigError and the errors of `NodeServer.open`."""
+    """Serves until one of `stop_signals`. Raises ConfigError, and what `NodeServer.open` does."""
     serving = NodeServer(settings)
     serving.open()
     warn_of_limit(of_node(settings.host_bytes))
     with closing(serving), published(events, serving.stream), _expanded_by_library(settings):
         if metrics:
             _answer_scrapes(metrics, settings.socket)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, lambda *_: serving.stop())
         on_ready()
         serving.run()

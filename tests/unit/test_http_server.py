@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import time
@@ -20,7 +21,7 @@ from cachesvc.server.http import HttpServer
 from tests.api.bank import HELLO
 from tests.support.wire import FakeHouse, Script, fake_house
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -74,6 +75,23 @@ def test_any_number_of_signals_ends_the_server_without_a_traceback(
     assert "SIGINT: finishing running requests" in caplog.text
     assert [] == [each for each in caplog.records if each.levelno > logging.INFO]
     assert {signal.SIG_IGN} == set(map(signal.getsignal, SIGNALS)), "while the tiers are flushed"
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(("ignored", "ends"), [(False, True), (True, False)])
+def test_a_closed_terminal_ends_the_server_unless_nohup_said_otherwise(
+    ignored: bool, ends: bool, house: FakeHouse, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+
+    def visit(url: str, interrupt: Callable[[int], None]) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.2)
+        interrupt(int(not ends))
+
+    serve_until(create_app(house.wire), visit)
+    assert ends == ("SIGHUP: finishing running requests" in caplog.text)
 
 
 @pytest.mark.usefixtures("handlers")
