@@ -5,6 +5,7 @@ to convert a GGUF file, so that `check` refuses a missing model before torch is 
 """
 
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ ALIASES = {
     )
 }
 HUB_TIMEOUT_S = 10.0
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")  # as llama-gguf-split names them
 DEFAULT_MODEL = "smollm2-135m"
 GIVE_ADAPTER = (
     "give a folder with adapter_config.json and adapter_model.safetensors, or a hub id of one"
@@ -160,29 +162,44 @@ def _check_hub(name: str, what: str, kind: type[EngineError]) -> None:
 def _folder(path: Path, cache_dir: Path, report: "Progress") -> tuple[Path, bytes]:
     """A folder of safetensors for `path`, and a digest of its contents."""
     path = _weights(path)
-    if path.is_dir():
-        return path, digest(sorted([*path.glob("*.safetensors"), path / "config.json"]))
-    from engine.models.gguf import convert, converted_folder
+    if not path.is_dir():
+        from engine.models.gguf import convert, converted_folder
 
-    content = digest([path])
-    folder = converted_folder(cache_dir, content)
-    if not folder.exists():
-        convert(path, folder, report)
-    return folder, content
+        parts = split_parts(path)
+        path = converted_folder(cache_dir, digest(parts))
+        if not path.exists():
+            convert(parts, path, report)
+    return path, digest(sorted([*path.glob("*.safetensors*"), path / "config.json"]))
 
 
 def _weights(path: Path) -> Path:
     """The folder with a config, or the GGUF file. Raises ModelError if it is neither."""
     if path.is_dir() and not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
+        files = sorted({split_parts(file)[0] for file in path.glob("*.gguf")})
         if len(files) != 1:
             there = "no GGUF file" if not files else f"{len(files)} GGUF files"
             fix = "name the folder of a model" if not files else f"name one, such as {files[0]}"
             raise ModelError(f"{path} holds no config.json and {there}; {fix}")
         path = files[0]
-    if path.is_dir() or path.suffix == ".gguf":
+    if path.is_dir():
         return path
+    if path.suffix == ".gguf":
+        return split_parts(path)[0]
     raise ModelError(f"{path} is neither a folder nor a .gguf file")
+
+
+def split_parts(path: Path) -> list[Path]:
+    """All GGUF files of the model of which `path` is one. Raises ModelError if one is missing."""
+    named = _PART.fullmatch(path.name)
+    if named is None:
+        return [path]
+    name, count = named[1], int(named[2])
+    parts = [path.with_name(f"{name}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.exists()]:
+        raise ModelError(
+            f"{path} is one of {count} files of a model, and {missing[0]} is not beside it"
+        )
+    return parts
 
 
 def digest(files: Sequence[Path]) -> bytes:

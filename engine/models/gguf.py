@@ -1,28 +1,37 @@
 """Dequantises a GGUF file once, into a folder of safetensors, a config and a tokenizer.
 
-`engine.models.load` calls `convert` at start-up, on the thread that starts the server. Weights go
-through transformers' GGUF support. The tokenizer does not: see `gguf_tokenizer`.
+    GgufFile ─► gguf_tokenizer ─► tokenizer.json
+             ─► gguf_config ─► config.json ─► which weights, in what shape ─► model.safetensors
+
+`engine.models.files` calls `convert` at start-up, on the thread that starts the server. Every field
+and tensor is used, or known to have no effect, or refuses the file.
 """
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoModelForCausalLM
-from transformers import modeling_gguf_pytorch_utils as modeling_gguf
 
 from engine.errors import ModelError
-from engine.models.gguf_tokenizer import bos_token, build_tokenizer
+from engine.models.gguf_config import ARCHITECTURES, Architecture, read_config
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_tokenizer import (
+    bos_token,
+    build_tokenizer,
+    chat_templates,
+    end_tokens,
+    take_tokenizer,
+)
 from engine.partial import partial_folder
 
 logger = logging.getLogger(__name__)
@@ -31,7 +40,7 @@ Progress = Callable[[str, float], None]
 
 CONVERTED = "gguf-"  # how the name of a converted folder begins
 DEQUANTISING = "dequantising the weights"
-FORMAT = "v2"  # of the converted folder; raise it when the output of `convert` changes
+FORMAT = "v3"  # of the converted folder; raise it when the output of `convert` changes
 
 
 def converted_folder(cache_dir: Path, digest: bytes) -> Path:
@@ -47,111 +56,120 @@ def convert_again(folder: Path) -> str:
     return f"; remove the folder {folder}, and the next start converts the model again"
 
 
-def convert(path: Path, folder: Path, progress: Progress) -> None:
-    """Write `folder` (config, safetensors, tokenizer) from the GGUF file at `path`.
+def convert(paths: Sequence[Path], folder: Path, progress: Progress) -> None:
+    """Write `folder` (config, safetensors, tokenizer) from all GGUF files of a model.
 
     It is written under another name and renamed into place, so a reader sees all of it or nothing.
-    If two processes convert at once, one wins and both find the same contents.
+    If two processes convert at once, one wins and both find the same contents. Raises ModelError.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with partial_folder(folder, CONVERTED) as partial:
         progress("reading the GGUF file", 0.0)
-        reader = _read(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-        tokenizer = build_tokenizer(fields)
-        progress(DEQUANTISING, 0.1)
-        with _counting(progress, 0.1, 0.7), _read_once(reader):
-            model = AutoModelForCausalLM.from_pretrained(
-                path.parent, gguf_file=path.name, dtype=torch.float32
-            )
+        file = GgufFile(paths)
+        fields = take_tokenizer(file)
+        try:
+            tokenizer = build_tokenizer(fields)
+        except Exception as error:  # tokenizers' errors are of the root class
+            raise file.refusal(f"has no usable tokenizer: {error}") from error
+        ends = end_tokens(fields)
+        pad = fields.get("tokenizer.ggml.padding_token_id", ends[0])
+        special = {"bos_token_id": None, "eos_token_id": ends[0], "pad_token_id": pad}
+        name, config = read_config(file, len(fields["tokenizer.ggml.tokens"]), special)
+        weights = _weights(file, name, config, progress)
+        file.refuse_rest(name)
         progress("writing safetensors", 0.7)
-        _save_model(model, fields, partial)
+        config.dtype = "float32"
+        config.save_pretrained(partial)
+        _save_weights(weights, partial)
         progress("writing the tokenizer", 0.95)
-        _save_tokenizer(tokenizer, fields, partial)
+        _save_tokenizer(tokenizer, fields, config.max_position_embeddings, partial)
+        (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
         _move(partial, folder)
         progress("ready", 1.0)
 
 
-@contextmanager
-def _counting(progress: Progress, start: float, end: float) -> Iterator[None]:
-    """Report the tensors that transformers dequantises, instead of its own progress bar."""
-
-    def count(tensors: Sequence[Any], **_: Any) -> Iterator[Any]:
-        for number, tensor in enumerate(tensors):
-            progress(DEQUANTISING, start + (end - start) * number / len(tensors))
-            yield tensor
-
-    bar, modeling_gguf.tqdm = modeling_gguf.tqdm, count
-    try:
-        yield
-    finally:
-        modeling_gguf.tqdm = bar
-
-
-def _read(path: Path) -> Any:
-    """The file's fields and tensors. Raises ModelError if it cannot be read."""
-    # Only a GGUF file needs it. Machines that serve safetensors may lack the package.
-    from gguf import GGUFReader
-
-    class PlainReader(GGUFReader):  # type: ignore[misc]  # it is untyped
-        """Slices plain arrays. From a memory map, each string of a vocabulary takes five times as
-        long."""
-
-        @property
-        def data(self) -> Any:
-            return self._plain
-
-        @data.setter
-        def data(self, mapped: Any) -> None:
-            self._plain = np.asarray(mapped)
-
-    try:
-        return PlainReader(path)
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file: {error}") from error
+def _weights(
+    file: GgufFile, architecture: str, config: Any, progress: Progress
+) -> dict[str, NDArray[np.float32]]:
+    """What the config's model needs, by transformers' names. Raises ModelError if one is missing or
+    has another shape."""
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    wanted = {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name != "lm_head.weight" or not config.tie_word_embeddings
+    }
+    table = _names(architecture, config.num_hidden_layers)
+    found = {}
+    for number, (name, shape) in enumerate(wanted.items()):
+        progress(DEQUANTISING, 0.1 + 0.6 * number / len(wanted))
+        theirs = _theirs(name, table)
+        parts = [file.tensor(each) for each in theirs]
+        tensor = np.concatenate(parts, axis=1) if parts[1:] else parts[0]
+        tensor = _in_our_order(tensor, theirs[0], ARCHITECTURES[architecture], config)
+        if tensor.shape != shape:
+            raise file.refusal(
+                f"has {theirs[0]} in the shape {list(tensor.shape)}, and its fields ask for "
+                f"{list(shape)}"
+            )
+        found[name] = np.ascontiguousarray(tensor)
+    return found
 
 
-@contextmanager
-def _read_once(reader: Any) -> Iterator[None]:
-    """Halve the time of a conversion. transformers gets `reader`, where it would read the file
-    twice more, and one table of names, where it would make one per module."""
+def _names(architecture: str, num_blocks: int) -> Any:
+    """gguf's table from transformers' names to its own."""
     import gguf
 
-    make_reader, make_names = gguf.GGUFReader, gguf.get_tensor_name_map
-    gguf.GGUFReader, gguf.get_tensor_name_map = lambda path: reader, cache(make_names)
-    try:
-        yield
-    finally:
-        gguf.GGUFReader, gguf.get_tensor_name_map = make_reader, make_names
+    (number,) = (key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, num_blocks)
 
 
-def _save_model(model: Any, fields: Mapping[str, Any], folder: Path) -> None:
-    config = model.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the saved weights are plain float32
-    eos = fields.get("tokenizer.ggml.eos_token_id")
-    config.bos_token_id = None  # the tokenizer decides whether to prepend one
-    config.eos_token_id = eos
-    config.pad_token_id = fields.get("tokenizer.ggml.padding_token_id", eos)
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
-    seen: set[int] = set()
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:  # a tied head is the embedding, stored once
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor.contiguous()
+def _theirs(name: str, table: Any) -> list[str]:
+    """The tensors of the file that make up one of transformers'."""
+    if name == "lm_head.weight":
+        return ["output.weight"]
+    experts = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj", name)
+    if experts:
+        return [f"blk.{experts[1]}.ffn_{half}_exps.weight" for half in ("gate", "up")]
+    found = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert found is not None, name
+    return [found if found.endswith((".weight", ".bias")) else f"{found}.weight"]
+
+
+def _in_our_order(
+    tensor: NDArray[np.float32], name: str, row: Architecture, config: Any
+) -> NDArray[np.float32]:
+    """The tensor as transformers stores it."""
+    if row.permutes and (own := re.search(r"\.attn_([qk])\.", name)):
+        heads = config.num_attention_heads if own[1] == "q" else config.num_key_value_heads
+        if len(tensor) == heads * config.head_dim:
+            pairs = tensor.reshape(heads, -1, 2, *tensor.shape[1:])
+            return pairs.swapaxes(1, 2).reshape(tensor.shape)
+    if row.adds_one and name.endswith("norm.weight"):
+        return tensor - 1
+    if row.transposes and name.startswith("blk.") and tensor.ndim == 2:
+        return tensor.T
+    if name.endswith("ffn_gate_inp_shexp.weight"):
+        return tensor.reshape(1, -1)
+    return tensor
+
+
+def _save_weights(weights: Mapping[str, NDArray[np.float32]], folder: Path) -> None:
     try:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(dict(weights), folder / "model.safetensors", metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        mib = sum(tensor.nbytes for tensor in tensors.values()) / 2**20
+        mib = sum(tensor.nbytes for tensor in weights.values()) / 2**20
         raise ModelError(
             f"the weights, {mib:,.0f} MiB in float32, cannot be written to {folder.parent}: {error}"
             "; free some room there, or name another folder with --data-dir"
         ) from error
 
 
-def _save_tokenizer(tokenizer: FastTokenizer, fields: Mapping[str, Any], folder: Path) -> None:
+def _save_tokenizer(
+    tokenizer: FastTokenizer, fields: Mapping[str, Any], max_context: int, folder: Path
+) -> None:
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     named = {
         name: tokens[fields[key]]
@@ -168,12 +186,11 @@ def _save_tokenizer(tokenizer: FastTokenizer, fields: Mapping[str, Any], folder:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": "bos_token" in named,
-        "model_max_length": fields.get(f"{fields['general.architecture']}.context_length"),
+        "model_max_length": max_context,
         **named,
     }
-    template = fields.get("tokenizer.chat_template")
-    if template is not None:
-        settings["chat_template"] = template
+    if templates := chat_templates(fields):
+        settings["chat_template"] = templates
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1, sort_keys=True))
 

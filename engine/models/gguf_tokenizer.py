@@ -5,6 +5,7 @@ supported: byte-level BPE, whose merges the file lists and whose splits it names
 whose pieces have scores. Ids equal those of llama.cpp for the same file.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as FastTokenizer
 
 from engine.errors import ModelError
+from engine.models.gguf_file import GgufFile
 
 # Values of `tokenizer.ggml.token_type`.
 UNKNOWN_TOKEN, CONTROL_TOKEN, USER_TOKEN, BYTE_TOKEN = 2, 3, 4, 6
@@ -59,6 +61,50 @@ _SPLITS: dict[str, _Split] = {
 }
 
 
+_FIELD = "tokenizer.ggml."
+_IDS = tuple(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding"))
+# Kinds of the fields that are used, by name without `_FIELD`.
+_USED: dict[str, type] = {
+    **dict.fromkeys(("model", "pre"), str),
+    **dict.fromkeys(("tokens", "token_type", "scores", "merges"), list),
+    **dict.fromkeys(("add_bos_token", "add_space_prefix"), bool),
+    **dict.fromkeys(_IDS, int),
+}
+_TEMPLATE = re.compile(r"tokenizer\.chat_template(?:\.(\w+))?")
+_UNUSED = re.compile(  # by any prompt, or because the fields above say it
+    r"tokenizer\.(huggingface\.json|chat_templates|ggml\.token_type_count"
+    r"|ggml\.(fim_...|prefix|suffix|middle|cls|mask|seperator)_token_id)"
+)
+_UNUSED_IF_FALSE = ("add_eos_token", "add_sep_token", "remove_extra_whitespaces")
+
+
+def take_tokenizer(file: GgufFile) -> dict[str, Any]:
+    """The tokenizer's fields that are used. Those that are unknown stay in the file. Raises
+    ModelError for one that is missing, or sets what is not served."""
+    fields: dict[str, Any] = {}
+    for name in file.names("tokenizer."):
+        short = name.removeprefix(_FIELD)
+        if short in _USED or _TEMPLATE.fullmatch(name):
+            fields[name] = file.take(name, _USED.get(short, str))
+        elif _UNUSED.fullmatch(name):
+            file.take(name, object)
+        elif short in _UNUSED_IF_FALSE and file.take(name, bool):
+            raise file.refusal(f"sets {name}, which is not served")
+    needed = ["model", "tokens", "eos_token_id"]
+    needed += {"llama": ["scores"], "gpt2": ["merges"]}.get(fields.get(_FIELD + "model", ""), [])
+    needed += ["bos_token_id"] if _adds_bos(fields) else []
+    if lacks := [_FIELD + short for short in needed if _FIELD + short not in fields]:
+        raise file.refusal(f"lacks the field {lacks[0]}")
+    count = len(fields[_FIELD + "tokens"])
+    for short in ("token_type", "scores"):
+        if len(fields.get(_FIELD + short, range(count))) != count:
+            raise file.refusal(f"has {count} tokens, and another number in {_FIELD}{short}")
+    for short in _IDS:
+        if not 0 <= fields.get(_FIELD + short, 0) < count:
+            raise file.refusal(f"has {count} tokens, and {_FIELD}{short} is none of them")
+    return fields
+
+
 def build_tokenizer(fields: Mapping[str, Any]) -> FastTokenizer:
     """Build the tokenizer. Raises ModelError if the file's tokenizer is of another kind."""
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
@@ -91,12 +137,34 @@ def bos_token(fields: Mapping[str, Any]) -> str | None:
 
     The default is llama.cpp's: SentencePiece, Llama 3 and tekken add one.
     """
-    split = _SPLITS.get(fields.get("tokenizer.ggml.pre", "gpt-2"))
-    by_default = fields.get("tokenizer.ggml.model") == "llama" or (split is not None and split.bos)
     number = fields.get("tokenizer.ggml.bos_token_id")
-    if number is None or not fields.get("tokenizer.ggml.add_bos_token", by_default):
+    if number is None or not _adds_bos(fields):
         return None
     return str(fields["tokenizer.ggml.tokens"][number])
+
+
+def end_tokens(fields: Mapping[str, Any]) -> list[int]:
+    """The ids that end an answer: of a text, a turn and a message."""
+    named = (fields.get(f"{_FIELD}{end}_token_id") for end in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(number for number in named if number is not None))
+
+
+def chat_templates(fields: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
+    """The chat template, or all of them if there are others for special uses, such as tools."""
+    found = {
+        match[1] or "default": text
+        for name, text in fields.items()
+        if (match := _TEMPLATE.fullmatch(name))
+    }
+    if found.keys() <= {"default"}:
+        return found.get("default")
+    return [{"name": name, "template": text} for name, text in found.items()]
+
+
+def _adds_bos(fields: Mapping[str, Any]) -> bool:
+    split = _SPLITS.get(fields.get("tokenizer.ggml.pre", "gpt-2"))
+    by_default = fields.get("tokenizer.ggml.model") == "llama" or (split is not None and split.bos)
+    return bool(fields.get("tokenizer.ggml.add_bos_token", by_default))
 
 
 def _types(fields: Mapping[str, Any]) -> Sequence[int]:
