@@ -34,7 +34,6 @@ from api.routes import (
     completions,
     customer_page,
     health,
-    invoices,
     messages,
     models,
     quote,
@@ -94,7 +93,6 @@ def create_app(
     for area in AREAS:
         app.include_router(area.router)
     app.include_router(customer_page.router)
-    app.include_router(invoices.router)
     for router in routers:
         app.include_router(router)
     later = [] if admin is None else [LaterAdmin(app, admin)]

@@ -24,10 +24,6 @@ BillingError
 │   ├── UnknownHold          the hold was settled or its lease ended
 │   ├── UnknownDeposit       no top-up or grant has this reference
 │   └── UnknownRequest       no request of this id was charged
-├── InvoiceError           an invoice that cannot be issued, marked or credited so
-│   ├── MonthOpen          the month's minimum is not booked yet
-│   ├── PartiesError       a file of seller and buyers that cannot be used; names the field
-│   └── UnknownInvoice     no invoice or credit note has this number
 ├── IdempotencyConflict    the same key with another body (409)
 ├── IdempotencyBusy        the first request of this key still runs (409, retry)
 ├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
@@ -175,22 +171,6 @@ class UnknownDeposit(GateError):
 
 class UnknownRequest(GateError):
     """The tenant was never charged for a request with this id."""
-
-
-class InvoiceError(BillingError):
-    """The invoice cannot be issued, marked or credited this way; the message says why."""
-
-
-class MonthOpen(InvoiceError):
-    """The month has a minimum that is not booked yet; the message says when it can be."""
-
-
-class PartiesError(InvoiceError):
-    """The seller or a buyer is missing or not valid; the message names the field."""
-
-
-class UnknownInvoice(InvoiceError):
-    """No invoice and no credit note has this number."""
 
 
 class IdempotencyConflict(BillingError):

@@ -20,11 +20,9 @@ from billing.clock import ClockWatch, said_behind
 from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
 from billing.gate.commands import (
     Adjust,
-    CloseMonth,
     Command,
     Correct,
     Deposit,
-    MoveWallet,
     Reserve,
     Settle,
     TopUp,
@@ -208,7 +206,7 @@ class Ledger:
         """The current account. Reads the store: call it off the event loop, or rarely."""
         return self.accounts.tenant(tenant)
 
-    def post(self, command: Deposit | Adjust | MoveWallet) -> "Future[Entry]":
+    def post(self, command: Deposit | Adjust) -> "Future[Entry]":
         """Books money in or out, as a person decided, once per reference.
 
         A deposit settles debt first. Fails with `InsufficientBalance` for a withdrawal of money
@@ -234,13 +232,6 @@ class Ledger:
         check_text(reference, "reference")
         check_text(reason, "reason")
         return self._commits.submit(Correct(tenant, request_id, reference, amount, by, reason))
-
-    def close_month(self, tenant: str, month: str) -> "Future[Entry | None]":
-        """Books a past month's shortfall against the minimum of the tenant's card, once.
-
-        Returns None if no minimum binds, or if requests of the month may still be running.
-        """
-        return self._jumped() or self._commits.submit(CloseMonth(tenant, month))
 
     def _jumped(self) -> "Future[Any] | None":
         """A failed future if the clock has jumped, for commands that would be dated by it.
@@ -286,7 +277,6 @@ class Ledger:
             self._advances.give_back_idle()
             if self._jumped() is None:  # a wrong clock would end grants early and permanently
                 self.expire()
-                self._sweeper.close_months()
             self._unswept = ""
         except LedgerUnavailable as error:
             self._commits.count(failed_batches=1)

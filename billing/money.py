@@ -77,7 +77,7 @@ def format_units(units: int, places: int | None = None) -> str:
 def minor_places(currency: str) -> int:
     """The decimal places of payable amounts in a currency.
 
-    This is the one rounding of invoices and statements.
+    This is the one rounding of statements.
     """
     return next((places for places, codes in _PLACES.items() if currency in codes.split()), 2)
 
@@ -113,9 +113,3 @@ def check_currency(code: str) -> str:
     if not _CURRENCY.fullmatch(code):
         raise InvalidAmount(f"currency {code!r} is not three capital letters such as CNY or USD")
     return code
-
-
-def grouped(number: str | int) -> str:
-    """A decimal with thousands separated."""
-    whole, point, places = str(number).partition(".")
-    return f"{int(whole):,}{point}{places}" if whole.strip("-0") else f"{whole}{point}{places}"

@@ -13,18 +13,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 
 
-def shown_model(model: str) -> str:
-    """A model's name for people: without the folders of a path; `*` is all models."""
-    if model == "*":
-        return "all models"
-    if not model.startswith(("/", "./", "../", "~")):
-        return model
-    parts = [part for part in model.split("/") if part]
-    if hub := next((part for part in parts if part.startswith("models--")), None):
-        return hub.removeprefix("models--").replace("--", "/")
-    return parts[-1] if parts else model
-
-
 def bare_id(name: str) -> str:
     """The ledger's request id for an answer's id."""
     return next((name[len(p) :] for p in ANSWER_PREFIXES if name.startswith(p)), name)

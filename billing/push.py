@@ -17,9 +17,9 @@ from billing import outgoing
 from billing.errors import ExportError, ReceiverError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
-from billing.gate.plans import charge_in
 from billing.money import format_units, rate_per_million
 from billing.prices.book import NS, PriceBook
+from billing.prices.rating import charge_in
 from billing.reports.export import drain, entry_id
 from billing.store.store import LedgerStore
 

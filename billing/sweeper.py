@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from billing.errors import BillingError
-from billing.gate.commands import Allot, CloseMonth, Command, Expire, Reap
+from billing.gate.commands import Allot, Command, Expire, Reap
 from billing.gate.entries import Entry
 from billing.gate.holds import Advance
 from billing.gate.outcomes import Outcome
-from billing.gate.plans import GRACE_NS, month_ns, month_of
 from billing.gate.work import Settled
 from billing.prices.book import PriceBook
 from billing.store import expiring as store_expiring
@@ -45,7 +44,6 @@ class Sweeper:
         self._boot = boot
         self._clock_ns = clock_ns
         self._observe = observe
-        self._closed: set[tuple[str, str]] = set()  # tenants and months
 
     def recover(self) -> int:
         """Settles the holds of this server's earlier runs from their recorded progress.
@@ -107,28 +105,6 @@ class Sweeper:
         for result in results:
             if isinstance(result, BillingError):
                 log.error("a grant cannot be ended: %s", result)
-        return len(entries)
-
-    def close_months(self) -> int:
-        """Books last month's shortfall for each tenant whose card has a minimum; returns their
-        number.
-
-        Each is tried once in a run, and is booked only once.
-        """
-        now_ns = self._clock_ns()
-        month = month_of(month_ns(month_of(now_ns))[0] - 1)
-        bound = {t for card in self._book().cards if card.monthly_minimum for t in card.tenants}
-        due = sorted((tenant, month) for tenant in bound)
-        due = [each for each in due if each not in self._closed]
-        if not due or now_ns < month_ns(month)[1] + GRACE_NS:
-            return 0
-        commands: list[Command] = [CloseMonth(*each) for each in due]
-        results, entries = self._store.apply(commands, self._book(), self._clock_ns)
-        self._closed.update(due)
-        self._observe(entries)
-        for result in results:
-            if isinstance(result, BillingError):
-                log.error("a month's minimum cannot be booked: %s", result)
         return len(entries)
 
     def _reap(self, commands: list[Reap]) -> int:

@@ -16,7 +16,7 @@ MAX_RATE_LIMIT: Final = 10**12
 class Tenant:
     """An account as admins see it. Amounts are in units.
 
-    `available` is the money available to any request; None is unlimited.
+    `available` is the money available to requests; None is unlimited.
     """
 
     tenant: str
@@ -29,7 +29,6 @@ class Tenant:
     owed: int
     held: int
     seq: int
-    scoped: int = 0  # granted for some prices only
 
     @property
     def prepaid(self) -> bool:
@@ -37,17 +36,17 @@ class Tenant:
 
     @property
     def balance(self) -> int:
-        return self.granted + self.scoped + self.topup - self.owed
+        return self.granted + self.topup - self.owed
 
     @property
     def available(self) -> int | None:
         if self.credit_limit is None:
             return None
-        return self.balance - self.scoped + self.credit_limit - self.held
+        return self.balance + self.credit_limit - self.held
 
     @property
     def is_out_of_money(self) -> bool:
-        return self.available is not None and self.available <= 0 and not self.scoped
+        return self.available is not None and self.available <= 0
 
 
 def tenant_of(row: Mapping[Any, Any]) -> Tenant:
@@ -63,5 +62,4 @@ def tenant_of(row: Mapping[Any, Any]) -> Tenant:
         owed=-row["receivable"],
         held=row["held"],
         seq=row["seq"],
-        scoped=row["scoped"],
     )

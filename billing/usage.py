@@ -25,24 +25,23 @@ class TokenClass(NamedTuple):
     """One class of tokens. `rate` is the name of its price, if it is not its own."""
 
     name: str  # in records, JSON, columns and metrics
-    heading: str  # on statements and invoices
     tier: str = ""  # that served it
     rate: str = ""
 
 
 TOKEN_CLASSES = (  # a class is one line here, and a field of `Usage` and `Rates`
-    TokenClass("hit_device", "Prompt, hit in device memory", tier="device"),
-    TokenClass("hit_host", "Prompt, hit in host memory", tier="host"),
-    TokenClass("hit_disk", "Prompt, hit on disk", tier="disk"),
-    TokenClass("hit_remote", "Prompt, hit on a remote tier", tier="remote"),
-    TokenClass("miss", "Prompt, computed"),
-    TokenClass("output", "Output"),
-    TokenClass("cache_write", "Written to the cache"),
-    TokenClass("cache_write_1h", "Written to the cache for an hour"),
-    TokenClass("storage_token_hours", "Pinned, token-hours", rate="storage"),
-    TokenClass("storage_token_minutes", "Pinned, token-minutes", rate="storage_minute"),
-    TokenClass("explicit_hit", "Of the hits, explicit ones: difference"),
-    TokenClass("explicit_write", "Written to the cache as marked"),
+    TokenClass("hit_device", tier="device"),
+    TokenClass("hit_host", tier="host"),
+    TokenClass("hit_disk", tier="disk"),
+    TokenClass("hit_remote", tier="remote"),
+    TokenClass("miss"),
+    TokenClass("output"),
+    TokenClass("cache_write"),
+    TokenClass("cache_write_1h"),
+    TokenClass("storage_token_hours", rate="storage"),
+    TokenClass("storage_token_minutes", rate="storage_minute"),
+    TokenClass("explicit_hit"),
+    TokenClass("explicit_write"),
 )
 CLASSES = tuple(each.name for each in TOKEN_CLASSES)
 HIT_CLASSES = tuple(each.name for each in TOKEN_CLASSES if each.tier)  # the hottest tier first

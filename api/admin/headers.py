@@ -1,9 +1,8 @@
 """Security headers of everything under `/admin`.
 
 Browsers run only our files, show our pages in no frame and cache nothing. Inline scripts and styles
-and other hosts are forbidden, so injected content does not run. A page that carries its own style,
-to be saved and printed, is allowed that one style by its digest (`api.page_headers`). Pure ASGI, so
-that refusals carry the headers too.
+and other hosts are forbidden, so injected content does not run. Pure ASGI, so that refusals carry
+the headers too.
 """
 
 from typing import Final

@@ -25,14 +25,14 @@ async def user_balance(request: Request) -> dict[str, Any]:
     principal = await authorised(request, Scope.USAGE)
     account = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     available = account.available
-    has_money = available is None or available > 0 or account.scoped > 0
+    has_money = available is None or available > 0
     total, topped_up = account.balance, account.topup - account.owed
     if available is None:
         total, topped_up = max(0, total), max(0, topped_up)
     balance = {
         "currency": account.currency,
         "total_balance": format_units(total),
-        "granted_balance": format_units(account.granted + account.scoped),
+        "granted_balance": format_units(account.granted),
         "topped_up_balance": format_units(topped_up),
     }
     return {

@@ -27,6 +27,8 @@ UNSERVED: Final[Mapping[str, str]] = {
     "files": _NO_FILES,
     "fine_tuning": _NO_TRAINING,
     "images": "no model here draws; a vision model reads images in a chat",
+    "invoices": "the billing system that `cachesvc usage export` feeds issues invoices; "
+    "/v1/usage/statement/MONTH has a month",
     "messages/batches": "send the requests one by one; X-Session-Id groups them",
     "moderations": "no moderation model is served; run one in front of this server",
     "pooling": "no embedding model is served; run one beside this server",

@@ -10,18 +10,17 @@ from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 
 from api.context import authorised, wire_of
 from api.errors import RecordNotFound
-from api.page_headers import with_style
 from billing.keys import Scope
 from billing.prices.time_zones import find_zone
 from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.csv import safe_writer
 from billing.reports.documents import entry_document, tenant_document
-from billing.reports.plans import standing
+from billing.reports.limits import standing
 from billing.reports.usage import Unit, parse_query
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -119,24 +118,21 @@ async def statement(
     month: Month,
     timezone: Timezone = "UTC",
     breakdown: Breakdown = None,
-    form: Annotated[Literal["json", "csv", "html"], Query(alias="format")] = "json",
+    form: Form = "json",
 ) -> Row | Response:
-    """Your month, as JSON, CSV or a printable page, with an optional breakdown by user and key."""
+    """Your month, as JSON or CSV, with an optional breakdown by user and key."""
     zone = find_zone(timezone)
     made = await read_own(
         request, lambda store, tenant: statements.statement(store, tenant, month, zone, breakdown)
     )
     if form == "csv":
         return Response(statements.statement_csv(made), media_type="text/csv")
-    if form == "html":
-        page = statements.statement_html(made)
-        return HTMLResponse(page, headers=with_style(page))
     return statements.statement_json(made)
 
 
 @router.get("/v1/usage/account")
 async def account(request: Request) -> Row:
-    """Your balance, debt, holds and limits, and what is left of your grants, plan and limits."""
+    """Your balance, debt, holds and limits, and what is left of your grants and limits."""
     principal = await authorised(request, Scope.USAGE)
     tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
     more = await read_own(request, lambda store, name: standing(store, name, time.time_ns()))

@@ -214,7 +214,7 @@ class BudgetWatch:
             for budget in budgets:
                 account = accounts[budget.tenant]
                 if budget.span is BudgetSpan.BALANCE:
-                    found += self._low(connection, budget, account.free, account.currency)
+                    found += self._low(connection, budget, account.worth, account.currency)
                 elif budget.span is BudgetSpan.TOPUP:
                     found += self._to_top_up(connection, budget, account, now_ns)
                 elif budget.span is BudgetSpan.SPIKE:
@@ -288,7 +288,7 @@ class BudgetWatch:
         )
         if wanted is not None:
             payload = _payload(asdict(budget)) | {"currency": account.currency}
-            more = {"balance": format_units(account.free), "reference": wanted}
+            more = {"balance": format_units(account.worth), "reference": wanted}
             yield BudgetAlert(wanted, "cachesvc.topup.wanted.v1", payload | more)
 
 

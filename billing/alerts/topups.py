@@ -34,7 +34,7 @@ class TopUpRequests:
         now_ns: int,
     ) -> str | None:
         """The id of the request; None if the balance suffices or the day's requests are used up."""
-        if account.free >= threshold or account.suspended:
+        if account.worth >= threshold or account.suspended:
             return None
         rare = store_reports.rare_entries(connection, account.tenant)
         prefix = f"topup/{account.tenant}/{name}/"
@@ -49,7 +49,7 @@ class TopUpRequests:
         self, connection: Connection, account: TenantAccount, threshold: int, rare: list[Entry]
     ) -> int:
         """The number of the last entry after which the balance sufficed; 0 if it never did."""
-        balance, last = account.free, account.seq
+        balance, last = account.worth, account.seq
         for entry in reversed([entry for entry in rare if _moves(entry) > 0]):
             key = (account.tenant, entry.seq)
             if key not in self._after:

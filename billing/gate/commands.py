@@ -83,7 +83,6 @@ class Deposit:
     by: str
     reason: str = ""
     expires_ns: int = 0  # of a grant that expires
-    scope: tuple[str, ...] = ()  # of a grant for some prices only
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +91,6 @@ class Expire:
 
     tenant: str
     reference: str
-
-
-@dataclass(frozen=True, slots=True)
-class CloseMonth:
-    """Books the shortfall of a past month (UTC) against the minimum of the tenant's card."""
-
-    tenant: str
-    month: str
-
-
-@dataclass(frozen=True, slots=True)
-class MoveWallet:
-    """Moves `amount` into a wallet, out of it if negative. With a rate, converts it into the
-    balance."""
-
-    tenant: str
-    reference: str
-    currency: str
-    amount: int
-    by: str
-    reason: str = ""
-    rate: str = ""
-    rate_date: str = ""
-    rate_source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,19 +117,7 @@ class Correct:
     reason: str
 
 
-Command = (
-    Reserve
-    | Allot
-    | TopUp
-    | Settle
-    | Reap
-    | Deposit
-    | Expire
-    | CloseMonth
-    | MoveWallet
-    | Adjust
-    | Correct
-)
+Command = Reserve | Allot | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
 
 
 def moves_money(command: Command) -> bool:
@@ -177,10 +140,6 @@ def keys_of(command: Command) -> list[Key]:
             return [(tenant, reference)]
         case Expire(tenant, reference):
             return [(tenant, reference)]
-        case MoveWallet(tenant, reference):
-            return [(tenant, reference)]
-        case CloseMonth(tenant, month):
-            return [(tenant, f"minimum:{month}")]
         case Adjust(tenant, deposit, reference):
             return [(tenant, deposit), (tenant, reference)]
         case Correct(tenant, request_id, reference):

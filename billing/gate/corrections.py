@@ -4,7 +4,6 @@ from billing.errors import AlreadyExists, InvalidAmount, InvalidName, UnknownHol
 from billing.gate.commands import Correct
 from billing.gate.entries import TENANT_ACCOUNTS, Entry, Kind
 from billing.gate.postings import refund
-from billing.gate.scoped import given_back, moved_by, scoped_body
 from billing.gate.work import SYSTEM, Work
 from billing.money import format_units
 from billing.names import bare_id
@@ -19,15 +18,6 @@ def taken_by(work: Work, charged: Entry) -> dict[str, int]:
         for name, units in entry.amounts.items():
             if name in taken:
                 taken[name] -= units
-    return taken
-
-
-def scoped_taken_by(work: Work, charged: Entry) -> dict[int, int]:
-    """What a charge took from each scoped grant, minus refunds since."""
-    taken: dict[int, int] = {}
-    for entry in (charged, *work.corrections.get((charged.tenant, charged.seq), ())):
-        for seq, units in moved_by(entry.details).items():
-            taken[seq] = taken.get(seq, 0) - units
     return taken
 
 
@@ -77,8 +67,6 @@ def give_back(work: Work, charged: Entry, command: Correct) -> Entry:
             f"its charge; {format_units(amount)} cannot be given back"
         )
     postings = refund(account, taken, amount)
-    back = given_back(account.grants, scoped_taken_by(work, charged), postings["scoped"])
     body = {"corrects": charged.seq, "by": command.by, "reason": command.reason}
-    body |= scoped_body(back)
     work.spend(charged, -amount)
     return work.post(account, Kind.CORRECTION, command.reference, postings, body)

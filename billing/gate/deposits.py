@@ -9,7 +9,6 @@ from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Entry, Kind
 from billing.gate.grants import check_not_over, grant_of
 from billing.gate.postings import deposited
-from billing.gate.scoped import ScopedGrant, check_scope, scope_of, scoped_body
 from billing.gate.work import SYSTEM, TenantAccount, Work, insufficient_balance
 from billing.money import format_units
 
@@ -30,11 +29,7 @@ def deposit(work: Work, command: Deposit) -> Entry:
     body: dict[str, object] = {"by": command.by, "reason": command.reason}
     if command.expires_ns:
         body["expires_ns"] = command.expires_ns
-    scoped = None
-    if command.scope:
-        body["scope"] = check_scope(command.scope, work.book, account.currency)
-        scoped = ScopedGrant(0, command.reference, command.scope, command.expires_ns)
-    postings = deposited(account, command.kind, gain, scoped)
+    postings = deposited(account, command.kind, gain)
     return work.post(account, command.kind, command.reference, postings, body)
 
 
@@ -64,9 +59,7 @@ def adjust(work: Work, command: Adjust) -> Entry:
         amount = format_units(command.amount)
         raise InvalidAmount(f"deposit {command.deposit!r} is already {amount} {account.currency}")
     body = {"corrects": mistyped.seq, "by": command.by, "reason": command.reason}
-    scoped = account.grants.get(mistyped.seq)
-    postings = deposited(account, mistyped.kind, difference, scoped)
-    body |= scoped_body({mistyped.seq: postings.get("scoped", 0)})
+    postings = deposited(account, mistyped.kind, difference)
     return work.post(account, Kind.ADJUSTMENT, command.reference, postings, body)
 
 
@@ -76,7 +69,6 @@ def _check_repeat(standing: Entry, command: Deposit, gain: int) -> None:
     same = {
         "amount": standing.amount == gain,
         "expiry": details.get("expires_ns", 0) == command.expires_ns,
-        "scope": scope_of(details) == tuple(dict.fromkeys(command.scope)),
     }
     for what, is_same in same.items():
         if not is_same:

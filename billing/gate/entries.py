@@ -3,13 +3,11 @@ proves.
 
 An entry moves money between the accounts of one tenant. Each posting is the amount added to an
 account, with credits positive. The postings of an entry sum to zero (double entry). The tenant's
-balance is `granted + topup + receivable + scoped`; the other three accounts are the operator's
-side.
+balance is `granted + topup + receivable`; the other three accounts are the operator's side.
 
     granted     promotional money, spent before paid money  cash       where top-ups came from
     topup       money paid in advance                       promotion  where grants came from
     receivable  zero or less: what the tenant owes           revenue    what was earned
-    scoped      promotional money for some prices only, spent first
 
 The hash of an entry is `sha256(hash before + json([tenant, seq, kind, request_id, at_ns, currency,
 postings, body]))`; the first follows `genesis(tenant)`. Amounts in a body are units, as texts.
@@ -25,10 +23,9 @@ import orjson
 
 from billing.money import format_units
 
-TENANT_ACCOUNTS = ("granted", "topup", "receivable", "scoped")
+TENANT_ACCOUNTS = ("granted", "topup", "receivable")
 ACCOUNTS = (*TENANT_ACCOUNTS, "revenue", "cash", "promotion")
-GRANTED = ("granted", "scoped")
-AMOUNTS = {"saved", "fees", "included_amount", "moves", "held"}  # in a body, whole units as texts
+AMOUNTS = {"saved", "fees", "held"}  # in a body, whole units as texts
 
 
 class Kind(StrEnum):
@@ -41,8 +38,6 @@ class Kind(StrEnum):
     WITHDRAWAL = "withdrawal"  # paid money paid out again
     CHARGEBACK = "chargeback"  # a payment reversed by the payer's bank
     ADJUSTMENT = "adjustment"  # corrects a deposit, to which it refers
-    WALLET = "wallet"  # money in another currency, in or out; does not change the balance
-    CONVERSION = "conversion"  # money from a wallet, converted into the balance
     EXPIRY = "expiry"  # removes the rest of an expired grant, to which it refers
 
 
@@ -97,8 +92,6 @@ class Entry:
         details = self.details
         for name in AMOUNTS & details.keys():
             details[name] = format_units(int(details[name]))
-        if moved := details.get("scoped"):
-            details["scoped"] = {seq: format_units(int(units)) for seq, units in moved.items()}
         return details
 
 

@@ -6,7 +6,7 @@ writes the changes in one transaction. A command either applies completely or ra
 nothing, so a refusal does not affect the rest of its batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -22,25 +22,17 @@ from billing.gate.advances import allot, draw, drawn
 from billing.gate.commands import (
     Adjust,
     Allot,
-    CloseMonth,
     Command,
     Correct,
     Deposit,
     Expire,
     Key,
-    MoveWallet,
     Reap,
     Reserve,
     Settle,
     TopUp,
 )
-from billing.gate.corrections import (
-    correct,
-    cost_of,
-    give_back,
-    scoped_taken_by,
-    taken_by,
-)
+from billing.gate.corrections import correct, cost_of, give_back, taken_by
 from billing.gate.deposits import adjust, deposit
 from billing.gate.entries import (
     Entry,
@@ -57,12 +49,8 @@ from billing.gate.holds import (
     request_body,
 )
 from billing.gate.outcomes import PRESUMED
-from billing.gate.plans import close_month, included_body, includes, month_of
 from billing.gate.postings import refund, spend
-from billing.gate.scoped import given_back, reach, scoped_body, taken_from
-from billing.gate.wallets import move
 from billing.gate.work import SYSTEM, Settled, TenantAccount, Work, insufficient_balance
-from billing.prices.book import RateRef
 from billing.prices.rating import rate
 from billing.usage import Usage
 
@@ -84,10 +72,6 @@ def apply(work: Work, command: Command) -> object:
             return deposit(work, command)
         case Expire():
             return expire(work, command)
-        case MoveWallet():
-            return move(work, command)
-        case CloseMonth():
-            return close_month(work, command)
         case Adjust():
             return adjust(work, command)
         case Correct():
@@ -105,26 +89,13 @@ def apply_all(work: Work, commands: Iterable[Command]) -> list[object]:
     return results
 
 
-def _take(work: Work, account: TenantAccount, amount: int, ref: RateRef) -> None:
+def _check_available(account: TenantAccount, amount: int) -> None:
     available = account.available
     if available is None or amount <= max(0, available):
         return
-    available += _within_reach(work, account, ref)
-    if amount > available:
-        raise insufficient_balance(
-            account.tenant, needed=amount, available=available, currency=account.currency
-        )
-
-
-def _within_reach(work: Work, account: TenantAccount, ref: RateRef) -> int:
-    """The amount scoped grants add for a request at this price, given all current holds."""
-    if not any(grant.left for grant in account.grants.values()):
-        return 0
-    held = [hold for hold in work.holds.values() if hold.tenant == account.tenant]
-    if sum(hold.amount for hold in held) < account.held:
-        return 0  # advances have no known price
-    refs = {decode_request(hold.body)[0] for hold in held if hold.amount}
-    return min(reach(account.grants, each) for each in {ref, *refs})
+    raise insufficient_balance(
+        account.tenant, needed=amount, available=available, currency=account.currency
+    )
 
 
 def _reserve(work: Work, command: Reserve) -> Hold:
@@ -156,7 +127,7 @@ def _reserve(work: Work, command: Reserve) -> Hold:
     if not command.drawn:  # a drawn hold is already given
         held = replace(held, checked=work.check_limits(held, held.amount))
     covered = draw(work, command)
-    _take(work, account, command.amount - covered, hold.pinned.ref)
+    _check_available(account, command.amount - covered)
     work.put_hold(held)
     if covered:
         drawn(work, command, covered)
@@ -170,7 +141,7 @@ def _top_up(work: Work, command: TopUp) -> int:
     checked = stored.checked
     if command.amount:
         checked = work.check_limits(stored, command.amount)
-    _take(work, work.account(stored.tenant), command.amount, command.hold.pinned.ref)
+    _check_available(work.account(stored.tenant), command.amount)
     held = replace(
         stored,
         amount=stored.amount + command.amount,
@@ -188,15 +159,12 @@ def _settle(work: Work, command: Settle) -> Settled:
     charged = work.entry(*hold.key, Kind.CHARGE)
     if charged is not None:
         return _settle_again(work, command, charged)
-    charge = rate(usage, hold.pinned, _left(work, hold))
-    scoped = taken_from(account.grants, hold.pinned.ref, charge.amount)
+    charge = rate(usage, hold.pinned)
     body = request_body(hold.pinned.ref, hold.context) | {
         "usage": usage.record(),
         "outcome": command.outcome,
         "saved": str(charge.saved),
         "fees": str(charge.fees) if charge.fees else "",
-        **included_body(charge),
-        **scoped_body(scoped, -1),
     }
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
@@ -204,11 +172,10 @@ def _settle(work: Work, command: Settle) -> Settled:
     if stored is not None:
         body |= _checked_body(stored)
     work.drop_hold(hold.key)
-    postings = spend(account, charge.amount, sum(scoped.values()))
+    postings = spend(account, charge.amount)
     admitted_ns = hold.context.admitted_ns
     entry = work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
     work.spend(entry, charge.amount)
-    _use(work, hold, charge.taken)
     _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
     return Settled(entry, charge, usage)
 
@@ -219,22 +186,6 @@ def _checked_body(stored: StoredHold) -> dict[str, Any]:
         return {}
     limits = dict(stored.checked.limits)
     return {"held": str(stored.amount), "checked_at": stored.checked.at, "limits": limits}
-
-
-def _left(work: Work, hold: Hold) -> dict[str, int]:
-    """The included tokens left for a request, in the month of its admission."""
-    if not hold.pinned.included:
-        return {}
-    month = month_of(hold.context.admitted_ns or work.now_ns)
-    return includes(hold.pinned, month, work.used, hold.tenant)
-
-
-def _use(work: Work, hold: Hold, more: Mapping[str, int]) -> None:
-    if not more:
-        return
-    month = month_of(hold.context.admitted_ns or work.now_ns)
-    for item, tokens in more.items():
-        work.use((hold.tenant, month, hold.pinned.ref.card, item), tokens)
 
 
 def _billable(command: Settle) -> Usage:
@@ -250,42 +201,31 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     hold, details = command.hold, charged.details
     work.drop_hold(hold.key)
     was = Usage.from_record(details.get("usage", {}))
-    took: dict[str, int] = details.get("included", {})
     usage = _billable(command)
     corrections = work.corrections.get((charged.tenant, charged.seq), [])
     late = next((entry for entry in corrections if "card" in entry.details), None)
     if late is not None:
         was = Usage.from_record(late.details.get("usage", {}))
-        took = late.details.get("included", {})
     elif _may_amend(work, charged):
         account = work.account(hold.tenant)
-        left = {name: n + took.get(name, 0) for name, n in _left(work, hold).items()}
-        charge = rate(usage, hold.pinned, left)
-        difference = charge.amount - rate(was, hold.pinned, took).amount
+        difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
         if difference > 0:
-            scoped = taken_from(account.grants, hold.pinned.ref, difference)
-            postings, sign = spend(account, difference, sum(scoped.values())), -1
+            postings = spend(account, difference)
         else:
-            postings, sign = refund(account, taken_by(work, charged), -difference), 1
-            back = postings["scoped"]
-            scoped = given_back(account.grants, scoped_taken_by(work, charged), back)
+            postings = refund(account, taken_by(work, charged), -difference)
         body = request_body(hold.pinned.ref, hold.context) | {
             "corrects": charged.seq,
             "usage": usage.record(),
             "outcome": command.outcome,
             "reason": "settled after its hold had been ended",
-            **included_body(charge),
-            **scoped_body(scoped, sign),
         }
         work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
         work.spend(charged, difference)
-        names = {*charge.taken, *took}
-        _use(work, hold, {n: charge.taken.get(n, 0) - took.get(n, 0) for n in names})
-        was, took = usage, dict(charge.taken)
+        was = usage
         _note_delivery(work, command, charged)
     elif not command.delivered:
         _note_delivery(work, command, charged)
-    return Settled(charged, rate(was, hold.pinned, took), was, repeated=True)
+    return Settled(charged, rate(was, hold.pinned), was, repeated=True)
 
 
 def _may_amend(work: Work, charged: Entry) -> bool:

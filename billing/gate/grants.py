@@ -1,8 +1,8 @@
 """Expiring grants, and what is left of each. Pure; used by both the gate and the audit.
 
-A grant with a scope has its own count (`scoped`). All other granted money is one balance. The
-unspent part is attributed to the grants that expire last, so spending always counts against the
-grant that expires first. When a grant expires, the part not attributed to later grants is removed.
+All granted money is one balance. The unspent part is attributed to the grants that expire last, so
+spending always counts against the grant that expires first. When a grant expires, the part not
+attributed to later grants is removed.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from billing.errors import InvalidAmount, UnknownDeposit
 from billing.gate.commands import Expire
 from billing.gate.entries import Entry, Kind
-from billing.gate.scoped import scope_of, scoped_body
 from billing.gate.work import NEVER, SYSTEM, Work
 
 
@@ -23,7 +22,6 @@ class Grant:
     reference: str
     amount: int
     expires_ns: int = NEVER
-    is_scoped: bool = False
     is_over: bool = False
 
     @property
@@ -43,8 +41,7 @@ def remaining(grants: Iterable[Grant], balance: int) -> dict[int, int]:
 
 def grant_of(entry: Entry, corrections: Iterable[Entry]) -> Grant:
     """The grant described by its entry and the entries that correct it."""
-    scoped = bool(scope_of(entry.details))
-    grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry), scoped)
+    grant = Grant(entry.seq, entry.request_id, entry.amount, expires_ns_of(entry))
     for correction in corrections:
         if correction.kind is Kind.EXPIRY:
             grant.is_over = True
@@ -67,18 +64,12 @@ def expire(work: Work, command: Expire) -> Entry | None:
         return standing
     account = work.account(command.tenant)
     body: dict[str, object] = {"corrects": made.seq, "by": SYSTEM, "reason": "its time is over"}
-    if scope_of(made.details):
-        left = account.grants[made.seq].left
-        postings = {"scoped": -left, "promotion": left}
-        body |= scoped_body({made.seq: -left})
-    else:
-        grants = [
-            grant_of(entry, work.corrections.get((entry.tenant, entry.seq), ()))
-            for entry in work.grants.get(command.tenant, ())
-            if not scope_of(entry.details)
-        ]
-        left = remaining(grants, account.balances["granted"])[made.seq]
-        postings = {"granted": -left, "promotion": left}
+    grants = [
+        grant_of(entry, work.corrections.get((entry.tenant, entry.seq), ()))
+        for entry in work.grants.get(command.tenant, ())
+    ]
+    left = remaining(grants, account.balances["granted"])[made.seq]
+    postings = {"granted": -left, "promotion": left}
     return work.post(account, Kind.EXPIRY, command.reference, postings, body)
 
 

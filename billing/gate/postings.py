@@ -4,7 +4,6 @@ Pure. The gate posts by these rules and the audit checks by them.
 """
 
 from billing.gate.entries import Kind, Postings
-from billing.gate.scoped import ScopedGrant
 from billing.gate.work import TenantAccount
 
 
@@ -14,26 +13,21 @@ def pay_in(account: TenantAccount, amount: int) -> dict[str, int]:
     return {"receivable": owed, "topup": amount - owed}
 
 
-def spend(account: TenantAccount, amount: int, scoped: int = 0) -> dict[str, int]:
-    """Postings of a charge: scoped grants first, then granted, then paid money; the rest is
-    debt."""
-    granted = min(amount - scoped, max(0, account.balances["granted"]))
-    topup = min(amount - scoped - granted, max(0, account.balances["topup"]))
-    owed = amount - scoped - granted - topup
-    moved = {"granted": -granted, "topup": -topup, "receivable": -owed, "scoped": -scoped}
-    return {**moved, "revenue": amount}
+def spend(account: TenantAccount, amount: int) -> dict[str, int]:
+    """Postings of a charge: granted money first, then paid money; the rest is debt."""
+    granted = min(amount, max(0, account.balances["granted"]))
+    topup = min(amount - granted, max(0, account.balances["topup"]))
+    owed = amount - granted - topup
+    return {"granted": -granted, "topup": -topup, "receivable": -owed, "revenue": amount}
 
 
 def refund(account: TenantAccount, taken: Postings, amount: int) -> dict[str, int]:
-    """Postings that refund `amount` of what was `taken`: paid money first, then granted, then
-    scoped.
+    """Postings that refund `amount` of what was `taken`: paid money first, then granted.
 
     Refunded money settles debt before it can be spent again.
     """
     paid = min(amount, taken["topup"] + taken["receivable"])
-    granted = min(amount - paid, taken["granted"])
-    given = {"granted": granted, "scoped": amount - paid - granted}
-    return {**pay_in(account, paid), **given, "revenue": -amount}
+    return {**pay_in(account, paid), "granted": amount - paid, "revenue": -amount}
 
 
 def take_back(account: TenantAccount, source: str, amount: int) -> dict[str, int]:
@@ -42,16 +36,8 @@ def take_back(account: TenantAccount, source: str, amount: int) -> dict[str, int
     return {source: -left, "receivable": left - amount}
 
 
-def deposited(
-    account: TenantAccount, kind: Kind, gain: int, scoped: ScopedGrant | None = None
-) -> dict[str, int]:
-    """Postings of a deposit, withdrawal or chargeback, or of the difference that corrects one.
-
-    `scoped` is the scoped grant that it creates or corrects.
-    """
-    if scoped is not None:
-        moved = max(gain, -scoped.left)
-        return {"scoped": moved, "receivable": gain - moved, "promotion": -gain}
+def deposited(account: TenantAccount, kind: Kind, gain: int) -> dict[str, int]:
+    """Postings of a deposit, withdrawal or chargeback, or of the difference that corrects one."""
     if kind is Kind.GRANT:
         given = {"granted": gain} if gain > 0 else take_back(account, "granted", -gain)
         return {**given, "promotion": -gain}

@@ -2,14 +2,13 @@
 
 Pure: the store adds these rows in the transaction of their entries, and the audit recomputes them.
 Days are UTC. Corrections are few and not in the sums; a statement lists them. `granted` is the part
-of the amount taken from granted money, `owed` the part that became debt, and `included` the price
-of included tokens.
+of the amount taken from granted money, and `owed` the part that became debt.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from billing.gate.entries import GRANTED, Entry, Kind
+from billing.gate.entries import Entry, Kind
 from billing.usage import CLASSES
 
 SPLIT = 10**9  # amounts are stored as hi * SPLIT + lo, so that SQL adds them without overflow
@@ -17,7 +16,7 @@ DAY_NS = 86_400 * 10**9
 DAILY_KEY = ("tenant", "day", "project", "key_id", "model", "card", "version", "window_name")
 SESSION_KEY = ("tenant", "session")
 STORED = ({"storage_token_hours"}, {"storage_token_minutes"})
-AMOUNTS = ("amount", "saved", "fees", "granted", "owed", "included")
+AMOUNTS = ("amount", "saved", "fees", "granted", "owed")
 COUNTERS = (
     "requests",
     *CLASSES,
@@ -94,16 +93,14 @@ def _sorted(rows: dict[tuple[Any, ...], Row]) -> list[Row]:
 
 def _add(row: Row, taken: dict[str, int], details: dict[str, Any]) -> None:
     usage = details.get("usage", {})
-    is_request = set(usage) not in STORED and "commitment" not in details
-    row["requests"] += is_request  # an hour of a pin or a month's minimum is not a request
+    row["requests"] += set(usage) not in STORED  # an hour of a pin is not a request
     for name, count in usage.items():
         row[name] += count
     row["amount"] += taken.get("revenue", 0)
-    row["granted"] -= sum(taken.get(name, 0) for name in GRANTED)
+    row["granted"] -= taken.get("granted", 0)
     row["owed"] -= taken.get("receivable", 0)
     row["saved"] += int(details["saved"])
     row["fees"] += int(details.get("fees", 0))
-    row["included"] += int(details.get("included_amount", 0))
 
 
 def carried(row: Row) -> Row:

@@ -22,7 +22,6 @@ from billing.gate.entries import (
 )
 from billing.gate.holds import Advance, StoredHold
 from billing.gate.limits import NOTHING, Checked, Spender, Spending, SpendLimit, reached
-from billing.gate.scoped import ScopedGrant, moved_by, scope_of
 from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.prices.rating import Charge
@@ -45,8 +44,6 @@ class TenantAccount:
     at_ns: int = 0
     held: int = 0
     balances: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0))
-    grants: dict[int, ScopedGrant] = field(default_factory=dict)  # scoped ones, by number
-    created_ns: int = 0
     limited: bool = False  # whether it has hard limits
 
     @property
@@ -54,25 +51,14 @@ class TenantAccount:
         return sum(self.balances[name] for name in TENANT_ACCOUNTS)
 
     @property
-    def free(self) -> int:
-        """The money that may be spent on everything, including held money."""
-        return self.worth - self.balances["scoped"]
-
-    @property
     def available(self) -> int | None:
-        """The money available to a hold of any price; None is unlimited."""
-        return None if self.credit_limit is None else self.free + self.credit_limit - self.held
+        """The money available to a hold; None is unlimited."""
+        return None if self.credit_limit is None else self.worth + self.credit_limit - self.held
 
-    def take(self, entry: Entry, details: dict[str, Any]) -> None:
-        """Applies an entry to the balances and scoped grants."""
+    def take(self, entry: Entry) -> None:
+        """Applies an entry to the balances."""
         for name, units in entry.amounts.items():
             self.balances[name] += units
-        if entry.kind is Kind.GRANT and (scope := scope_of(details)):
-            expires_ns = int(details.get("expires_ns", NEVER))
-            grant = ScopedGrant(entry.seq, entry.request_id, scope, expires_ns, entry.amount)
-            self.grants[entry.seq] = grant
-        for seq, units in moved_by(details).items():
-            self.grants[seq].left += units
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +69,6 @@ class Settled:
     charge: Charge
     usage: Usage
     repeated: bool = False
-
-
-Used = tuple[str, str, str, str]  # tenant, month, card, and an item of its included tokens
 
 
 @dataclass(slots=True)
@@ -103,15 +86,9 @@ class Work:
         default_factory=dict
     )  # by corrected seq
     grants: dict[str, list[Entry]] = field(default_factory=dict)  # of tenants where one may expire
-    used: dict[Used, int] = field(default_factory=dict)  # included tokens already spent
-    put_used: dict[Used, int] = field(default_factory=dict)
-    wallets: dict[Key, int] = field(default_factory=dict)  # by tenant and currency
-    put_wallets: dict[Key, int] = field(default_factory=dict)
-    spent: dict[Key, int] = field(default_factory=dict)  # by tenant and month
     limits: dict[str, list[SpendLimit]] = field(default_factory=dict)  # by tenant
     spending: dict[Spender, Spending] = field(default_factory=dict)
     put_spending: set[Spender] = field(default_factory=set)
-    put_scoped: set[tuple[str, int]] = field(default_factory=set)  # changed scoped grants
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
@@ -142,11 +119,6 @@ class Work:
         self.holds[hold.key] = self.put_holds[hold.key] = hold
         self.dropped_holds.discard(hold.key)
         self.touched.add(hold.tenant)
-
-    def use(self, key: Used, more: int) -> None:
-        """Spends included tokens, or returns them."""
-        if more:
-            self.used[key] = self.put_used[key] = self.used.get(key, 0) + more
 
     def put_advance(self, advance: Advance) -> None:
         before = self.advances.get(advance.key)
@@ -202,7 +174,7 @@ class Work:
         """Counts a charge, or the change that a correction makes to it, for the hard limits."""
         limits = self.limits.get(charge.tenant, ())
         details = charge.details if limits else {}
-        for limit in limits if "commitment" not in details else ():
+        for limit in limits:
             spender = limit.spender(details, charge.moment_ns)
             if spender is not None:
                 self._count(spender, amount, 0)
@@ -237,9 +209,7 @@ class Work:
         entry = Entry(*fields, hash=account.head, billed_ns=body.get("billed_ns"))
         if body.get("by", SYSTEM) != SYSTEM:
             self.decisions.append((entry, account.worth))
-        account.take(entry, body)
-        moved = [*moved_by(body), *([seq] if body.get("scope") else ())]
-        self.put_scoped.update((account.tenant, each) for each in moved)
+        account.take(entry)
         self.new_entries.append(entry)
         self.entries.setdefault((account.tenant, request_id), []).append(entry)
         if "corrects" in body:

@@ -3,19 +3,18 @@ sent."""
 
 import secrets
 import time
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated
 
-from billing.errors import InvalidName, InvalidSpan
-from billing.gate.commands import Adjust, Deposit, MoveWallet
+from billing.errors import InvalidSpan
+from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Kind
 from billing.money import parse_not_negative, parse_positive
-from billing.operations.arguments import Amount, Argument, Reference, Text, Why, text
+from billing.operations.arguments import Amount, Argument, Reference, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
 from billing.reports.grants import end_of
-from billing.reports.plans import standing
+from billing.reports.limits import standing
 
 
 class Booking(StrEnum):
@@ -36,7 +35,7 @@ _KINDS = {
 
 
 def show_balance(books: Books, *, tenant: str) -> Document:
-    """What a tenant has, owes and has on hold, and what is left of its grants and plan."""
+    """What a tenant has, owes and has on hold, and what is left of its grants and limits."""
     found = tenant_document(books.accounts.tenant(tenant))
     return found | standing(books.store, tenant, time.time_ns())
 
@@ -55,46 +54,19 @@ def book_deposit(
         Annotated[str, text(10)] | None,
         Argument("Of a grant: its last day (UTC), such as 2027-01-31 or 90d"),
     ] = None,
-    scope: Annotated[
-        Sequence[Text] | None,
-        Argument("Of a grant: the prices that spend it, each MODEL or MODEL@TERM", max_length=20),
-    ] = None,
-    currency: Annotated[
-        Annotated[str, text(3)] | None,
-        Argument("Another than the tenant's: into its wallet, or out of it"),
-    ] = None,
-    rate: Annotated[
-        Annotated[str, text(40)] | None,
-        Argument("With a top-up: converts so much of the wallet into the balance"),
-    ] = None,
-    rate_date: Annotated[str, text(10)] | None = None,
-    rate_source: Text | None = None,
     by: str,
     why: Why,
 ) -> Document:
     """Book money: a grant, a top-up, a withdrawal or a chargeback. Returns the tenant afterwards.
 
-    What is left of a grant after its last day, `expires`, is removed. With a `scope`, only requests
-    at these prices spend it. In another `currency` it goes into or out of the tenant's wallet. With
-    a `rate`, a top-up converts this much of the wallet into the balance.
+    What is left of a grant after its last day, `expires`, is removed.
     """
     units = parse_positive(amount)
     name = reference or f"{kind}_{secrets.token_hex(8)}"
     if expires and kind is not Booking.GRANT:
         raise InvalidSpan(f"a {kind} does not expire; only a grant does")
-    if scope and kind is not Booking.GRANT:
-        raise InvalidName(f"a {kind} has no scope; only a grant does")
-    if (rate or rate_date or rate_source) and (not currency or kind is not Booking.TOPUP):
-        raise InvalidName("a rate converts a wallet: give the wallet's currency, in a top-up")
-    if currency and (rate or currency != books.accounts.tenant(tenant).currency):
-        if kind not in (Booking.TOPUP, Booking.WITHDRAW):
-            raise InvalidName(f"a {kind} is in the tenant's own currency")
-        moved = units if kind is Booking.TOPUP and not rate else -units
-        at = (rate or "", rate_date or "", rate_source or "")
-        books.ledger.post(MoveWallet(tenant, name, currency, moved, by, why, *at)).result()
-        return show_balance(books, tenant=tenant)
     ends_ns = end_of(expires, time.time_ns()) if expires else 0
-    booked = Deposit(tenant, _KINDS[kind], name, units, by, why, ends_ns, tuple(scope or ()))
+    booked = Deposit(tenant, _KINDS[kind], name, units, by, why, ends_ns)
     books.ledger.post(booked).result()
     return tenant_document(books.accounts.tenant(tenant))
 

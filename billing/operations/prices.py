@@ -47,20 +47,14 @@ def plan_card(
     days: Annotated[int, Argument(ge=1, le=3660)] = 30,
     tenant: Name | None = None,
 ) -> Document:
-    """What the last days' real usage would have cost under a card, and its monthly minimum.
-
-    Changes nothing.
-    """
+    """What the last days' real usage would have cost under a card. Changes nothing."""
     books.accounts.expect(tenant)
     from billing.proof import rerate  # imports the database
 
     tried = _card(books, card)
-    now_ns = time.time_ns()
-    since_ns = max(0, now_ns - days * 86_400 * NS)
+    since_ns = max(0, time.time_ns() - days * 86_400 * NS)
     pricing = rerate.under_card(tried)
-    plan = rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant)
-    plan.minimums = rerate.minimums(books.store, tried, now_ns, tenant)
-    return plan_document(plan)
+    return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
 
 
 def apply_card(books: Books, *, card: CardSource, by: str, why: Why) -> Document:

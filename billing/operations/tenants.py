@@ -18,8 +18,8 @@ def list_tenants(books: Books) -> list[Document]:
 
 
 def show_tenant(books: Books, *, tenant: str) -> Document:
-    """One tenant, with its projects, what is left of its grants, and its plan."""
-    from billing.reports.plans import standing  # imports the database
+    """One tenant, with its projects, and what is left of its grants and limits."""
+    from billing.reports.limits import standing  # imports the database
 
     found = tenant_document(books.accounts.tenant(tenant))
     found["rate_limits"] = dict(books.accounts.rate_limits(tenant))

@@ -20,7 +20,6 @@ from billing.usage import RATE_OF
 NS = 10**9
 _STEP_NS = 1800 * NS  # clocks change at full or half hours of UTC
 STANDARD = "standard"  # the window outside all named windows
-MONTHLY = "monthly minimum"  # instead of a window: a month's shortfall against the card's minimum
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
@@ -133,18 +132,6 @@ def most_specific(prices: Iterable[ModelPrice], model: str) -> ModelPrice | None
     return max(matching, key=lambda price: price.weight, default=None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Included:
-    """Free tokens of each month, for models that match a pattern. They cover the named classes in
-    order.
-    """
-
-    name: str
-    pattern: str
-    classes: tuple[str, ...]
-    tokens: int
-
-
 def fits(pattern: str, model: str) -> bool:
     """Whether a pattern, a name or a prefix with a final `*`, matches this model."""
     return model.startswith(pattern[:-1]) if pattern.endswith("*") else model == pattern
@@ -203,7 +190,6 @@ class PinnedRate:
     pattern: str
     rates: Rates
     minimum_cached_tokens: int = 0
-    included: tuple[Included, ...] = ()
 
     @property
     def version(self) -> str:
@@ -232,8 +218,6 @@ class RateCard:
     valid_until_ns: int | None = None
     groups: tuple[PriceGroup, ...] = ()
     services: Mapping[str, Fraction] = field(default_factory=dict)  # factors, by service tier
-    included: tuple[Included, ...] = ()  # per month and tenant
-    monthly_minimum: int = 0  # minimum charges per month and tenant
     text: str = ""
     applied_ns: int = 0  # when it was put in force; 0 if it was not
 
@@ -282,13 +266,10 @@ class RateCard:
             pattern=price.pattern,
             rates=rates,
             minimum_cached_tokens=self.minimum_cached_tokens,
-            included=tuple(item for item in self.included if fits(item.pattern, model)),
         )
 
     def _rates(self, price: ModelPrice, window: str) -> Rates | None:
         """The rates named by a `RateRef`'s `window`, or None."""
-        if window == MONTHLY:
-            return price.rates[STANDARD] if self.monthly_minimum else None
         first, *factors = window.split(AND)
         rates = price.rates.get(first)
         if first.startswith(ABOVE):
@@ -337,14 +318,6 @@ class PriceBook:
     @cached_property
     def _by_ref(self) -> dict[tuple[str, str], RateCard]:
         return {(card.name, card.version): card for card in self.cards}
-
-    @cached_property
-    def _plans(self) -> list[RateCard]:
-        return [card for card in self.cards if card.included]
-
-    def includes(self, tenant: str) -> bool:
-        """Whether any card includes tokens for a tenant."""
-        return any(not card.tenants or tenant in card.tenants for card in self._plans)
 
     def card(self, name: str, version: str) -> RateCard:
         """The card of this name and version. Raises `NoPrice`."""

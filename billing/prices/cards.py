@@ -23,11 +23,9 @@ from billing.names import check_name
 from billing.prices.book import (
     ABOVE,
     DAYS,
-    MONTHLY,
     NS,
     STANDARD,
     Holidays,
-    Included,
     ModelPrice,
     PriceGroup,
     RateCard,
@@ -41,13 +39,15 @@ DEFAULT_CARD = "deepseek-launch"
 
 _CARD_FIELDS = {
     *("name", "version", "valid_from", "currency", "time_zone", "holidays"),
-    *("minimum_cached_tokens", "note", "tenants", "valid_until", "monthly_minimum"),
+    *("minimum_cached_tokens", "note", "tenants", "valid_until"),
 }
 _PER_REQUEST = {"request", "minimum"}  # amounts, not rates per million tokens
 _RATE_FIELDS = {"hit", *RATE_OF.values(), *_PER_REQUEST}
 _MOST_FEE = 10**6
-_MOST_INCLUDED = 10**15
-_INCLUDABLE = (*HIT_CLASSES, "miss", "output", "cache_write", "explicit_write", "cache_write_1h")
+_REMOVED = dict.fromkeys(
+    ("included", "monthly_minimum"),
+    "plans and minimums are your billing system's, which `cachesvc usage export` feeds",
+)
 _MOST_FACTOR = 1000
 _WINDOW_FIELDS = {"name", "start", "end", "days", "holidays"}
 _INSTANTS_NS = range(-(2**63), 2**63)  # what the ledger can store
@@ -142,6 +142,8 @@ class _Reader:
 
     def known(self, table: Mapping[str, Any], names: Collection[str], at: str) -> None:
         for name in table:
+            if name in _REMOVED and name not in names:
+                self.fail(f"{name} was removed: {_REMOVED[name]}", f"{at}.{name}".removeprefix("."))
             if name not in names:
                 near = difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -156,7 +158,7 @@ class _Reader:
         return value
 
     def card(self, data: dict[str, Any], text: str) -> RateCard:
-        self.known(data, {"card", "window", "model", "cost", "group", "service", "included"}, "")
+        self.known(data, {"card", "window", "model", "cost", "group", "service"}, "")
         head = data.get("card")
         if not isinstance(head, dict):
             self.fail("a [card] table is needed, with name, version, valid_from and currency")
@@ -193,21 +195,10 @@ class _Reader:
             valid_until_ns=self.until(head, "valid_until", "card", zone),
             groups=groups,
             services=services,
-            included=tuple(self.item(table, at) for at, table in self.tables(data, "included")),
-            monthly_minimum=self.monthly_minimum(head),
             text=text,
         )
         if card.valid_until_ns is not None and card.valid_until_ns <= card.valid_from_ns:
             self.fail("valid_until is not after valid_from", "card.valid_until")
-        if len({item.name for item in card.included}) != len(card.included):
-            self.fail("two [[included]] tables have the same name", "included")
-        is_explicit = any(
-            rates.explicit_hit
-            for model in card.models
-            for rates in (*model.rates.values(), *model.above.values())
-        )
-        if is_explicit and any(set(HIT_CLASSES) & set(each.classes) for each in card.included):
-            self.fail("a card that includes hits prices no explicit_hit", "included")
         self.check_factors(card)
         return card
 
@@ -248,31 +239,6 @@ class _Reader:
         self.known(table, {"name", "factor"}, at)
         return self.text(table, "name", at), self.factor(table, at)
 
-    def item(self, table: dict[str, Any], at: str) -> Included:
-        self.known(table, {"name", "match", "classes", "tokens"}, at)
-        name, tokens = self.text(table, "name", at), table.get("tokens")
-        if type(tokens) is not int or not 0 < tokens <= _MOST_INCLUDED:
-            self.fail(f"tokens = {tokens!r}: a whole number above zero, a month", f"{at}.tokens")
-        classes = table.get("classes")
-        if not isinstance(classes, list) or not classes:
-            self.fail(f"classes of {name!r} is a list such as ['hit', 'miss']", f"{at}.classes")
-        spread = [each for one in classes for each in (HIT_CLASSES if one == "hit" else (one,))]
-        for each in spread:
-            if each not in _INCLUDABLE or spread.count(each) > 1:
-                among = ", ".join(("hit", *_INCLUDABLE))
-                self.fail(f"classes of {name!r}: each once, of {among}", f"{at}.classes")
-        pattern = self.pattern(table | {"match": table.get("match", "*")}, at)
-        return Included(name=name, pattern=pattern, classes=tuple(spread), tokens=tokens)
-
-    def monthly_minimum(self, head: dict[str, Any]) -> int:
-        units = self.fee("monthly_minimum", head.get("monthly_minimum", 0), "card.monthly_minimum")
-        if units and not head.get("tenants"):
-            self.fail(
-                "a monthly_minimum needs 'tenants': whom it binds is written down",
-                "card.monthly_minimum",
-            )
-        return units
-
     def check_names(
         self,
         windows: tuple[Window, ...],
@@ -282,7 +248,7 @@ class _Reader:
         """Raises if a name is used for two terms of a price."""
         names = [*(w.name for w in windows), *(g.name for g in groups), *services]
         for name in names:
-            if "|" in name or name.startswith(ABOVE) or name == MONTHLY:
+            if "|" in name or name.startswith(ABOVE):
                 self.fail(f"{name!r} cannot be a name: it has another meaning in a price's terms")
         if len(set(names)) != len(names):
             self.fail("two windows, groups or service tiers have the same name")

@@ -4,12 +4,11 @@ Settlement, audit and plans all use `rate`, so charges cannot differ between imp
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from billing.prices.book import PinnedRate, Rates
 from billing.usage import CLASSES, HIT_CLASSES, Usage
-
-INCLUDED = "included_"  # prefix of a class: its included tokens, as a negative amount
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Charge:
     """The cost of a usage. `saved` is the price of its tokens without a cache minus this cost.
 
     `fees` is the part of the amount not for tokens: the request's fee and the addition up to a
-    minimum. `included` is the price of its included tokens, `taken` their number by item.
+    minimum.
     """
 
     lines: tuple[Line, ...]
@@ -35,16 +34,15 @@ class Charge:
     saved: int
     currency: str
     fees: int = 0
-    included: int = 0
-    taken: Mapping[str, int] = field(default_factory=dict)
 
 
-def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None) -> Charge:
-    """The charge for `usage`. Hits below the card's minimum cached size are priced as misses.
+def charge_in(details: Mapping[str, Any], pinned: PinnedRate) -> Charge:
+    """The charge in an entry's body."""
+    return rate(Usage.from_record(details.get("usage", {})), pinned)
 
-    `left` is the number of remaining included tokens by item. Passing a charge's `taken` gives the
-    same charge again.
-    """
+
+def rate(usage: Usage, pinned: PinnedRate) -> Charge:
+    """The charge for `usage`. Hits below the card's minimum cached size are priced as misses."""
     rates = pinned.rates
     counts_as_hit = usage.hit >= pinned.minimum_cached_tokens
     lines: list[Line] = []
@@ -60,10 +58,7 @@ def rate(usage: Usage, pinned: PinnedRate, left: Mapping[str, int] | None = None
     fees = _fees(lines, of_tokens, rates) if prompt or usage.output else 0
     uncached = prompt * rates.miss + usage.output * rates.output
     saved = uncached - of_tokens
-    taken = _include(lines, pinned, left) if left else {}
-    included = -sum(line.amount for line in lines if line.name.startswith(INCLUDED))
-    amount = of_tokens + fees - included
-    return Charge(tuple(lines), amount, saved, pinned.currency, fees, included, taken)
+    return Charge(tuple(lines), of_tokens + fees, saved, pinned.currency, fees)
 
 
 def short_hits(usage: Usage, pinned: PinnedRate) -> str | None:
@@ -73,24 +68,6 @@ def short_hits(usage: Usage, pinned: PinnedRate) -> str | None:
         return None
     hits = "1 hit" if usage.hit == 1 else f"{usage.hit} hits"
     return f"{hits}, fewer than the card's {least}: priced as misses"
-
-
-def _include(lines: list[Line], pinned: PinnedRate, left: Mapping[str, int]) -> dict[str, int]:
-    """Subtracts the included tokens, item by item. Returns the number of each."""
-    priced = {line.name: line for line in lines}
-    open_tokens = {name: line.tokens for name, line in priced.items()}
-    taken: dict[str, int] = {}
-    for item in pinned.included:
-        for name in item.classes:
-            covered = min(
-                left.get(item.name, 0) - taken.get(item.name, 0), open_tokens.get(name, 0)
-            )
-            if covered > 0:
-                open_tokens[name] -= covered
-                taken[item.name] = taken.get(item.name, 0) + covered
-    for name, line in priced.items():
-        _add(lines, INCLUDED + name, open_tokens[name] - line.tokens, line.per_token)
-    return taken
 
 
 def _fees(lines: list[Line], of_tokens: int, rates: Rates) -> int:

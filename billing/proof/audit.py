@@ -8,15 +8,13 @@ every entry. A tenant's proof ends at its first entry that differs, because late
     chained     the hash is that of the entry after the one before it
     balanced    postings name known accounts and sum to zero
     rated       a charge is its usage times the card in force at its admission, in that window,
-                taken from the accounts in their order; what was saved is as said; each month's
-                minimum is booked
+                taken from the accounts in their order; what was saved is as said
     billed      a charge belongs to the month of its admission
     limited     what was spent and held never passed a hard limit when a hold was checked, and each
                 hold was
     corrected   a correction names a charge and gives back no more than is left of it; an
                 adjustment names a deposit
     decided     whatever a person booked is in the admin trail, and the other way round
-    issued      invoices are what the admin trail says, numbered without a gap
     projected   account rows and rollups are what the entries and holds sum to
     readable    every row says something
 """
@@ -29,16 +27,12 @@ from billing.errors import BillingError
 from billing.prices.book import PriceBook, RateCard
 from billing.prices.cards import applied_card, card_digest
 from billing.proof.decisions import check_decisions
-from billing.proof.invoices import check_invoices
 from billing.proof.projections import (
     check_holds,
     compare_accounts,
     compare_expiring,
     compare_rollups,
-    compare_scoped,
     compare_spending,
-    compare_used,
-    compare_wallets,
 )
 from billing.proof.replay import KeptHeads, ProofRun
 from billing.proof.result import UNREADABLE, Head, Problem, Proof, readable
@@ -46,11 +40,8 @@ from billing.proof.trail import TRAIL, check_trail, trail_head
 from billing.store import accounts as store_accounts
 from billing.store import expiring as store_expiring
 from billing.store import limits as store_limits
-from billing.store import plans as store_plans
 from billing.store import reports as store_reports
-from billing.store import scoped as store_scoped
 from billing.store import trail as store_trail
-from billing.store import wallets as store_wallets
 from billing.store.store import Connection, LedgerStore
 
 Heads = dict[str, Head]  # by tenant, and the admin trail's
@@ -79,7 +70,6 @@ def verify(
             if progress is not None and proof.num_entries % store_reports.CHUNK == 0:
                 progress(proof.num_entries)
         proof.problems += replay.problems.values()
-        proof.problems += replay.minimums()
         proof.problems += readable("limits", replay.limits.problems)
         proof.problems += _missing_heads(replay, kept)
         proof.problems += readable("entries", lambda: _repeated(connection))
@@ -90,13 +80,9 @@ def verify(
             rollups = replay.rollups
             proof.problems += readable("usage", lambda: compare_rollups(rollups, connection))
             proof.problems += readable("expiring", lambda: compare_expiring(replay, connection))
-            proof.problems += readable("wallets", lambda: compare_wallets(replay, connection))
-            proof.problems += readable("grants", lambda: compare_scoped(replay, connection))
-            proof.problems += readable("included", lambda: compare_used(replay, connection))
             proof.problems += readable("limits", lambda: compare_spending(replay, connection))
         known = kept.get(TRAIL, {})
         proof.problems += readable(TRAIL, lambda: check_trail(connection, known))
-        proof.problems += readable("invoices", lambda: check_invoices(connection))
         if not broken:
             decisions = replay.decisions
             proof.problems += readable(TRAIL, lambda: check_decisions(connection, decisions))
@@ -129,9 +115,6 @@ def rebuild(store: LedgerStore) -> Proof:
             account.held = held.get(tenant, 0)
         daily, sessions = replay.rollups.stored()
         store_expiring.write_expiring(connection, replay.expiring())
-        store_plans.rewrite_used(connection, replay.used())
-        store_wallets.rewrite_wallets(connection, replay.wallets())
-        store_scoped.rewrite_scoped(connection, replay.accounts.values())
         store_limits.replace_spending(connection, replay.limits.spending())
         store_limits.mark_limited(connection)
         store_reports.replace_projections(connection, replay.accounts.values(), daily, sessions)
@@ -149,7 +132,6 @@ def _replay(connection: Connection, book: PriceBook, kept: KeptHeads) -> ProofRu
         book,
         store_reports.correction_rows(connection),
         kept,
-        store_accounts.created_ns(connection),
         store_trail.trail_rows(connection),
         holds,
     )

@@ -3,23 +3,18 @@
 Used by `billing.proof.replay`, in the order of the entries.
 """
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from billing.gate.corrections import OWN_REFERENCES
 from billing.gate.entries import TENANT_ACCOUNTS, Entry
 from billing.gate.holds import rate_ref
-from billing.gate.plans import includes, month_of
 from billing.gate.postings import refund, spend
-from billing.gate.scoped import given_back, moved_by, taken_from
-from billing.gate.work import SYSTEM, Used
+from billing.gate.work import SYSTEM
 from billing.prices.book import ABOVE, AND, PinnedRate, PriceBook, RateRef, Terms
-from billing.prices.rating import Charge, rate
+from billing.prices.rating import charge_in
 from billing.proof.booked import Booked, Differs, same
 from billing.proof.history import CardHistory
-from billing.proof.minimums import MinimumChecks
-from billing.proof.result import Problem
 from billing.usage import Usage
 
 
@@ -30,11 +25,8 @@ class _Corrected:
     request_id: str
     fingerprint: str
     is_retry: bool
-    month: str
     amount: int
-    included: dict[str, int]  # tokens by item
     left: dict[str, int]
-    scoped: dict[int, int]  # by the grant's number
 
 
 class ChargeChecks:
@@ -43,29 +35,19 @@ class ChargeChecks:
     def __init__(self, book: PriceBook, corrected: set[tuple[str, int]]) -> None:
         self._book = book
         self._history = CardHistory(book)
-        self._minimums = MinimumChecks(book)
         self._corrected = corrected
         self._charges: dict[tuple[str, int], _Corrected] = {}
         self._retried: set[tuple[str, str]] = set()  # tenants and fingerprints of charged retries
         self._after_retry: set[str] = set()  # tenants whose last settled request is a retry
-        self.used: dict[Used, int] = {}
         self._rates: dict[RateRef, PinnedRate] = {}
 
     def check_charge(self, booked: Booked) -> None:
         entry, account, postings, details = booked
         pinned = self._pinned(rate_ref(details))
-        month = month_of(entry.moment_ns)
-        if "commitment" in details:
-            charge = self._minimums.check(booked, pinned)
-        else:
-            left = includes(pinned, month, self.used, entry.tenant)
-            charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
-        self._check_included(details, charge)
+        charge = charge_in(details, pinned)
         if pinned.currency != entry.currency:
             raise Differs("rated", f"its card is in {pinned.currency}, unlike the account")
-        scoped = taken_from(account.grants, pinned.ref, charge.amount)
-        _check_scoped("rated", details, scoped, -1)
-        same("rated", postings, spend(account, charge.amount, sum(scoped.values())))
+        same("rated", postings, spend(account, charge.amount))
         if int(details["saved"]) != charge.saved:
             raise Differs("rated", f"it saved {charge.saved} units, not {details['saved']}")
         if int(details.get("fees", 0)) != charge.fees:
@@ -75,11 +57,8 @@ class ChargeChecks:
             raise Differs("billed", "it is not billed at its admission")
         if admitted_ns:
             self._check_card(entry, pinned.ref, admitted_ns)
-        if admitted_ns and "commitment" not in details:
             self._check_terms(entry, details, pinned.ref, admitted_ns)
         key = (entry.tenant, entry.seq)
-        self._use(entry.tenant, month, pinned.ref.card, charge.taken)
-        self._minimums.add(booked, month, charge.amount)
         fingerprint, is_retry = details.get("fingerprint", ""), details.get("retry", False)
         self._settled(entry.tenant, fingerprint, is_retry)
         if key in self._corrected:
@@ -87,11 +66,8 @@ class ChargeChecks:
                 entry.request_id,
                 fingerprint,
                 is_retry,
-                month,
                 charge.amount,
-                dict(charge.taken),
                 {name: -postings.get(name, 0) for name in TENANT_ACCOUNTS},
-                scoped,
             )
 
     def _settled(self, tenant: str, fingerprint: str, is_retry: bool) -> None:
@@ -116,17 +92,8 @@ class ChargeChecks:
                 raise Differs("corrected", "the server refunds only whole charges")
         if amount < 0 and -amount > rest:
             raise Differs("corrected", f"it refunds more than the {rest} left")
-        if amount > 0:
-            ref = self._pinned(rate_ref(details)).ref
-            scoped, sign = taken_from(account.grants, ref, amount), -1
-            due = spend(account, amount, sum(scoped.values()))
-        else:
-            due, sign = refund(account, charged.left, -amount), 1
-            scoped = given_back(account.grants, charged.scoped, due["scoped"])
-        _check_scoped("corrected", details, scoped, sign)
+        due = spend(account, amount) if amount > 0 else refund(account, charged.left, -amount)
         same("corrected", postings, due)
-        for seq, units in scoped.items():
-            charged.scoped[seq] = charged.scoped.get(seq, 0) - sign * units
         for name in TENANT_ACCOUNTS:
             charged.left[name] -= postings.get(name, 0)
 
@@ -135,14 +102,7 @@ class ChargeChecks:
         entry, details = booked.entry, booked.details
         if entry.request_id != f"late:{charged.request_id}":
             raise Differs("corrected", f"it does not settle {charged.request_id!r} again")
-        pinned, took = self._pinned(rate_ref(details)), charged.included
-        left = includes(pinned, charged.month, self.used, entry.tenant)
-        left = {name: tokens + took.get(name, 0) for name, tokens in left.items()}
-        charge = rate(Usage.from_record(details.get("usage", {})), pinned, left)
-        self._check_included(details, charge)
-        more = {n: charge.taken.get(n, 0) - took.get(n, 0) for n in {*took, *charge.taken}}
-        self._use(entry.tenant, charged.month, pinned.ref.card, more)
-        charged.included = dict(charge.taken)
+        charge = charge_in(details, self._pinned(rate_ref(details)))
         if amount != charge.amount - charged.amount:
             raise Differs("corrected", "it is not the difference of the two usages")
         self._settled(entry.tenant, charged.fingerprint, charged.is_retry)
@@ -156,21 +116,6 @@ class ChargeChecks:
         is_paid |= entry.tenant in self._after_retry  # of another key, under one Idempotency-Key
         if entry.request_id.startswith("retry:") and not is_paid:
             raise Differs("corrected", f"no retry of {charged.request_id!r} was charged before it")
-
-    def minimums(self) -> Iterator[Problem]:
-        """What is wrong with minimums, beyond one entry."""
-        refunded = {k for k, charged in self._charges.items() if not sum(charged.left.values())}
-        yield from self._minimums.problems(refunded)
-
-    def _check_included(self, details: dict[str, Any], charge: Charge) -> None:
-        said = details.get("included", {}), int(details.get("included_amount", 0))
-        if said != (charge.taken, charge.included):
-            raise Differs("rated", f"its included tokens should be {dict(charge.taken)}")
-
-    def _use(self, tenant: str, month: str, card: str, more: Mapping[str, int]) -> None:
-        for item, tokens in more.items():
-            key = (tenant, month, card, item)
-            self.used[key] = self.used.get(key, 0) + tokens
 
     def _check_terms(
         self, entry: Entry, details: dict[str, Any], ref: RateRef, admitted_ns: int
@@ -205,11 +150,3 @@ class ChargeChecks:
         if found is None:
             found = self._rates[ref] = self._book.pinned(ref)
         return found
-
-
-def _check_scoped(
-    invariant: str, details: dict[str, Any], scoped: Mapping[int, int], sign: int
-) -> None:
-    expected = {seq: sign * units for seq, units in scoped.items() if units}
-    if moved_by(details) != expected:
-        raise Differs(invariant, f"it should move {expected} of scoped grants, by number")

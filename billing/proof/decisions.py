@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import orjson
 
 from billing.gate.entries import Entry, Kind
-from billing.gate.scoped import scope_of
-from billing.gate.wallets import wallet_effect
 from billing.gate.work import SYSTEM
 from billing.money import parse_units
 from billing.proof.result import Problem
@@ -29,9 +27,7 @@ class _Decision(NamedTuple):
     reason: str
     time: int
     amount: int
-    wallet: str
-    scope: tuple[str, ...]
-    reference: str | None
+    reference: str
     expiry: int | None
 
 
@@ -47,9 +43,8 @@ class Decisions:
         if is_deposit or decided_by != SYSTEM:
             what = f"{_PREFIX}{entry.kind}"
             why = details.get("reason", "")
-            gain = (entry.amount, wallet_effect(details), scope_of(details))
-            about = (entry.request_id, details.get("expires_ns"))
-            decision = _Decision(what, decided_by, why, entry.at_ns, *gain, *about)
+            about = (entry.amount, entry.request_id, details.get("expires_ns"))
+            decision = _Decision(what, decided_by, why, entry.at_ns, *about)
             self.booked[f"{entry.tenant}/{entry.seq}"] = decision
 
 
@@ -80,9 +75,8 @@ def _decision(row: Any) -> _Decision:
     )
     said = orjson.loads(row["after"])
     about = (said["reference"], said.get("expires_ns"))
-    of = said.get("wallet", ""), tuple(said.get("scope", ()))
     return _Decision(
-        row["action"], row["actor"], row["reason"], row["at_ns"], after - before, *of, *about
+        row["action"], row["actor"], row["reason"], row["at_ns"], after - before, *about
     )
 
 

@@ -95,8 +95,6 @@ class LimitChecks:
         """Adds a charge. Raises `Differs` if its hold was not checked as the trail asks."""
         entry, details = booked.entry, booked.details
         standings = self._begin(entry.tenant)
-        if "commitment" in details:
-            return
         checked = details.get("limits", {})
         for name, version in checked.items():
             self._check_named(entry, details, name, version)
@@ -200,7 +198,8 @@ class LimitChecks:
         for check in spent.checks:
             moves.append(((check.at, check.version), check.held))
             moves.append(((check.ends, 0), -check.held))
-        checked = {(check.at, check.version): check for check in spent.checks}
+        # A hold of nothing passes nothing: it is given whatever was spent.
+        checked = {(check.at, check.version): check for check in spent.checks if check.held}
         total = 0
         moves.sort()
         for number, (place, amount) in enumerate(moves):

@@ -15,10 +15,7 @@ from billing.proof.replay import ProofRun
 from billing.proof.result import Problem, readable
 from billing.store import expiring as store_expiring
 from billing.store import limits as store_limits
-from billing.store import plans as store_plans
 from billing.store import reports as store_reports
-from billing.store import scoped as store_scoped
-from billing.store import wallets as store_wallets
 from billing.store.store import Connection
 
 
@@ -67,36 +64,6 @@ def compare_rollups(rollups: Rollups, connection: Connection) -> Iterator[Proble
     key = ("tenant", "session")
     found = _keyed(store_reports.all_sessions(connection), key)
     yield from _differences("usage_sessions", found, _keyed(expected_sessions, key))
-
-
-def compare_used(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
-    found = {key: tokens for key, tokens in store_plans.used_by(connection).items() if tokens}
-    for key, _ in sorted(found.items() ^ replay.used().items())[:1]:
-        where = "/".join(key)
-        yield Problem(
-            f"included_used {where}", 0, "projected", "it differs from what its charges spent"
-        )
-
-
-def compare_wallets(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
-    rows = store_wallets.wallet_rows(connection)
-    found = {key: amount for key, amount in rows.items() if amount}
-    for key, _ in sorted(found.items() ^ replay.wallets().items())[:1]:
-        where = "/".join(key)
-        yield Problem(f"wallet {where}", 0, "projected", "it differs from what its entries moved")
-
-
-def compare_scoped(replay: ProofRun, connection: Connection) -> Iterator[Problem]:
-    found = {tuple(row.values()) for row in store_scoped.scoped_rows(connection)}
-    expected = {
-        tuple(store_scoped.scoped_row(account.tenant, grant).values())
-        for account in replay.accounts.values()
-        for grant in account.grants.values()
-    }
-    for tenant, seq, *_ in sorted(found ^ expected)[:1]:
-        yield Problem(
-            f"grant {tenant}/{seq}", 0, "projected", "it differs from what its entries left"
-        )
 
 
 def compare_spending(replay: ProofRun, connection: Connection) -> Iterator[Problem]:

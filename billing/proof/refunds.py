@@ -15,9 +15,9 @@ import orjson
 from billing.errors import BillingError, NoPrice
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
-from billing.gate.plans import charge_in
 from billing.money import format_units, parse_units
-from billing.proof.rerate import Pricing, is_priced, terms_of
+from billing.prices.rating import charge_in
+from billing.proof.rerate import Pricing, terms_of
 from billing.proof.result import UNREADABLE
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -102,7 +102,7 @@ def make_batch(
         charges: list[Entry] = []
         given: dict[tuple[str, int], list[Entry]] = {}
         for entry in entries:
-            if is_priced(entry) and entry.moment_ns >= since_ns:
+            if entry.kind is Kind.CHARGE and entry.moment_ns >= since_ns:
                 charges.append(entry)
             elif entry.kind is Kind.CORRECTION:
                 given.setdefault((entry.tenant, entry.details["corrects"]), []).append(entry)

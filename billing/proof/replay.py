@@ -3,13 +3,13 @@
 Used by `billing.proof.audit`, which names the invariants.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from billing.gate.entries import CORRECTING, Entry, Kind, digest, genesis, parse_postings
 from billing.gate.holds import StoredHold
 from billing.gate.rollups import Rollups
-from billing.gate.work import TenantAccount, Used
+from billing.gate.work import TenantAccount
 from billing.prices.book import PriceBook
 from billing.proof.booked import Booked, Differs
 from billing.proof.charges import ChargeChecks
@@ -31,7 +31,6 @@ class ProofRun:
         book: PriceBook,
         corrections: dict[tuple[str, int], int],
         heads: KeptHeads,
-        created_ns: Mapping[str, int],
         trail: Iterable[Mapping[Any, Any]],
         holds: Iterable[StoredHold],
     ) -> None:
@@ -43,7 +42,6 @@ class ProofRun:
         self.decisions = Decisions()
         self._corrections = corrections
         self._heads = heads
-        self._created_ns = created_ns
         self._charges = ChargeChecks(book, corrected)
         self._deposits = DepositChecks(corrected)
 
@@ -51,7 +49,6 @@ class ProofRun:
         found = self.accounts.get(tenant)
         if found is None:
             found = TenantAccount(tenant, currency, None, False, genesis(tenant))
-            found.created_ns = self._created_ns.get(tenant, 0)
             self.accounts[tenant] = found
         return found
 
@@ -81,7 +78,7 @@ class ProofRun:
         self._check_found_by(entry, booked.details)
         self.decisions.take(entry, booked.details)
         account.head, account.seq, account.at_ns = head, entry.seq, entry.at_ns
-        account.take(entry, booked.details)
+        account.take(entry)
 
     def _chained(self, entry: Entry, account: TenantAccount) -> bytes:
         """The entry's hash, after checking that it follows the previous entry and matches the given
@@ -122,8 +119,6 @@ class ProofRun:
             self._deposits.check_adjustment(booked)
         elif entry.kind == Kind.EXPIRY:
             self._deposits.check_expiry(booked)
-        elif entry.kind in (Kind.WALLET, Kind.CONVERSION):
-            self._deposits.check_wallet(booked)
         elif entry.kind in DEPOSITS:
             self._deposits.check_deposit(booked)
         else:
@@ -138,18 +133,6 @@ class ProofRun:
             raise Differs("billed", f"its column `billed_ns` is {entry.billed_ns}, unlike its body")
         if entry.kind != Kind.CHARGE and entry.moment_ns > entry.at_ns:
             raise Differs("billed", "it is billed after it was made")
-
-    def minimums(self) -> Iterator[Problem]:
-        """What is wrong with minimums, beyond one entry. Their chains are proved further."""
-        return self._charges.minimums()
-
-    def used(self) -> dict[Used, int]:
-        """The spent included tokens."""
-        return {key: tokens for key, tokens in self._charges.used.items() if tokens}
-
-    def wallets(self) -> dict[tuple[str, str], int]:
-        """Wallet balances by tenant and currency."""
-        return {key: amount for key, amount in self._deposits.wallets.items() if amount}
 
     def expiring(self) -> set[tuple[str, int, str, int]]:
         """The grants that have yet to expire."""

@@ -4,13 +4,13 @@ Read-only. A plan keeps each request's usage and admission and computes what it 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from billing.errors import NoPrice
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
-from billing.gate.plans import binds_from_ns, charge_in, first_month, month_ns, month_of
 from billing.prices.book import AND, PinnedRate, PriceBook, RateCard, Terms
+from billing.prices.rating import charge_in
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import Usage
@@ -35,25 +35,6 @@ class Difference:
         return self.planned - self.charged
 
 
-@dataclass(frozen=True, slots=True)
-class Minimum:
-    """A card's monthly minimum for one tenant, and its last whole month under the card, in units.
-
-    `binds_from` is the first month (UTC) that it binds.
-    """
-
-    tenant: str
-    currency: str
-    minimum: int
-    binds_from: str
-    month: str
-    planned: int
-
-    @property
-    def missing(self) -> int:
-        return max(0, self.minimum - self.planned)
-
-
 @dataclass(slots=True)
 class Plan:
     """Differences by tenant and model, and the first few requests with another price.
@@ -64,45 +45,12 @@ class Plan:
 
     rows: list[Difference] = field(default_factory=list)
     unpriced: list[Difference] = field(default_factory=list)
-    minimums: list["Minimum"] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
     num_differing: int = 0
     num_other_currency: int = 0
 
 
 SHOWN = 20
-
-
-def minimums(
-    store: LedgerStore, card: RateCard, now_ns: int, tenant: str | None = None
-) -> list[Minimum]:
-    """What a card's minimum would add, by tenant. An unapplied card is applied now."""
-    if not card.monthly_minimum:
-        return []
-    applied = card if card.applied_ns else replace(card, applied_ns=now_ns)
-    month = month_of(month_ns(month_of(now_ns))[0] - 1)
-    found = []
-    with store.reading() as connection:
-        accounts = store_reports.all_accounts(connection)
-        for name in sorted(card.tenants & accounts.keys()):
-            account = accounts[name]
-            if account.currency != card.currency or tenant not in (None, name):
-                continue
-            charges = store_reports.charges_between(connection, name, *month_ns(month))
-            planned = sum(_planned(each, under_card(card)) for each in charges if is_priced(each))
-            binds_from = first_month(binds_from_ns(applied, account))
-            of = (name, card.currency, card.monthly_minimum)
-            found.append(Minimum(*of, binds_from, month, planned))
-    return found
-
-
-def _planned(entry: Entry, pricing: Pricing) -> int:
-    """A charge under a plan. One without a price there stays as it is."""
-    try:
-        pinned = _price(entry, pricing)
-    except NoPrice:
-        pinned = None
-    return -entry.amount if pinned is None else charge_in(entry.details, pinned).amount
 
 
 def _price(entry: Entry, pricing: Pricing) -> PinnedRate | None:
@@ -131,11 +79,6 @@ def under_book(book: PriceBook) -> Pricing:
     return book.at
 
 
-def is_priced(entry: Entry) -> bool:
-    """Whether it is a charge for tokens, not the minimum of a month."""
-    return entry.kind is Kind.CHARGE and "commitment" not in entry.details
-
-
 def terms_of(entry: Entry) -> Terms:
     """The terms of a charge. A service tier is included only if its card had it."""
     details = entry.details
@@ -153,7 +96,7 @@ def rerate(
     unpriced: dict[tuple[str, str], Difference] = {}
     with store.reading() as connection:
         for entry in store_reports.stream_entries(connection, tenant, since_ns=since_ns):
-            if not is_priced(entry) or entry.moment_ns < since_ns:
+            if entry.kind is not Kind.CHARGE or entry.moment_ns < since_ns:
                 continue
             details = entry.details
             model = rate_ref(details).model

@@ -1,4 +1,4 @@
-"""Accounts, keys, cards, plans, proofs, holds and entries as JSON documents. Pure.
+"""Accounts, keys, cards, re-ratings, proofs, holds and entries as JSON documents. Pure.
 
 One shape for the command line's `--json` and the admin routes. Amounts are exact decimal texts,
 instants are nanoseconds since 1970, `None` is unlimited.
@@ -41,7 +41,6 @@ def tenant_document(tenant: Tenant) -> Document:
         "credit_limit": None if limit is None else format_units(limit),
         "suspended": tenant.suspended,
         "granted": format_units(tenant.granted),
-        "scoped": format_units(tenant.scoped),
         "topped_up": format_units(tenant.topup),
         "owed": format_units(tenant.owed),
         "balance": format_units(tenant.balance),
@@ -106,16 +105,6 @@ def card_document(card: RateCard) -> Document:
             for group in card.groups
         ],
         "services": {name: _decimal(factor) for name, factor in card.services.items()},
-        "included": [
-            {
-                "name": item.name,
-                "match": item.pattern,
-                "classes": list(item.classes),
-                "tokens": item.tokens,
-            }
-            for item in card.included
-        ],
-        "monthly_minimum": format_units(card.monthly_minimum),
         "models": [
             {
                 "match": price.pattern,
@@ -205,8 +194,6 @@ def _flat(card: RateCard) -> dict[str, str]:
             "time_zone": card.zone.key,
             "holidays": " ".join(day.isoformat() for day in sorted(card.holidays)) or "-",
             "minimum_cached_tokens": str(card.minimum_cached_tokens),
-            "monthly_minimum": format_units(card.monthly_minimum),
-            "included": " ".join(f"{i.name}:{i.pattern}:{i.tokens}" for i in card.included) or "-",
         }
     )
 
@@ -221,28 +208,12 @@ def finding_document(finding: CardFinding) -> Document:
 
 
 def plan_document(plan: "Plan") -> Document:
-    """A plan. `unpriced` requests have no price; charges in other currencies are only counted.
-
-    `minimums` says for each tenant of a card from which month its minimum binds, and what the last
-    whole month would have been short of it.
-    """
+    """A plan. `unpriced` requests have no price; charges in other currencies are only counted."""
     return {
         "requests_that_differ": plan.num_differing,
         "examples": plan.differing,
         "rows": [_difference_document(row) for row in plan.rows],
         "unpriced": [_difference_document(row) for row in plan.unpriced],
-        "minimums": [
-            {
-                "tenant": each.tenant,
-                "currency": each.currency,
-                "minimum": format_units(each.minimum),
-                "binds_from": each.binds_from,
-                "month": each.month,
-                "planned": format_units(each.planned),
-                "missing": format_units(each.missing),
-            }
-            for each in plan.minimums
-        ],
         "charges_in_other_currencies": plan.num_other_currency,
     }
 

@@ -7,18 +7,17 @@ from typing import Any
 
 import orjson
 
-from billing.gate.entries import GRANTED, Entry, Kind
+from billing.gate.entries import Entry, Kind
 from billing.gate.holds import rate_ref
-from billing.gate.plans import charge_in
 from billing.money import format_units
 from billing.prices.book import PriceBook
-from billing.prices.rating import INCLUDED, Line
+from billing.prices.rating import Line, charge_in
 from billing.reports.csv import safe_writer
 from billing.reports.export import entry_id
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 
-SHORTFALLS = ("minimum", "monthly_minimum")  # amounts up to a minimum, which have no price
+SHORTFALL = "minimum"  # the amount up to a minimum, which has no price
 UNITS_OF = {
     "storage_token_hours": "Token-Hours",
     "storage_token_minutes": "Token-Minutes",
@@ -77,7 +76,7 @@ def focus_rows(
             yield base | _focus_once(-entry.amount, category, why, is_earlier)
         else:
             continue
-        granted = sum(entry.amounts.get(name, 0) for name in GRANTED)
+        granted = entry.amounts.get("granted", 0)
         if granted:
             yield base | _focus_once(granted, "Credit", "paid from granted credits", is_earlier)
 
@@ -88,10 +87,10 @@ def _focus_charge(entry: Entry, book: PriceBook) -> Iterator[dict[str, Any]]:
     pinned = book.pinned(ref)
     price_id = f"{ref.card}/{ref.version}/{ref.model}/{ref.window}"
     for line in charge_in(entry.details, pinned).lines:
-        if line.name in SHORTFALLS:
+        if line.name == SHORTFALL:
             yield _focus_once(line.amount, "Adjustment", line.name)
             continue
-        name = line.name.removeprefix(INCLUDED)
+        name = line.name
         uncached = pinned.rates.miss if name.startswith("hit_") else line.per_token
         if name == "explicit_hit":  # does not exist without a cache
             uncached = 0

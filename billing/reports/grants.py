@@ -4,7 +4,7 @@ from datetime import UTC, date, datetime, timedelta
 from typing import TYPE_CHECKING
 
 from billing.errors import InvalidSpan
-from billing.gate.grants import Grant, grant_of, remaining
+from billing.gate.grants import grant_of, remaining
 from billing.gate.work import NEVER
 from billing.money import format_units
 from billing.prices.book import NS
@@ -19,7 +19,6 @@ def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
     """The unspent grants, in the order in which they are spent."""
     from billing.store import expiring as store_expiring
     from billing.store import reports as store_reports
-    from billing.store import scoped as store_scoped
     from billing.store.batch import find_corrections
 
     with store.reading() as connection:
@@ -28,24 +27,15 @@ def grant_documents(store: "LedgerStore", tenant: str) -> list[Document]:
             grant_of(entry, find_corrections(connection, entry))
             for entry in store_expiring.grants_of(connection, tenant)
         ]
-        rows = store_scoped.scoped_rows(connection, [tenant])
-        store_scoped.read_scoped(rows, {tenant: account})
-    free = [grant for grant in grants if not grant.is_scoped]
-    left = remaining(free, account.balances["granted"])
-    left |= {seq: grant.left for seq, grant in account.grants.items()}
-
-    def order(grant: Grant) -> tuple[bool, tuple[int, int]]:
-        return not grant.is_scoped, grant.order
-
+    left = remaining(grants, account.balances["granted"])
     return [
         {
             "reference": grant.reference,
             "amount": format_units(grant.amount),
             "left": format_units(left[grant.seq]),
-            "scope": list(account.grants[grant.seq].scope) if grant.is_scoped else [],
             "expires_ns": None if grant.expires_ns == NEVER else grant.expires_ns,
         }
-        for grant in sorted(grants, key=order)
+        for grant in sorted(grants, key=lambda grant: grant.order)
         if left.get(grant.seq)
     ]
 

@@ -1,4 +1,4 @@
-"""The state of hard limits: what a period's spending leaves, and when it ends."""
+"""What a tenant can spend: the state of its hard limits, and what is left of its grants."""
 
 from datetime import UTC, datetime
 
@@ -7,8 +7,16 @@ from billing.gate.periods import period_ns, period_of
 from billing.money import format_units
 from billing.prices.book import NS
 from billing.reports.documents import Document
+from billing.reports.grants import grant_documents
 from billing.store import limits as store_limits
-from billing.store.store import Connection
+from billing.store.store import Connection, LedgerStore
+
+
+def standing(store: LedgerStore, tenant: str, now_ns: int) -> Document:
+    """The rest of a tenant's grants, and its hard limits."""
+    with store.reading() as connection:
+        limits = limit_documents(connection, tenant, now_ns)
+    return {"grants": grant_documents(store, tenant), "spend_limits": limits}
 
 
 def limit_documents(connection: Connection, tenant: str, now_ns: int) -> list[Document]:

@@ -19,10 +19,9 @@ from billing import secret_file
 from billing.errors import ReceiptKeyError, UnknownRequest
 from billing.gate.entries import Entry
 from billing.gate.holds import rate_ref
-from billing.gate.plans import charge_in
 from billing.money import format_units, rate_per_million
 from billing.prices.book import PriceBook
-from billing.prices.rating import short_hits
+from billing.prices.rating import charge_in, short_hits
 from billing.reports.published import PUBLIC_FILE, published_keys
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore

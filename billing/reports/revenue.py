@@ -15,10 +15,9 @@ from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.usage import CLASSES
 
-FEES = "fees"  # of requests, plus additions up to minimums of requests and months
-INCLUDED = "included"  # negative: tokens included in plans
+FEES = "fees"  # of requests, plus additions up to their minimum
 BELOW_MINIMUM = "below_minimum"  # hits of prompts too short for the hit price
-REVENUE_CLASSES = (*CLASSES, FEES, INCLUDED, BELOW_MINIMUM)
+REVENUE_CLASSES = (*CLASSES, FEES, BELOW_MINIMUM)
 _EPOCH = date(1970, 1, 1)
 
 
@@ -37,8 +36,7 @@ class Revenue:
         ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
         rates = book.pinned(ref).rates
         self.amounts[FEES] += row["fees"]
-        self.amounts[INCLUDED] -= row["included"]
-        left = row["amount"] - row["fees"] + row["included"]
+        left = row["amount"] - row["fees"]
         for name in CLASSES:
             amount = row[name] * rates.of(name)
             self.amounts[name] += amount

@@ -1,4 +1,4 @@
-"""A tenant's month as a statement: JSON, CSV or a printable page. Read-only.
+"""A tenant's month as a statement: JSON or CSV. Read-only.
 
 It reads the rollups and the few entries that are not charges. In a zone other than UTC it also
 reads the charges of the two UTC days cut by the month's ends. A statement over a million charges
@@ -8,7 +8,6 @@ difference is shown, so every column sums exactly.
 
 import io
 import time
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
@@ -16,8 +15,6 @@ from typing import Any
 
 from billing.errors import InvalidSpan, UnknownTenant
 from billing.gate.entries import Entry, Kind
-from billing.gate.holds import rate_ref
-from billing.gate.plans import charge_in
 from billing.gate.rollups import Row
 from billing.gate.work import TenantAccount
 from billing.money import (
@@ -26,21 +23,15 @@ from billing.money import (
     rate_per_million,
     round_half_even,
 )
-from billing.prices.book import MONTHLY, PriceBook, RateRef
+from billing.prices.book import PriceBook, RateRef
 from billing.prices.cards import applied_card
-from billing.prices.rating import INCLUDED
 from billing.prices.time_zones import zone_name
 from billing.reports.attribution import check_split
 from billing.reports.csv import safe_writer
-from billing.reports.page import page
 from billing.reports.usage import FIRST_DAY, LAST_DAY, Period, Query, Unit, charged, report_of
 from billing.store import accounts as store_accounts
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
-from billing.usage import TOKEN_CLASSES
-
-_LABELS = {each.name: each.heading for each in TOKEN_CLASSES}
-_IncludedTokens = dict[RateRef, Counter[tuple[str, int]]]  # by class and price, below zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +43,6 @@ class StatementLine:
     version: str
     window: str
     name: str
-    label: str
     tokens: int
     rate: str  # per million tokens
     amount: int
@@ -116,10 +106,6 @@ class Statement:
     def closing(self) -> int:
         return self.opening + sum(movement.amount for movement in self.movements) - self.exact
 
-    def moved(self, kind: str) -> int:
-        """The sum of the movements of a kind."""
-        return sum(movement.amount for movement in self.movements if movement.kind == kind)
-
     def money(self, units: int) -> str:
         return format_units(units)
 
@@ -164,8 +150,6 @@ def statement_of(
     book = PriceBook(tuple(map(applied_card, store_accounts.card_rows(connection))))
     before = sum(row["amount"] for _, row in charged(connection, earlier, Unit.ALL))
     rows = [row for _, row in charged(connection, query, Unit.ALL)]
-    has_plan = any(row["included"] for row in rows)
-    included = _included(connection, tenant, (from_ns, to_ns), book) if has_plan else {}
     rare = store_reports.rare_entries(connection, tenant, 0, to_ns)
     places = minor_places(account.currency)
     now = [entry for entry in rare if entry.moment_ns >= from_ns]
@@ -178,7 +162,7 @@ def statement_of(
         is_over=to_ns <= time.time_ns(),
         currency=account.currency,
         places=places,
-        lines=_lines(rows, book, places, included),
+        lines=_lines(rows, book, places),
         movements=tuple(_movement(entry, zone) for entry in now),
         requests=sum(row["requests"] for row in rows),
         exact=sum(row["amount"] for row in rows),
@@ -199,59 +183,33 @@ def month_days(month: str) -> tuple[date, date]:
     return first, (first + timedelta(days=31)).replace(day=1) - timedelta(days=1)
 
 
-def _included(
-    connection: Connection, tenant: str, span_ns: tuple[int, int], book: PriceBook
-) -> _IncludedTokens:
-    """The included tokens, which the rollups have as amounts only, from their charges."""
-    found: _IncludedTokens = {}
-    charges = store_reports.charges_between(connection, tenant, *span_ns, saying='"included":')
-    for entry in charges:
-        ref = rate_ref(entry.details)
-        for line in charge_in(entry.details, book.pinned(ref)).lines:
-            if line.name.startswith(INCLUDED):
-                sums = found.setdefault(ref, Counter())
-                sums[line.name.removeprefix(INCLUDED), line.per_token] += line.tokens
-    return found
-
-
-def _lines(
-    rows: Sequence[Row], book: PriceBook, places: int, included: _IncludedTokens
-) -> tuple[StatementLine, ...]:
+def _lines(rows: Sequence[Row], book: PriceBook, places: int) -> tuple[StatementLine, ...]:
     groups: dict[RateRef, Period] = {}
     for row in rows:
         ref = RateRef(row["card"], row["version"], row["model"], row["window_name"])
         groups.setdefault(ref, Period(row["tenant"], "", "")).add(row)
     lines: list[StatementLine] = []
     for ref in sorted(groups):
-        lines += _group_lines(ref, groups[ref], book, places, included.get(ref, Counter()))
+        lines += _group_lines(ref, groups[ref], book, places)
     return tuple(lines)
 
 
 def _group_lines(
-    ref: RateRef, sums: Period, book: PriceBook, places: int, included: Counter[tuple[str, int]]
+    ref: RateRef, sums: Period, book: PriceBook, places: int
 ) -> Iterable[StatementLine]:
     rates = book.pinned(ref).rates
-    left = sums.amount - sums.fees + sums.included
+    left = sums.amount - sums.fees
     for name, tokens in sums.tokens.items():
         per_token = rates.of(name)
         amount = tokens * per_token
         left -= amount
         if tokens and (amount or name != "explicit_hit"):
             rate, rounded = rate_per_million(per_token), round_half_even(amount, places)
-            yield _line(ref, name, _LABELS[name], tokens, rate, amount, rounded)
+            yield _line(ref, name, tokens, rate, amount, rounded)
     if sums.fees:
-        label, rounded = "Fees and minimum charges of requests", round_half_even(sums.fees, places)
-        if ref.window == MONTHLY:
-            label = "Up to the minimum of the month"
-        yield _line(ref, "fees", label, 0, "", sums.fees, rounded)
-    for (name, per_token), tokens in included.items():  # below zero
-        rate, amount = rate_per_million(per_token), tokens * per_token
-        rounded, label = round_half_even(amount, places), f"{_LABELS[name]}, included"
-        yield _line(ref, INCLUDED + name, label, tokens, rate, amount, rounded)
+        yield _line(ref, "fees", 0, "", sums.fees, round_half_even(sums.fees, places))
     if left:
-        label = "Hits below the minimum cached size, at the price of computed tokens"
-        rounded = round_half_even(left, places)
-        yield _line(ref, "minimum_cached", label, 0, "", left, rounded)
+        yield _line(ref, "minimum_cached", 0, "", left, round_half_even(left, places))
 
 
 def _line(ref: RateRef, *rest: Any) -> StatementLine:
@@ -353,9 +311,3 @@ def statement_csv(statement: Statement) -> str:
     for name, amounts in rest.items():
         write((*head, "", "", "", name, "", "", *amounts))
     return out.getvalue()
-
-
-def statement_html(statement: Statement) -> str:
-    """A page to print."""
-    made = datetime.now(UTC).date()
-    return page("statement.html", statement=statement, made=made, kinds=Kind)

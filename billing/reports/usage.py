@@ -58,7 +58,6 @@ class Period:
     amount: int = 0
     saved: int = 0
     fees: int = 0
-    included: int = 0  # the price of included tokens
     part: str = ""  # the model, key, user ..., if periods are split
 
     def add(self, row: Row) -> None:
@@ -66,7 +65,6 @@ class Period:
         self.amount += row["amount"]
         self.saved += row["saved"]
         self.fees += row["fees"]
-        self.included += row["included"]
         for name in CLASSES:
             self.tokens[name] += row[name]
 
@@ -95,7 +93,6 @@ class Period:
             "amount": format_units(self.amount),
             "saved": format_units(self.saved),
             "fees": format_units(self.fees),
-            "included": format_units(self.included),
         }
 
 

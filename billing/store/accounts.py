@@ -81,12 +81,6 @@ def tenant_rows(connection: Connection) -> list[RowMapping]:
     return list(connection.execute(select(accounts).order_by(accounts.c.tenant)).mappings())
 
 
-def created_ns(connection: Connection) -> dict[str, int]:
-    """When each tenant was created."""
-    query = select(accounts.c.tenant, accounts.c.created_ns)
-    return {row.tenant: row.created_ns for row in connection.execute(query)}
-
-
 def tenant_row(connection: Connection, tenant: str, *, lock: bool = False) -> RowMapping | None:
     query = select(accounts).where(accounts.c.tenant == tenant)
     if lock:

@@ -5,18 +5,14 @@ commands can change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import starmap
 from typing import Any
 
 import orjson
 from sqlalchemy import Connection, select
 
 from billing.gate.commands import (
-    CloseMonth,
     Command,
     Expire,
-    MoveWallet,
-    Reap,
     Reserve,
     Settle,
     TopUp,
@@ -28,16 +24,11 @@ from billing.gate.entries import CORRECTABLE, Entry, Kind
 from billing.gate.holds import request_body
 from billing.gate.limits import Spender
 from billing.gate.rollups import rollups
-from billing.gate.scoped import scope_of
-from billing.gate.wallets import wallet_effect
 from billing.gate.work import Work
 from billing.money import format_units
 from billing.prices.book import PriceBook
 from billing.store import expiring as store_expiring
-from billing.store import plans as store_plans
-from billing.store import scoped as store_scoped
 from billing.store import undelivered as store_undelivered
-from billing.store import wallets as store_wallets
 from billing.store.prepared import HotStatements
 from billing.store.rows import (
     account_row,
@@ -83,13 +74,6 @@ def load_work(
         work.undelivered[fingerprint] = lost
         for hold in store_undelivered.running(connection, fingerprint):
             work.holds.setdefault(hold.key, hold)
-    planned = [tenant for tenant in tenants if book.includes(tenant)]
-    if planned and any(isinstance(each, Settle | Reap) for each in commands):
-        work.used = store_plans.used_by(connection, planned)
-    if any(isinstance(each, MoveWallet) for each in commands):
-        work.wallets = store_wallets.wallet_rows(connection, tenants)
-    closing = [(each.tenant, each.month) for each in commands if isinstance(each, CloseMonth)]
-    work.spent = store_plans.spent_in(connection, closing)
     for tenant in {each.tenant for each in commands if isinstance(each, Expire)}:
         work.grants[tenant] = store_expiring.grants_of(connection, tenant)
     standing = [entry for found in work.entries.values() for entry in found]
@@ -99,7 +83,6 @@ def load_work(
         if entry.kind in CORRECTABLE:
             found = find_corrections(connection, entry)
             work.corrections[entry.tenant, entry.seq] = found
-    _load_scoped(hot, connection, commands, work)
     if limited := [account.tenant for account in work.accounts.values() if account.limited]:
         _load_limits(hot, connection, commands, limited, work)
     return work
@@ -143,28 +126,6 @@ def _counted(commands: Sequence[Command], work: Work) -> Iterator[tuple[str, dic
                 yield entry.tenant, entry.details, entry.moment_ns
 
 
-def _load_scoped(
-    hot: HotStatements, connection: Connection, commands: Sequence[Command], work: Work
-) -> None:
-    """Reads the scoped grants, and all holds, of tenants that have some or may get some back.
-
-    Holds of several prices may need one grant.
-    """
-    having = {a.tenant for a in work.accounts.values() if a.balances["scoped"]}
-    requests = (Reserve, TopUp, Settle)
-    others = {tenant for c in commands if not isinstance(c, requests) for tenant, _ in keys_of(c)}
-    whole = {tenant for tenant, _ in work.corrections} | (having & others)
-    if spending := sorted(having - whole):
-        store_scoped.read_scoped(hot.find_scoped(connection, spending), work.accounts)
-    if whole:
-        rows = store_scoped.scoped_rows(connection, sorted(whole))
-        store_scoped.read_scoped(rows, work.accounts)
-    asking = {c.hold.tenant for c in commands if isinstance(c, Reserve | TopUp)}
-    for tenant in having & asking:
-        for hold in map(read_hold, hot.find_tenant_holds.find(connection, {"of_tenant": tenant})):
-            work.holds.setdefault(hold.key, hold)
-
-
 def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
     """Writes the changes of a batch."""
     if work.new_entries:
@@ -179,18 +140,11 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
         hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
     if work.dropped_holds:
         hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
-    if work.put_wallets:
-        store_wallets.write_wallets(connection, work.put_wallets)
-    if work.put_scoped:
-        moved_grants = ((name, work.accounts[name].grants[seq]) for name, seq in work.put_scoped)
-        hot.put_scoped.run(connection, starmap(store_scoped.scoped_row, moved_grants))
     if work.put_spending:
         counted = [(spender, work.spending[spender]) for spender in sorted(work.put_spending)]
         hot.put_spending.run(connection, [spending_row(*each) for each in counted if any(each[1])])
         ended = [spender for spender, found in counted if not any(found)]
         hot.drop_spending.run(connection, map(_spender_row, ended))
-    if work.put_used:
-        store_plans.write_used(connection, work.put_used)
     if work.put_advances:
         changed = work.put_advances.values()
         hot.put_advances.run(connection, [advance_row(a) for a in changed if a.amount])
@@ -218,10 +172,7 @@ def find_corrections(connection: Connection, charged: Entry) -> list[Entry]:
 def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
     """Adds the trail entry of a deposit, grant or correction that a person decided."""
     details = entry.details
-    wallet = {"wallet": wallet_effect(details)} if wallet_effect(details) else {}
     about: dict[str, object] = {"reference": entry.request_id}
-    if scope_of(details):
-        about["scope"] = list(scope_of(details))
     if "expires_ns" in details:
         about["expires_ns"] = details["expires_ns"]
     add_trail(
@@ -231,7 +182,7 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
         action=f"balance.{entry.kind}",
         subject=f"{entry.tenant}/{entry.seq}",
         before={"balance": format_units(worth)},
-        after={"balance": format_units(worth + entry.amount)} | wallet | about,
+        after={"balance": format_units(worth + entry.amount)} | about,
         reason=details.get("reason", ""),
     )
 

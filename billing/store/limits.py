@@ -83,7 +83,7 @@ class Past:
     def _add(self, charge: Entry, amount: int) -> None:
         details = charge.details
         spender = self.limit.spender(details, charge.moment_ns)
-        if spender is not None and "commitment" not in details:
+        if spender is not None:
             self.charged[spender] = self.charged.get(spender, 0) + amount
 
 

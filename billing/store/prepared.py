@@ -10,7 +10,7 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, literal_column, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from billing.gate.commands import Key
 from billing.gate.entries import ACCOUNTS
@@ -23,7 +23,6 @@ from billing.store.schema import (
     budgets,
     entries,
     holds,
-    scoped_grants,
     spending,
     usage_daily,
     usage_sessions,
@@ -125,7 +124,6 @@ class HotStatements:
     def __init__(self, dialect: str) -> None:
         self.find_accounts = Finder(_accounts_for_update, dialect)
         self.find_holds = Finder(lambda keys: _by_request(holds, keys), dialect)
-        self.find_tenant_holds = Prepared(_HOLDS_OF, dialect)
         self.find_entries = Finder(lambda keys: _by_request(entries, keys), dialect)
         self.add_entries = Prepared(entries.insert(), dialect)
         holding = _replacing(dialect, holds, ("tenant", "request_id"))
@@ -136,8 +134,6 @@ class HotStatements:
         )
         self.put_advances = Prepared(_replacing(dialect, advances, ("tenant", "owner")), dialect)
         self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
-        self.find_scoped = Finder(_scoped_left, dialect)
-        self.put_scoped = Prepared(_replacing(dialect, scoped_grants, ("tenant", "seq")), dialect)
         self.find_limits = Finder(
             lambda keys: select(budgets).where(budgets.c.tenant.in_(keys) & budgets.c.hard), dialect
         )
@@ -162,12 +158,6 @@ def _by_request(table: Any, keys: Sequence[Any]) -> Any:
     return select(table).where(ours & table.c.request_id.in_(keys))
 
 
-def _scoped_left(keys: Sequence[Any]) -> Any:
-    """Selects unspent grants only, because a tenant may have had many."""
-    some = scoped_grants.c.remains != literal_column("'0'")
-    return select(scoped_grants).where(scoped_grants.c.tenant.in_(keys) & some)
-
-
 def _spending_of(keys: Sequence[Any]) -> Any:
     ours = (spending.c.budget == bindparam("of_budget")) & (
         spending.c.period == bindparam("of_period")
@@ -175,7 +165,6 @@ def _spending_of(keys: Sequence[Any]) -> Any:
     return select(spending).where(ours & spending.c.value.in_(keys))
 
 
-_HOLDS_OF = select(holds).where(holds.c.tenant == bindparam("of_tenant"))
 _DROP_ADVANCE = delete(advances).where(
     (advances.c.tenant == bindparam("of_tenant")) & (advances.c.owner == bindparam("of_owner"))
 )

@@ -58,15 +58,10 @@ def _stream(connection: Connection, wanted: ColumnElement[bool]) -> Iterator[Ent
 
 
 def charges_between(
-    connection: Connection, tenant: str, from_ns: int, to_ns: int, *, saying: str = ""
+    connection: Connection, tenant: str, from_ns: int, to_ns: int
 ) -> Iterator[Entry]:
-    """A tenant's charges billed in `from_ns <= moment < to_ns`; reads no others.
-
-    Only those whose body has the text `saying`, if one is given.
-    """
+    """A tenant's charges billed in `from_ns <= moment < to_ns`; reads no others."""
     charges = (entries.c.tenant == tenant) & (entries.c.kind == Kind.CHARGE.value)
-    if saying:
-        charges &= entries.c.body.contains(saying, autoescape=True)
     billed = (entries.c.billed_ns >= from_ns) & (entries.c.billed_ns < to_ns)
     yield from _stream(connection, charges & billed)
     dated = entries.c.billed_ns.is_(None) & (entries.c.at_ns < to_ns)

@@ -29,7 +29,6 @@ def read_account(row: Row) -> TenantAccount:
         at_ns=row["at_ns"],
         held=int(row["held"]),
         balances={name: int(row[name]) for name in ACCOUNTS},
-        created_ns=row["created_ns"],
         limited=bool(row["limited"]),
     )
 

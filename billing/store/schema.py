@@ -70,7 +70,6 @@ accounts = Table(
     Column("granted", Wide, nullable=False),
     Column("topup", Wide, nullable=False),
     Column("receivable", Wide, nullable=False),
-    Column("scoped", Wide, nullable=False, server_default="0"),
     Column("revenue", Wide, nullable=False),
     Column("cash", Wide, nullable=False),
     Column("promotion", Wide, nullable=False),
@@ -132,23 +131,6 @@ holds = Table(
     Column("body", Text, nullable=False),
     Column("usage", Text, nullable=False),
     Column("checked", Text, nullable=False, server_default=""),  # under which hard limits
-)
-
-# Included tokens that were spent, by month (UTC), card and item.
-included_used = Table(
-    "included_used",
-    metadata,
-    *(Column(name, String, primary_key=True) for name in ("tenant", "month", "card", "item")),
-    Column("tokens", BigInteger, nullable=False),
-)
-
-# Tenants' money in other currencies than their own.
-wallets = Table(
-    "wallets",
-    metadata,
-    Column("tenant", String, primary_key=True),
-    Column("currency", String(3), primary_key=True),
-    Column("amount", Wide, nullable=False),
 )
 
 # Limits of a tenant set by an admin; others are the settings'. 0 is no limit.
@@ -310,50 +292,6 @@ expiring = Table(
     Column("expires_ns", BigInteger, nullable=False, index=True),
 )
 
-# What is left of scoped grants.
-scoped_grants = Table(
-    "scoped_grants",
-    metadata,
-    Column("tenant", String, primary_key=True),
-    Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("reference", String, nullable=False),
-    Column("scope", Text, nullable=False),
-    Column("expires_ns", BigInteger, nullable=False),
-    Column("remains", Wide, nullable=False),
-)
-
-# Seller and buyers on invoices; the last row is in force.
-parties = Table(
-    "parties",
-    metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=False),
-    Column("at_ns", BigInteger, nullable=False),
-    Column("text", Text, nullable=False),
-)
-
-# Invoices and credit notes as issued; `number` is `series` and the `seq` within it.
-invoices = Table(
-    "invoices",
-    metadata,
-    Column("number", String, primary_key=True),
-    Column("series", String, nullable=False),
-    Column("seq", Integer, nullable=False),
-    Column("tenant", String, nullable=False, index=True),
-    Column("kind", String, nullable=False),
-    Column("about", String, nullable=False),  # the month, or the number of the credited invoice
-    Column("at_ns", BigInteger, nullable=False),
-    Column("text", Text, nullable=False),
-)
-Index("invoices_gapless", invoices.c.series, invoices.c.seq, unique=True)
-
-invoice_marks = Table(
-    "invoice_marks",
-    metadata,
-    Column("number", String, primary_key=True),
-    Column("state", String, primary_key=True),
-    Column("at_ns", BigInteger, nullable=False),
-)
-
 outbox = Table(
     "outbox",
     metadata,
@@ -365,8 +303,7 @@ outbox = Table(
     Column("delivered_ns", BigInteger),
 )
 
-INVOICE_TABLES = ("parties", "invoices", "invoice_marks")
-APPEND_ONLY = ("entries", "trail", *INVOICE_TABLES)
+APPEND_ONLY = ("entries", "trail")
 
 
 def append_only_statements(dialect: str) -> list[str]:

@@ -46,7 +46,6 @@ COMMANDS = {
     "tenants": Command("cachesvc.cli.money.tenants:app", "Create, show and change tenants"),
     "keys": Command("cachesvc.cli.money.keys:app", "Create, list and revoke API keys"),
     "balance": Command("cachesvc.cli.money.balance:app", "Book money in and out"),
-    "invoice": Command("cachesvc.cli.money.invoice:app", "Issue invoices and credit notes"),
     "admin": Command("cachesvc.cli.admin:app", "Manage logins to the dashboard"),
     "prices": Command("cachesvc.cli.money.prices:app", "Show, check, plan and apply rate cards"),
     "ledger": Command("cachesvc.cli.money.ledger:app", "Prove, show and correct the ledger"),
@@ -60,12 +59,21 @@ def load(name: str) -> Any:
 
 REMOVED = {
     "budgets": "`cachesvc tenants budget`",
+    "invoice": "the billing system that `cachesvc usage export` feeds issues invoices; "
+    "`cachesvc usage` has its statements",
     "diff": "`cachesvc explain`, with two requests",
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }
 
 # Options by command and name.
+_BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
+    "balance grant --for": "give a grant that any request spends, with --expires",
+    "balance withdraw --currency": _BOOK_IT,
+    **{
+        f"balance topup --{name}": _BOOK_IT
+        for name in ("currency", "rate", "rate-date", "rate-source")
+    },
     "usage export --format": "a URL gets CloudEvents, a file FOCUS rows; leave it out",
     "usage export --reconcile": "compare `cachesvc usage --by day` with the service's sums by day",
 }

@@ -26,7 +26,6 @@ from billing.clock import boot_timer_ns
 from billing.errors import BillingError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import decode_request
-from billing.gate.plans import charge_in
 from billing.gate.work import Settled
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
@@ -34,6 +33,7 @@ from billing.operations.books import OpenBooks
 from billing.prices.book import RateCard
 from billing.prices.cards import default_card, find_card
 from billing.prices.lint import Severity, lint
+from billing.prices.rating import charge_in
 from billing.proof.prover import Prover
 from billing.reports.heads import signed_heads
 from billing.reports.receipts import ReceiptSigner, describe

@@ -20,14 +20,12 @@ from api.errors import RateLimited
 from api.format import size
 from api.journal.journal import Journal, JournalSettings
 from api.routes.unserved import UNSERVED
-from billing.invoices.register import InvoiceRegister
 from billing.keys import Principal
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from tests.api import test_money_routes
-from tests.api.test_invoice_routes import LAST_MONTH, PARTIES
 from tests.api.test_money_routes import House, serving
 from tests.support.admin import OPERATOR_TOKEN, RecordingTrail
 from tests.support.chain_runner import chain_layout
@@ -342,27 +340,6 @@ async def test_money_is_booked_and_the_page_says_so(
     assert "paid by bank" in await text(client, "audit?q=acme")
 
 
-async def test_a_grant_with_a_scope_and_a_wallet_are_booked_and_shown(
-    client: httpx.AsyncClient, books_of_acme: House
-) -> None:
-    form = {"kind": "grant", "amount": "3", "reference": "promo", "why": "launch"}
-    form |= {"scope": "chat-*, *@standard", "expires": "90d"}
-    booked = await client.post("tenants/acme/deposit", data=form)
-    assert "done=deposit" in booked.headers["location"]
-    assert 3 * UNITS == books_of_acme.books.accounts.tenant("acme").scoped
-    paid = {"kind": "topup", "currency": "USD", "amount": "10", "why": "paid by card"}
-    moves = [("topup", {}), ("withdraw", {"amount": "1"})]
-    rate = {"rate": "7.1", "rate_date": "2026-11-20", "rate_source": "ECB", "amount": "2"}
-    before = books_of_acme.books.accounts.tenant("acme").balance
-    for kind, more in [*moves, ("topup", rate)]:
-        moved = await client.post("tenants/acme/wallet", data=paid | {"kind": kind} | more)
-        assert "done=wallet" in moved.headers["location"], moved.text
-    assert before + int(14.2 * UNITS) == books_of_acme.books.accounts.tenant("acme").balance
-    page = await text(client, "tenants/acme?done=wallet")
-    assert "The wallet is changed." in page and "for chat-*, *@standard" in page
-    assert re.search(r"Wallet in USD</dt><dd>7\.00", page)
-
-
 async def test_a_double_click_without_a_reference_is_booked_once(
     client: httpx.AsyncClient, books_of_acme: House
 ) -> None:
@@ -397,12 +374,10 @@ TOPUP = {"kind": "topup", "why": "x"}
         ("tenants/acme/deposit", TOPUP | {"amount": "-3"}, "not above zero"),
         ("tenants/acme/deposit", TOPUP, "Amount: nothing was given"),
         ("tenants/acme/deposit", {"amount": "3", "why": ""}, "Say why"),
-        ("tenants/acme/deposit", TOPUP | {"amount": "3", "scope": "x"}, "has no scope"),
-        ("tenants/acme/wallet", TOPUP | {"amount": "3"}, "Currency of the wallet: nothing"),
-        ("tenants/acme/wallet", TOPUP | {"kind": "gift"}, "none of topup, withdraw"),
+        ("tenants/acme/deposit", TOPUP | {"amount": "3", "kind": "gift"}, "none of topup, grant"),
         (
-            "tenants/acme/wallet",
-            {"kind": "withdraw", "amount": "3", "currency": "USD", "why": "x"},
+            "tenants/acme/deposit",
+            {"kind": "withdraw", "amount": "3000", "why": "x"},
             "insufficient balance",
         ),
         ("tenants/acme/limit", {"credit_limit": "lots", "why": "x"}, "not an amount of money"),
@@ -447,9 +422,7 @@ async def test_money_goes_out_and_a_deposit_is_put_right(
     assert "The difference is booked." in await text(client, "tenants/acme?done=adjust")
 
 
-async def test_budgets_and_invoices_have_forms(
-    client: httpx.AsyncClient, books_of_acme: House
-) -> None:
+async def test_budgets_have_forms(client: httpx.AsyncClient, books_of_acme: House) -> None:
     form = {"name": "team", "amount": "5", "per": "day", "of": "user", "value": "ann", "why": "x"}
     assert 303 == (await client.post("tenants/acme/budget", data=form)).status_code
     page = await text(client, "tenants/acme")
@@ -460,18 +433,6 @@ async def test_budgets_and_invoices_have_forms(
     assert "another tenant" in (await client.post("tenants/bolt/unbudget", data=form)).text
     assert 303 == (await client.post("tenants/acme/unbudget", data=form)).status_code
     assert "user ann" not in await text(client, "tenants/acme")
-    register = InvoiceRegister(books_of_acme.books.store)
-    register.apply_parties(PARTIES, by="test")
-    form = {"month": LAST_MONTH, "why": "month over"}
-    assert 303 == (await client.post("tenants/acme/finalize", data=form)).status_code
-    assert "INV-000001" in await text(client, "tenants/acme")
-    form = {"state": "void", "number": "INV-000001", "why": "wrong"}
-    assert 303 == (await client.post("tenants/acme/mark", data=form)).status_code
-    paid = await client.post("tenants/acme/mark", data=form | {"state": "paid"})
-    assert "is void" in paid.text
-    for name in ("mark", "credit"):
-        refused = await client.post(f"tenants/bolt/{name}", data=form)
-        assert "has no invoice" in refused.text
     assert 404 == (await client.post("tenants/acme/gift", data=form)).status_code
 
 

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 
 from api.admin.access import Admin, Role
 from api.admin.parts import AdminParts
+from api.admin.routes.operation_table import REMOVED
 from api.app import create_app
 from api.page_headers import POLICY
 from billing.accounts import Accounts
@@ -34,6 +35,7 @@ OF_READERS = {  # they ask by POST, for their body or what they cost, and change
     "/admin/api/prices/lint",
     "/admin/api/prices/plan",
     "/admin/api/ledger/verify",
+    *(f"/admin/api/{gone}{rest}" for gone in REMOVED for rest in ("", "/{rest:path}")),
 }
 
 

@@ -2,9 +2,7 @@
 says the same.
 """
 
-import base64
 import contextlib
-import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -150,6 +148,8 @@ def test_every_route_is_documented() -> None:
     for area in (derived, price_routes, ledger_routes):
         for route in area.router.routes:
             assert isinstance(route, APIRoute)
+            if not route.include_in_schema:
+                continue
             parent, _, last = route.path.rpartition("/")
             if f"{route.path}`" not in page and not (f"`/{last}`" in page and parent in page):
                 missing.append(route.path)
@@ -400,13 +400,7 @@ async def test_statements_and_receipts(client: httpx.AsyncClient, house: House) 
     month = (await ok(await client.get("/usage?unit=month")))[0]["period"]
     path = f"/usage/statement/acme/{month}"
     assert 1 == (await ok(await client.get(path)))["requests"]
-    page = await client.get(f"{path}?format=html")
-    assert ("text/html; charset=utf-8", True) == (page.headers["content-type"], "acme" in page.text)
-    style = page.text.partition("<style>")[2].partition("</style>")[0]
-    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    policy = page.headers["content-security-policy"]
-    assert f"style-src 'sha256-{digest}';" in policy
-    assert "unsafe" not in policy and "script-src" not in policy
+    assert 400 == (await client.get(f"{path}?format=html")).status_code
     assert "hit_disk" in (await client.get(f"{path}?format=csv")).text
     elsewhere = await ok(await client.get(f"{path}?timezone=Pacific/Auckland"))
     assert "Pacific/Auckland" == elsewhere["timezone"]

@@ -100,7 +100,7 @@ async def test_tables_come_as_csv(bank: Bank) -> None:
         entries = await client.get("/v1/usage/entries?format=csv")
         assert "team==1+1" in entries.text
         page = await client.get(f"/v1/usage/statement/{MONTH}?format=html")
-        assert "style-src 'sha256-" in page.headers["content-security-policy"]
+        assert 400 == page.status_code
 
 
 async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank: Bank) -> None:

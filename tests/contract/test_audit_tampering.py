@@ -11,37 +11,19 @@ from pathlib import Path
 import pytest
 
 from billing.alerts.budgets import Budget, set_budget
-from billing.gate.commands import Allot, Deposit, MoveWallet
+from billing.gate.commands import Allot, Deposit
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
-from billing.invoices.register import InvoiceRegister, InvoiceState
 from billing.money import UNITS
-from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
 from billing.store.opening import open_store
 from billing.usage import Usage
-from tests.contract.test_invoices import BY, PARTIES
 from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
-PLAN = """[card]
-name = "plan"
-version = "1"
-currency = "CNY"
-valid_from = 2024-12-31T00:00:00Z
-[[included]]
-name = "output"
-classes = ["output"]
-tokens = 10
-[[model]]
-match = "*"
-hit = "0.1"
-miss = "1"
-output = "2"
-"""
 Prove = Callable[..., Proof]
 UNPROVEN_TABLES = {
     *("meta", "idempotency", "undelivered", "export_cursors"),
@@ -79,7 +61,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
     folder = tmp_path_factory.mktemp("ledger")
     with running_ledger(f"sqlite:///{folder / 'running'}") as house:
         house.fund(UNITS)
-        house.accounts.apply_card(parse_card(PLAN), by="ops")
         house.accounts.create_project("acme", "p", by="ops")
         _, key = house.accounts.create_key("acme", by="ops", project="p", expires_ns=2**62)
         house.accounts.revoke_key(key.key_id, by="ops")
@@ -100,17 +81,8 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
-        house.ledger.post(
-            MoveWallet("acme", currency="USD", amount=9, reference="w", by="ops")
-        ).result()
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}
         house.ledger.post(Deposit("acme", Kind.GRANT, amount=5, **grant)).result()
-        grant |= {"reference": "only", "scope": ["*@standard"]}
-        house.ledger.post(Deposit("acme", Kind.GRANT, amount=5, **grant)).result()
-        house.clock.advance(40 * 86_400)
-        register = InvoiceRegister(house.ledger.store, clock_ns=house.clock)
-        register.apply_parties(PARTIES.format(zone="UTC"), **BY)
-        register.mark(register.finalize("acme", "2025-01", **BY).number, InvoiceState.PAID, **BY)
         proof = audit.verify(house.ledger.store)
         assert proof.problems == []
         heads.update(proof.heads)

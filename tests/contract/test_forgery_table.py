@@ -1,4 +1,4 @@
-"""Forgeries of plans, wallets, pins, invoices and holds.
+"""Forgeries of charges, deposits, pins and holds.
 
 Each is made with every hash and sum to match, and docs/billing.md says whether `verify` finds it.
 """
@@ -12,24 +12,36 @@ from pathlib import Path
 import pytest
 
 from billing.errors import BillingError
-from billing.gate.commands import Allot, Deposit, MoveWallet
+from billing.gate.commands import Allot, Deposit
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
-from billing.invoices.register import InvoiceRegister
 from billing.money import UNITS
 from billing.prices.book import NS, Terms
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.store.opening import open_store
 from billing.usage import Usage
-from tests.contract.test_invoices import BY, PARTIES
-from tests.contract.test_plans import card
 from tests.contract.test_tampering_table import Sql, change, copy, rehash
 from tests.support.billing import TestLedger, running_ledger
 
 DAY = 86_400
-PINS = 'output = "100"\nstorage_minute = "0.5"\n[[service]]\nname = "flex"\nfactor = "0.5"'
+BY = {"by": "eve", "reason": "test"}
+CARD = """[card]
+name = "pins"
+version = "1"
+currency = "CNY"
+valid_from = 2025-01-01T00:00:00Z
+[[service]]
+name = "flex"
+factor = "0.5"
+[[model]]
+match = "*"
+hit = "0.1"
+miss = "1"
+output = "100"
+storage_minute = "0.5"
+"""
 
 
 def charge(house: TestLedger, name: str, usage: Usage) -> None:
@@ -44,30 +56,18 @@ def hold(house: TestLedger, name: str, amount: int = 0) -> Hold:
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Entries 1: a top-up, 2: paid into a wallet, 3: converted, 4 to 7: charges of January (6: a
-    pin), 8: its minimum, 9: a correction of 7 that a credit note tells of, 10 and 11: charges of
-    February, 12: a grant that ends."""
+    """Entries 1: a top-up, 2 to 5: charges of January (4: a pin), 6: a correction of 5, 7 and 8:
+    charges of February, 9: a grant that ends."""
     path = tmp_path_factory.mktemp("ledger") / "original"
     with running_ledger(f"sqlite:///{path}") as house:
-        house.accounts.apply_card(parse_card(card().replace('output = "100"', PINS)), by="ops")
+        house.accounts.apply_card(parse_card(CARD), by="ops")
         house.fund(1000 * UNITS)
         ledger = house.ledger
-        ledger.post(
-            MoveWallet("acme", currency="USD", amount=9 * UNITS, reference="w", **BY)
-        ).result()
-        rate = {"rate": "7", "rate_date": "2025-01-01", "rate_source": "ECB"}
-        ledger.post(
-            MoveWallet("acme", currency="USD", amount=-4 * UNITS, reference="c", **rate, **BY)
-        ).result()
         charge(house, "r1", Usage(miss=600))
         charge(house, "r2", Usage(output=12))
         charge(house, "pin", Usage(storage_token_minutes=1000))
         charge(house, "r3", Usage(miss=1_000_400))
         house.clock.advance(40 * DAY)
-        ledger._sweeper.close_months()
-        register = InvoiceRegister(ledger.store, clock_ns=house.clock)
-        register.apply_parties(PARTIES.format(zone="UTC"), **BY)
-        issued = register.finalize("acme", "2025-01", **BY)
         ledger.correct("acme", "r3", reference="back", **BY).result()
         charge(house, "r4", Usage(miss=1_000_000))
         house.clock.advance(3600)
@@ -76,7 +76,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.post(
             Deposit("acme", Kind.GRANT, amount=5 * UNITS, reference="g", expires_ns=ends_ns, **BY)
         ).result()
-        register.credit(issued.number, **BY)
         hold(house, "open", 10**9)
         house.ledger.store.apply(
             [Allot("acme", "other", "run", 10**9, 2**62)], ledger.book, house.clock
@@ -98,13 +97,7 @@ def postings(seq: int, text: str) -> str:
     return f"UPDATE entries SET postings = '{text}' WHERE seq = {seq}"
 
 
-def untold(plain: Sql) -> None:
-    """The last of its series, with the last decision in the trail."""
-    change(plain, "DELETE FROM invoices WHERE number = 'CN-000001'")
-    change(plain, "DELETE FROM trail WHERE subject = 'CN-000001'")
-
-
-COPIED = "'acme', 13, '{kind}', '{name}', at_ns, currency, '{postings}', {body}, hash"
+COPIED = "'acme', 10, '{kind}', '{name}', at_ns, currency, '{postings}', {body}, hash"
 
 
 def append(plain: Sql, kind: str, name: str, postings: str, body: str, corrects: str) -> None:
@@ -112,14 +105,14 @@ def append(plain: Sql, kind: str, name: str, postings: str, body: str, corrects:
     said = COPIED.format(kind=kind, name=name, postings=postings, body=body)
     change(
         plain,
-        f"INSERT INTO entries SELECT {said}, {corrects}, billed_ns FROM entries WHERE seq = 12",
+        f"INSERT INTO entries SELECT {said}, {corrects}, billed_ns FROM entries WHERE seq = 9",
     )
 
 
 def give_back(plain: Sql, reference: str) -> None:
-    """All of entry 11, which cost 1.00."""
-    body = '{"by":"system","corrects":11,"reason":"why"}'
-    append(plain, "correction", reference, UNPAID, f"'{body}'", "11")
+    """All of entry 8, which cost 1.00."""
+    body = '{"by":"system","corrects":8,"reason":"why"}'
+    append(plain, "correction", reference, UNPAID, f"'{body}'", "8")
 
 
 UNPAID = "topup:1000000000000 revenue:-1000000000000"
@@ -127,18 +120,10 @@ UNPAID = "topup:1000000000000 revenue:-1000000000000"
 
 def charge_again(plain: Sql) -> None:
     plain.execute("DROP INDEX entries_once")
-    body = "(SELECT body FROM entries WHERE seq = 11)"
+    body = "(SELECT body FROM entries WHERE seq = 8)"
     append(plain, "charge", "r5", "granted:-1000000000000 revenue:1000000000000", body, "NULL")
-    change(plain, "UPDATE entries SET billed_ns = (SELECT billed_ns FROM entries WHERE seq = 11) "
-                  "WHERE seq = 13")  # fmt: skip
-
-
-def without_minimum(plain: Sql) -> None:
-    """Entry 8, and every later number with it."""
-    change(plain, "DELETE FROM entries WHERE seq = 8")
-    for seq in range(9, 13):
-        change(plain, f"UPDATE entries SET seq = {seq - 1} WHERE seq = {seq}")
-        plain.execute(f"UPDATE trail SET subject = 'acme/{seq - 1}' WHERE subject = 'acme/{seq}'")
+    change(plain, "UPDATE entries SET billed_ns = (SELECT billed_ns FROM entries WHERE seq = 8) "
+                  "WHERE seq = 10")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,60 +137,24 @@ class Forgery:
 
 
 FORGERIES = {
-    "lets a charge spend more included tokens than are left": Forgery(
-        (
-            body(5, '"included":{"output":10}', '"included":{"output":12}'),
-            body(5, '"included_amount":"1000000000"', '"included_amount":"1200000000"'),
-            postings(5, ""),
-        ),
-        "rated",
-    ),
-    "gives included tokens again": Forgery(
-        ("UPDATE included_used SET tokens = 0 WHERE item = 'output'",), "projected", derived=True
-    ),
-    "lowers what a month lacked of its minimum": Forgery(
-        (
-            (
-                "UPDATE entries SET postings = 'topup:-1 revenue:1', "
-                "body = json_set(body, '$.fees', '1') WHERE seq = 8"
-            ),
-        ),
-        "rated",
-    ),
     "dates a charge back to before its card": Forgery(
         (
             (
                 "UPDATE entries SET billed_ns = at_ns - 86400000000000, body = json_set(body, "
                 "'$.admitted_ns', at_ns - 86400000000000, '$.billed_ns', at_ns - 86400000000000) "
-                "WHERE seq = 4"
+                "WHERE seq = 2"
             ),
         ),
         "rated",
     ),
-    "makes what was paid into a wallet more": Forgery(
-        (body(2, '"moves":"9000000000000"', '"moves":"90000000000000"'),), "decided"
-    ),
-    "converts a wallet at a better rate": Forgery(
-        (
-            body(3, '"rate":"7"', '"rate":"8"'),
-            postings(3, "topup:32000000000000 cash:-32000000000000"),
-        ),
-        "decided",
-    ),
-    "fills a wallet without an entry": Forgery(
-        ("UPDATE wallets SET amount = amount + 9",), "projected", derived=True
-    ),
     "counts fewer minutes of a pin, with its price": Forgery(
         (
-            body(6, '"storage_token_minutes":1000', '"storage_token_minutes":10'),
-            body(6, '"saved":"-500000000"', '"saved":"-5000000"'),
-            postings(6, "topup:-5000000 revenue:5000000"),
-            body(8, '"fees":"999300000000"', '"fees":"999795000000"'),
-            postings(8, "topup:-999795000000 revenue:999795000000"),
+            body(4, '"storage_token_minutes":1000', '"storage_token_minutes":10'),
+            body(4, '"saved":"-500000000"', '"saved":"-5000000"'),
+            postings(4, "topup:-5000000 revenue:5000000"),
         ),
         None,
     ),
-    "deletes the minimum of a month": Forgery(without_minimum, "rated"),
     "gives a charge back as the server does if its retry was answered": Forgery(
         lambda plain: give_back(plain, "retry:r5"), "corrected"
     ),
@@ -218,8 +167,8 @@ FORGERIES = {
     "appends a charge under an id that exists": Forgery(charge_again, "once"),
     "takes the price of a service tier that the request did not ask for": Forgery(
         (
-            body(11, '"window":"standard"', '"window":"standard | flex"'),
-            postings(11, "topup:-500000000000 revenue:500000000000"),
+            body(8, '"window":"standard"', '"window":"standard | flex"'),
+            postings(8, "topup:-500000000000 revenue:500000000000"),
         ),
         None,
     ),
@@ -227,7 +176,7 @@ FORGERIES = {
         (
             (
                 "UPDATE entries SET body = json_set(body, '$.expires_ns', 4102444800000000000) "
-                "WHERE seq = 12"
+                "WHERE seq = 9"
             ),
         ),
         "decided",
@@ -236,23 +185,7 @@ FORGERIES = {
         ("UPDATE entries SET request_id = 'other' WHERE seq = 1",), "decided"
     ),
     "takes the price of a pin by the minute for one by the hour": Forgery(
-        (body(6, "storage_token_minutes", "storage_token_hours"),), "rated"
-    ),
-    "changes the amount of a credit note": Forgery(
-        (
-            (
-                'UPDATE invoices SET text = replace(text, \'"net":"1.00"\', \'"net":"9.00"\') '
-                "WHERE number = 'CN-000001'"
-            ),
-        ),
-        "issued",
-        derived=True,
-    ),
-    "removes the last credit note, and its decision": Forgery(untold, None),
-    "marks an invoice as void": Forgery(
-        ("INSERT INTO invoice_marks (number, state, at_ns) VALUES ('INV-000001', 'void', 1)",),
-        "issued",
-        derived=True,
+        (body(4, "storage_token_minutes", "storage_token_hours"),), "rated"
     ),
     "removes the hold of a request that runs": Forgery(
         (
@@ -293,7 +226,7 @@ def forge(original: Path, path: Path, forgery: Forgery) -> None:
 def table() -> dict[str, str]:
     """The second table of the page: forgery, and what `verify` says."""
     page = Path("docs/billing.md").read_text()
-    rows = page.partition("| of plans, wallets")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = page.partition("| of charges, deposits")[2].partition("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
     return {row[0]: row[1] for row in cells}
 

@@ -479,8 +479,6 @@ def test_an_statement_adds_up_and_shows_its_residue(house: TestLedger) -> None:
     assert usage_report.by_session(house.ledger.store, whole)[0].requests == 2
     months = usage_report.report(house.ledger.store, whole, usage_report.Unit.MONTH)
     assert months[0].period == "2025-01"
-    page = statements.statement_html(month)
-    assert "Statement" in page and month.money(month.residue) in page
     assert statements.statement_csv(month).count("\n") == 1 + len(month.lines) + 3
 
 

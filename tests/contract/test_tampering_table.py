@@ -36,7 +36,7 @@ class House:
         self.keys = published_keys(folder)
         self.heads_file, self.receipt_file = folder / "heads.jsonl", folder / "receipt.json"
         with running_ledger(f"sqlite:///{self.path}") as house:
-            grant = {"reference": "g", "by": "ops", "scope": ["other"]}
+            grant = {"reference": "g", "by": "ops"}
             house.ledger.post(Deposit("acme", Kind.GRANT, amount=7, **grant)).result()
             house.fund(UNITS)
             house.charge("r1", USAGE)
@@ -115,15 +115,8 @@ def top_up(plain: Sql) -> None:
 
 def top_up_and_trail(plain: Sql) -> None:
     change(plain, LARGER)
-    after = 'UPDATE trail SET after = \'{"balance":"9.000000000007"}\''
+    after = "UPDATE trail SET after = json_set(after, '$.balance', '9.000000000007')"
     change(plain, f"{after} WHERE action = 'balance.topup'")
-
-
-RENAMED = """UPDATE entries SET body = replace(body, '["other"]', '["another"]') WHERE seq = 1"""
-
-
-def rescope(plain: Sql) -> None:
-    change(plain, RENAMED)
 
 
 FORGERIES: dict[str, Callable[[Sql], None]] = {
@@ -133,7 +126,6 @@ FORGERIES: dict[str, Callable[[Sql], None]] = {
     "cuts off the tail": cut,
     "makes a top-up larger": top_up,
     "makes a top-up larger, and its decision in the trail": top_up_and_trail,
-    "changes the scope of a grant": rescope,
 }
 
 

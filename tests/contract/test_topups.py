@@ -96,13 +96,6 @@ def test_a_top_up_that_was_too_small_asks_again(house: TestLedger, books: OpenBo
     assert [] == wanted(watch, house)
 
 
-def test_money_for_some_prices_only_does_not_count(house: TestLedger, books: OpenBooks) -> None:
-    ask(books)
-    about = {"reference": "g", "by": "ops", "scope": ["chat"]}
-    house.ledger.post(Deposit("acme", Kind.GRANT, amount=500 * UNITS, **about)).result()
-    assert ["topup/acme/refill/0/1"] == wanted(BudgetWatch(house.ledger.store), house)
-
-
 def test_a_suspended_tenant_asks_for_nothing(house: TestLedger, books: OpenBooks) -> None:
     ask(books)
     house.accounts.set_suspended("acme", True, by="ops")

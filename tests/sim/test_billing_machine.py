@@ -35,7 +35,7 @@ from billing.gate.entries import Kind
 from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import PRESUMED, Outcome, billable
-from billing.gate.plans import month_of
+from billing.gate.periods import period_of
 from billing.gate.work import Settled
 from billing.ledger import Ledger
 from billing.prices.book import NS
@@ -97,15 +97,15 @@ class Model:
         """Whether a hard limit refuses `amount` for a request."""
         counted = [(each.hold, each.held) for each in self.open.values()]
         counted += [(charged, cost) for cost, _, charged in self.charges.values()]
-        month = month_of(hold.context.admitted_ns)
+        month = period_of("month", hold.context.admitted_ns)
         for of, (most, since_ns) in self.limits.items():
             sum_ = sum(
                 units
                 for other, units in counted
-                if month_of(other.context.admitted_ns) == month
+                if period_of("month", other.context.admitted_ns) == month
                 and (of is Of.TENANT or other.context.user == hold.context.user)
             )
-            counts = month >= month_of(since_ns)
+            counts = month >= period_of("month", since_ns)
             if amount and counts and sum_ + amount > most:
                 return True
         return False

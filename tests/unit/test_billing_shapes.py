@@ -128,13 +128,7 @@ def test_an_explicit_hit_is_a_line_of_its_own() -> None:
         ),
         ("hit = 1\nhit_disk = 2\nexplicit_hit = 1", "for all tiers"),
         ("hit = 1\nstorage = 9\nstorage_minute = 1", "by the hour or by the minute"),
-        (
-            (
-                'hit = 1\nexplicit_hit = 2\nmiss = 3\noutput = 4\n[[included]]\nname = "i"\n'
-                'classes = ["hit"]\ntokens = 1\n[[model]]\nmatch = "x"\nhit = 1'
-            ),
-            "includes hits prices no explicit_hit",
-        ),
+        ('hit = 1\n[[included]]\nname = "i"', "included was removed: plans and minimums are"),
     ],
 )
 def test_prices_that_say_two_things_are_refused(rates: str, said: str) -> None:

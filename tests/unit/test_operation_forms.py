@@ -64,11 +64,10 @@ def test_what_is_typed_becomes_what_the_operation_takes() -> None:
     } == FORMS["budget"].typed(sent)
 
 
-def test_a_grant_has_several_prices_and_the_page_s_own_reference() -> None:
-    sent = FormData({"kind": "grant", "amount": "1", "scope": "chat-*, *@batch,", "once": "abc"})
+def test_a_grant_has_the_page_s_own_reference() -> None:
+    sent = FormData({"kind": "grant", "amount": "1", "once": "abc"})
     typed = FORMS["deposit"].typed(sent)
     assert Booking.GRANT is typed["kind"]
-    assert ["chat-*", "*@batch"] == typed["scope"]
     assert "grant_abc" == typed["reference"]
     assert {} == FORMS["suspend"].typed(FormData({"once": "abc"}))
 
@@ -84,7 +83,7 @@ def test_a_limit_may_be_none(text: str, limit: str | None) -> None:
     ("name", "sent", "words"),
     [
         ("limit", {"credit_limit": " "}, "nothing was given"),
-        ("mark", {"number": "INV-1", "state": "issued"}, "none of paid, void"),
+        ("deposit", {"kind": "gift", "amount": "1"}, "none of topup, grant"),
         ("adjust", {"deposit": "x" * 201, "amount": "1"}, "at most 200 characters"),
         ("rates", {"limits.requests": "many"}, "not a whole number"),
     ],

@@ -21,7 +21,7 @@ WIRE_RETRIES = "tests/api/test_money_retries.py"
 RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
 KILLS, MACHINE = "tests/crash/test_serve_kill.py", "tests/sim/test_billing_machine.py"
 ADVANCES = "tests/contract/test_advances.py"
-SCOPED, RATER = "tests/contract/test_scoped_grants.py", "tests/contract/test_independent_rater.py"
+RATER = "tests/contract/test_independent_rater.py"
 SHAPES, FAULTS = "tests/unit/test_billing_shapes.py", "tests/contract/test_ledger_faults.py"
 COLUMNS = "test_a_change_of_any_column_is_named"
 SYNC, TAMPERING = "tests/unit/test_ledger_sync.py", "tests/contract/test_audit_tampering.py"
@@ -117,26 +117,13 @@ LINES: dict[str, list[str]] = {
         f"{RETRIES}::test_without_a_key_what_was_sent_counts_as_delivered",
         "tests/contract/test_undelivered.py::test_a_retry_a_day_later_is_a_request_of_its_own",
     ],
-    "1. Grants with a scope": [
-        f"{SCOPED}::test_only_what_fits_spends_it_and_before_all_other_money",
-        f"{SCOPED}::test_of_two_that_fit_the_one_that_expires_first_is_spent_first",
+    "1. Granted money": [
         f"{RATER}::test_an_independent_rater_agrees_with_every_charge",
         f"{STORE}::test_granted_money_is_spent_first_and_debt_is_paid_first",
         f"{STORE}::test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left",
     ],
     "Money that is paid in settles": [
         f"{STORE}::test_granted_money_is_spent_first_and_debt_is_paid_first",
-        f"{SCOPED}::test_what_is_given_back_goes_to_the_grant_last",
-    ],
-    "`cachesvc balance grant acme 50 --for": [
-        f"{SCOPED}::test_a_term_of_the_price_is_a_scope",
-        f"{SCOPED}::test_a_group_of_the_card_is_a_scope",
-        f"{SCOPED}::test_a_scope_that_nothing_fits_is_said",
-    ],
-    "A hold of a request that fits": [
-        f"{SCOPED}::test_two_prices_cannot_both_wait_for_the_same_grant",
-        f"{SCOPED}::test_nothing_is_overdrawn_or_spent_twice",
-        f"{SCOPED}::test_nothing_of_it_is_paid_out_or_held_in_advance",
     ],
     "Entries are double entry": [
         f"{STORE}::test_the_database_refuses_to_change_an_entry",

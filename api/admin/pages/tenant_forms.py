@@ -1,10 +1,10 @@
-"""The forms of a tenant's page: money in and out, limits, budgets and invoices, by their names."""
+"""The forms of a tenant's page: money in and out, limits and budgets, by their names."""
 
 from collections.abc import Mapping
 from typing import Final
 
 from api.admin.pages.operation_forms import OperationForm
-from billing.operations import balance, budgets, invoices, tenants
+from billing.operations import balance, budgets, tenants
 from billing.tenants import OF_TENANT, OF_USER
 
 CREDIT_HINT: Final = "0 is prepaid; “unlimited” sets none"
@@ -28,7 +28,6 @@ FORMS: Final[Mapping[str, OperationForm]] = {
             "amount": "Amount",
             "reference": "Reference",
             "expires": "Last day",
-            "scope": "What it pays",
         },
         choices={
             "kind": {
@@ -38,21 +37,6 @@ FORMS: Final[Mapping[str, OperationForm]] = {
                 "chargeback": "Chargeback: the bank took it back",
             }
         },
-    ),
-    "wallet": OperationForm(
-        operation=balance.book_deposit,
-        done="The wallet is changed.",
-        button="Book it",
-        labels={
-            "kind": "What",
-            "currency": "Currency of the wallet",
-            "amount": "Amount, in the wallet’s currency",
-            "rate": "Rate",
-            "rate_date": "Day of the rate",
-            "rate_source": "Who publishes the rate",
-        },
-        choices={"kind": {"topup": "was paid in, or is converted", "withdraw": "was paid out"}},
-        required=frozenset({"currency"}),
     ),
     "adjust": OperationForm(
         operation=balance.adjust_deposit,
@@ -118,24 +102,5 @@ FORMS: Final[Mapping[str, OperationForm]] = {
         done="The budget is removed.",
         button="Remove the budget",
         labels={"name": "Name"},
-    ),
-    "finalize": OperationForm(
-        operation=invoices.finalize_invoice,
-        done="The invoice is issued.",
-        button="Issue it for good",
-        labels={"month": "A month that is over"},
-    ),
-    "mark": OperationForm(
-        operation=invoices.mark_invoice,
-        done="The invoice is marked.",
-        button="Mark the invoice",
-        labels={"number": "Number", "state": "It was"},
-        choices={"state": {"paid": "paid", "void": "wrong: void"}},
-    ),
-    "credit": OperationForm(
-        operation=invoices.credit_invoice,
-        done="The credit note is issued.",
-        button="Credit the refunds since",
-        labels={"number": "Number"},
     ),
 }

@@ -27,10 +27,9 @@ from api.journal.journal import Failure
 from billing.operations import tenants as operations
 from billing.operations.books import Books
 from billing.operations.budgets import list_budgets
-from billing.operations.invoices import list_invoices
 from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document, key_document
-from billing.reports.plans import standing
+from billing.reports.limits import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
 from billing.tenants import Tenant
@@ -92,11 +91,7 @@ def submit_form(request: Request, tenant: str, name: str, admin: MayChange, sent
 
 
 def _refuse_of_others(books: Books, tenant: str, typed: Mapping[str, Any]) -> None:
-    """Raise InvalidRequest if a budget or an invoice of this name is another tenant's."""
-    if "number" in typed and typed["number"] not in {
-        each["number"] for each in list_invoices(books, tenant=tenant)
-    }:
-        raise InvalidRequest(f"tenant {tenant!r} has no invoice of this number")
+    """Raise InvalidRequest if a budget of this name is another tenant's."""
     for each in list_budgets(books) if "name" in typed else ():
         if each["name"] == typed["name"] and each["tenant"] != tenant:
             raise InvalidRequest(
@@ -165,7 +160,6 @@ def show_tenant(
         newest=before is None,
         days=report(books.store, parse_query(tenant=name, since=f"{DAYS - 1}d"), Unit.DAY),
         months=report(books.store, parse_query(tenant=name), Unit.MONTH),
-        invoices=list_invoices(books, tenant=name),
         budgets=[budget for budget in list_budgets(books) if budget["tenant"] == name],
         sends_alerts=parts_of(request).sends_alerts,
         limits=_limits(request, name),

@@ -21,31 +21,19 @@ from starlette.responses import Response
 
 from api.admin.access import Books, MayChange, MayRead
 from api.admin.routes.bodies import FIELDS, AdminBody, StrictBody
-from api.admin.routes.operation_table import PREFIX, TABLE, Operation
-from api.page_headers import with_style
-from api.shapes.invoice import invoice_answer
-from billing.operations.usage import StatementForm
+from api.admin.routes.operation_table import PREFIX, REMOVED, TABLE, Operation
+from api.errors import NotServed
 
-_TAGS = {"prices": "prices", "invoices": "invoices", "usage": "ledger", "ledger": "ledger"}
+_TAGS = {"prices": "prices", "usage": "ledger", "ledger": "ledger"}
 
 
-def _statement(made: Any, given: Mapping[str, Any]) -> Any:
-    if not isinstance(made, str):
-        return made
-    if given["format"] is StatementForm.HTML:
-        return Response(made, media_type="text/html", headers=with_style(made))
-    return Response(made, media_type="text/csv")
+def _statement(made: Any) -> Any:
+    return Response(made, media_type="text/csv") if isinstance(made, str) else made
 
 
 # Operations that return files as well as documents.
-_ANSWERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Any]] = {
+_ANSWERS: Mapping[str, Callable[[Any], Any]] = {
     "usage.make_statement": _statement,
-    "invoices.show_month": lambda made, given: invoice_answer(
-        made, given["format"], f"invoice-{given['month']}"
-    ),
-    "invoices.show_invoice": lambda made, given: invoice_answer(
-        made, given["format"], given["number"]
-    ),
 }
 
 
@@ -62,7 +50,18 @@ def routes_of(table: Iterable[Operation]) -> APIRouter:
             status_code=row.status,
             tags=[f"admin: {_TAGS.get(module, 'accounts')}"],
         )
+    for name, instead in REMOVED.items():
+        for path in (f"/{name}", f"/{name}/{{rest:path}}"):
+            gone = _removed(f"{PREFIX}/{name} was removed: {instead}")
+            router.add_api_route(path, gone, methods=["GET", "POST"], include_in_schema=False)
     return router
+
+
+def _removed(message: str) -> Callable[..., None]:
+    def refuse(_: MayRead) -> None:
+        raise NotServed(message)
+
+    return refuse
 
 
 def _endpoint(row: Operation, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,7 +72,7 @@ def _endpoint(row: Operation, function: Callable[..., Any]) -> Callable[..., Any
         given |= body.model_dump() if body is not None else {}
         given |= {"by": by.name} if by is not None else {}
         made = function(books, **given)
-        return answer(made, given) if answer is not None else made
+        return answer(made) if answer is not None else made
 
     hints = get_type_hints(function, include_extras=True)
     arguments = [

@@ -59,14 +59,6 @@ TABLE = (
     _get("usage.session_usage", "/usage/session"),
     _get("usage.make_statement", "/usage/statement/{tenant}/{month}"),
     _get("usage.sign_receipt", "/receipts/{tenant}/{request_id}"),
-    _get("invoices.list_invoices", "/invoices"),
-    _get("invoices.show_month", "/invoices/of/{tenant}/{month}"),
-    _get("invoices.show_invoice", "/invoices/{number}"),
-    _post("invoices.finalize_invoice", "/invoices", 201),
-    _post("invoices.mark_invoice", "/invoices/{number}/mark"),
-    _post("invoices.credit_invoice", "/invoices/{number}/credit", 201),
-    _get("invoices.show_parties", "/parties"),
-    _post("invoices.apply_parties", "/parties"),
     _get("ledger.list_holds", "/holds"),
     _get("ledger.list_entries", "/ledger/entries/{tenant}"),
     _get("ledger.admin_trail", "/audit"),
@@ -75,6 +67,9 @@ TABLE = (
     _post("ledger.correct_charge", "/ledger/correct"),
     _post("ledger.correct_charges", "/ledger/corrections"),
 )
+# Routes that are gone, with what to use instead.
+_BILLING = "the billing system that `cachesvc usage export` feeds issues invoices"
+REMOVED: Mapping[str, str] = {"invoices": _BILLING, "parties": _BILLING}
 _BY_NAME: Mapping[str, Operation] = {row.name: row for row in TABLE}
 
 

@@ -36,7 +36,6 @@ const TABLES = {
   sessions: [["Session", (row) => row.period], ...USED],
   grants: [
     ["Grant", (row) => row.reference],
-    ["Pays for", (row) => row.scope.join(", ") || "everything"],
     ["Until", (row) => (row.expires_ns ? moment(row.expires_ns) : "")],
     ["Given", (row) => row.amount, true],
     ["Left", (row) => row.left, true],
@@ -50,15 +49,6 @@ const TABLES = {
     ["Left", (row) => row.left, true],
     ["Until", (row) => row.ends_at.replace("T", " ").replace(":00Z", " UTC")],
   ],
-  invoices: [
-    ["Number", opener],
-    ["Month", (row) => row.month],
-    ["State", (row) => row.state],
-    ["Issued on", (row) => row.issued_on],
-    ["Due on", (row) => (row.credits ? "" : row.due_on)],
-    ["Total", (row) => `${row.credits ? "-" : ""}${row.total} ${row.currency}`, true],
-    ["Due", (row) => (row.credits ? "" : row.due), true],
-  ],
   entries: [
     ["When", (row) => moment(row.details.billed_ns ?? row.at_ns)],
     ["What", (row) => row.kind],
@@ -67,18 +57,6 @@ const TABLES = {
     ["Amount", (row) => `${row.amount} ${row.currency}`, true],
   ],
 };
-
-function opener(row) {
-  const made = document.createElement("span");
-  for (const form of ["html", "pdf"]) {
-    const button = document.createElement("button");
-    button.className = "link";
-    button.textContent = form === "html" ? row.number : "PDF";
-    button.addEventListener("click", () => tried(() => save(`/v1/invoices/${row.number}?format=${form}`)));
-    made.append(button, " ");
-  }
-  return made;
-}
 
 function cell(kind, text, isNumber) {
   const made = document.createElement(kind);
@@ -120,21 +98,13 @@ async function show() {
   const limit = account.credit_limit === null ? "unlimited" : account.credit_limit;
   const facts = [
     ["Balance", account.balance], ["Granted of it", account.granted],
-    ["For some requests", account.scoped], ["Owed", account.owed],
+    ["Owed", account.owed],
     ["On hold", account.held], ["Credit limit", limit], ["Available", account.available ?? "unlimited"],
   ].map(([name, value]) => [`${name}, ${account.currency}`, value]);
   at("limited").hidden = !account.spend_limits.length;
   fill("limits", account.spend_limits);
   at("granted").hidden = !account.grants.length;
   fill("grants", account.grants);
-  for (const [code, left] of Object.entries(account.wallets)) facts.push([`Wallet, ${code}`, left]);
-  const plan = account.plan;
-  for (const each of plan.included ?? []) {
-    facts.push([`Included ${each.name} left in ${plan.month}, tokens`, each.left]);
-  }
-  if (plan.minimum) {
-    facts.push([`Charged in ${plan.month}, of at least ${plan.minimum}, ${account.currency}`, plan.charged]);
-  }
   at("balance").replaceChildren(...facts.map(([name, value]) => {
     const pair = document.createElement("div");
     pair.append(cell("dt", name), cell("dd", value));
@@ -143,7 +113,6 @@ async function show() {
   fill("daily", (await (await ask("/v1/usage?unit=day")).json()).reverse());
   fill("sessions", await (await ask("/v1/usage/sessions?limit=20")).json());
   fill("entries", await (await ask("/v1/usage/entries?limit=50")).json());
-  fill("invoices", await (await ask("/v1/invoices")).json());
   await showMonth();
   at("shown").hidden = false;
 }
@@ -173,7 +142,7 @@ document.addEventListener("click", (event) => {
   if (csv) tried(() => save(`${csv}${csv.includes("?") ? "&" : "?"}format=csv`, "usage.csv"));
   if (statement) {
     const month = at("month").value;
-    const name = statement === "csv" ? `statement-${month}.csv` : "";
+    const name = `statement-${month}.${statement}`;
     tried(() => save(`/v1/usage/statement/${month}?format=${statement}`, name));
   }
 });

@@ -185,11 +185,5 @@ def print_plan(plan: Document) -> None:
             f"left out, {row['charged']} {row['currency']}: no price; such requests would be "
             "refused"
         )
-    for row in plan["minimums"]:
-        note(
-            f"{row['tenant']!r} pays at least {row['minimum']} {row['currency']} a month from "
-            f"{row['binds_from']} on; {row['month']} comes to {row['planned']}, which is "
-            f"{row['missing']} short of it"
-        )
     if others := plan["charges_in_other_currencies"]:
         note(f"{number_of(others, 'charge')} in other currencies left out")

@@ -220,16 +220,10 @@ def print_tenant(values: Document, json: bool) -> None:
         set_here = [f"{name}={n or 'none'}" for name, n in values["rate_limits"].items()]
         shown["rate_limits"] = " ".join(set_here) or None
     if "grants" in shown:
-        shown["grants"] = ", ".join(map(_grant_text, values["grants"])) or None
-        plan = values["plan"]
-        items = [f"{each['name']} {each['left']:,} tokens" for each in plan.get("included", ())]
-        if "minimum" in plan:
-            items.append(f"charged {plan['charged']} of at least {plan['minimum']}")
-        wallets = values["wallets"].items()
-        shown["wallets"] = ", ".join(f"{code} {left}" for code, left in wallets) or None
+        left = (f"{each['reference']} {each['left']}" for each in values["grants"])
+        shown["grants"] = ", ".join(left) or None
         limits = (f"{e['name']} {e['left']} of {e['amount']}" for e in values["spend_limits"])
         shown["spend_limits"] = ", ".join(limits) or None
-        shown["plan"] = f"{plan['month']}: {', '.join(items)}" if plan else None
     print_pairs(shown)
 
 
@@ -241,10 +235,3 @@ def _warn_unpriced(currency: str, cards: list[Document], json: bool) -> None:
         note(f"no rate card in {currency} is in force yet: until then its requests are refused")
     elif not cards and not json:
         note("the server's first start puts `billing.first_card` in force")
-
-
-def _grant_text(grant: Document) -> str:
-    """The rest of a grant, and what it pays for."""
-    scope = grant.get("scope")
-    pays = f" for {' and '.join(scope)}" if scope else ""
-    return f"{grant['reference']} {grant['left']}{pays}"
