@@ -1,6 +1,5 @@
 """A model with recurrent states over HTTP: what a hit bills, a restart, a purge, other models."""
 
-import io
 import logging
 import re
 from collections.abc import Mapping
@@ -10,17 +9,14 @@ from typing import Any
 import httpx
 import pytest
 
-from cachesvc.config.places import disk_path, states_path
+from cachesvc.config.places import states_path
 from cachesvc.operator.purge import purge_stopped
 from cachesvc.operator.scopes import ScopeKind, roots_of
 from cachesvc.service import Service
 from tests.api.real_service import served
 from tests.parity import architectures
 from tests.support.models import save_model, save_tiny_model
-from tiers.disk.inspection.export import export, import_blocks
-from tiers.disk.inspection.maintenance import remove
-from tiers.disk.inspection.opening import open_disks, open_shards, placed
-from tiers.disk.inspection.view import open_view
+from tiers.disk.inspection.opening import open_shards
 
 pytestmark = pytest.mark.timeout(120)
 BLOCK = 16
@@ -142,24 +138,3 @@ async def test_another_model_leaves_no_checkpoint_behind(tmp_path: Path, hybrid:
     assert [] == list(states_path(data_dir).glob("shard-*"))
     async with served(data_dir, hybrid) as (_, client):
         assert {} == hits(await ask(client, hybrid))
-
-
-async def test_an_import_puts_no_block_among_the_checkpoints(tmp_path: Path, hybrid: Path) -> None:
-    data_dir = tmp_path / "data"
-    async with served(data_dir, hybrid) as (_, client):
-        await ask(client, hybrid)
-    stream, held = io.BytesIO(), num_checkpoints(data_dir)
-    with open_view(disk_path(data_dir)) as view:
-        blocks = sorted(block.key for block in view.blocks())
-        export(view.shards, stream, lambda key, entry: True)
-    with open_disks(disk_path(data_dir), readonly=False) as disks:
-        shards = [shard for disk in disks for shard in disk.shards]
-        for shard in shards:
-            remove(shard, lambda key, entry: True)
-        stream.seek(0)
-        assert (
-            len(blocks) == import_blocks(shards, stream, placed(disks)).num_blocks == END // BLOCK
-        )
-    assert held == num_checkpoints(data_dir)
-    async with served(data_dir, hybrid) as (_, client):
-        assert {"disk": END} == hits(await ask(client, hybrid))

@@ -1,4 +1,4 @@
-"""`cachesvc cache evict|purge|compact|export|import`: what they do to a disk tier, and refuse."""
+"""`cachesvc cache evict|purge|compact`: what they do to a disk tier, and refuse."""
 
 import json
 import subprocess
@@ -26,7 +26,6 @@ from tests.support.state import FiledTurns
 from tests.support.wire import fake_house
 from tests.unit.test_cli_cache import LAYOUT, store
 from tiers.blocks.keys import BlockId, CacheScope
-from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.pin_file import save_pins
@@ -283,40 +282,6 @@ def test_evicted_and_free_space_returns_to_the_file_system(data_dir: Path, serve
         tier.close()
 
 
-def test_an_export_is_imported_elsewhere_and_is_sound(data_dir: Path, elsewhere: Path) -> None:
-    file = data_dir / "blocks"
-    moved = told(call("export", data_dir, str(file), "--json"))
-    assert (len(EVERY), {}) == (moved["num_blocks"], moved["bad"])
-    arrived = told(call("import", elsewhere, str(file), "--json"))
-    assert (len(EVERY), 0, True) == (
-        arrived["num_blocks"],
-        arrived["num_held"],
-        arrived["complete"],
-    )
-    assert key_set(EVERY) == keys(elsewhere)
-    assert len(EVERY) == told(call("verify", elsewhere, "--json"))["num_blocks"]
-    again = told(call("import", elsewhere, str(file), "--json"))
-    assert (0, len(EVERY)) == (again["num_blocks"], again["num_held"])
-
-
-def test_an_import_prepares_an_empty_machine(
-    data_dir: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fresh = tmp_path_factory.mktemp("fresh") / "data"
-    monkeypatch.setenv("CACHESVC_CACHE__DISK_BYTES", "64MiB")
-    file = data_dir / "blocks"
-    told(call("export", data_dir, str(file), "--json"))
-    arrived = call("import", fresh, str(file))
-    assert 0 == arrived.exit_code, arrived.stderr
-    assert "had no disk tier; one of 64 MiB was created" in arrived.stderr
-    assert key_set(EVERY) == keys(fresh)
-    tier = open_disk(disk_path(fresh), LAYOUT, 32 << 20)  # a server, with a size of its own
-    try:
-        assert len(EVERY) == tier.stats().num_blocks
-    finally:
-        tier.close()
-
-
 def test_a_pipe_that_closes_early_is_no_damage(data_dir: Path) -> None:
     command = (
         f"import sys; sys.argv = ['cachesvc', 'cache', 'tree', '--data-dir', {str(data_dir)!r}]"
@@ -331,41 +296,6 @@ def test_a_pipe_that_closes_early_is_no_damage(data_dir: Path) -> None:
             assert b"" == running.stderr.read()
 
 
-def test_an_export_of_a_scope_or_a_prefix_leaves_the_rest(data_dir: Path, elsewhere: Path) -> None:
-    file = data_dir / "blocks"
-    told(call("export", data_dir, str(file), "--scope", THEIRS[0].scope.hex(), "--json"))
-    told(call("import", elsewhere, str(file), "--json"))
-    assert key_set(THEIRS) == keys(elsewhere)
-    told(call("export", data_dir, str(file), "--key", MINE[2].key.hex()[:10], "-y", "--json"))
-    told(call("import", elsewhere, str(file), "--json"))
-    assert key_set(THEIRS, MINE) == keys(elsewhere)
-
-
-def test_an_export_does_not_overwrite_unasked(data_dir: Path) -> None:
-    file = data_dir / "blocks"
-    file.write_text("dear")
-    assert 1 == call("export", data_dir, str(file), answer="n\n").exit_code
-    assert "dear" == file.read_text()
-
-
-def test_an_export_that_cannot_be_written_leaves_nothing(data_dir: Path) -> None:
-    failed = call("export", data_dir, str(data_dir / "nowhere" / "blocks"))
-    assert 1 == failed.exit_code
-    assert "No such file or directory" in failed.stderr
-
-
-def test_a_bad_block_is_left_out_of_an_export_and_said(data_dir: Path) -> None:
-    with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
-        place = shard.find([MINE[2].key])[0].place
-    with (shard.path / "data.mdb").open("r+b") as file:
-        file.seek(place.offset + 2000)
-        file.write(b"\xff" * 64)
-    exported = call("export", data_dir, str(data_dir / "blocks"))
-    assert 1 == exported.exit_code
-    assert f"{len(EVERY) - 1} blocks" in exported.stderr
-    assert "1 bad blocks (1 checksum)" in exported.stderr
-
-
 def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path: Path) -> None:
     for command in (("evict", "--all"), ("purge", "--scope", "00", "--reason", "w"), ("compact",)):
         failed = called_apart(command[0], tmp_path, *command[1:])
@@ -373,29 +303,3 @@ def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path: 
         assert "error:" in failed.stderr
         assert str(tmp_path) in failed.stderr
         assert "Traceback" not in failed.stderr
-
-
-def test_blocks_go_through_a_pipe(data_dir: Path, elsewhere: Path) -> None:
-    exported = call("export", data_dir, "-")
-    imported = CliRunner().invoke(
-        app, ["cache", "import", "-", "--data-dir", str(elsewhere)], input=exported.stdout_bytes
-    )
-    assert 0 == imported.exit_code, imported.output
-    assert key_set(EVERY) == keys(elsewhere)
-    assert 2 == call("export", data_dir, "-", "--json").exit_code
-
-
-def test_a_cut_or_foreign_stream_fails_and_says_why(data_dir: Path, elsewhere: Path) -> None:
-    file = data_dir / "blocks"
-    told(call("export", data_dir, str(file), "--json"))
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    cut = call("import", elsewhere, str(file))
-    assert 1 == cut.exit_code
-    assert "ends early" in cut.stderr
-    assert keys(elsewhere) < key_set(EVERY)
-    file.write_bytes(b"a photograph of a cat")
-    foreign = call("import", elsewhere, str(file))
-    assert 1 == foreign.exit_code
-    assert "not an export" in foreign.stderr
-    assert 1 == call("import", elsewhere, str(data_dir / "missing")).exit_code

@@ -1,6 +1,5 @@
 """Several disks as one tier: blocks are spread, and disks fail alone."""
 
-import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +21,7 @@ from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.array import DiskArray, open_array
 from tiers.disk.directory import ID_NAME, note_elsewhere
-from tiers.disk.inspection.export import export, import_blocks
-from tiers.disk.inspection.maintenance import remove
-from tiers.disk.inspection.opening import open_disks, placed
 from tiers.disk.inspection.verify import verify_all
-from tiers.disk.inspection.view import open_view
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
@@ -187,30 +182,6 @@ def test_a_disk_is_known_wherever_it_is_mounted(tmp_path: Path) -> None:
     array.close()
     (tmp_path / "b").rename(tmp_path / "moved")
     array = opened(tmp_path, "moved", "a")
-    assert load(array) == Loaded(16, None)
-    array.close()
-
-
-def test_commands_look_over_all_disks(tmp_path: Path) -> None:
-    """Listing, checking and importing see the blocks of each; one that cannot be read is left."""
-    array = opened(tmp_path, "a", "b")
-    store(array)
-    array.close()
-    root = tmp_path / "a"
-    note_elsewhere(root, [str(tmp_path / "b"), "redis://host:1/0", str(tmp_path / "gone")])
-    stream = io.BytesIO()
-    with open_view(root) as view:
-        assert {block.key for block in view.blocks()} == {block.key for block in IDS}
-        assert verify_all(view.shards).num_blocks == 16
-        assert all(view.find(block.key) for block in IDS)
-        export(view.shards, stream, lambda key, entry: True)
-    stream.seek(0)
-    with open_disks(root, readonly=False) as disks:
-        shards = [shard for disk in disks for shard in disk.shards]
-        for shard in shards:
-            remove(shard, lambda key, entry: True)
-        assert import_blocks(shards, stream, placed(disks)).num_blocks == 16
-    array = opened(tmp_path, "a", "b")
     assert load(array) == Loaded(16, None)
     array.close()
 

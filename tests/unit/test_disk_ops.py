@@ -1,30 +1,26 @@
 """Looking into a disk tier, verifying it, moving its blocks, and letting them go."""
 
-import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support.faulty_storage import (
     SCOPE,
-    FaultyStorage,
     chain,
     fill,
     holds,
-    map_full,
     take,
     wipe,
 )
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.directory import shard_of
 from tiers.disk.format.rows import DAY_S
-from tiers.disk.inspection.export import chain_rule, export, import_blocks
 from tiers.disk.inspection.maintenance import remove
 from tiers.disk.inspection.opening import open_shards
 from tiers.disk.inspection.verify import verify, verify_all
@@ -303,88 +299,6 @@ def test_wear_is_counted_by_day(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_blocks_move_to_another_machine(tmp_path: Path) -> None:
-    """Export one tenant and import it elsewhere: the same blocks, verified, and no other
-    tenant's."""
-    here, there = (
-        opened(tmp_path / "a"),
-        opened(tmp_path / "b", num_shards=2, capacity_bytes=8 << 20),
-    )
-    store(here, blocks(0))
-    store(here, blocks(1, scope=OTHER))
-    stream = io.BytesIO()
-    with here.view() as view:
-        sent = export(view.shards, stream, lambda _, entry: entry.scope == SCOPE.root())
-    assert sent.num_blocks == 4
-    for num_held in (0, 4):
-        stream.seek(0)
-        with there.view() as view:
-            came = import_blocks(view.shards, stream, shard_of)
-        assert (came.num_blocks, came.num_held) == (4 - num_held, num_held)
-        assert (came.complete, came.bad) == (True, {})
-    assert load(there, blocks(0)) == 4
-    assert there.probe(blocks(1, scope=OTHER)) == 0
-    here.close()
-    there.close()
-
-
-def test_an_import_trusts_nothing(tmp_path: Path) -> None:
-    """A changed byte costs its block, a cut stream keeps what came whole, other files nothing."""
-    here, there = opened(tmp_path / "a"), opened(tmp_path / "b")
-    store(here, blocks(0))
-    stream = io.BytesIO()
-    with here.view() as view:
-        export(view.shards, stream, lambda *_: True)
-    data = bytearray(stream.getvalue())
-    with there.view() as view:
-        with pytest.raises(ValueError, match="not an export"):
-            import_blocks(view.shards, io.BytesIO(b"PK" + bytes(data)), shard_of)
-        cut = import_blocks(view.shards, io.BytesIO(data[: len(data) - 3000]), shard_of)
-        assert (cut.complete, cut.num_blocks) == (False, 3)
-    there.discard([block.key for block in blocks(0)])
-    data[len(data) // 3] ^= 1
-    with there.view() as view:
-        harmed = import_blocks(view.shards, io.BytesIO(data), shard_of)
-    assert (harmed.num_blocks, sum(harmed.bad.values())) == (3, 1)
-    here.close()
-    there.close()
-
-
-@pytest.mark.parametrize(("operation", "first"), [("put", 3), ("commit", 1)])
-def test_an_import_waits_for_room_that_a_reader_keeps(
-    tmp_path: Path, operation: str, first: int
-) -> None:
-    storage = FaultyStorage(error=map_full)
-    here = opened(tmp_path / "a")
-    there = open_disk(tmp_path / "b", LAYOUT, CAPACITY, storage=storage, check_s=60)
-    store(here, blocks(0))
-    stream = io.BytesIO()
-    with here.view() as view:
-        export(view.shards, stream, lambda *_: True)
-    for count, counted in ((1000, (0, 4)), (1, (4, 0))):
-        stream.seek(0)
-        storage.arm(first, count=count, operations=[operation])
-        with there.view() as view:
-            came = import_blocks(view.shards, stream, shard_of)
-        assert (came.num_blocks, came.num_refused) == counted
-        storage.arm(0)
-    assert load(there, blocks(0)) == 4
-    here.close()
-    there.close()
-
-
-def test_a_prefix_is_exported_whole(tier: DiskTier) -> None:
-    """The chain rule takes what leads to a block and what follows it, and no other branch."""
-    ids = blocks(0, count=6)
-    store(tier, ids)
-    store(tier, blocks(1))
-    with tier.view() as view:
-        rule = chain_rule(view.shards, [ids[3].key])
-        sent = export(view.shards, stream := io.BytesIO(), rule)
-    assert sent.num_blocks == 6
-    assert stream.tell() > 0
-
-
 def test_a_folder_without_a_tier_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="there is no disk cache in"), open_view(tmp_path):
         pass
@@ -444,3 +358,21 @@ def test_a_folder_of_another_format_is_not_looked_into(tier: DiskTier, tmp_path:
         open_view(tmp_path / "disk"),
     ):
         pass
+
+
+def test_blocks_of_another_size_are_announced_once_and_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = opened(tmp_path)
+    store(tier, blocks())
+    tier.close()
+    longer = replace(LAYOUT, block_size=2 * LAYOUT.block_size)
+    for expected in (["last served in blocks of 16 tokens, now of 32"], []):
+        caplog.clear()
+        open_disk(tmp_path, longer, 8 << 20, check_s=60).close()
+        said = [entry.message for entry in caplog.records if "of another size" in entry.message]
+        assert len(expected) == len(said)
+        assert all(text in line for text, line in zip(expected, said, strict=True))
+    tier = opened(tmp_path)
+    assert 4 == load(tier, blocks())
+    tier.close()

@@ -46,7 +46,7 @@ class Meta:
     clean: bool = False  # closed by its server, everything synced
     boot: str = ""  # of the machine that last opened it
     num_blocks: int = 0  # when it was last opened, synced or closed
-    block_size: int | None = None  # tokens, as last opened; None: before this was recorded
+    block_size: int = 0  # tokens, as last opened
     capacity_bytes: int = 0  # of all shards, as last set
     reserve_bytes: int | None = None  # left to others on the file system; see `disk.room`
 
@@ -170,13 +170,6 @@ def write_meta(root: Path, meta: Meta) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(root / META_NAME)
-
-
-def prepare(root: Path, capacity_bytes: int, reserve_bytes: int | None) -> None:
-    """Creates an empty disk tier of one shard, to be filled before a server opens it."""
-    make_root(root)
-    made = Meta(FORMAT, 1, capacity_bytes >> 12 << 12, clean=True, boot=boot_id())
-    write_meta(root, replace(made, capacity_bytes=capacity_bytes, reserve_bytes=reserve_bytes))
 
 
 def mark(root: Path, *, clean: bool, num_blocks: int) -> None:

@@ -46,7 +46,6 @@ from tiers.telemetry.events import EventStream
 logger = logging.getLogger(__name__)
 
 MIN_BLOCKS = 4
-FORMER_BLOCK_SIZE = 64  # tokens, the default while it was not recorded
 RECORDS = 0.9  # of the pages in use; the rest is the index, about 500 bytes a block
 _PAGE = 4096
 
@@ -88,7 +87,7 @@ def open_disk(
                 _drop_shards(root, meta, capacity_bytes)
             meta, num_shards = None, 1
         num_blocks = meta.num_blocks if meta else 0
-        if meta and num_blocks:
+        if meta and num_blocks and meta.block_size != layout.block_size:
             _tell_other_size(root, meta, layout.block_size)
         map_bytes = shard_map_bytes(capacity_bytes, num_shards, layout.nbytes)
         at_once = min(settings.batch_bytes, map_bytes // BATCHES_IN_FILE)
@@ -247,12 +246,9 @@ def _standing(root: Path, faults: Counter[MissReason]) -> Meta | None:
 
 
 def _tell_other_size(root: Path, meta: Meta, block_size: int) -> None:
-    """Says what becomes of the folder's blocks if it was last served with another block size."""
-    before = meta.block_size or FORMER_BLOCK_SIZE
-    if before != block_size:
-        unless = "" if meta.block_size else " (unless cache.block_size was set)"
-        logger.warning(
-            f"disk cache: {root} was last served in blocks of {before} tokens{unless}, now of "
-            f"{block_size}: blocks of another size are not found, and leave as the oldest when "
-            f"room is needed; cache.block_size = {before} finds them again"
-        )
+    """Says what becomes of the folder's blocks, which have another size."""
+    logger.warning(
+        f"disk cache: {root} was last served in blocks of {meta.block_size} tokens, now of "
+        f"{block_size}: blocks of another size are not found, and leave as the oldest when room is "
+        f"needed; cache.block_size = {meta.block_size} finds them again"
+    )

@@ -28,12 +28,13 @@ from tiers.disk.format.record import (
     Header,
     block_key,
     is_window,
+    proven,
     unpack_header,
+    whole_nbytes,
     window_key,
 )
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.guard import DiskGuard
-from tiers.disk.inspection.export import proven, whole_nbytes
 from tiers.disk.inspection.maintenance import count, purge
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.rates import RateMeter

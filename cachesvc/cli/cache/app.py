@@ -1,7 +1,7 @@
 """The commands of `cachesvc cache`, which work on the disk tier with or without a running server.
 
 `stats`, `tree`, `ls`, `show` and similar commands read in short transactions, which do not disturb
-a server. Commands that remove or move blocks are in `change` and `purge`.
+a server. Commands that remove blocks are in `change` and `purge`.
 """
 
 from cachesvc.cli.lazy import Command, lazy_group
@@ -18,12 +18,12 @@ COMMANDS = {
     "purge": Command("cachesvc.cli.cache.purge:purge", "Remove every block of a tenant or group"),
     "pin": Command("cachesvc.cli.cache.pins:pin", "Keep a prefix for a while; list and end pins"),
     "compact": Command("cachesvc.cli.cache.change:compact", "Return free space to the file system"),
-    "export": Command("cachesvc.cli.cache.change:export", "Write blocks to a file"),
-    "import": Command("cachesvc.cli.cache.change:import_", "Store the blocks of an export"),
 }
 
 REMOVED = {
     "big": "`cachesvc cache ls --by room`",
+    "export": "copy the data directory's disk folder while its server is stopped",
+    "import": "copy the data directory's disk folder while its server is stopped",
     "hot": "`cachesvc cache ls --by hits`",
     "pins": "`cachesvc cache pin`, without a name",
     "unpin": "`cachesvc cache pin NAME --end`",
