@@ -151,6 +151,7 @@ async def deliver(
         wire.queue.check_wait(job.share, job.prompt_tokens)
         wire.queue.enter(job.share, len(job.prompts))
         held.callback(wire.queue.leave, job.share, len(job.prompts))
+        wire.meter.check()
         permit = await wire.limits.admit(principal, user)
         held.push_async_callback(ending.leave, permit)
         if job.source is not None:

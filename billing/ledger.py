@@ -125,15 +125,17 @@ class Ledger:
     @property
     def refuses(self) -> str:
         """Why no request can be admitted now; empty if they can."""
-        if closed := self.store.failed:
-            return f"the ledger is closed: {closed}"
-        if why := self.store.unwritable:
-            return f"the ledger cannot be written: {why}"
         try:
-            self._watch.check()
-        except ClockJumped as error:
+            self.check()
+        except LedgerUnavailable as error:
             return str(error)
-        return ""
+        return f"the ledger cannot be written: {why}" if (why := self.store.unwritable) else ""
+
+    def check(self) -> None:
+        """Raises `LedgerUnavailable` if the ledger is closed, and `ClockJumped`."""
+        if closed := self.store.failed:
+            raise LedgerUnavailable(f"the ledger is closed: {closed}")
+        self._watch.check()
 
     @property
     def book(self) -> PriceBook:

@@ -76,6 +76,10 @@ class Meter(Protocol):
     Raises InsufficientBalance when the balance does not cover one, and SpendLimitReached.
     """
 
+    def check(self) -> None:
+        """Raises LedgerUnavailable if no charge can be opened, before limits count the request."""
+        ...
+
     async def admit(self, principal: Principal, job: Job) -> RunningCharge: ...
 
     def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
@@ -103,6 +107,9 @@ class LedgerMeter:
         self._lease_s = lease_s
         self._receipts = receipts
         self._clock_ns = clock_ns
+
+    def check(self) -> None:
+        self._ledger.check()
 
     async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
         """Fixes the current price and takes the first hold."""

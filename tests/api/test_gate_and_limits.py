@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -141,6 +142,24 @@ async def test_requests_run_out() -> None:
         assert 1 <= int(refused.headers["retry-after"]) <= 61
         assert "0" == refused.headers["x-ratelimit-remaining-requests"]
         assert 2 == len(house.meter.charges)
+
+
+async def test_a_request_that_the_ledger_refuses_uses_up_no_limit(bank: Bank) -> None:
+    headers = bank.customer(10**12)
+    limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), MemoryStorage())
+    house = replace(bank.house, wire=replace(bank.house.wire, limits=limits))
+    watch, set_right = bank.ledger._watch, bank.ledger._watch._clock_ns
+    async with running(house) as (_, client):
+        watch._clock_ns = lambda: set_right() + 3600 * 10**9
+        for _ in range(3):
+            refused = await client.post(CHAT, json=HELLO, headers=headers)
+            assert (503, "ledger_unavailable") == (
+                refused.status_code,
+                refused.json()["error"]["code"],
+            )
+        watch._clock_ns = set_right
+        assert 200 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
+        assert 429 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
 
 
 async def test_end_users_have_limits_of_their_own_where_the_tenant_is_divided() -> None:

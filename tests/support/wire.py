@@ -343,6 +343,8 @@ class CountingMeter:
         self.refusal: GateError = insufficient_balance("t", needed=2, available=1, currency="CNY")
         self.fail_settle: Exception | None = None
 
+    def check(self) -> None: ...
+
     async def admit(self, principal: Principal, job: Job) -> CountingCharge:
         if self.refuse is not None:
             raise self.refuse
