@@ -118,10 +118,11 @@ def give_back(plain: Sql, reference: str) -> None:
 UNPAID = "topup:1000000000000 revenue:-1000000000000"
 
 
-def charge_again(plain: Sql) -> None:
-    plain.execute("DROP INDEX entries_once")
+def charge_again(plain: Sql, name: str = "r5") -> None:
+    if name == "r5":
+        plain.execute("DROP INDEX entries_once")
     body = "(SELECT body FROM entries WHERE seq = 8)"
-    append(plain, "charge", "r5", "granted:-1000000000000 revenue:1000000000000", body, "NULL")
+    append(plain, "charge", name, "granted:-1000000000000 revenue:1000000000000", body, "NULL")
     change(plain, "UPDATE entries SET billed_ns = (SELECT billed_ns FROM entries WHERE seq = 8) "
                   "WHERE seq = 10")  # fmt: skip
 
@@ -165,6 +166,9 @@ FORGERIES = {
         lambda plain: give_back(plain, "failed:r5"), None
     ),
     "appends a charge under an id that exists": Forgery(charge_again, "once"),
+    "appends a copy of a charge under a new id": Forgery(
+        lambda plain: charge_again(plain, "r6"), None
+    ),
     "takes the price of a service tier that the request did not ask for": Forgery(
         (
             body(8, '"window":"standard"', '"window":"standard | flex"'),
