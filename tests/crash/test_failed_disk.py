@@ -1,12 +1,9 @@
 """A server whose file system fails under it: it says so, refuses, and ends without a traceback."""
 
-import ctypes
 import fcntl
 import os
-import shutil
 import signal
 import struct
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from billing.errors import LedgerUnavailable
 from billing.money import UNITS
 from billing.proof import audit
 from tests.live_server import LiveServer
+from tests.mounts import mounted
 from tests.support.billing import running_ledger
 from tests.support.models import save_tiny_model
 
@@ -24,26 +22,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 NO_FLUSH = 2  # of the ioctl: what is not on the disk yet is lost
 EXT4_IOC_SHUTDOWN = 0x8004587D
-MNT_DETACH = 2
 CACHE = {"model": "tiny", "prompt": "a long beginning " * 20, "ttl": 600}
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of its own, mounted; needs root and a loop device."""
-    image, folder = tmp_path / "image", tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() or not shutil.which("mkfs.ext4"):
-        pytest.skip("needs root and mkfs.ext4, to make a file system that fails")
-    with image.open("wb") as file:
-        file.truncate(400 << 20)
-    subprocess.run(["mkfs.ext4", "-q", image], check=True)
-    mount = ["mount", "-o", "loop,errors=remount-ro", image, folder]
-    made = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if made.returncode:
-        pytest.skip(f"nothing can be mounted here: {made.stderr}")
-    yield folder
-    ctypes.CDLL(None).umount2(os.fsencode(folder), MNT_DETACH)
+    with mounted(tmp_path, "ext4", 400 << 20, "errors=remount-ro") as folder:
+        yield folder
 
 
 def turn_read_only(disk: Path) -> None:

@@ -151,16 +151,25 @@ def tiny_model(
     )
 
 
-def save_tiny_model(folder: Path, architecture: str = "llama", *, seed: int = 0) -> None:
-    """Write a tiny model in the form users have on disk: config, safetensors, tokenizer."""
+def save_tiny_model(
+    folder: Path, architecture: str = "llama", *, seed: int = 0, **shape: int
+) -> None:
+    """Write a tiny model in the form users have on disk: config, safetensors, tokenizer. `shape`
+    replaces fields of its config."""
     # Not `tiny_model`'s weights: packed, they have no names for a checkpoint.
-    save_model(folder, stock_model(architecture, seed))
+    save_model(folder, stock_model(architecture, seed, **shape))
 
 
 def save_model(folder: Path, model: Any) -> None:
     """Write a model of bytes, transformers' own, with its tokenizer."""
     model.save_pretrained(folder)
     _bytes_tokenizer().save_pretrained(folder)
+
+
+# For a model whose KV is large, 32 KiB a token, and that computes in no time.
+LARGE_KV = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8} | {
+    "head_dim": 64
+}
 
 
 def save_adapter(folder: Path, model: Any, *, seed: int = 0, **config: Any) -> None:
@@ -192,9 +201,10 @@ def new_pool(loaded: LoadedModel, num_blocks: int, block_size: int = 16) -> torc
     return torch.full((num_blocks, *layout.shape), torch.nan, dtype=layout.torch_dtype)
 
 
-def stock_model(architecture: str = "llama", seed: int = 0) -> Any:
+def stock_model(architecture: str = "llama", seed: int = 0, **shape: int) -> Any:
     """transformers' own model with the weights of `tiny_model`, neither packed nor paged."""
     config = _CONFIGS[architecture]()
+    config.update(shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
