@@ -22,12 +22,16 @@ def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
     server = find_server(path)
     tiers = server.get("/admin/api/stats")["cache"]["tiers"] if server is not None else {}
     owners = server.get("/admin/api/cache/owners") if server is not None else []
-    with open_view(found_disk(path)) as view:
-        summary = view.summary()
+    summary = None
+    if "disk" in tiers or not tiers:  # a server may have none
+        with open_view(found_disk(path)) as view:
+            summary = view.summary()
     if json:
-        print_json(_summary_json(summary) | ({"tiers": tiers, "owners": owners} if tiers else {}))
+        shown = _summary_json(summary) if summary is not None else {}
+        print_json(shown | ({"tiers": tiers, "owners": owners} if tiers else {}))
         return
-    print_pairs(_summary_pairs(summary))
+    if summary is not None:
+        print_pairs(_summary_pairs(summary))
     _print_tiers(tiers)
     _print_owners(owners)
 

@@ -1,0 +1,85 @@
+"""Each tier off, as small as it can be, and ample: served, hit after a restart, and told truly."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.live_server import ForkedServer
+from tests.support.models import LARGE_KV, save_tiny_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+PROMPT = "x" * 75  # four whole blocks
+DEVICE = {"0": "1 GiB", "4MiB": "4 MiB", "64MiB": "64 MiB"}  # as the start shows it
+HOST_ABOVE = {"0": "8 MiB", "1MiB": "8 MiB instead of 1 MiB", "64MiB": "64 MiB"}  # above a disk
+HOST_ALONE = {"0": "", "1MiB": "8 MiB instead of 1 MiB", "64MiB": "64 MiB"}
+DISK = {"0": "", "8MiB": "8 MiB", "64MiB": "64 MiB"}
+ROWS = [
+    (list(DEVICE)[(number + other) % 3], host, disk)
+    for number, host in enumerate(HOST_ABOVE)
+    for other, disk in enumerate(DISK)
+]
+
+
+class Sized(ForkedServer):
+    """A server with tiers of these sizes."""
+
+    sizes: tuple[str, str, str] = ("0", "0", "0")
+
+    def command(self) -> list[Any]:
+        names = ("--device-cache", "--host-cache", "--disk-cache")
+        return [
+            *super().command(),
+            *(part for pair in zip(names, self.sizes, strict=True) for part in pair),
+        ]
+
+    def ask(self) -> dict[str, int]:
+        """The tokens that each tier served."""
+        body = {"model": "wide", "prompt": PROMPT, "max_tokens": 2, "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+        assert 200 == answer.status_code, answer.text
+        details: dict[str, int] = answer.json()["usage"]["prompt_tokens_details"]
+        return dict(details["cached_tokens_details"])  # type: ignore[call-overload]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    save_tiny_model(folder, **LARGE_KV)
+    return folder
+
+
+@pytest.mark.parametrize(("device", "host", "disk"), ROWS)
+def test_tiers_of_every_size_serve_and_are_told_truly(
+    device: str, host: str, disk: str, model: Path, tmp_path: Path
+) -> None:
+    server = Sized(tmp_path, model)
+    server.sizes = (device, host, disk)
+    shown = {
+        "device": DEVICE[device],
+        "host": (HOST_ALONE if disk == "0" else HOST_ABOVE)[host],
+        "disk": DISK[disk],
+    }
+    try:
+        server.start()
+        said = re.search(r"serves wide on \S+ \((.*); data in", server.log)
+        assert said is not None
+        assert ", ".join(f"{name} {has}" for name, has in shown.items() if has) == said[1]
+        assert 0 == sum(server.ask().values())
+        assert 64 <= sum(server.ask().values())
+        tiers = server.told("cache", "stats")["tiers"]
+        assert (disk != "0") is ("disk" in tiers)
+        assert (tiers["host"]["capacity_bytes"] > 0) is bool(shown["host"])
+        server.stop()
+        lost = re.search(r"stopped; .*?(\d+) blocks lost", server.log)
+        assert lost is not None
+        assert ("without a disk tier" in lost[0]) is (disk == "0") is (int(lost[1]) > 0)
+        server.start()
+        assert {"disk": 64 if disk != "0" else 0} == {"disk": server.ask().get("disk", 0)}
+        server.stop()
+    finally:
+        server.kill()
+    assert "Traceback" not in server.log
