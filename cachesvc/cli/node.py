@@ -38,12 +38,9 @@ def node(
     host_cache: Annotated[
         str, typer.Option(help="Host memory for the blocks of all models")
     ] = "2GiB",
-    disk_cache_dir: Annotated[
-        list[Path] | None,
-        typer.Option(help="Folder of the disk tier, one for each disk; may be repeated"),
-    ] = None,
+    disk_cache_dir: Annotated[Path | None, typer.Option(help="Folder of the disk tier")] = None,
     disk_cache: Annotated[
-        str, typer.Option(help="Bytes on each disk for the blocks of one model")
+        str, typer.Option(help="Bytes on disk for the blocks of one model")
     ] = "8GiB",
     remote_url: Annotated[
         str,
@@ -109,7 +106,7 @@ def node(
 
     published_at = _events(events)
     remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
-    settings = _settings(path, host_cache, disk_cache, disk_cache_dir or (), remote, quota or ())
+    settings = _settings(path, host_cache, disk_cache, disk_cache_dir, remote, quota or ())
     _run(settings, published_at, metrics)
 
 
@@ -117,7 +114,7 @@ def _settings(
     socket: Path,
     host_cache: str,
     disk_cache: str,
-    disk_dirs: Sequence[Path],
+    disk_dir: Path | None,
     remote: "RemoteSettings | None",
     quotas: Sequence[str],
 ) -> "NodeSettings":
@@ -127,7 +124,7 @@ def _settings(
     return NodeSettings(
         socket=socket,
         host_bytes=_host_bytes(host_cache),
-        disk_dirs=tuple(folder.expanduser().absolute() for folder in disk_dirs),
+        disk_dir=disk_dir.expanduser().absolute() if disk_dir is not None else None,
         disk_bytes=_tier_bytes("--disk-cache", disk_cache),
         remote=remote,
         quotas=labelled(dict(map(_quota, quotas))),
@@ -140,8 +137,7 @@ def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> Non
     from cachesvc.server.node import run_node
 
     configure(load_settings().settings.log)
-    places = ", ".join(map(str, settings.disk_dirs))
-    below = f"{size(settings.disk_bytes)} in {places}" if places else "none"
+    below = f"{size(settings.disk_bytes)} in {settings.disk_dir}" if settings.disk_dir else "none"
     shared = f", shared through {settings.remote.shown_url}" if settings.remote is not None else ""
     ready = (
         f"node ready at {settings.socket}: host memory {size(settings.host_bytes)}, "

@@ -54,10 +54,6 @@ def serve(
     device_cache: Annotated[str | None, _option("cache.device_bytes", "--device-cache")] = None,
     host_cache: Annotated[str | None, _option("cache.host_bytes", "--host-cache")] = None,
     disk_cache: Annotated[str | None, _option("cache.disk_bytes", "--disk-cache")] = None,
-    disk_cache_dir: Annotated[
-        list[Path] | None,
-        typer.Option("--disk-cache-dir", help=f"{HELP['cache.disk_dirs']}; may be repeated"),
-    ] = None,
     block_size: Annotated[int | None, _option("cache.block_size", "--block-size")] = None,
     dtype: Annotated[str | None, _option("model.dtype", "--dtype")] = None,
     kv_dtype: Annotated[str | None, _option("model.kv_dtype", "--kv-dtype")] = None,
@@ -91,7 +87,6 @@ def serve(
         "cache.device_bytes": device_cache,
         "cache.host_bytes": host_cache,
         "cache.disk_bytes": disk_cache,
-        "cache.disk_dirs": [path.absolute() for path in disk_cache_dir or ()] or None,
         "cache.block_size": block_size,
         "engine.backend": engine,
         "engine.vllm": read_options(context.args, _options_of(context)) or None,

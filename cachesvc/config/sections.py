@@ -162,13 +162,6 @@ class CacheSection(Section):
             "16 GiB, and a quarter of a small one"
         ),
     )
-    disk_dirs: list[Path] = Field(
-        default_factory=list,
-        description=(
-            "More folders for blocks, on other disks than the data directory's; each holds "
-            "disk_bytes"
-        ),
-    )
     write_policy: Literal["on_evict", "write_through", "on_second_hit"] = Field(
         "on_evict", description="When a block is copied to the tier below"
     )

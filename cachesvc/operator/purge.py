@@ -19,7 +19,6 @@ from cachesvc.operator.scopes import ScopeKind, find_damage, roots_of
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import (
     DirectoryLock,
-    disk_folders,
     group_folders,
     is_locked,
     read_elsewhere,
@@ -169,14 +168,14 @@ def _tiers_of(data_dir: Path) -> list[Path]:
 
 
 def _purge_folder(folder: Path, roots: Collection[PrefixKey]) -> Done:
-    if places := [place for place in read_elsewhere(folder) if "://" in place]:
+    if places := read_elsewhere(folder):
         raise ConfigurationError(
             f"there are also blocks in {', '.join(places)}; start the server, and purge through it"
         )
     groups = group_folders(folder)
     with open_disks(folder, readonly=False, groups=True) as disks:
         opened = [disk.path for disk in disks]
-        if missing := [str(each) for each in disk_folders(folder) + groups if each not in opened]:
+        if missing := [str(each) for each in groups if each not in opened]:
             raise ConfigurationError(
                 f"{', '.join(missing)} cannot be read, so its blocks would be left; repair it with "
                 "`cachesvc cache verify --repair`, or start the server, and purge again"

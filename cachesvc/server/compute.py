@@ -28,7 +28,6 @@ from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.lazy_memory import LazyMemory
 from tiers.cache import CHECKPOINT_SHARE, CacheSettings
-from tiers.disk.array import DiskArray, open_array
 from tiers.disk.directory import note_elsewhere, read_meta, remove_shards
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
@@ -217,7 +216,7 @@ def _open_disk(
     shares: QuotaShares | None,
     *,
     computes_elsewhere: bool,
-) -> DiskTier | DiskArray | StackedTier | None:
+) -> DiskTier | StackedTier | None:
     remote = remote_settings(cache)
     if not cache.disk_bytes:
         return None
@@ -231,23 +230,18 @@ def _open_disk(
         reserve_bytes=cache.disk_reserve_bytes,
     )
     num_shards = max(1, min(NEW_SHARDS, cache.disk_bytes >> 30))
-
-    def open_one(folder: Path) -> DiskTier:
-        return open_disk(
-            folder,
-            layout,
-            cache.disk_bytes,
-            num_shards=num_shards,
-            settings=behaviour,
-            shares=shares,
-            stream=stream,
-        )
-
     folder, states = disk_path(data_dir), states_path(data_dir)
-    others = [path.expanduser() for path in cache.disk_dirs]
-    disk = open_array([folder, *others], open_one) if others else open_one(folder)
-    shared = [remote.shown_url] if remote is not None else []
-    note_elsewhere(folder, [*map(str, others), *shared], [states] if layout.states else [])
+    disk = open_disk(
+        folder,
+        layout,
+        cache.disk_bytes,
+        num_shards=num_shards,
+        settings=behaviour,
+        shares=shares,
+        stream=stream,
+    )
+    shared = remote.shown_url if remote is not None else None
+    note_elsewhere(folder, shared, [states] if layout.states else [])
     if not layout.states and read_meta(states) is not None:
         logger.info(f"removing the checkpoints of another model from {states}")
         remove_shards(states)

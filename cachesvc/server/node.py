@@ -42,12 +42,12 @@ def run_node(
 @contextmanager
 def _expanded_by_library(settings: NodeSettings) -> Iterator[None]:
     """Compiled functions expand the disk's records, from when there are any; the log says why if
-    there are none. They are kept on the first disk: a socket is often in /run, where many systems
+    there are none. They are kept on the disk: a socket is often in /run, where many systems
     let nothing be executed."""
-    if not settings.disk_dirs:
+    if settings.disk_dir is None:
         yield
         return
-    operators = Operators(settings.disk_dirs[0] / "models")
+    operators = Operators(settings.disk_dir / "models")
 
     def use() -> None:
         if operators.load(patience_s=None) and operators.loaded is not None:

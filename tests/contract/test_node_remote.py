@@ -30,7 +30,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def below(folder: Path, url: str, writes: RemoteWrites = RemoteWrites.ALL) -> dict[str, object]:
-    disk = {"disk_dirs": (folder,), "disk_bytes": 64 << 20}
+    disk = {"disk_dir": folder, "disk_bytes": 64 << 20}
     return {**disk, "remote": RemoteSettings(url, writes)}
 
 
@@ -118,7 +118,7 @@ def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path: Path) -> None:
         NodeServer(
             NodeSettings(
                 **sizes,  # type: ignore[arg-type]
-                disk_dirs=(tmp_path / "disk",),
+                disk_dir=tmp_path / "disk",
                 disk_bytes=64 << 20,
                 remote=RemoteSettings("memcached://somewhere"),
             )

@@ -25,7 +25,7 @@ from tiers.tier import TierName
 
 def run_node(socket: Path, disk: Path, parent: Connection) -> None:
     sizes = {"host_bytes": 1 << 20, "disk_bytes": 64 << 20}
-    node = NodeServer(NodeSettings(socket=socket, disk_dirs=(disk,), **sizes))
+    node = NodeServer(NodeSettings(socket=socket, disk_dir=disk, **sizes))
     node.open()
     parent.send("ready")
     node.run()

@@ -11,7 +11,6 @@ from tests.support.faulty_storage import chain, fill, holds, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout
 from tiers.disk import rates
-from tiers.disk.array import open_array
 from tiers.disk.format.codec import CodecId
 from tiers.disk.open import open_disk
 from tiers.disk.rates import DiskRates, RateMeter
@@ -130,14 +129,6 @@ def test_a_budget_of_written_bytes_keeps_records_compressed(tmp_path: Path) -> N
     with closing(open_disk(tmp_path, LAYOUT, 8 << 20, settings=settings, check_s=60)) as tier:
         tier._rates._rates, tier._rates.compute_s = BUSY, BUSY.compute_s
         assert {CodecId.PLANES16} == set(stored(tier, 0))
-
-
-def test_each_disk_of_several_is_told_how_fast_tokens_are_computed(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    with closing(open_array(folders, lambda root: open_disk(root, LAYOUT, 8 << 20))) as array:
-        array.paced(1000.0)
-        expected = LAYOUT.block_size / 1000.0 / LAYOUT.nbytes
-        assert [expected] * 2 == [disk._rates.compute_s for disk in array._open()]
 
 
 def test_many_threads_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

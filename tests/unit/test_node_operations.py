@@ -14,7 +14,7 @@ from tiers.tier import TierName
 
 
 def below(folder: Path) -> dict[str, object]:
-    return {"disk_dirs": (folder,), "disk_bytes": 64 << 20}
+    return {"disk_dir": folder, "disk_bytes": 64 << 20}
 
 
 def settled(client: NodeClient) -> None:

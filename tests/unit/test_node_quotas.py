@@ -112,7 +112,7 @@ def test_a_pinned_block_within_its_owners_share_stays_in_memory() -> None:
 
 
 def below(folder: Path) -> dict[str, object]:
-    return {"disk_dirs": (folder,), "disk_bytes": 1 << 20}
+    return {"disk_dir": folder, "disk_bytes": 1 << 20}
 
 
 def store(client: NodeClient, ids: list[BlockId], noise: random.Random) -> None:

@@ -98,7 +98,7 @@ def test_one_client_reads_what_another_wrote(node: NodeServer, path: Path) -> No
 
 
 def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None:
-    below = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     ids = prompt(1)
     with serving(path, **below), joined(path) as client:
         write(client, ids)
@@ -116,7 +116,7 @@ def test_a_run_is_fetched_from_the_disk_unless_the_node_is_older(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1)
-    disk: dict[str, object] = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    disk: dict[str, object] = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(path, **disk), joined(path) as client:
         write(client, ids)
     with serving(path, **disk) as node:
@@ -209,7 +209,7 @@ def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
-    with serving(path, disk_dirs=(tmp_path / "disk",), disk_bytes=8 << 20):
+    with serving(path, disk_dir=tmp_path / "disk", disk_bytes=8 << 20):
         with pytest.raises(NodeError, match="No space left on device"), joined(path):
             pass
         monkeypatch.undo()
@@ -233,7 +233,7 @@ def test_a_disk_that_takes_no_blocks_is_in_the_counters(
             write(client, prompt(next(numbers)))
 
     with (
-        serving(path, disk_dirs=(tmp_path / "disk",), disk_bytes=8 << 20) as node,
+        serving(path, disk_dir=tmp_path / "disk", disk_bytes=8 << 20) as node,
         joined(path) as client,
     ):
         write_until(lambda disk: disk.num_blocks > 0)
@@ -347,7 +347,7 @@ def test_a_second_node_at_the_same_place_is_refused(node: NodeServer, path: Path
 
 
 def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path: Path) -> None:
-    disk = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    disk = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(tmp_path / "a.sock", **disk):
         other = NodeServer(NodeSettings(socket=tmp_path / "b.sock", host_bytes=1 << 20, **disk))
         with pytest.raises(DirectoryLocked, match=r"disk is served by pid .*--disk-cache-dir"):

@@ -56,7 +56,7 @@ def test_an_outage_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture
 def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path: Path) -> None:
     path, below = (
         tmp_path / "node.sock",
-        {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20},
+        {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20},
     )
     link = link_to(path, Clock())
     with serving(path, **below):

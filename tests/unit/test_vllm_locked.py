@@ -304,7 +304,7 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
     path: Path, tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(carrier_module, "PART_BYTES", 2 * IDENTITY.layout.nbytes)
-    below: Any = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    below: Any = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     ids, source, target = prompt(1, 5), kv_like_vllm(3), kv_like_vllm()
     with carrying(path, source, locks=locks) as one:
         with (

@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def engine(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
-    below = {"disk_dirs": (tmp_path / "disk",), "disk_bytes": 64 << 20}
+    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(path, **below), joined(path) as client:
         yield client
 

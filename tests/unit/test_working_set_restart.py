@@ -13,7 +13,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
-from tiers.disk.sampling import WHOLE, hash_of, in_order, merged
+from tiers.disk.sampling import WHOLE, hash_of, in_order
 from tiers.telemetry.working_set import Traffic, WorkingSet
 from tiers.tier import Sample, TierName
 
@@ -75,17 +75,6 @@ def test_a_sample_is_of_the_keys_under_one_bound() -> None:
     assert working_set.curve().working_set_blocks == pytest.approx(5000, rel=0.2)
     working_set.use_all(keys)
     assert working_set.curve().hit_rate(6000) == pytest.approx(1.0, abs=0.01)
-
-
-def test_disks_are_sampled_as_one() -> None:
-    halves = [
-        Sample(tuple(key_of(number) for number in range(side, 2000, 2)), WHOLE) for side in (0, 1)
-    ]
-    sample = merged([*halves, Sample((), WHOLE // 2)], 4000)
-    assert sample.bound == WHOLE // 2
-    numbers = {key_of(number): number for number in range(2000)}
-    order = [numbers[key] for key in sample.keys]
-    assert all(abs(a - b) < 300 for a, b in zip(order, sorted(order), strict=True))
 
 
 def test_lookups_wait_for_the_memory_and_a_fault_is_no_memory() -> None:

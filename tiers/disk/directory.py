@@ -14,13 +14,11 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
-
-import xxhash
 
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import ConfigurationError, DirectoryLocked
@@ -30,8 +28,6 @@ META_NAME = "disk.json"
 LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"
 GROUPS_NAME = "groups.json"
-ID_NAME = "disk.id"
-ID_BYTES = 16
 LOOK_S = 5.0  # how long a start waits for commands that only check the lock
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -184,50 +180,11 @@ def shard_of(key: PrefixKey, num_shards: int) -> int:
     return int.from_bytes(key[:4], "little") % num_shards
 
 
-def disk_id(root: Path) -> bytes:
-    """A permanent id of this folder, independent of its path; created at the first call.
-
-    Raises OSError if it can be neither read nor written.
-    """
-    path = root / ID_NAME
-    try:
-        return bytes.fromhex(path.read_text().strip())
-    except (FileNotFoundError, ValueError):
-        made = os.urandom(ID_BYTES)
-        path.write_text(made.hex() + "\n")
-        return made
-
-
-class DiskChoice:
-    """Chooses a block's disk: the one with the highest rank for its key.
-
-    Ranks come from the folders' ids (rendezvous hashing). A new disk takes its share of the keys, a
-    removed disk leaves its share to the others, and no other key moves.
-    """
-
-    def __init__(self, ids: Mapping[Path, bytes]) -> None:
-        self._seeds = {root: xxhash.xxh3_64_intdigest(each) for root, each in ids.items()}
-
-    def disk_of(self, key: PrefixKey) -> Path:
-        return max(self._seeds, key=lambda root: xxhash.xxh3_64_intdigest(key, self._seeds[root]))
-
-    def without(self, root: Path) -> "DiskChoice":
-        """The same disks without one."""
-        rest = DiskChoice({})
-        rest._seeds = {other: seed for other, seed in self._seeds.items() if other != root}
-        return rest
-
-    def __len__(self) -> int:
-        return len(self._seeds)
-
-    def __contains__(self, root: object) -> bool:
-        return root in self._seeds
-
-
-def note_elsewhere(root: Path, places: Sequence[str], groups: Sequence[Path] = ()) -> None:
+def note_elsewhere(root: Path, shared: str | None, groups: Sequence[Path] = ()) -> None:
     """Records other places of this tier's blocks, for a purge without its server. `groups` are the
     folders of what is kept beside blocks under the same keys, such as checkpoints."""
-    for name, lines in ((ELSEWHERE_NAME, list(places)), (GROUPS_NAME, [*map(str, groups)])):
+    places = [shared] if shared else []
+    for name, lines in ((ELSEWHERE_NAME, places), (GROUPS_NAME, [*map(str, groups)])):
         if lines:
             (root / name).write_text(json.dumps(lines))
         else:
@@ -235,13 +192,8 @@ def note_elsewhere(root: Path, places: Sequence[str], groups: Sequence[Path] = (
 
 
 def read_elsewhere(root: Path) -> list[str]:
-    """Other places of this tier's blocks."""
+    """The stores that have blocks of this tier too."""
     return _read_list(root / ELSEWHERE_NAME)
-
-
-def disk_folders(root: Path) -> list[Path]:
-    """The folder of a disk tier, and its folders on further disks."""
-    return [root, *(Path(place) for place in read_elsewhere(root) if "://" not in place)]
 
 
 def group_folders(root: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""How many threads read the disks at once.
+"""How many threads read the disk at once.
 
 Of blocks of 8 MiB in bfloat16, from the page cache, one reader loads 1.45 GB/s of KV, 2 load 2.8, 4
 5.3, 8 8.6, 12 10.5 and 16 10.8 (16 processors of an Intel Xeon beside an H100, compiled joins,
@@ -10,19 +10,17 @@ import os
 
 FEWEST = 2
 # Where the processors compute the model, it needs them more.
-PER_DISK, ONE_IN = 4, 4
+MOST, ONE_IN = 4, 4
 # Elsewhere they wait. More than half leave too few to those that copy and launch, and by numpy too
 # many readers are slower than few.
-PER_DISK_IDLE, ONE_IN_IDLE = 8, 2
+MOST_IDLE, ONE_IN_IDLE = 8, 2
 
 
-def readers_for(
-    num_disks: int, *, computes_elsewhere: bool = False, num_cpus: int | None = None
-) -> int:
-    """A few for each disk, on a share of the processors that this process may use."""
+def readers_for(*, computes_elsewhere: bool = False, num_cpus: int | None = None) -> int:
+    """A few, on a share of the processors that this process may use."""
     if num_cpus is None:
         usable = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))
         num_cpus = len(usable(0))
-    per_disk = PER_DISK_IDLE if computes_elsewhere else PER_DISK
+    most = MOST_IDLE if computes_elsewhere else MOST
     one_in = ONE_IN_IDLE if computes_elsewhere else ONE_IN
-    return max(FEWEST, min(per_disk * num_disks, num_cpus // one_in))
+    return max(FEWEST, min(most, num_cpus // one_in))

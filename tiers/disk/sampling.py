@@ -4,7 +4,7 @@ The writer thread takes one at the server's start, and `tiers.telemetry.working_
 it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.format.record import is_window
@@ -49,17 +49,3 @@ def thinned(uses: list[Use], max_keys: int, bound: int) -> tuple[list[Use], int]
 
 def hash_of(key: PrefixKey) -> int:
     return int.from_bytes(key[:4], "little")
-
-
-def merged(samples: Sequence[Sample], max_keys: int) -> Sample:
-    """Merges samples of several disks.
-
-    A block's relative position on its disk is its position overall, because blocks are spread at
-    random and each disk has the same share of old ones.
-    """
-    bound = min((sample.bound for sample in samples), default=WHOLE)
-    uses: list[Use] = []
-    for sample in samples:
-        keys = [key for key in sample.keys if hash_of(key) < bound]
-        uses += [(number * WHOLE // max(1, len(keys)), key) for number, key in enumerate(keys)]
-    return in_order(uses, max_keys, bound)

@@ -93,16 +93,12 @@ class DiskTier(ManagedTier):
 
     @property
     def num_readers(self) -> int:
-        return readers_for(1, computes_elsewhere=self.settings.computes_elsewhere)
+        return readers_for(computes_elsewhere=self.settings.computes_elsewhere)
 
     @property
     def capacity_bytes(self) -> int:
         """What its files may take at present."""
         return self._room.capacity_bytes
-
-    def read_by(self, num_readers: int) -> None:
-        """Note that other disks share the readers, and that so many are left for this one."""
-        self._rates.num_readers = num_readers
 
     def paced(self, prefill_tokens_per_s: float) -> None:
         block_s = self.layout.block_size / prefill_tokens_per_s if prefill_tokens_per_s else 0.0

@@ -1,4 +1,4 @@
-"""The tiers below a node's memory: the disks of one layout, and a store that nodes share."""
+"""The tiers below a node's memory: the disk of one layout, and a store that nodes share."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.array import open_array
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
-from tiers.disk.tier import DiskTier
 from tiers.errors import NodeError, TierError
 from tiers.node.settings import NodeSettings
 from tiers.policy.quota import QuotaShares
@@ -44,22 +42,18 @@ def open_below(
     settings: NodeSettings, layout: BlockLayout, shares: QuotaShares | None, stream: EventStream
 ) -> ManagedTier:
     """Open the tiers of a layout. Raises NodeError."""
-    folders = [disk_folder(root, layout) for root in settings.disk_dirs]
-
-    def open_one(folder: Path) -> DiskTier:
-        return open_disk(
-            folder,
+    assert settings.disk_dir is not None, "there is no tier below"
+    try:
+        remote = settings.remote
+        opened = remote.open() if remote is not None else None
+        disk = open_disk(
+            disk_folder(settings.disk_dir, layout),
             layout,
             settings.disk_bytes,
             settings=DiskSettings(computes_elsewhere=True),  # in an engine on a GPU
             shares=shares,
             stream=stream,
         )
-
-    try:
-        remote = settings.remote
-        opened = remote.open() if remote is not None else None
-        disk = open_array(folders, open_one) if folders[1:] else open_one(folders[0])
     except (TierError, OSError) as error:  # such as a full disk
         raise NodeError(f"the disk cache cannot be opened: {error}") from error
     return disk if remote is None or opened is None else stack(disk, layout, opened, remote)

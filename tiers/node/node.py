@@ -71,12 +71,12 @@ class NodeServer:
         self._stopping = False
 
     def open(self) -> None:
-        """Take the socket's path and lock the disk folders. Clients can connect when it returns."""
+        """Take the socket's path and lock the disk folder. Clients can connect when it returns."""
         self.settings.check()
         with contextlib.ExitStack() as held:
             self._listener = _listener_at(self.settings.socket, held)
-            for folder in self.settings.disk_dirs:
-                held.callback(_locked(folder).release)
+            if self.settings.disk_dir is not None:
+                held.callback(_locked(self.settings.disk_dir).release)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             held.callback(os.close, self._wake)
             self._held = held.pop_all()

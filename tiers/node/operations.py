@@ -237,11 +237,11 @@ def operations_on(
 ) -> PoolOperations:
     """Make the operations of a pool. Its lowest tier on this machine bounds how much may be
     pinned."""
-    layout, folders = pool.memory.layout, settings.disk_dirs
-    if below is None:
+    layout = pool.memory.layout
+    if below is None or settings.disk_dir is None:
         return PoolOperations(pool, None, None, pool.memory.num_frames, shares=shares)
-    num_blocks = settings.disk_bytes * len(folders) // layout.nbytes
-    folder = disk_folder(folders[0], layout)
+    num_blocks = settings.disk_bytes // layout.nbytes
+    folder = disk_folder(settings.disk_dir, layout)
     return PoolOperations(pool, below, folder, num_blocks, shares=shares)
 
 

@@ -50,7 +50,7 @@ class NodePools:
         self._settings = settings
         self._stream = stream
         self._wake = wake
-        self._owners = ScopeOwners(settings.disk_dirs[0] if settings.disk_dirs else None)
+        self._owners = ScopeOwners(settings.disk_dir)
         self._shares = settings.shares(self._owners.of)
         quotas = Quotas(self._shares, settings.host_bytes) if self._shares is not None else None
         self.capacity = Capacity(settings.host_bytes, quotas)
@@ -139,7 +139,7 @@ class NodePools:
 
     def _opened(self, layout: BlockLayout, num_frames: int) -> _LayoutPool:
         below = None
-        if self._settings.disk_dirs:
+        if self._settings.disk_dir is not None:
             below = open_below(self._settings, layout, self._shares, self._stream)
         mover = None
         if below is not None:

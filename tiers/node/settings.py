@@ -17,7 +17,7 @@ class NodeSettings:
 
     socket: Path
     host_bytes: int
-    disk_dirs: tuple[Path, ...] = ()
+    disk_dir: Path | None = None
     disk_bytes: int = 0  # per layout
     remote: RemoteSettings | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)  # bytes by owner; * is any other scope
@@ -30,14 +30,14 @@ class NodeSettings:
         named: dict[Hashable, int] = {
             name: size for name, size in self.quotas.items() if name != OTHERS
         }
-        total = self.host_bytes + self.disk_bytes * len(self.disk_dirs)
+        total = self.host_bytes + (self.disk_bytes if self.disk_dir else 0)
         return QuotaShares(total, named, self.quotas.get(OTHERS, 0), owner_of)
 
     def check(self) -> None:
         """Check what `open` needs. Raises ConfigurationError."""
         if self.remote is None:
             return
-        if not self.disk_dirs:
+        if self.disk_dir is None:
             raise ConfigurationError(
                 "a remote tier needs a disk tier, because its blocks pass through it; name one "
                 "with "

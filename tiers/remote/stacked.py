@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.array import DiskArray
 from tiers.disk.inspection.view import DiskView
 from tiers.disk.tier import DiskTier
 from tiers.errors import MissReason
@@ -35,9 +34,7 @@ class StackedTier(ManagedTier):
 
     name = TierName.DISK
 
-    def __init__(
-        self, disk: DiskTier | DiskArray, remote: RemoteTier, writes: RemoteWrites
-    ) -> None:
+    def __init__(self, disk: DiskTier, remote: RemoteTier, writes: RemoteWrites) -> None:
         self.disk = disk
         self.remote = remote
         self._writes = writes
@@ -184,7 +181,7 @@ class StackedTier(ManagedTier):
 
 
 def stack(
-    disk: DiskTier | DiskArray,
+    disk: DiskTier,
     layout: BlockLayout,
     opened: tuple[ObjectStore, Seal | None],
     settings: RemoteSettings,

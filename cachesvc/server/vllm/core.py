@@ -252,10 +252,7 @@ def _node(settings: Settings) -> Path | None:
     host_bytes = ensure_node(
         socket.expanduser(),
         host_bytes=cache.host_bytes,
-        disk_dirs=[
-            disk_path(data_dir) / "node",
-            *(path.expanduser() / "node" for path in cache.disk_dirs),
-        ],
+        disk_dir=disk_path(data_dir) / "node",
         disk_bytes=cache.disk_bytes,
         remote=remote,
         quotas=cache.quotas,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cachesvc.config.vllm import node_environment
@@ -32,7 +32,7 @@ def ensure_node(
     socket: Path,
     *,
     host_bytes: int,
-    disk_dirs: Sequence[Path] = (),
+    disk_dir: Path | None = None,
     disk_bytes: int = 0,
     remote: RemoteSettings | None = None,
     quotas: Mapping[str, int] | None = None,
@@ -50,8 +50,8 @@ def ensure_node(
         return found.host().capacity_bytes
     log = socket.with_suffix(".log")
     below = []
-    if disk_dirs and disk_bytes:
-        below = [f"--disk-cache-dir={folder}" for folder in disk_dirs]
+    if disk_dir is not None and disk_bytes:
+        below = [f"--disk-cache-dir={disk_dir}"]
         below += ["--disk-cache", str(disk_bytes)]
     shares = [f"--quota={name}={size}" for name, size in quotas.items()]
     arguments = ["node", "--socket", str(socket), "--host-cache", str(host_bytes), *below, *shares]

@@ -6,26 +6,20 @@ Used by the command line. A server opens its own with `tiers.disk.open`.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from tiers.blocks.keys import PrefixKey
 from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import (
     FORMAT,
     DirectoryLock,
-    DiskChoice,
     Meta,
-    disk_folders,
-    disk_id,
     group_folders,
     read_meta,
-    shard_of,
     shard_path,
 )
 from tiers.disk.guard import DiskGuard
@@ -63,13 +57,13 @@ def refuse_damaged(folder: Path, map_bytes: int, within_s: float) -> None:
 
 
 def repair_folder(path: Path) -> list[str]:
-    """Repairs every shard on every disk, or replaces it by an empty one. Returns what was done.
+    """Repairs every shard, or replaces it by an empty one. Returns what was done.
 
     Does nothing if a server holds the folder, because the server does this itself. Raises
     ConfigurationError if there is no disk tier.
     """
     done = _repair(path)
-    for folder in [*disk_folders(path)[1:], *group_folders(path)]:
+    for folder in group_folders(path):
         try:
             done += _repair(folder)
         except ConfigurationError as error:
@@ -143,10 +137,10 @@ def _open_shard(folder: Path, map_bytes: int) -> Shard:
 def open_shards(
     path: Path, *, readonly: bool, groups: bool = False
 ) -> Iterator[tuple[Meta, list[Shard]]]:
-    """Opens a disk tier's shards on all disks, beside any server.
+    """Opens a disk tier's shards, beside any server.
 
     With `groups`, also those of the checkpoints, whose keys are those of blocks. Pinned blocks are
-    not evicted. A further disk that cannot be read is skipped and logged. Raises ConfigurationError
+    not evicted. A group that cannot be read is skipped and logged. Raises ConfigurationError
     if there is no disk tier that this version can read.
     """
     with open_disks(path, readonly=readonly, groups=groups) as disks:
@@ -167,12 +161,12 @@ class OpenDisk(NamedTuple):
 
 @contextmanager
 def open_disks(path: Path, *, readonly: bool, groups: bool = False) -> Iterator[list[OpenDisk]]:
-    """The same by disk."""
+    """The same by folder."""
     guard = DiskGuard()
     guard.keep(pinned_keys(path))
     with ExitStack() as stack:
         disks = [stack.enter_context(_open_disk(path, guard, readonly=readonly))]
-        for folder in [*disk_folders(path)[1:], *(group_folders(path) if groups else ())]:
+        for folder in group_folders(path) if groups else ():
             try:
                 disks.append(stack.enter_context(_open_disk(folder, guard, readonly=readonly)))
             except ConfigurationError as error:
@@ -207,16 +201,3 @@ def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[Open
     finally:
         for shard in shards:
             shard.close()
-
-
-def placed(disks: Sequence[OpenDisk]) -> Callable[[PrefixKey, int], int]:
-    """A function that returns a block's shard on these disks, as a server would choose it."""
-    spread = DiskChoice({disk.path: disk_id(disk.path) for disk in disks} if disks[1:] else {})
-    counts = {disk.path: len(disk.shards) for disk in disks}
-    starts = dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
-
-    def number_of(key: PrefixKey, _: int) -> int:
-        root = spread.disk_of(key) if disks[1:] else disks[0].path
-        return starts[root] + shard_of(key, counts[root])
-
-    return number_of
