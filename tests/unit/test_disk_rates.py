@@ -1,5 +1,6 @@
 """Whether records are compressed follows from measured rates, and from nothing else."""
 
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -57,6 +58,22 @@ def test_raw_never_costs_more_than_the_lost_room_could_have_served(saved: float)
                 raw_s = (1 - saved) * read + saved * max(compute, read)
                 assert raw_s < max((1 - saved) * read, expand / 4)
     assert chosen
+
+
+def test_rates_that_vary_change_the_choice_once_and_not_with_each_count() -> None:
+    """A slow drift of the processors' speed, with noise of a tenth on each count."""
+    dice, meter, changes = random.Random(1), RateMeter(4), [False]
+    for number in range(4000):
+        drift = 0.7 + abs(2000 - number) / 2000  # down to 0.7, and up again
+        read, expand, compute = (dice.uniform(0.9, 1.1) for _ in range(3))
+        meter._rates = BUSY._replace(
+            read_s=BUSY.read_s * read, expand_s=BUSY.expand_s * 0.7 * drift * expand
+        )
+        meter.compute_s = BUSY.compute_s * compute
+        raw = meter.stores_raw()
+        if raw is not changes[-1]:
+            changes.append(raw)
+    assert [False, True, False, True] == changes
 
 
 class ManualTime:

@@ -11,7 +11,8 @@ room. They would be computed. So records stay uncompressed where
 
     compressed - uncompressed > saved * (compute - uncompressed)
 
-Until enough was read to know all of them, records are compressed.
+Until enough was read to know all of them, records are compressed. A change must pay by a
+fifth of the time of a compressed read, because rates vary from one count to the next.
 """
 
 import logging
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 MEASURED_BYTES = 64 << 20  # after which a rate is known, and counted anew
 SMOOTHING = 0.5  # weight of the latest count
+MARGIN = 1 / 5  # of the time of a compressed read, by which a change must pay
 
 
 class DiskRates(NamedTuple):
@@ -35,13 +37,14 @@ class DiskRates(NamedTuple):
     saved: float = 0.0  # share of a block, 0 to 1
     compute_s: float = 0.0
 
-    def favour_raw(self, num_readers: int) -> bool:
+    def favour_raw(self, num_readers: int, *, raw_now: bool = False) -> bool:
         """Whether blocks should be written uncompressed."""
         if not all(self):
             return False
         compressed_s = max((1 - self.saved) * self.read_s, self.expand_s / num_readers)
         gained_s = compressed_s - self.read_s
-        return gained_s > max(0.0, self.saved * (self.compute_s - self.read_s))
+        margin_s = (-MARGIN if raw_now else MARGIN) * compressed_s
+        return gained_s > max(0.0, self.saved * (self.compute_s - self.read_s)) + margin_s
 
 
 class RateMeter:
@@ -95,7 +98,7 @@ class RateMeter:
         """Whether blocks should be written uncompressed now. A change is logged."""
         with self._lock:
             rates = self._rates._replace(compute_s=self.compute_s)
-            raw = rates.favour_raw(self.num_readers)
+            raw = rates.favour_raw(self.num_readers, raw_now=self._stored_raw)
             changed, self._stored_raw = raw is not self._stored_raw, raw
         if changed:
             logger.info(
