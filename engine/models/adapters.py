@@ -8,6 +8,7 @@ this is the only import of peft. `engine.models.adapter_bank` computes with them
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -133,7 +134,11 @@ def _read(name: str, source: str) -> tuple[Any, dict[str, torch.Tensor]]:
         ) from None
     source = locate_adapter(name, source)
     try:
-        config = PeftConfig.from_pretrained(source)
+        with warnings.catch_warnings(record=True) as ignored:
+            warnings.simplefilter("always")
+            config = PeftConfig.from_pretrained(source)
+        if ignored:
+            raise AdapterError(f"adapter {name} ({source}): {ignored[0].message}")
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA":
             raise AdapterError(f"adapter {name} ({source}) is of kind {kind}; only LoRA is served")
@@ -197,14 +202,43 @@ def _refuse_incomplete(
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
+    if config.target_modules is None:
+        raise AdapterError(f"adapter {name} has no target_modules in its config")
     if config.target_modules == "all-linear":
-        return  # only the file says which modules these were
-    targeted = {one for one in shapes if check_target_module_exists(config, one)}
+        targeted = set(shapes)
+    else:
+        targeted = {one for one in shapes if check_target_module_exists(config, one)}
     if missing := sorted(targeted - pairs.keys()):
         raise AdapterError(
             f"adapter {name} lacks weights for {len(missing)} of the modules that its config "
             f"targets, {missing[0]} the first; fetch the whole adapter"
         )
+    if extra := sorted((pairs.keys() & shapes.keys()) - targeted):
+        raise AdapterError(
+            f"adapter {name} has weights for {len(extra)} modules that its config does not target, "
+            f"{extra[0]} the first; its files do not belong together"
+        )
+    for field in ("target_modules", "layers_to_transform", "rank_pattern", "alpha_pattern"):
+        value = getattr(config, field)
+        if isinstance(value, str):
+            continue  # an expression that matched, or all of them
+        for named in [value] if isinstance(value, int) else value or ():
+            if not any(_names(field, named, one) for one in targeted):
+                raise AdapterError(
+                    f"adapter {name} has {named!r} in its {field}, which is none of the modules "
+                    f"that it updates in this model"
+                )
+
+
+def _names(field: str, named: Any, module_name: str) -> bool:
+    """Whether what a field of the config names is the module, or has it within."""
+    from peft.utils.other import get_pattern_key
+
+    if field == "layers_to_transform":
+        return f".{named}." in module_name
+    if field == "target_modules":
+        return f".{module_name}".endswith(f".{named}")
+    return bool(get_pattern_key([named], module_name) == named)
 
 
 def _check_pair(

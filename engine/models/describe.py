@@ -61,8 +61,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         base = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # transformers' and tokenizers' errors have no common root
+        why = " ".join(str(error).split())
         raise ModelError(
-            f"{folder} holds no usable tokenizer: {error}{convert_again(folder)}"
+            f"{folder} holds no usable tokenizer: {why}{convert_again(folder)}"
         ) from error
     written = folder / "chat_template.json"  # where image processors first stored it
     if getattr(base, "chat_template", None) is None and written.exists():

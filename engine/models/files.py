@@ -5,6 +5,7 @@ to convert a GGUF file, so that `check` refuses a missing model before torch is 
 """
 
 import importlib.util
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -182,10 +183,27 @@ def _weights(path: Path) -> Path:
             raise ModelError(f"{path} holds no config.json and {there}; {fix}")
         path = files[0]
     if path.is_dir():
+        _refuse_missing_shards(path)
         return path
     if path.suffix == ".gguf":
         return split_parts(path)[0]
     raise ModelError(f"{path} is neither a folder nor a .gguf file")
+
+
+def _refuse_missing_shards(folder: Path) -> None:
+    """Raise ModelError if the index of a folder's weights names a file that is not there."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    try:
+        named = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is no index of weights: {error}") from error
+    if missing := sorted(name for name in named if not (folder / str(name)).exists()):
+        raise ModelError(
+            f"{folder} lacks {len(missing)} of {len(named)} files that its index names, "
+            f"{missing[0]} the first; fetch the whole checkpoint"
+        )
 
 
 def split_parts(path: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import xxhash
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -40,7 +41,7 @@ from engine.models.gguf import Progress, convert_again
 from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, num_probed, prepare, probe_logits
-from engine.models.rope import fix_tables
+from engine.models.rope import check_settings, fix_tables
 from engine.models.unfilled import Unfilled
 from engine.models.versions import naming_versions
 from engine.operators.library import Operators
@@ -179,6 +180,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}, auto")
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # what it warns of is refused here
     folder, content = find(name, cache_dir, report)
     operators = kept = None
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -310,7 +312,8 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
     except ModelError:
         raise
     except Exception as error:  # transformers' and its quantizers' errors have no common root
-        raise ModelError(f"{folder} cannot be loaded: {error}{convert_again(folder)}") from error
+        why = " ".join(str(error).split())
+        raise ModelError(f"{folder} cannot be loaded: {why}{convert_again(folder)}") from error
     # transformers only warns about missing weights and fills them with random numbers. Answers
     # would be noise.
     unusable = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
@@ -319,11 +322,28 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
             f"{folder} lacks {len(unusable)} of the weights that its config.json asks for, "
             f"{unusable[0]} the first{convert_again(folder) or '; fetch the whole checkpoint'}"
         )
+    if unknown := sorted(map(str, loading["unexpected_keys"])):
+        raise ModelError(
+            f"{folder} has {len(unknown)} weights that transformers' {config.model_type} does not "
+            f"use, {unknown[0]} the first; without them answers may be another model's"
+        )
     if dequantized:
         _cast(model, dtype)
+    else:
+        _refuse_integers(folder)
     model.eval().requires_grad_(False)
     moved: nn.Module = model.to(device)
     return moved
+
+
+def _refuse_integers(folder: Path) -> None:
+    """Raise ModelError for weights in integers, which transformers takes for floating point."""
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  it is no dict
+                kind = file.get_slice(name).get_dtype()
+                if kind[0] in "IU" and name.endswith(("weight", "_proj")):
+                    raise ModelError(f"{folder} has {name} in {kind}, which is not served")
 
 
 def _from_pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype) -> Any:
@@ -333,6 +353,7 @@ def _from_pretrained(kind: Any, folder: Path, config: Any, dtype: torch.dtype) -
         dtype=dtype,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # refused below, by name
         trust_remote_code=False,
     )
 
@@ -341,8 +362,11 @@ def _load_config(folder: Path) -> Any:
     given, _ = PreTrainedConfig.get_config_dict(folder)
     known_as = _SAME_AS.get(given.get("model_type", ""))
     if known_as is None:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    return CONFIG_MAPPING[known_as].from_dict({**given, "model_type": known_as})
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    else:
+        config = CONFIG_MAPPING[known_as].from_dict({**given, "model_type": known_as})
+    check_settings(folder, given, config)
+    return config
 
 
 def refuse_unsupported(config: Any) -> None:

@@ -84,6 +84,28 @@ def test_what_is_more_than_low_rank_updates(
     assert said in refusal(loaded, change_config(tmp_path, **config))
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "w1"]}, "'w1' in its target_"),
+        ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, "does not target, model.layers.0"),
+        ({"target_modules": ["q_proj", "up_proj"]}, "lacks weights for 3 of the modules"),
+        ({"target_modules": "all-linear"}, "lacks weights for 9 of the modules"),
+        ({"target_modules": "nothing"}, "does not target, model.layers.0"),
+        ({"target_modules": None}, "no target_modules"),
+        ({"rank_pattern": {"c_attn": 8}}, "'c_attn' in its rank_pattern"),
+        ({"alpha_pattern": {"layers.9.q_proj": 8}}, "'layers.9.q_proj' in its alpha_pattern"),
+        ({"layers_to_transform": [0, 1, 2, 9]}, "9 in its layers_to_transform"),
+        ({"unheard_of": 1}, "unheard_of"),
+    ],
+)
+def test_what_matches_nothing_is_refused_by_name(
+    loaded: LoadedModel, tmp_path: Path, config: dict[str, Any], said: str
+) -> None:
+    save_tiny_adapter(tmp_path)
+    assert said in refusal(loaded, change_config(tmp_path, **config))
+
+
 def test_another_base_model(loaded: LoadedModel, tmp_path: Path) -> None:
     save_tiny_adapter(tmp_path)
     change_config(tmp_path, base_model_name_or_path="org/other")

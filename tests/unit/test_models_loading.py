@@ -1,6 +1,7 @@
 """Finding and refusing models. Nothing is downloaded."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from engine.models.load import load_model
 from engine.models.probe import prepare
 from engine.request import SamplingParams
 from tests.parity import architectures
-from tests.support.models import bytes_tokenizer, new_pool, save_tiny_model
+from tests.support.models import bytes_tokenizer, new_pool, save_tiny_model, stock_model
 from tiers.blocks.layout import LayerLayout
 
 
@@ -123,6 +124,102 @@ def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path: Path) -> None:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 of the weights.*layers\.1\.mlp\.up_proj"):
         load(folder, tmp_path)
+
+
+def shards(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Two files and an index, of which the second file is lost."""
+    (folder / "model.safetensors").unlink()
+    names = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    index = {name: names[number % 2] for number, name in enumerate(sorted(weights))}
+    mine = {name: weights[name] for name, file in index.items() if file == names[0]}
+    save_file(mine, folder / names[0], {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+def torn(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def with_weight(name: str, tensor: torch.Tensor) -> Callable[[Path, dict[str, torch.Tensor]], None]:
+    def save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        save_file({**weights, name: tensor}, folder / "model.safetensors", {"format": "pt"})
+
+    return save
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shards, "lacks 1 of 2 files that its index names, model-00002-of-00002.safetensors"),
+        (torn, "cannot be loaded"),
+        (with_weight(UP, torch.ones(96, 48, dtype=torch.int32)), f"has {UP} in I32"),
+        (with_weight(UP, torch.ones(48, 48)), f"lacks 1 of the weights .*{UP}"),
+        (
+            with_weight("model.layers.1.mlp.up_proj.bias", torch.ones(96)),
+            "does not use, .*up_proj.b",
+        ),
+    ],
+)
+def test_weights_that_are_not_the_models_are_refused(
+    damage: Callable[[Path, dict[str, torch.Tensor]], None], said: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    save_tiny_model(folder)
+    damage(folder, load_file(folder / "model.safetensors"))
+    with pytest.raises(ModelError, match=said) as refused:
+        load(folder, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+LINEAR = {"factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"rope_scaling": {"type": "linear", **LINEAR}}, None),
+        ({"rope_scaling": {"rope_type": "linear", **LINEAR}}, None),
+        ({"rope_parameters": {"rope_type": "linear", **LINEAR}}, None),
+        ({"rope_parameters": {"type": "linear", **LINEAR}}, None),
+        ({"rope_scaling": {"type": "ntk", **LINEAR}}, "no rope of type ntk"),
+        ({"rope_scaling": LINEAR}, "rope of type default has the key factor"),
+        ({"rope_scaling": {"type": "linear", "unheard_of": 1, **LINEAR}}, "the key unheard_of"),
+        ({"rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_scaling": "linear"}, "rope_parameters"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "dynamic", **LINEAR}},
+            "of two types, dynamic and linear",
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", **LINEAR},
+                "rope_parameters": {"rope_type": "default"},
+            },
+            "contradict each other",
+        ),
+    ],
+)
+def test_each_spelling_of_a_rope_is_served_or_refused(
+    config: dict[str, object], said: str | None, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    save_tiny_model(folder)
+    path = folder / "config.json"
+    given = json.loads(path.read_text())
+    del given["rope_parameters"]
+    path.write_text(json.dumps(given | config))
+    if said is not None:
+        with pytest.raises(ModelError, match=said) as refused:
+            load(folder, tmp_path)
+        assert "\n" not in str(refused.value)
+        return
+    loaded = load_model(str(folder), device="cpu", dtype="auto", cache_dir=tmp_path)
+    halved = loaded.model.model.rotary_emb.inv_freq * 2  # type: ignore[union-attr]
+    assert torch.equal(stock_model().model.rotary_emb.inv_freq, halved)
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
