@@ -305,7 +305,6 @@ class Service:
         for turn in itertools.count():
             try:
                 await asyncio.to_thread(self._money.refresh)
-                await asyncio.to_thread(self._money.alert)
                 if turn % AUDIT_EVERY == 0:
                     await asyncio.to_thread(self._money.keep_heads)
                 if turn % AUDIT_EVERY == AUDIT_EVERY - 1:

@@ -140,7 +140,6 @@ class AdminParts:
     currencies: Callable[[], Sequence[str]]  # of all applied rate cards, the newest first
     history: History
     alerts: Callable[[], Awaitable[Sequence[Mapping[str, str]]]]  # firing now
-    sends_alerts: bool  # of budgets
     working_set: "Callable[[], Future[TrafficReport]]"
     books: OpenBooks  # accounts and ledger
     blocks: "MemoryReader"  # of the tiers in memory

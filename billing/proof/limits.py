@@ -82,10 +82,10 @@ class LimitChecks:
         for row in trail:
             if row["action"] not in ("budget.set", "budget.remove"):
                 continue
-            said = orjson.loads(row["after"]) or {}
+            said = orjson.loads(row["after"])
             if before := latest.pop(row["subject"], None):
                 before.ends = int(said["entry"])
-            if "hard" in said:
+            if row["action"] == "budget.set":
                 standing = _Standing(_limit(said, row), row["at_ns"], int(said["entry"]))
                 latest[row["subject"]] = self._decisions[row["seq"]] = standing
                 self._of.setdefault(standing.limit.tenant, []).append(standing)

@@ -74,10 +74,10 @@ def _decided(rows: Iterable[Row]) -> _Facts:
     for row in rows:
         kind = _MADE_BY.get(row["action"])
         if row["action"] in ("budget.set", "budget.remove"):
-            facts.pop(("hard budget", row["subject"]), None)
-            said = orjson.loads(row["after"]) or {}
-            if "hard" in said:
-                facts["hard budget", row["subject"]] = _limit_facts(said, row["seq"])
+            facts.pop(("budget", row["subject"]), None)
+            if row["action"] == "budget.set":
+                said = orjson.loads(row["after"])
+                facts["budget", row["subject"]] = _limit_facts(said, row["seq"])
         elif row["action"] == "tenant.rates":  # has all remaining limits
             facts.pop(("limits of tenant", row["subject"]), None)
             if limits := _texts(orjson.loads(row["after"])):
@@ -101,7 +101,7 @@ def _standing(connection: Connection) -> _Facts:
         facts["limits of tenant", tenant] = _texts(limits)
     for limit in store_limits.limit_rows(connection):
         said = {**asdict(limit), "span": limit.per, "amount": format_units(limit.amount)}
-        facts["hard budget", limit.name] = _limit_facts(said, limit.version)
+        facts["budget", limit.name] = _limit_facts(said, limit.version)
     for row in store_accounts.key_rows(connection):
         facts["key", row["key_id"]] = _texts({k: v for k, v in row.items() if k != "digest"})
     for row in store_accounts.card_rows(connection):

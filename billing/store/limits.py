@@ -17,7 +17,7 @@ DAY_NS = 86_400 * 10**9  # clocks may differ by less
 
 def limit_rows(connection: Connection, tenant: str | None = None) -> list[SpendLimit]:
     """The hard limits of one tenant, or of all."""
-    query = select(budgets).where(budgets.c.hard).order_by(budgets.c.name)
+    query = select(budgets).order_by(budgets.c.name)
     if tenant is not None:
         query = query.where(budgets.c.tenant == tenant)
     return [read_limit(row) for row in connection.execute(query).mappings()]
@@ -46,7 +46,7 @@ def replace_spending(connection: Connection, found: Rows, budget: str | None = N
 
 def mark_limited(connection: Connection, tenants: Iterable[str] | None = None) -> None:
     """Notes in accounts whether they have hard limits."""
-    hard = exists().where((budgets.c.tenant == accounts.c.tenant) & budgets.c.hard)
+    hard = exists().where(budgets.c.tenant == accounts.c.tenant)
     change = update(accounts).values(limited=hard)
     if tenants is not None:
         change = change.where(accounts.c.tenant.in_(list(tenants)))

@@ -135,7 +135,7 @@ class HotStatements:
         self.put_advances = Prepared(_replacing(dialect, advances, ("tenant", "owner")), dialect)
         self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
         self.find_limits = Finder(
-            lambda keys: select(budgets).where(budgets.c.tenant.in_(keys) & budgets.c.hard), dialect
+            lambda keys: select(budgets).where(budgets.c.tenant.in_(keys)), dialect
         )
         self.find_spending = Finder(_spending_of, dialect)
         spender = ("budget", "period", "value")

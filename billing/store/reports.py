@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, Connection, delete, func, select, update
 
 from billing.gate.entries import ACCOUNTS, Entry, Kind
 from billing.gate.holds import StoredHold, decode_request
-from billing.gate.rollups import Row, joined
+from billing.gate.rollups import SPLIT, Row, joined
 from billing.gate.work import TenantAccount
 from billing.names import bare_id
 from billing.store.batch import find_corrections
@@ -193,6 +193,14 @@ def last_days(connection: Connection) -> dict[str, int]:
         usage_daily.c.key_id
     )
     return {row.key_id: row.day for row in connection.execute(found)}
+
+
+def charged_since(connection: Connection, day: int) -> dict[str, int]:
+    """The sum of each tenant's charges since the beginning of a day."""
+    parts = [func.sum(usage_daily.c[f"amount_{part}"]) for part in ("hi", "lo")]
+    query = select(usage_daily.c.tenant, *parts).where(usage_daily.c.day >= day)
+    found = connection.execute(query.group_by(usage_daily.c.tenant))
+    return {tenant: int(hi) * SPLIT + int(lo) for tenant, hi, lo in found}
 
 
 def sessions(

@@ -263,12 +263,9 @@ budgets = Table(
     Column("span", String, nullable=False),
     Column("of", String, nullable=False),
     Column("value", String, nullable=False),
-    Column("ask", Wide, nullable=False, server_default="0"),
-    Column("most", Integer, nullable=False, server_default="0"),
-    # Of a hard limit: the beginning of its first period, and its decision's number in the trail.
-    Column("hard", Boolean, nullable=False, server_default=false()),
-    Column("since_ns", BigInteger, nullable=False, server_default="0"),
-    Column("version", BigInteger, nullable=False, server_default="0"),
+    # The beginning of its first period, and its decision's number in the trail.
+    Column("since_ns", BigInteger, nullable=False),
+    Column("version", BigInteger, nullable=False),
 )
 
 # What hard limits count: charges minus refunds, and the holds of running requests.
@@ -290,17 +287,6 @@ expiring = Table(
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
     Column("reference", String, nullable=False),
     Column("expires_ns", BigInteger, nullable=False, index=True),
-)
-
-outbox = Table(
-    "outbox",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("at_ns", BigInteger, nullable=False),
-    Column("body", Text, nullable=False),
-    Column("attempts", Integer, nullable=False),
-    Column("next_ns", BigInteger, nullable=False),
-    Column("delivered_ns", BigInteger),
 )
 
 APPEND_ONLY = ("entries", "trail")

@@ -68,6 +68,12 @@ REMOVED = {
 # Options by command and name.
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
+    "tenants budget --hard": "every budget refuses what would pass it; leave it out",
+    **{
+        f"tenants budget --{name}": "Prometheus asks for top-ups: see TopUpWanted in "
+        "ops/prometheus/rules.yml"
+        for name in ("ask", "most")
+    },
     "balance grant --for": "give a grant that any request spends, with --expires",
     "balance withdraw --currency": _BOOK_IT,
     **{

@@ -248,11 +248,6 @@ class BillingSection(Section):
     server_name: str = Field(
         "server", description="Name of this server; each server on one database needs its own"
     )
-    alerts_to: str = Field(
-        "",
-        pattern=r"^(https?://.*)?$",
-        description="URL for signed webhooks about budgets and balances; empty sends none",
-    )
     heads_to: str = Field(
         "",
         description=(

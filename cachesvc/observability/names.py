@@ -196,6 +196,17 @@ SPECS: Mapping[str, Spec] = {
     "cachesvc_ledger_clock_skew_seconds": Spec(
         "gauge", "Difference of the host's clock from the right time; beyond 120 no hold is taken"
     ),
+    "cachesvc_tenant_balance": Spec(
+        "gauge", "A tenant's balance, in its currency", ("tenant", "currency")
+    ),
+    "cachesvc_tenant_charged_total": Spec(
+        "counter", "What this server charged a tenant since its start", ("tenant", "currency")
+    ),
+    "cachesvc_tenant_charged": Spec(
+        "gauge",
+        "What a tenant was charged in the current day or month (UTC) by all servers of the ledger",
+        ("tenant", "currency", "period"),
+    ),
     "cachesvc_invariant_violations_total": Spec(
         "counter", "Invariants found broken while running; anything but 0 is a bug", ("invariant",)
     ),

@@ -35,14 +35,27 @@ class MetricSample(NamedTuple):
     value: float | Spread
 
 
+class TenantMoney(NamedTuple):
+    """A tenant's amounts in its currency. `charged` by this server since its start; `today` and
+    `this_month` (UTC) by all."""
+
+    tenant: str
+    currency: str
+    balance: float
+    charged: float
+    today: float
+    this_month: float
+
+
 @dataclass(frozen=True, slots=True)
 class MoneyStats:
-    """The ledger's snapshot: open holds, the age of the oldest, the drift, and its thread's
-    counters."""
+    """The ledger's snapshot: open holds, the age of the oldest, the drift, tenants' amounts, and
+    its thread's counters."""
 
     num_holds: int = 0
     oldest_hold_s: float = 0.0
     drift_units: int = 0
+    tenants: tuple[TenantMoney, ...] = ()
     ledger: LedgerStats = field(default_factory=LedgerStats)
 
 
@@ -64,6 +77,12 @@ def samples(snapshots: Snapshots) -> Iterator[MetricSample]:
     yield MetricSample("cachesvc_hold_age_seconds", (), money.oldest_hold_s)
     yield MetricSample("cachesvc_ledger_drift_units", (), money.drift_units)
     yield from _ledger_samples(money.ledger)
+    for each in money.tenants:
+        of = (each.tenant, each.currency)
+        yield MetricSample("cachesvc_tenant_balance", of, each.balance)
+        yield MetricSample("cachesvc_tenant_charged_total", of, each.charged)
+        yield MetricSample("cachesvc_tenant_charged", (*of, "day"), each.today)
+        yield MetricSample("cachesvc_tenant_charged", (*of, "month"), each.this_month)
     for invariant, count in snapshots.violations().items():
         yield MetricSample("cachesvc_invariant_violations_total", (invariant,), count)
 

@@ -95,7 +95,6 @@ class Dashboard:
             stats=self.stats,
             history=self.history,
             alerts=Alerts(settings.server.prometheus_url, readiness, sources.violations).firing,
-            sends_alerts=bool(settings.billing.alerts_to),
             working_set=working_set,
             books=books,
             journal=journal,

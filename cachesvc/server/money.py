@@ -4,11 +4,10 @@
 and `audit` read the store and are called off the event loop.
 """
 
-import base64
 import logging
 import re
-import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -20,36 +19,34 @@ from api.access.auth import KeyGate, Salts
 from api.access.rate_limits import LimitSettings, Overrides, Quota, WindowLimits, open_limits
 from api.requests.metering import LedgerMeter
 from billing.accounts import OPEN_TENANT, Accounts
-from billing.alerts.budgets import BudgetWatch
-from billing.alerts.outbox import Outbox
 from billing.clock import boot_timer_ns
 from billing.errors import BillingError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import decode_request
+from billing.gate.periods import period_ns, period_of
+from billing.gate.rollups import DAY_NS
 from billing.gate.work import Settled
 from billing.idempotency import Idempotency
 from billing.ledger import Ledger
+from billing.money import UNITS
 from billing.operations.books import OpenBooks
-from billing.prices.book import RateCard
+from billing.prices.book import NS, RateCard
 from billing.prices.cards import default_card, find_card
 from billing.prices.lint import Severity, lint
 from billing.prices.rating import charge_in
 from billing.proof.prover import Prover
 from billing.reports.heads import signed_heads
 from billing.reports.receipts import ReceiptSigner, describe
-from billing.secret_file import read_or_make
 from billing.store import reports as store_reports
 from billing.store.opening import database_url, open_store
-from billing.store.store import LedgerStore
 from billing.usage import HIT_CLASSES
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
-from cachesvc.observability.samples import MoneyStats
+from cachesvc.observability.samples import MoneyStats, TenantMoney
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.kept_heads import keep_heads
 
-WEBHOOK_SECRET = "webhook_secret"  # noqa: S105  the file's name, not the secret
 logger = logging.getLogger(__name__)
 
 PASSWORD = re.compile(r"://[^/\s]*@")  # with the user name, in a URL to print
@@ -72,8 +69,6 @@ class Money:
     required: bool
     lease_s: int
     heads_to: str = ""
-    outbox: Outbox | None = None  # None: budgets send no alerts
-    watch: BudgetWatch | None = None
     _stats: MoneyStats = field(default_factory=MoneyStats)
 
     @property
@@ -111,17 +106,32 @@ class Money:
         return replace(self._stats, ledger=self.books.ledger.stats())
 
     def refresh(self) -> None:
-        """Updates holds and drift. Reads the store."""
+        """Updates holds, drift and tenants' amounts. Reads the store."""
+        now_ns = time.time_ns()
         with self.books.store.reading() as connection:
             holds = store_reports.hold_list(connection)
             accounts = store_reports.all_accounts(connection)
             held = store_reports.held_by_tenant(connection)
+            day, month = (period_ns(period_of(per, now_ns))[0] for per in ("day", "month"))
+            today = store_reports.charged_since(connection, day // DAY_NS)
+            this_month = store_reports.charged_since(connection, month // DAY_NS)
         oldest_ns = min(
             (decode_request(hold.body)[1].admitted_ns for hold in holds), default=time.time_ns()
         )
         drift = sum(abs(account.held - held.get(name, 0)) for name, account in accounts.items())
         drift += abs(sum(sum(account.balances.values()) for account in accounts.values()))
-        self._stats = MoneyStats(len(holds), max(0.0, (time.time_ns() - oldest_ns) / 1e9), drift)
+        charged = self.bills.charged
+        tenants = tuple(
+            TenantMoney(
+                name,
+                account.currency,
+                *(n / UNITS for n in (account.worth, charged.get(name, 0))),
+                *(since.get(name, 0) / UNITS for since in (today, this_month)),
+            )
+            for name, account in accounts.items()
+        )
+        age_s = max(0.0, (time.time_ns() - oldest_ns) / NS)
+        self._stats = MoneyStats(len(holds), age_s, drift, tenants)
 
     def audit(self) -> int:
         """Proves the whole ledger. Logs the differences and returns their number."""
@@ -129,18 +139,6 @@ class Money:
         for problem in problems:
             logger.error(f"the ledger does not add up: {problem}")
         return len(problems)
-
-    def alert(self) -> None:
-        """Sends alerts for budgets that are reached. Undelivered alerts wait in the outbox.
-
-        Does nothing while the clock is wrong. Otherwise an alert could count as three days old and
-        be dropped, its next try could wait for days, and spending would be summed for the wrong
-        day.
-        """
-        if self.outbox is not None and self.watch is not None and not self.books.ledger.refuses:
-            now_ns = time.time_ns()
-            self.outbox.take(self.watch.look(now_ns), now_ns)
-            self.outbox.deliver(now_ns)
 
     def keep_heads(self) -> None:
         """Sends the signed heads to their store. Failures are logged."""
@@ -162,9 +160,12 @@ class Bills:
 
     accounts: Accounts
     observe: ObserveBill | None = None
+    charged: Counter[str] = field(default_factory=Counter)  # units by tenant
 
     def __call__(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
+            if entry.kind is Kind.CHARGE:
+                self.charged[entry.tenant] -= entry.amount
             if entry.kind is not Kind.CHARGE or self.observe is None:
                 continue
             ref, _ = decode_request(entry.body)
@@ -211,8 +212,6 @@ def open_money(settings: Settings) -> Money:
             required=required,
             lease_s=LEASE_S,
             heads_to=settings.billing.heads_to,
-            outbox=_outbox(settings, store),
-            watch=BudgetWatch(store),
         )
         opened.pop_all()  # from here on `Money.close` closes them
         return money
@@ -227,21 +226,6 @@ def _first_card(name_or_path: str) -> RateCard | None:
     if errors:
         raise ConfigError(f"billing.first_card {name_or_path!r} is refused: {errors[0]}")
     return card
-
-
-def _outbox(settings: Settings, store: LedgerStore) -> Outbox | None:
-    """The outbox of alerts. Receivers check signatures with the secret in the file
-    `webhook_secret`."""
-    url = settings.billing.alerts_to
-    if not url:
-        return None
-    path = settings.server.data_dir / WEBHOOK_SECRET
-    held = read_or_make(path, lambda: b"whsec_" + base64.b64encode(secrets.token_bytes(32)) + b"\n")
-    try:
-        secret = base64.b64decode(held.strip().removeprefix(b"whsec_"), validate=True)
-    except ValueError:
-        raise ConfigError(f"{path} holds no secret; remove it, and a new one is made") from None
-    return Outbox(store, url, secret, source=settings.billing.server_name)
 
 
 def _say_if_ignored(setting: str, card: RateCard, accounts: Accounts) -> None:

@@ -5,7 +5,7 @@ import io
 import time
 from datetime import UTC, datetime
 
-from billing.alerts.budgets import Budget, BudgetSpan, Of, set_budget
+from billing.budgets import Budget, BudgetSpan, Of, set_budget
 from billing.keys import Scope
 from billing.money import UNITS, format_units
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
@@ -53,10 +53,8 @@ async def test_a_customer_sees_its_own_hard_limits(bank: Bank) -> None:
             ("users", "acme", 100 * MISS, {"of": Of.USER, "value": "*", "span": BudgetSpan.DAY}),
             ("other", "bolt", UNITS, {}),
         ):
-            limit = Budget(name=name, tenant=tenant, amount=amount, hard=True, **more)
+            limit = Budget(name=name, tenant=tenant, amount=amount, **more)
             set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
-        mild = Budget(name="mild", tenant="acme", amount=UNITS)
-        set_budget(bank.accounts, mild, by="test", now_ns=time.time_ns(), reason="test")
         client.headers.update(headers)
         await client.post(CHAT, json=HELLO | {"user": "ben", "max_tokens": 1})
         await client.post(CHAT, json=HELLO | {"user": "ann"})
@@ -80,7 +78,7 @@ async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank: Bank) -> Non
     async with serving(bank) as (_, client, _):
         client.headers.update(bank.customer(UNITS))
         await client.post(CHAT, json=HELLO)
-        limit = Budget(name="cap", tenant="acme", amount=1, hard=True)
+        limit = Budget(name="cap", tenant="acme", amount=1)
         set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
         [cap] = (await client.get("/v1/usage/account")).json()["spend_limits"]
     assert format_units(0) == cap["left"]

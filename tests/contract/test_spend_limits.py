@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from billing.alerts.budgets import Budget, BudgetSpan, Of, all_budgets, remove_budget, set_budget
-from billing.errors import AlreadyExists, InsufficientBalance, InvalidName, SpendLimitReached
+from billing.budgets import Budget, BudgetSpan, Of, budgets_in, remove_budget, set_budget
+from billing.errors import (
+    AlreadyExists,
+    InsufficientBalance,
+    InvalidName,
+    SpendLimitReached,
+    UnknownBudget,
+    UnknownTenant,
+)
 from billing.gate.commands import Allot, Reserve
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold
@@ -39,17 +46,15 @@ def limit(
     value: str = "",
     *,
     name: str = "cap",
-    hard: bool = True,
     **more: Any,
 ) -> None:
-    budget = Budget(
-        name=name, tenant="acme", amount=tokens * TOKEN, of=of, value=value, hard=hard, **more
-    )
+    amount = tokens * TOKEN
+    budget = Budget(name=name, tenant="acme", amount=amount, of=of, value=value, **more)
     set_budget(house.accounts, budget, by="ops", now_ns=house.clock(), reason="test")
 
 
 def remove(house: TestLedger, name: str = "cap") -> None:
-    remove_budget(house.accounts, name, by="ops", now_ns=house.clock(), reason="test")
+    remove_budget(house.accounts, name, by="ops", reason="test")
 
 
 def spend(house: TestLedger, name: str, tokens: int, **context: Any) -> None:
@@ -203,7 +208,7 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
     limit(house, 10)
     spend(house, "r4", 1)
     assert {"2025-01/": (10, 0)} == spent(house)
-    limit(house, 1, hard=False)
+    remove(house)
     spend(house, "r5", 5)
     assert {} == spent(house)
     limit(house, 15)
@@ -211,7 +216,8 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
         house.reserve("r6", 1)
     remove(house)
     spend(house, "r7", 5)
-    assert [] == all_budgets(house.ledger.store)
+    with house.ledger.store.reading() as connection:
+        assert [] == budgets_in(connection)
     assert not house.accounts.store.all_holds()
 
 
@@ -266,24 +272,32 @@ def test_a_balance_that_is_too_small_is_still_refused_as_that(house: TestLedger)
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        {"span": BudgetSpan.BALANCE},
-        {"span": BudgetSpan.SPIKE},
-        {"of": Of.TAG, "value": "*"},
-        {"of": Of.USER, "value": "*", "hard": False},
-    ],
+    [{"of": Of.TAG, "value": "*"}, {"of": Of.USER}, {"value": "ann"}, {"name": "a b"}],
 )
-def test_only_days_and_months_can_be_hard_and_only_keys_and_users_each(
+def test_only_keys_and_users_each_have_a_limit_and_others_name_one(
     house: TestLedger, wrong: dict[str, Any]
 ) -> None:
     with pytest.raises(InvalidName):
         limit(house, 1, **wrong)
 
 
+def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
+    limit(house, 1)
+    limit(house, 2)
+    remove(house)
+    with pytest.raises(UnknownBudget):
+        remove(house)
+    actions = [row["action"] for row in house.accounts.trail.newest(3)]
+    assert ["budget.remove", "budget.set", "budget.set"] == actions
+    nobodys = Budget(name="b", tenant="nobody", amount=1)
+    with pytest.raises(UnknownTenant):
+        set_budget(house.accounts, nobodys, by="ops", now_ns=house.clock(), reason="")
+
+
 def test_a_hard_budget_stays_with_its_tenant(house: TestLedger) -> None:
     limit(house, 1)
     house.accounts.create_tenant("other", "CNY", by="ops")
-    moved = Budget(name="cap", tenant="other", amount=1, hard=True)
+    moved = Budget(name="cap", tenant="other", amount=1)
     with pytest.raises(AlreadyExists, match="'acme'"):
         set_budget(house.accounts, moved, by="ops", now_ns=house.clock(), reason="test")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from billing.accounts import Accounts
-from billing.alerts.budgets import Budget, Of, set_budget
+from billing.budgets import Budget, Of, set_budget
 from billing.errors import SpendLimitReached
 from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
@@ -85,7 +85,7 @@ def prepare(url: str) -> None:
             ("all", Of.TENANT, "", LIMITED),
             ("users", Of.USER, "*", OF_USER),
         ):
-            budget = Budget(name=name, tenant="acme", amount=amount, of=of, value=value, hard=True)
+            budget = Budget(name=name, tenant="acme", amount=amount, of=of, value=value)
             set_budget(house.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
 
 

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from sqlalchemy import text
 
 from billing.accounts import Accounts
-from billing.alerts.budgets import Budget, Of, remove_budget, set_budget
+from billing.budgets import Budget, Of, remove_budget, set_budget
 from billing.errors import InsufficientBalance, LedgerUnavailable, SpendLimitReached
 from billing.gate.commands import Allot, Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
@@ -424,11 +424,11 @@ class LedgerMachine(RuleBasedStateMachine):
         if any(each.hold.context.admitted_ns > now_ns for each in self.model.open.values()):
             return
         if lift and of in self.model.limits:
-            remove_budget(self.accounts, of, by="test", now_ns=now_ns, reason="test")
+            remove_budget(self.accounts, of, by="test", reason="test")
             del self.model.limits[of]
             return
         value = "*" if of is Of.USER else ""
-        budget = Budget(name=of, tenant="acme", amount=amount, of=of, value=value, hard=True)
+        budget = Budget(name=of, tenant="acme", amount=amount, of=of, value=value)
         set_budget(self.accounts, budget, by="test", now_ns=now_ns, reason="test")
         _, since_ns = self.model.limits.get(of, (0, now_ns))
         self.model.limits[of] = amount, since_ns

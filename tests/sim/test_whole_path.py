@@ -32,7 +32,7 @@ from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_stor
 from api.app import create_app
 from api.requests.bridge import OutputBridge
 from api.requests.grammars import GrammarPool
-from billing.alerts.budgets import Budget, remove_budget, set_budget
+from billing.budgets import Budget, remove_budget, set_budget
 from billing.errors import CardConflict, UnknownBudget
 from billing.gate.entries import Entry, Kind
 from billing.gate.outcomes import Outcome
@@ -231,10 +231,10 @@ class Life:
         accounts, now_ns = self.bank.accounts, time.time_ns()
         if self.chance.random() < 0.3:
             with contextlib.suppress(UnknownBudget):
-                remove_budget(accounts, "cap", by="test", now_ns=now_ns, reason="test")
+                remove_budget(accounts, "cap", by="test", reason="test")
             return
         amount = self.chance.choice((10_000_000, 300_000_000, RICH))
-        budget = Budget(name="cap", tenant="acme", amount=amount, hard=True)
+        budget = Budget(name="cap", tenant="acme", amount=amount)
         set_budget(accounts, budget, by="test", now_ns=now_ns, reason="test")
 
     def _suspend(self) -> None:

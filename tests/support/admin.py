@@ -112,7 +112,6 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "limits": LimitSettings(),
         "currencies": lambda: ["CNY"],
         "alerts": _nothing_fires,
-        "sends_alerts": False,
         "decode": str,
         "outline": lambda tokens: [],
         "books": NO_BOOKS,

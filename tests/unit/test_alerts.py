@@ -73,6 +73,23 @@ def full_disk(used: int, hours: int, fires: str = "") -> Case:
     return Case({fires} - {""}, series, f"disk-{used}-{hours}h", LONG)
 
 
+def tenant(fires: set[str], *, month: float = 0, balance: float = 99, hours: str = "") -> Case:
+    """A tenant of the example amounts: charged this month, its balance, and its hourly charges."""
+    of = 'tenant="acme", currency="CNY"'
+    series = {
+        f'cachesvc_tenant_charged{{instance="a", {of}, period="month"}}': f"{month}x{DAY * 60}",
+        f'cachesvc_tenant_balance{{instance="a", {of}}}': f"{balance}x{DAY * 60}",
+        f'cachesvc_tenant_charged_total{{instance="a", {of}}}': hours or f"0x{DAY * 60}",
+    }
+    return Case(fires, series, f"tenant-{month}-{balance}-{hours}", DAY)
+
+
+def spent(before: float, after: float) -> str:
+    """What an hour costs, until the last one and in it."""
+    calm = (DAY - 1) * 60
+    return f"0+{before / 60}x{calm} {before * (DAY - 1)}+{after / 60}x59"
+
+
 FAILED = 'cachesvc_ledger_failed_commits_total{instance="a"}'
 CASES = [
     gauge('cachesvc_ledger_drift_units{instance="a"}', 5, -3, "LedgerDrift"),
@@ -126,6 +143,15 @@ CASES = [
     full_disk(96, 8, "DiskTierFull"),
     full_disk(94, 8),
     full_disk(96, 4),
+    tenant(set(), month=399),
+    tenant({"BudgetNearlySpent"}, month=400),
+    tenant({"BudgetNearlySpent", "BudgetSpent"}, month=500),
+    tenant(set(), balance=50),
+    tenant({"BalanceLow"}, balance=49),
+    tenant({"BalanceLow", "TopUpWanted"}, balance=19),
+    tenant({"SpendingSpiked"}, hours=spent(1, 9)),
+    tenant(set(), hours=spent(1, 2)),
+    tenant(set(), hours=spent(0.1, 0.9)),
 ]
 
 

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from billing.alerts.budgets import Budget, BudgetSpan, BudgetWatch, Of, set_budget
 from billing.errors import InvalidName
 from billing.money import UNITS, parse_amount
 from billing.reports import attribution
@@ -118,19 +117,3 @@ def test_the_command_sums_by_user_and_tag(house: TestLedger, tmp_path: Path) -> 
     assert "tag:NAME" in said.replace("\n", "")
     made = json.loads(told("--statement", "2025-01", "--tenant", "acme", "--by", "tag:team"))
     assert ["x"] == [part["part"] for part in made["parts"]]
-
-
-def test_a_watch_remembers_only_those_whom_a_budget_names(house: TestLedger) -> None:
-    def budget(name: str, user: str, span: BudgetSpan = BudgetSpan.MONTH) -> None:
-        made = Budget(name=name, tenant="acme", amount=10**9, span=span, of=Of.USER, value=user)
-        set_budget(house.accounts, made, by="ops", now_ns=house.clock(), reason="")
-
-    budget("ann", "ann")
-    budget("leak", "ann", BudgetSpan.SPIKE)
-    watch = BudgetWatch(house.ledger.store)
-    for number in range(20):
-        house.charge(f"r{number}", Usage(miss=1000), user=f"new-{number}")
-    assert [] == watch.look(house.clock())
-    assert not any(watch._spending["acme"]._sums.values())
-    budget("late", "new-7")  # set after it spent
-    assert ["late", "late"] == [alert.data["name"] for alert in watch.look(house.clock())]

@@ -260,6 +260,8 @@ def test_the_trail_says_when_what_was_and_is_and_why(shell: Shell) -> None:
     ("typed", "instead"),
     [
         ("invoice show", "issues invoices; `cachesvc usage` has its statements"),
+        ("tenants budget b acme 5 --hard", "every budget refuses what would pass it"),
+        ("tenants budget b acme 5 --ask 9", "Prometheus asks for top-ups"),
         ("balance grant acme 5 --for *", "give a grant that any request spends"),
         ("balance topup acme 5 --rate 7", "a tenant has one currency"),
         ("balance withdraw acme 5 --currency USD", "a tenant has one currency"),
@@ -290,17 +292,6 @@ def test_a_grant_that_expires_is_given_and_shown(shell: Shell) -> None:
     )
     said = shell("balance", "grant", "acme", "5", "--expires", "2020-01-01", code=2)
     assert "2020-01-01 is not from today" in said
-
-
-def test_a_top_up_to_ask_for(shell: Shell) -> None:
-    shell("tenants", "create", "acme")
-    asks = ("tenants", "budget", "refill", "acme", "20", "--per", "topup")
-    assert "only a budget per topup" in shell(*asks, code=2)
-    shell(*asks, "--ask", "100")
-    (budget,) = shell.json("tenants", "budget")
-    assert ("topup", "20.00", "100.00", 3) == tuple(
-        budget[k] for k in ("per", "amount", "ask", "most")
-    )
 
 
 def test_a_currency_needs_a_card_and_stays_once_something_is_booked(shell: Shell) -> None:

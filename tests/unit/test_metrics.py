@@ -8,7 +8,7 @@ from billing.group_commit import LedgerStats
 from cachesvc.observability.latency import NAMES, Latencies
 from cachesvc.observability.metrics import Metrics, hit_class
 from cachesvc.observability.names import SPECS, VLLM_ALIASES
-from cachesvc.observability.samples import MoneyStats, Snapshots
+from cachesvc.observability.samples import MoneyStats, Snapshots, TenantMoney
 from cachesvc.observability.snapshot import cache_state
 from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
@@ -74,7 +74,8 @@ def stats() -> EngineStats:
 
 def metrics(latencies: Latencies | None = None) -> Metrics:
     ledger = LedgerStats(batches=4, commands=9, refused=2, recovered=1, commit_ns=3_000 * MS)
-    money = MoneyStats(num_holds=3, oldest_hold_s=1.5, drift_units=0, ledger=ledger)
+    acme = TenantMoney("acme", "CNY", 7.5, 0.25, 0.5, 2)
+    money = MoneyStats(3, 1.5, 0, (acme,), ledger)
     return Metrics(
         Snapshots(
             engine=stats,

@@ -13,12 +13,13 @@ import pytest
 
 from api.access.rate_limits import Quota
 from api.collaborators import WireSettings
-from billing.alerts.budgets import Budget, BudgetSpan, set_budget
 from billing.errors import PriceError, ReceiptKeyError
+from billing.gate.commands import Deposit
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
+from billing.money import UNITS
 from billing.prices.cards import shipped_cards
-from billing.store import alerts as store_alerts
 from billing.usage import EMPTY, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sources import load_settings
@@ -146,39 +147,30 @@ def test_a_store_of_limits_is_refused_without_its_password(tmp_path: Path) -> No
     assert "hunter2" not in str(refused.value)
 
 
-def test_heads_are_kept_and_alerts_wait_for_their_receiver(tmp_path: Path) -> None:
+def test_heads_are_kept(tmp_path: Path) -> None:
     kept = tmp_path / "heads.jsonl"
-    nobody = "http://127.0.0.1:9/hook"
-    with money_of(tmp_path, billing__heads_to=str(kept), billing__alerts_to=nobody) as money:
+    with money_of(tmp_path, billing__heads_to=str(kept)) as money:
         money.start(lambda *_: None)
-        budget = Budget(name="low", tenant="default", amount=1, span=BudgetSpan.BALANCE)
-        set_budget(money.accounts, budget, by="ops", now_ns=1, reason="")
-        money.alert()
         money.keep_heads()
-        with money.books.store.reading() as connection:
-            waiting = store_alerts.due_messages(connection, 2**62, 9)
-        assert [(1, None)] == [(row["attempts"], row["delivered_ns"]) for row in waiting]
     (line,) = kept.read_text().splitlines()
     assert "admin trail" in json.loads(line)["heads"]
-    assert (tmp_path / "webhook_secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_no_alert_is_told_or_given_up_by_a_wrong_clock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = time.time_ns
-    with money_of(tmp_path, billing__alerts_to="http://127.0.0.1:9/hook") as money:
+def test_tenants_amounts_are_in_the_snapshot(tmp_path: Path) -> None:
+    """In the tenant's currency: its balance, what this server charged, this day and this month."""
+    with money_of(tmp_path) as money:
         money.start(lambda *_: None)
-        budget = Budget(name="low", tenant="default", amount=1, span=BudgetSpan.BALANCE)
-        set_budget(money.accounts, budget, by="ops", now_ns=1, reason="")
-        money.alert()
-        monkeypatch.setattr(time, "time_ns", lambda: real() + 40 * 86_400 * 10**9)
-        monkeypatch.setattr(Ledger, "refuses", "the clock of this host is ahead")
-        money.alert()
-        with money.books.store.reading() as connection:
-            (waiting,) = store_alerts.due_messages(connection, 2**62, 9)
-    assert 1 == waiting["attempts"]
-    assert waiting["next_ns"] < real() + 60 * 10**9, "it comes again within the minute"
+        ledger = money.books.ledger
+        ledger.post(Deposit("default", Kind.TOPUP, "t", UNITS, "ops")).result()
+        pinned = ledger.book.at("m", time.time_ns(), "CNY")
+        for name in ("r1", "r2"):
+            hold = ledger.reserve("default", name, 0, pinned).result()
+            ledger.settle(hold, Usage(output=1000), Outcome.FINISHED).result()
+        ledger.correct("default", "r2", reference="c", by="ops", reason="").result()
+        money.refresh()
+        (found,) = money.stats().tenants
+    assert ("default", "CNY", 0.998) == found[:3]
+    assert (0.004, 0.004, 0.004) == found[3:]
 
 
 def test_a_first_card_that_comes_too_late_is_told(

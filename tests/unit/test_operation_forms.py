@@ -12,7 +12,7 @@ from api.admin.pages.tenant_forms import FORMS
 from api.admin.pages.tenants import CREATE
 from api.admin.routes.operation_table import operation_of
 from api.errors import InvalidRequest
-from billing.alerts.budgets import BudgetSpan, Of
+from billing.budgets import BudgetSpan, Of
 from billing.operations.balance import Booking
 
 EVERY = {**FORMS, "create": CREATE, "key": keys.CREATE, "revoke": keys.REVOKE}
@@ -50,8 +50,6 @@ def test_what_is_typed_becomes_what_the_operation_takes() -> None:
             "per": "day",
             "of": "user",
             "value": "ann",
-            "ask": "",
-            "hard": "yes",
         }
     )
     assert {
@@ -60,7 +58,6 @@ def test_what_is_typed_becomes_what_the_operation_takes() -> None:
         "per": BudgetSpan.DAY,
         "of": Of.USER,
         "value": "ann",
-        "hard": True,
     } == FORMS["budget"].typed(sent)
 
 

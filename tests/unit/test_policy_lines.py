@@ -137,7 +137,6 @@ LINES: dict[str, list[str]] = {
     "the owner, lease and progress": [f"{TAMPERING}::{COLUMNS}"],
     "stored answers, and notes": [f"{TAMPERING}::{COLUMNS}"],
     "how far exports have come": [f"{TAMPERING}::{COLUMNS}"],
-    "budgets and their undelivered": [f"{TAMPERING}::{COLUMNS}"],
     "the secret and digests of keys": [f"{TAMPERING}::{COLUMNS}"],
     "when a project": [f"{TAMPERING}::{COLUMNS}"],
     "`tests/contract/test_audit_tampering.py`": [f"{TAMPERING}::{COLUMNS}"],

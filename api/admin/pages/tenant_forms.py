@@ -84,16 +84,11 @@ FORMS: Final[Mapping[str, OperationForm]] = {
             "per": "Per",
             "of": "Of",
             "value": "Whose",
-            "ask": "Top-up to ask for",
-            "hard": "Hard",
         },
         choices={
             "per": {
                 "month": "month",
                 "day": "day",
-                "balance": "least balance",
-                "topup": "least balance, asks for a top-up",
-                "spike": "unusual hour",
             }
         },
     ),

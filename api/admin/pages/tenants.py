@@ -161,7 +161,6 @@ def show_tenant(
         days=report(books.store, parse_query(tenant=name, since=f"{DAYS - 1}d"), Unit.DAY),
         months=report(books.store, parse_query(tenant=name), Unit.MONTH),
         budgets=[budget for budget in list_budgets(books) if budget["tenant"] == name],
-        sends_alerts=parts_of(request).sends_alerts,
         limits=_limits(request, name),
         forms=FORMS,
         once=secrets.token_hex(8),

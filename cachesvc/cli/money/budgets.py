@@ -1,10 +1,10 @@
-"""`cachesvc tenants budget`: alerts or refusals when spending passes an amount."""
+"""`cachesvc tenants budget`: refusals when spending would pass an amount."""
 
 from typing import Annotated
 
 import typer
 
-from billing.alerts.budgets import BudgetSpan, Of
+from billing.budgets import BudgetSpan, Of
 from billing.operations import budgets
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.render import fail, note, print_documents
@@ -12,7 +12,7 @@ from cachesvc.cli.render import fail, note, print_documents
 AMOUNTS = ("amount", "spent", "held", "left")
 COLUMNS = (
     *("name", "tenant", "amount", "per", "of", "value"),
-    *("ask", "spent", "held", "left", "ends_at"),
+    *("spent", "held", "left", "ends_at"),
 )
 
 
@@ -25,32 +25,19 @@ def budget(
         str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)
     ] = "",
     per: Annotated[
-        BudgetSpan,
-        typer.Option(
-            help=(
-                "Charges of a day or month (UTC), a minimum balance, the same with a top-up, "
-                "or an unusual hour"
-            )
-        ),
+        BudgetSpan, typer.Option(help="Charges of a day or a month (UTC)")
     ] = BudgetSpan.MONTH,
     of: Annotated[Of, typer.Option(help="Which charges count")] = Of.TENANT,
     value: Annotated[
         str,
-        typer.Option(
-            help="The key's id, the user, or NAME=VALUE of a tag; with --hard, * for each"
-        ),
+        typer.Option(help="The key's id, the user, or NAME=VALUE of a tag; * for each key or user"),
     ] = "",
-    hard: Annotated[
-        bool, typer.Option("--hard", help="Refuse requests that would pass it, until it ends")
-    ] = False,
-    ask: Annotated[str, typer.Option(help="With --per topup: the top-up to ask for")] = "",
-    most: Annotated[int, typer.Option(help="With --per topup: at most so often a day  [3]")] = 0,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the budget")] = False,
 ) -> None:
     """Create, change, remove or list budgets.
 
-    A server with `billing.alerts_to` alerts at 80 and 100 percent, or asks for a top-up. Only a
-    hard budget of a day or month stops requests.
+    A request that would pass one is refused until the day or month ends. To be alerted before,
+    use the metrics by tenant and the rules in ops/prometheus.
     """
     if name is None:
         print_documents(call(budgets.list_budgets), call.json, COLUMNS, right=AMOUNTS)
@@ -69,12 +56,7 @@ def budget(
         per=per,
         of=of,
         value=value,
-        ask=ask,
-        most=most,
-        hard=hard,
         by=call.by,
         why=call.why,
     )
-    limits = "; it refuses requests from now on" if hard else ""
-    alerts = "; alerts are posted by a server with `billing.alerts_to`, to that URL"
-    note(f"budget {name} is set{limits}{'' if hard and value == '*' else alerts}")
+    note(f"budget {name} is set; it refuses requests from now on")

@@ -44,9 +44,7 @@ app = lazy_group(
         "create": Command(f"{_HERE}:create", "Create a tenant"),
         "show": Command(f"{_HERE}:show", "Show one tenant, or list all"),
         "set": Command(f"{_HERE}:set_", "Change a tenant's credit, limits, status or projects"),
-        "budget": Command(
-            "cachesvc.cli.money.budgets:budget", "Alert when spending passes an amount"
-        ),
+        "budget": Command("cachesvc.cli.money.budgets:budget", "Refuse what would pass an amount"),
     },
     removed=_REMOVED,
     help="Create, show and change tenants",
