@@ -64,7 +64,6 @@ class CacheSettings:
     ahead: float = 1 / 16
     share_tails: bool = True
     weigh_loads: bool = True  # load from disk only if that is faster than computing
-    both_ends: bool = False  # compute the front of a long prefix while its rear loads
     pinned_share: float = 1 / 4  # share of the lowest tier for pins
     checkpoint_share: float = CHECKPOINT_SHARE  # of each memory tier
 
@@ -241,11 +240,10 @@ class TieredCache:
             return self.checkpoints.peek(chain)
         return len(self.index.match(chain)) * self.layout.block_size
 
-    def open(self, chain: Chain, *, reads: bool = True, splits: bool = False) -> Ticket:
+    def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
         """Pins the cached part of the chain's prefix and asks the disk for the rest.
 
-        A private chain, or one not to be read, gets an empty ticket. `splits` lets the ticket load
-        only the rear of what is on disk, if the request does well to compute the front meanwhile.
+        A private chain, or one not to be read, gets an empty ticket.
         """
         if chain.root in self.operations.blocked:
             chain.private = True
@@ -255,7 +253,6 @@ class TieredCache:
         if self.checkpoints is not None:
             return self.checkpoints.open(chain)
         ticket = self._promoter.open(chain)
-        ticket.splits = splits and self.settings.both_ends
         if self.disk is not None and self.disk.is_shared:
             few = [block for block in ticket.blocks if block.hits <= PUBLISH_HITS]
             self.disk.used([block.key for block in few if block.key is not None])

@@ -63,10 +63,6 @@ REFUSALS = {
     MissReason.NO_ROOM: "It is on disk, but no host frame was free to load it into. A larger "
     "`cache.host_bytes` helps.",
 }
-FRONT = (
-    "are on disk. They were computed while the tokens after them loaded, which at the rates "
-    "measured then was faster than loading or computing them all (`cache.both_ends`)."
-)
 FAULTS = {
     MissReason.COLLISION: "a block of another prefix has the same key; it was not used",
     MissReason.CHECKSUM: "its bytes on disk are not those that were written",
@@ -80,12 +76,8 @@ FAULTS = {
 
 
 def why(lookup: Lookup, arrived_s: float, finding: MissFinding = NOTHING) -> Why:
-    """Why the tokens of the lookup's last run were computed, or those of an earlier one."""
+    """Why the tokens of the lookup's last run were computed."""
     computed = lookup.runs[-1]
-    for front in lookup.runs[:-1]:
-        if front.source is None:
-            end = front.start + front.num_tokens - 1
-            return Why(ReasonKind.REFUSED, front.start, f"Tokens {front.start} to {end} {FRONT}")
     kind, text = _reason(lookup, computed, arrived_s, finding)
     return Why(kind, computed.start, text)
 

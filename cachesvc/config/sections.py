@@ -169,11 +169,6 @@ class CacheSection(Section):
         True,
         description="Load a block only if that is faster than computing it; false always loads",
     )
-    both_ends: bool = Field(
-        False,
-        description="Compute the front of a long prefix while its rear loads, if nothing else "
-        "runs; the front is billed as computed",
-    )
     remote_url: str = Field(
         "",
         description="Tier shared between servers: redis://, redis+cluster:// or s3://bucket/prefix",

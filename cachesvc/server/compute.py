@@ -256,7 +256,6 @@ def _cache_settings(cache: CacheSection) -> CacheSettings:
         host_bytes=cache.host_bytes,
         write_policy=WritePolicy(cache.write_policy),
         weigh_loads=cache.weigh_loads,
-        both_ends=cache.both_ends,
     )
 
 

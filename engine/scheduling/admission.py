@@ -11,14 +11,13 @@ from engine.request import Lookup
 from engine.scheduling.embeddings import PromptImages
 from engine.scheduling.lookup import computed_otherwise, count_hits, miss_reasons, runs_of
 from engine.scheduling.queue import WaitingQueue
-from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Meeting, Sequence
+from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Sequence
 from engine.scheduling.settings import SchedulerSettings
 from engine.scheduling.shares import BeginRate, ServedShares, owner_of
 from engine.scheduling.states import StatePlans
 from tiers.cache import TieredCache
 from tiers.errors import MissReason
 from tiers.memory.tails import Tail, TailCase
-from tiers.tier import TierName
 from tiers.transfer.ticket import Progress, Ticket
 
 AHEAD = 2  # waiting requests whose prefix is promoted while all places are taken
@@ -75,9 +74,7 @@ class Admission:
                     owner_of(holder.share) == owner_of(sequence.share) for holder in holders
                 ):
                     continue  # an owner that holds none may always take one
-                sequence.ticket = self._cache.open(
-                    sequence.chain, reads=sequence.reads_cache, splits=self._is_alone(sequence)
-                )
+                sequence.ticket = self._cache.open(sequence.chain, reads=sequence.reads_cache)
             sequence.admitted_ns = sequence.admitted_ns or now_ns
             progress = self._advance(sequence, sequence.ticket)
             if sequence.follows:
@@ -90,8 +87,7 @@ class Admission:
                 if not self._running and self.revoke_ticket(but=sequence):
                     continue
                 return
-            splits = sequence.ticket.rear is not None
-            tail = None if splits else self._cache.find_tail(sequence.ticket)
+            tail = self._cache.find_tail(sequence.ticket)
             if tail is not None and tail.case is TailCase.WAIT:
                 sequence.follows = True
                 holders.discard(sequence)
@@ -106,11 +102,6 @@ class Admission:
                 continue
             self._begin(sequence, tail)
             yield sequence
-
-    def _is_alone(self, sequence: Sequence) -> bool:
-        """Whether nothing else needs the engine while this sequence's prefix loads."""
-        fresh = sequence.counts is None and sequence.meeting is None
-        return fresh and not self._running and len(self.waiting) == 1
 
     def _advance(self, sequence: Sequence, ticket: Ticket) -> Progress:
         progress = self._cache.advance(ticket)
@@ -191,13 +182,8 @@ class Admission:
         served = min(sequence.num_standing, sequence.num_prompt - 1)
         sequence.prompt_done = max(sequence.prompt_done, served)
         sequence.block_table = [b.slot for b in sequence.blocks if b.slot is not None]
-        if ticket.rear is not None:
-            sequence.meeting = Meeting(ticket, ticket.sources)
-            ticket.blocks, ticket.sources = [], []  # they are the sequence's
-        else:
-            if sequence.counts is None:
-                self._count(sequence, ticket, tail, num_rows)
-            self.part(sequence)
+        if sequence.counts is None:
+            self._count(sequence, ticket, tail, num_rows)
         sequence.blocks += self._tables.plan(sequence.chain, len(sequence.blocks))
         now_ns = self._clock_ns()
         sequence.loaded_ns = sequence.loaded_ns or now_ns
@@ -208,31 +194,14 @@ class Admission:
 
     def _count(self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int) -> None:
         """Fix the hits and misses of a prompt that begins to run."""
-        meeting, size = sequence.meeting, self._block_size
-        sources: list[TierName | None] = list(ticket.sources)
-        if meeting is not None:
-            sources = meeting.sources_of(ticket)
+        size = self._block_size
         source = tail.source if tail is not None and num_rows else None
-        counts = count_hits(sources, source, num_rows, sequence.num_prompt, size)
+        counts = count_hits(ticket.sources, source, num_rows, sequence.num_prompt, size)
         sequence.counts = counts
         stop = self._stop_of(sequence, ticket)
-        front = sources.count(None) * size
-        sequence.miss_reasons = miss_reasons(counts, stop, size, front)
-        lookup = self._look_back(sequence, ticket, sources, tail, num_rows)
+        sequence.miss_reasons = miss_reasons(counts, stop, size)
+        lookup = self._look_back(sequence, ticket, tail, num_rows)
         sequence.lookup = replace(lookup, stop=stop)
-
-    def part(self, sequence: Sequence) -> None:
-        """Release the rear that a sequence was to meet. If it has not met it, what was cached
-        before its front are its hits."""
-        meeting, sequence.meeting = sequence.meeting, None
-        if meeting is None:
-            return
-        if sequence.counts is None:
-            num_prompt, size = sequence.num_prompt, self._block_size
-            counts = count_hits(meeting.sources, None, 0, num_prompt, size)
-            sequence.counts = counts
-            sequence.miss_reasons = miss_reasons(counts, MissReason.UNECONOMIC, size)
-        self._cache.close_ticket(meeting.ticket)
 
     def _stop_of(self, sequence: Sequence, ticket: Ticket) -> MissReason:
         """Why the ticket's run ended. A prompt of which nothing is held may be on disk all the
@@ -249,16 +218,15 @@ class Admission:
         self,
         sequence: Sequence,
         ticket: Ticket,
-        sources: list[TierName | None],
         tail: Tail | None,
         num_rows: int,
     ) -> Lookup:
         """Record what the cache had of the prompt, and what it knows about the first missed
         block."""
         size, num_prompt = self._block_size, sequence.num_prompt
-        number = len(sources)
+        number = len(ticket.sources)
         runs = runs_of(
-            sources,
+            ticket.sources,
             sequence.chain.keys,
             tail_rows=num_rows,
             tail_source=tail.source if tail is not None and num_rows else None,

@@ -12,13 +12,13 @@ from tiers.tier import TierName
 
 
 def count_hits(
-    sources: Sequence[TierName | None],
+    sources: Sequence[TierName],
     tail_source: TierName | None,
     tail_rows: int,
     num_prompt: int,
     block_size: int,
 ) -> TokenCounts:
-    """Count the prompt tokens that are hits, by tier. Blocks without a source were computed. The
+    """Count the prompt tokens that are hits, by tier. The
     last token is always computed, so never a hit.
 
     Done once in a request's life. Tokens recomputed after a preemption are neither billed again nor
@@ -26,7 +26,7 @@ def count_hits(
     """
     hits = dict.fromkeys(TierName, 0)
     standing = len(sources) * block_size
-    for source in filter(None, sources):
+    for source in sources:
         hits[source] += block_size
     last = tail_source or (sources[-1] if sources else None)
     if tail_source is not None:
@@ -37,15 +37,12 @@ def count_hits(
     return TokenCounts.of(num_prompt, hits)
 
 
-def miss_reasons(
-    counts: TokenCounts, stop: MissReason, block_size: int, num_front: int = 0
-) -> dict[MissReason, int]:
-    """Missed tokens by reason: tokens of full blocks count for `stop`, the others as the tail.
-    `num_front` tokens were computed while those after them loaded."""
-    standing = counts.hit + num_front
+def miss_reasons(counts: TokenCounts, stop: MissReason, block_size: int) -> dict[MissReason, int]:
+    """Missed tokens by reason: tokens of full blocks count for `stop`, the others as the tail."""
+    standing = counts.hit
     missed_full = max(0, (counts.prompt - 1) // block_size * block_size - standing)
     tail = counts.prompt - standing - missed_full
-    reasons = {MissReason.UNECONOMIC: num_front, MissReason.TAIL: tail}
+    reasons = {MissReason.TAIL: tail}
     reasons[stop] = reasons.get(stop, 0) + missed_full
     return {reason: tokens for reason, tokens in reasons.items() if tokens}
 
@@ -64,7 +61,7 @@ def computed_otherwise(
 
 
 def runs_of(
-    sources: Sequence[TierName | None],
+    sources: Sequence[TierName],
     keys: Sequence[PrefixKey],
     *,
     tail_rows: int,
@@ -93,7 +90,7 @@ def runs_of(
 
 
 def _whole_runs(
-    sources: Sequence[TierName | None], keys: Sequence[PrefixKey], block_size: int
+    sources: Sequence[TierName], keys: Sequence[PrefixKey], block_size: int
 ) -> Iterator[BlockRun]:
     start = 0
     for source, group in groupby(sources):

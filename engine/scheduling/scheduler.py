@@ -72,7 +72,6 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._admission.close_ticket(sequence)
         if sequence.state is not FINISHED:
-            self._admission.part(sequence)
             self._served.leave(sequence.share)
         sequence.state, sequence.finish = FINISHED, reason
         self._images.drop(sequence)
@@ -89,14 +88,11 @@ class Scheduler:
         for sequence in [*self.running, *self.waiting]:
             if sequence.chain.root in roots:
                 sequence.chain.private = True
-                self._admission.part(sequence)
                 self._admission.close_ticket(sequence)
 
     def schedule(self) -> Batch:
         """The next step's work. Empty if sequences can only wait."""
         batch, settings = Batch(), self._settings
-        for sequence in [s for s in self.running if s.meeting is not None]:
-            self._meet(sequence)
         for sequence in [s for s in self.running if s.state is DECODE and s.ready]:
             if sequence.state is DECODE:  # it was not preempted for one before it
                 # One token, or a run of tokens that a grammar forced.
@@ -132,15 +128,6 @@ class Scheduler:
             table = sequence.block_table
             table[:] = [b.slot for b in sequence.blocks[: len(table)] if b.slot is not None]
 
-    def _meet(self, sequence: Sequence) -> None:
-        """Let a sequence that has computed its front wait for its rear, and begin from both."""
-        assert sequence.meeting is not None
-        if sequence.num_standing >= sequence.meeting.number * self._block_size:
-            sequence.ticket = self._cache.open(sequence.chain)  # pins the front
-            self._leave(sequence, returns=True)
-            sequence.state = WAITING
-            self.waiting.put_back(sequence)
-
     def _mixed_budget(self) -> int:
         """The budget of prompt tokens while others decode. It grows with the ratio of sequences
         waiting for their first token to those waiting for their next, so that a burst of requests
@@ -175,8 +162,6 @@ class Scheduler:
         """Add the sequence's next tokens, at most about `budget`. Returns how many."""
         start, num_tokens = sequence.start, sequence.num_tokens
         end = self._chunk_end(start, num_tokens, budget)
-        if sequence.meeting is not None:
-            end = min(end, sequence.meeting.number * self._block_size)
         if self.states is not None:
             end = self.states.chunk_end(sequence, start, end)
         try:

@@ -15,7 +15,6 @@ from engine.structure import GrammarState
 from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
 from tiers.memory.block import Block
-from tiers.tier import TierName
 from tiers.transfer.ticket import Ticket
 
 
@@ -32,40 +31,6 @@ class SequenceState(StrEnum):
 # On Python 3.11, looking up an enum member takes 60 ns and a module's name 2 ns.
 WAITING, LOADING, PREFILL, DECODE, FINISHED = SequenceState
 _INT32 = np.dtype(np.int32)
-
-
-@dataclass(slots=True, eq=False)
-class Meeting:
-    """A sequence that computes the front of its prefix while the rear loads.
-
-    `ticket` holds the rear alone. `sources` are of the blocks before the front. Where the two meet,
-    the sequence waits again, and begins from both.
-    """
-
-    ticket: Ticket
-    sources: list[TierName]
-
-    @property
-    def number(self) -> int:
-        """The number of the first block of the rear."""
-        assert self.ticket.rear is not None
-        return self.ticket.rear.first
-
-    def sources_of(self, ticket: Ticket) -> list[TierName | None]:
-        """Where the blocks of the ticket that it begins from came from. Those that it computed
-        itself came from nowhere."""
-        rear, start = self.ticket.rear, len(self.sources)
-        assert rear is not None
-        loaded = dict(zip(rear.blocks, rear.sources, strict=True))
-        memory = (TierName.DEVICE, TierName.HOST)
-        sources: list[TierName | None] = list(self.sources[: len(ticket.sources)])
-        for number in range(start, len(ticket.sources)):
-            source = ticket.sources[number]
-            if number < rear.first:
-                sources.append(None if source in memory else source)
-            else:
-                sources.append(loaded.get(ticket.blocks[number], source))
-        return sources
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +58,6 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_done: int = 0  # the most prompt tokens ever served or computed
     ticket: Ticket | None = None
-    meeting: Meeting | None = None
     first_unread: int = 0  # tokens before this were in the cache at the last lookup
     awaits_images: bool = False  # images from there on that are not computed yet
     follows: bool = False  # its ticket waits for a block that another sequence computes

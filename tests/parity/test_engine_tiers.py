@@ -46,7 +46,6 @@ class House:
         step_tokens: int = 64,
         kv_dtype: str | None = None,
         share_tails: bool = True,
-        both_ends: bool = False,
         above: Callable[[DiskTier], Tier] = lambda disk: disk,
     ) -> None:
         layout = loaded.layout(BLOCK, kv_dtype)
@@ -64,7 +63,6 @@ class House:
             host_bytes=host_bytes,
             weigh_loads=False,
             share_tails=share_tails,
-            both_ends=both_ends,
             checkpoint_share=share,
         )
         disk = above(open_disk(folder, layout, 64 << 20))

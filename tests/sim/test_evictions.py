@@ -89,7 +89,6 @@ def test_any_interleaving_is_exact_while_operators_evict(seed: int) -> None:
         seed=seed,
         write_policy=chance.choice(list(WritePolicy)),
         late_copies=seed % 3 > 0,
-        both_ends=seed % 4 == 3,
         share_tails=seed % 2 == 1,
         window=chance.choice((None, None, 6)),
     )

@@ -17,7 +17,6 @@ import pytest
 from engine.scheduling.settings import QueueOrder
 from tests.sim import world as worlds
 from tests.sim.life import TENANTS, Life, root_of
-from tests.sim.test_both_ends import Drawn
 from tests.sim.world import World
 from tests.support.memory_tier import MemoryTier
 from tiers.errors import CopyFailed
@@ -83,11 +82,8 @@ class Mixture:
             window=self.window,
             windowed=self.windowed,
             window_loss=chance.choice((0.0, 0.3, 0.9)) if self.window else 0.0,
-            both_ends=chance.random() < 0.5,
         )
         world.now_s = self.now_s
-        if world.cache.settings.both_ends:
-            world.cache._promoter._economy = Drawn(chance)
         if chance.random() < 0.4:
             world.runner.copies_fail = True
             refuse(world.cache.pool, chance, chance.choice((0.02, 0.1, 0.3)))

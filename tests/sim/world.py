@@ -68,7 +68,6 @@ class World:
         window: int | None = None,
         windowed: int = 1,
         window_loss: float = 0.0,
-        both_ends: bool = False,
     ) -> None:
         """`quotas` are parts of every tier, by scope; with a `window` a second layer has it,
         or `windowed` ones."""
@@ -98,7 +97,6 @@ class World:
                 share_tails=share_tails,
                 write_policy=write_policy,
                 weigh_loads=False,
-                both_ends=both_ends,
             ),
             disk=tier,
             mover=self.mover,
@@ -317,10 +315,6 @@ class World:
         scheduler = self.engine._scheduler
         pins: Counter[Block] = Counter()
         writers = set()
-        for sequence in [*scheduler.running, *scheduler.waiting]:
-            for held in (sequence.ticket, sequence.meeting and sequence.meeting.ticket):
-                if held is not None and held.rear is not None:
-                    pins.update(held.rear.blocks)
         for sequence in scheduler.running:
             pins.update(sequence.blocks)
             writers.add(sequence.chain)

@@ -5,8 +5,6 @@ Pure. The engine thread passes in rates measured while running.
 
 from dataclasses import dataclass
 
-SPLIT_BLOCKS = 16  # a shorter prefix is loaded or computed whole
-PART_BLOCKS = 4  # as is one of which a front or a rear would be shorter
 SMOOTHING = 0.2  # weight of the latest measurement in the moving averages
 RETRY_EVERY = 32  # after this many refusals in a row, one load is let through to measure again
 
@@ -49,19 +47,6 @@ class LoadEconomy:
             return True
         self.refused += 1
         return False
-
-    def front(self, num_blocks: int, num_tokens: int, nbytes: int, num_readers: int) -> int:
-        """How many of `num_blocks` blocks to compute so that the others have loaded by then.
-
-        `num_tokens` and `nbytes` are one block's. 0 if the prefix is too short, one of the two much
-        faster than the other, or a rate unknown.
-        """
-        load_rate, prefill_rate = self.load_bytes_per_s * num_readers, self.prefill_tokens_per_s
-        if not self.enabled or not load_rate or not prefill_rate or num_blocks < SPLIT_BLOCKS:
-            return 0
-        load_s, compute_s = nbytes / load_rate, num_tokens / prefill_rate
-        front = int(num_blocks * load_s / (load_s + compute_s))
-        return front if PART_BLOCKS <= front <= num_blocks - PART_BLOCKS else 0
 
 
 def _smooth(average: float, value: float) -> float:

@@ -20,7 +20,7 @@ from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 from tiers.transfer.economy import LoadEconomy
 from tiers.transfer.mover import BLOCKS_PER_LOAD, LoadJob, Mover, ProbeJob
-from tiers.transfer.ticket import Progress, Rear, Ticket, TicketState
+from tiers.transfer.ticket import Progress, Ticket, TicketState
 from tiers.transfer.windows import WindowMender, lacking_windows, longest
 
 _, LOADING, READY, LOST = BlockState
@@ -87,9 +87,6 @@ class Promoter:
         self._residency.release_prefix(ticket.blocks, use)
         ticket.blocks.clear()
         ticket.sources.clear()
-        rear, ticket.rear = ticket.rear, None
-        for block in reversed(rear.blocks if rear is not None else ()):
-            self._residency.release(block, use)
 
     def collect(self) -> None:
         """Process the loads that finished. Once per step, before tickets are advanced."""
@@ -158,15 +155,13 @@ class Promoter:
         num_blocks = end - start
         lesser = max(0, num_blocks - self._reach) if self._reach else 0  # without their windows
         nbytes = num_blocks * layout.nbytes - lesser * layout.part_nbytes(Part.WINDOW)
-        if ticket.splits and not self._reach and self._split(ticket, start, end):
-            return TicketState.SETTLED
         num_jobs = -(-num_blocks // BLOCKS_PER_LOAD)
         readers = min(self._mover.num_readers, num_jobs)
         if not self._economy.worth(num_blocks * layout.block_size, nbytes, readers):
             ticket.stop = MissReason.UNECONOMIC
             return TicketState.SETTLED
         num_before, whole_from = len(ticket.blocks), start + lesser
-        self._load_runs(ticket, Rear(start, ticket.blocks, ticket.sources), end, whole_from)
+        self._load_runs(ticket, end, whole_from)
         begun = len(ticket.blocks) > num_before
         # Another request promotes or computes the next block. When it is ready, the disk is probed
         # again for the blocks after it.
@@ -176,30 +171,15 @@ class Promoter:
             return TicketState.LOADING_PART if begun else TicketState.OPEN
         return TicketState.LOADING if begun else TicketState.SETTLED
 
-    def _split(self, ticket: Ticket, start: int, end: int) -> bool:
-        """Begin to load the rear of blocks [start, end), if its request does well to compute the
-        front meanwhile."""
-        assert self._mover is not None
-        layout, readers = self._layout, self._mover.num_readers
-        front = self._economy.front(end - start, layout.block_size, layout.nbytes, readers)
-        if not 0 < front < end - start:
-            return False
-        rear = Rear(start + front)
-        self._load_runs(ticket, rear, end, rear.first)
-        if not rear.blocks:
-            return False
-        ticket.rear, ticket.stop = rear, MissReason.UNECONOMIC
-        return True
-
-    def _load_runs(self, ticket: Ticket, into: Rear, end: int, whole_from: int) -> None:
-        """Submit read jobs for blocks [`into.first`, end) of the chain, as far as there is room."""
-        start = into.first
+    def _load_runs(self, ticket: Ticket, end: int, whole_from: int) -> None:
+        """Submit read jobs for the chain's next blocks up to `end`, as far as there is room."""
+        start = len(ticket.blocks)
         while start < end and self._load_run(
-            ticket, into, start, min(start + BLOCKS_PER_LOAD, end), whole_from
+            ticket, start, min(start + BLOCKS_PER_LOAD, end), whole_from
         ):
             start += BLOCKS_PER_LOAD
 
-    def _load_run(self, ticket: Ticket, into: Rear, start: int, end: int, whole_from: int) -> bool:
+    def _load_run(self, ticket: Ticket, start: int, end: int, whole_from: int) -> bool:
         """Submit one read job for blocks [start, end) of the chain. Blocks before `whole_from` are
         read for their lasting part only. False stops the loading."""
         residency, chain = self._residency, ticket.chain
@@ -233,8 +213,8 @@ class Promoter:
         self._loads.append((job, blocks, ticket))
         for block in blocks:
             residency.acquire(block)
-            into.blocks.append(block)
-            into.sources.append(self._mover.below)
+            ticket.blocks.append(block)
+            ticket.sources.append(self._mover.below)
         return len(blocks) == end - start
 
     def _collect_one(self, job: LoadJob, blocks: list[Block], ticket: Ticket) -> bool:
@@ -372,9 +352,6 @@ class Promoter:
 
 def _tell_sources(ticket: Ticket, first: Block, sources: Sequence[TierName]) -> None:
     """Correct the ticket's sources for blocks from further below, for billing."""
-    runs = [(ticket.blocks, ticket.sources)]
-    runs += [(ticket.rear.blocks, ticket.rear.sources)] if ticket.rear is not None else []
-    for blocks, known in runs:
-        if first in blocks:
-            start = blocks.index(first)
-            known[start : start + len(sources)] = sources
+    if first in ticket.blocks:
+        start = ticket.blocks.index(first)
+        ticket.sources[start : start + len(sources)] = sources

@@ -5,7 +5,7 @@ from enum import Enum, auto
 
 from tiers.blocks.chain import Chain
 from tiers.errors import MissReason
-from tiers.memory.block import Block, BlockState
+from tiers.memory.block import Block
 from tiers.tier import TierName
 from tiers.transfer.mover import HeldJob, ProbeJob
 
@@ -64,22 +64,6 @@ class Resume:
 
 
 @dataclass(slots=True, eq=False)
-class Rear:
-    """The end of a prefix, which loads while its request computes the blocks before it.
-
-    Invariant: its ticket has one reference to each of `blocks`, the chain's from block `first` on.
-    """
-
-    first: int
-    blocks: list[Block] = field(default_factory=list)
-    sources: list[TierName] = field(default_factory=list)
-
-    @property
-    def is_loading(self) -> bool:
-        return any(block.state is BlockState.LOADING for block in self.blocks)
-
-
-@dataclass(slots=True, eq=False)
 class Ticket:
     """One request's claim on its cached prefix. Invariant: it has one reference to each of
     `blocks`, and it has a probe exactly while it is PROBING.
@@ -99,8 +83,6 @@ class Ticket:
     windows: ProbeJob | None = None  # which missing windows of its blocks can be loaded
     mended: bool = False  # whether those of its last blocks were requested
     resume: "Resume | None" = None  # for a model with recurrent states
-    splits: bool = False  # whether its request may compute a front while a rear loads
-    rear: Rear | None = None
 
     @property
     def reads(self) -> bool:
