@@ -93,6 +93,12 @@ class Turn:
     keys: tuple[bytes, ...]
     roles: tuple[str, ...]
     owner: bytes = b""  # a digest of the tenant's salt
+    goes_on: bool = False  # the answer continues the last message
+
+    @property
+    def answered_key(self) -> bytes:
+        """The conversation that the answer's message follows."""
+        return self.keys[-2:][0] if self.goes_on else self.keys[-1]
 
 
 @dataclass(frozen=True, slots=True)

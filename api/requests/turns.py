@@ -157,7 +157,7 @@ class Conversations:
         """Remember a served turn: its prompt, and its prompt with each answer."""
         self._keep(turn.keys[-1], _Left(prompt, len(prompt), owner=turn.owner))
         for answer in answers:
-            key = _continued(turn.keys[-1], message_of(answer.text))
+            key = _continued(turn.answered_key, message_of(answer.text))
             tokens = prompt + array("i", answer.tokens)
             num_told, rest = _num_spelled(tokenizer, answer)
             left = _Left(tokens, len(prompt) + num_told, rest, turn.owner)

@@ -25,8 +25,9 @@ from api.shapes.images import check_images
 from api.shapes.reply import Reply
 from api.shapes.schemas import ChatBody, sampling_params
 from api.shapes.structured import source_asked
-from api.shapes.template_arguments import template_arguments
+from api.shapes.template_arguments import SWITCHES, template_arguments
 from api.shapes.tooling import tooling_of, tools_source
+from api.shapes.translation import with_answer
 from api.shapes.volatile import without_volatile
 from api.tools.history import for_template
 from api.tools.reasoning import OPEN, ThinkParser
@@ -123,7 +124,8 @@ async def chat_of(
     forced = _is_bare(prompt, source)
     new_reply = partial(_new_reply, prompt, model, opened=opened, forced=forced)
     if turn is not None:
-        job = _remembered(wire, job, turn, _num_same(replay, tokens), new_reply)
+        begun = prompt.messages[-1] if turn.goes_on else None
+        job = _remembered(wire, job, turn, _num_same(replay, tokens), new_reply, begun)
     return Chat(job, new_reply, prompt)
 
 
@@ -157,13 +159,19 @@ def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
 
 
 def _remembered(
-    wire: Collaborators, job: Job, turn: Turn, num_same: int, new_reply: Callable[[], Reply]
+    wire: Collaborators,
+    job: Job,
+    turn: Turn,
+    num_same: int,
+    new_reply: Callable[[], Reply],
+    begun: Mapping[str, Any] | None,
 ) -> Job:
-    """The job as a turn that continues from its conversation's last tokens."""
+    """The job as a turn that continues from its conversation's last tokens. The answer goes on with
+    the message `begun`."""
     return replace(
         job,
         turn=turn,
-        message_of=partial(_answered, new_reply),
+        message_of=partial(_answered, new_reply, begun),
         replayed_tokens=num_same,
         divergence=None
         if num_same
@@ -192,7 +200,12 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
     images = [each for n, message in enumerate(body.messages) for each in message.images(n)]
     check_images(model, images)
     plain, dropped = without_volatile(messages, wire.settings.drop_lines)
-    style = style_of(template)
+    style, arguments = style_of(template), template_arguments(body, template)
+    if continues and any(arguments.get(name) for name in SWITCHES):
+        raise InvalidRequest(
+            "thinking comes before an answer, and the last message has begun one; turn it off.",
+            param="thinking",
+        )
     return ChatPrompt(
         messages=steered(
             plain, partial(_shown, model, style), hoisted=wire.settings.system_in_place
@@ -203,7 +216,7 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
         style=style,
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
-        arguments=template_arguments(body, template),
+        arguments=arguments,
     )
 
 
@@ -259,15 +272,15 @@ def _turn(
     unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
     if not body.uses_cache or unknown:
         return None
-    return turn_of(scope, prompt.messages, prompt.offered_tools, prompt.arguments)
+    turn = turn_of(scope, prompt.messages, prompt.offered_tools, prompt.arguments)
+    return replace(turn, goes_on=prompt.continue_final_message)
 
 
 def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:
     """What the chat continues from. Never calls in harmony, which end with their own marker."""
-    if turn is None or prompt.continue_final_message:
-        return None
-    replay = wire.conversations.replay(turn)
-    if replay is None or replay.place == len(prompt.messages) - 1:
+    replay = wire.conversations.replay(turn) if turn is not None else None
+    is_last = replay is not None and replay.place == len(prompt.messages) - 1
+    if replay is None or (is_last and not prompt.continue_final_message):
         return None
     calls = prompt.messages[replay.place].get("tool_calls")
     return None if calls and prompt.style is Style.HARMONY else replay
@@ -285,11 +298,14 @@ def _is_bare(prompt: ChatPrompt, source: GrammarSource | None) -> bool:
     return source is not None and prompt.tooling.may_call and not prompt.style.has_text_marks
 
 
-def _answered(new_reply: Callable[[], Reply], text: str) -> Mapping[str, Any]:
+def _answered(
+    new_reply: Callable[[], Reply], begun: Mapping[str, Any] | None, text: str
+) -> Mapping[str, Any]:
     """An answer as the message that the next turn sends."""
     reply = new_reply()
     reply.read(Delta(0, text, finish=FinishReason.STOP))
-    return message_of(reply)
+    message = message_of(reply)
+    return message if begun is None else with_answer([dict(begun)], message)[0]
 
 
 def _markers(prompt: ChatPrompt, model: ServedModel) -> tuple[str, ...]:
@@ -300,7 +316,8 @@ def _markers(prompt: ChatPrompt, model: ServedModel) -> tuple[str, ...]:
 
 
 def _new_reply(prompt: ChatPrompt, model: ServedModel, *, opened: bool, forced: bool) -> Reply:
-    parser = parser_of(prompt.style, prompt.tooling.callable_names, forced=forced)
+    names, begun = prompt.tooling.callable_names, prompt.continue_final_message
+    parser = parser_of(prompt.style, names, forced=forced, begun=begun)
     if thinks(model.tokenizer.chat_template) and prompt.style is not Style.HARMONY:
         parser = ThinkParser(parser, opened=opened)
     return Reply(parser, prompt.style)

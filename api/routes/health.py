@@ -10,6 +10,7 @@ router = APIRouter(tags=["health"])
 
 @router.get("/health")
 @router.head("/health", include_in_schema=False)  # site monitors use HEAD
+@router.head("/", include_in_schema=False)  # agents look there whether somebody answers
 async def alive(request: Request) -> Response:
     """200 while the process works; 503 with the reason if only a restart helps."""
     state = wire_of(request).readiness()

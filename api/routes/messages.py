@@ -13,7 +13,6 @@ from api.routes.models import find_model
 from api.routes.prompts import encode_chat
 from api.shapes.body import parse
 from api.shapes.breakpoints import TTL_S
-from api.shapes.fields import ignored_names
 from api.shapes.messages import CountBody, Diagnostics, MarkedPlace, MessagesBody
 from api.shapes.messages_format import MessagesFormat, anthropic_diagnostics
 from api.shapes.template_arguments import fitting_thinking
@@ -29,11 +28,12 @@ async def messages(request: Request) -> Response:
     wire.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, MessagesBody)
-    request_log_of(request).add(ignored_fields=ignored_names(body.model_extra or {}) or None)
+    request_log_of(request).add(ignored_fields=body.ignored or None)
     model = find_model(wire.models, body.model)
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
-    asked = body.generation().model_copy(update={"thinking": thinking})
-    chat = await chat_of(request, principal, asked, raw, marks=_marks(body))
+    sees = model.images is not None
+    asked = body.generation(sees_images=sees).model_copy(update={"thinking": thinking})
+    chat = await chat_of(request, principal, asked, raw, marks=_marks(body, sees_images=sees))
     wire_format = await _format(wire, principal.tenant, chat, body.diagnostics)
     return await deliver(request, principal, chat.job, asked, wire_format, raw)
 
@@ -56,7 +56,7 @@ async def _format(
     return MessagesFormat(chat.job, chat.new_reply, diagnostics=diagnostics, keep=keep)
 
 
-def _marks(body: MessagesBody) -> list[Mark]:
+def _marks(body: MessagesBody, *, sees_images: bool) -> list[Mark]:
     """The last breakpoint of each ttl, without those that a later, longer-lived one covers."""
     last: dict[str, MarkedPlace] = {}
     for point in body.breakpoints():
@@ -66,7 +66,8 @@ def _marks(body: MessagesBody) -> list[Mark]:
     marks = []
     for ttl, point in last.items():
         cut = body.until(point)
-        marks.append(Mark(TTL_S[ttl], cut.as_chat() if cut is not None else None))
+        chat = cut.as_chat(sees_images=sees_images, whole=False) if cut is not None else None
+        marks.append(Mark(TTL_S[ttl], chat))
     return marks
 
 
@@ -78,7 +79,8 @@ async def count_tokens(request: Request) -> dict[str, Any]:
     body = parse(await read_body(request), CountBody)
     model = find_model(wire.models, body.model)
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
-    asked = body.as_chat().model_copy(update={"thinking": thinking})
+    asked = body.as_chat(sees_images=model.images is not None)
+    asked = asked.model_copy(update={"thinking": thinking})
     prompt = chat_prompt(wire, model, asked)
     encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant)
     return {"input_tokens": len(encoded.tokens)}

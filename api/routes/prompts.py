@@ -104,8 +104,8 @@ def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encode
     num_tokens = sum(picture.num_tiles for picture in pictures) * reader.tile_tokens
     if num_tokens > model.max_context:
         raise ContextLengthExceeded(
-            f"This model's context is {model.max_context} tokens; the images alone make "
-            f"{num_tokens}. Send fewer, or smaller ones.",
+            f"{_too_long(model, num_tokens)} Its images alone make as many; send fewer, or smaller "
+            "ones.",
             param="messages",
         )
     text = _rendered(model, prompt, prompt.messages)
@@ -180,15 +180,13 @@ def room_for_answer(
     room = model.max_context - prompt_tokens
     if room < 1:
         raise ContextLengthExceeded(
-            f"This model's context is {model.max_context} tokens; the prompt has {prompt_tokens} "
-            "and leaves no room for an answer. Shorten the prompt.",
-            param=prompt,
+            f"{_too_long(model, prompt_tokens)} Shorten the prompt.", param=prompt
         )
     if max_tokens is not None and max_tokens > room:
         raise ContextLengthExceeded(
-            f"This model's context is {model.max_context} tokens; the prompt has {prompt_tokens} "
-            f"and {limit} asks for {max_tokens} more. Shorten the prompt, or set {limit} to "
-            f"{room} at most.",
+            f"input length and `{limit}` exceed context limit: {prompt_tokens} + {max_tokens} > "
+            f"{model.max_context}, the model's maximum context length. Shorten the prompt, or set "
+            f"{limit} to {room} at most.",
             param=limit,
         )
     return room if max_tokens is None else max_tokens
@@ -201,11 +199,20 @@ def _size(message: Mapping[str, Any]) -> int:
 
 def _check_length(model: ServedModel, num_chars: int, param: str) -> None:
     if num_chars > model.max_chars:
+        at_least = num_chars * model.max_context // model.max_chars
         raise ContextLengthExceeded(
-            f"This model's context is {model.max_context} tokens; the prompt has {num_chars} "
-            f"characters, and more than {model.max_chars} never fit. Shorten the prompt.",
+            f"{_too_long(model, at_least)} It has {num_chars} characters, which are as many tokens "
+            "or more. Shorten the prompt.",
             param=param,
         )
+
+
+def _too_long(model: ServedModel, num_tokens: int) -> str:
+    """In the words that clients of both protocols look for. One token is left for the answer."""
+    return (
+        f"prompt is too long: {num_tokens} tokens > {model.max_context - 1} maximum; the model's "
+        f"maximum context length is {model.max_context} tokens."
+    )
 
 
 async def _encode(wire: Collaborators, tenant: str, size: int, work: Callable[[], Made]) -> Made:

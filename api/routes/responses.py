@@ -19,6 +19,7 @@ from api.shapes.breakpoints import CacheOptions
 from api.shapes.fields import ignored_names
 from api.shapes.responses import InputBody, ResponsesBody
 from api.shapes.responses_format import ResponsesFormat
+from api.shapes.translation import with_answer
 
 router = APIRouter(tags=["responses"])
 
@@ -35,7 +36,7 @@ async def responses(request: Request) -> Response:
     wire.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, ResponsesBody)
-    request_log_of(request).add(ignored_fields=ignored_names(body.model_extra or {}) or None)
+    request_log_of(request).add(ignored_fields=ignored_names(body) or None)
     history = await _history(wire, principal.tenant, body)
     asked = body.generation(history)
     replays = body.previous_response_id is not None
@@ -124,6 +125,6 @@ def _keep(
     if body.store is False:
         return
     said = {name: value for name, value in answer.items() if value is not None}
-    messages = [*history, *body.messages(), {"content": "", **said}]
+    messages = with_answer([*history, *body.messages()], {"content": "", **said})
     kept = KeptResponse(response, body.stored_items(), messages)
     wire.responses.put(salt, response["id"], kept)

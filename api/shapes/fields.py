@@ -7,9 +7,11 @@ table is unknown; it is ignored too. The header X-Cachesvc-Ignored of the answer
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from pydantic import BaseModel
 
 from api.errors import Unsupported
 
@@ -134,10 +136,21 @@ IGNORED_MESSAGES: Final[Mapping[str, str]] = {
 }
 
 
-def ignored_names(given: Mapping[str, Any]) -> list[str]:
-    """The names among `given`, fields that no body declares, that a header can show."""
-    names = [name for name, value in given.items() if value is not None and _NAME.fullmatch(name)]
-    return sorted(names)[:IGNORED_NAMES_MOST]
+def ignored_names(body: BaseModel, *more: str) -> list[str]:
+    """The names that a header can show of fields that `body` and the objects in it do not declare,
+    and of `more` that is ignored."""
+    return sorted({name for name in (*_undeclared(body), *more) if _NAME.fullmatch(name)})[
+        :IGNORED_NAMES_MOST
+    ]
+
+
+def _undeclared(body: BaseModel, path: str = "") -> Iterator[str]:
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            yield path + name
+    for name in body.model_fields_set - (body.model_extra or {}).keys():
+        if isinstance(value := getattr(body, name), BaseModel):
+            yield from _undeclared(value, f"{path}{name}.")
 
 
 def refuse_unserved(given: Mapping[str, Any], *tables: Mapping[str, Unserved]) -> None:

@@ -1,47 +1,20 @@
 """Anthropic's Messages: the body, checked, and as a chat."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
+from api.shapes.blocks import SYSTEM, ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import NAME_MAX, CacheControl
-from api.shapes.fields import MESSAGES, refuse_unserved
+from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
 from api.shapes.schemas import ChatBody, Extension
-from api.shapes.translation import (
-    Plain,
-    call_message,
-    chat_body,
-    image_part,
-    merged_systems,
-    text_part,
-)
+from api.shapes.translation import Plain, chat_body, going_on, merged_systems
+from api.shapes.turns import ContentBlock, TurnMessage, texts_of, turn_messages
 from engine.bounds import MAX_COUNT
-from engine.structure import check_document
-
-TEXTS_JOIN = "\n\n"  # between the text blocks of one message
-
-
-class ContentBlock(Body):
-    """One block of a message's content, of any type."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    text: str | None = None
-    cache_control: CacheControl | None = None
-
-
-class TurnMessage(Body):
-    role: Literal["user", "assistant", "system"]
-    content: str | Items[ContentBlock]
-    clear_at: None = None  # refused, as the next
-    output_config: None = None
-
 
 EMPTY_MESSAGE = TurnMessage(role="user", content="")
 
@@ -49,12 +22,28 @@ EMPTY_MESSAGE = TurnMessage(role="user", content="")
 class AnthropicTool(Body):
     model_config = ConfigDict(extra="allow")
 
-    name: str
+    name: str = ""
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: CacheControl | None = None
+
+    @property
+    def is_clients(self) -> bool:
+        """Whether it tells all about itself. Other tools are run by Anthropic, or known to its
+        models alone."""
+        return self.type in (None, "custom")
+
+    @property
+    def unread(self) -> Iterator[str]:
+        """What is ignored: the tool, or fields of it such as `defer_loading`."""
+        if not self.is_clients:
+            yield f"tools.{self.name or self.type}"
+        else:
+            yield from (
+                f"tools.{name}" for name, value in (self.model_extra or {}).items() if value
+            )
 
 
 class AnthropicChoice(Body):
@@ -109,23 +98,41 @@ class CountBody(Body):
     output_format: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
 
-    def as_chat(self, **more: object) -> ChatBody:
-        """The body as a chat. Raises InvalidRequest or Unsupported, by field."""
+    @property
+    def ignored(self) -> list[str]:
+        """The names of fields and tools that this server does not know or ignores on purpose."""
+        tools = (name for tool in self.tools or [] for name in tool.unread)
+        contents = (each.content for each in self.messages if isinstance(each.content, list))
+        cites = any(block.asks_to_cite for content in contents for block in content)
+        return ignored_names(self, *tools, *(["messages.citations"] if cites else []))
+
+    def as_chat(self, *, sees_images: bool, whole: bool = True, **more: object) -> ChatBody:
+        """The body as a chat. Raises InvalidRequest or Unsupported, by field.
+
+        The `whole` chat continues a last message of the assistant, and its newest turn may hold
+        nothing that the model cannot see.
+        """
         refuse_unserved(self.model_extra or {}, MESSAGES)
         self._refuse_edits()
         output = self.output_config or OutputConfig()
-        choice = self.tool_choice
+        choice, form = self.tool_choice, output.format or self.output_format
+        tools = [_function(n, tool) for n, tool in enumerate(self.tools or []) if tool.is_clients]
+        messages = merged_systems(
+            [*self._system(), *self._turns(sees_images, self._newest() if whole else range(0))]
+        )
+        forced = choice is not None and choice.type in ("any", "tool")
+        barred = {"tool_choice": forced, "output_config.format": form is not None}
         return chat_body(
             {
+                **(going_on(messages, "messages", barred) if whole else {"messages": messages}),
                 "model": self.model,
-                "messages": merged_systems([*self._system(), *self._turns()]),
-                "tools": [_function(n, tool) for n, tool in enumerate(self.tools or [])] or None,
+                "tools": tools or None,
                 "tool_choice": _chosen(choice) if choice else None,
                 "parallel_tool_calls": None
                 if choice is None or choice.disable_parallel_tool_use is None
                 else not choice.disable_parallel_tool_use,
                 "reasoning_effort": output.effort,
-                "response_format": _format(output.format or self.output_format),
+                "response_format": _format(form),
                 **more,
             }
         )
@@ -184,17 +191,29 @@ class CountBody(Body):
         if isinstance(self.system, str):
             text = self.system
         else:
-            text = TEXTS_JOIN.join(_text(b, f"system[{n}]") for n, b in enumerate(self.system))
+            text = texts_of(ContentReader(), self.system, SYSTEM, "system")
         yield {"role": "system", "content": text}
 
-    def _turns(self) -> Iterator[Plain]:
+    def _newest(self) -> range:
+        """The messages after the last answer, before one that is to be continued."""
+        roles = [message.role for message in self.messages]
+        while roles and roles[-1] == "assistant":
+            roles.pop()
+        before = (n for n in reversed(range(len(roles))) if roles[n] == "assistant")
+        return range(next(before, -1) + 1, len(roles))
+
+    def _turns(self, sees_images: bool, newest: range) -> Iterator[Plain]:
+        """The messages. Raises Unsupported for what the model cannot see of the `newest`."""
         for number, message in enumerate(self.messages):
-            if isinstance(message.content, str):
-                yield {"role": message.role, "content": message.content}
-            elif message.role == "assistant":
-                yield _assistant(message.content, f"messages[{number}].content")
-            else:
-                yield from _user(message, f"messages[{number}].content")
+            reader = ContentReader(sees_images)
+            yield from turn_messages(reader, message, f"messages[{number}].content")
+            if reader.unseen and number in newest:
+                kind, place = reader.unseen[0]
+                raise Unsupported(
+                    f"{place} is of type {kind!r}, which this model does not see; send what it "
+                    "says as text.",
+                    param=place,
+                )
 
 
 class MessagesBody(CountBody):
@@ -209,9 +228,10 @@ class MessagesBody(CountBody):
     diagnostics: Diagnostics | None = None
     cachesvc: Extension | None = None
 
-    def generation(self) -> ChatBody:
+    def generation(self, *, sees_images: bool) -> ChatBody:
         """The chat with the fields that shape its answer."""
         return self.as_chat(
+            sees_images=sees_images,
             max_tokens=self.max_tokens,
             stop=self.stop_sequences or None,
             stream=self.stream,
@@ -224,119 +244,10 @@ class MessagesBody(CountBody):
         )
 
 
-def _assistant(blocks: list[ContentBlock], where: str) -> Plain:
-    message: Plain = {"role": "assistant", "content": ""}
-    texts, thoughts, calls = [], [], []
-    for number, block in enumerate(blocks):
-        place, extra = f"{where}[{number}]", block.model_extra or {}
-        match block.type:
-            case "tool_use":
-                calls.append(_call(extra, place))
-            case "thinking":
-                thoughts.append(str(extra.get("thinking") or ""))
-            case "redacted_thinking":
-                continue
-            case _:
-                texts.append(_text(block, place))
-    message["content"] = TEXTS_JOIN.join(texts)
-    if calls:
-        message["tool_calls"] = calls
-    if any(thoughts):
-        message["reasoning_content"] = "\n".join(thoughts)
-    return message
-
-
-def _call(extra: Plain, where: str) -> Plain:
-    name, given, call_id = extra.get("name"), extra.get("input"), extra.get("id")
-    if not isinstance(name, str) or not isinstance(given, dict) or not isinstance(call_id, str):
-        raise InvalidRequest(f"{where} must have an id, a name and an input object.", param=where)
-    check_document(given, where)
-    return call_message(name, call_id, given)
-
-
-def _user(message: TurnMessage, where: str) -> Iterator[Plain]:
-    """A user's turn as messages. Each tool result is a message of its own, in order with the
-    texts."""
-    parts: list[Plain] = []
-    assert isinstance(message.content, list)
-    for number, block in enumerate(message.content):
-        place = f"{where}[{number}]"
-        if block.type == "image" and message.role == "user":
-            parts.append(image_part(_image_url(block.model_extra or {}, place)))
-        elif block.type != "tool_result":
-            parts.append(text_part(_text(block, place)))
-        else:
-            if parts:
-                yield {"role": message.role, "content": _joined(parts)}
-            parts = []
-            yield _result(block.model_extra or {}, place)
-    if parts:
-        yield {"role": message.role, "content": _joined(parts)}
-
-
-def _joined(parts: Sequence[Plain]) -> str | list[Plain]:
-    """The parts with adjacent texts joined; a plain text if there is nothing else."""
-    joined: list[Plain] = []
-    for kind, group in groupby(parts, key=lambda part: part["type"]):
-        if kind == "text":
-            joined.append(text_part(TEXTS_JOIN.join(part["text"] for part in group)))
-        else:
-            joined += group
-    return str(joined[0]["text"]) if [part["type"] for part in joined] == ["text"] else joined
-
-
-def _image_url(extra: Plain, where: str) -> str:
-    """An image block's source as a URL. Raises InvalidRequest or Unsupported."""
-    source = extra.get("source")
-    match source if isinstance(source, dict) else {}:
-        case {"type": "base64", "data": str(data), "media_type": str(kind)}:
-            return f"data:{kind};base64,{data}"
-        case {"type": "url", "url": str(url)}:
-            return url
-        case {"type": "file"}:
-            raise Unsupported(
-                f"{where}.source names a file that was uploaded, and this server keeps none; send "
-                "the image itself, as base64.",
-                param=f"{where}.source",
-            )
-    raise InvalidRequest(
-        f'{where}.source must be {{"type": "base64", "media_type": "image/png", "data": "..."}}.',
-        param=f"{where}.source",
-    )
-
-
-def _result(extra: Plain, where: str) -> Plain:
-    content = extra.get("content") or ""
-    if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in content]
-        if any(part.get("type") != "text" for part in parts):
-            raise Unsupported(
-                f"{where}.content holds more than text; this server reads text only.",
-                param=f"{where}.content",
-            )
-        content = TEXTS_JOIN.join(str(part.get("text") or "") for part in parts)
-    if not isinstance(content, str) or not isinstance(extra.get("tool_use_id"), str):
-        raise InvalidRequest(f"{where} must have a tool_use_id, and text content.", param=where)
-    text = f"Error: {content}" if extra.get("is_error") is True else content
-    return {"role": "tool", "tool_call_id": extra["tool_use_id"], "content": text}
-
-
-def _text(block: ContentBlock, where: str) -> str:
-    if block.type != "text" or block.text is None:
-        raise Unsupported(
-            f"{where} has type '{block.type[:40]}'; this server reads text only, as "
-            '{"type": "text", "text": "..."}.',
-            param=where,
-        )
-    return block.text
-
-
 def _function(number: int, tool: AnthropicTool) -> Plain:
-    if tool.type not in (None, "custom") or tool.input_schema is None:
-        raise Unsupported(
-            f"tools[{number}] is of type '{(tool.type or 'custom')[:40]}' or has no input_schema; "
-            "this server runs no tools of its own, give such as you run.",
-            param=f"tools[{number}]",
+    if tool.input_schema is None or not tool.name:
+        raise InvalidRequest(
+            f"tools[{number}] must have a name and an input_schema.", param=f"tools[{number}]"
         )
     function: Plain = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:

@@ -14,6 +14,7 @@ from api.shapes.translation import (
     Plain,
     call_message,
     chat_body,
+    going_on,
     image_part,
     merged_systems,
     text_part,
@@ -107,7 +108,8 @@ class InputBody(Body):
         return _only(given, _FORMAT_FIELDS) if given else {"type": "text"}
 
     def as_chat(self, history: Sequence[Plain], **more: object) -> ChatBody:
-        """The chat after `history`, the chat up to `previous_response_id`."""
+        """The chat after `history`, the chat up to `previous_response_id`. It continues a last
+        message of the assistant."""
         refuse_unserved(self.model_extra or {}, RESPONSES)
         for name in self.include or []:
             if name not in _INCLUDES:
@@ -116,15 +118,18 @@ class InputBody(Body):
         messages = merged_systems([*said, *history, *self.messages()])
         if not messages:
             raise InvalidRequest("input is empty; give a text or items.", param="input")
+        forced = self.tool_choice not in (None, "auto", "none")
+        form = _format(self.text.format) if self.text else None
+        shaped = form is not None and form.get("type") != "text"
         return chat_body(
             {
+                **going_on(messages, "input", {"tool_choice": forced, "text.format": shaped}),
                 "model": self.model,
-                "messages": messages,
                 "tools": list(_functions(self.tools or [], "tools")) or None,
                 "tool_choice": _chosen(self.tool_choice),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-                "response_format": _format(self.text.format) if self.text else None,
+                "response_format": form,
                 **more,
             }
         )

@@ -175,7 +175,7 @@ class GenerationBody(Body):
     @property
     def ignored(self) -> list[str]:
         """The names of fields that this server does not know or ignores on purpose."""
-        return ignored_names(self.model_extra or {})
+        return ignored_names(self)
 
     @property
     def apart(self) -> tuple[str, ...]:

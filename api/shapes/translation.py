@@ -1,12 +1,13 @@
 """Shared parts of the translations of other protocols into a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
+from api.errors import InvalidRequest
 from api.shapes.body import refusal
 from api.shapes.message import SYSTEM_ROLES
 from api.shapes.schemas import ChatBody
@@ -22,6 +23,46 @@ def chat_body(fields: Mapping[str, Any]) -> ChatBody:
         return ChatBody.model_validate(given)
     except ValidationError as error:
         raise refusal(error.errors(include_url=False, include_context=False)) from None
+
+
+def going_on(messages: list[Plain], param: str, barred: Mapping[str, bool]) -> Plain:
+    """The fields of a chat that goes on with its last message, if that is the assistant's.
+
+    An empty one begins a new answer. Raises InvalidRequest for one without a text to continue, and
+    for a field that is `barred` (true) because it shapes an answer from its beginning.
+    """
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant":
+        return {"messages": messages}
+    if last.get("tool_calls"):
+        raise InvalidRequest(
+            f"{param} ends with calls of tools; send their results after them.", param=param
+        )
+    if not (last["content"].strip() if isinstance(last["content"], str) else last["content"]):
+        if not last.get("reasoning_content"):
+            return {"messages": messages[:-1]}
+        raise InvalidRequest(
+            f"{param} ends with reasoning, which cannot be continued; add the text after it, or "
+            "leave it out.",
+            param=param,
+        )
+    for name in (name for name, given in barred.items() if given):
+        raise InvalidRequest(
+            f"{name} shapes an answer from its beginning, and {param} ends with one that has "
+            "begun; leave out one of the two.",
+            param=name,
+        )
+    return {"messages": messages, "continue_final_message": True}
+
+
+def with_answer(messages: Sequence[Plain], answer: Plain) -> list[Plain]:
+    """The chat with its answer, which goes on with a last message of the assistant."""
+    if not messages or messages[-1]["role"] != "assistant":
+        return [*messages, answer]
+    begun = messages[-1]["content"]
+    parts = begun if isinstance(begun, list) else [text_part(begun)]
+    text = "".join(part["text"] for part in parts) + (answer["content"] or "")
+    return [*messages[:-1], messages[-1] | answer | {"content": text}]
 
 
 def text_part(text: str) -> Plain:

@@ -17,12 +17,12 @@ class HarmonyParser(Stepwise):
     """Reads messages by channel.
 
     The channel analysis is reasoning. Commentary to a function is a call if the answer may call.
-    Everything else is text.
+    Everything else is text. `begun`: the prompt ends inside a message, whose text goes on.
     """
 
-    def __init__(self, *, may_call: bool = True) -> None:
+    def __init__(self, *, may_call: bool = True, begun: bool = False) -> None:
         self._may_call = may_call
-        self._in_message = False
+        self._in_message = begun
         self._kind: type[Text] | type[Thought] | None = Text  # None: a call's arguments
         self._num_calls = 0
 

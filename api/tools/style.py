@@ -77,11 +77,12 @@ def thinks(template: str | None) -> bool:
     return reasoning.CLOSE in (template or "")
 
 
-def parser_of(style: Style, names: Collection[str], *, forced: bool) -> Parser:
-    """The parser of an answer that may call `names`. Without names, calls are text."""
+def parser_of(style: Style, names: Collection[str], *, forced: bool, begun: bool) -> Parser:
+    """The parser of an answer that may call `names`. Without names, calls are text. `begun`: the
+    answer goes on with a message."""
     match style:
         case Style.HARMONY if not forced:
-            return HarmonyParser(may_call=bool(names))
+            return HarmonyParser(may_call=bool(names), begun=begun)
         case _ if not names:
             return Plain()
         case Style.HERMES | Style.TAUGHT:

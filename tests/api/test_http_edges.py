@@ -170,3 +170,8 @@ async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncCl
     assert (404, "not_found") == (answer.status_code, answer.json()["error"]["code"])
     page = await client.get("/admin/", headers={"accept": "text/html"})
     assert (303, "/admin/login?next=/admin/") == (page.status_code, page.headers["location"])
+
+
+async def test_agents_that_look_at_the_root_find_a_server(client: httpx.AsyncClient) -> None:
+    assert 200 == (await client.head("/")).status_code
+    assert 307 == (await client.get("/")).status_code  # a browser, to the dashboard

@@ -132,10 +132,8 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(
         ({"max_tokens": None}, "invalid_request_error", "max_tokens"),
         ({"model": "no"}, "not_found_error", "model"),
         ({"mcp_servers": [{"url": "x"}]}, "invalid_request_error", "mcp_servers"),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "w"}]},
-            *("invalid_request_error", "tools[0]"),
-        ),
+        ({"tools": [{"name": "w"}]}, *("invalid_request_error", "tools[0]")),
+        ({"tools": [{"input_schema": {}}]}, *("invalid_request_error", "tools[0]")),
         (
             {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
             "invalid_request_error",

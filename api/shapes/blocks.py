@@ -1,0 +1,166 @@
+"""The content blocks of Anthropic's Messages: where each type may stand, and its text in a prompt.
+
+A type that is not in the table, or stands elsewhere, is refused by type and place. What no model
+sees, such as a PDF, has a short text in its place: agents send their whole history again, and would
+be refused for ever. In the newest turn of the user it is refused; see `api.shapes.messages`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from api.errors import InvalidRequest, Unsupported
+from engine.structure import check_document
+
+TEXTS_JOIN = "\n\n"  # between texts of one list
+
+USER, ASSISTANT, SYSTEM, RESULT, INSIDE = "user", "assistant", "system", "tool result", "block"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockKind:
+    """One type of blocks. Its text is `head`, with the block's fields filled in, and then the
+    texts of `fields`; empty if it has neither."""
+
+    places: tuple[str, ...]  # INSIDE: in a field of another block
+    fields: tuple[str, ...] = ()
+    head: str = ""
+    unseen: bool = False  # `head` stands for what the model cannot see
+
+
+_CALLED = BlockKind((ASSISTANT,), head="[called {name} {input}]")
+_ANSWERED = BlockKind((ASSISTANT,), ("content",))  # by a tool of the server
+_RAN = BlockKind((INSIDE,), ("stdout", "stderr", "content"))
+_FILE = BlockKind((INSIDE,), head="[file {file_id}]")
+_ERROR = BlockKind((INSIDE,), ("error_message",), "[error {error_code}]")  # of every type *_error
+_DOCUMENT = BlockKind((INSIDE,), head="[document not shown]", unseen=True)
+
+KINDS: Final[Mapping[str, BlockKind]] = {
+    "text": BlockKind((USER, ASSISTANT, SYSTEM, RESULT, INSIDE), ("text",)),
+    "image": BlockKind((USER, RESULT, INSIDE), head="[image not shown]", unseen=True),
+    "document": BlockKind((USER, RESULT, INSIDE), ("title", "context", "source")),
+    "search_result": BlockKind((USER, RESULT), ("title", "source", "content")),
+    "container_upload": BlockKind((USER,), head="[file {file_id} not shown]", unseen=True),
+    "tool_result": BlockKind((USER,)),  # a message of its own
+    "tool_use": BlockKind((ASSISTANT,)),  # this and reasoning are fields of their message
+    "thinking": BlockKind((ASSISTANT,)),
+    "redacted_thinking": BlockKind((ASSISTANT,)),
+    "fallback": BlockKind((ASSISTANT,)),
+    "compaction": BlockKind((ASSISTANT,), ("content",)),
+    "mcp_tool_listing": BlockKind((ASSISTANT,), head="[tools of {mcp_server_name}]"),
+    "server_tool_use": _CALLED,
+    "mcp_tool_use": _CALLED,
+    "mcp_tool_result": _ANSWERED,
+    "web_search_tool_result": _ANSWERED,
+    "web_fetch_tool_result": _ANSWERED,
+    "advisor_tool_result": _ANSWERED,
+    "code_execution_tool_result": _ANSWERED,
+    "bash_code_execution_tool_result": _ANSWERED,
+    "text_editor_code_execution_tool_result": _ANSWERED,
+    "tool_search_tool_result": _ANSWERED,
+    "tool_reference": BlockKind((RESULT, INSIDE), head="[tool {tool_name}]"),
+    "browser_state": BlockKind((RESULT,), head="[browser tabs {tabs} {state_changes}]"),
+    "web_search_result": BlockKind((INSIDE,), ("title", "url")),
+    "web_fetch_result": BlockKind((INSIDE,), ("url", "content")),
+    "advisor_result": BlockKind((INSIDE,), ("text",)),
+    "advisor_redacted_result": BlockKind((INSIDE,), head="[advice not shown]"),
+    "code_execution_result": _RAN,
+    "encrypted_code_execution_result": _RAN,
+    "bash_code_execution_result": _RAN,
+    "code_execution_output": _FILE,
+    "bash_code_execution_output": _FILE,
+    "text_editor_code_execution_view_result": BlockKind((INSIDE,), ("content",)),
+    "text_editor_code_execution_create_result": BlockKind((INSIDE,), head="[file written]"),
+    "text_editor_code_execution_str_replace_result": BlockKind((INSIDE,), ("lines",)),
+    "tool_search_tool_search_result": BlockKind((INSIDE,), ("tool_references",)),
+    # By field and type: the sources of a document.
+    "source.text": BlockKind((INSIDE,), ("data",)),
+    "source.content": BlockKind((INSIDE,), ("content",)),
+    "source.base64": _DOCUMENT,
+    "source.url": _DOCUMENT,
+    "source.file": _DOCUMENT,
+}
+
+
+def kind_of(block: Mapping[str, Any], within: str, where: str, name: str = "") -> BlockKind:
+    """The kind of a block `within` a message or, as its field `name`, another block."""
+    given = str(block.get("type"))
+    kind = KINDS.get(f"{name}.{given}") or KINDS.get(given)
+    if kind is None and given.endswith("_tool_result_error"):
+        kind = _ERROR
+    if kind is None or within not in kind.places:
+        places = f"stands in a {' or '.join(kind.places)}" if kind else "this server does not know"
+        raise Unsupported(
+            f"{where} is of type {given[:60]!r}, which {places}; leave it out of this {within}.",
+            param=where,
+        )
+    return kind
+
+
+@dataclass(slots=True)
+class ContentReader:
+    """Reads blocks as text and as images. `unseen` gathers the type and place of each block that
+    the model cannot see."""
+
+    sees_images: bool = False
+    unseen: list[tuple[str, str]] = field(default_factory=list)
+
+    def text(self, block: Mapping[str, Any], within: str, where: str, name: str = "") -> str:
+        """The block's text. Raises Unsupported and InvalidRequest, by place."""
+        kind = kind_of(block, within, where, name)
+        if kind.unseen:
+            self.unseen.append((str(block["type"]), where))
+        head = kind.head.format_map(_Filled(block)) if kind.head else ""
+        told = (
+            self.texts(block.get(each), INSIDE, f"{where}.{each}", each) for each in kind.fields
+        )
+        if kind is KINDS["text"] and not isinstance(block.get("text"), str):
+            raise InvalidRequest(f"{where}.text must be a text.", param=f"{where}.text")
+        return "\n".join(filter(None, (head, *told)))
+
+    def texts(self, value: object, within: str, where: str, name: str = "") -> str:
+        """The text of a field: a text, a block, or a list of them."""
+        match value:
+            case None:
+                return ""
+            case str():
+                return value
+            case list():
+                several = enumerate(value)
+                told = (self.texts(each, within, f"{where}[{n}]", name) for n, each in several)
+                return TEXTS_JOIN.join(filter(None, told))
+            case dict():
+                return self.text(value, within, where, name)
+        raise InvalidRequest(f"{where} must be a text or a list of blocks.", param=where)
+
+    def image_url(self, block: Mapping[str, Any], where: str) -> str | None:
+        """The URL of an image that the model sees, else None."""
+        source = block.get("source")
+        match source if isinstance(source, dict) else {}:
+            case {"type": "base64", "data": str(data), "media_type": str(kind)}:
+                url = f"data:{kind};base64,{data}"
+            case {"type": "url", "url": str(url)} | {"type": "file", "file_id": str(url)}:
+                pass
+            case _:
+                raise InvalidRequest(
+                    f'{where}.source must be {{"type": "base64", "media_type": "image/png", '
+                    '"data": "..."}.',
+                    param=f"{where}.source",
+                )
+        return url if self.sees_images and url.startswith(("data:", "file:")) else None
+
+
+class _Filled(dict[str, Any]):
+    """A block's fields as a head shows them; what is missing is empty."""
+
+    def __getitem__(self, name: str) -> str:
+        value = self.get(name, "")
+        return value if isinstance(value, str) else orjson.dumps(value).decode()
+
+
+def checked(block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The block, if it is not nested too deeply to read. Raises InvalidParameter."""
+    check_document(block, where)
+    return block
