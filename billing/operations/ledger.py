@@ -1,12 +1,8 @@
 """Entries, holds and the admin trail; re-rating of history; corrections."""
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from typing import Annotated, Any
+from typing import Annotated
 
-from billing.errors import BillingError
-from billing.gate.entries import Entry
 from billing.money import parse_positive
 from billing.operations.arguments import (
     Amount,
@@ -22,7 +18,6 @@ from billing.operations.arguments import (
 from billing.operations.books import Books
 from billing.prices.book import NS
 from billing.proof import rerate
-from billing.proof.refunds import make_batch
 from billing.reports.documents import (
     Document,
     entry_document,
@@ -31,8 +26,6 @@ from billing.reports.documents import (
     trail_document,
 )
 from billing.store import reports as store_reports
-
-AT_ONCE = 256  # corrections submitted to the ledger together
 
 
 def list_holds(books: Books, *, tenant: OfTenant = None) -> list[Document]:
@@ -78,15 +71,6 @@ def rerate_history(books: Books, *, tenant: OfTenant = None, days: Days = 31) ->
     return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
 
 
-def make_refunds(books: Books, *, tenant: OfTenant = None, days: Days = 31, by: str) -> Document:
-    """A batch of corrections for charges above the current cards. Books nothing."""
-    books.accounts.expect(tenant)
-    pricing = rerate.under_book(books.accounts.book)
-    since_ns = _since_ns(days)
-    batch = make_batch(books.store, pricing, made_by=by, since_ns=since_ns, tenant=tenant)
-    return batch.document()
-
-
 def correct_charge(
     books: Books,
     *,
@@ -99,43 +83,15 @@ def correct_charge(
 ) -> Document:
     """Refund a charge or a part of it, with a new entry that refers to it."""
     books.accounts.tenant(tenant)
-    asked = _correction(books, tenant, request_id, amount, reference, by, why)
-    return entry_document(asked.result())
-
-
-def correct_charges(
-    books: Books, *, corrections: Sequence[Mapping[str, Any]], by: str, why: Why
-) -> list[str]:
-    """Book many corrections, each reference once. Returns the refused ones with reasons."""
-    refused: list[str] = []
-    for start in range(0, len(corrections), AT_ONCE):
-        chunk = corrections[start : start + AT_ONCE]
-        asked = [_correction(books, **each, by=by, why=why) for each in chunk]
-        for each, future in zip(chunk, asked, strict=True):
-            try:
-                future.result()
-            except BillingError as error:
-                refused.append(f"REFUSED  {each['tenant']}/{each['request_id']}: {error}")
-    return refused
-
-
-def _correction(
-    books: Books,
-    tenant: str,
-    request_id: str,
-    amount: str | None,
-    reference: str | None,
-    by: str,
-    why: Why,
-) -> "Future[Entry]":
-    return books.ledger.correct(
+    entry = books.ledger.correct(
         tenant,
         request_id,
         reference=reference or f"correct:{request_id}",
         by=by,
         reason=why,
         amount=None if amount is None else parse_positive(amount),
-    )
+    ).result()
+    return entry_document(entry)
 
 
 def _since_ns(days: int) -> int:

@@ -68,6 +68,10 @@ REMOVED = {
 # Options by command and name.
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
+    **dict.fromkeys(
+        ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),
+        "give requests back one by one: `cachesvc ledger correct TENANT REQUEST --amount N`",
+    ),
     "tenants budget --hard": "every budget refuses what would pass it; leave it out",
     **{
         f"tenants budget --{name}": "Prometheus asks for top-ups: see TopUpWanted in "

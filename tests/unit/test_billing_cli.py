@@ -260,6 +260,8 @@ def test_the_trail_says_when_what_was_and_is_and_why(shell: Shell) -> None:
     ("typed", "instead"),
     [
         ("invoice show", "issues invoices; `cachesvc usage` has its statements"),
+        ("ledger correct --batch x", "give requests back one by one"),
+        ("prices plan --out x", "give requests back one by one"),
         ("tenants budget b acme 5 --hard", "every budget refuses what would pass it"),
         ("tenants budget b acme 5 --ask 9", "Prometheus asks for top-ups"),
         ("balance grant acme 5 --for *", "give a grant that any request spends"),
@@ -407,32 +409,6 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
     store.close()
     said = shell("ledger", "verify", code=1)
     assert "entry 1 of tenant 'acme' (request 'r1') is not chained" in said
-
-
-def test_a_card_that_was_wrong_is_mended_by_a_batch_of_refunds(
-    shell: Shell, tmp_path: Path
-) -> None:
-    shell("tenants", "create", "acme")
-    shell("balance", "topup", "acme", "1")
-    use(shell)  # 0.000204 under the launch card
-    cheap = CARD + '[[model]]\nmatch="*"\nhit=0.05\nmiss=0.5\noutput=1\n'
-    (tmp_path / "cheap.toml").write_text(cheap.replace("2020-01-01", "2025-01-01"))
-    shell("prices", "apply", str(tmp_path / "cheap.toml"))
-    batch = tmp_path / "batch.json"
-    said = shell("prices", "plan", "--days", "3660", "--out", str(batch))
-    assert "1 request, 0.000102 CNY to give back" in said
-    refund = partial(shell, "ledger", "correct", "--batch", str(batch), "--reason", "wrong card")
-    assert "nothing is booked" in refund()
-    assert "names another batch" in refund("--approve", "0" * 16, code=1)
-    digest = json.loads(batch.read_text())["digest"]
-    for _ in range(2):  # booked once
-        assert "1 request given back" in refund("--approve", digest)
-        assert shell.json("tenants", "show", "acme")["balance"] == "0.999898"
-    assert "0 requests, nothing" in shell("prices", "plan", "--days", "3660", "--out", str(batch))
-    changed = batch.read_text().replace('"refunds": []', '"refunds": [{"tenant": "acme"}]')
-    batch.write_text(changed)
-    assert "not a batch of refunds" in refund(code=1)
-    assert "proved" in shell("ledger", "verify")
 
 
 @pytest.fixture

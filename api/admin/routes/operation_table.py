@@ -63,13 +63,17 @@ TABLE = (
     _get("ledger.list_entries", "/ledger/entries/{tenant}"),
     _get("ledger.admin_trail", "/audit"),
     _get("ledger.rerate_history", "/ledger/rerate"),
-    _get("ledger.make_refunds", "/ledger/refunds"),
     _post("ledger.correct_charge", "/ledger/correct"),
-    _post("ledger.correct_charges", "/ledger/corrections"),
 )
 # Routes that are gone, with what to use instead.
 _BILLING = "the billing system that `cachesvc usage export` feeds issues invoices"
-REMOVED: Mapping[str, str] = {"invoices": _BILLING, "parties": _BILLING}
+_ONE_BY_ONE = "give requests back one by one by POST /admin/api/ledger/correct"
+REMOVED: Mapping[str, str] = {
+    "invoices": _BILLING,
+    "parties": _BILLING,
+    "ledger/refunds": _ONE_BY_ONE,
+    "ledger/corrections": _ONE_BY_ONE,
+}
 _BY_NAME: Mapping[str, Operation] = {row.name: row for row in TABLE}
 
 

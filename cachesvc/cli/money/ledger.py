@@ -25,10 +25,10 @@ from cachesvc.cli.money.books import (
     MOST_ROWS,
     DatabaseUrl,
     DataDir,
+    TenantName,
     books,
 )
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.money.refunds import refund
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import AsJson, confirm, fail, note, print_documents, print_json
 
@@ -37,7 +37,7 @@ _REMOVED = {
     "rebuild": "`cachesvc ledger verify --rebuild`",
     "holds": "`cachesvc ledger show --holds`",
     "rerate": "`cachesvc prices plan`, without a card",
-    "refund": "`cachesvc ledger correct --batch FILE`",
+    "refund": "`cachesvc ledger correct TENANT REQUEST`, for each request",
     "trail": "`cachesvc ledger show --trail`",
 }
 
@@ -149,10 +149,13 @@ def show(
 @operating("why", "yes")
 def correct(
     call: Invocation,
-    tenant: Annotated[str | None, typer.Argument(help="Name of the tenant")] = None,
+    tenant: TenantName,
     request_id: Annotated[
-        str | None, typer.Argument(help="Id of the request; or with --to a deposit's reference")
-    ] = None,
+        str,
+        typer.Argument(
+            help="Id of the request; or with --to a deposit's reference", show_default=False
+        ),
+    ],
     amount: Annotated[str | None, typer.Option(help="Give back this much  [all of it]")] = None,
     to: Annotated[
         str | None, typer.Option(help="What a top-up or grant should have been; 0 undoes it")
@@ -160,22 +163,11 @@ def correct(
     reference: Annotated[
         str | None, typer.Option(help="Your own id; each id is booked once")
     ] = None,
-    batch: Annotated[
-        Path | None, typer.Option(help="A file from `prices plan --out`: correct many requests")
-    ] = None,
-    approve: Annotated[
-        str | None, typer.Option(help="The batch's digest; books it  [show only]")
-    ] = None,
 ) -> None:
-    """Give back a charge, or a batch of them, by a new entry that names it; or correct a deposit.
+    """Give back a charge by a new entry that names it; or correct a deposit.
 
     A mistyped top-up or grant stays, and a new entry books the difference.
     """
-    if batch is not None:
-        refund(call, batch, approve)
-        return
-    if tenant is None or request_id is None:
-        fail("say what to give back: TENANT REQUEST_ID, or --batch FILE", 2)
     if to is not None and amount is not None:
         fail("--amount gives a charge back, --to corrects a deposit: leave one out", 2)
     if call.asks:

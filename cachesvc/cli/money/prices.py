@@ -2,7 +2,6 @@
 
 import sys
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -26,7 +25,6 @@ from cachesvc.cli.money.books import (
     TenantOption,
 )
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.money.refunds import write_batch
 from cachesvc.cli.render import (
     confirm,
     fail,
@@ -105,25 +103,17 @@ def plan(
     card: Annotated[str | None, typer.Argument(help="A card to try  [the current cards]")] = None,
     days: Annotated[int, typer.Option(min=1, max=MOST_DAYS, help="How many days of usage")] = 30,
     tenant: TenantOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Without a card: write what was charged too much, for `ledger correct`"),
-    ] = None,
 ) -> None:
     """Show what past usage would cost under a card, or under the current cards.
 
     Changes nothing.
     """
-    if card is not None and out is not None:
-        fail("--out is for charges that the applied cards correct: leave the card out", 2)
     if card is not None:
         source = {"toml": find_card(card).text}
         found = call(prices.plan_card, card=source, days=days, tenant=tenant)
     else:
         found = call(ledger.rerate_history, tenant=tenant, days=days)
     print_json(found) if call.json else print_plan(found)
-    if out is not None:
-        write_batch(out, call(ledger.make_refunds, tenant=tenant, days=days, by=call.by))
 
 
 @app.command()
