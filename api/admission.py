@@ -256,7 +256,6 @@ class _Ending:
             cost=bill.cost if bill else None,
             jumped_tokens=served.jumped_tokens or None,
             replayed_tokens=served.replayed_tokens or None,
-            dropped_lines=served.dropped_lines or None,
             diverged_at_token=served.divergence.at_token if served.divergence else None,
             diverged_of_tokens=served.divergence.of_tokens if served.divergence else None,
             diverged_by=str(served.divergence.reason) if served.divergence else None,

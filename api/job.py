@@ -195,7 +195,6 @@ class Job:
     divergence: Divergence | None = None  # from the tokens of the chat's earlier turn
     message_of: Callable[[str], Mapping[str, Any]] | None = None  # an answer as chats resend it
     replayed_tokens: int = 0  # of the prompt, reused from the earlier turn
-    dropped_lines: tuple[str, ...] = ()  # rules that dropped a volatile line
     cache: bool = True
     keeps: tuple[Keep, ...] = ()  # of its one prompt
     session: Session | None = None
@@ -283,7 +282,6 @@ class Served:
     transcripts: tuple[Transcript, ...] = ()  # of the choices, if the job is a chat's turn
     divergence: Divergence | None = None
     replayed_tokens: int = 0
-    dropped_lines: tuple[str, ...] = ()
     jumped_tokens: int = 0  # decode steps that a grammar's forced tokens saved
 
 

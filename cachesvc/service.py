@@ -420,5 +420,4 @@ def _wire_settings(settings: Settings) -> WireSettings:
         image_dir=server.data_dir / "images",
         replay_turns=server.replay_turns,
         system_in_place=server.system_in_place,
-        drop_lines=server.drop_lines,
     )

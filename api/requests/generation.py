@@ -213,7 +213,6 @@ class Generation:
             ),
             divergence=self.job.divergence,
             replayed_tokens=self.job.replayed_tokens,
-            dropped_lines=self.job.dropped_lines,
             jumped_tokens=self._jumped_tokens,
         )
 

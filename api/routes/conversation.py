@@ -28,7 +28,6 @@ from api.shapes.structured import source_asked
 from api.shapes.template_arguments import SWITCHES, template_arguments
 from api.shapes.tooling import tooling_of, tools_source
 from api.shapes.translation import with_answer
-from api.shapes.volatile import without_volatile
 from api.tools.history import for_template
 from api.tools.reasoning import OPEN, ThinkParser
 from api.tools.steering import steered
@@ -119,7 +118,6 @@ async def chat_of(
         if seen
         else await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
         session=None if seen else session_of(request, body),
-        dropped_lines=prompt.dropped_lines,
     )
     forced = _is_bare(prompt, source)
     new_reply = partial(_new_reply, prompt, model, opened=opened, forced=forced)
@@ -199,7 +197,6 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
     messages = [message.for_template(number) for number, message in enumerate(body.messages)]
     images = [each for n, message in enumerate(body.messages) for each in message.images(n)]
     check_images(model, images)
-    plain, dropped = without_volatile(messages, wire.settings.drop_lines)
     style, arguments = style_of(template), template_arguments(body, template)
     if continues and any(arguments.get(name) for name in SWITCHES):
         raise InvalidRequest(
@@ -208,9 +205,8 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
         )
     return ChatPrompt(
         messages=steered(
-            plain, partial(_shown, model, style), hoisted=wire.settings.system_in_place
+            messages, partial(_shown, model, style), hoisted=wire.settings.system_in_place
         ),
-        dropped_lines=dropped,
         images=images,
         tooling=tooling,
         style=style,

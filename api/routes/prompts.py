@@ -54,7 +54,6 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    dropped_lines: tuple[str, ...] = ()
     images: Sequence[ImageAsked] = ()  # of its messages, in order
 
     @property

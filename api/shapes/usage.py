@@ -73,8 +73,6 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
             block["diverged_by"] = str(served.divergence.reason)
         if served.replayed_tokens:
             block["replayed_tokens"] = served.replayed_tokens
-        if served.dropped_lines:
-            block["dropped_lines"] = list(served.dropped_lines)
         if served.jumped_tokens:
             block["jumped_tokens"] = served.jumped_tokens
         block["timings_ms"] = timings_ms(served.timeline, served.usage.output)

@@ -82,10 +82,6 @@ class ServerSection(Section):
             "previous_response_id always does"
         ),
     )
-    drop_lines: tuple[Literal["claude-code-billing"], ...] = Field(
-        ("claude-code-billing",),
-        description="Volatile lines to drop from the head of system prompts",
-    )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
         description="Groups of tenants that share prefixes; * is every tenant",

@@ -106,6 +106,7 @@ REMOVED = {
     "server.write_timeout": "a client that reads nothing for 1m is disconnected; take it out",
     "server.keepalive": "a comment is streamed after 15s of silence; take it out",
     "cache.disk_dirs": "join the disks into one volume, and put server.data_dir there; take it out",
+    "server.drop_lines": "Claude Code leaves the line out with CLAUDE_CODE_ATTRIBUTION_HEADER=0",
     "cache.both_ends": "a prefix on disk is loaded whole or computed; take it out",
     "cache.disk_shards": "a new disk tier has two LMDB files; take it out",
     "cache.policy": "the block that was not used for longest goes first; take it out",
