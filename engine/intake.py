@@ -89,7 +89,7 @@ class Intake:
         waiting = Counter(backlog.waiting)
         with self._lock:
             waiting.update(self._arriving)
-        return Backlog(waiting, backlog.tokens_per_s).wait_s(share, num_tokens)
+        return backlog._replace(waiting=waiting).wait_s(share, num_tokens)
 
     def _check(self, request: Request, num_tokens: int) -> None:
         if num_tokens == 0:

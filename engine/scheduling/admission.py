@@ -189,7 +189,7 @@ class Admission:
         sequence.loaded_ns = sequence.loaded_ns or now_ns
         sequence.state = PREFILL
         self.waiting.admit(sequence, now_ns)
-        self.begin_rate.begun(sequence.work)
+        self.begin_rate.begun(sequence.share, sequence.work)
         self._running.append(sequence)
 
     def _count(self, sequence: Sequence, ticket: Ticket, tail: Tail | None, num_rows: int) -> None:

@@ -78,9 +78,7 @@ class Scheduler:
 
     def backlog(self) -> Backlog:
         """The waiting work, and how fast such work begins. Once per step."""
-        waiting = self.waiting.work()
-        self._admission.begin_rate.look(self._clock_ns(), waits=bool(waiting))
-        return Backlog(waiting, self._admission.begin_rate.tokens_per_s)
+        return self._admission.begin_rate.look(self._clock_ns(), self.waiting.work())
 
     def detach(self, roots: Collection[PrefixKey]) -> None:
         """Make the sequences of scopes being purged private: what they compute from now on is not

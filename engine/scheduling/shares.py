@@ -10,7 +10,6 @@ is therefore served at once, like the sparse flows of FQ-CoDel (RFC 8290). Pure.
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -20,6 +19,7 @@ MIN_WINDOW_S = 0.5  # the shortest measurement
 MAX_WINDOW_S = 10.0
 MIN_BEGUN = 4  # requests in one measurement, so that one long request is not the rate
 SMOOTHING = 0.4
+LEAST_RATE = 0.001  # of the greatest; a share with less has left
 _BETWEEN = "\0"  # in no tenant's name
 Item = TypeVar("Item")
 
@@ -123,48 +123,74 @@ class Backlog(NamedTuple):
 
     waiting: Mapping[str, float] = MappingProxyType({})  # tokens to compute
     tokens_per_s: float | None = None  # None: not measured yet
+    rates: Mapping[str, float] = MappingProxyType({})  # of that, by share
 
     def wait_s(self, share: str, num_tokens: float) -> float:
         """How long a request of `share` with `num_tokens` to compute would wait to begin.
 
         All waiting work of its own share comes first. So does that of each other share, but at most
-        as much as its own share is served in that time, by their weights.
+        as much as its own share is served in that time, by their weights. And others ask meanwhile:
+        if they go on as they did, its own share gets what they leave, or its part if that is more.
         """
         if not self.waiting or not self.tokens_per_s:
             return 0.0
         own = self.waiting.get(share, 0.0)
-        parts = Counter(map(owner_of, {*self.waiting, share}))
+        active = {*self.waiting, *self.rates, share}
+        parts = Counter(map(owner_of, active))
         most = (own + num_tokens) * parts[owner_of(share)]
         others = (
             min(work, most / parts[owner_of(name)])
             for name, work in self.waiting.items()
             if name != share
         )
-        return (own + sum(others)) / self.tokens_per_s
+        taken = sum(rate for name, rate in self.rates.items() if name != share)
+        part = self.tokens_per_s / len(parts) / parts[owner_of(share)]
+        return max(
+            own / max(part, self.tokens_per_s - taken), (own + sum(others)) / self.tokens_per_s
+        )
 
 
-@dataclass(slots=True)
 class BeginRate:
     """Tokens of work that begin per second, measured while some work is always waiting."""
 
-    tokens_per_s: float | None = None
-    _since_ns: int | None = None
-    _work: float = 0.0
-    _num: int = 0
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+        self._known = False
+        self._since_ns: int | None = None
+        self._work: Counter[str] = Counter()
+        self._num = 0
 
-    def begun(self, work: float) -> None:
-        self._work += work
+    def begun(self, share: str, work: float) -> None:
+        self._work[share] += work  # type: ignore[assignment]
         self._num += 1
 
-    def look(self, now_ns: int, *, waits: bool) -> None:
-        """Measure, once per step. `waits`: whether any work is still waiting."""
-        if not waits or self._since_ns is None:
-            self._since_ns, self._work, self._num = (now_ns if waits else None), 0.0, 0
-            return
-        seconds = (now_ns - self._since_ns) / 1e9
-        if seconds < MIN_WINDOW_S or (self._num < MIN_BEGUN and seconds < MAX_WINDOW_S):
-            return
-        rate = self._work / seconds
-        before = rate if self.tokens_per_s is None else self.tokens_per_s
-        self.tokens_per_s = max(1.0, before + SMOOTHING * (rate - before))
-        self._since_ns, self._work, self._num = now_ns, 0.0, 0
+    def look(self, now_ns: int, waiting: Mapping[str, float]) -> Backlog:
+        """Measure, once per step."""
+        if not waiting or self._since_ns is None:
+            self._begin(now_ns if waiting else None)
+        else:
+            seconds = (now_ns - self._since_ns) / 1e9
+            enough = self._num >= MIN_BEGUN or seconds >= MAX_WINDOW_S
+            if seconds >= MIN_WINDOW_S and enough:
+                self._measure(seconds)
+                self._begin(now_ns)
+        return self.backlog(waiting)
+
+    def backlog(self, waiting: Mapping[str, float]) -> Backlog:
+        """This work at the rates measured last. Any thread."""
+        rates = self._rates
+        return Backlog(waiting, max(1.0, sum(rates.values())) if self._known else None, rates)
+
+    def _begin(self, now_ns: int | None) -> None:
+        self._since_ns, self._work, self._num = now_ns, Counter(), 0
+
+    def _measure(self, seconds: float) -> None:
+        smoothing = SMOOTHING if self._known else 1.0
+        rates = {
+            share: before + smoothing * (self._work[share] / seconds - before)
+            for share in {*self._rates, *self._work}
+            for before in (self._rates.get(share, 0.0),)
+        }
+        most = max(rates.values(), default=0.0)
+        self._rates = {share: rate for share, rate in rates.items() if rate > LEAST_RATE * most}
+        self._known = True

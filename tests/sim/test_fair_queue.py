@@ -138,3 +138,33 @@ def test_the_predicted_wait_is_close_to_the_actual_wait() -> None:
     assert 0.7 * took_s < predicted_s < 1.4 * took_s
     world.run()
     world.check()
+
+
+def test_a_storm_waits_no_longer_than_predicted_while_others_go_on_asking() -> None:
+    """Their requests to come take half of the work, and none of them waits at any moment."""
+    world = World(device_blocks=1500, max_running=4, step_tokens=16)
+    now, bound_s = [1], 10.0
+    scheduler = world.engine._scheduler
+    world.engine._clock_ns = scheduler._clock_ns = lambda: now[0]
+    scheduler._admission._clock_ns = scheduler._clock_ns
+    sent: dict[str, float] = {}
+    waits: dict[str, float] = {}
+    for turn in range(500):
+        now[0] += 10**8
+        for number in range(3):
+            if world.engine.predicted_wait_s("storm", 22) <= bound_s:
+                name = f"s{turn}-{number}"
+                sent[name] = now[0] / 1e9
+                prompt = [turn % 50, turn // 50, number, *range(20)]
+                world.submit(name, prompt, max_tokens=8, share="storm")
+        if turn % 10 == 0:
+            world.submit(f"p{turn}", [turn % 50, turn // 50, 9, *range(20)], share="polite")
+        world.step()
+        waiting = {sequence.request.request_id for sequence in scheduler.waiting}
+        for name in sent.keys() - waits.keys() - waiting:
+            waits[name] = now[0] / 1e9 - sent[name]
+    later = [wait_s for name, wait_s in waits.items() if sent[name] > 12]
+    assert len(later) > 10
+    assert max(later) < 1.4 * bound_s
+    world.run()
+    world.check()

@@ -73,22 +73,24 @@ def test_a_newcomer_waits_for_a_part_of_the_backlog_and_its_owner_for_all() -> N
     assert 101.0 == backlog.wait_s("storm", 1000)
     assert 3.0 == backlog.wait_s("polite", 100)
     assert 2.0 == backlog.wait_s("new", 100)
+    others = Backlog({"storm": 10_000.0}, 100.0, {"storm": 60.0, "polite": 40.0})
+    assert 10_000 / 60 == others.wait_s("storm", 0), "what the other takes, it will go on taking"
     assert 0.0 == Backlog({}, 100.0).wait_s("new", 100)
     assert 0.0 == Backlog({"storm": 10_000.0}, None).wait_s("storm", 100)
 
 
 def test_the_rate_is_measured_while_somebody_waits() -> None:
     rate, second = BeginRate(), 10**9
-    rate.look(1, waits=False)
-    rate.begun(1000)  # nobody waited: what the engine could do is not known
-    rate.look(second, waits=True)
+    rate.look(1, {})
+    rate.begun("a", 1000)  # nobody waited: what the engine could do is not known
+    rate.look(second, {"a": 1.0})
     for step in range(1, 5):
-        rate.begun(50)
-        rate.look(second + step * second // 4, waits=True)
-    assert 200.0 == rate.tokens_per_s
-    rate.look(3 * second, waits=False)
-    rate.look(100 * second, waits=True)
-    rate.look(109 * second, waits=True)
-    assert 200.0 == rate.tokens_per_s
-    rate.look(111 * second, waits=True)  # nothing began for long
-    assert 120.0 == pytest.approx(rate.tokens_per_s)
+        rate.begun("a", 50)
+        rate.look(second + step * second // 4, {"a": 1.0})
+    assert 200.0 == rate.backlog({}).tokens_per_s
+    rate.look(3 * second, {})
+    rate.look(100 * second, {"a": 1.0})
+    rate.look(109 * second, {"a": 1.0})
+    assert 200.0 == rate.backlog({}).tokens_per_s
+    rate.look(111 * second, {"a": 1.0})  # nothing began for long
+    assert 120.0 == pytest.approx(rate.backlog({}).tokens_per_s)

@@ -45,9 +45,9 @@ class EngineCounts:
 
         return Steps(config, index)
 
-    def begun(self, num_tokens: int) -> None:
+    def begun(self, share: str, num_tokens: int) -> None:
         """Counts a completed prompt."""
-        self.begin_rate.begun(num_tokens)
+        self.begin_rate.begun(share, num_tokens)
 
     def record(self, scheduler: Any, iteration: Any) -> None:
         self._steps += 1

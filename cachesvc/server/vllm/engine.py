@@ -35,7 +35,6 @@ from engine.errors import (
     UnknownAdapter,
 )
 from engine.request import FinishReason, Request, StepOutput
-from engine.scheduling.shares import Backlog
 from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
 
@@ -129,7 +128,7 @@ class VllmEngine:
         """Seconds that a prompt of `share` would wait to begin, at the recent rate."""
         with self._lock:
             waiting = Counter(self._arriving)
-        return Backlog(waiting, self.counts.begin_rate.tokens_per_s).wait_s(share, num_tokens)
+        return self.counts.begin_rate.backlog(waiting).wait_s(share, num_tokens)
 
     def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
         """Runs `function` on the engine's thread."""
@@ -272,5 +271,5 @@ class VllmEngine:
     def _look_at_backlog(self) -> None:
         """Called once per vLLM step."""
         with self._lock:
-            waits = bool(self._arriving)
-        self.counts.begin_rate.look(self._clock_ns(), waits=waits)
+            waiting = Counter(self._arriving)
+        self.counts.begin_rate.look(self._clock_ns(), waiting)

@@ -188,7 +188,8 @@ class VllmRequests:
     def _admitted(self, running: _Running) -> None:
         """The prompt is complete. The other sequences begin now and hit it in the cache."""
         self._arrived(running)
-        self._counts.begun(len(running.answer.request.tokens))
+        request = running.answer.request
+        self._counts.begun(request.share, len(request.tokens))
         for index in running.answer.live:
             if index not in running.tasks:
                 self._spawn(running, index)
