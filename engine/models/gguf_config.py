@@ -193,10 +193,8 @@ class _Fields:
             return "mistral", {"sliding_window": window}
         if has_bias and not self._file.has("blk.0.attn_output.bias"):
             return "qwen2", {"use_sliding_window": False}
-        return "llama", {
-            "attention_bias": has_bias,
-            "mlp_bias": self._file.has("blk.0.ffn_up.bias"),
-        }
+        biases = {"attention_bias": has_bias, "mlp_bias": self._file.has("blk.0.ffn_up.bias")}
+        return "llama", biases
 
     def _scale(self, head_dim: int, own: int, blocks: int) -> dict[str, Any]:
         """What scores are divided by the root of, if transformers' config says it."""
@@ -263,9 +261,9 @@ class _Fields:
             return _by_frequency(self._file.tensor("rope_freqs.weight"), theta, dims, context)
         if kind not in ("linear", "none"):
             raise self._cannot(f"rope.scaling.type {kind}")
-        return (
-            {"rope_type": "default"} if plain else {"rope_type": "linear", "factor": float(factor)}
-        )
+        if plain:
+            return {"rope_type": "default"}
+        return {"rope_type": "linear", "factor": float(factor)}
 
     def _has(self, key: str) -> bool:
         return self._file.has_field(f"{self._name}.{key}")
@@ -296,17 +294,13 @@ def _by_frequency(
     factor = float(table.max(initial=1))
     expected = 1 / ((1 - smooth) / factor + smooth)
     if table.shape == expected.shape and np.allclose(table, expected, rtol=1e-5):
-        ends = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": factor}
-        return {
-            "rope_type": "llama3",
-            "original_max_position_embeddings": _LLAMA3_CONTEXT,
-            **ends,
-        }
+        before = {"original_max_position_embeddings": _LLAMA3_CONTEXT, "factor": factor}
+        return {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **before}
+    both = dict.fromkeys(("long_factor", "short_factor"), table.tolist())
+    unscaled = {"factor": 1.0, "attention_factor": 1.0}
     return {
         "rope_type": "longrope",
-        "factor": 1.0,
-        "attention_factor": 1.0,
         "original_max_position_embeddings": context,
-        "long_factor": table.tolist(),
-        "short_factor": table.tolist(),
+        **unscaled,
+        **both,
     }

@@ -28,10 +28,6 @@ _QWEN2 = _WORDS + r"\p{N}|" + _ENDS
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
 _TEKKEN = _CASED + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
-    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +52,6 @@ _SPLITS: dict[str, _Split] = {
     "llama3": _Split((_LLAMA3,), whole_words=True, bos=True),
     "qwen2": _Split((_QWEN2,), composed=True),  # Qwen/Qwen2-7B, Qwen/Qwen3-8B
     "deepseek-r1-qwen": _Split((_QWEN2,), composed=True),  # DeepSeek-R1-Distill-Qwen-7B
-    "deepseek-v3": _Split((r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK3)),  # DeepSeek-V3, R1
     "tekken": _Split((_TEKKEN,), whole_words=True, bos=True),  # mistralai/Mistral-Nemo
 }
 
