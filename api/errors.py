@@ -6,6 +6,7 @@ ApiError
 │   ├── ContextLengthExceeded prompt and completion do not fit the model's context
 │   └── Unsupported           a known feature that this server cannot serve
 ├── BodyTooLarge
+├── BodyEncoded               compressed
 ├── ModelNotFound
 ├── NotServed                 a known route of other servers that this one has not
 ├── RequestNotFound           the journal does not remember it, or it is another tenant's
@@ -87,6 +88,10 @@ class Unsupported(InvalidRequest):
 
 class BodyTooLarge(ApiError):
     """The body exceeds the configured limit."""
+
+
+class BodyEncoded(ApiError):
+    """The body is compressed."""
 
 
 class ModelNotFound(ApiError):
@@ -186,6 +191,7 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     ContextLengthExceeded: Row(400, "invalid_request_error", "context_length_exceeded"),
     Unsupported: Row(400, "invalid_request_error", "unsupported_parameter"),
     BodyTooLarge: Row(413, "invalid_request_error", "request_too_large"),
+    BodyEncoded: Row(415, "invalid_request_error", "unsupported_encoding"),
     ModelNotFound: Row(404, "invalid_request_error", "model_not_found"),
     NotServed: Row(404, "invalid_request_error", "not_served"),
     RequestNotFound: Row(404, "invalid_request_error", "request_not_found"),

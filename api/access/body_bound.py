@@ -10,7 +10,7 @@ from typing import Any, Final
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.access.shares import OPERATOR, Shares
-from api.errors import BodyTooLarge, Overloaded
+from api.errors import BodyEncoded, BodyTooLarge, Overloaded
 
 BODIES_AT_ONCE: Final = 16  # bodies of the largest size that fit in memory together
 
@@ -42,7 +42,9 @@ class _Body:
     """One request's body on its way in."""
 
     def __init__(self, max_bytes: int, shares: Shares, scope: Scope, receive: Receive) -> None:
-        declared = dict(scope["headers"]).get(b"content-length", b"")
+        headers = dict(scope["headers"])
+        self._encoding = headers.get(b"content-encoding", b"identity").decode("latin-1")
+        declared = headers.get(b"content-length", b"")
         self._expected = int(declared) if declared.isdigit() else 0
         self._max_bytes = max_bytes
         self._shares = shares
@@ -57,6 +59,11 @@ class _Body:
         if self._whole:
             self.release()
             return await self._receive()
+        if self._encoding.lower() != "identity":
+            raise BodyEncoded(
+                f"The body has the Content-Encoding {self._encoding[:40]!r}; send it uncompressed.",
+                headers={"Connection": "close"},
+            )
         self._check(self._expected)
         message = await self._receive()
         self._whole = not message.get("more_body", False)

@@ -19,7 +19,7 @@ from api.routes.prompts import encode_prompt, room_for_answer
 from api.served_model import ServedModel
 from api.shapes.body import parse
 from api.shapes.contents import contents_of
-from api.shapes.logprobs import prompt_logprobs, text_logprobs
+from api.shapes.logprobs import prompt_logprobs, text_decoder, text_logprobs, text_of
 from api.shapes.schemas import CompletionBody, sampling_params
 from api.shapes.structured import source_asked
 from api.shapes.usage import closing, tier_answered
@@ -123,6 +123,7 @@ class CompletionFormat:
             "model": job.model.name,
         }
         self._offsets = [len(echo) for echo in self._echoes]
+        self._decoders = [text_decoder() for _ in self._echoes]
         self._texts: list[list[str]] = [[echo] for echo in self._echoes]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._echoes]
         self._finishes: list[FinishReason | None] = [None for _ in self._echoes]
@@ -180,9 +181,12 @@ class CompletionFormat:
         """The delta's logprobs; advances the choice's text offset."""
         if self._job.params.logprobs is None or not delta.logprobs:
             return None
-        tokenizer = self._job.model.tokenizer
-        shown = text_logprobs(tokenizer, delta.logprobs, self._offsets[delta.choice])
-        self._offsets[delta.choice] += sum(map(len, shown["tokens"]))
+        tokenizer, decoder = self._job.model.tokenizer, self._decoders[delta.choice]
+        state, offset = decoder.getstate(), self._offsets[delta.choice]
+        shown = text_logprobs(tokenizer, delta.logprobs, offset, decoder=decoder)
+        decoder.setstate(state)
+        ended = (text_of(tokenizer, each.token, decoder) for each in delta.logprobs)
+        self._offsets[delta.choice] += sum(map(len, ended))
         return shown
 
     def _whole_logprobs(self, number: int, served: Served) -> dict[str, Any] | None:

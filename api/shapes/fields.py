@@ -62,7 +62,6 @@ CHAT: Final[Mapping[str, Unserved]] = {
     "function_call": Unserved("use tools", ()),
     "functions": Unserved("use tools", ()),
     "modalities": Unserved("every answer is text", (["text"], [])),
-    "store": Unserved("/v1/responses stores answers"),
     "web_search_options": Unserved("search yourself, and put what was found into a message", ()),
     "asr_options": Unserved("no model here hears", _EMPTY),
     "enable_code_interpreter": Unserved("run the model's tool calls yourself"),
@@ -120,6 +119,7 @@ IGNORED_GENERATION: Final[Mapping[str, str]] = {
 IGNORED_CHAT: Final[Mapping[str, str]] = {
     **IGNORED_GENERATION,
     "prediction": _NO_EFFECT,
+    "store": "answers are stored by /v1/responses alone",
     "tool_stream": "the arguments of calls always come in pieces",
     "verbosity": "a hint that no template reads",
 }

@@ -1,6 +1,7 @@
 """Log-probabilities in OpenAI's two shapes: by token for chat, by column for text."""
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from api.served_model import Tokenizer
@@ -22,11 +23,17 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TokenLogprob]) -> dict[
 
 
 def text_logprobs(
-    tokenizer: Tokenizer, tokens: Sequence[TokenLogprob], offset: int, *, first: int | None = None
+    tokenizer: Tokenizer,
+    tokens: Sequence[TokenLogprob],
+    offset: int,
+    *,
+    first: int | None = None,
+    decoder: codecs.IncrementalDecoder | None = None,
 ) -> dict[str, Any]:
     """`choices[].logprobs` of a completion; `offset` is where the first token's text begins.
 
-    `first` is an echoed prompt's first token, which has no probability.
+    `first` is an echoed prompt's first token, which has no probability. `decoder` holds the part of
+    a character with which earlier tokens ended.
     """
     names = [_name(tokenizer, each.token) for each in tokens]
     values: list[float | None] = [_finite(each.logprob) for each in tokens]
@@ -35,16 +42,32 @@ def text_logprobs(
     ]
     if first is not None:
         names, values, tops = [_name(tokenizer, first), *names], [None, *values], [None, *tops]
-    offsets = []
-    for name in names:
-        offsets.append(offset)
-        offset += len(name)
+    ids = [*(() if first is None else (first,)), *(each.token for each in tokens)]
     return {
         "tokens": names,
         "token_logprobs": values,
         "top_logprobs": tops,
-        "text_offset": offsets,
+        "text_offset": list(_offsets(tokenizer, ids, decoder or text_decoder(), offset)),
     }
+
+
+def text_decoder() -> codecs.IncrementalDecoder:
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+def text_of(tokenizer: Tokenizer, token: int, decoder: codecs.IncrementalDecoder) -> str:
+    """The characters that a token ends; special tokens are not in the text."""
+    special = token in tokenizer.special_token_ids
+    return "" if special else decoder.decode(tokenizer.token_bytes(token))
+
+
+def _offsets(
+    tokenizer: Tokenizer, ids: Sequence[int], decoder: codecs.IncrementalDecoder, offset: int
+) -> Iterator[int]:
+    """Where each token's text begins. Tokens within one character begin where that does."""
+    for token in ids:
+        yield offset
+        offset += len(text_of(tokenizer, token, decoder))
 
 
 def prompt_logprobs(

@@ -22,6 +22,7 @@ class ImageUrl(Body):
 class ContentPart(Marked):
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: ImageUrl | None = None
 
 
@@ -68,6 +69,8 @@ class Message(Marked):
         ]
 
     def _part_text(self, part: ContentPart, number: int, place: int) -> str:
+        if self.role == "assistant" and part.type == "refusal" and part.refusal is not None:
+            return part.refusal
         if part.type != "text" or part.text is None:
             where = f"messages[{number}].content[{place}]"
             advice = ", and image_url in messages of the user" if part.type == "image_url" else ""

@@ -15,12 +15,10 @@ from billing.usage import Usage
 from engine.request import FinishReason
 
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     402: "billing_error",
     403: "permission_error",
     404: "not_found_error",
-    409: "invalid_request_error",
     413: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
@@ -29,8 +27,9 @@ _KINDS = {
 
 def anthropic_error(answer: ErrorAnswer) -> dict[str, Any]:
     """An error in Anthropic's shape; `param` and `code` are this server's additions."""
+    other = "invalid_request_error" if answer.status < 500 else "api_error"
     error: dict[str, Any] = {
-        "type": _KINDS.get(answer.status, "api_error"),
+        "type": _KINDS.get(answer.status, other),
         "message": answer.message,
     }
     error |= {"param": answer.param} if answer.param else {}

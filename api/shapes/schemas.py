@@ -44,6 +44,8 @@ Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class StreamOptions(Body):
+    model_config = ConfigDict(extra="allow")  # named as ignored
+
     include_usage: bool | None = None
 
 

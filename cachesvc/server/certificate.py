@@ -16,7 +16,7 @@ from typing import Any
 from tiers.blocks.keys import CacheScope
 
 FOLDER = "certificates"  # of a data directory
-NONE_YET = "no certificate: make one with `cachesvc conform --offline`"
+NONE_YET = "no certificate was made for what serves"
 _CONTENTS = ("weights", "tokenizer", "adapter", "layout", "arithmetic")  # digests, in hex
 
 Identity = Mapping[str, str]

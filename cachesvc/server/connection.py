@@ -26,6 +26,7 @@ MAX_UNREAD_BYTES: Final = 1 << 20  # of a body that nobody reads while its reque
 HEAD_S: Final = 20.0  # for a head to arrive, from the connection's start or the head's first byte
 BODY_S: Final = 60.0  # without a byte of an unfinished body
 WRITE_S: Final = 120.0  # without room for a byte of an answer, because the client does not read
+KEEP_ALIVE_S: Final = 75  # between requests; proxies and clients close theirs after 60 s or less
 BODY_BYTES_PER_S: Final = 1024  # minimum rate of a body after BODY_S
 MAX_CONNECTIONS: Final = 4096  # open at once; with unfinished heads and bodies, 256 MiB
 DESCRIPTORS: Final = 3 / 4  # share of the process's descriptors for connections
@@ -49,6 +50,7 @@ def http_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
         **options,
     )
 

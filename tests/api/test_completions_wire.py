@@ -1,5 +1,7 @@
 """Text completions as clients see them: prompts of every kind, echo, n, logprobs, streams."""
 
+import json
+
 import httpx
 import pytest
 
@@ -115,3 +117,20 @@ async def test_prompt_logprobs_come_as_vllm_has_them(client: httpx.AsyncClient) 
     answer = (await client.post("/v1/chat/completions", json=chat)).json()
     assert None is answer["prompt_logprobs"][0]
     assert answer["usage"]["prompt_tokens"] == len(answer["prompt_logprobs"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_offsets_are_of_characters(
+    client: httpx.AsyncClient, house: FakeHouse, stream: bool
+) -> None:
+    """The tokens of one character begin where it does, and none begins past the text."""
+    house.engine.script = Script(answer="a\u6771b")
+    asked = {"model": "bytes", "prompt": "hi", "logprobs": 1, "max_tokens": 9, "stream": stream}
+    answer = await client.post("/v1/completions", json=asked)
+    if stream:
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        told = [json.loads(line)["choices"][0]["logprobs"] for line in lines[:-1]]
+        offsets = [offset for each in told if each for offset in each["text_offset"]]
+    else:
+        offsets = answer.json()["choices"][0]["logprobs"]["text_offset"]
+    assert [0, 1, 1, 1, 2, 3] == offsets  # the last ends the sequence

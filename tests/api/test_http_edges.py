@@ -1,6 +1,7 @@
 """What HTTP allows and clients get wrong: long bodies, headers said twice, odd paths."""
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 
@@ -175,3 +176,16 @@ async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncCl
 async def test_agents_that_look_at_the_root_find_a_server(client: httpx.AsyncClient) -> None:
     assert 200 == (await client.head("/")).status_code
     assert 307 == (await client.get("/")).status_code  # a browser, to the dashboard
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_a_compressed_body_and_a_wrong_method_are_refused_as_the_clients_fault(
+    client: httpx.AsyncClient, path: str
+) -> None:
+    headers = {"content-encoding": "gzip", "content-type": "application/json"}
+    answer = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
+    told = answer.json()["error"]
+    assert (415, "unsupported_encoding") == (answer.status_code, told["code"])
+    assert "'gzip'; send it uncompressed" in told["message"]
+    answer = await client.put(path, json={})
+    assert (405, "invalid_request_error") == (answer.status_code, answer.json()["error"]["type"])

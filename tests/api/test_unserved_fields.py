@@ -73,3 +73,23 @@ async def test_unknown_fields_are_ignored(client: httpx.AsyncClient, house: Fake
     house.engine.script = Script(answer="x")
     response = await client.post(CHAT, json=HELLO | {"no_such_field": {"a": [1]}})
     assert 200 == response.status_code
+
+
+async def test_what_has_no_effect_is_named(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    house.engine.script = Script(answer="x")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = HELLO | {"store": True, "stream": True, "stream_options": options}
+    answer = await client.post(CHAT, json=asked)
+    named = answer.headers["x-cachesvc-ignored"].split(", ")
+    assert (200, ["store", "stream_options.continuous_usage_stats"]) == (answer.status_code, named)
+
+
+async def test_a_refusal_in_parts_is_its_text(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    user = HELLO["messages"]
+    assert isinstance(user, list)
+    answer = await client.post(CHAT, json=HELLO | {"messages": [*user, said, *user]})
+    assert 200 == answer.status_code, answer.text
+    assert b"assistant: No." in bytes(list(house.engine.requests[-1].tokens))
+    answer = await client.post(CHAT, json=HELLO | {"messages": [said | {"role": "user"}]})
+    assert (400, "messages[0].content[0]") == (answer.status_code, answer.json()["error"]["param"])

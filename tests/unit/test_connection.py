@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from cachesvc.server.connection import MAX_HEAD_BYTES, BoundedConnection
+from cachesvc.server.connection import MAX_HEAD_BYTES, BoundedConnection, http_config
 
 pytestmark = pytest.mark.anyio
 
@@ -263,3 +263,21 @@ async def test_where_all_are_being_answered_the_next_is_refused() -> None:
         assert [b"HTTP/1.1 200"] * 3 == await asyncio.gather(*answers)
         for _, other in [*crowd, (reader, writer)]:
             other.close()
+
+
+async def test_an_idle_connection_outlives_proxies_and_clients() -> None:
+    """nginx and load balancers of clouds reuse a connection for up to 60 s."""
+    state, loop = ServerState(), asyncio.get_running_loop()
+    config = http_config(echo, lifespan="off")
+    server = await loop.create_server(
+        lambda: BoundedConnection(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+    )
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    await ask(reader, writer)
+    [connection] = state.connections
+    closing = connection.timeout_keep_alive_task
+    assert closing is not None and closing.when() - loop.time() > 70
+    writer.close()
+    server.close()
+    connection.transport.abort()
+    await server.wait_closed()
