@@ -82,7 +82,7 @@ class DiskRoom:
         self._storage = storage
         self._reserve_bytes = reserve_bytes
         self._lock = threading.Lock()
-        self._allowed = self._held()
+        self._allowed = sum(slot.file_bytes() + OVERHEAD_BYTES for slot in slots)
         self.setting_bytes = capacity_bytes
         self.capacity_bytes = capacity_bytes  # at present
         self.limit = ""  # why that is less than the setting
@@ -90,27 +90,26 @@ class DiskRoom:
     def fit(self, *, failed: bool = False) -> None:
         """Looks at the file system, and gives up what no longer fits."""
         with self._lock:
-            self._look(failed=failed)
-            share = self.setting_bytes // len(self._slots) - OVERHEAD_BYTES
-            more = (self._allowed - self._held()) // len(self._slots)
-            for slot in self._slots:
-                limit = min(share, max(LEAST_BYTES, slot.file_bytes() + more))
-                if slot.file_bytes() <= limit:
+            files = [slot.file_bytes() for slot in self._slots]
+            held = sum(files) + OVERHEAD_BYTES * len(files)
+            self._look(held, failed=failed)
+            share = self.setting_bytes // len(files) - OVERHEAD_BYTES
+            more = (self._allowed - held) // len(files)
+            for slot, num_bytes in zip(self._slots, files, strict=True):
+                limit = min(share, max(LEAST_BYTES, num_bytes + more))
+                if num_bytes <= limit:
                     with suppress(ShardDamaged), slot.use() as shard:
                         shard.limit_bytes = limit
                 else:
                     self._shrink(slot, limit)
 
-    def _held(self) -> int:
-        return sum(slot.file_bytes() + OVERHEAD_BYTES for slot in self._slots)
-
-    def _look(self, *, failed: bool) -> None:
+    def _look(self, held: int, *, failed: bool) -> None:
         try:
             found = self._storage.file_system(self._root)
         except StorageError:
             return  # writing will tell
         reserve = reserve_of(self._reserve_bytes, found.total)
-        self._allowed = allowed(self._held(), self._allowed, found, reserve, failed=failed)
+        self._allowed = allowed(held, self._allowed, found, reserve, failed=failed)
         self.capacity_bytes = min(self.setting_bytes, self._allowed)
         was_limited, self.limit = self.limit, ""
         if self.capacity_bytes < self.setting_bytes:

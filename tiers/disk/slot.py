@@ -48,6 +48,7 @@ class ShardSlot:
 
     def __init__(self, path: Path, opening: Opening, num_expected: int = 0) -> None:
         self.path = path
+        self._data = path / "data.mdb"
         self._opening = opening
         self._changed = threading.Condition()
         self._num_inside = 0
@@ -143,9 +144,10 @@ class ShardSlot:
 
     def file_bytes(self) -> int:
         """Bytes that its file takes on the file system, whatever state the shard is in."""
-        with suppress(OSError):
-            return (self.path / "data.mdb").stat().st_blocks * 512
-        return 0
+        try:
+            return self._data.stat().st_blocks * 512
+        except OSError:
+            return 0
 
     def clear(self, why: str) -> None:
         """Replaces the shard by an empty one, to have its room."""
