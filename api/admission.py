@@ -11,6 +11,7 @@ import hashlib
 import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from fastapi import Request
@@ -155,7 +156,9 @@ async def deliver(
         permit = await wire.limits.admit(principal, user)
         held.push_async_callback(ending.leave, permit)
         if job.source is not None:
-            job = replace(job, grammar=await wire.grammars.get(principal.tenant, job.source))
+            compiling = partial(wire.grammars.compile, job.source)
+            grammar = await wire.encoders.run(principal.tenant, compiling)
+            job = replace(job, grammar=grammar)
         charge = await wire.meter.admit(principal, job)
         held.push_async_callback(charge.void)
         if wire.purges.reach(job.scope.tenant, job.arrival_ns):

@@ -16,6 +16,7 @@ from api.requests.kept import Purges
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
 from billing.tenants import Tenant
+from engine.structure import Compiler
 
 if TYPE_CHECKING:
     from api.access.auth import Gatekeeper, Salts
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from api.access.rate_limits import WindowLimits
     from api.journal.journal import Journal
     from api.requests.bridge import OutputBridge
-    from api.requests.grammars import GrammarPool
     from api.requests.metering import Meter
     from api.requests.publishing import Publisher
     from api.requests.quote import Survey
@@ -76,11 +76,11 @@ class Collaborators:
     limits: "WindowLimits"
     journal: "Journal"
     replays: "Idempotency"
-    grammars: "GrammarPool"
+    grammars: Compiler
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
     conversations: "Conversations"
     retention: "Retention"
-    encoders: "FairPool"  # tokenise long texts
+    encoders: "FairPool"  # tokenise long texts and compile grammars
     balances: Callable[[str], Tenant]  # by tenant; may read a store: called off the loop
     readiness: Callable[[], Readiness]
     render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type

@@ -27,7 +27,6 @@ from api.journal.journal import Journal, JournalSettings, RequestRecord
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.fingerprints import Fingerprints
-from api.requests.grammars import GrammarPool
 from api.requests.kept import Purges, owner_of
 from api.requests.metering import Meter
 from api.requests.responses import StoredResponses
@@ -154,7 +153,6 @@ class Service:
         self._turns.start()
         self._encoders = encoder_pool()
         self._feeds = Feeds(stream)
-        self._grammars = GrammarPool(self.core.grammars)
         self._spare_memory = SpareMemory()
 
     def app(self, meter: Meter) -> Asgi:
@@ -182,7 +180,7 @@ class Service:
             journal=self.journal,
             retention=Retention(CachePins(self.core.engine.call, self._operator)),
             encoders=self._encoders,
-            grammars=self._grammars,
+            grammars=self.core.grammars,
             conversations=self._conversations,
             responses=self._responses,
             fingerprints=self._fingerprints,
@@ -237,7 +235,6 @@ class Service:
             self.core.operations.index.dump_hits()
         )  # the engine's thread has ended
         self._encoders.close()
-        self._grammars.close()
         if self._tracer is not None:
             self._tracer.close()
         self.dashboard.close()

@@ -2,33 +2,26 @@
 
 `StructuredOutputs` is what a caller asks for. `GrammarSource` is the same in one checked form.
 `Grammar` and `GrammarState` are what the engine needs of a compiled grammar (see
-`engine.grammar.matcher`). Pure values and protocols, for any thread.
+`engine.grammar`). Pure values and protocols, for any thread.
 """
 
+import dataclasses
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import StrEnum
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.ebnf import lark_of, lark_string
 from engine.errors import InvalidParameter
+from engine.schema import accept_schema, expression_fault
 
 MAX_SOURCE_BYTES = 64 * 1024  # of a schema, an expression or a grammar; compiling is slower
 MAX_DEPTH = 100  # of nesting in a document; parsers and templates recurse
 MAX_VALUES = MAX_SOURCE_BYTES  # in a document; each takes at least one byte
-
-
-class SourceKind(StrEnum):
-    """The languages a grammar may be written in."""
-
-    JSON_SCHEMA = "json"
-    JSON_OBJECT = "json_object"
-    REGEX = "regex"
-    EBNF = "grammar"
-    STRUCTURAL_TAG = "structural_tag"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +29,7 @@ class StructuredOutputs:
     """The required form of the answer, under vLLM's names. Exactly one is set.
 
     `json` is a JSON schema, as an object or as text. `regex` must match the whole answer. `choice`
-    lists the possible answers. `grammar` holds rules in xgrammar's EBNF with a rule `root`.
+    lists the possible answers. `grammar` holds rules in EBNF with a rule `root`.
     `json_object` allows any JSON object.
     """
 
@@ -49,12 +42,16 @@ class StructuredOutputs:
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """A grammar's text in one language. Equal sources are compiled once. `field` is the request's
-    field that errors name."""
+    """A grammar in llguidance's Lark. `field` is the request's field that errors name.
 
-    kind: SourceKind
+    `document` is the rule's body if the answer is a JSON document, `places` where its schema has
+    each keyword.
+    """
+
     text: str
-    field: str = field(default="structured_outputs", compare=False)
+    field: str = dataclasses.field(default="structured_outputs", compare=False)
+    document: str | None = dataclasses.field(default=None, compare=False)
+    places: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
 class GrammarState(Protocol):
@@ -66,7 +63,7 @@ class GrammarState(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether the allowed tokens are known yet. Another process may be finding them."""
+        """Whether the allowed tokens are known yet. Another thread may be finding them."""
         ...
 
     def wait(self, timeout_s: float) -> bool:
@@ -98,6 +95,12 @@ class Grammar(Protocol):
         ...
 
 
+class Compiler(Protocol):
+    """See `engine.grammar.compiler.GrammarCompiler`. Any thread but the event loop."""
+
+    def compile(self, source: GrammarSource) -> Grammar: ...
+
+
 def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> GrammarSource:
     """The one form requested.
 
@@ -114,16 +117,7 @@ def source_of(asked: StructuredOutputs, field: str = "structured_outputs") -> Gr
     [name] = given
     path = f"{field}.{name}" if field == "structured_outputs" else field
     made: GrammarSource = _MAKERS[name](getattr(asked, name), path)
-    _check_size(made.text, path)
     return made
-
-
-def tagged_source(shape: Mapping[str, Any], field: str) -> GrammarSource:
-    """A sequence of texts and schemas, as xgrammar's structural tags describe them. The server
-    makes it for tool calls. Raises InvalidParameter if it is too large."""
-    text = json.dumps({"type": "structural_tag", "format": shape}, ensure_ascii=False)
-    _check_size(text, field)
-    return GrammarSource(SourceKind.STRUCTURAL_TAG, text, field)
 
 
 def check_document(document: object, path: str) -> None:
@@ -147,33 +141,67 @@ def check_document(document: object, path: str) -> None:
         level = inner
 
 
-def _from_json(schema: object, path: str) -> GrammarSource:
-    if isinstance(schema, str):
-        _check_size(schema, path)
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise InvalidParameter(f"{path} is no JSON: {error}", param=path) from None
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    if not isinstance(schema, Mapping):
-        raise InvalidParameter(f"{path} must be a JSON schema, which is an object", param=path)
-    check_document(schema, path)
-    # Properties are generated in this order, so keys are not sorted.
-    return GrammarSource(SourceKind.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False), path)
+def document_rule(schema: object, path: str) -> GrammarSource:
+    """The source of a JSON document of `schema`, in one line as `json.dumps` writes it.
+
+    White space anywhere would let a model write it without end, and less text would be forced.
+    """
+    accepted = accept_schema(schema, path)
+    rule = _json_rule(accepted.schema, item_separator=", ", key_separator=": ")
+    return GrammarSource(f"start: {rule}", path, rule, accepted.places)
 
 
-def _check_size(text: str, path: str) -> None:
+def check_size(text: str, path: str) -> None:
     if len(text.encode("utf-8", errors="replace")) > MAX_SOURCE_BYTES:
         raise InvalidParameter(
             f"{path} is longer than {MAX_SOURCE_BYTES} bytes; give a smaller one", param=path
         )
 
 
-def _from_text(kind: SourceKind, given: object, path: str) -> GrammarSource:
+def _json_rule(schema: Any, **separators: Any) -> str:
+    options = {"whitespace_flexible": False, **separators}
+    return f"%json {json.dumps({'x-guidance': options, **schema}, ensure_ascii=False)}"
+
+
+def _from_json(schema: object, path: str) -> GrammarSource:
+    if isinstance(schema, str):
+        check_size(schema, path)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidParameter(f"{path} is no JSON: {error}", param=path) from None
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidParameter(f"{path} must be a JSON schema, which is an object", param=path)
+    check_document(schema, path)
+    check_size(json.dumps(schema, ensure_ascii=False), path)
+    return document_rule(schema, path)
+
+
+def _from_object(given: object, path: str) -> GrammarSource:
+    rule = _json_rule({"type": "object"}, whitespace_pattern=r"[\x20\x0A\x0D\x09]{1,8}")
+    return GrammarSource(f"start: {rule}", path, document_rule({"type": "object"}, path).document)
+
+
+def _text(given: object, path: str) -> str:
     if not isinstance(given, str) or not given:
         raise InvalidParameter(f"{path} must be a string, not empty", param=path)
-    return GrammarSource(kind, given, path)
+    check_size(given, path)
+    return given
+
+
+def _from_regex(given: object, path: str) -> GrammarSource:
+    text = _text(given, path)
+    if reason := expression_fault(text, len(text.encode(errors="replace"))):
+        raise InvalidParameter(f"{path} {reason}", param=path)
+    escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", text, flags=re.DOTALL)
+    return GrammarSource("start: /" + escaped.replace("\n", r"\n") + "/", path)
+
+
+def _from_ebnf(given: object, path: str) -> GrammarSource:
+    try:
+        return GrammarSource(lark_of(_text(given, path)), path)
+    except ValueError as error:
+        raise InvalidParameter(f"{path}: {error}", param=path) from None
 
 
 def _from_choice(given: object, path: str) -> GrammarSource:
@@ -186,14 +214,15 @@ def _from_choice(given: object, path: str) -> GrammarSource:
         or not all(isinstance(one, str) and one for one in given)
     ):
         raise InvalidParameter(f"{path} must be a list of strings, none empty", param=path)
-    rules = " | ".join(json.dumps(one, ensure_ascii=False) for one in dict.fromkeys(given))
-    return GrammarSource(SourceKind.EBNF, f"root ::= {rules}", path)
+    texts = " | ".join(map(lark_string, dict.fromkeys(given)))
+    check_size(texts, path)
+    return GrammarSource(f"start: CHOICE\nCHOICE: {texts}", path)
 
 
 _MAKERS: Mapping[str, Any] = {
     "json": _from_json,
-    "regex": lambda given, path: _from_text(SourceKind.REGEX, given, path),
+    "regex": _from_regex,
     "choice": _from_choice,
-    "grammar": lambda given, path: _from_text(SourceKind.EBNF, given, path),
-    "json_object": lambda given, path: GrammarSource(SourceKind.JSON_OBJECT, "{}", path),
+    "grammar": _from_ebnf,
+    "json_object": _from_object,
 }

@@ -3,8 +3,7 @@
 `requirements.txt` is what serving needs, with every extra. `requirements-test.txt` is what the
 tests and checks need beside it, `requirements-site.txt` what `make site` and CI need beside both.
 They are installed without resolving. torch is in the first file and is installed before the rest,
-because its CUDA build brings packages of its own, among them Triton. xgrammar asks for Triton too,
-a gigabyte that only its kernels for a GPU use. So serving on a CPU is left without it.
+because its CUDA build brings packages of its own, among them Triton.
 """
 
 from collections.abc import Iterator

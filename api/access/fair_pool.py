@@ -1,8 +1,8 @@
 """Threads that tenants share, served in turn rather than from one queue.
 
 A plain pool serves in order of arrival, so thirty slow grammars of one tenant would delay every
-other tenant's first. The work releases the interpreter lock or runs in a child process, so a few
-threads are enough to keep the event loop free.
+other tenant's first. The work releases the interpreter lock, so a few threads are enough to keep
+the event loop free.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""The thread pool for long texts. `cachesvc.service` makes and closes it."""
+"""The thread pool for long texts and grammars. `cachesvc.service` makes and closes it."""
 
 from api.access.fair_pool import FairPool
 
 NUM_THREADS = 2
-MAX_PENDING = 256  # long texts being tokenised or waiting for it
+MAX_PENDING = 256  # long texts to tokenise and grammars to compile, under way or waiting
 
 
 def encoder_pool() -> FairPool:
@@ -11,5 +11,5 @@ def encoder_pool() -> FairPool:
         NUM_THREADS,
         max_pending=MAX_PENDING,
         name="cachesvc-encode",
-        what="long prompts wait to be tokenised",
+        what="long prompts and grammars wait to be prepared",
     )

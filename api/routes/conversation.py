@@ -102,7 +102,8 @@ async def chat_of(
         params=sampling_params(body, max_tokens=limit, logprobs=body.logprobs_asked),
         tenant=principal.tenant,
         scope=scope,
-        stop=body.stop_strings,
+        # A stop string would cut a forced call, which is no text.
+        stop=() if prompt.tooling.choice.forced else body.stop_strings,
         source=source,
         cache=body.uses_cache,
         stream=bool(body.stream),
@@ -316,7 +317,7 @@ def _new_reply(prompt: ChatPrompt, model: ServedModel, *, opened: bool, forced: 
     parser = parser_of(prompt.style, names, forced=forced, begun=begun)
     if thinks(model.tokenizer.chat_template) and prompt.style is not Style.HARMONY:
         parser = ThinkParser(parser, opened=opened)
-    return Reply(parser, prompt.style)
+    return Reply(parser, prompt.style, only_calls=prompt.tooling.choice.forced)
 
 
 def _ends_thinking(model: ServedModel, tokens: "array[int]") -> bool:

@@ -31,6 +31,7 @@ class Reply:
 
     parser: Parser
     style: Style
+    only_calls: bool = False  # a forced call that is cut before its name is no text
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
@@ -45,6 +46,8 @@ class Reply:
         if delta.finish is not None:
             self.finish = delta.finish
             pieces += self.parser.finish()
+        if self.only_calls:
+            pieces = [piece for piece in pieces if not isinstance(piece, Text)]
         if pieces:
             self._thinking = all(isinstance(piece, Thought) for piece in pieces)
         self.reasoning_tokens += len(delta.tokens) if self._thinking else 0

@@ -1,7 +1,7 @@
 """The required form of an answer, from the body's fields.
 
 `response_format` is OpenAI's; `structured_outputs` and `guided_*` are vLLM's, `regex`, `ebnf` and
-`json_schema` SGLang's. `api.requests.grammars` compiles it.
+`json_schema` SGLang's. `engine.grammar` compiles it.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
 """The tools of a chat, checked, and whether the model must call one."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +7,9 @@ from typing import Any
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import ChatBody
-from api.tools.choice import Tool, ToolChoice, either_format, forced_format, strict_format
+from api.tools.choice import Tool, ToolChoice, either_grammar, forced_grammar, strict_grammar
 from api.tools.style import Style
-from engine.structure import GrammarSource, SourceKind, check_document, tagged_source
+from engine.structure import GrammarSource, check_document, check_size
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -61,14 +60,22 @@ def tools_source(
                 "else; give one.",
                 param="tool_choice",
             )
-        return tagged_source(forced_format(style, tools, choice, thinking=thinking), "tools")
+        return _source(forced_grammar(style, tools, choice, thinking=thinking))
     if source is not None:
-        return tagged_source(
-            either_format(style, tools, choice, _schema(source), thinking=thinking), "tools"
-        )
+        if source.document is None:
+            raise Unsupported(
+                f"{source.field} is not served beside tools; give a JSON schema, or no tools.",
+                param=source.field,
+            )
+        return _source(either_grammar(style, tools, choice, source.document, thinking=thinking))
     if tooling.strict and style.has_text_marks and not thinking:
-        return tagged_source(strict_format(style, tools, choice), "tools")
+        return _source(strict_grammar(style, tools, choice))
     return None
+
+
+def _source(text: str) -> GrammarSource:
+    check_size(text, "tools")
+    return GrammarSource(text, "tools")
 
 
 def _is_of_text(source: GrammarSource) -> bool:
@@ -78,18 +85,6 @@ def _is_of_text(source: GrammarSource) -> bool:
     whole answer.
     """
     return source.field.startswith("response_format")
-
-
-def _schema(source: GrammarSource) -> Mapping[str, Any]:
-    if source.kind is SourceKind.JSON_OBJECT:
-        return {"type": "object"}
-    if source.kind is not SourceKind.JSON_SCHEMA:
-        raise Unsupported(
-            f"{source.field} is not served beside tools; give a JSON schema, or no tools.",
-            param=source.field,
-        )
-    schema: Mapping[str, Any] = json.loads(source.text)
-    return schema
 
 
 def _tool(number: int, given: Mapping[str, Any]) -> Tool:

@@ -8,6 +8,8 @@ from typing import Any
 from api.tools.hermes import CLOSE, OPEN
 from api.tools.reasoning import CLOSE as THOUGHT_ENDS
 from api.tools.style import Style
+from engine.ebnf import lark_string
+from engine.structure import document_rule
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object", "properties": {}}
 
@@ -39,10 +41,10 @@ class ToolChoice:
     several: bool = False  # a forced answer may contain further calls
 
 
-def forced_format(
+def forced_grammar(
     style: Style, tools: Sequence[Tool], choice: ToolChoice, *, thinking: bool
-) -> dict[str, Any]:
-    """The structural tag of an answer of calls. `thinking`: it begins inside reasoning.
+) -> str:
+    """The grammar of an answer of calls. `thinking`: it begins inside reasoning.
 
     Calls in Hermes' style have their markers. In all other styles they are bare JSON, because
     markers that are special tokens are not text, which a grammar could require.
@@ -50,58 +52,49 @@ def forced_format(
     return _after_thought(_calls(style, tools, choice), thinking=thinking)
 
 
-def either_format(
-    style: Style,
-    tools: Sequence[Tool],
-    choice: ToolChoice,
-    schema: Mapping[str, Any],
-    *,
-    thinking: bool,
-) -> dict[str, Any]:
-    """The tag of an answer that is either calls or a document of `schema`."""
-    document = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}
-    either = {"type": "or", "elements": [_calls(style, tools, choice), document]}
-    return _after_thought(either, thinking=thinking)
+def either_grammar(
+    style: Style, tools: Sequence[Tool], choice: ToolChoice, document: str, *, thinking: bool
+) -> str:
+    """The grammar of an answer that is either calls or the document of a rule."""
+    calls = _calls(style, tools, choice, "calls")
+    return _after_thought(f"answer: calls | document\ndocument: {document}\n{calls}", thinking)
 
 
-def strict_format(style: Style, tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
-    """The tag of any text in which every call is one of `tools` with valid arguments."""
-    return {
-        "type": "triggered_tags",
-        "triggers": [OPEN],
-        "tags": [_tag(style, tool) for tool in tools],
-        "stop_after_first": not choice.several,
-    }
+def strict_grammar(style: Style, tools: Sequence[Tool], choice: ToolChoice) -> str:
+    """The grammar of any text in which every call is one of `tools` with valid arguments."""
+    start = "start: marked* TEXT" if choice.several else "start: marked | TEXT"
+    return "\n".join(
+        [
+            start,
+            "marked: mark call",
+            f"mark[lazy]: /(?s:.*){OPEN}/",
+            r"TEXT: /(?s:.*)/ & ~/(?s:.*)" + OPEN + "(?s:.*)/",
+            _call(style, tools, opened=True),
+        ]
+    )
 
 
-def _calls(style: Style, tools: Sequence[Tool], choice: ToolChoice) -> dict[str, Any]:
+def _calls(style: Style, tools: Sequence[Tool], choice: ToolChoice, name: str = "answer") -> str:
     wanted = [tool for tool in tools if choice.name in (None, tool.name)]
-    return {
-        "type": "tags_with_separator",
-        "tags": [_tag(style, tool) for tool in wanted],
-        "separator": "\n",
-        "at_least_one": True,
-        "stop_after_first": not choice.several,
-    }
+    more = ' ("\\n" call)*' if choice.several else ""
+    return f"{name}: call{more}\n{_call(style, wanted)}"
 
 
-def _after_thought(answer: dict[str, Any], *, thinking: bool) -> dict[str, Any]:
+def _after_thought(rules: str, thinking: bool) -> str:
     if not thinking:
-        return answer
-    thought = {"type": "any_text", "excludes": [THOUGHT_ENDS]}
-    ended = {"type": "const_string", "value": THOUGHT_ENDS + "\n\n"}
-    return {"type": "sequence", "elements": [thought, ended, answer]}
+        return f"start: answer\n{rules}"
+    thought = f"thought[lazy]: /(?s:.*){THOUGHT_ENDS.replace('/', chr(92) + '/')}\\n\\n/"
+    return f"start: thought answer\n{thought}\n{rules}"
 
 
-def _tag(style: Style, tool: Tool) -> dict[str, Any]:
+def _call(style: Style, tools: Sequence[Tool], *, opened: bool = False) -> str:
+    """The rule `call`. `opened`: its first marker has been written."""
     key = "parameters" if style is Style.LLAMA else "arguments"
-    begin, end = f'{{"name": {json.dumps(tool.name)}, "{key}": ', "}"
-    if style.has_text_marks:
-        begin, end = f"{OPEN}\n{begin}", f"{end}\n{CLOSE}"
-    schema = {"type": "json_schema", "json_schema": tool.schema or _ANY_OBJECT}
-    return {
-        "type": "tag",
-        "begin": begin,
-        "content": {**schema, "max_whitespace_cnt": 1},
-        "end": end,
-    }
+    rules = []
+    for tool in tools:
+        begin, end = f'{{"name": {json.dumps(tool.name)}, "{key}": ', "}"
+        if style.has_text_marks:
+            begin, end = f"{'' if opened else OPEN}\n{begin}", f"{end}\n{CLOSE}"
+        schema = document_rule(tool.schema or _ANY_OBJECT, f"tools.{tool.name}.parameters")
+        rules.append(f"{lark_string(begin)} {schema.document} {lark_string(end)}")
+    return "call: " + "\n  | ".join(rules)

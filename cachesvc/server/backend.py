@@ -8,11 +8,11 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
-from api.requests.grammars import Compiler
 from api.served_model import Detokenizer, EngineClient, ImageReader
 from engine.engine import EngineStats
 from engine.promise import Promise
 from engine.request import StepOutput
+from engine.structure import Compiler
 from engine.text.tokenizer import Tokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout

@@ -1,4 +1,4 @@
-"""Structured output: compiles grammars in a child process and matches them token by token.
+"""Structured output: compiles grammars and matches them token by token, in bounded steps.
 
-Only this folder uses xgrammar.
+Only this folder uses llguidance.
 """

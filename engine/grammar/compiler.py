@@ -1,60 +1,61 @@
-"""Compiles grammars, once per tenant, in processes with a limit on CPU time and memory.
+"""Compiles grammars for a model's vocabulary. The only module that imports llguidance.
 
-`compile` blocks for a while, and longer while the nursery starts. Callers keep it off the event
-loop and the engine thread. Compiled grammars and refused ones are remembered.
+`compile` takes a millisecond for an ordinary grammar, and at most a few hundred for one that the
+bounds allow. Callers keep it off the event loop and the engine thread.
 """
 
-import contextlib
-import hashlib
-import json
-import logging
-import socket
-import subprocess
-import sys
+import importlib.util
+import re
 import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
-from engine.errors import InvalidParameter, QueueFull
-from engine.grammar.matcher import check_installed
-from engine.grammar.process import GrammarProcess
-from engine.grammar.vocabulary import Vocabulary
+from engine.errors import InvalidParameter, StructureUnavailable
+from engine.grammar.state import Look, MatcherState, Vocabulary, look
 from engine.models.describe import Speaking
 from engine.structure import Grammar, GrammarSource
 
-logger = logging.getLogger(__name__)
+FIRST_LOOK_S = 0.5  # CPU time; an ordinary one takes less than a millisecond
+NUM_THREADS = 2  # for slow looks, during which the interpreter lock is free
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,  # 10 ms; half of llguidance's own limit, as are the states
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 100_000,  # 1 kB each
+    "verbose_errors": False,
+}
 
-TIMEOUT_S = 5.0
-START_S = 60.0  # the nursery imports torch, which is slow on a busy machine
-MAX_KEPT = 32  # processes kept for the next request with their grammar
-MAX_PROCESSES = 128  # including those in use by requests in flight
-_RUN = "import sys; sys.path.insert(0, sys.argv[1]); from engine.grammar.worker import main; main()"
-Known = tuple[str, GrammarSource]  # owner and source
+
+def check_installed() -> None:
+    """Raise StructureUnavailable if the optional package is missing."""
+    if importlib.util.find_spec("llguidance") is None:
+        raise StructureUnavailable(
+            "structured output needs the package llguidance, which is not installed here; the "
+            "operator adds it with: pip install 'cachesvc[structured]'"
+        )
 
 
-def compiler_for(loaded: Speaking, *, timeout_s: float = TIMEOUT_S) -> "GrammarCompiler":
-    """The compiler for a model's vocabulary. Starts nothing."""
+def compiler_for(loaded: Speaking) -> "GrammarCompiler":
+    """The compiler for a model's vocabulary."""
     tokenizer, special = loaded.tokenizer, loaded.tokenizer.special_token_ids
 
     def tokens() -> list[bytes]:
         ids = range(loaded.vocab_size)
         return [b"" if i in special else tokenizer.token_bytes(i) for i in ids]
 
-    return GrammarCompiler(
-        tokens,
-        loaded.eos_token_ids,
-        lambda text: tokenizer.encode(text, add_special_tokens=False),
-        timeout_s=timeout_s,
-    )
+    def encode(text: str) -> Sequence[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return GrammarCompiler(tokens, loaded.eos_token_ids, encode)
 
 
 class GrammarCompiler:
-    """Compiled grammars by their source. Thread-safe; `close` ends the processes.
+    """Thread-safe. `close` ends its threads.
 
     `tokens[i]` holds token i's bytes, empty for special tokens. `end` holds the ids that end an
-    answer. Owners (such as tenants) share nothing, so one's answers cannot end another's process.
+    answer.
     """
 
     def __init__(
@@ -62,161 +63,96 @@ class GrammarCompiler:
         tokens: Callable[[], Sequence[bytes]],
         end: frozenset[int],
         encode: Callable[[str], Sequence[int]],
-        *,
-        timeout_s: float = TIMEOUT_S,
-        max_kept: int = MAX_KEPT,
-        max_refused: int = 1024,
     ) -> None:
-        """`timeout_s` is CPU time."""
         self._tokens = tokens
         self._end = end
         self._encode = encode
-        self._timeout_s = timeout_s
-        self._max_kept = max_kept
-        self._max_refused = max_refused
-        self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[Known, GrammarProcess] = OrderedDict()
-        self._refused: OrderedDict[bytes, str] = OrderedDict()  # the reason, by digest
-        self._all: weakref.WeakSet[GrammarProcess] = weakref.WeakSet()
-        self._nursery: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._known_lock = threading.Lock()  # guards the remembered grammars; held briefly
-        self._start_lock = threading.Lock()  # so that the nursery starts only once
+        self._lock = threading.Lock()  # so that the vocabulary is read only once
+        self._made: tuple[Any, Vocabulary] | None = None
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="cachesvc-grammar")
 
-    def known(self, source: GrammarSource, owner: str = "") -> Grammar | None:
-        """The grammar, if already compiled. Raises InvalidParameter for one that is known not to
-        compile. Never blocks for long."""
-        key, refused_as = (owner, source), _digest(owner, source)
-        with self._known_lock:
-            reason = self._refused.get(refused_as)
-            found = self._kept.get(key)
-            if found is not None and not found.alive:
-                del self._kept[key]
-                found = None
-            if found is not None:
-                self._kept.move_to_end(key)
-        if reason is not None:
-            raise InvalidParameter(f"{source.field}: {reason}", param=source.field)
-        return found
-
-    def compile(self, source: GrammarSource, owner: str = "") -> Grammar:
+    def compile(self, source: GrammarSource) -> Grammar:
         """Compile the grammar of `source`.
 
-        Raises InvalidParameter, naming the field, if it is not a grammar, takes too long or is too
-        large. Raises QueueFull if too many are in use, and StructureUnavailable without xgrammar.
+        Raises InvalidParameter, naming the field, if it is not a grammar, too large, or has no
+        answer. Raises StructureUnavailable without llguidance.
         """
         check_installed()
-        known = self.known(source, owner)
-        if known is not None:
-            return known
-        try:
-            made = self._compiled(source)
-        except InvalidParameter as error:
-            self._refuse(_digest(owner, source), str(error))
-            raise InvalidParameter(f"{source.field}: {error}", param=source.field) from None
-        with self._known_lock:
-            self._kept[owner, source] = made
-            while len(self._kept) > self._max_kept:
-                self._kept.popitem(last=False)
-        return made
+        from llguidance import LLMatcher, LLParserLimits
+
+        if not self._end:
+            raise _refused(source, "the model has no end-of-sequence token to end a grammar")
+        tokenizer, vocabulary = self._vocabulary()
+        matcher = LLMatcher(tokenizer, source.text, log_level=0, limits=LLParserLimits(**LIMITS))
+        if matcher.is_error():
+            raise _refused(source, matcher.get_error())
+        first = look(matcher, (), vocabulary)
+        if first.stuck is not None:
+            raise _refused(source, f"it has no answer: {first.stuck}")
+        if first.cpu_s > FIRST_LOOK_S:
+            raise _refused(source, "it is too ambiguous: its first token takes too long")
+        return CompiledGrammar(matcher, first, vocabulary, self._threads)
 
     def close(self) -> None:
-        with self._known_lock:
-            self._kept.clear()
-        with self._start_lock:
-            self._end_nursery()
+        self._threads.shutdown(cancel_futures=True)
 
-    def _refuse(self, key: bytes, reason: str) -> None:
-        with self._known_lock:
-            self._refused[key] = reason
-            while len(self._refused) > self._max_refused:
-                self._refused.popitem(last=False)
+    def _vocabulary(self) -> tuple[Any, Vocabulary]:
+        from llguidance import LLTokenizer
 
-    def _compiled(self, source: GrammarSource) -> GrammarProcess:
-        with self._known_lock:
-            while len(self._all) >= MAX_PROCESSES and self._kept:
-                self._kept.popitem(last=False)
-            if len(self._all) >= MAX_PROCESSES:
-                raise QueueFull(f"{MAX_PROCESSES} grammars are in use, as many as are allowed")
-        made = GrammarProcess(*self._forked())
-        self._all.add(made)
-        made.compile(source, self._timeout_s)
-        return made
-
-    # The nursery.
-
-    def _forked(self) -> tuple[Vocabulary, socket.socket]:
-        """Fork a new process. Returns the socket that it listens to."""
-        while True:
-            vocabulary, control = self._running_nursery()
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                try:
-                    socket.send_fds(control, [b"+"], [theirs.fileno()])
-                except OSError:
-                    ours.close()
-                    logger.warning("the nursery of grammars has died; another starts")
-                    with self._start_lock:
-                        self._end_nursery()
-                    continue
-            return vocabulary, ours
-
-    def _running_nursery(self) -> tuple[Vocabulary, socket.socket]:
-        with self._start_lock:
-            if self._vocabulary is None:
-                if not self._end:
-                    raise InvalidParameter(
-                        "the model has no end-of-sequence token to end a grammar"
-                    )
-                self._vocabulary = Vocabulary(self._tokens(), sorted(self._end), self._encode)
-            if self._nursery is None or self._nursery.poll() is not None or self._control is None:
-                self._end_nursery()
-                self._control = self._start_nursery(self._vocabulary)
-            return self._vocabulary, self._control
-
-    def _start_nursery(self, vocabulary: Vocabulary) -> socket.socket:
-        root = str(Path(__file__).resolve().parents[2])
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._nursery = subprocess.Popen(
-                [sys.executable, "-c", _RUN, root, str(theirs.fileno())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        tokens = [token.decode("latin-1") for token in vocabulary.tokens]
-        ours.settimeout(START_S)
-        assert self._nursery.stdin is not None
-        with contextlib.suppress(OSError):
-            self._nursery.stdin.write(
-                json.dumps({"tokens": tokens, "end": vocabulary.end}).encode()
-            )
-            self._nursery.stdin.close()
-            if ours.recv(1) == b"+":
-                return ours
-        ours.close()
-        self._end_nursery()
-        raise InvalidParameter(
-            "the process that compiles grammars does not start on this server; its operator can "
-            "see why with: python -c 'import xgrammar'"
-        )
-
-    def _end_nursery(self) -> None:
-        nursery, self._nursery = self._nursery, None
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
-        if nursery is None:
-            return
-        nursery.kill()
-        nursery.wait()
-        if nursery.stdin is not None:
-            with contextlib.suppress(OSError):
-                nursery.stdin.close()
+        with self._lock:
+            if self._made is None:
+                spelling: Any = Spelling(list(self._tokens()), sorted(self._end), self._encode)
+                tokenizer = LLTokenizer(spelling, eos_token=spelling.end)
+                spelling.greedy = tokenizer.greedy_tokenize
+                self._made = tokenizer, Vocabulary(len(spelling.tokens), spelling.end)
+            return self._made
 
 
-def _digest(owner: str, source: GrammarSource) -> bytes:
-    """The digest by which a refused grammar is remembered. Its text, up to 64 KiB, is not kept."""
-    named = f"{owner}\n{source.kind}\n{source.text}".encode(errors="surrogatepass")
-    return hashlib.blake2b(named, digest_size=16).digest()
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A matcher before its first token, of which each sequence gets a copy."""
+
+    matcher: Any
+    first: Look
+    vocabulary: Vocabulary
+    threads: ThreadPoolExecutor
+
+    def begin(self, min_tokens: int) -> MatcherState:
+        copy = self.matcher.deep_copy()
+        return MatcherState(copy, self.first, self.vocabulary, self.threads, min_tokens)
+
+
+class Spelling:
+    """The tokenizer, by the names that llguidance expects."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(
+        self, tokens: list[bytes], end: list[int], encode: Callable[[str], Sequence[int]]
+    ) -> None:
+        self.tokens = tokens
+        self.end = end
+        self.eos_token_id = end[0]
+        self.special_token_ids = [number for number, token in enumerate(tokens) if not token]
+        self.greedy: Callable[[str], Sequence[int]] = encode
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        """The tokenizer's tokens; the longest at each place if it adds something before a text."""
+        ids = list(self._encode(text))
+        if b"".join(self.tokens[token] for token in ids) != text.encode():
+            return list(self.greedy(text))
+        return ids
+
+
+def _refused(source: GrammarSource, error: str) -> InvalidParameter:
+    """An error in one line, with the place of the keyword that it names."""
+    reason = re.sub(
+        r"at \d+\(\d+\): (failed to compile JSON schema: )?", "", " ".join(error.split())
+    )
+    if "oneOf" in reason:
+        reason = "oneOf needs alternatives that exclude each other by type or by a constant"
+    found = [place for keyword, place in source.places.items() if keyword in reason]
+    at = f" at {found[0][:200]}" if found else ""
+    return InvalidParameter(f"{source.field}{at}: {reason[:300]}", param=source.field)

@@ -5,66 +5,119 @@ choose the spelling. So the answer is the same whether forced tokens are compute
 at once (the "jump-forward" of SGLang's compressed state machine, arXiv 2312.07104, section 4).
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from dataclasses import dataclass
+from typing import Any
 
-from engine.grammar.matcher import Look
-from engine.grammar.vocabulary import Mask, Vocabulary
+import numpy as np
+from numpy.typing import NDArray
 
-# The CPU time that matching one answer may take. An ambiguous hostile grammar makes matching slow
-# without bound: `root ::= root root root | "a"` took 0.13 s a token after 1,000 tokens.
+Mask = NDArray[np.int32]  # [num_words], one bit per token
+
+# The CPU time that matching one answer may take. An ambiguous hostile grammar makes matching slow:
+# `root ::= root root root | "a"` took 0.13 s a token after 280 tokens.
 MATCH_SLACK_S = 1.0
 MATCH_S_PER_TOKEN = 0.005
+QUICK_S = 0.002  # a state that once took longer is matched on another thread from then on
+MAX_FORCED = 256  # tokens found at a time
 
 
-class Link(Protocol):
-    """The connection to the process that matches a state's grammar."""
+class Vocabulary:
+    """The ids that end an answer, and masks of ids."""
 
-    def ask(self, state: "MatcherState", tokens: Sequence[int]) -> None:
-        """Request the look after these further tokens. `state.received` gets it later."""
-        ...
+    def __init__(self, num_tokens: int, end: Sequence[int]) -> None:
+        self.end = tuple(end)
+        self.num_words = -(-num_tokens // 32)
+        self.end_mask = self.mask_of(end)
 
-    def wait(self, state: "MatcherState", timeout_s: float) -> None:
-        """Process answers that have arrived, and wait up to `timeout_s` for the one of `state`."""
-        ...
+    def mask_of(self, ids: Sequence[int]) -> Mask:
+        bits = np.zeros(self.num_words * 32, dtype=np.bool_)
+        bits[list(ids)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The next tokens: those allowed, those forced, or why there are none."""
+
+    mask: Mask
+    forced: tuple[int, ...] = ()
+    stuck: str | None = None
+    cpu_s: float = 0.0
+
+
+def look(matcher: Any, tokens: Sequence[int], vocabulary: Vocabulary) -> Look:
+    """Advance a matcher by tokens, each of which was allowed, and find the next ones."""
+    begun_s = time.thread_time()
+    matcher.consume_tokens(list(tokens))
+    # Computed first, since it alone leaves the interpreter lock to others.
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)[: vocabulary.num_words].copy()
+    forced: tuple[int, ...] = ()
+    stuck = None
+    further = mask & ~vocabulary.end_mask
+    if matcher.is_error() and "NoExtension" not in matcher.get_error():
+        stuck = f"the grammar is too ambiguous: {' '.join(matcher.get_error().split())[:200]}"
+    elif not further.any():
+        if matcher.is_accepting():
+            forced = vocabulary.end[:1]
+        else:
+            stuck = "no token of the model can follow under this grammar"
+    elif not (mask & vocabulary.end_mask).any() and np.bitwise_count(mask).sum() == 1:
+        forced = tuple(matcher.compute_ff_tokens()[:MAX_FORCED]) or (_only(mask),)
+    return Look(mask, forced, stuck, time.thread_time() - begun_s)
+
+
+def _only(mask: Mask) -> int:
+    return int(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))[0])
 
 
 class MatcherState:
     """One sequence's state. Engine thread only.
 
-    Invariant: while it is `ready`, all but the `forced` tokens' followers are known.
+    Invariant: while a look is under way, its thread alone uses the matcher.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, link: Link, first: Look, *, number: int, min_tokens: int
+        self,
+        matcher: Any,
+        first: Look,
+        vocabulary: Vocabulary,
+        threads: ThreadPoolExecutor,
+        min_tokens: int,
     ) -> None:
-        self.number = number  # among the states of one link
         self.forced: deque[int] = deque()
         self.stuck: str | None = None
+        self._matcher = matcher
         self._vocabulary = vocabulary
-        self._link = link
+        self._threads = threads
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._spent_s = 0.0
-        self._untold: list[int] = []  # tokens not sent to the link yet
-        self._asked = False
+        self._quick = True
+        self._untold: list[int] = []  # forced tokens that the matcher has not seen yet
+        self._under_way: Future[Look] | None = None
         self._take(first)
 
     @property
     def ready(self) -> bool:
-        if self._asked:
-            self._link.wait(self, 0.0)
-        return not self._asked
+        return self.wait(0.0)
 
     def wait(self, timeout_s: float) -> bool:
-        if self._asked:
-            self._link.wait(self, timeout_s)
-        return not self._asked
+        if self._under_way is not None:
+            wait_for([self._under_way], timeout_s)
+            if not self._under_way.done():
+                return False
+            done, self._under_way = self._under_way, None
+            self._take(done.result())
+        return True
 
     @property
     def allowed(self) -> Mask:
-        assert not self._asked
+        assert self._under_way is None
         return self._vocabulary.mask_of([self.forced[0]]) if self.forced else self._mask
 
     def accept(self, token: int) -> None:
@@ -75,58 +128,23 @@ class MatcherState:
         expected = self.forced.popleft() if self.forced else token
         assert token == expected, (token, expected)
         self._untold.append(token)
-        if not self.forced:
-            untold, self._untold = self._untold, []
-            self._asked = True
-            self._link.ask(self, untold)
-
-    def received(self, look: Look | None) -> None:
-        """Receive the requested look. None if the link has failed."""
-        self._asked = False
-        if look is None:
-            self.stuck = "the grammar is too ambiguous: looking at the next token took too long"
+        if self.forced:
             return
-        self._spent_s += look.cpu_s
+        untold, self._untold = self._untold, []
+        if self._quick:
+            self._take(look(self._matcher, untold, self._vocabulary))
+        else:
+            self._under_way = self._threads.submit(look, self._matcher, untold, self._vocabulary)
+
+    def _take(self, found: Look) -> None:
+        self._quick &= found.cpu_s < QUICK_S
+        self._spent_s += found.cpu_s
+        self._mask, self.stuck = found.mask.copy(), found.stuck
+        self.forced.extend(found.forced)
         if self._spent_s > MATCH_SLACK_S + MATCH_S_PER_TOKEN * self._num_tokens:
             self.stuck = (
                 f"the grammar is too ambiguous: matching {self._num_tokens} tokens took "
                 f"{self._spent_s:.1f} s"
             )
-            return
-        self._take(look)
-
-    def _take(self, look: Look) -> None:
-        """Find the forced tokens, or else the allowed ones."""
-        vocabulary = self._vocabulary
-        self._mask = mask = look.mask.copy()
-        may_end = (mask & vocabulary.end_mask).any()
-        goes_on = (mask & ~vocabulary.end_mask).any()
-        if may_end and goes_on:
-            if self._num_tokens < self._min_tokens:
-                mask &= ~vocabulary.end_mask
-            return
-        if not goes_on:
-            if may_end:
-                self.forced.append(vocabulary.end[0])
-            else:
-                self.stuck = "no token of the model can follow under this grammar"
-            return
-        self.forced += self._spelt(look)
-        if not self.forced and (only := vocabulary.only_token(mask)) is not None:
-            self.forced.append(only)
-
-    def _spelt(self, look: Look) -> list[int]:
-        """The tokenizer's tokens for the forced text, up to the point where a token longer than the
-        rest is allowed. From there the model chooses."""
-        tokens = list(self._vocabulary.encode(look.text.decode())) if look.text else []
-        pieces = [self._vocabulary.tokens[token] for token in tokens]
-        if b"".join(pieces) != look.text:
-            return []  # this tokenizer adds something before a text
-        kept: list[int] = []
-        offset = 0
-        for token, piece in zip(tokens, pieces, strict=True):
-            if not piece or look.crosses[offset]:
-                break
-            kept.append(token)
-            offset += len(piece)
-        return kept
+        elif not self.forced and self._num_tokens < self._min_tokens:
+            self._mask &= ~self._vocabulary.end_mask

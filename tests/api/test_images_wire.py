@@ -15,7 +15,6 @@ import pytest
 from PIL import Image
 
 from api.collaborators import WireSettings
-from api.requests.grammars import GrammarPool
 from api.served_model import ServedModel
 from engine.errors import InvalidParameter
 from engine.models.load import LoadedModel, load_model
@@ -42,7 +41,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-async def house(loaded: LoadedModel, pictures: Path) -> AsyncIterator[FakeHouse]:
+def house(loaded: LoadedModel, pictures: Path) -> FakeHouse:
     seeing = dataclasses.replace(
         byte_model("eyes"),
         tokenizer=loaded.tokenizer,
@@ -52,15 +51,13 @@ async def house(loaded: LoadedModel, pictures: Path) -> AsyncIterator[FakeHouse]
     )
     compiler = RecordingCompiler()
     compiler.refuse = InvalidParameter("no such grammar")
-    grammars = GrammarPool(compiler)
     house = fake_house(
         models=[seeing, byte_model()],
         settings=WireSettings(image_dir=pictures),
-        grammars=grammars,
+        grammars=compiler,
     )
     house.engine.script = Script(answer="A cat.")
-    yield house
-    grammars.close()
+    return house
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from api.requests.grammars import GrammarPool
 from api.requests.kept import owner_of
 from cachesvc.operator.purge import RECEIPTS
 from cachesvc.server.kept_turns import FILE_NAME
@@ -69,23 +68,22 @@ async def test_what_had_not_reached_the_engine_is_computed_without_the_cache() -
     class Slow(RecordingCompiler):
         begun, go_on = threading.Event(), threading.Event()
 
-        def compile(self, source: GrammarSource, owner: str) -> Compiled:
+        def compile(self, source: GrammarSource) -> Compiled:
             self.begun.set()
             assert self.go_on.wait(20)
-            return super().compile(source, owner)
+            return super().compile(source)
 
     slow = Slow()
     body = {"model": "bytes", "messages": SAID, "response_format": {"type": "json_object"}}
-    with closing(GrammarPool(slow)) as grammars:
-        house = fake_house(grammars=grammars)
-        async with running(house) as (_, client):
-            asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
-            assert await asyncio.to_thread(slow.begun.wait, 20)
-            purge(house)
-            slow.go_on.set()
-            assert 200 == (await asked).status_code
-            assert 200 == (await client.post("/v1/chat/completions", json=body)).status_code
-            assert [False, True] == [request.cache for request in house.engine.requests]
+    house = fake_house(grammars=slow)
+    async with running(house) as (_, client):
+        asked = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        assert await asyncio.to_thread(slow.begun.wait, 20)
+        purge(house)
+        slow.go_on.set()
+        assert 200 == (await asked).status_code
+        assert 200 == (await client.post("/v1/chat/completions", json=body)).status_code
+        assert [False, True] == [request.cache for request in house.engine.requests]
 
 
 @pytest.mark.timeout(120)

@@ -1,17 +1,17 @@
 """Tools over chat completions: calls parsed from the answer, forced by a grammar, told to the
 template; reasoning apart from the text."""
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
-from api.requests.grammars import GrammarPool
-from engine.structure import SourceKind
+from engine.grammar.compiler import compiler_for
 from tests.api.conftest import running
 from tests.api.test_chat_wire import CHAT, events
 from tests.api.test_structured_wire import RecordingCompiler
+from tests.support.models import tiny_model
+from tests.support.walks import accepts
 from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
 
 WEATHER: dict[str, Any] = {
@@ -104,75 +104,63 @@ async def test_a_call_that_is_cut_short_ends_by_its_length(
 
 async def ask(body: dict[str, Any], answer: str = CALL) -> tuple[httpx.Response, RecordingCompiler]:
     compiler = RecordingCompiler()
-    pool = GrammarPool(compiler)
-    house = fake_house(grammars=pool)
+    house = fake_house(grammars=compiler)
     house.engine.script = Script(answer=answer)
-    try:
-        async with running(house) as (_, client):
-            return await client.post(CHAT, json=body), compiler
-    finally:
-        pool.close()
+    async with running(house) as (_, client):
+        return await client.post(CHAT, json=body), compiler
 
 
-async def forced(**fields: Any) -> dict[str, Any]:
-    response, compiler = await ask(chat(**fields))
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "x",
+        "schema": {
+            "type": "object",
+            "properties": {"a": {"enum": ["日", "中"]}},
+            "required": ["a"],
+        },
+    },
+}
+CALL_OF_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+CALL_OF_WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("fields", "matches", "others"),
+    [
+        ({"tool_choice": "required"}, [CALL_OF_TIME, CALL_OF_WEATHER], ["x", CALL_OF_TIME * 2]),
+        # instructor sends both, by the parse helper of OpenAI's client.
+        ({"tool_choice": "required", "response_format": FORM}, [CALL_OF_TIME], ['{"a": "日"}']),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": True},
+            [CALL_OF_TIME, f"{CALL_OF_TIME}\n{CALL_OF_WEATHER}"],
+            [CALL_OF_TIME * 2],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+            [CALL_OF_TIME],
+            [CALL_OF_WEATHER, f"{CALL_OF_TIME}\n{CALL_OF_TIME}"],
+        ),
+        (
+            {"tools": [STRICT]},
+            ["", "text <tool", f"Well: {CALL_OF_WEATHER} and {CALL_OF_WEATHER}."],
+            [f"Well: {CALL_OF_TIME}", "<tool_call>"],
+        ),
+        ({"response_format": FORM}, [CALL_OF_TIME, '{"a": "日"}'], ["x", '{"a": "東"}']),
+    ],
+)
+async def test_the_grammar_of_calls_matches_calls(
+    fields: dict[str, Any], matches: list[str], others: list[str]
+) -> None:
+    response, recorded = await ask(chat(**fields))
     assert 200 == response.status_code, response.text
-    [source] = compiler.sources
-    assert SourceKind.STRUCTURAL_TAG is source.kind
-    shape: dict[str, Any] = json.loads(source.text)["format"]
-    return shape
-
-
-async def test_a_required_call_is_one_of_the_tools() -> None:
-    shape = await forced(tool_choice="required")
-    assert ("tags_with_separator", True, True) == (
-        shape["type"],
-        shape["at_least_one"],
-        shape["stop_after_first"],
-    )
-    begins = [tag["begin"] for tag in shape["tags"]]
-    assert [f'<tool_call>\n{{"name": "{n}", "arguments": ' for n in ("weather", "time")] == begins
-    schema = WEATHER["function"]["parameters"]
-    assert schema == shape["tags"][0]["content"]["json_schema"]
-
-
-async def test_a_forced_call_has_no_text_that_a_response_format_could_shape() -> None:
-    """instructor sends both, by the parse helper of OpenAI's client."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    shape = await forced(tool_choice="required", response_format=asked)
-    assert "tags_with_separator" == shape["type"]
-
-
-async def test_parallel_calls_may_go_on() -> None:
-    shape = await forced(tool_choice="required", parallel_tool_calls=True)
-    assert shape["stop_after_first"] is False
-
-
-async def test_a_named_call_is_that_tool_once() -> None:
-    named = {"type": "function", "function": {"name": "time"}}
-    shape = await forced(tool_choice=named, parallel_tool_calls=True)
-    [tag] = shape["tags"]
-    assert '"time"' in tag["begin"]
-    assert shape["stop_after_first"] is True
-
-
-async def test_a_strict_tool_holds_calls_to_its_schema_amid_text() -> None:
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    shape = await forced(tools=[strict])
-    assert ("triggered_tags", ["<tool_call>"]) == (shape["type"], shape["triggers"])
-
-
-async def test_beside_a_response_format_the_answer_is_a_call_or_a_document() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    shape = await forced(response_format=asked)
-    calls, document = shape["elements"]
-    assert ("or", "tags_with_separator", schema) == (
-        shape["type"],
-        calls["type"],
-        document["json_schema"],
-    )
+    [source] = recorded.sources
+    compiler = compiler_for(tiny_model())
+    grammar = compiler.compile(source)
+    compiler.close()
+    assert [True] * len(matches) == [accepts(grammar.begin(0), text.encode()) for text in matches]
+    assert [False] * len(others) == [accepts(grammar.begin(0), text.encode()) for text in others]
 
 
 @pytest.mark.parametrize(

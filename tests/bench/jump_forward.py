@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=options.cache_dir)
-    compiler = compiler_for(loaded, timeout_s=30.0)
+    compiler = compiler_for(loaded)
     try:
         grammar = compiler.compile(source_of(StructuredOutputs(json=SCHEMA)))
     finally:

@@ -17,7 +17,6 @@ from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from api.requests.grammars import GrammarPool
 from tests.api.test_structured_wire import RecordingCompiler
 from tests.e2e.conftest import Server, on_a_socket
 from tests.support.wire import ByteTokenizer, Script, fake_house
@@ -39,10 +38,8 @@ def called(name: str) -> str:
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    pool = GrammarPool(RecordingCompiler())
-    with on_a_socket(fake_house(grammars=pool)) as running:
+    with on_a_socket(fake_house(grammars=RecordingCompiler())) as running:
         yield running
-    pool.close()
 
 
 def chat_model(server: Server, **fields: Any) -> ChatOpenAI:

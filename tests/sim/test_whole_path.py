@@ -31,7 +31,6 @@ from api.access.overload import QueueBound
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_storage
 from api.app import create_app
 from api.requests.bridge import OutputBridge
-from api.requests.grammars import GrammarPool
 from billing.budgets import Budget, remove_budget, set_budget
 from billing.errors import CardConflict, UnknownBudget
 from billing.gate.entries import Entry, Kind
@@ -69,15 +68,11 @@ REFUSED = {400, 402, 403, 409, 429, 503}
 class Grammars:
     """Compiles a source to a grammar drawn by its text; a part of them cannot be compiled."""
 
-    def known(self, source: GrammarSource, owner: str) -> RandomGrammar | None:
-        number = zlib.crc32(source.text.encode())
-        return RandomGrammar(number, slow=number % 2 == 0) if number % 3 else None
-
-    def compile(self, source: GrammarSource, owner: str) -> RandomGrammar:
+    def compile(self, source: GrammarSource) -> RandomGrammar:
         number = zlib.crc32(source.text.encode())
         if number % 5 == 0:
             raise InvalidParameter("nothing matches this", param=source.field)
-        return RandomGrammar(number)
+        return RandomGrammar(number, slow=number % 2 == 0)
 
 
 class Faulty(ChainRunner):
@@ -158,7 +153,7 @@ class Life:
             engine=self.engine,
             queue=QueueBound(self.engine, max_in_flight=chance.choice((8, 1024))),
             bridge=bridge,
-            grammars=GrammarPool(Grammars()),
+            grammars=Grammars(),
             limits=WindowLimits(limits, open_storage("memory://"), self.places),
             settings=replace(
                 house.wire.settings,
@@ -197,7 +192,6 @@ class Life:
         self._check()
 
     def close(self) -> None:
-        self.house.wire.grammars.close()
         self.house.wire.encoders.close()
         self.cache.close()
         self.bank.close()

@@ -21,7 +21,6 @@ from api.job import Bill, Job, Priced, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
-from api.requests.grammars import GrammarPool
 from api.requests.metering import Meter
 from api.requests.quote import Survey
 from api.requests.retention import Retention
@@ -47,6 +46,7 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
+from engine.structure import Compiler
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
 from tiers.errors import MissReason
@@ -428,7 +428,7 @@ def fake_house(
     ledger_store: LedgerStore | None = None,
     replays: Idempotency | None = None,
     journal: Journal | None = None,
-    grammars: GrammarPool | None = None,
+    grammars: Compiler | None = None,
     receipt_keys: Mapping[str, str] | None = None,
     max_in_flight: int = 1024,
     retention: Retention | None = None,

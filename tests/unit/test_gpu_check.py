@@ -60,7 +60,7 @@ def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack() -> None:
     """The server's own dependencies are not there."""
     code = (
         "import sys\n"
-        "for name in ('lmdb', 'gguf', 'peft', 'xgrammar', 'sqlalchemy', 'fastapi', 'structlog'):\n"
+        "for name in ('lmdb', 'gguf', 'peft', 'llguidance', 'sqlalchemy', 'fastapi'):\n"
         "    sys.modules[name] = None\n"
         "from tests.bench.gpu_check import __main__, attention, copies, memory, parity\n"
         "from tests.bench.gpu_check import rows, speed\n"

@@ -7,12 +7,11 @@ import pytest
 
 from cachesvc.config.errors import ConfigError
 from cachesvc.server.vllm.arguments import read_options, vllm_flags
-from cachesvc.server.vllm.params import check_served, sampling_of, structure_of
+from cachesvc.server.vllm.params import check_served, sampling_of
 from cachesvc.vllm.identity import salt_of, tenant_of
 from engine.bounds import MAX_SEED
 from engine.errors import InvalidParameter
 from engine.request import Request, SamplingParams
-from engine.structure import GrammarSource, SourceKind
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
 
@@ -90,11 +89,6 @@ def test_a_request_without_the_cache_is_neither_read_nor_stored() -> None:
     )
     assert made["skip_reading_prefix_cache"] is True
     assert {"id": "r:0", "store": False} == made["extra_args"]["kv_transfer_params"]["cachesvc"]
-
-
-def test_every_kind_of_grammar_has_vllms_name() -> None:
-    names = {next(iter(structure_of(GrammarSource(kind, "text")))) for kind in SourceKind}
-    assert {"json", "json_object", "regex", "grammar", "structural_tag"} == names
 
 
 def test_contents_are_refused_by_name() -> None:

@@ -20,6 +20,7 @@ OURS: Mapping[str, str] = {
     "dtype": "--dtype",
     "kv-transfer-config": "engine.node, which names the node",
     "skip-tokenizer-init": "the model's own tokenizer",
+    "structured-outputs-config": "llguidance, which the server sets",
     "host": "--host",
     "port": "--port",
     "api-key": "cachesvc keys",

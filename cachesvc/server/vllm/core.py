@@ -21,7 +21,7 @@ from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
 from cachesvc.server.vllm.arguments import engine_arguments
 from cachesvc.server.vllm.engine import VllmEngine
 from cachesvc.server.vllm.generate import VllmSettings
-from cachesvc.server.vllm.grammars import CheckedGrammars
+from cachesvc.server.vllm.grammars import CheckedGrammars, guidance
 from cachesvc.server.vllm.node import NodeWatch, ensure_node
 from cachesvc.server.vllm.node_operations import NodeOperations
 from cachesvc.server.vllm.relay import NodeRelay
@@ -270,6 +270,7 @@ def _ours(
         "model": str(spoken.folder),
         "served_model_name": [model.name],
         "enable_prefix_caching": True,
+        "structured_outputs_config": guidance(),
     }
     if model.dtype != "auto" or _is_cpu():
         ours["dtype"] = "float32" if model.dtype == "auto" else model.dtype

@@ -1,14 +1,12 @@
-"""Structured output with vLLM: our bounds on compiling a grammar, vLLM's own matching.
+"""Structured output with vLLM: our acceptance and bounds, vLLM's own matching by llguidance.
 
-vLLM compiles grammars in its engine core, which all requests share. So each grammar is first
-compiled in a process that the kernel kills at a bound on CPU time. A grammar that fails there never
-reaches vLLM.
+Each grammar is compiled here first, so what cannot be enforced is refused before vLLM's engine
+core, which all requests share, sees it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from cachesvc.server.vllm.params import structure_of
 from engine.grammar.compiler import GrammarCompiler
 from engine.structure import Grammar, GrammarSource, GrammarState
 
@@ -30,12 +28,8 @@ class CheckedGrammars:
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
 
-    def known(self, source: GrammarSource, owner: str = "") -> Grammar | None:
-        found = self._compiler.known(source, owner)
-        return CheckedGrammar(source, found) if found is not None else None
-
-    def compile(self, source: GrammarSource, owner: str = "") -> Grammar:
-        return CheckedGrammar(source, self._compiler.compile(source, owner))
+    def compile(self, source: GrammarSource) -> Grammar:
+        return CheckedGrammar(source, self._compiler.compile(source))
 
     def close(self) -> None:
         self._compiler.close()
@@ -48,4 +42,11 @@ def structure_in(grammar: Grammar | None) -> Any:
     assert isinstance(grammar, CheckedGrammar), grammar
     from vllm.sampling_params import StructuredOutputsParams
 
-    return StructuredOutputsParams(**structure_of(grammar.source))
+    return StructuredOutputsParams(grammar=grammar.source.text)
+
+
+def guidance() -> Any:
+    """vLLM's configuration with the backend that reads llguidance's grammars."""
+    from vllm.config import StructuredOutputsConfig
+
+    return StructuredOutputsConfig(backend="guidance", disable_fallback=True)

@@ -3,26 +3,19 @@
 Each field of `engine.request.SamplingParams` is mapped here, or refused by name.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from cachesvc.vllm.reports import PARAMETER
 from engine.errors import InvalidParameter
 from engine.request import Request
 from engine.scheduling.group import seed_of
-from engine.structure import GrammarSource, SourceKind
 
 _MAX_SEED = (1 << 63) - 1  # vLLM's seeds are signed; -1 means no seed
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "logprobs"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
-_STRUCTURES: Mapping[SourceKind, str] = {
-    SourceKind.JSON_SCHEMA: "json",
-    SourceKind.REGEX: "regex",
-    SourceKind.EBNF: "grammar",
-    SourceKind.STRUCTURAL_TAG: "structural_tag",
-}
 
 
 def check_served(request: Request) -> None:
@@ -62,13 +55,6 @@ def sampling_of(
         "extra_args": {"kv_transfer_params": {PARAMETER: tag}},
         "detokenize": False,
     }
-
-
-def structure_of(source: GrammarSource) -> dict[str, Any]:
-    """The fields of vLLM's `StructuredOutputsParams`."""
-    if source.kind is SourceKind.JSON_OBJECT:
-        return {"json_object": True}
-    return {_STRUCTURES[source.kind]: source.text}
 
 
 def _seed(seed: int | None, index: int) -> int | None:

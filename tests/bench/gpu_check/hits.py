@@ -230,18 +230,12 @@ def _lora(device: str, folder: Path) -> Case:
 
 
 def _grammar(device: str, folder: Path) -> Case:
-    from engine.grammar.matcher import VocabularyCompiler
-    from engine.grammar.vocabulary import Vocabulary
+    from engine.grammar.compiler import compiler_for
     from engine.structure import StructuredOutputs, source_of
-    from tests.support.grammars import LocalGrammar
 
     loaded = moved(tiny_model(), device)
-    tokenizer = loaded.tokenizer
-    special = tokenizer.special_token_ids
-    tokens = [b"" if i in special else tokenizer.token_bytes(i) for i in range(loaded.vocab_size)]
-    vocabulary = Vocabulary(tokens, [*loaded.eos_token_ids], tokenizer.encode)
     source = source_of(StructuredOutputs(regex="[a-z]{20,30}"))
-    return _plain(loaded, grammar=LocalGrammar(VocabularyCompiler(vocabulary), source))
+    return _plain(loaded, grammar=compiler_for(loaded).compile(source))
 
 
 def _images(device: str, folder: Path) -> Case:
