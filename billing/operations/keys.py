@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from datetime import date
 from typing import Annotated
 
 from billing.errors import InvalidName
@@ -12,14 +13,32 @@ from billing.prices.book import NS
 from billing.reports.documents import Document, key_document
 
 USUAL_SCOPES = tuple(scope for scope in Scope if scope in DEFAULT_SCOPES)
+EPOCH = date(1970, 1, 1).toordinal()
 MAX_VALIDITY_S = 100 * 366 * 86_400
 
 
 def list_keys(books: Books, *, tenant: OfTenant = None) -> list[Document]:
-    """Keys, shown by their prefixes only."""
+    """Keys, shown by their prefixes only, each with the last UTC day on which it was charged."""
     books.accounts.expect(tenant)
+    return keys_of(books, tenant)
+
+
+def keys_of(books: Books, tenant: str | None) -> list[Document]:
+    """The same, without asking whether the tenant exists."""
+    from billing.store.reports import last_days  # imports the database
+
     now_ns = time.time_ns()
-    return [key_document(info, now_ns) for info in books.accounts.keys(tenant)]
+    with books.store.reading() as connection:
+        days = last_days(connection)
+    return [
+        key_document(info, now_ns) | {"last_used": _day(days.get(info.key_id))}
+        for info in books.accounts.keys(tenant)
+    ]
+
+
+def _day(number: int | None) -> str | None:
+    """The day of a number since 1970."""
+    return None if number is None else str(date.fromordinal(EPOCH + number))
 
 
 def create_key(

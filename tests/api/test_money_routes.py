@@ -198,7 +198,7 @@ async def test_a_key_is_shown_once_and_revoked(client: httpx.AsyncClient, house:
     made = await ok(await client.post("/keys", json=body), 201)
     assert house.books.accounts.authenticate(made["key"]).tenant == "acme"
     listed = await ok(await client.get("/keys?tenant=acme"))
-    assert [{name: made[name] for name in made if name != "key"}] == listed
+    assert [{name: made[name] for name in made if name != "key"} | {"last_used": None}] == listed
     assert made["key"] not in json.dumps(house.books.accounts.trail.newest())
     revoked = await ok(await client.post(f"/keys/{made['prefix']}/revoke", json=WHY))
     assert ("revoked", made["id"]) == (revoked["state"], revoked["id"])

@@ -273,3 +273,15 @@ async def test_who_is_refused_for_want_of_money_is_not_served(
         page = await text(client, path)
         assert "poor refused, 402" in page, path
     assert "acme served" in await text(client, "/tenants")
+
+
+async def test_a_key_shows_the_day_of_its_last_use(client: httpx.AsyncClient, bank: Bank) -> None:
+    bank.customer(0, "idle")
+    keys = (await client.get("/admin/api/keys")).json()
+    today = str(datetime.now(UTC).date())
+    assert {"acme": today, "bolt": today, "idle": None} == {
+        each["tenant"]: each["last_used"] for each in keys
+    }
+    page = await text(client, "/keys")
+    assert 2 == page.count(f"never {today} Revoke") and 1 == page.count("never never Revoke")
+    assert f"used {today}" in await text(client, "/tenants/bolt")

@@ -56,6 +56,11 @@ def fill(served: Served) -> None:
     for question in ("Where is he?", "How old is she?", "Why?"):
         served.ask(question, system=f"0 {TEXT}")
     served.live.post("/admin/api/tenants", {"tenant": LONG_NAME, "why": "a test"})
+    limit = {"tenant": LONG_NAME, "amount": "1234.56", "per": "month"}
+    served.live.post(f"/admin/api/budgets/{LONG_NAME}", limit | {"why": "a test"})
+    pin = {"name": LONG_NAME, "messages": [{"role": "system", "content": f"0 {TEXT}"}]}
+    why = "every conversation of its support desk begins with it"
+    served.live.post("/admin/api/cache/pin", pin | {"for_s": 1e6, "why": why, "tenant": "default"})
     served.live.post("/admin/api/keys", {"tenant": LONG_NAME, "name": LONG_NAME, "why": "a test"})
 
 
@@ -124,9 +129,10 @@ def test_pages_fit_after_a_restart(
     page.goto("/admin/requests")
     request = page.locator("#rows th a").first.get_attribute("href")
     paths = ["/admin/explorer", "/admin/working-set", "/admin/audit", block, request]
+    paths += [f"/admin/tenants/{LONG_NAME}", "/admin?model=demo", "/admin/money?model=demo"]
     for path in [*TABLES, *TILES, *filter(None, paths)]:
         page.goto(path)
-        name = re.sub(r"[0-9a-f]{32}", "one", path.removeprefix("/").replace("/", "-"))
+        name = re.sub(r"[0-9a-f]{32}", "one", re.sub(r"[/?=]", "-", path.removeprefix("/")))
         visitor.shot(f"{name}-restarted-{width}")
         assert visitor.overflow() <= 0, path
         assert [] == page.evaluate(OVERLAPS), path

@@ -59,6 +59,25 @@ def test_a_week_of_a_young_server_shows_its_first_minutes(visitor: Visitor) -> N
     expect(page.locator(".legend output").first).to_have_text(re.compile(r"\d"))
 
 
+@pytest.mark.parametrize("hours", [48, 168])
+def test_the_axis_of_days_has_dates(visitor: Visitor, hours: int) -> None:
+    """The texts that the charts draw, over samples of these hours."""
+    visitor.context.add_init_script(
+        "window.drawn = new Set(); const draw = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {"
+        " window.drawn.add(text); draw.call(this, text, ...rest); };"
+    )
+    times = [1_795_000_000 + 30 * hours * n for n in range(120)]
+    series = {"value:engine.num_running": times}
+    told = {"step_s": 30 * hours, "times": times, "series": series, "over": {}}
+    page = visitor.log_in()
+    page.route("**/admin/api/history?*", lambda route: route.fulfill(json=told))
+    page.goto(f"/admin?window={hours * 3600}")
+    live(page)
+    drawn = page.evaluate("[...window.drawn]")
+    assert any(re.fullmatch(r"\d\d Nov", text) for text in drawn), drawn
+
+
 @pytest.mark.parametrize("look", LOOKS)
 def test_every_page_is_accessible_and_fits(browser: Browser, served: Served, look: str) -> None:
     visitor = Visitor(browser, served, **LOOKS[look])

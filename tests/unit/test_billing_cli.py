@@ -326,7 +326,8 @@ def test_a_card_names_the_tenants_that_it_leaves_without_a_price(
 FIELDS = {
     "tenants show": """tenant currency prepaid credit_limit suspended granted topped_up owed balance
         held available entries""",
-    "keys list": """id prefix tenant project name scopes state created_ns expires_ns revoked_ns""",
+    "keys list": """id prefix tenant project name scopes state created_ns expires_ns revoked_ns
+        last_used""",
     "usage --by month": """tenant period currency requests prompt_tokens hit_tokens
         hit_device_tokens hit_host_tokens hit_disk_tokens hit_remote_tokens miss_tokens
         output_tokens

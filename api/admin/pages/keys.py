@@ -3,8 +3,6 @@
 Plain functions: the server runs them on its thread pool, because they use the ledger's database.
 """
 
-import time
-
 from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
@@ -16,7 +14,6 @@ from api.admin.pages.operation_forms import OperationForm, Sent
 from api.admin.parts import books_of
 from billing.keys import Scope
 from billing.operations import keys as operations
-from billing.reports.documents import key_document
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
@@ -73,8 +70,8 @@ def _keys(
     done: str = "",
     key: str = "",
 ) -> Response:
-    books, now_ns = books_of(request), time.time_ns()
-    keys = [key_document(info, now_ns) for info in books.accounts.keys(tenant or None)]
+    books = books_of(request)
+    keys = operations.keys_of(books, tenant or None)
     answer = render(
         request,
         "keys.html",

@@ -27,8 +27,9 @@ from api.journal.journal import Failure
 from billing.operations import tenants as operations
 from billing.operations.books import Books
 from billing.operations.budgets import list_budgets
+from billing.operations.keys import keys_of
 from billing.reports import usage as usage_report
-from billing.reports.documents import entry_document, key_document
+from billing.reports.documents import entry_document
 from billing.reports.limits import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
@@ -145,7 +146,7 @@ def show_tenant(
         tenant = books.accounts.tenant(name)
     with books.store.reading() as connection:
         entries = store_reports.last_entries(connection, name, ENTRIES + 1, before)
-    keys = [key_document(key, now_ns) for key in books.accounts.keys(name)]
+    keys = keys_of(books, name)
     return render(
         request,
         "tenant.html",

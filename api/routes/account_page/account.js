@@ -2,6 +2,8 @@
 "use strict";
 
 let key = "";
+let currency = ""; // of the account
+const money = (amount) => `${amount} ${currency}`;
 const at = (id) => document.getElementById(id);
 
 async function ask(path) {
@@ -28,7 +30,7 @@ const USED = [
   ["Of them hits", (row) => count(row.hit_tokens), true],
   ["Output tokens", (row) => count(row.output_tokens), true],
   ["Amount", (row) => `${row.amount} ${row.currency}`, true],
-  ["Saved by the cache", (row) => row.saved, true],
+  ["Saved by the cache", (row) => `${row.saved} ${row.currency}`, true],
 ];
 const TABLES = {
   daily: [["Day", (row) => row.period], ...USED],
@@ -37,16 +39,16 @@ const TABLES = {
   grants: [
     ["Grant", (row) => row.reference],
     ["Until", (row) => (row.expires_ns ? moment(row.expires_ns) : "")],
-    ["Given", (row) => row.amount, true],
-    ["Left", (row) => row.left, true],
+    ["Given", (row) => money(row.amount), true],
+    ["Left", (row) => money(row.left), true],
   ],
   limits: [
     ["Limit", (row) => row.name],
     ["Of", (row) => (row.value === "*" ? `each ${row.of}` : `${row.of} ${row.value}`)],
-    ["Amount", (row) => `${row.amount} a ${row.per}`, true],
-    ["Spent", (row) => row.spent + (row.highest && row.value === "*" ? ` by ${row.highest}` : ""), true],
-    ["On hold", (row) => row.held, true],
-    ["Left", (row) => row.left, true],
+    ["Amount", (row) => `${money(row.amount)} a ${row.per}`, true],
+    ["Spent", (row) => money(row.spent) + (row.highest && row.value === "*" ? ` by ${row.highest}` : ""), true],
+    ["On hold", (row) => money(row.held), true],
+    ["Left", (row) => money(row.left), true],
     ["Until", (row) => row.ends_at.replace("T", " ").replace(":00Z", " UTC")],
   ],
   entries: [
@@ -95,6 +97,7 @@ async function showMonth() {
 async function show() {
   const account = await (await ask("/v1/usage/account")).json();
   at("tenant").textContent = account.tenant;
+  currency = account.currency;
   const limit = account.credit_limit === null ? "unlimited" : account.credit_limit;
   const facts = [
     ["Balance", account.balance], ["Granted of it", account.granted],

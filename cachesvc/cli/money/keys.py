@@ -66,6 +66,7 @@ def list_keys(
         "scopes": lambda key: ",".join(key["scopes"]),
         "state": "state",
         "ends": lambda key: _day(key["expires_ns"]),
+        "used": lambda key: key["last_used"] or "",
     }
     found = call(keys.list_keys, tenant=tenant)
     print_documents(found, call.json, columns, spare=("id", "project", "name"))
