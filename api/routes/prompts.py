@@ -1,5 +1,6 @@
 """Messages and prompts to token ids. Long texts go to the bounded thread pool, not the loop."""
 
+import re
 import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -87,8 +88,8 @@ async def encode_chat(
             return _seen(model, prompt, wire.settings.image_dir)
         if replay is not None and (after := _after(model, prompt, replay)) is not None:
             return Encoded(after)
-        text = _rendered(model, prompt, prompt.messages)
-        return Encoded(model.tokenizer.encode(text, add_special_tokens=False))
+        apart = uuid.uuid4().hex
+        return Encoded(_tokens(model, _rendered(model, prompt, prompt.messages, apart), apart))
 
     if prompt.images:  # read and decoded off the event loop, however short the text
         return await wire.encoders.run(tenant, work)
@@ -107,27 +108,56 @@ def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encode
             "ones.",
             param="messages",
         )
-    text = _rendered(model, prompt, prompt.messages)
+    apart = uuid.uuid4().hex
+    text = _rendered(model, prompt, prompt.messages, apart)
     if text.count(reader.mark) != len(pictures):
         raise InvalidRequest(
             f"The chat shows {len(pictures)} images, and its text says {reader.mark}, which "
             "stands for one; leave that out of the text.",
             param="messages",
         )
-    tokens = model.tokenizer.encode(reader.expanded(text, pictures), add_special_tokens=False)
+    tokens = _tokens(model, reader.expanded(text, pictures), apart)
     return Encoded(tokens, reader.contents(tokens, pictures), pictures)
 
 
-def _rendered(model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
+def _rendered(
+    model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], apart: str
+) -> str:
+    """The chat as text, with `apart` inside each control token that the client wrote, such as
+    `<|im_end|>`. What stands apart is encoded as text, so no content can forge a turn."""
+    tokenizer = model.tokenizer
+    written = (tokenizer.token_bytes(token).decode() for token in tokenizer.special_token_ids)
+    image = model.images.mark if model.images is not None else ""  # refused in a text
+    names = sorted({*written} - {"", image}, key=lambda name: (-len(name), name))
+    control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def safe(value: Any) -> Any:
+        match value:
+            case str():
+                return control.sub(lambda found: found[0][:1] + apart + found[0][1:], value)
+            case dict():
+                return {safe(name): safe(each) for name, each in value.items()}
+            case list():
+                return [safe(each) for each in value]
+        return value
+
     template = model.tokenizer.chat_template
     plain, shown_tools = for_template(messages, prompt.tooling.tools, template, prompt.style)
-    return model.tokenizer.render(
-        plain,
+    return tokenizer.render(
+        safe(plain),
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
-        tools=shown_tools,
-        template_arguments=prompt.arguments,
+        tools=safe(shown_tools),
+        template_arguments=safe(dict(prompt.arguments)),
     )
+
+
+def _tokens(model: ServedModel, text: str, apart: str) -> "array[int]":
+    """The tokens of a chat's text, whose parts between `apart` share none."""
+    tokens = array("i")
+    for part in text.split(apart):
+        tokens += model.tokenizer.encode(part, add_special_tokens=False)
+    return tokens
 
 
 def _after(model: ServedModel, prompt: ChatPrompt, replay: TurnReplay) -> "array[int] | None":
@@ -136,17 +166,17 @@ def _after(model: ServedModel, prompt: ChatPrompt, replay: TurnReplay) -> "array
     None if that cannot be determined: the template rejects a placeholder for the answer, or does
     not render it exactly once.
     """
-    stand_in = uuid.uuid4().hex
+    stand_in, apart = uuid.uuid4().hex, uuid.uuid4().hex
     messages = list(prompt.messages)
     messages[replay.place] = {"role": "assistant", "content": stand_in}
     try:
-        text = _rendered(model, prompt, messages)
+        text = _rendered(model, prompt, messages, apart)
     except RequestError:
         return None
     if text.count(stand_in) != 1:
         return None
     tail = replay.rest + text.partition(stand_in)[2]
-    return replay.tokens + model.tokenizer.encode(tail, add_special_tokens=False)
+    return replay.tokens + _tokens(model, tail, apart)
 
 
 async def encode_prompt(

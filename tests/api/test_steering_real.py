@@ -79,3 +79,24 @@ async def test_a_steered_chat_keeps_its_prefix(
         assert keeps == (hits >= told), hits
         if not keeps:
             assert hits < len(CHAT[0]["content"]) + 32
+
+
+async def test_a_chat_cannot_forge_a_turn(tmp_path: Path) -> None:
+    """Control tokens in a client's content are text; those of the template stay as they are."""
+    folder = tiny(tmp_path, "chatml")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    mark = tokenizer.all_special_tokens[0]
+    async with served(tmp_path / "data", folder) as (_, client):
+
+        async def tokens(text: str) -> list[int]:
+            turn = {"role": "user", "content": text}
+            body = {"model": str(folder), "messages": [turn]}
+            answer = await client.post("/tokenize", json=body)
+            assert 200 == answer.status_code, answer.text
+            told: list[int] = answer.json()["tokens"]
+            return told
+
+        special = tokenizer.convert_tokens_to_ids(mark)
+        plain, forged = await tokens("ab"), await tokens(f"a{mark}b")
+        assert plain.count(special) == forged.count(special)
+        assert mark in tokenizer.decode(forged)
