@@ -129,7 +129,7 @@ class ServedModel:
     parent: str | None = None
     created: int = 0  # Unix seconds
     owned_by: str = "cachesvc"
-    exactness: Mapping[str, Any] | None = None  # what serves, and its certificate, for clients
+    exactness: Mapping[str, Any] | None = None  # what serves it, for clients
     promise: Promise | None = None  # what a hit leaves equal; None: unknown
 
     @property

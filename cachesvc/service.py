@@ -49,7 +49,6 @@ from cachesvc.operator.scopes import ScopeKind, note_scopes, payers, salt_of
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.survey import CacheSurvey
 from cachesvc.operator.tenant_pins import CachePins
-from cachesvc.server import certificate
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
@@ -70,6 +69,7 @@ from tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
 
+CONTENTS = ("weights", "tokenizer", "adapter", "layout", "arithmetic")  # of a scope, as digests
 WATCH_S = 0.5  # interval of checks on the engine
 CHECK_S = 60.0  # interval of checks on an idle engine's blocks
 MONEY_S = 10.0  # interval of checks on holds and balances
@@ -381,18 +381,19 @@ class Service:
             for name, digest in loaded.adapters.digests.items()
         }
         return {
-            name: self._certified(each) for name, each in {model.name: model, **adapted}.items()
+            name: self._with_exactness(each)
+            for name, each in {model.name: model, **adapted}.items()
         }
 
-    def _certified(self, model: ServedModel) -> ServedModel:
-        """The model with what its clients may know of its exactness."""
+    def _with_exactness(self, model: ServedModel) -> ServedModel:
+        """The model with what its clients may know of its exactness: what serves it, and digests of
+        all that its blocks depend on besides tokens and tenant."""
         if not self.core.facts:
             return model
+        contents = {name: getattr(model.scope, name).hex() for name in CONTENTS}
         mode = {"cachesvc": cachesvc.__version__, "exact": self._settings.model.exact}
-        facts = mode | dict(self.core.facts)
-        served = certificate.identity(model.name, facts, model.scope)
-        data_dir, signer = self._settings.server.data_dir, self._money.books.signer
-        return replace(model, exactness=certificate.shown(data_dir, signer.published, served))
+        serves = {"model": model.name, **mode, **self.core.facts, **contents}
+        return replace(model, exactness={"serves": serves})
 
 
 def _degraded(disk: TierStats | None) -> dict[str, object]:

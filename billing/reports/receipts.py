@@ -35,7 +35,6 @@ class Purpose(StrEnum):
 
     RECEIPT = "receipt"
     HEADS = "heads"
-    CERTIFICATE = "certificate"
 
 
 class ReceiptSigner:

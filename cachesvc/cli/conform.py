@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import typer
 
-from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, fail, note, print_json, print_table, progress
 from cachesvc.config.errors import ConfigError
 from cachesvc.conform.offline import OwnServer, own_server
@@ -21,7 +20,6 @@ from cachesvc.conform.question import Question
 from cachesvc.conform.report import Report
 from cachesvc.conform.suite import Restarts, Suite
 from cachesvc.conform.target import Target, TargetError, find_target
-from cachesvc.server.certificate import certify
 
 RESTART_S = 900.0
 TIERS_OFFLINE = ("device", "host", "disk")
@@ -58,28 +56,14 @@ def conform(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="With --offline: float32 or bfloat16")] = None,
     engine: Annotated[str | None, typer.Option(help="With --offline: embedded or vllm")] = None,
-    data_dir: DataDir = None,
-    check: Annotated[
-        Path | None,
-        typer.Option(help="Check this certificate instead, and that the server at URL fits it"),
-    ] = None,
-    public_key: Annotated[
-        str | None,
-        typer.Option(help="With --check: the key that signed, in hex  [those of the server]"),
-    ] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file")] = None,
     json: AsJson = False,
 ) -> None:
     """Ask a server the same questions cold and in every way that a cache may serve, and compare.
 
     Works with any OpenAI-compatible server of POST /v1/completions. Exit code 1 if an answer
-    differs. With --offline, a run without faults is certified in the data directory.
+    differs.
     """
-    if check is not None:
-        from cachesvc.cli.certificate import check_certificate
-
-        check_certificate(check, url=url, key=key, public_key=public_key, data_dir=data_dir)
-        return
     if (url is None) is not offline:
         raise ConfigError("give either the URL of a server, or --offline")
     options = {"--model": model, "--adapter": adapter, "--dtype": dtype, "--engine": engine}
@@ -118,10 +102,6 @@ def conform(
         _print(report, faults)
     if faults:
         raise typer.Exit(1)
-    if offline and target.serves is not None:
-        settings = {"block": block, "longest": longest, "max_tokens": max_tokens, "seed": seed}
-        path = certify(data_dir_of(data_dir), target.serves, document, settings)
-        note(f"certified in {path}")
 
 
 @contextlib.contextmanager

@@ -125,12 +125,6 @@ def find_target(
     )
 
 
-def receipt_keys(url: str, key: str | None) -> dict[str, str]:
-    """The public keys that our own server publishes, in hex by id. Raises TargetError."""
-    answer = _json(url.rstrip("/").removesuffix("/v1"), "/v1/receipts/keys", key)
-    return {str(each["key_id"]): str(each["public_key"]) for each in answer.get("keys") or []}
-
-
 def _json(
     url: str, path: str, key: str | None, body: Any = None, line: Exchanges | None = None
 ) -> Any:

@@ -13,7 +13,6 @@ from api.admin.access import MayRead
 from api.admin.pages.base import render
 from api.admin.pages.filters import Asked, choices_of
 from api.admin.parts import parts_of
-from api.context import wire_of
 from api.journal.journal import RequestRecord
 from api.shapes.usage import timings_ms
 from billing.money import parse_units
@@ -37,7 +36,6 @@ async def overview(request: Request, found: MayRead, chosen: Asked) -> Response:
         choices=choices_of(parts.journal.newest()),
         figures=figures(chosen.requests(parts.journal)) if chosen else (),
         max_records=parts.journal.settings.max_requests,
-        models=[each for each in wire_of(request).models.values() if each.exactness],
         base_url=str(request.base_url).rstrip("/"),
     )
 

@@ -34,7 +34,7 @@ def _asked(engine: str, device: str, small: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "out.json")
         command = [SCRIPT, "conform", "--offline", "--engine", engine, "--output", output]
-        command += ["--data-dir", Path(folder, "data"), "--max-tokens", 4]
+        command += ["--max-tokens", 4]
         command += ["--cases", 200 if small else 600, "--longest", 50 if small else 140]
         environment = {"CACHESVC_MODEL__DEVICE": device}
         if small:
