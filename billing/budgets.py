@@ -130,10 +130,7 @@ def _check(budget: Budget) -> None:
 
 
 def _lock(store: LedgerStore, connection: Connection, tenant: str) -> int:
-    """Locks the account and tells servers of a change. Returns the number of its last entry.
-
-    A server that learns of it stops giving holds from an advance on the tenant.
-    """
+    """Locks the account. Returns the number of its last entry."""
     store_accounts.bump_version(store, connection)
     row = store_accounts.tenant_row(connection, tenant, lock=True)
     if row is None:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from billing.accounts import Accounts
-from billing.advances import Advances
 from billing.clock import ClockWatch, said_behind
 from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
 from billing.gate.commands import (
@@ -84,9 +83,6 @@ class Ledger:
             observe=self._observe,
             tick=self._tick,
         )
-        self._advances = Advances(
-            self._commits.submit, owner=owner, boot=self._boot, clock_ns=clock_ns
-        )
         self._sweeper = Sweeper(
             store,
             lambda: self.book,
@@ -116,7 +112,6 @@ class Ledger:
 
     def close(self) -> None:
         """Finishes queued commands, then stops. Later commands fail with `LedgerClosed`."""
-        self._advances.end()
         self._commits.close()
 
     def stats(self) -> LedgerStats:
@@ -155,8 +150,6 @@ class Ledger:
     ) -> "Future[Hold]":
         """Holds `amount` units if the tenant has them. The request keeps the result to its end.
 
-        For a busy tenant it comes from this server's advance and is done at once.
-
         Fails with `InsufficientBalance`, `SpendLimitReached`, `UnknownTenant`, `TenantSuspended`,
         `CurrencyMismatch` or `DuplicateRequest`.
         """
@@ -169,7 +162,7 @@ class Ledger:
         expires_ns = self._clock_ns() + ttl_s * NS
         self._leases[hold.key] = time.monotonic() + ttl_s
         command = Reserve(hold, amount, expires_ns, self._owner, self._boot)
-        return self._advances.reserve(command, self.accounts.version)
+        return self._commits.submit(command)
 
     def top_up(
         self,
@@ -276,7 +269,6 @@ class Ledger:
                 self._watch.compare(self.store.clock_ns())
             self._note_skew()
             self._commits.count(swept=self.sweep())
-            self._advances.give_back_idle()
             if self._jumped() is None:  # a wrong clock would end grants early and permanently
                 self.expire()
             self._unswept = ""

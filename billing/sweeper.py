@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from billing.errors import BillingError
-from billing.gate.commands import Allot, Command, Expire, Reap
+from billing.gate.commands import Command, Expire, Reap
 from billing.gate.entries import Entry
-from billing.gate.holds import Advance
 from billing.gate.outcomes import Outcome
 from billing.gate.work import Settled
 from billing.prices.book import PriceBook
@@ -57,7 +56,6 @@ class Sweeper:
         ]
         starts = range(0, len(stale), BATCH_LIMIT)
         done = sum(self._reap(stale[start : start + BATCH_LIMIT]) for start in starts)
-        self._reclaim(lambda advance: advance.owner == self._owner, None)
         if stale:
             log.warning("settled %d requests that an earlier run left unfinished", len(stale))
         return done
@@ -78,18 +76,7 @@ class Sweeper:
         for key, ends in list(self._leases.items()):  # including those never held
             if ends <= now:
                 self._leases.pop(key, None)
-        self._reclaim(lambda advance: advance.expires_ns <= now_ns, now_ns)
         return self._reap(ended) if ended else 0
-
-    def _reclaim(self, is_over: Callable[[Advance], bool], now_ns: int | None) -> None:
-        """Returns the advances of dead servers."""
-        left: list[Command] = [
-            Allot(advance.tenant, advance.owner, advance.boot, 0, if_expired_ns=now_ns)
-            for advance in self._store.all_advances()
-            if advance.boot != self._boot and is_over(advance)
-        ]
-        if left:
-            self._store.apply(left, self._book(), self._clock_ns)
 
     def expire(self) -> int:
         """Ends expired grants and returns their number."""

@@ -279,6 +279,6 @@ class LedgerCharge:
 
 async def durable(future: "Future[Made]") -> Made:
     """The ledger's answer. Cancelling the waiter does not cancel the ledger's work."""
-    if future.done():  # a hold from an advance needs no turn of the loop
+    if future.done():  # it needs no turn of the loop
         return future.result()
     return await asyncio.shield(asyncio.wrap_future(future))

@@ -24,22 +24,6 @@ class Reserve:
     expires_ns: int
     owner: str
     boot: str
-    drawn: bool = False  # given from the server's advance
-
-
-@dataclass(frozen=True, slots=True)
-class Allot:
-    """Raises a server's advance on a tenant towards `amount`; 0 returns it.
-
-    With `if_expired_ns`, only if its lease is over by then.
-    """
-
-    tenant: str
-    owner: str
-    boot: str
-    amount: int
-    expires_ns: int = 0
-    if_expired_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +101,12 @@ class Correct:
     reason: str
 
 
-Command = Reserve | Allot | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
+Command = Reserve | TopUp | Settle | Reap | Deposit | Expire | Adjust | Correct
 
 
 def moves_money(command: Command) -> bool:
     """Whether a command may write an entry. A hold is not an entry and ends with its request."""
-    return not isinstance(command, Reserve | Allot | TopUp)
+    return not isinstance(command, Reserve | TopUp)
 
 
 def keys_of(command: Command) -> list[Key]:
@@ -132,8 +116,6 @@ def keys_of(command: Command) -> list[Key]:
             return [hold.key]
         case Settle(hold):
             return [hold.key]
-        case Allot(tenant):
-            return [(tenant, "")]
         case Reap(tenant, request_id):
             return [(tenant, request_id)]
         case Deposit(tenant, _, reference):
@@ -145,16 +127,6 @@ def keys_of(command: Command) -> list[Key]:
         case Correct(tenant, request_id, reference):
             names = {request_id, bare_id(request_id), reference}
             return [(tenant, name) for name in sorted(names)]
-
-
-def advance_of(command: Command) -> str | None:
-    """The tenant whose advances a command draws on or changes."""
-    match command:
-        case Allot(tenant):
-            return tenant
-        case Reserve(hold) if command.drawn:
-            return hold.tenant
-    return None
 
 
 def fingerprint_of(command: Command) -> Key | None:

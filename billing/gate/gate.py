@@ -18,10 +18,8 @@ from billing.errors import (
     UnknownHold,
 )
 from billing.gate import outcomes as policy
-from billing.gate.advances import allot, draw, drawn
 from billing.gate.commands import (
     Adjust,
-    Allot,
     Command,
     Correct,
     Deposit,
@@ -60,8 +58,6 @@ def apply(work: Work, command: Command) -> object:
     match command:
         case Reserve():
             return _reserve(work, command)
-        case Allot():
-            return allot(work, command)
         case TopUp():
             return _top_up(work, command)
         case Settle():
@@ -113,8 +109,6 @@ def _reserve(work: Work, command: Reserve) -> Hold:
     if work.holds.get(hold.key) == held:  # committed by an attempt that did not learn of it
         return hold
     known = hold.key in work.holds or work.entry(*hold.key, Kind.CHARGE) is not None
-    if known and command.drawn:  # already answered: an attempt that did not learn of it got further
-        return hold
     if known:
         raise DuplicateRequest(f"request {hold.request_id!r} was reserved already")
     if account.suspended:
@@ -124,13 +118,9 @@ def _reserve(work: Work, command: Reserve) -> Hold:
             f"the price is in {hold.pinned.currency}, tenant {hold.tenant!r} pays in "
             f"{account.currency}; apply a rate card in {account.currency}"
         )
-    if not command.drawn:  # a drawn hold is already given
-        held = replace(held, checked=work.check_limits(held, held.amount))
-    covered = draw(work, command)
-    _check_available(account, command.amount - covered)
-    work.put_hold(held)
-    if covered:
-        drawn(work, command, covered)
+    checked = work.check_limits(held, held.amount)
+    _check_available(account, command.amount)
+    work.put_hold(replace(held, checked=checked))
     return hold
 
 

@@ -66,24 +66,6 @@ class StoredHold:
         return self.tenant, self.request_id
 
 
-@dataclass(frozen=True, slots=True)
-class Advance:
-    """Money held for one run of a server, from which it gives a tenant's holds."""
-
-    tenant: str
-    owner: str
-    boot: str
-    amount: int
-    expires_ns: int
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.tenant, self.owner
-
-    def left(self, amount: int) -> "Advance":
-        return replace(self, amount=amount)
-
-
 def request_body(ref: RateRef, context: RequestContext) -> dict[str, Any]:
     """The price and caller in an entry's body."""
     return {

@@ -20,7 +20,7 @@ from billing.gate.entries import (
     digest,
     format_postings,
 )
-from billing.gate.holds import Advance, StoredHold
+from billing.gate.holds import StoredHold
 from billing.gate.limits import NOTHING, Checked, Spender, Spending, SpendLimit, reached
 from billing.money import format_units
 from billing.prices.book import PriceBook
@@ -79,7 +79,6 @@ class Work:
     now_ns: int
     accounts: dict[str, TenantAccount]
     holds: dict[Key, StoredHold] = field(default_factory=dict)
-    advances: dict[Key, Advance] = field(default_factory=dict)  # by tenant and owner
     entries: dict[Key, list[Entry]] = field(default_factory=dict)
     undelivered: dict[Key, list[Entry]] = field(default_factory=dict)  # by fingerprint
     corrections: dict[tuple[str, int], list[Entry]] = field(
@@ -92,7 +91,6 @@ class Work:
     new_entries: list[Entry] = field(default_factory=list)
     put_holds: dict[Key, StoredHold] = field(default_factory=dict)
     dropped_holds: set[Key] = field(default_factory=set)
-    put_advances: dict[Key, Advance] = field(default_factory=dict)  # 0: returned
     decisions: list[tuple[Entry, int]] = field(default_factory=list)  # an admin's, and worth before
     touched: set[str] = field(default_factory=set)  # tenants whose account row has changed
     put_undelivered: set[tuple[Key, str]] = field(default_factory=set)  # fingerprint, request id
@@ -119,12 +117,6 @@ class Work:
         self.holds[hold.key] = self.put_holds[hold.key] = hold
         self.dropped_holds.discard(hold.key)
         self.touched.add(hold.tenant)
-
-    def put_advance(self, advance: Advance) -> None:
-        before = self.advances.get(advance.key)
-        self.accounts[advance.tenant].held += advance.amount - (before.amount if before else 0)
-        self.advances[advance.key] = self.put_advances[advance.key] = advance
-        self.touched.add(advance.tenant)
 
     def drop_hold(self, key: Key) -> None:
         hold = self.holds.pop(key, None)

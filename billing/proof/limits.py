@@ -228,8 +228,8 @@ def _limit(said: Mapping[str, Any], row: Mapping[Any, Any]) -> SpendLimit:
 def _is_due(standing: _Standing, entry: Entry, details: Mapping[str, Any]) -> bool:
     """Whether a charge's hold must have been checked under this decision.
 
-    A pin's past hour has no hold. Before a server learns of a limit, it may give holds from an
-    advance. A request that ended before it was admitted tells of a clock that was set back.
+    A pin's past hour has no hold. A request that ended before it was admitted tells of a clock that
+    was set back.
     """
     ends = OPEN if standing.ends is None else standing.ends
     stood = standing.begins < entry.seq <= ends

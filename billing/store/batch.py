@@ -16,7 +16,6 @@ from billing.gate.commands import (
     Reserve,
     Settle,
     TopUp,
-    advance_of,
     fingerprint_of,
     keys_of,
 )
@@ -32,11 +31,9 @@ from billing.store import undelivered as store_undelivered
 from billing.store.prepared import HotStatements
 from billing.store.rows import (
     account_row,
-    advance_row,
     entry_row,
     hold_row,
     read_account,
-    read_advance,
     read_entry,
     read_hold,
     read_limit,
@@ -64,10 +61,6 @@ def load_work(
     unheld = [key for key in keys if key not in work.holds]  # a held request was not charged
     for entry in map(read_entry, hot.find_entries.by_tenant(connection, unheld)):
         work.entries.setdefault((entry.tenant, entry.request_id), []).append(entry)
-    drawing = sorted({tenant for each in commands if (tenant := advance_of(each))})
-    if drawing:
-        ahead = map(read_advance, hot.find_advances(connection, drawing))
-        work.advances = {advance.key: advance for advance in ahead}
     retried = {key for command in commands if (key := fingerprint_of(command))}
     for fingerprint in retried:
         lost = store_undelivered.charges(connection, fingerprint, work.now_ns)
@@ -145,11 +138,6 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
         hot.put_spending.run(connection, [spending_row(*each) for each in counted if any(each[1])])
         ended = [spender for spender, found in counted if not any(found)]
         hot.drop_spending.run(connection, map(_spender_row, ended))
-    if work.put_advances:
-        changed = work.put_advances.values()
-        hot.put_advances.run(connection, [advance_row(a) for a in changed if a.amount])
-        gone = [{"of_tenant": a.tenant, "of_owner": a.owner} for a in changed if not a.amount]
-        hot.drop_advances.run(connection, gone)
     if work.touched:
         moved = [account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
         hot.move_accounts.run(connection, moved)

@@ -19,7 +19,6 @@ from billing.store.dialects import driver_dialect, insert_into
 from billing.store.schema import (
     Wide,
     accounts,
-    advances,
     budgets,
     entries,
     holds,
@@ -129,11 +128,6 @@ class HotStatements:
         holding = _replacing(dialect, holds, ("tenant", "request_id"))
         self.put_holds = Prepared(holding, dialect)
         self.drop_holds = Prepared(_DROP_HOLD, dialect)
-        self.find_advances = Finder(
-            lambda keys: select(advances).where(advances.c.tenant.in_(keys)), dialect
-        )
-        self.put_advances = Prepared(_replacing(dialect, advances, ("tenant", "owner")), dialect)
-        self.drop_advances = Prepared(_DROP_ADVANCE, dialect)
         self.find_limits = Finder(
             lambda keys: select(budgets).where(budgets.c.tenant.in_(keys)), dialect
         )
@@ -165,9 +159,6 @@ def _spending_of(keys: Sequence[Any]) -> Any:
     return select(spending).where(ours & spending.c.value.in_(keys))
 
 
-_DROP_ADVANCE = delete(advances).where(
-    (advances.c.tenant == bindparam("of_tenant")) & (advances.c.owner == bindparam("of_owner"))
-)
 _DROP_HOLD = delete(holds).where(
     (holds.c.tenant == bindparam("old_tenant"))
     & (holds.c.request_id == bindparam("old_request_id"))

@@ -11,10 +11,9 @@ from billing.gate.rollups import SPLIT, Row, joined
 from billing.gate.work import TenantAccount
 from billing.names import bare_id
 from billing.store.batch import find_corrections
-from billing.store.rows import read_account, read_advance, read_entry, read_hold
+from billing.store.rows import read_account, read_entry, read_hold
 from billing.store.schema import (
     accounts,
-    advances,
     entries,
     export_cursors,
     holds,
@@ -154,12 +153,10 @@ def all_accounts(connection: Connection, *, lock: bool = False) -> dict[str, Ten
 
 
 def held_by_tenant(connection: Connection) -> dict[str, int]:
-    """The sum of each tenant's holds, including servers' advances."""
+    """The sum of each tenant's holds."""
     sums: dict[str, int] = {}
-    ahead = map(read_advance, connection.execute(select(advances)).mappings())
-    parts = [(hold.tenant, hold.amount) for hold in hold_list(connection)]
-    for tenant, amount in (*parts, *((each.tenant, each.amount) for each in ahead)):
-        sums[tenant] = sums.get(tenant, 0) + amount
+    for hold in hold_list(connection):
+        sums[hold.tenant] = sums.get(hold.tenant, 0) + hold.amount
     return sums
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from billing.gate.entries import ACCOUNTS, CORRECTING, Entry, Kind
-from billing.gate.holds import Advance, StoredHold
+from billing.gate.holds import StoredHold
 from billing.gate.limits import Checked, Spender, Spending, SpendLimit
 from billing.gate.work import TenantAccount
 from billing.usage import Usage
@@ -52,26 +52,6 @@ def _read_checked(text: str) -> Checked | None:
         return None
     said = orjson.loads(text)
     return Checked(said["at"], said["limits"])
-
-
-def read_advance(row: Row) -> Advance:
-    return Advance(
-        tenant=row["tenant"],
-        owner=row["owner"],
-        boot=row["boot"],
-        amount=int(row["amount"]),
-        expires_ns=row["expires_ns"],
-    )
-
-
-def advance_row(advance: Advance) -> dict[str, Any]:
-    return {
-        "tenant": advance.tenant,
-        "owner": advance.owner,
-        "boot": advance.boot,
-        "amount": advance.amount,
-        "expires_ns": advance.expires_ns,
-    }
 
 
 def read_entry(row: Row) -> Entry:

@@ -141,17 +141,6 @@ rate_limits = Table(
     Column("value", BigInteger, nullable=False),
 )
 
-# Servers' advances on a tenant's balance.
-advances = Table(
-    "advances",
-    metadata,
-    Column("tenant", String, primary_key=True),
-    Column("owner", String, primary_key=True),
-    Column("boot", String, nullable=False),
-    Column("amount", Wide, nullable=False),
-    Column("expires_ns", BigInteger, nullable=False),
-)
-
 
 def _counters() -> list[Column[Any]]:
     return [Column(name, BigInteger, nullable=False) for name in COUNTERS]

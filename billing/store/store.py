@@ -23,14 +23,14 @@ from billing.errors import LedgerUnavailable, Unwritable
 from billing.gate.commands import Command, moves_money
 from billing.gate.entries import Entry
 from billing.gate.gate import apply_all
-from billing.gate.holds import Advance, StoredHold
+from billing.gate.holds import StoredHold
 from billing.prices.book import PriceBook
 from billing.store import claim as store_claim
 from billing.store.batch import load_work, write_work
 from billing.store.dialects import insert_into
 from billing.store.prepared import HotStatements
-from billing.store.rows import read_advance, read_hold
-from billing.store.schema import SCHEMA, advances, holds, meta
+from billing.store.rows import read_hold
+from billing.store.schema import SCHEMA, holds, meta
 from billing.store.wal import WriteAheadLog
 
 __all__ = ["Connection", "LedgerStore", "cause_of"]
@@ -359,11 +359,6 @@ class LedgerStore:
         """Every hold, one per running request."""
         with self.reading() as connection:
             return [read_hold(row) for row in connection.execute(select(holds)).mappings()]
-
-    def all_advances(self) -> list[Advance]:
-        """Every advance, one per server and busy tenant."""
-        with self.reading() as connection:
-            return [read_advance(row) for row in connection.execute(select(advances)).mappings()]
 
 
 def cause_of(error: Exception) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from billing.budgets import Budget, set_budget
-from billing.gate.commands import Allot, Deposit
+from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
@@ -35,9 +35,6 @@ UNPROVEN = {
     "holds.expires_ns",
     "holds.owner",
     "holds.boot",
-    "advances.owner",
-    "advances.boot",
-    "advances.expires_ns",
 }
 CHANGED = {
     "INTEGER": '"{0}" + 9',
@@ -64,8 +61,6 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.accounts.set_credit_limit("acme", 7 * UNITS, by="ops")
         house.accounts.set_rate_limits("acme", {"requests": 9, "miss_tokens": 9}, by="ops")
         house.accounts.set_rate_limits("acme", {"miss_tokens": None}, by="ops")
-        advance = Allot("acme", "other", "run", 10, 2**62)
-        house.ledger.store.apply([advance], house.ledger.book, house.clock)
         limit = Budget(name="b", tenant="acme", amount=UNITS)
         now_ns = house.clock()
         set_budget(house.accounts, limit, by="ops", now_ns=now_ns, reason="test")

@@ -15,7 +15,6 @@ from billing.errors import (
     UnknownBudget,
     UnknownTenant,
 )
-from billing.gate.commands import Allot, Reserve
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold
 from billing.gate.outcomes import Outcome
@@ -246,22 +245,6 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
     assert {"2025-01/": (2, 0)} == spent(house)
     house.ledger.settle(hold, Usage(output=4), Outcome.FINISHED).result()
     assert {"2025-01/": (4, 0)} == spent(house)
-
-
-def test_a_tenant_with_a_limit_gets_no_advance(house: TestLedger) -> None:
-    store, book = house.ledger.store, house.ledger.book
-    limit(house, 9)
-    allot = Allot("acme", "other", "run", TOKEN, 2**62)
-    assert [0] == store.apply([allot], book, house.clock)[0]
-    remove(house)
-    assert [TOKEN] == store.apply([allot], book, house.clock)[0]
-    limit(house, 9)
-    pinned = book.at("model", house.clock(), "CNY")
-    hold = Hold("acme", "drawn", pinned)
-    command = Reserve(hold, TOKEN, 2**62, "other", "run", drawn=True)  # before it heard of it
-    assert [hold] == store.apply([command], book, house.clock)[0]
-    gave_back = Allot("acme", "other", "run", 0)
-    store.apply([gave_back], book, house.clock)
 
 
 def test_a_balance_that_is_too_small_is_still_refused_as_that(house: TestLedger) -> None:

@@ -30,7 +30,7 @@ from sqlalchemy import text
 from billing.accounts import Accounts
 from billing.budgets import Budget, Of, remove_budget, set_budget
 from billing.errors import InsufficientBalance, LedgerUnavailable, SpendLimitReached
-from billing.gate.commands import Allot, Command, Correct, Deposit, Reserve, Settle, TopUp
+from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
 from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
@@ -88,8 +88,6 @@ class Model:
     open: dict[str, Open] = field(default_factory=dict)
     charges: dict[str, tuple[int, Outcome, Hold]] = field(default_factory=dict)
     undelivered: dict[str, list[str]] = field(default_factory=dict)
-    ahead: list[int] = field(default_factory=lambda: [0, 0])  # held in advance, by server
-    ahead_ns: list[int] = field(default_factory=lambda: [0, 0])
     beyond_holds: int = 0
     limits: dict[Of, tuple[int, int]] = field(default_factory=dict)  # amount, and since when
 
@@ -112,7 +110,7 @@ class Model:
 
     @property
     def held(self) -> int:
-        return sum(request.held for request in self.open.values()) + sum(self.ahead)
+        return sum(request.held for request in self.open.values())
 
     @property
     def worth(self) -> int:
@@ -206,7 +204,7 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- requests ----------------------------------------------------------------------------------
 
     @rule(server=st.integers(0, 1), amount=AMOUNT, fingerprint=st.sampled_from(["", "f", "g"]),
-          retry=st.booleans(), drawn=st.booleans(), user=st.sampled_from(["", "anna"]),
+          retry=st.booleans(), user=st.sampled_from(["", "anna"]),
           die_at=st.integers(0, 8))  # fmt: skip
     def reserve(
         self,
@@ -214,7 +212,6 @@ class LedgerMachine(RuleBasedStateMachine):
         amount: int,
         fingerprint: str,
         retry: bool,
-        drawn: bool,
         user: str,
         die_at: int,
     ) -> None:
@@ -226,31 +223,18 @@ class LedgerMachine(RuleBasedStateMachine):
         )
         hold = Hold("acme", name, pinned, context)
         expires_ns = self.clock() + LEASE_S * NS
-        command = Reserve(hold, amount, expires_ns, f"s{server}", "b", drawn)
-        covered = min(amount, self.model.ahead[server]) if drawn else 0
+        command = Reserve(hold, amount, expires_ns, f"s{server}", "b")
         result = self.apply(server, command, die_at)
         if result == hold:  # said again by whoever did not hear of it
             assert self.apply(server, command) == hold
         available = self.model.worth - self.model.held
-        if not drawn and self.model.limited(hold, amount):
+        if self.model.limited(hold, amount):
             assert isinstance(result, SpendLimitReached)
-        elif amount > covered and amount - covered > available:
+        elif amount and amount > available:
             assert isinstance(result, InsufficientBalance)
         else:
             assert result == hold
-            self.model.ahead[server] -= covered
             self.model.open[name] = Open(hold, server, amount, expires_ns)
-
-    @rule(server=st.integers(0, 1), amount=AMOUNT, die_at=st.integers(0, 6))
-    def allot(self, server: int, amount: int, die_at: int) -> None:
-        """A server asks for an advance, or gives its own back."""
-        before, expires_ns = self.model.ahead[server], self.clock() + LEASE_S * NS
-        free = self.model.worth - self.model.held + before
-        self.apply(server, Allot("acme", f"s{server}", "b", amount, expires_ns), die_at)
-        if not amount:
-            self.model.ahead[server] = 0
-        elif amount > before and 8 * amount <= free and not self.model.limits:
-            self.model.ahead[server], self.model.ahead_ns[server] = amount, expires_ns
 
     @precondition(lambda self: self.model.open)
     @rule(pick=PICK, amount=AMOUNT, usage=USAGE, die_at=st.integers(0, 8))
@@ -346,9 +330,6 @@ class LedgerMachine(RuleBasedStateMachine):
         due = [request for request in self.model.open.values() if request.expires_ns <= now_ns]
         assert len(due) == self.ledgers[server].sweep()
         self._presumed(due, Outcome.LAPSED)
-        for number in (0, 1):
-            if self.model.ahead_ns[number] <= now_ns:
-                self.model.ahead[number] = 0
         left = self.stores[server].all_holds()
         assert all(hold.expires_ns > now_ns for hold in left), "a hold outlives its lease"
 
@@ -356,7 +337,6 @@ class LedgerMachine(RuleBasedStateMachine):
     def crash_and_restart(self, server: int) -> None:
         left = [request for request in self.model.open.values() if request.server == server]
         self.ledgers[server]._sweeper.recover()
-        self.model.ahead[server] = 0
         self._presumed(left, Outcome.CRASHED)
 
     def _presumed(self, requests: list[Open], outcome: Outcome) -> None:

@@ -49,7 +49,7 @@ def test_no_float_comes_near_money() -> None:
     literal, cast or division."""
     timed = {
         "accounts.py", "documents.py", "ledger.py", "prover.py", "store.py",
-        "advances.py", "claim.py", "group_commit.py", "heads.py", "inbox.py", "outbox.py",
+        "claim.py", "group_commit.py", "heads.py", "inbox.py", "outbox.py",
         "outgoing.py", "push.py", "sweeper.py", "syncer.py", "testing.py",
     }  # fmt: skip
     for path in Path(billing.__path__[0]).rglob("*.py"):

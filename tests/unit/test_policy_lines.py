@@ -20,7 +20,6 @@ CLAIMS, HITS = "tests/contract/test_idempotency_store.py", "tests/sim/test_bille
 WIRE_RETRIES = "tests/api/test_money_retries.py"
 RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
 KILLS, MACHINE = "tests/crash/test_serve_kill.py", "tests/sim/test_billing_machine.py"
-ADVANCES = "tests/contract/test_advances.py"
 RATER = "tests/contract/test_independent_rater.py"
 SHAPES, FAULTS = "tests/unit/test_billing_shapes.py", "tests/contract/test_ledger_faults.py"
 COLUMNS = "test_a_change_of_any_column_is_named"
@@ -63,13 +62,6 @@ LINES: dict[str, list[str]] = {
         f"{WIRE}::test_an_answer_ends_where_the_money_does",
         f"{POLICY}::test_the_price_is_that_of_the_admission",
         f"{SERVERS}::test_two_processes_spend_one_balance_to_its_end_and_not_beyond",
-    ],
-    "A tenant that takes 16 holds": [
-        f"{ADVANCES}::test_a_busy_tenant_gets_its_holds_at_once_and_each_is_booked",
-        f"{ADVANCES}::test_all_that_is_given_at_once_is_covered",
-        f"{ADVANCES}::test_near_the_limit_every_hold_asks_the_account",
-        f"{ADVANCES}::test_what_a_dead_server_held_is_given_back",
-        f"{ADVANCES}::test_a_suspended_tenant_draws_no_more",
     ],
     "A request whose hold does not fit": [
         f"{WIRE}::test_without_balance_nothing_is_computed",
