@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from api.access.body_bound import BodyBound
+from api.access.cors import PublicCors
 from api.admin.headers import AdminHeaders
 from api.admin.later import LaterAdmin
 from api.admin.pages.base import refusal_page
@@ -103,6 +104,8 @@ def create_app(
     app.add_middleware(BodyBound, max_bytes=wire.settings.max_body_bytes)
     app.add_middleware(AdminHeaders)
     app.add_middleware(RequestLogger)
+    if wire.settings.cors_origins:
+        app.add_middleware(PublicCors, origins=wire.settings.cors_origins)
     return app
 
 

@@ -4,7 +4,7 @@
 of `tests.support.wire`. The event loop alone uses them, except where a method says otherwise.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +52,7 @@ class WireSettings:
     """Bounds of the wire. Sizes in bytes, times in seconds."""
 
     max_body_bytes: int = 4 << 20
+    cors_origins: Sequence[str] = ()  # whose pages may use the public routes
     max_choices: int = 64  # prompts times n of one request
     write_timeout_s: float = 60.0  # disconnect a client that reads nothing for this long
     keepalive_s: float = 15.0  # send an SSE comment after this long without output

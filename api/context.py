@@ -66,10 +66,10 @@ async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Princi
 
     Raises MissingKey, MissingScope and UnknownKey; ForeignPage if no key is needed.
     """
-    gatekeeper = wire_of(request).gatekeeper
-    principal = await gatekeeper.identify(_credentials(request))
+    wire = wire_of(request)
+    principal = await wire.gatekeeper.identify(_credentials(request))
     if not principal.key_id:
-        check_local(request)
+        check_local(request, wire.settings.cors_origins)
     request_log_of(request).add(
         tenant=principal.tenant, project=principal.project or None, key_id=principal.key_id or None
     )

@@ -415,6 +415,7 @@ def _wire_settings(settings: Settings) -> WireSettings:
     server = settings.server
     return WireSettings(
         max_body_bytes=server.max_body_bytes,
+        cors_origins=server.cors_origins,
         image_dir=server.data_dir / "images",
         replay_turns=server.replay_turns,
         system_in_place=server.system_in_place,

@@ -7,6 +7,7 @@ rebinding). With such a name it can read the answers too, including other client
 """
 
 import ipaddress
+from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from fastapi import Request
@@ -14,13 +15,14 @@ from fastapi import Request
 from api.errors import ForeignPage
 
 
-def check_local(request: Request) -> None:
-    """Raises ForeignPage for a request from a page of another site."""
+def check_local(request: Request, origins: Collection[str]) -> None:
+    """Raises ForeignPage for a request from a page of another site, unless `origins` name it; `*`
+    names none."""
     host, origin = request.headers.get("host"), request.headers.get("origin", "")
     if host is not None and not _is_address(_name_in(f"//{host}")):
         raise _refusal(f"was sent to {host[:80]!r}")
     of_web = origin == "null" or origin.lower().startswith(("http:", "https:"))
-    if of_web and not _is_loopback(_name_in(origin)):
+    if of_web and origin not in origins and not _is_loopback(_name_in(origin)):
         raise _refusal(f"comes from a page of {origin[:80]!r}")
 
 

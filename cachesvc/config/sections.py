@@ -35,6 +35,19 @@ def with_its_unit(num_bytes: int) -> int:
     return num_bytes
 
 
+ORIGIN = re.compile(r"\*|(?!http://.*:80$|https://.*:443$)[a-z][a-z0-9+.-]*://[^/?#@*\sA-Z]+")
+
+
+def as_sent(origin: str) -> str:
+    """An origin as browsers send it, or `*`. Raises ValueError for any other text."""
+    if not ORIGIN.fullmatch(origin):
+        raise ValueError(
+            f"{origin!r} is no origin as browsers send it; write it like https://chat.example.com, "
+            "in small letters, without a path or a default port"
+        )
+    return origin
+
+
 TierSize = Annotated[Size, AfterValidator(with_its_unit)]
 
 
@@ -61,6 +74,11 @@ class ServerSection(Section):
     max_body_bytes: Size = Field(
         4 << 20,
         description="Largest request body; parsing takes up to 60 ns a byte",
+    )
+    cors_origins: list[Annotated[str, AfterValidator(as_sent)]] = Field(
+        default_factory=list,
+        description="Origins whose pages may use the API from a browser; * is every page, once a "
+        "key exists",
     )
     drain: Duration = Field(
         30, description="When stopping, give running requests this long to finish"

@@ -3,6 +3,7 @@
 import httpx
 import pytest
 
+from api.collaborators import WireSettings
 from billing.keys import Principal
 from tests.api.conftest import running
 from tests.support.wire import FakeHouse, OpenGate, fake_house
@@ -67,6 +68,41 @@ async def test_with_a_key_the_key_decides() -> None:
     async with running(house) as (_, client):
         answer = await client.post("/v1/completions", json=HELLO, headers=headers)
         assert 200 == answer.status_code
+
+
+APP, EVIL = "https://app.example", "https://evil.example"
+KEYED, OPEN = OpenGate(Principal("acme", key_id="key_1")), OpenGate()
+ALLOWED = "access-control-allow-origin"
+
+
+@pytest.mark.parametrize(
+    ("origins", "gate", "origin", "path", "expected"),  # statuses of preflight and request; origin
+    [
+        ([], KEYED, APP, "/v1/models", (405, 200, None)),
+        ([], OPEN, APP, "/v1/models", (405, 403, None)),
+        ([APP], KEYED, APP, "/v1/models", (200, 200, APP)),
+        ([APP], OPEN, APP, "/v1/models", (200, 200, APP)),
+        ([APP], KEYED, EVIL, "/v1/models", (400, 200, None)),
+        ([APP], OPEN, EVIL, "/v1/models", (400, 403, None)),
+        ([APP], OPEN, "null", "/v1/models", (400, 403, None)),
+        (["*"], KEYED, EVIL, "/v1/models", (200, 200, "*")),
+        (["*"], OPEN, EVIL, "/v1/models", (200, 403, "*")),  # it may read why
+        ([APP], OPEN, APP, "/v1/nothing", (200, 404, APP)),
+        (["*"], KEYED, APP, "/metrics", (405, 200, None)),
+        (["*"], KEYED, APP, "/admin/api/x", (404, 404, None)),
+    ],
+)
+async def test_pages_of_the_configured_origins_may_read(
+    origins: list[str], gate: OpenGate, origin: str, path: str, expected: tuple[int, int, str]
+) -> None:
+    house = fake_house(gatekeeper=gate, settings=WireSettings(cors_origins=origins))
+    asks = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "x-api-key"}
+    async with running(house) as (_, client):
+        before = await client.options(path, headers={"Origin": origin, **asks})
+        after = await client.get(path, headers={"Origin": origin})
+    assert expected == (before.status_code, after.status_code, after.headers.get(ALLOWED))
+    assert expected[2] == before.headers.get(ALLOWED)
+    assert "access-control-allow-credentials" not in {*before.headers, *after.headers}
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc"])

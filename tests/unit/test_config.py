@@ -136,6 +136,10 @@ def test_the_data_directory_follows_the_environment(
         ("[server]\nport = 70000\n", r"server\.port = 70000 .* less than or equal to 65535"),
         ("[cache]\npolicy = 'lru'\n", r"cache\.policy in .*\.toml was removed: the block that was"),
         ("[server\n", "is not valid TOML"),
+        *(
+            (f"[server]\ncors_origins = ['http://ok:3000', '{wrong}']\n", rf"{wrong}' is no origin")
+            for wrong in ("https://A.example", "https://a.example/", "http://a:80", "null", "a.b")
+        ),
     ],
 )
 def test_a_wrong_file_stops_the_start_and_says_why(tmp_path: Path, text: str, message: str) -> None:
