@@ -94,16 +94,19 @@ async def chat_of(
     tokens, seen = encoded.tokens, bool(encoded.pictures)
     opened = _ends_thinking(model, tokens)
     source = tools_source(prompt.tooling, prompt.style, source_asked(body), thinking=opened)
-    limit = _room(model, body, len(tokens))
+    params = sampling_params(
+        body, max_tokens=_room(model, body, len(tokens)), logprobs=body.logprobs_asked
+    )
+    # A stop would cut a forced call, which is no text.
+    whole = prompt.tooling.choice.forced
     job = Job(
         request_id=log.request_id,
         model=model,
         prompts=(tokens,),
-        params=sampling_params(body, max_tokens=limit, logprobs=body.logprobs_asked),
+        params=replace(params, stop_token_ids=()) if whole else params,
         tenant=principal.tenant,
         scope=scope,
-        # A stop string would cut a forced call, which is no text.
-        stop=() if prompt.tooling.choice.forced else body.stop_strings,
+        stop=() if whole else body.stop_strings,
         source=source,
         cache=body.uses_cache,
         stream=bool(body.stream),
