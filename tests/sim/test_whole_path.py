@@ -46,7 +46,7 @@ from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.group import seed_of
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.structure import GrammarSource
+from engine.structure import GrammarSource, StructuredOutputs, source_of
 from tests.api.bank import Bank
 from tests.api.conftest import quiet
 from tests.api.driver import Visit
@@ -65,11 +65,19 @@ POISON = 255  # a prompt that begins with this token cannot be computed
 REFUSED = {400, 402, 403, 409, 429, 503}
 
 
+def rule_of(regex: str) -> GrammarSource:
+    return source_of(StructuredOutputs(regex=regex))
+
+
+def _number(source: GrammarSource) -> int:
+    return zlib.crc32(source.text.encode())
+
+
 class Grammars:
     """Compiles a source to a grammar drawn by its text; a part of them cannot be compiled."""
 
     def compile(self, source: GrammarSource) -> RandomGrammar:
-        number = zlib.crc32(source.text.encode())
+        number = _number(source)
         if number % 5 == 0:
             raise InvalidParameter("nothing matches this", param=source.field)
         return RandomGrammar(number, slow=number % 2 == 0)
@@ -268,7 +276,7 @@ class Life:
 
     async def _ask_what_cannot_be(self, app: Any) -> None:
         """Once nobody else asks: others with such a grammar may be refused for something else."""
-        regex = next(text for text in map(str, range(99)) if zlib.crc32(text.encode()) % 15 == 0)
+        regex = next(each for each in map(str, range(99)) if not _number(rule_of(each)) % 5)
         body = {"model": "bytes", "prompt": [1], "stream": False, "guided_regex": regex}
         visit = Visit(app, "/v1/completions", body, **self.keys["acme"]).start()
         await visit.task
