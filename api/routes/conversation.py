@@ -71,11 +71,12 @@ async def chat_of(
     *,
     marks: Sequence[Mark] = (),
     replays: bool = False,
+    limit: str | None = None,
 ) -> Chat:
     """The chat of a body. Raises what is wrong with it, by field.
 
     `marks` are the points up to which the prompt is to be kept. `replays` continues from the last
-    turn's tokens even if the settings do not.
+    turn's tokens even if the settings do not. `limit` is the protocol's own name of the body's.
     """
     wire, log = wire_of(request), request_log_of(request)
     body.refuse_unserved()
@@ -95,7 +96,7 @@ async def chat_of(
     opened = _ends_thinking(model, tokens)
     source = tools_source(prompt.tooling, prompt.style, source_asked(body), thinking=opened)
     params = sampling_params(
-        body, max_tokens=_room(model, body, len(tokens)), logprobs=body.logprobs_asked
+        body, max_tokens=_room(model, body, len(tokens), limit), logprobs=body.logprobs_asked
     )
     # A stop would cut a forced call, which is no text.
     whole = prompt.tooling.choice.forced
@@ -154,9 +155,9 @@ def _is_named(body: ChatBody) -> bool:
     return bool(body.extension.contents or body.apart)
 
 
-def _room(model: ServedModel, body: ChatBody, num_tokens: int) -> int:
+def _room(model: ServedModel, body: ChatBody, num_tokens: int, limit: str | None) -> int:
     """The maximum of answer tokens. Raises ContextLengthExceeded if the prompt leaves too few."""
-    limit = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    limit = limit or ("max_completion_tokens" if body.max_completion_tokens else "max_tokens")
     return room_for_answer(model, num_tokens, body.completion_limit, prompt="messages", limit=limit)
 
 

@@ -40,7 +40,7 @@ async def responses(request: Request) -> Response:
     history = await _history(wire, principal.tenant, body)
     asked = body.generation(history)
     replays = body.previous_response_id is not None
-    chat = await chat_of(request, principal, asked, raw, replays=replays)
+    chat = await chat_of(request, principal, asked, raw, replays=replays, limit="max_output_tokens")
     keep = partial(_keep, wire, principal.tenant, body, history, chat)
     options = body.prompt_cache_options or CacheOptions()
     found = await compared(wire, principal.tenant, chat, options.comparison_response_id)

@@ -53,6 +53,13 @@ CASES = [
     (CHAT, chat(max_completion_tokens=-1), 400, "max_completion_tokens", None),
     (CHAT, chat(max_tokens=5000), 400, "max_tokens", "context_length_exceeded"),
     (
+        "/v1/responses",
+        {"model": "bytes", "input": "hi", "max_output_tokens": 5000},
+        400,
+        "max_output_tokens",
+        "context_length_exceeded",
+    ),
+    (
         CHAT,
         chat(max_completion_tokens=5000),
         400,
