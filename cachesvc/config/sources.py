@@ -89,7 +89,7 @@ REMOVED = {
     "engine.order": "requests with more cached go first; take it out",
     "engine.max_passed": "no request is passed by for longer than 5s; take it out",
     "engine.jump_forward": "forced tokens are always computed in one step; take it out",
-    "engine.grammar_timeout": "compiling a grammar may take 5s; take it out",
+    "engine.grammar_timeout": "a grammar is bounded by its size and its work; take it out",
     "billing.alerts_to": "Prometheus alerts, by the rules in ops/prometheus; take it out",
     "billing.hold_lease": "a hold is leased for 2 minutes and renewed; take it out",
     "events.zmq_keep": "10000 batches are kept for replay; take it out",
