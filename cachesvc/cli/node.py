@@ -6,6 +6,7 @@ import select
 import signal
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -42,6 +43,14 @@ def node(
     disk_cache: Annotated[
         str, typer.Option(help="Bytes on disk for the blocks of one model")
     ] = "8GiB",
+    disk_reserve: Annotated[
+        str,
+        typer.Option(
+            help="Bytes of its file system that the disk leaves to others  [default: 5 %, but 1 to "
+            "16 GiB, and a quarter of a small one]",
+            show_default=False,
+        ),
+    ] = "",
     remote_url: Annotated[
         str,
         typer.Option(
@@ -107,6 +116,8 @@ def node(
     published_at = _events(events)
     remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
     settings = _settings(path, host_cache, disk_cache, disk_cache_dir, remote, quota or ())
+    if disk_reserve:
+        settings = replace(settings, disk_reserve_bytes=_bytes("--disk-reserve", disk_reserve))
     _run(settings, published_at, metrics)
 
 

@@ -50,7 +50,10 @@ def open_below(
             disk_folder(settings.disk_dir, layout),
             layout,
             settings.disk_bytes,
-            settings=DiskSettings(computes_elsewhere=True),  # in an engine on a GPU
+            settings=DiskSettings(
+                computes_elsewhere=True,  # in an engine on a GPU
+                reserve_bytes=settings.disk_reserve_bytes,
+            ),
             shares=shares,
             stream=stream,
         )

@@ -19,6 +19,7 @@ class NodeSettings:
     host_bytes: int
     disk_dir: Path | None = None
     disk_bytes: int = 0  # per layout
+    disk_reserve_bytes: int | None = None  # of its file system; see `tiers.disk.room`
     remote: RemoteSettings | None = None
     quotas: Mapping[str, int] = field(default_factory=dict)  # bytes by owner; * is any other scope
 

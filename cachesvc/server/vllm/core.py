@@ -246,6 +246,8 @@ def _node(settings: Settings) -> Path | None:
     cache, data_dir = settings.cache, settings.server.data_dir
     remote = remote_settings(cache)
     if not cache.host_bytes:
+        if cache.disk_bytes:
+            logger.warning("cache.host_bytes is 0, so no node runs, and no block is kept on disk")
         warn_of_limit(of_vllm(cache, 0, on_gpu=not _is_cpu()))
         return None
     socket = settings.engine.node or data_dir / NODE_SOCKET
@@ -254,6 +256,7 @@ def _node(settings: Settings) -> Path | None:
         host_bytes=cache.host_bytes,
         disk_dir=disk_path(data_dir) / "node",
         disk_bytes=cache.disk_bytes,
+        disk_reserve_bytes=cache.disk_reserve_bytes,
         remote=remote,
         quotas=cache.quotas,
     )

@@ -34,6 +34,7 @@ def ensure_node(
     host_bytes: int,
     disk_dir: Path | None = None,
     disk_bytes: int = 0,
+    disk_reserve_bytes: int | None = None,
     remote: RemoteSettings | None = None,
     quotas: Mapping[str, int] | None = None,
 ) -> int:
@@ -53,6 +54,8 @@ def ensure_node(
     if disk_dir is not None and disk_bytes:
         below = [f"--disk-cache-dir={disk_dir}"]
         below += ["--disk-cache", str(disk_bytes)]
+        if disk_reserve_bytes is not None:
+            below += ["--disk-reserve", str(disk_reserve_bytes)]
     shares = [f"--quota={name}={size}" for name, size in quotas.items()]
     arguments = ["node", "--socket", str(socket), "--host-cache", str(host_bytes), *below, *shares]
     socket.parent.mkdir(parents=True, exist_ok=True)

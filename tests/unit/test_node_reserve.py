@@ -1,0 +1,64 @@
+"""What a node's disk leaves to others on its file system, from the option to the tier."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cachesvc.cli import app
+from cachesvc.server.vllm import node as vllm_node
+from tiers.blocks.layout import BlockLayout
+from tiers.node.below import open_below
+from tiers.node.settings import NodeSettings
+from tiers.telemetry.events import EventStream
+
+MIB = 1 << 20
+LAYOUT = BlockLayout.uniform(2, 64, 2, 64, "bfloat16")
+
+
+def test_the_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[NodeSettings] = []
+    monkeypatch.setattr("cachesvc.cli.node._run", lambda settings, *_: told.append(settings))
+    command = ["node", "--socket", str(tmp_path / "s"), "--disk-cache-dir", str(tmp_path)]
+    for more in ([], ["--disk-reserve", "64MiB"]):
+        assert 0 == CliRunner().invoke(app, [*command, *more]).exit_code
+    assert [None, 64 * MIB] == [each.disk_reserve_bytes for each in told]
+
+
+def test_a_server_over_vllm_hands_its_reserve_to_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Started(Exception):
+        pass
+
+    def start(command: list[str], **_: object) -> None:
+        raise Started(command)
+
+    monkeypatch.setattr(vllm_node.subprocess, "Popen", start)
+    with pytest.raises(Started) as started:
+        vllm_node.ensure_node(
+            tmp_path / "s",
+            host_bytes=MIB,
+            disk_dir=tmp_path,
+            disk_bytes=8 * MIB,
+            disk_reserve_bytes=7,
+        )
+    command = started.value.args[0]
+    assert "7" == command[command.index("--disk-reserve") + 1]
+
+
+def test_the_disk_of_a_node_leaves_it(tmp_path: Path) -> None:
+    """More than any file system has, so that nothing is left for blocks."""
+    sizes = []
+    for reserve in (0, 1 << 60):
+        settings = NodeSettings(
+            socket=tmp_path / "s",
+            host_bytes=MIB,
+            disk_dir=tmp_path / str(reserve),
+            disk_bytes=64 * MIB,
+            disk_reserve_bytes=reserve,
+        )
+        with closing(open_below(settings, LAYOUT, None, EventStream())) as tier:
+            sizes.append(tier.stats().capacity_bytes)
+    assert sizes[0] == 64 * MIB > sizes[1]
