@@ -85,6 +85,16 @@ REMOVED_OPTIONS = {
         for name in ("currency", "rate", "rate-date", "rate-source")
     },
     "usage export --format": "a URL gets CloudEvents, a file FOCUS rows; leave it out",
+    "replay --policy": "every tier evicts in LRU order; leave it out",
+    **dict.fromkeys(
+        ("replay --servers", "replay --shared"),
+        "replay each server's own trace, with a shared store as its last of --tiers",
+    ),
+    "replay --currency": "--hit-price and --miss-price are in any one currency; leave it out",
+    **{
+        f"conform --{name}": "ask the server itself: `cachesvc conform URL`"
+        for name in ("check", "public-key", "data-dir")
+    },
     "usage export --reconcile": "compare `cachesvc usage --by day` with the service's sums by day",
 }
 

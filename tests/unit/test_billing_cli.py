@@ -256,24 +256,6 @@ def test_the_trail_says_when_what_was_and_is_and_why(shell: Shell) -> None:
     assert named.strip().startswith("reference topup_")
 
 
-@pytest.mark.parametrize(
-    ("typed", "instead"),
-    [
-        ("invoice show", "issues invoices; `cachesvc usage` has its statements"),
-        ("ledger correct --batch x", "give requests back one by one"),
-        ("prices plan --out x", "give requests back one by one"),
-        ("tenants budget b acme 5 --hard", "every budget refuses what would pass it"),
-        ("tenants budget b acme 5 --ask 9", "Prometheus asks for top-ups"),
-        ("balance grant acme 5 --for *", "give a grant that any request spends"),
-        ("balance topup acme 5 --rate 7", "a tenant has one currency"),
-        ("balance withdraw acme 5 --currency USD", "a tenant has one currency"),
-    ],
-)
-def test_what_was_removed_says_what_to_use_instead(shell: Shell, typed: str, instead: str) -> None:
-    said = " ".join(shell(*typed.split(), code=2).replace("│", " ").split())
-    assert "was removed: " in said and instead in said
-
-
 def test_one_is_one(shell: Shell) -> None:
     shell("tenants", "create", "acme")
     use(shell)

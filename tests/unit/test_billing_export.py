@@ -290,11 +290,7 @@ def test_what_is_new_is_appended_and_one_export_writes_at_a_time(
     assert "cannot write" in told(house, tmp_path, "--to", str(tmp_path), code=1)
 
 
-@pytest.mark.parametrize("gone", ["--reconcile", "--format"])
-def test_a_removed_option_says_what_to_use_instead(tmp_path: Path, gone: str) -> None:
-    result = CliRunner().invoke(app, ["usage", "export", "--to", "x", gone, "y"])
-    assert 2 == result.exit_code
-    assert f"{gone} was removed: " in " ".join(result.output.replace("│", " ").split())
+def test_a_scheme_of_a_service_is_refused_with_what_takes_the_events() -> None:
     result = CliRunner().invoke(app, ["usage", "export", "--to", "stripe+https://api.stripe.com"])
     assert (2, True) == (result.exit_code, "maps the events" in result.output)
 

@@ -40,6 +40,7 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ("words", "told"),
     [
         (("serve", "--prot", "80"), "unexpected argument --prot; did you mean --port?"),
+        (("serve", "--disk-cache-dir=/x"), "--disk-cache-dir was removed: join the disks"),
         (("serve", "--dtype", "float99"), "model.dtype = 'float99'"),
         (("serve", "--device-cache", "lots"), "cache.device_bytes = 'lots'"),
         (("serve", "--adapter", "sql"), "write NAME=SOURCE"),

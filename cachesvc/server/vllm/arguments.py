@@ -26,6 +26,8 @@ OURS: Mapping[str, str] = {
     "api-key": "cachesvc keys",
 }
 
+_REMOVED = {"--disk-cache-dir": "join the disks into one volume, and put --data-dir there"}
+
 
 def check_installed() -> None:
     """Raises ConfigError without vLLM, which takes seconds to import and is not imported."""
@@ -79,7 +81,10 @@ def read_options(rest: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     while left:
         word = left.pop(0)
         if not word.startswith("--vllm."):
-            near = difflib.get_close_matches(word.partition("=")[0], options, n=1)
+            option = word.partition("=")[0]
+            if option in _REMOVED:
+                raise WrongOption(f"{option} was removed: {_REMOVED[option]}")
+            near = difflib.get_close_matches(option, options, n=1)
             hint = f"did you mean {near[0]}?" if near else "`cachesvc serve --help` lists them all"
             raise WrongOption(f"unexpected argument {word}; {hint}")
         name, equals, value = word.removeprefix("--vllm.").partition("=")
