@@ -18,7 +18,7 @@ larger work continues in the next.
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -159,11 +159,6 @@ class Writer:
         self.totals = self.totals._replace(next_sequence=first + count)
         return first
 
-    def keep_sequences(self, last: int) -> None:
-        """Reserves sequences up to `last`, for blocks that keep theirs from another shard."""
-        first = max(self.totals.next_sequence, last + 1)
-        self.totals = self.totals._replace(next_sequence=first)
-
     def put(self, record: Record, sequence: int, used_s: int) -> None:
         """Writes a block that is not held. The caller has made room and taken the sequence."""
         self._num_changes += 1
@@ -228,10 +223,6 @@ class Writer:
             num_held += self.delete(key) and not is_window(key)
         return num_held
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether a batch of `nbytes` fits without eviction."""
-        return self._excess_pages(nbytes) <= 0
-
     def lend(self, uses: Sequence[tuple[PrefixKey, int]]) -> None:
         """Makes held blocks the first to leave, the last of them first.
 
@@ -292,20 +283,6 @@ class Writer:
 
     def count_hits(self, num_hits: int, logical_bytes: int) -> None:
         self._day = self._day.plus(Day(num_hits=num_hits, hit_bytes=logical_bytes))
-
-    def inherit(self, totals: Totals, days: Mapping[int, Day]) -> None:
-        """Continues the history of the replaced shard. Copying counts as writes too."""
-        mine = self.totals
-        self.totals = mine._replace(
-            num_stored=totals.num_stored,
-            num_evicted=totals.num_evicted + totals.num_blocks - mine.num_blocks,
-            written_bytes=totals.written_bytes + mine.written_bytes,
-        )
-        for number, day in {self.now_s // DAY_S: Day(), **days}.items():
-            key = pack_day(number)
-            here = Day.unpack(self._get("days", key))
-            total = day.plus(Day(written_bytes=here.written_bytes))
-            self._put("days", key, total.pack())
 
     def written_today(self) -> int:
         """Bytes written since midnight UTC, before this transaction."""
