@@ -426,7 +426,7 @@ async def test_budgets_have_forms(client: httpx.AsyncClient, books_of_acme: Hous
     form = {"name": "team", "amount": "5", "per": "day", "of": "user", "value": "ann", "why": "x"}
     assert 303 == (await client.post("tenants/acme/budget", data=form)).status_code
     page = await text(client, "tenants/acme")
-    assert "user ann" in page and "5.00 left, until" in page
+    assert "user ann" in page and "5.00 CNY left, until" in page
     books_of_acme.books.accounts.create_tenant("bolt", "CNY", by="test")
     assert "another tenant" in (await client.post("tenants/bolt/budget", data=form)).text
     form = {"name": "team", "why": "over"}
