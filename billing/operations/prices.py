@@ -12,7 +12,7 @@ from billing.errors import PriceError, UnknownCard
 from billing.operations.arguments import Argument, Name, Why
 from billing.operations.books import Books
 from billing.prices.book import NS, RateCard
-from billing.prices.cards import parse_card, shipped_cards
+from billing.prices.cards import parse_card, refuse_removed, shipped_cards
 from billing.prices.lint import Severity, lint
 from billing.reports.documents import (
     Document,
@@ -109,6 +109,7 @@ def _card(books: Books, source: CardSource) -> RateCard:
             return card
     text = shipped_cards().get(name or "") if version is None else None
     if text is None:
+        refuse_removed(name or "")
         wanted = " ".join(filter(None, (name, version)))
         raise UnknownCard(f"no rate card '{wanted}' was applied or ships with the program")
     return parse_card(text, name or "")

@@ -44,8 +44,8 @@ _CARD_FIELDS = {
 _PER_REQUEST = {"request", "minimum"}  # amounts, not rates per million tokens
 _RATE_FIELDS = {"hit", *RATE_OF.values(), *_PER_REQUEST}
 _MOST_FEE = 10**6
-_REMOVED = dict.fromkeys(
-    ("included", "monthly_minimum"),
+_REMOVED = dict.fromkeys(  # fields and shipped cards
+    ("included", "monthly_minimum", "monthly-plan"),
     "plans and minimums are your billing system's, which `cachesvc usage export` feeds",
 )
 _MOST_FACTOR = 1000
@@ -89,9 +89,16 @@ def find_card(name_or_path: str) -> RateCard:
     if name_or_path in shipped:
         return parse_card(shipped[name_or_path], name_or_path)
     if not Path(name_or_path).exists():
+        refuse_removed(name_or_path)
         names = ", ".join(sorted(shipped))
         raise PriceError(f"{name_or_path!r} is neither a file nor a shipped rate card ({names})")
     return load_card(Path(name_or_path))
+
+
+def refuse_removed(name: str) -> None:
+    """Raises `PriceError` if this card shipped once."""
+    if name in _REMOVED:
+        raise PriceError(f"rate card {name} was removed: {_REMOVED[name]}")
 
 
 def card_digest(card: RateCard) -> str:

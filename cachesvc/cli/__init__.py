@@ -111,6 +111,7 @@ class Root(LazyGroup):
             return super().invoke(ctx)
         except typer.BadParameter as error:
             error.message = plain(error.message)  # typer reads values by pydantic
+            _explain_removed_value(error)
             raise
         except Exception as error:
             _explain_removed(error)
@@ -132,6 +133,16 @@ def _explain_removed(error: Any) -> None:
     path = context.command_path.partition(" ")[2] if name and context else ""
     if instead := REMOVED_OPTIONS.get(f"{path} {name}"):
         error.message, error.possibilities = f"{name} was removed: {instead}", None
+
+
+def _explain_removed_value(error: typer.BadParameter) -> None:
+    """The same for a value that its option does not know."""
+    from api.admin.routes.operation_table import REMOVED_VALUES
+
+    option = error.param.opts[0].removeprefix("--") if error.param else ""
+    value = error.message.split("'")[1] if error.message.startswith("'") else ""
+    if instead := REMOVED_VALUES.get(option, {}).get(value):
+        error.message = f"{value} was removed: {instead}"
 
 
 app = lazy_group(

@@ -271,6 +271,20 @@ async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(
     assert before == house.books.accounts.trail.newest()
 
 
+async def test_a_removed_value_says_what_to_use_instead(client: httpx.AsyncClient) -> None:
+    budget = {"tenant": "acme", "amount": "1", **WHY}
+    answers = {
+        "see BalanceLow": await client.post("/budgets/b", json=budget | {"per": "balance"}),
+        "JSON or CSV": await client.get("/usage/statement/acme/2026-01?format=html"),
+        "`cachesvc usage export`": await client.post(
+            "/prices/plan", json={"card": {"name": "monthly-plan"}}
+        ),
+    }
+    for instead, answer in answers.items():
+        said = answer.json()["error"]["message"]
+        assert 400 == answer.status_code and "was removed: " in said and instead in said
+
+
 async def test_invalid_json_and_unknown_names_are_refused(client: httpx.AsyncClient) -> None:
     assert (400, "invalid_json", None) == await refused(
         await client.post("/tenants", content=b"{", headers={"content-type": "application/json"})

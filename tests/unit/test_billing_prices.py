@@ -97,6 +97,8 @@ def test_a_card_that_cannot_be_read_names_the_field(
 def test_a_card_that_is_nowhere_names_the_shipped_ones() -> None:
     with pytest.raises(PriceError, match="deepseek-launch"):
         find_card("nowhere.toml")
+    with pytest.raises(PriceError, match="monthly-plan was removed: plans and minimums"):
+        find_card("monthly-plan")
 
 
 def test_the_exact_name_wins_over_the_longest_prefix_over_the_star() -> None:

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import cachesvc
+from api.admin.routes.operation_table import REMOVED_VALUES
 from api.format import seconds, size
 from cachesvc.cli import COMMANDS, REMOVED, REMOVED_OPTIONS, app, load, run
 from cachesvc.cli.config import settings_by_name
@@ -103,6 +104,16 @@ def test_a_removed_option_says_what_to_do_instead(typed: str) -> None:
     assert 2 == failed.exit_code
     said = " ".join(failed.output.replace("│", " ").split())
     assert f"{typed.split()[-1]} was removed: {REMOVED_OPTIONS[typed]}" in said
+
+
+@pytest.mark.parametrize(
+    ("command", "option"), [("tenants budget b acme 5", "per"), ("usage --statement x", "format")]
+)
+def test_a_removed_value_says_what_to_do_instead(command: str, option: str) -> None:
+    for value, instead in REMOVED_VALUES[option].items():
+        failed = call(*command.split(), f"--{option}", value)
+        said = " ".join(failed.output.replace("│", " ").split())
+        assert 2 == failed.exit_code and f"{value} was removed: {instead}" in said
 
 
 def test_an_error_is_one_sentence_and_exit_code_1(

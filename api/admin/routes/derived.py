@@ -9,19 +9,19 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from enum import EnumType
-from functools import reduce
+from functools import partial, reduce
 from inspect import Parameter
 from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter, Path, Query
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, BeforeValidator, Field, create_model
 from starlette.responses import Response
 
 from api.admin.access import Books, MayChange, MayRead
 from api.admin.routes.bodies import FIELDS, AdminBody, StrictBody
-from api.admin.routes.operation_table import PREFIX, REMOVED, TABLE, Operation
+from api.admin.routes.operation_table import PREFIX, REMOVED, REMOVED_VALUES, TABLE, Operation
 from api.errors import NotServed
 
 _TAGS = {"prices": "prices", "usage": "ledger", "ledger": "ledger"}
@@ -100,19 +100,17 @@ def _given(row: Operation, arguments: list[Parameter]) -> list[Parameter]:
     """The arguments in the path, in the query, and in the body."""
     in_path = [each for each in arguments if f"{{{each.name}}}" in row.path]
     others = [each for each in arguments if each not in in_path]
-    found = [_parameter(each.name, _wire(each.annotation, Path)) for each in in_path]
+    found = [_parameter(each.name, _argument(each, Path)) for each in in_path]
     if row.method == "POST":
         return [*found, _parameter("body", _body(row, others))]
-    return found + [
-        _parameter(each.name, _wire(each.annotation, Query), each.default) for each in others
-    ]
+    return found + [_parameter(each.name, _argument(each, Query), each.default) for each in others]
 
 
 def _body(row: Operation, arguments: list[Parameter]) -> type[BaseModel]:
     """The model of a POST's body, named for its operation."""
     fields: dict[str, Any] = {
         each.name: (
-            FIELDS.get(each.name) or _wire(each.annotation, Field),
+            FIELDS.get(each.name) or _argument(each, Field),
             ... if each.default is Parameter.empty else each.default,
         )
         for each in arguments
@@ -120,6 +118,18 @@ def _body(row: Operation, arguments: list[Parameter]) -> type[BaseModel]:
     base = AdminBody if fields.pop("why", None) else StrictBody
     name = row.name.partition(".")[2].title().replace("_", "")
     return create_model(name, __base__=base, **fields) if fields else base
+
+
+def _argument(each: Parameter, kind: Callable[..., Any]) -> Any:
+    """The annotation for pydantic, which says of a removed value what to use instead."""
+    wire, gone = _wire(each.annotation, kind), REMOVED_VALUES.get(each.name)
+    return Annotated[wire, BeforeValidator(partial(_known, gone))] if gone else wire
+
+
+def _known(gone: Mapping[str, str], value: Any) -> Any:
+    if isinstance(value, str) and value in gone:
+        raise ValueError(f"{value} was removed: {gone[value]}")
+    return value
 
 
 def _wire(annotation: Any, kind: Callable[..., Any]) -> Any:

@@ -74,6 +74,16 @@ REMOVED: Mapping[str, str] = {
     "ledger/refunds": _ONE_BY_ONE,
     "ledger/corrections": _ONE_BY_ONE,
 }
+# Values of arguments that are gone, by the argument's name.
+_ALERT = "Prometheus alerts, see {} in ops/prometheus/rules.yml"
+REMOVED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "per": {
+        "balance": _ALERT.format("BalanceLow"),
+        "topup": _ALERT.format("TopUpWanted"),
+        "spike": _ALERT.format("SpendingSpiked"),
+    },
+    "format": {"html": "open JSON or CSV in a spreadsheet"},
+}
 _BY_NAME: Mapping[str, Operation] = {row.name: row for row in TABLE}
 
 
