@@ -112,31 +112,17 @@ def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None
         assert (3, 0) == (pool["disk_hits"], pool["lost"])
 
 
-def test_a_run_is_fetched_from_the_disk_unless_the_node_is_older(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_fetched_from_the_disk(path: Path, tmp_path: Path) -> None:
     ids = prompt(1)
     disk: dict[str, object] = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(path, **disk), joined(path) as client:
         write(client, ids)
-    with serving(path, **disk) as node:
-        with joined(path) as client:
-            client.fetch(ids)
-            while 3 > node.stats()["pools"][0]["disk_hits"]:
-                pass
-            assert 3 == len(client.lease(ids))
-            assert 0 == node.stats()["pools"][0]["host_hits"]
-        told, asked = messages.pack_json, []
-
-        def as_before(what: dict[str, object]) -> bytes:
-            return told({name: value for name, value in what.items() if name != "fetches"})
-
-        monkeypatch.setattr(messages, "pack_json", as_before)
-        monkeypatch.setattr(node, "_handle_run", lambda *run: asked.append(run))
-        with joined(path) as client:
-            client.fetch(ids)
-            client.stats()
-        assert [] == asked
+    with serving(path, **disk) as node, joined(path) as client:
+        client.fetch(ids)
+        while 3 > node.stats()["pools"][0]["disk_hits"]:
+            pass
+        assert 3 == len(client.lease(ids))
+        assert 0 == node.stats()["pools"][0]["host_hits"]
 
 
 def test_what_a_client_held_ends_with_it(node: NodeServer, path: Path) -> None:

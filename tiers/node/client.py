@@ -35,7 +35,6 @@ class NodeClient:
         self._timeout_s = timeout_s
         self._socket: socket.socket | None = None
         self._pool = 0
-        self._fetches = False
         self.memory: SharedMemory | None = None  # while connected
 
     @property
@@ -69,9 +68,8 @@ class NodeClient:
             self.close()
             raise NodeError("the node sent no memory")
         self._pool = fields["pool"]
-        pieces = fields.get("piece_frames", 0)  # an older node has none
-        self._fetches = bool(fields.get("fetches"))  # an older node does not
-        self.memory = SharedMemory(files[0], self._layout, fields["num_frames"], pieces)
+        sizes = fields["num_frames"], fields["piece_frames"]
+        self.memory = SharedMemory(files[0], self._layout, *sizes)
         return self.memory
 
     def open(self) -> None:
@@ -93,7 +91,7 @@ class NodeClient:
 
     def fetch(self, ids: Sequence[BlockId]) -> None:
         """Have this run loaded into memory, because it will be leased soon. Does not wait."""
-        if ids and self._fetches:
+        if ids:
             self._run(Op.FETCH, ids)
 
     def lease(self, ids: Sequence[BlockId]) -> list[int]:

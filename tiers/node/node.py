@@ -233,7 +233,6 @@ class NodeServer:
                 "pool": number,
                 "num_frames": memory.num_frames,
                 "piece_frames": memory.piece_frames,
-                "fetches": True,
             }
         )
         answer = messages.pack(Op.HELLO, body)
