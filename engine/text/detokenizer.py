@@ -33,20 +33,17 @@ class IncrementalDetokenizer:
         tokenizer: TokenBytes,
         stop: Sequence[str] = (),
         *,
-        skip_special_tokens: bool = True,
-        include_stop: bool = False,
         shown: Collection[str] = (),
     ) -> None:
         """`shown`: special tokens to include in the text."""
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped = tokenizer.special_token_ids
         if shown:
             kept = {text.encode() for text in shown}
             self._skipped = frozenset(
                 token for token in self._skipped if tokenizer.token_bytes(token) not in kept
             )
         self._stop = tuple(text for text in stop if text)
-        self._include_stop = include_stop
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self.stopped = False
@@ -80,9 +77,9 @@ class IncrementalDetokenizer:
         text = self._held + text
         found = self._find_stop(text)
         if found is not None:
-            position, stop = found
-            self.stopped, self.stop_string, self._held = True, stop, ""
-            return text[: position + len(stop)] if self._include_stop else text[:position]
+            position, self.stop_string = found
+            self.stopped, self._held = True, ""
+            return text[:position]
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

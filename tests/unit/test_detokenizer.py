@@ -58,11 +58,6 @@ def test_a_stop_string_may_end_inside_one_feed_and_the_rest_is_dropped() -> None
     assert detokenizer.flush() == ""
 
 
-def test_the_stop_string_can_be_kept() -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, ["END"], include_stop=True)
-    assert detokenizer.feed(b"one END two") == "one END"
-
-
 def test_broken_utf8_becomes_replacement_characters_at_the_latest_on_flush() -> None:
     detokenizer = IncrementalDetokenizer(TOKENIZER)
     assert detokenizer.feed([0xE6, 0x97]) == ""
@@ -71,7 +66,7 @@ def test_broken_utf8_becomes_replacement_characters_at_the_latest_on_flush() -> 
     assert detokenizer.flush() == "\N{REPLACEMENT CHARACTER}"
 
 
-@pytest.mark.parametrize(("skip", "expected"), [(True, "ab"), (False, "a<|im_end|>b")])
-def test_special_tokens_are_shown_only_when_asked_for(skip: bool, expected: str) -> None:
-    detokenizer = IncrementalDetokenizer(TOKENIZER, skip_special_tokens=skip)
+@pytest.mark.parametrize(("shown", "expected"), [((), "ab"), (("<|im_end|>",), "a<|im_end|>b")])
+def test_special_tokens_are_shown_only_when_asked_for(shown: list[str], expected: str) -> None:
+    detokenizer = IncrementalDetokenizer(TOKENIZER, shown=shown)
     assert detokenizer.feed([ord("a"), EOS, ord("b")]) == expected

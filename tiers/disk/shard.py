@@ -211,14 +211,11 @@ class Shard:
             rows = (row for row in snapshot.rows("index", after or b"") if row[0] != after)
             return [(PrefixKey(key), IndexEntry.unpack(data)) for key, data in islice(rows, limit)]
 
-    def by_age(
-        self, after: int, limit: int, *, newest_first: bool = False
-    ) -> list[tuple[PrefixKey, IndexEntry]]:
-        """Up to `limit` blocks in order of eviction, after sequence `after` (0: from the end)."""
+    def by_age(self, after: int, limit: int) -> list[tuple[PrefixKey, IndexEntry]]:
+        """Up to `limit` blocks in order of eviction, after sequence `after`."""
         found: list[tuple[PrefixKey, IndexEntry]] = []
-        start = (after or LAST_SEQUENCE + 1) - 1 if newest_first else after + 1
         with self._reading() as snapshot:
-            for _, data in snapshot.rows("order", pack_sequence(start), back=newest_first):
+            for _, data in snapshot.rows("order", pack_sequence(after + 1)):
                 key, _ = unpack_order(data)
                 entry = snapshot.get("index", key)
                 if entry is not None:
