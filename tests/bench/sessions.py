@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from api.requests.retention import Pauses
 from tests.bench.provenance import commit, machine
-from tiers.policy.lru import Lru
+from tests.support.plain_lru import Lru
 from tiers.policy.policy import Use
 from tiers.policy.retention import Pin, PinKind, Pins
 from tiers.replay.trace import Trace, TraceRequest, read_trace

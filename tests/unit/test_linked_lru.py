@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from tests.support.plain_lru import Lru
 from tiers.memory.block import NO_BLOCK, Block
 from tiers.memory.lru import DeviceLru, HostLru
-from tiers.policy.lru import Lru
 from tiers.policy.policy import Use
 
 USE = Use(1.0, 1)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.plain_lru import Lru
 from tiers.errors import ConfigurationError
-from tiers.policy.lru import Lru
 from tiers.policy.policy import Use
 from tiers.policy.quota import COMMON, FairPolicy, Quotas, QuotaShares
 

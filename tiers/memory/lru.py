@@ -1,6 +1,6 @@
 """Least recently used, as links between blocks. Engine thread only.
 
-Links take 16 bytes a block; the ordered dict of `tiers.policy.lru` takes 120.
+Links take 16 bytes a block; an ordered dict takes 120.
 
 A block may be on the device and on the host at once, so it has links for each. The two classes
 differ only in the names of the links. This is the hot path, where looking up a name costs as much

@@ -1,8 +1,7 @@
 """The protocol of an eviction policy: an order over the blocks of one tier, and nothing else.
 
 A policy holds no tensor, lock or clock. Each `Use` carries the time. The engine thread drives one
-policy for the device pool and one for the host arena. `tiers.replay.replay` drives the same code
-over traces.
+policy for the device pool and one for the host arena.
 
     insert ──► candidate ──victim()──► forgotten (some policies keep a ghost: the key alone)
                  │   ▲
@@ -44,9 +43,7 @@ class Policy(Protocol[K]):
     def insert(self, key: K, use: Use) -> None:
         """Add a key that is new in the tier. It may be chosen from now on.
 
-        For a block that a running request computes, call this when it is first released. `parent`
-        is the key before it in the chain, or None for the first. `depth` is its number there, from
-        0.
+        For a block that a running request computes, call this when it is first released.
         """
         ...
 

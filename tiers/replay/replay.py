@@ -5,13 +5,12 @@ request hit. The last block of a request may be partial and counts the tokens it
 `cachesvc replay`, the benchmarks and the tests. One thread.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from tiers.errors import ConfigurationError
 from tiers.policy.admission import Demotion, WritePolicy, keeps_copies
-from tiers.policy.lru import Lru
-from tiers.policy.policy import Use
 from tiers.replay.trace import Trace, TraceRequest
 
 GHOSTS_PER_BLOCK = 4  # ghosts of ON_SECOND_HIT per block of the tier above
@@ -33,7 +32,6 @@ class TierReplay:
     name: str
     capacity_blocks: int
     hit_tokens: int = 0
-    hit_blocks: int = 0
     written_blocks: int = 0
     evicted_blocks: int = 0
 
@@ -61,7 +59,7 @@ class _Level:
 
     def __init__(self, plan: TierPlan, keeps: bool) -> None:
         self.counts = TierReplay(plan.name, plan.capacity_blocks)
-        self.order: Lru[Hashable] = Lru()
+        self.order: OrderedDict[Hashable, None] = OrderedDict()  # least recently used first
         self.keeps = keeps
         self.resident: set[Hashable] = set()
         self.spare: dict[Hashable, None] = {}
@@ -97,7 +95,6 @@ class Hierarchy:
         ]
         num_ghosts = GHOSTS_PER_BLOCK * plans[0].capacity_blocks
         self._demotion: Demotion[Hashable] = Demotion(write_policy, num_ghosts)
-        self._uses: dict[Hashable, Use] = {}
         self._write_early = write_policy is not WritePolicy.ON_EVICT and len(plans) > 1
 
     def serve(self, request: TraceRequest, block_tokens: int) -> None:
@@ -109,18 +106,16 @@ class Hierarchy:
         """
         sources = self._count_hits(request, block_tokens)
         chain = request.blocks
-        use = Use(request.time_s, len(chain), request.tenant)
         top = self._levels[0]
         for depth in range(len(chain) - 1, -1, -1):
             key = chain[depth]
             if key in top.resident:
-                top.order.touch(key, use)
+                top.order.move_to_end(key)
             else:
                 top.add(key)
-                top.order.insert(key, use)
+                top.order[key] = None
                 if depth < len(sources):
                     self._promote(key, sources[depth])
-            self._uses[key] = use
             if self._write_early and self._demotion.on_use(key):
                 self._put_below(0, key)
         while top.is_over:
@@ -136,7 +131,6 @@ class Hierarchy:
         for key in request.blocks:
             for number, level in enumerate(self._levels):
                 if key in level.resident:
-                    level.counts.hit_blocks += 1
                     level.counts.hit_tokens += min(block_tokens, left)
                     sources.append(number)
                     break
@@ -148,7 +142,6 @@ class Hierarchy:
     def _promote(self, key: Hashable, source: int) -> None:
         """Move a block to the top through every level between. Each keeps a copy, which counts as
         just used or is spare."""
-        use = self._uses[key]
         for number in range(source, 0, -1):
             level = self._levels[number]
             fresh = key not in level.resident
@@ -158,12 +151,11 @@ class Hierarchy:
                 continue
             if not level.keeps:
                 if not fresh:
-                    level.order.remove(key)
+                    del level.order[key]
                 level.spare[key] = None
-            elif fresh:
-                level.order.insert(key, use)
             else:
-                level.order.touch(key, use)
+                level.order[key] = None
+                level.order.move_to_end(key)
             if level.is_over:
                 self._evict(number)
 
@@ -174,8 +166,7 @@ class Hierarchy:
             key = next(iter(level.spare))
             del level.spare[key]
         else:
-            key = level.order.victim()
-            assert key is not None, f"{level.counts.name} is full and its order knows no block"
+            key, _ = level.order.popitem(last=False)
             if self._demotion.on_evict(key):
                 self._put_below(number, key)
         level.resident.discard(key)
@@ -186,15 +177,14 @@ class Hierarchy:
         if number + 1 == len(self._levels):
             return
         below = self._levels[number + 1]
-        use = self._uses[key]
         if key in below.spare:
             del below.spare[key]
         elif key in below.resident:
-            below.order.touch(key, use)
+            below.order.move_to_end(key)
             return
         else:
             below.add(key)
-        below.order.insert(key, use)
+        below.order[key] = None
         if below.is_over:
             self._evict(number + 1)
 

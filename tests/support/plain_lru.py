@@ -1,4 +1,4 @@
-"""Least recently used. One ordered dict; a held block is simply not in it."""
+"""The plain LRU, which the linked orders are compared with. A held block is not in its dict."""
 
 from collections import OrderedDict
 from itertools import islice
