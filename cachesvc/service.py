@@ -417,6 +417,5 @@ def _wire_settings(settings: Settings) -> WireSettings:
         max_body_bytes=server.max_body_bytes,
         cors_origins=server.cors_origins,
         image_dir=server.data_dir / "images",
-        replay_turns=server.replay_turns,
         system_in_place=server.system_in_place,
     )

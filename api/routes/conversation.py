@@ -76,7 +76,7 @@ async def chat_of(
     """The chat of a body. Raises what is wrong with it, by field.
 
     `marks` are the points up to which the prompt is to be kept. `replays` continues from the last
-    turn's tokens even if the settings do not. `limit` is the protocol's own name of the body's.
+    turn's tokens. `limit` is the protocol's own name of the body's.
     """
     wire, log = wire_of(request), request_log_of(request)
     body.refuse_unserved()
@@ -89,8 +89,7 @@ async def chat_of(
     turn = _turn(wire, body, scope, prompt)
     if turn is not None:
         await wire.conversations.recall(turn)
-    replays = (replays or wire.settings.replay_turns) and not _is_named(body)
-    replay = _replay(wire, prompt, turn) if replays else None
+    replay = _replay(wire, prompt, turn) if replays and not _is_named(body) else None
     encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
     tokens, seen = encoded.tokens, bool(encoded.pictures)
     opened = _ends_thinking(model, tokens)

@@ -93,13 +93,6 @@ class ServerSection(Section):
         description="Render later system messages where they stand, also if the model's template "
         "moves them to the start",
     )
-    replay_turns: bool = Field(
-        False,
-        description=(
-            "Continue chats from the tokens of the last turn, not from its text; "
-            "previous_response_id always does"
-        ),
-    )
     groups: dict[str, list[str]] = Field(
         default_factory=dict,
         description="Groups of tenants that share prefixes; * is every tenant",

@@ -96,6 +96,7 @@ REMOVED = {
     "tracing.service_name": "set OTEL_SERVICE_NAME instead",
     "admin.idle": "a login ends after 2h without use; take it out",
     "admin.session": "a login ends after 12h; take it out",
+    "server.replay_turns": "use previous_response_id in /v1/responses instead",
     "server.turn_tokens": "a million tokens of recent turns are kept; take it out",
     "model.threads": "set OMP_NUM_THREADS instead",
     "billing.slice_tokens": "a hold covers 256 output tokens at a time; take it out",

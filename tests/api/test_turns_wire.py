@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from api.access.auth import Salts
-from api.collaborators import WireSettings
 from api.job import Divergence, DivergenceReason, Transcript
 from api.requests.turns import Conversations, assistant_message, turn_of
 from tests.api.conftest import running
@@ -152,28 +151,18 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
     assert expected == conversations.divergence(turn(19, answered), other, tokenizer)
 
 
-REPLAYS = WireSettings(replay_turns=True)
-
-
-async def two_turns(
-    tokenizer: ByteTokenizer,
-    answer: str,
-    settings: WireSettings = REPLAYS,
-    *,
-    second: Mapping[str, Any] | None = None,
-    **fields: Any,
+async def two_responses(
+    tokenizer: ByteTokenizer, answer: str, *, second: Mapping[str, Any] | None = None, **fields: Any
 ) -> tuple[Any, Sequence[int], Sequence[int]]:
-    """The second turn's details, and the tokens that the first left and that the second had.
+    """The second response's details, and the tokens that the first left and that the second had.
     `second` are its fields where they are others."""
-    house = fake_house(models=[byte_model(tokenizer=tokenizer)], settings=settings)
+    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
     house.engine.script = Script(answer=answer)
+    asked = {"model": "bytes", **fields}
     async with running(house) as (_, client):
-        first = (
-            await client.post(CHAT, json={"model": "bytes", "messages": [ASK], **fields})
-        ).json()
-        said = {k: v for k, v in first["choices"][0]["message"].items() if k != "reasoning_content"}
-        asked = {"messages": [ASK, said, MORE], "cachesvc": {"details": True}}
-        told = await client.post(CHAT, json={"model": "bytes", **asked, **fields, **(second or {})})
+        first = (await client.post("/v1/responses", json=asked | {"input": "hi"})).json()
+        body = asked | {"input": "and?", "previous_response_id": first["id"]} | (second or {})
+        told = await client.post("/v1/responses", json=body, headers={"X-Cachesvc": "details"})
         assert 200 == told.status_code, told.text
         one, two = house.engine.requests
         return told.json()["cachesvc"], [*one.tokens, *answer.encode()], two.tokens
@@ -188,29 +177,21 @@ async def two_turns(
             ByteTokenizer,
             "{{ tools }}<tool_call>",
             'I look. <tool_call>{"name":"f","arguments":{"a":1}}</tool_call>',
-            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            {"tools": [{"type": "function", "name": "f"}]},
         ),
     ],
     ids=["a template that drops reasoning", "a tokenizer that re-cuts text", "calls"],
 )
-async def test_a_replayed_turn_begins_with_all_that_the_last_left(
+async def test_previous_response_id_begins_with_all_that_the_last_left(
     tokenizer: type[ByteTokenizer], template: str, answer: str, fields: dict[str, Any]
 ) -> None:
     made = tokenizer()
     made.chat_template = template
-    details, left, tokens = await two_turns(made, answer, **fields)
+    details, left, tokens = await two_responses(made, answer, **fields)
     assert len(left) == details["replayed_tokens"]
     assert "diverged_at_token" not in details
     assert left == list(tokens[: len(left)])
     assert b"and?" in b"".join(made.token_bytes(token) for token in tokens[len(left) :])
-
-
-async def test_turns_are_not_replayed_unless_it_is_set() -> None:
-    tokenizer = StrippingTokenizer()
-    tokenizer.chat_template = "<think></think>"
-    details, _, _ = await two_turns(tokenizer, "<think>hm</think>yes", WireSettings())
-    assert "replayed_tokens" not in details
-    assert "diverged_at_token" in details
 
 
 class HeadedTokenizer(ByteTokenizer):
@@ -233,8 +214,10 @@ class HeadedTokenizer(ByteTokenizer):
 async def test_a_turn_with_other_arguments_of_the_template_is_rendered_with_them(
     effort: str,
 ) -> None:
-    first, second = {"reasoning_effort": "low"}, {"reasoning_effort": effort}
-    details, _, tokens = await two_turns(HeadedTokenizer(), "yes", **first, second=second)
+    second = {"reasoning": {"effort": effort}}
+    details, _, tokens = await two_responses(
+        HeadedTokenizer(), "yes", reasoning={"effort": "low"}, second=second
+    )
     assert ByteTokenizer().decode(tokens).startswith(f"effort: {effort}\n")
     assert (effort == "low") is ("replayed_tokens" in details)
 
@@ -255,21 +238,8 @@ async def test_another_tenants_turn_is_not_replayed() -> None:
     assert conversations.replay(theirs) is None
 
 
-async def test_what_a_stop_string_cut_is_replayed_as_its_text() -> None:
-    details, left, tokens = await two_turns(ByteTokenizer(), "one. two", stop=["."])
-    assert left[: details["replayed_tokens"]] == list(tokens[: details["replayed_tokens"]])
-    assert "assistant: one\nuser: and?" in ByteTokenizer().decode(tokens)
-
-
-async def test_previous_response_id_always_replays() -> None:
-    tokenizer = StrippingTokenizer()
-    tokenizer.chat_template = "<think></think>"
-    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
-    house.engine.script = Script(answer="<think>hm</think>yes")
-    async with running(house) as (_, client):
-        first = await client.post("/v1/responses", json={"model": "bytes", "input": "hi"})
-        body = {"model": "bytes", "input": "and?", "previous_response_id": first.json()["id"]}
-        headers = {"X-Cachesvc": "details"}
-        second = await client.post("/v1/responses", json=body, headers=headers)
-    left = len(FIRST) + len("<think>hm</think>yes")
-    assert left == second.json()["cachesvc"]["replayed_tokens"]
+async def test_half_a_character_at_the_end_is_replayed_as_the_text_that_was_sent() -> None:
+    details, left, tokens = await two_responses(ByteTokenizer(), "one \xe9", max_output_tokens=5)
+    assert len(FIRST + "one ") == details["replayed_tokens"]
+    assert left[: len(FIRST + "one ")] == list(tokens[: len(FIRST + "one ")])
+    assert "assistant: one \ufffd\nuser: and?" in ByteTokenizer().decode(tokens)

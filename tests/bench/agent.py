@@ -2,14 +2,10 @@
 
     python -m tests.bench.agent [--turns 40] [--json FILE]
 
-A run that FILE holds already, of as many turns, is not repeated: so each can have its own time on a
-busy machine.
-
-`cachesvc serve` with the default model, once with `server.replay_turns` and once without. The agent
-asks, the model must call a tool, the tool's result goes back, the model answers; every turn sends
-the whole conversation again, as clients do. A turn that hits all that the turn before left misses
-only what is new: the client's own tokens, and the one token of the last answer that was never
-computed.
+`cachesvc serve` with the default model. The agent asks, the model must call a tool, the tool's
+result goes back, the model answers; every turn sends the whole conversation again, as clients do. A
+turn that hits all that the turn before left misses only what is new: the client's own tokens, and
+the one token of the last answer that was never computed.
 
 Estimate: 100 new tokens a turn; at turn n the prompt has 100 n, so over 40 turns 95 % hits, and
 97 to 98 % in the last ones.
@@ -25,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,7 +58,6 @@ class Told:
     hit: int
     completion: int
     called: bool
-    replayed: int
     diverged_at: int | None
 
     @property
@@ -92,7 +87,6 @@ def converse(url: str, model: str, num_turns: int, session: str = "agent") -> li
                 usage["prompt_cache_hit_tokens"],
                 usage["completion_tokens"],
                 bool(message.get("tool_calls")),
-                details.get("replayed_tokens", 0),
                 details.get("diverged_at_token"),
             )
         )
@@ -123,7 +117,7 @@ def _ask(
 
 
 @contextmanager
-def serving(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def serving(folder: Path) -> Iterator[tuple[str, str]]:
     """URL and model's name of a server of the default model."""
     log = folder / "serve.log"
     with log.open("wb") as out:
@@ -132,7 +126,7 @@ def serving(folder: Path, environment: Mapping[str, str]) -> Iterator[tuple[str,
             stdout=out,
             stderr=out,
             # Counts are measured, not times, and one thread waits for no other on a busy machine.
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
         give_up = time.monotonic() + START_S
@@ -166,22 +160,12 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    file = options.json
-    runs = json.loads(file.read_text()) if file is not None and file.exists() else {}
-    for replays in (True, False):
-        name = "replay on" if replays else "replay off"
-        if runs.get("turns") == options.turns and name in runs:
-            continue
-        runs |= {"machine": machine(), "turns": options.turns}
-        with tempfile.TemporaryDirectory() as folder:
-            environment = {"CACHESVC_SERVER__REPLAY_TURNS": str(replays).lower()}
-            with serving(Path(folder), environment) as (url, model):
-                found = summary(converse(url, model, options.turns))
-        runs[name] = {"commit": commit(), **found}
-        short = {key: value for key, value in found.items() if key != "turns"}
-        print(f"{name}: {short}", flush=True)
-        if file is not None:
-            file.write_text(json.dumps(runs, indent=1) + "\n")
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (url, model):
+        found = summary(converse(url, model, options.turns))
+    print({key: value for key, value in found.items() if key != "turns"})
+    if options.json is not None:
+        run = {"commit": commit(), "machine": machine(), **found}
+        options.json.write_text(json.dumps(run, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """One server for all tests of the dashboard, a browser for each module, a visit for each test."""
 
 import asyncio
-import os
 import re
 import socket
 import subprocess
@@ -83,7 +82,6 @@ def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             [SCRIPT, "serve", "--port", "0", "--data-dir", folder, "--disk-cache", "64MiB"],
             stdout=out,
             stderr=out,
-            env={**os.environ, "CACHESVC_SERVER__REPLAY_TURNS": "true"},
         )
     try:
         deadline = time.monotonic() + PATIENCE_S

@@ -165,7 +165,6 @@ class Life:
             limits=WindowLimits(limits, open_storage("memory://"), self.places),
             settings=replace(
                 house.wire.settings,
-                replay_turns=chance.random() < 0.5,
                 write_timeout_s=0.1,
                 keepalive_s=chance.choice((0.005, 15.0)),
             ),
