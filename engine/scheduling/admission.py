@@ -47,9 +47,7 @@ class Admission:
         self._images = images
         self._running = running
         self._states = states
-        self.waiting = WaitingQueue(
-            settings.order, max_passed_s=settings.max_passed_s, served=served
-        )
+        self.waiting = WaitingQueue(max_passed_s=settings.max_passed_s, served=served)
         self.begin_rate = BeginRate()
         self._ahead: list[Sequence] = []  # promoted while all places are taken
 

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.settings import QueueOrder
 from engine.scheduling.shares import ServedShares
 
 MIN_WINDOW = 4  # sequences considered per share, however many shares there are
@@ -23,13 +22,11 @@ class WaitingQueue:
 
     def __init__(
         self,
-        order: QueueOrder,
         *,
         max_passed_s: float,
         window: int = 64,
         served: ServedShares | None = None,
     ) -> None:
-        self._order = order
         self._served = served or ServedShares()
         self._max_passed_ns = int(max_passed_s * 1e9)
         self._window = window
@@ -100,7 +97,7 @@ class WaitingQueue:
         self, line: list[Sequence], now_ns: int, num_cached: Callable[[Sequence], int]
     ) -> list[Sequence]:
         """The sequences of one share, in order."""
-        if self._order is QueueOrder.ARRIVAL or len(line) < 2:
+        if len(line) < 2:
             return line
         bound = now_ns - self._max_passed_ns
         overdue = [s for s in line if 0 < s.passed_ns <= bound]

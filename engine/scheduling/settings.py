@@ -1,14 +1,6 @@
 """The bounds of a step, and of promotion for waiting requests."""
 
 from dataclasses import dataclass
-from enum import StrEnum
-
-
-class QueueOrder(StrEnum):
-    """The orders of waiting requests."""
-
-    ARRIVAL = "arrival"
-    CACHED_FIRST = "cached_first"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +15,6 @@ class SchedulerSettings:
     # Waiting requests whose prefix may be promoted at once. Requests that wait for a block that
     # another request is computing do not count, since they pin the same blocks as that one.
     max_tickets: int = 8
-    order: QueueOrder = QueueOrder.CACHED_FIRST
     # Arithmetics of blocks that a disk may hold from before: told apart, never served.
     other_arithmetics: tuple[bytes, ...] = ()
     max_passed_s: float = 5.0  # the longest time a request is passed by for better cached ones

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.scheduling.settings import QueueOrder
 from tests.bench.provenance import commit
 from tests.support.simulation import SimulatedRun, SimulatedServer, simulate
 from tiers.replay.trace import read_trace
@@ -35,9 +34,9 @@ def main() -> None:
     rows = []
     for capacity in CAPACITIES:
         for rate in RATES:
-            for order in QueueOrder:
+            for by_arrival in (True, False):
                 server = SimulatedServer(
-                    capacity_blocks=capacity, prefill_tokens_per_s=rate, order=order
+                    capacity_blocks=capacity, prefill_tokens_per_s=rate, by_arrival=by_arrival
                 )
                 rows.append(_row(server, simulate(trace, server)))
                 print(*rows[-1].values(), flush=True)
@@ -51,7 +50,7 @@ def _row(server: SimulatedServer, run: SimulatedRun) -> dict[str, Any]:
     return {
         "capacity_blocks": server.capacity_blocks,
         "prefill_tokens_per_s": server.prefill_tokens_per_s,
-        "order": server.order.value,
+        "order": "arrival" if server.by_arrival else "cached_first",
         "hit_rate": round(run.hit_rate, 4),
         "wait_s_mean": round(statistics.fmean(waits), 2),
         "wait_s_p99": round(waits[len(waits) * 99 // 100], 2),

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from engine.scheduling.settings import QueueOrder
 from tests.sim import world as worlds
 from tests.sim.life import TENANTS, Life, root_of
 from tests.sim.world import World
@@ -73,7 +72,6 @@ class Mixture:
             seed=self.seed * 10 + era,
             share_tails=chance.random() < 0.7,
             write_policy=chance.choice(list(WritePolicy)),
-            order=chance.choice(list(QueueOrder)),
             max_running=chance.choice((1, 2, 6, 12)),
             step_tokens=chance.choice((4, 8, 16, 40)),
             host_moves=not self.window and chance.random() < 0.3,

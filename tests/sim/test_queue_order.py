@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.scheduling.settings import QueueOrder
 from tests.support.simulation import SimulatedRun, SimulatedServer, simulate
 from tests.support.workloads import Agents, ChatLoad, make_trace
 from tiers.replay.trace import Trace, read_trace
@@ -38,7 +37,7 @@ def test_longest_cached_first_serves_more_and_lets_all_wait_shorter(
     server = SimulatedServer(
         capacity_blocks=trace.working_set_blocks() // 8, prefill_tokens_per_s=prefill_tokens_per_s
     )
-    by_arrival = simulate(trace, replace(server, order=QueueOrder.ARRIVAL))
+    by_arrival = simulate(trace, replace(server, by_arrival=True))
     cached_first = simulate(trace, server)
     assert cached_first.hit_rate > by_arrival.hit_rate
     assert sum(waits_s(cached_first)) < sum(waits_s(by_arrival))
@@ -53,5 +52,5 @@ def test_no_request_is_passed_by_for_longer_than_the_bound() -> None:
             capacity_blocks=2000, prefill_tokens_per_s=40_000, max_passed_s=max_passed_s
         )
         assert 0.0 < simulate(trace, server).passed_by_s() <= max_passed_s
-        by_arrival = replace(server, order=QueueOrder.ARRIVAL)
+        by_arrival = replace(server, by_arrival=True)
         assert simulate(trace, by_arrival).passed_by_s() == 0.0

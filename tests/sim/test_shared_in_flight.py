@@ -4,7 +4,6 @@ import pytest
 
 from engine.request import FinishReason
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.settings import QueueOrder
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.support.chain_runner import replay
@@ -153,19 +152,18 @@ def test_no_lookup_happens_while_all_places_are_taken(monkeypatch: pytest.Monkey
     world.check()
 
 
-def test_a_preempted_sequence_is_next_whatever_the_order() -> None:
-    for order in QueueOrder:
-        world = World(device_blocks=100, order=order, max_running=1, step_tokens=8)
-        for number in range(3):
-            world.submit(f"r{number}", [number] * 40, max_tokens=1)
-        world.step()
-        world.step()
-        (first,) = running(world)
-        scheduler = world.engine._scheduler
-        scheduler._preempt(first)
-        assert first is scheduler.waiting.candidates(1, lambda s: 40 - s.start)[0]
-        world.run()
-        world.check()
+def test_a_preempted_sequence_is_next() -> None:
+    world = World(device_blocks=100, max_running=1, step_tokens=8)
+    for number in range(3):
+        world.submit(f"r{number}", [number] * 40, max_tokens=1)
+    world.step()
+    world.step()
+    (first,) = running(world)
+    scheduler = world.engine._scheduler
+    scheduler._preempt(first)
+    assert first is scheduler.waiting.candidates(1, lambda s: 40 - s.start)[0]
+    world.run()
+    world.check()
 
 
 def test_a_preempted_request_is_loaded_from_below_and_not_recomputed() -> None:

@@ -18,7 +18,7 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.group import seed_of
 from engine.scheduling.sequence import SequenceState
-from engine.scheduling.settings import QueueOrder, SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.sim.random_grammar import EOS, RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
@@ -58,7 +58,6 @@ class World:
         seed: int = 0,
         share_tails: bool = True,
         write_policy: WritePolicy = WritePolicy.ON_EVICT,
-        order: QueueOrder = QueueOrder.CACHED_FIRST,
         max_running: int = 6,
         step_tokens: int = 16,
         jump_forward: bool = True,
@@ -113,7 +112,6 @@ class World:
             max_running=max_running,
             step_tokens=step_tokens,
             mixed_step_tokens=step_tokens // 2,
-            order=order,
         )
         settings = EngineSettings(
             scheduler=scheduler,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
-from engine.scheduling.settings import QueueOrder, SchedulerSettings
+from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.support.stateless_runner import StatelessRunner
 from tiers.blocks.keys import CacheScope
@@ -34,7 +34,7 @@ class SimulatedServer:
     step_s: float = 0.02  # a step's time without its prefill
     step_blocks: int = 4  # prompt blocks computed per step
     max_running: int = 64
-    order: QueueOrder = QueueOrder.CACHED_FIRST
+    by_arrival: bool = False  # an order to compare with, which no server has
     max_passed_s: float = 5.0
 
 
@@ -136,7 +136,6 @@ def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
         max_running=server.max_running,
         step_tokens=server.step_blocks * BLOCK,
         mixed_step_tokens=server.step_blocks * BLOCK,
-        order=server.order,
         max_passed_s=server.max_passed_s,
     )
     engine = Engine(
@@ -146,6 +145,8 @@ def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
         take,
         clock,
     )
+    if server.by_arrival:
+        engine._scheduler.waiting._in_line = lambda line, *_: line  # type: ignore[method-assign]
     _drive(engine, clock, deque(_requests(trace)))
     assert len(finished) == len(trace.requests), "a request was not answered"
     cache.residency.check()

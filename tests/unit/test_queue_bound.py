@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from engine.request import Request, SamplingParams
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import Sequence
-from engine.scheduling.settings import QueueOrder
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
@@ -23,8 +22,8 @@ def sequence(number: int) -> Sequence:
     return Sequence(number, 0, request, params, chain, array("i"), 0)
 
 
-def queue(order: QueueOrder = QueueOrder.CACHED_FIRST) -> WaitingQueue:
-    return WaitingQueue(order, max_passed_s=BOUND_NS / 1e9, window=8)
+def queue() -> WaitingQueue:
+    return WaitingQueue(max_passed_s=BOUND_NS / 1e9, window=8)
 
 
 def made_up_hits(salt: int, waiting: Sequence) -> int:
@@ -71,11 +70,3 @@ def test_who_was_preempted_goes_before_all() -> None:
     victim.num_preemptions = 1
     waiting.put_back(victim)
     assert [9, 2, 1, 0] == [s.sequence_id for s in waiting.candidates(1, lambda s: s.sequence_id)]
-
-
-def test_by_arrival_nobody_is_asked_what_is_cached() -> None:
-    waiting = queue(QueueOrder.ARRIVAL)
-    for number in range(3):
-        waiting.add(sequence(number))
-    order = waiting.candidates(1, lambda s: 1 // 0)
-    assert [0, 1, 2] == [s.sequence_id for s in order]
