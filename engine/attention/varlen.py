@@ -8,18 +8,12 @@ only.
 
 import inspect
 import logging
-from typing import Any
 
 import torch
+from torch.nn.attention import varlen
 
 from engine.attention.base import AttentionOptions, attend_dense, gather_blocks
 from engine.attention.kv_pool import KvPool
-
-varlen: Any
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # before torch 2.10
-    varlen = None
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +23,7 @@ _TOLERANCE = 0.03  # of the trial in bfloat16: 8 bits of a sum of values around 
 
 def has_block_tables() -> bool:
     """Whether this torch's `varlen_attn` takes a block table."""
-    parameters: Any = () if varlen is None else inspect.signature(varlen.varlen_attn).parameters
-    return "block_table" in parameters
+    return "block_table" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def can_varlen(query: torch.Tensor, pool: torch.Tensor, options: AttentionOptions) -> bool:
