@@ -7,7 +7,8 @@ import hashlib
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -147,6 +148,18 @@ class _Reader:
         line = self.lines.get(at) or self.lines.get(at.rpartition(".")[0])
         raise PriceError(f"{self.origin}{f', line {line}' if line else ''}: {message}")
 
+    @contextmanager
+    def reading(self, at: str, message: str = "") -> Iterator[None]:
+        """Fails with `message`, or the error's own, if what is read is not what it should be."""
+        try:
+            yield
+        except (ArithmeticError, TypeError, ValueError, InvalidAmount, InvalidName) as error:
+            self.fail(message or str(error), at)
+
+    def distinct(self, names: Iterable[str], what: str) -> None:
+        if any(count > 1 for count in Counter(names).values()):
+            self.fail(f"two {what}")
+
     def known(self, table: Mapping[str, Any], names: Collection[str], at: str) -> None:
         for name in table:
             if name in _REMOVED and name not in names:
@@ -173,17 +186,13 @@ class _Reader:
         zone = self.zone(head.get("time_zone", "UTC"))
         windows = tuple(self.window(table, at) for at, table in self.tables(data, "window"))
         names = [window.name for window in windows]
-        if len(set(names)) != len(names):
-            self.fail("two [[window]] tables have the same name")
+        self.distinct(names, "[[window]] tables have the same name")
         models = tuple(self.model(table, names, at) for at, table in self.tables(data, "model"))
         if not models:
             self.fail('at least one [[model]] is needed, for example match = "*"')
-        patterns = [model.pattern for model in models]
-        if len(set(patterns)) != len(patterns):
-            self.fail("two [[model]] tables have the same match")
+        self.distinct((each.pattern for each in models), "[[model]] tables have the same match")
         costs = [self.cost(table, at) for at, table in self.tables(data, "cost")]
-        if len(dict(costs)) != len(costs):
-            self.fail("two [[cost]] tables have the same match")
+        self.distinct((pattern for pattern, _ in costs), "[[cost]] tables have the same match")
         groups = tuple(self.group(table, at, zone) for at, table in self.tables(data, "group"))
         services = dict(self.service(table, at) for at, table in self.tables(data, "service"))
         self.check_names(windows, groups, services)
@@ -213,10 +222,8 @@ class _Reader:
         """Tenants by name."""
         if not isinstance(values, list):
             self.fail(f"{at.rpartition('.')[2]} is a list of tenants' names", at)
-        try:
+        with self.reading(at):
             return frozenset(check_name(str(value), "tenant") for value in values)
-        except InvalidName as error:
-            self.fail(str(error), at)
 
     def until(self, table: dict[str, Any], name: str, at: str, zone: ZoneInfo) -> int | None:
         if name not in table:
@@ -225,10 +232,8 @@ class _Reader:
 
     def factor(self, table: dict[str, Any], at: str) -> Fraction:
         value = table.get("factor")
-        try:
+        with self.reading(f"{at}.factor", f'factor = {value!r} is not a decimal such as "0.9"'):
             factor = Fraction(Decimal(str(value)))
-        except (ArithmeticError, ValueError):
-            self.fail(f'factor = {value!r} is not a decimal such as "0.9"', f"{at}.factor")
         if isinstance(value, bool) or not 0 <= factor <= _MOST_FACTOR:
             self.fail(f"factor = {value!r}: from 0 to {_MOST_FACTOR:,}", f"{at}.factor")
         return factor
@@ -257,8 +262,7 @@ class _Reader:
         for name in names:
             if "|" in name or name.startswith(ABOVE):
                 self.fail(f"{name!r} cannot be a name: it has another meaning in a price's terms")
-        if len(set(names)) != len(names):
-            self.fail("two windows, groups or service tiers have the same name")
+        self.distinct(names, "windows, groups or service tiers have the same name")
         members = Counter(tenant for group in groups for tenant in group.tenants)
         for tenant, count in members.items():
             if count > 1:
@@ -280,35 +284,29 @@ class _Reader:
                             "more than six decimal places per million"
                         )
 
-    def tables(self, data: dict[str, Any], name: str) -> list[tuple[str, dict[str, Any]]]:
+    def tables(
+        self, data: Mapping[str, Any], name: str, at: str = ""
+    ) -> list[tuple[str, dict[str, Any]]]:
         """The tables of a name, each with its path."""
         tables = data.get(name, [])
         if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-            self.fail(f"write [[{name}]] with two brackets: there can be several", name)
+            self.fail(f"write [[{name}]] with two brackets: there can be several", at or name)
         return [(f"{name}.{number}", table) for number, table in enumerate(tables)]
 
     def currency(self, head: dict[str, Any]) -> str:
-        try:
+        with self.reading("card.currency"):
             return check_currency(self.text(head, "currency", "card"))
-        except InvalidAmount as error:
-            self.fail(str(error), "card.currency")
 
     def zone(self, name: object) -> ZoneInfo:
-        try:
+        message = f"time_zone {name!r} is not known; write one such as Asia/Shanghai"
+        with self.reading("card.time_zone", message):
             return find_zone(str(name))
-        except InvalidName:
-            self.fail(
-                f"time_zone {name!r} is not known; write one such as Asia/Shanghai",
-                "card.time_zone",
-            )
 
     def instant(self, value: object, zone: ZoneInfo, at: str = "card.valid_from") -> int:
         name = at.rpartition(".")[2]
         if isinstance(value, str):
-            try:
+            with self.reading(at, f"{name} {value!r} is not a date and time"):
                 value = datetime.fromisoformat(value)
-            except ValueError:
-                self.fail(f"{name} {value!r} is not a date and time", at)
         if not isinstance(value, datetime):
             self.fail(f"{name} needs a date and time such as 2024-08-02T00:00:00+08:00", at)
         moment = value if value.tzinfo else value.replace(tzinfo=zone)
@@ -326,15 +324,13 @@ class _Reader:
         return instant_ns
 
     def days_off(self, values: object) -> frozenset[date]:
-        at = "card.holidays"
+        message = "holidays is a list of dates such as 2025-01-01"
         if not isinstance(values, list):
-            self.fail("holidays is a list of dates", at)
-        try:
+            self.fail(message, "card.holidays")
+        with self.reading("card.holidays", message):
             return frozenset(
-                value if type(value) is date else date.fromisoformat(value) for value in values
+                each if type(each) is date else date.fromisoformat(each) for each in values
             )
-        except (TypeError, ValueError):
-            self.fail("holidays is a list of dates such as 2025-01-01", at)
 
     def count(self, value: object) -> int:
         if type(value) is not int or value < 0:
@@ -355,20 +351,17 @@ class _Reader:
         days = table.get("days", list(DAYS))
         if not isinstance(days, list) or not days or not all(day in DAYS for day in days):
             self.fail(f"days of window {name!r} is a list of {', '.join(DAYS)}", f"{at}.days")
-        try:
+        message = f"holidays of window {name!r} is one of {', '.join(Holidays)}"
+        with self.reading(f"{at}.holidays", message):
             holidays = Holidays(table.get("holidays", Holidays.AS_USUAL))
-        except ValueError:
-            among = ", ".join(Holidays)
-            self.fail(f"holidays of window {name!r} is one of {among}", f"{at}.holidays")
         numbers = frozenset(DAYS.index(day) for day in days)
         return Window(name=name, start=start, end=end, days=numbers, holidays=holidays)
 
     def clock(self, table: dict[str, Any], name: str, at: str) -> time:
         value = table.get(name)
-        try:
+        message = f"[window] needs {name!r}, a time from 00:00 to 23:59"
+        with self.reading(f"{at}.{name}", message):
             clock = value if isinstance(value, time) else time.fromisoformat(str(value))
-        except ValueError:
-            self.fail(f"[window] needs {name!r}, a time from 00:00 to 23:59", f"{at}.{name}")
         if clock.tzinfo is not None:
             self.fail(f"{name} = {value!r}: times are in the card's time_zone", f"{at}.{name}")
         return clock
@@ -393,10 +386,7 @@ class _Reader:
             changes = table.get(name, {})
             if not isinstance(changes, dict):
                 self.fail(f"window {name!r} of model {pattern!r} is a table of rates", at)
-            kept = {
-                k: v for k, v in standard.items() if not ("hit" in changes and k in HIT_CLASSES)
-            }
-            rates[name] = self.rates({**kept, **changes}, f"{at}.{name}")
+            rates[name] = self.rates(_changed(standard, changes), f"{at}.{name}")
         above = self.above(table.get("above", []), standard, at)
         if above and any(name in table for name in windows):
             self.fail(f"model {pattern!r} is priced by windows or by length, not by both", at)
@@ -404,18 +394,13 @@ class _Reader:
 
     def above(self, tables: object, standard: dict[str, Any], at: str) -> dict[int, Rates]:
         """Rates of longer prompts; missing rates are those of short prompts."""
-        if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-            self.fail("write [[model.above]] with two brackets: there can be several", at)
         found: dict[int, Rates] = {}
-        for table in tables:
+        for _, table in self.tables({"model.above": tables}, "model.above", at):
             changes = {k: v for k, v in table.items() if k != "prompt_tokens"}
             length = table.get("prompt_tokens")
             if type(length) is not int or length <= 0 or length in found:
                 self.fail(f"prompt_tokens = {length!r}: a whole number, and each once", at)
-            kept = {
-                k: v for k, v in standard.items() if not ("hit" in changes and k in HIT_CLASSES)
-            }
-            found[length] = self.rates({**kept, **changes}, at)
+            found[length] = self.rates(_changed(standard, changes), at)
         return found
 
     def rates(self, table: dict[str, Any], at: str) -> Rates:
@@ -440,10 +425,8 @@ class _Reader:
         return Rates(**priced)
 
     def fee(self, name: str, value: object, at: str) -> int:
-        try:
+        with self.reading(at, f"{name} = {value!r} is not an amount"):
             units = parse_not_negative(str(value))
-        except InvalidAmount:
-            self.fail(f"{name} = {value!r} is not an amount", at)
         if units > _MOST_FEE * UNITS:
             self.fail(f"{name} = {value}: an amount is from zero to {_MOST_FEE:,}", at)
         return units
@@ -453,13 +436,15 @@ class _Reader:
             return self.fee(name, value, at)
         if isinstance(value, bool) or not isinstance(value, int | str | Decimal):
             self.fail(f"{name} = {value!r} is not a price per million tokens", at)
-        try:
+        with self.reading(at, f"{name} = {value!r} is not a decimal"):
             decimal = Decimal(value)
-        except ArithmeticError:
-            self.fail(f"{name} = {value!r} is not a decimal", at)
         if not decimal.is_finite() or not 0 <= decimal <= _MOST_RATE:
             self.fail(f"{name} = {value}: a price is from zero to {_MOST_RATE:,}", at)
-        try:
+        with self.reading(at):
             return units_per_token(decimal, name)
-        except InvalidAmount as error:
-            self.fail(str(error), at)
+
+
+def _changed(standard: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Standard rates with changes. One price of hits replaces those of all tiers."""
+    kept = {k: v for k, v in standard.items() if not ("hit" in changes and k in HIT_CLASSES)}
+    return kept | dict(changes)
