@@ -275,7 +275,7 @@ class TieredCache:
         if self.checkpoints is not None:
             self.checkpoints.close(ticket)
         chain = ticket.chain
-        self._promoter.close(ticket, Use(time.monotonic(), len(chain.keys), chain.root))
+        self._promoter.close(ticket, Use(time.monotonic(), chain.root))
 
     @property
     def num_allocatable(self) -> int:

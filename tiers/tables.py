@@ -50,7 +50,7 @@ class BlockTables:
         Raises OutOfBlocks if a copy is needed and no slot is free, and CopyFailed, with the block
         still acquired.
         """
-        return self._tails.own(block, num_rows, chain, _use(chain, 1))
+        return self._tails.own(block, num_rows, chain, _use(chain))
 
     def plan(self, chain: Chain, start: int) -> list[Block]:
         """Make blocks for the chain's tokens from `start` on, acquired and announced as being
@@ -79,7 +79,7 @@ class BlockTables:
 
     def drop_tail(self, block: Block, chain: Chain) -> Block:
         """Release a shared block that cannot be copied. Returns a new block in its place."""
-        self._residency.release(block, _use(chain, 1))
+        self._residency.release(block, _use(chain))
         return self.new_block(chain)
 
     def provide(self, block: Block) -> int:
@@ -159,7 +159,7 @@ class BlockTables:
         Full blocks stay and may be hit. The partly filled last one is offered if tails are shared.
         Blocks announced beyond it are forgotten. Empties `blocks`.
         """
-        use = _use(chain, len(blocks))
+        use = _use(chain)
         num_full = num_tokens // chain.block_size
         while len(blocks) > num_full:
             block = blocks.pop()
@@ -179,6 +179,6 @@ def _made(chain: Chain, now_s: float) -> Block:
     return block
 
 
-def _use(chain: Chain, num_blocks: int) -> Use:
-    """A use now. A scope has one tenant, whose habits a policy may learn."""
-    return Use(time.monotonic(), num_blocks, chain.root)
+def _use(chain: Chain) -> Use:
+    """A use now. A scope has one tenant."""
+    return Use(time.monotonic(), chain.root)

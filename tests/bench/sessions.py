@@ -59,7 +59,7 @@ class Memory:
                 break
             hit += min(block_tokens, left)
             left -= min(block_tokens, left)
-        use = Use(request.time_s, len(request.blocks), request.tenant)
+        use = Use(request.time_s, request.tenant)
         for key in reversed(request.blocks):
             if key in self.held:
                 self.held.move_to_end(key)
@@ -96,7 +96,7 @@ class Memory:
             until_s, session = heappop(self.over)
             pin = self.pins.get(session)
             if pin is not None and pin.until_s == until_s:
-                use = Use(now_s, len(pin.keys), None)
+                use = Use(now_s)
                 self._release(self.pins.unpin(session), use)
 
     def _release(self, keys: list[Any], use: Use) -> None:

@@ -45,7 +45,7 @@ def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path: Path) -> None:
     cache = cache_over(disk)
     serve(cache, CHAIN)
     now_s = time.monotonic()
-    used = Use(now_s - 2 * HOUR, NUM_BLOCKS, ROOT)
+    used = Use(now_s - 2 * HOUR, ROOT)
     for block in cache.index:
         block.created_s, block.use = now_s - DAY, used
     cache.close()

@@ -9,7 +9,7 @@ from tiers.memory.block import NO_BLOCK, Block
 from tiers.memory.lru import DeviceLru, HostLru
 from tiers.policy.policy import Use
 
-USE = Use(1.0, 1)
+USE = Use(1.0)
 
 
 @pytest.mark.parametrize("order", [DeviceLru, HostLru])

@@ -37,8 +37,8 @@ def on_host(residency: Residency, number: int, use: Use, *, lesser: bool = False
 
 def full(residency: Residency) -> tuple[Block, Block]:
     """Two blocks on a host without a free frame. The second's last use needed no windows."""
-    colder = on_host(residency, 0, Use(1.0, 1, ROOT))
-    passed = on_host(residency, 1, Use(2.0, 1, ROOT, windows=False))
+    colder = on_host(residency, 0, Use(1.0, ROOT))
+    passed = on_host(residency, 1, Use(2.0, ROOT, windows=False))
     for _ in range(NUM_FRAMES - 2):
         assert residency.take_frame(None) is not None
     return colder, passed
@@ -72,7 +72,7 @@ def test_windows_of_a_block_that_is_used_again_stay_on_the_device(residency: Res
         residency.index.add(block, CHAIN, number)
         block.state, block.ref_count = BlockState.READY, 1
         residency.take_slot(block, None)
-        residency.release(block, Use(1.0, 1, ROOT, windows=block is other))
+        residency.release(block, Use(1.0, ROOT, windows=block is other))
         residency.device.passed.sync(block)
     residency.acquire(used)
     assert residency.take_slot(Block(0.0), None, lesser=True) is not None
@@ -80,7 +80,7 @@ def test_windows_of_a_block_that_is_used_again_stay_on_the_device(residency: Res
 
 
 def test_a_frame_that_is_written_or_copied_stays_where_it_is(residency: Residency) -> None:
-    block = on_host(residency, 0, Use(1.0, 1, ROOT), lesser=True)
+    block = on_host(residency, 0, Use(1.0, ROOT), lesser=True)
     assert residency.host_room is not None
     frame = block.frame
     block.busy = 1
@@ -93,7 +93,7 @@ def test_a_frame_that_is_written_or_copied_stays_where_it_is(residency: Residenc
 def test_blocks_that_a_tier_below_has_are_told_to_it_as_they_leave(residency: Residency) -> None:
     told: list[Block] = []
     residency.evictor.on_left_host = told.append
-    held, lacking = (on_host(residency, number, Use(1.0, 1, ROOT)) for number in range(2))
+    held, lacking = (on_host(residency, number, Use(1.0, ROOT)) for number in range(2))
     held.below = Below.HELD
     residency.evict_host(lacking)
     residency.evict_host(held)
@@ -104,7 +104,7 @@ def test_a_pinned_block_that_is_lost_is_never_said_to_be_skipped(residency: Resi
     lost: list[Block] = []
     evictor = residency.evictor
     evictor.skips, evictor.on_lost = lambda block: True, lost.append
-    pinned, other = (on_host(residency, number, Use(1.0, 1, ROOT)) for number in range(2))
+    pinned, other = (on_host(residency, number, Use(1.0, ROOT)) for number in range(2))
     pinned.pinned = True
     residency.host.sync(pinned)
     for block in (pinned, other):

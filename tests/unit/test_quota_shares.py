@@ -27,7 +27,7 @@ class Cache:
 
     def use(self, tenant: str, number: int) -> list[tuple[str, int]]:
         """Returns what was evicted for it."""
-        key, use = (tenant, number), Use(0.0, 1, tenant)
+        key, use = (tenant, number), Use(0.0, tenant)
         if key in self.blocks:
             self.policy.touch(key, use)
             return []
@@ -155,7 +155,7 @@ def test_a_held_block_is_passed_over_for_the_next_group():
     assert cache.policy.coldest(5) == [("b", 1)]
     assert cache.policy.victim() == ("b", 1)
     assert cache.policy.victim() is None
-    cache.policy.release(("a", 2), Use(1.0, 1, "a"))
+    cache.policy.release(("a", 2), Use(1.0, "a"))
     assert cache.policy.victim() == ("a", 2)
     cache.policy.remove(("a", 1))
     cache.policy.remove(("a", 1))

@@ -282,7 +282,7 @@ def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(
     assert 4 == places.num_lesser
     blocks = held_blocks(residency, lesser=[True] * 8)
     for block in blocks:
-        residency.release(block, Use(1.0, 1, ROOT))
+        residency.release(block, Use(1.0, ROOT))
     gone = [blocks[number] for number in left_before] + blocks[5:]
     for block in gone:
         residency.evict_device(block)
@@ -304,7 +304,7 @@ def test_no_block_is_moved_where_others_have_no_room_for_all(
     residency, pool = server.cache.residency, server.cache.pool
     blocks = held_blocks(residency, lesser=[True] * 8)
     for block in blocks:
-        residency.release(block, Use(1.0, 1, ROOT))
+        residency.release(block, Use(1.0, ROOT))
     assert residency.take_slot(Block(0.0), None) is not None, "one was whole"
     monkeypatch.setattr(pool, "move", lambda slot, to: pytest.fail("moved"))
     assert residency.take_slot(Block(0.0), None) is not None
@@ -319,7 +319,7 @@ def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them() 
     frame, *others = [residency.take_frame(None) for _ in range(16)]
     assert frame is not None
     residency.settle_frame(narrow, frame)
-    residency.release(other, Use(1.0, 1, ROOT))
+    residency.release(other, Use(1.0, ROOT))
     assert residency.device_room.widen(narrow) and other.slot is None
     assert narrow.frame is frame and not residency.pool.places.is_lesser(taken(narrow.slot))
     for each in others:
@@ -350,7 +350,7 @@ def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPa
     with pytest.raises(CopyFailed):
         residency.device_room.widen(block)
     assert slot == block.slot and not block.slot_whole
-    residency.release(block, Use(1.0, 1, ROOT))
+    residency.release(block, Use(1.0, ROOT))
     residency.check()
 
 
@@ -375,8 +375,8 @@ def test_windows_that_only_the_device_has_stay_there() -> None:
     frame = residency.take_frame(None, lesser=True)
     assert frame is not None and frame.part is Part.LASTING
     residency.settle_frame(only, frame)
-    residency.release(colder, Use(1.0, 1, ROOT))
-    residency.release(only, Use(2.0, 1, ROOT, windows=False))
+    residency.release(colder, Use(1.0, ROOT))
+    residency.release(only, Use(2.0, ROOT, windows=False))
     residency.device.passed.sync(only)
     assert residency.take_slot(Block(0.0), None) is not None
     assert only.slot_whole and colder.slot is None

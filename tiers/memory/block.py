@@ -21,7 +21,7 @@ from tiers.blocks.part import Part
 from tiers.errors import MissReason
 from tiers.policy.policy import Use
 
-NEVER_USED = Use(time_s=0.0, num_blocks=0)
+NEVER_USED = Use(time_s=0.0)
 NO_TOKENS = pack(b"")
 
 

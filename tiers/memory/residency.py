@@ -271,7 +271,7 @@ class Residency:
     def settle_frame(self, block: Block, frame: Frame) -> None:
         """The block owns this frame from here on."""
         if block.use is NEVER_USED:
-            block.use = Use(time.monotonic(), 1, block.scope)
+            block.use = Use(time.monotonic(), block.scope)
         self.host.settle(block, frame)
 
     def take_frame(

@@ -342,7 +342,7 @@ class Pool:
             self.residency.index.remove(block)
 
     def _release(self, blocks: Sequence[Block]) -> None:
-        use = Use(time.monotonic(), len(blocks), blocks[0].scope if blocks else None)
+        use = Use(time.monotonic(), blocks[0].scope if blocks else None)
         for block in reversed(blocks):
             self.residency.release(block, use)
 

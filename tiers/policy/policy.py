@@ -25,11 +25,8 @@ class Use:
     """
 
     time_s: float
-    num_blocks: int  # the length of the request's chain
     tenant: Hashable = None
-    windows: bool = (
-        True  # whether it needed the layers with windows, of blocks whose layout has any
-    )
+    windows: bool = True  # it needed the layers with windows, of blocks whose layout has any
 
 
 class Policy(Protocol[K]):
