@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import date, timedelta
 from enum import StrEnum
 from functools import partial
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 from billing.money import rate_per_million
 from billing.prices.book import STANDARD, ModelPrice, RateCard, Rates, Window, most_specific
@@ -63,19 +63,11 @@ def _cheapest_hit(rates: Rates) -> int:
 
 
 def _hits(where: str, rates: Rates) -> Iterator[CardFinding]:
-    hits = [(name, getattr(rates, name)) for name in HIT_CLASSES]  # hottest tier first
-    for name, price in hits:
+    hits = [(name, rates.of(name)) for name in HIT_CLASSES]  # hottest tier first
+    for name, price in [*hits, ("explicit_hit", rates.hit_device + rates.explicit_hit)]:
         if price > rates.miss:
-            yield _error(
-                "hit-above-miss",
-                where,
-                f"{name} costs {_rate(price)} and a miss {_rate(rates.miss)}: clients would avoid "
-                "the cache",
-            )
-    if hits[0][1] + rates.explicit_hit > rates.miss:
-        explicit = hits[0][1] + rates.explicit_hit
-        message = f"explicit_hit costs {_rate(explicit)} and a miss {_rate(rates.miss)}"
-        yield _error("hit-above-miss", where, message)
+            message = f"{name} costs {_rate(price)} and a miss {_rate(rates.miss)}"
+            yield _error("hit-above-miss", where, f"{message}: clients would avoid the cache")
     for (hotter, price), (colder, less) in pairwise(hits):
         if less < price:
             yield _warning(
@@ -222,19 +214,13 @@ def _windows(card: RateCard) -> Iterator[CardFinding]:
     monday = date(2024, 1, 1)
     week = [monday + timedelta(days=number) for number in range(8)]
     around = {day + timedelta(days=off) for day in card.holidays for off in (-1, 0, 1)}
-    for index, first in enumerate(card.windows):
-        for second in card.windows[index + 1 :]:
-            when = ""
-            if _overlap(first, second, week, frozenset()):
-                when = "they are open at the same time"
-            elif _overlap(first, second, around, card.holidays):
-                when = "they are open at the same time on a holiday"
-            if when:
-                yield _error(
-                    "windows-overlap",
-                    f"windows {first.name!r} and {second.name!r}",
-                    f"{when}; a request would have two prices",
-                )
+    for first, second in combinations(card.windows, 2):
+        usual = _overlap(first, second, week, frozenset())
+        if usual or _overlap(first, second, around, card.holidays):
+            when = "" if usual else " on a holiday"
+            message = f"they are open at the same time{when}; a request would have two prices"
+            where = f"windows {first.name!r} and {second.name!r}"
+            yield _error("windows-overlap", where, message)
 
 
 def _overlap(first: Window, second: Window, days: Iterable[date], off: frozenset[date]) -> bool:
