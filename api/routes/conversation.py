@@ -86,7 +86,7 @@ async def chat_of(
     _refuse_named_images(prompt, body)
     log.add(ignored_fields=body.ignored or log.facts.get("ignored_fields"))
     scope = scope_for(wire.salts, model, principal, body.extension.share)
-    turn = _turn(wire, body, scope, prompt)
+    turn = _turn(body, scope, prompt)
     if turn is not None:
         await wire.conversations.recall(turn)
     replay = _replay(wire, prompt, turn) if replays and not _is_named(body) else None
@@ -265,9 +265,7 @@ async def _keeps(
     return tuple(keeps)
 
 
-def _turn(
-    wire: Collaborators, body: ChatBody, scope: CacheScope, prompt: ChatPrompt
-) -> Turn | None:
+def _turn(body: ChatBody, scope: CacheScope, prompt: ChatPrompt) -> Turn | None:
     """The chat as a turn of its conversation; None if turns are not remembered."""
     unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
     if not body.uses_cache or unknown:
