@@ -34,10 +34,6 @@ class NodeCounters:
         return quotas
 
     @property
-    def num_clients(self) -> int:
-        return int(self._answer.get("num_clients", 0))
-
-    @property
     def num_listeners(self) -> int:
         return int(self._answer.get("num_listeners", 0))
 
