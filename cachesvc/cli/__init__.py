@@ -91,6 +91,12 @@ REMOVED_OPTIONS = {
         "replay each server's own trace, with a shared store as its last of --tiers",
     ),
     "replay --currency": "--hit-price and --miss-price are in any one currency; leave it out",
+    "conform --cold": "the ways of cachesvc, vLLM, SGLang and llama-server are known; leave it out",
+    "conform --restart": "restart the server between two runs with one --seed",
+    "conform --adapter": "serve it, and ask it by its name: `cachesvc conform URL --model NAME`",
+    "conform --dtype": "set CACHESVC_MODEL__DTYPE instead",
+    "conform --engine": "set CACHESVC_ENGINE__BACKEND instead",
+    "conform --output": "redirect the output of --json",
     **{
         f"conform --{name}": "ask the server itself: `cachesvc conform URL`"
         for name in ("check", "public-key", "data-dir")

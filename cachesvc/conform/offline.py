@@ -1,4 +1,4 @@
-"""A server of our own for a run without one: small tiers, a folder of its own, and restarts."""
+"""A server of our own for a run without one: small tiers and a folder of its own."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from cachesvc.conform.target import TargetError
@@ -23,72 +23,48 @@ _ENVIRONMENT = {
     "CACHESVC_CACHE__DISK_BYTES": "8GiB",
     "CACHESVC_CACHE__WEIGH_LOADS": "false",
 }
-
-
-class OwnServer:
-    """`cachesvc serve` as a child. `folder` keeps its data across restarts."""
-
-    def __init__(self, folder: Path, options: Sequence[str]) -> None:
-        self.data_dir = folder / "data"
-        self._program = str(Path(sys.executable).with_name("cachesvc"))
-        data = ("--data-dir", str(self.data_dir))
-        self._command = [self._program, "serve", "--port", "0", *data, *options]
-        self._child: subprocess.Popen[bytes] | None = None
-        self._log = folder / "serve.log"
-        self.url = ""
-
-    def start(self, *more: str) -> None:
-        """Start it, with more options, and wait until it serves. Raises TargetError with the end of
-        its log."""
-        environment = {**_ENVIRONMENT, **os.environ}  # noqa: TID251  the child's
-        with self._log.open("wb") as out:
-            self._child = subprocess.Popen(
-                [*self._command, *more],
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-                env=environment,
-            )
-        give_up = time.monotonic() + START_S
-        while not self._ready():
-            if self._child.poll() is not None or time.monotonic() > give_up:
-                self.stop()
-                said = self._log.read_text(errors="replace")[-1500:]
-                raise TargetError(f"the server does not start:\n{said}")
-            time.sleep(0.2)
-
-    def stop(self) -> None:
-        """Stop it, and the node that a server over vLLM has started, which would outlive it."""
-        child, self._child = self._child, None
-        if child is not None and child.poll() is None:
-            child.send_signal(signal.SIGTERM)
-            try:
-                child.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        if (node := self.data_dir / "node.sock").exists():
-            command = [self._program, "node", "--stop", "--socket", str(node)]
-            subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)
-
-    def restart(self, *more: str) -> None:
-        self.stop()
-        self.start(*more)
-
-    def _ready(self) -> bool:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            self.url = json.loads((self.data_dir / "server.json").read_text())["url"]
-            return True
-        return False
+_PROGRAM = str(Path(sys.executable).with_name("cachesvc"))
 
 
 @contextlib.contextmanager
-def own_server(options: Sequence[str]) -> Iterator[OwnServer]:
-    """A started server in a temporary folder, stopped and removed at the end."""
+def own_server(model: str | None) -> Iterator[str]:
+    """The URL of a started `cachesvc serve`, which ends with its data at the end. Meanwhile SIGTERM
+    raises KeyboardInterrupt, as Ctrl-C does, so that the server does not outlive this process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="cachesvc-conform-") as folder:
-        server = OwnServer(Path(folder), options)
+        data, log = Path(folder, "data"), Path(folder, "serve.log")
+        command = [_PROGRAM, "serve", "--port", "0", "--data-dir", str(data)]
+        command += ["--model", model] if model else []
+        environment = {**_ENVIRONMENT, **os.environ}  # noqa: TID251  the child's
+        with log.open("wb") as out:
+            child = subprocess.Popen(
+                command, stdout=out, stderr=out, start_new_session=True, env=environment
+            )
         try:
-            server.start()
-            yield server
+            yield _url_of(child, data, log)
         finally:
-            server.stop()
+            stop(child, data)
+            signal.signal(signal.SIGTERM, before)
+
+
+def _url_of(child: "subprocess.Popen[bytes]", data: Path, log: Path) -> str:
+    """Waits until it serves. Raises TargetError with the end of its log."""
+    give_up = time.monotonic() + START_S
+    while child.poll() is None and time.monotonic() < give_up:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return str(json.loads((data / "server.json").read_text())["url"])
+        time.sleep(0.2)
+    raise TargetError(f"the server does not start:\n{log.read_text(errors='replace')[-1500:]}")
+
+
+def stop(child: "subprocess.Popen[bytes]", data: Path) -> None:
+    """Stop it, and the node that a server over vLLM has started, which would outlive it."""
+    child.terminate()
+    try:
+        child.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    if (node := data / "node.sock").exists():
+        command = [_PROGRAM, "node", "--stop", "--socket", str(node)]
+        subprocess.run(command, check=False, capture_output=True, timeout=STOP_S)

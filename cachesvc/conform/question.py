@@ -1,9 +1,28 @@
-"""A question, its answer, and where two answers to it part. Pure."""
+"""Questions, their answers, and where two answers to one part. Pure.
 
-from collections.abc import Mapping, Sequence
+Prompts are trunks that end at block borders or beside them, and what follows them.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
+
+_FIRST_ID, _LAST_ID = 100, 4000  # ordinary tokens in the vocabularies of today's models
+_WORDS = (
+    "river",
+    "old",
+    "stone",
+    "light",
+    "number",
+    "seven",
+    "winter",
+    "letter",
+    "music",
+    "silver",
+)
+_EXTRA = 9  # tokens of a short continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +65,6 @@ class Check:
     at: int | None
     moved: float | None
 
-    def as_json(self) -> dict[str, Any]:
-        prompt = self.question.prompt
-        return {
-            "kind": self.kind,
-            "prompt_length": len(prompt),
-            "sampling": "greedy" if self.question.seed is None else f"seed {self.question.seed}",
-            "at": self.at,
-            "expected": _shown(self.expected.tokens, self.at),
-            "given": _shown(self.given.tokens, self.at),
-            "moved": self.moved,
-            "cached": self.given.cached,
-            "tiers": dict(self.given.tiers),
-            "prompt": prompt if isinstance(prompt, str) else list(prompt),
-        }
-
 
 def compare(kind: str, question: Question, expected: ServedAnswer, given: ServedAnswer) -> Check:
     """Compare two answers to one question."""
@@ -96,5 +100,31 @@ def read_answer(body: Mapping[str, Any]) -> ServedAnswer:
     )
 
 
-def _shown(tokens: Sequence[str], at: int | None) -> str | None:
-    return tokens[at] if at is not None and at < len(tokens) else None
+def rounds(
+    *, block: int, max_tokens: int, seed: int, longest: int, as_text: bool
+) -> Iterator[tuple[Question, ...]]:
+    """Rounds without end: the questions of a trunk, itself first, then continuations of it. Every
+    trunk begins differently."""
+    draw = random.Random(seed)
+    while True:
+        for length in _lengths(block, longest):
+            trunk = _drawn(draw, length)
+            short, long = _drawn(draw, _EXTRA), _drawn(draw, block + 1)
+            prompts = [trunk, trunk + short[:1], trunk + short, trunk + long]
+            made = [Question(_prompt(each, as_text), max_tokens) for each in prompts]
+            yield *made, Question(made[2].prompt, max_tokens, seed=draw.randrange(1 << 31))
+
+
+def _lengths(block: int, longest: int) -> list[int]:
+    """Each number of blocks up to the longest, with one token less and one more; the longest trunk
+    comes early, so that a short run has it too."""
+    lengths = [n * block + off for n in (1, 8, 2, 3, 5, 16) for off in (0, -1, 1)]
+    return [length for length in lengths if 1 < length <= longest]
+
+
+def _drawn(draw: random.Random, length: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(_FIRST_ID, _LAST_ID) for _ in range(length))
+
+
+def _prompt(ids: tuple[int, ...], as_text: bool) -> tuple[int, ...] | str:
+    return " ".join(_WORDS[each % 10] + str(each // 10 % 10) for each in ids) if as_text else ids

@@ -1,5 +1,4 @@
-"""`cachesvc conform --offline` on a tiny model: a real server, every tier, restarts, another dtype,
-and what the tool finds in an engine that was broken on purpose."""
+"""`cachesvc conform --offline` on a tiny model: a real server, every tier, and a broken engine."""
 
 import json
 import os
@@ -17,7 +16,7 @@ from tests.support.models import save_tiny_model
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(sys.executable).with_name("cachesvc")
-SIZES = {"DEVICE_BYTES": "2MiB", "HOST_BYTES": "2MiB", "DISK_BYTES": "1GiB"}
+SIZES = {"DEVICE_BYTES": "2MiB", "HOST_BYTES": "2MiB", "DISK_BYTES": "1GiB", "BLOCK_SIZE": "16"}
 # Makes a process import the broken copies beside it in place of the modules they are named after.
 SITE = """
 import importlib.util, pathlib, sys
@@ -36,10 +35,6 @@ ZEROS = "torch.cat([keys[:, :1] * 0.0, keys[:, 1:]], 1)"
 SHORT = "end - int(end - start > 8)", "stop - int(end - start > 8)"
 # By what is wrong: the module, its sound text, and the broken one.
 BREAKS = {
-    "a key without the dtype": [
-        ("engine.models.load", "content + dtype.encode()", "content"),
-        ("engine.models.arithmetic", "_cpu_names()), bits, promise", '_cpu_names()), b"", promise'),
-    ],
     "a tile that begins in its middle reads its first key as zeros": [
         (
             "engine.attention.dense",
@@ -57,24 +52,23 @@ BREAKS = {
 }
 
 
-def conform(tmp_path: Path, *options: Any, cases: int, **environment: str) -> tuple[Any, Any]:
+def conform(tmp_path: Path, *, cases: int, **environment: str) -> tuple[Any, Any]:
     """The finished command on a tiny model, and its JSON."""
     if not (tmp_path / "tiny").exists():
         save_tiny_model(tmp_path / "tiny")
     small = {f"CACHESVC_CACHE__{name}": size for name, size in SIZES.items()}
-    output = tmp_path / "out.json"
-    asked = ["--text", "--block", "16", "--longest", "50", "--cases", cases, "--output", output]
+    asked = ["--text", "--block", "16", "--longest", "50", "--cases", str(cases), "--json"]
     command = [SCRIPT, "conform", "--offline", "--model", "tiny"]
     done = subprocess.run(
-        [str(each) for each in (*command, *asked, *options)],
+        [*command, *asked],
         env={**os.environ, **small, "OMP_NUM_THREADS": "1", **environment},
         cwd=tmp_path,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert output.exists(), done.stdout + done.stderr
-    return done, json.loads(output.read_text())
+    assert done.stdout.startswith("{"), done.stdout + done.stderr
+    return done, json.loads(done.stdout)
 
 
 def test_our_own_server_conforms_and_says_what_serves(tmp_path: Path) -> None:
@@ -82,8 +76,6 @@ def test_our_own_server_conforms_and_says_what_serves(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (told["flips"], told["faults"]) == (0, [])
     assert set(told["tiers"]) >= {"device", "host", "disk"}
-    assert told["kinds"]["restarted"]["cases"] > 0
-    assert told["kinds"]["other dtype"]["cases"] == 5
     assert (told["serves"]["dtype"], told["serves"]["engine"]) == ("float32", "embedded")
 
     server = ForkedServer(tmp_path, tmp_path / "tiny")
@@ -110,8 +102,4 @@ def test_an_engine_broken_on_purpose_is_found(tmp_path: Path, broken: str) -> No
         (site / f"{module}.py").write_text(source.replace(sound, instead))
     done, told = conform(tmp_path, cases=40, PYTHONPATH=str(site))
     assert done.returncode == 1 and told["faults"], done.stdout + done.stderr
-    if "dtype" in broken:
-        assert "tokens were served that another dtype had computed" in "; ".join(told["faults"])
-        assert told["kinds"]["other dtype"]["moves"] > 0
-    else:
-        assert told["flips"] > 0
+    assert told["flips"] > 0

@@ -1,4 +1,4 @@
-"""`cachesvc conform` on the device: a real server, answers from every tier and after restarts.
+"""`cachesvc conform` on the device: a real server, answers from every tier.
 
 The embedded engine, and vLLM over a node where it is installed. Tokens must be equal. Bits are not
 compared: on a GPU nobody promises them (docs/exactness.md).
@@ -32,17 +32,22 @@ def check(device: str, small: bool) -> dict[str, Any]:
 def _asked(engine: str, device: str, small: bool) -> dict[str, Any]:
     """What the command found, of a tiny model or the default one."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder, "out.json")
-        command = [SCRIPT, "conform", "--offline", "--engine", engine, "--output", output]
-        command += ["--max-tokens", 4]
-        command += ["--cases", 200 if small else 600, "--longest", 50 if small else 140]
-        environment = {"CACHESVC_MODEL__DEVICE": device}
+        block, longest = (16, 50) if small else (64, 140)
+        command = [SCRIPT, "conform", "--offline", "--json", "--max-tokens", 4, "--block", block]
+        command += ["--cases", 200 if small else 600, "--longest", longest]
+        environment = {"CACHESVC_MODEL__DEVICE": device, "CACHESVC_ENGINE__BACKEND": engine}
+        if engine == "vllm":  # which refuses a context longer than its cache
+            arguments = {"max-model-len": longest + 2 * block + 4, "block-size": block}
+            environment["CACHESVC_ENGINE__VLLM"] = json.dumps(arguments)
+        else:
+            environment["CACHESVC_CACHE__BLOCK_SIZE"] = str(block)
         if small:
             from tests.support.models import save_tiny_model
 
             save_tiny_model(Path(folder, "tiny"))
             # In half precision, many of its next tokens are equally likely up to rounding.
-            command += ["--model", "tiny", "--text", "--block", 16, "--dtype", "float32"]
+            command += ["--model", "tiny", "--text"]
+            environment["CACHESVC_MODEL__DTYPE"] = "float32"
             sizes = {"DEVICE_BYTES": "2MiB", "HOST_BYTES": "2MiB", "DISK_BYTES": "1GiB"}
             environment |= {f"CACHESVC_CACHE__{name}": size for name, size in sizes.items()}
         done = subprocess.run(
@@ -54,9 +59,9 @@ def _asked(engine: str, device: str, small: bool) -> dict[str, Any]:
             check=False,
             timeout=TIMEOUT_S,
         )
-        if not output.exists():
+        if not done.stdout.startswith("{"):
             raise RuntimeError(f"conform by {engine} found nothing: {done.stderr[-1500:]}")
-        found = json.loads(output.read_text())
+        found = json.loads(done.stdout)
     kept = ("cases", "flips", "tiers", "faults")
     return {
         "what": f"answers from every tier by {engine} equal those of a cold server",
