@@ -23,12 +23,11 @@ from tiers.blocks.part import Part
 from tiers.disk.counts import Counted, DiskCounts
 from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
 from tiers.disk.events import DiskEvents
-from tiers.disk.format.payload import joined
+from tiers.disk.format.payload import joined, proven
 from tiers.disk.format.record import (
     Header,
     block_key,
     is_window,
-    proven,
     unpack_header,
     whole_nbytes,
     window_key,

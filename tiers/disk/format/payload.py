@@ -5,13 +5,16 @@ Pure functions over bytes, for the threads of the disk tier and the tier below i
 
 import xxhash
 
+from tiers.blocks.keys import PrefixKey, child_key
 from tiers.blocks.part import Part
 from tiers.disk.format.codec import Codec, CodecId, bound
 from tiers.disk.format.record import (
     Header,
     Lasting,
     check_payload,
+    header_end,
     pack_header,
+    record_key,
     unpack_header,
 )
 from tiers.errors import MissReason
@@ -108,3 +111,18 @@ def decode(
         codec.decode(lasting.codec, payload[: lasting.payload_nbytes], into[:split])
     if part is not Part.LASTING:
         codec.decode(header.codec, payload[lasting.end :], into[split:])
+
+
+def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:
+    """The record's header if header, payload and key are valid, else the reason."""
+    header = unpack_header(record)
+    if isinstance(header, MissReason):
+        return header
+    if key is not None and record_key(header) != key:
+        return MissReason.ABSENT
+    if child_key(header.parent, header.tokens, header.content) != header.key:
+        return MissReason.COLLISION
+    if header.codec not in tuple(CodecId):
+        return MissReason.VERSION
+    start = header_end(record)
+    return check_payload(header, record[start : start + header.payload_nbytes]) or header

@@ -33,9 +33,8 @@ from typing import NamedTuple
 
 import xxhash
 
-from tiers.blocks.keys import KEY_BYTES, BlockId, PrefixKey, child_key
+from tiers.blocks.keys import KEY_BYTES, BlockId, PrefixKey
 from tiers.blocks.part import Part
-from tiers.disk.format.codec import CodecId
 from tiers.errors import MissReason
 
 MAGIC = b"cachesvc"
@@ -255,25 +254,11 @@ def check_payload(header: Header, payload: memoryview) -> MissReason | None:
     return None
 
 
-def proven(record: memoryview, key: PrefixKey | None) -> Header | MissReason:
-    """The record's header if header, payload and key are valid, else the reason."""
-    header = unpack_header(record)
-    if isinstance(header, MissReason):
-        return header
-    if key is not None and record_key(header) != key:
-        return MissReason.ABSENT
-    if child_key(header.parent, header.tokens, header.content) != header.key:
-        return MissReason.COLLISION
-    if header.codec not in tuple(CodecId):
-        return MissReason.VERSION
-    start = _header_nbytes(record)
-    return check_payload(header, record[start : start + header.payload_nbytes]) or header
-
-
-def _header_nbytes(record: memoryview | bytes) -> int:
+def header_end(record: memoryview | bytes) -> int:
+    """Where the payload begins, by the record itself."""
     return int.from_bytes(record[12:16], "little")
 
 
 def whole_nbytes(record: memoryview, header: Header) -> int:
     """Length of a record without the zeros that fill its page."""
-    return _header_nbytes(record) + header.payload_nbytes
+    return header_end(record) + header.payload_nbytes
