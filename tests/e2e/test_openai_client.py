@@ -111,7 +111,7 @@ HONOURED_OR_IGNORED = {
     "seed": 5,
     "service_tier": "auto",
     "stop": ["zz"],
-    "store": False,
+    "store": True,
     "temperature": 0.5,
     "tool_choice": "auto",
     "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -136,7 +136,6 @@ REFUSED = {
     "function_call": "auto",
     "functions": [{"name": "f"}],
     "modalities": ["text", "audio"],
-    "store": True,
     "documents": [{"text": "x"}],
     "web_search_options": {},
 }
