@@ -49,4 +49,4 @@ def guidance() -> Any:
     """vLLM's configuration with the backend that reads llguidance's grammars."""
     from vllm.config import StructuredOutputsConfig
 
-    return StructuredOutputsConfig(backend="guidance", disable_fallback=True)
+    return StructuredOutputsConfig(backend="guidance")
