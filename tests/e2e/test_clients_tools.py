@@ -3,14 +3,11 @@ of an agent's conversation hit what the turns before left, by each protocol."""
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-
-from tests.bench.agent import converse
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -92,13 +89,30 @@ def test_the_result_goes_back_and_the_history_hits(client: openai.OpenAI) -> Non
     assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 64
 
 
-def test_the_turns_of_an_agent_hit_all_that_was_asked_before(default_server: str) -> None:
+def test_the_turns_of_an_agent_hit_all_that_was_asked_before(client: openai.OpenAI) -> None:
     """Calls and answers take turns; the tools stay in the prompt of both."""
-    told = converse(default_server, "smollm2-135m", 4, session="agent of a test")
-    assert [True, False, True, False] == [turn.called for turn in told]
-    assert [None] * 4 == [turn.diverged_at for turn in told]
-    for before, turn in pairwise(told):
-        assert before.prompt <= turn.hit < turn.prompt
+    messages, asked_before = [*MESSAGES], 0
+    for choice in ("required", "none", "required", "none"):
+        answer: Any = client.chat.completions.create(
+            model="smollm2-135m",
+            messages=messages,
+            tools=TOOLS,
+            tool_choice=choice,
+            temperature=0,
+            max_tokens=60,
+            extra_body={"prompt_cache_key": "agent of a test", "cachesvc": {"details": True}},
+        )
+        message, usage = answer.choices[0].message, answer.usage
+        assert (choice == "required") is bool(message.tool_calls)
+        assert answer.model_extra["cachesvc"].get("diverged_at_token") is None
+        if asked_before:
+            assert asked_before <= usage.prompt_cache_hit_tokens < usage.prompt_tokens
+        asked_before = usage.prompt_tokens
+        messages.append(message.model_dump(exclude_none=True))
+        for call in message.tool_calls or ():
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": "done"})
+        if choice == "none":
+            messages.append({"role": "user", "content": "And one for two on Saturday."})
 
 
 def test_responses_go_on_from_the_tokens_that_the_last_one_left(client: openai.OpenAI) -> None:

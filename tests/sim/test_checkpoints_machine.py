@@ -24,16 +24,15 @@ from engine.engine import Engine
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from tests.bench.checkpoints import Model, Prompt, Way, hit_rate
 from tests.support.chain_runner import SEED, ChainRunner, WrongKv, advance, chain_layout, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.chain import Chain
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import StateTensor
 from tiers.cache import CacheSettings, TieredCache
 from tiers.memory.block import Block
 from tiers.operations.purge import Purged
-from tiers.policy.checkpoints import prompt_end
+from tiers.policy.checkpoints import keeps_stop, positions, prompt_end, worth_blocks
 
 BLOCK = 4
 STATE = StateName(0, "recurrent", 0)
@@ -299,29 +298,54 @@ def test_a_scope_stays_closed_until_its_checkpoints_are_purged_too() -> None:
     assert root not in world.cache.operations.blocked
 
 
+class Replay:
+    """Blocks and checkpoints, each kind under LRU in its own room. Checkpoints are taken where the
+    server's rule says."""
+
+    def __init__(self, device_blocks: int, slots: int) -> None:
+        self._device_blocks, self._slots = device_blocks, slots
+        self._blocks: dict[PrefixKey, None] = {}  # the oldest first
+        self._states: dict[PrefixKey, None] = {}
+        self._worth = worth_blocks(LAYOUT.checkpoint.nbytes, LAYOUT.nbytes)
+
+    def serve(self, keys: Seq[PrefixKey], num_tokens: int) -> int:
+        """Tokens of the prompt that hit. `keys` are of its blocks and of those of its answer."""
+        full, end = num_tokens // BLOCK, prompt_end(num_tokens, BLOCK)
+        held = next((n for n in range(full) if keys[n] not in self._blocks), full)
+        longest = range(min(held, end), 0, -1)
+        start = next((n for n in longest if keys[n - 1] in self._states), 0)
+        taken = positions(start, num_tokens, BLOCK, worth=self._worth, parts=held)
+        if keeps_stop(len(keys), num_tokens, BLOCK, worth=self._worth):
+            taken.add(len(keys))
+        for number in range(len(keys), 0, -1):  # a prefix is younger than what continues it
+            for order in (self._blocks, self._states):
+                if order is self._blocks or number in taken or number == start:
+                    order.pop(keys[number - 1], None)
+                    order[keys[number - 1]] = None
+        for order, room in ((self._blocks, self._device_blocks), (self._states, self._slots)):
+            while len(order) > room:
+                del order[next(iter(order))]
+        return start * BLOCK
+
+
 def test_served_and_replayed_hits_agree() -> None:
-    """The bench's tier stands for the real ones: conversations over memory alone."""
+    """Conversations over memory alone."""
     chance, device, slots = random.Random(5), 100, 20
     world = World(1, device, slots, fault_rate=0.0, below=0)
     talks = [TRUNKS[number % 3][: 20 + number] for number in range(12)]
-    prompts, total = [], 0
+    model, replayed, total = Replay(device, slots), 0, 0
     for number in range(300):
         at = min(int(chance.expovariate(0.3)), len(talks) - 1)  # some go on more often
         tokens, max_tokens = [*talks[at], number % 50], 1 + chance.randrange(9)
         world.submit(tokens, max_tokens, 1)
         world.finish()
         whole = [*tokens, *world.answers[str(number)][0]]
-        keys = tuple(Chain(CacheScope().root(), whole[:-1], BLOCK).keys)
-        full, end = len(tokens) // BLOCK, prompt_end(len(tokens), BLOCK)
-        prompts.append(Prompt(keys, full, len(tokens), end))
+        keys = Chain(CacheScope().root(), whole[:-1], BLOCK).keys
+        replayed += model.serve(keys, len(tokens))
         total += len(tokens)
         talks[at] = whole if len(whole) < 150 else TRUNKS[number % 3][:20]
-    states, blocks = slots * LAYOUT.checkpoint.nbytes, device * LAYOUT.nbytes
-    room, share = states + blocks, states / (states + blocks)
-    model = Model("tiny", LAYOUT.nbytes // BLOCK, LAYOUT.checkpoint.nbytes)
-    replayed = hit_rate(prompts, room + 1, model, BLOCK, Way(share=share))
-    assert 0.2 < replayed < 0.8
-    assert replayed == pytest.approx(world.hits / total, abs=0.02)
+    assert 0.2 < replayed / total < 0.8
+    assert replayed / total == pytest.approx(world.hits / total, abs=0.02)
 
 
 TRUNKS = [[(7 * i * i + 5 * t + i) % 50 for i in range(60)] for t in range(3)]

@@ -3,7 +3,7 @@
 It shows what an order of the queue serves from the cache and how long requests wait.
 `engine.scheduling.queue`, `engine.scheduling.scheduler` and `tiers` are the real ones; only the
 runner and the clock are simulated. One simulated token stands for several of the trace, so an hour
-of it takes a minute. For `tests/bench/queue_order.py` and the tests. One thread.
+of it takes a minute. One thread.
 """
 
 from array import array
