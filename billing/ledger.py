@@ -17,15 +17,7 @@ from typing import Any
 from billing.accounts import Accounts
 from billing.clock import ClockWatch, said_behind
 from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
-from billing.gate.commands import (
-    Adjust,
-    Command,
-    Correct,
-    Deposit,
-    Reserve,
-    Settle,
-    TopUp,
-)
+from billing.gate.commands import Adjust, Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Entry
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome

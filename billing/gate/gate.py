@@ -8,7 +8,6 @@ nothing, so a refusal does not affect the rest of its batch.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 from billing.errors import (
     BillingError,
@@ -24,23 +23,19 @@ from billing.gate.commands import (
     Correct,
     Deposit,
     Expire,
-    Key,
     Reap,
     Reserve,
     Settle,
     TopUp,
 )
-from billing.gate.corrections import correct, cost_of, give_back, taken_by
+from billing.gate.corrections import correct, taken_by
+from billing.gate.delivery import note_delivery
 from billing.gate.deposits import adjust, deposit
-from billing.gate.entries import (
-    Entry,
-    Kind,
-)
+from billing.gate.entries import Entry, Kind
 from billing.gate.grants import expire
 from billing.gate.holds import (
     Hold,
     StoredHold,
-    answered,
     decode_request,
     encode_request,
     is_answered,
@@ -48,8 +43,8 @@ from billing.gate.holds import (
 )
 from billing.gate.outcomes import PRESUMED
 from billing.gate.postings import refund, spend
-from billing.gate.work import SYSTEM, Settled, TenantAccount, Work, insufficient_balance
-from billing.prices.rating import rate
+from billing.gate.work import Settled, TenantAccount, Work, insufficient_balance
+from billing.prices.rating import Charge, rate
 from billing.usage import Usage
 
 
@@ -144,12 +139,28 @@ def _top_up(work: Work, command: TopUp) -> int:
 
 
 def _settle(work: Work, command: Settle) -> Settled:
-    hold, usage = command.hold, _billable(command)
-    account = work.account(hold.tenant)
-    charged = work.entry(*hold.key, Kind.CHARGE)
+    account = work.account(command.hold.tenant)
+    charged = work.entry(*command.hold.key, Kind.CHARGE)
     if charged is not None:
         return _settle_again(work, command, charged)
-    charge = rate(usage, hold.pinned)
+    usage = _billable(command)
+    charge = rate(usage, command.hold.pinned)
+    held = work.drop_hold(command.hold.key)
+    entry = _post_charge(work, account, command, held, charge)
+    work.spend(entry, charge.amount)
+    note_delivery(work, command, entry, answered=held is not None and is_answered(held))
+    return Settled(entry, charge, usage)
+
+
+def _billable(command: Settle) -> Usage:
+    return policy.billable(command.usage, command.outcome, delivered=command.delivered)
+
+
+def _post_charge(
+    work: Work, account: TenantAccount, command: Settle, held: StoredHold | None, charge: Charge
+) -> Entry:
+    """Takes a charge from the tenant's money. The body has what `verify` rates and checks again."""
+    hold, usage = command.hold, _billable(command)
     body = request_body(hold.pinned.ref, hold.context) | {
         "usage": usage.record(),
         "outcome": command.outcome,
@@ -158,28 +169,12 @@ def _settle(work: Work, command: Settle) -> Settled:
     }
     if usage != command.usage:
         body["unbilled"] = command.usage.record()
-    stored = work.holds.get(hold.key)
-    if stored is not None:
-        body |= _checked_body(stored)
-    work.drop_hold(hold.key)
+    if held is not None and held.checked is not None:
+        limits = dict(held.checked.limits)
+        body |= {"held": str(held.amount), "checked_at": held.checked.at, "limits": limits}
     postings = spend(account, charge.amount)
     admitted_ns = hold.context.admitted_ns
-    entry = work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
-    work.spend(entry, charge.amount)
-    _note_delivery(work, command, entry, answered=stored is not None and is_answered(stored))
-    return Settled(entry, charge, usage)
-
-
-def _checked_body(stored: StoredHold) -> dict[str, Any]:
-    """The limits that a hold was last checked under, for its charge's body."""
-    if stored.checked is None:
-        return {}
-    limits = dict(stored.checked.limits)
-    return {"held": str(stored.amount), "checked_at": stored.checked.at, "limits": limits}
-
-
-def _billable(command: Settle) -> Usage:
-    return policy.billable(command.usage, command.outcome, delivered=command.delivered)
+    return work.post(account, Kind.CHARGE, hold.request_id, postings, body, billed_ns=admitted_ns)
 
 
 def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
@@ -188,78 +183,36 @@ def _settle_again(work: Work, command: Settle, charged: Entry) -> Settled:
     It changes nothing, unless the first was presumed by the sweeper or recovery, or this one says
     that the answer was lost after all.
     """
-    hold, details = command.hold, charged.details
-    work.drop_hold(hold.key)
-    was = Usage.from_record(details.get("usage", {}))
-    usage = _billable(command)
+    work.drop_hold(command.hold.key)
     corrections = work.corrections.get((charged.tenant, charged.seq), [])
     late = next((entry for entry in corrections if "card" in entry.details), None)
-    if late is not None:
-        was = Usage.from_record(late.details.get("usage", {}))
-    elif _may_amend(work, charged):
-        account = work.account(hold.tenant)
-        difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
-        if difference > 0:
-            postings = spend(account, difference)
-        else:
-            postings = refund(account, taken_by(work, charged), -difference)
-        body = request_body(hold.pinned.ref, hold.context) | {
-            "corrects": charged.seq,
-            "usage": usage.record(),
-            "outcome": command.outcome,
-            "reason": "settled after its hold had been ended",
-        }
-        work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
-        work.spend(charged, difference)
-        was = usage
-        _note_delivery(work, command, charged)
-    elif not command.delivered:
-        _note_delivery(work, command, charged)
-    return Settled(charged, rate(was, hold.pinned), was, repeated=True)
+    usage = Usage.from_record((late or charged).details.get("usage", {}))
+    is_presumed = charged.details["outcome"] in PRESUMED and not corrections  # by an admin
+    if is_presumed:
+        usage = _amend(work, command, charged, usage)
+    if is_presumed or (late is None and not command.delivered):
+        note_delivery(work, command, charged)
+    return Settled(charged, rate(usage, command.hold.pinned), usage, repeated=True)
 
 
-def _may_amend(work: Work, charged: Entry) -> bool:
-    """Whether a presumed charge may be replaced by the server's own, i.e. no admin has corrected
-    it."""
-    presumed = charged.details["outcome"] in PRESUMED
-    return presumed and not work.corrections.get((charged.tenant, charged.seq))
-
-
-def _note_delivery(work: Work, command: Settle, entry: Entry, *, answered: bool = False) -> None:
-    """Records an answer that never arrived. A delivered retry pays instead of it, not in addition,
-    whichever of the two is settled first.
-    """
-    context = command.hold.context
-    if not context.fingerprint or command.outcome in PRESUMED:
-        return
-    key = (entry.tenant, context.fingerprint)
-    if command.delivered and context.is_retry:
-        _forgive(work, [other for other in work.undelivered.pop(key, ()) if other != entry])
-        work.put_undelivered = {row for row in work.put_undelivered if row[0] != key}
-        work.dropped_undelivered.add(key)
-        _tell_running(work, key)
-    elif not command.delivered and answered:
-        _forgive(work, [entry])
-    elif not command.delivered and cost_of(work, entry):
-        work.put_undelivered.add((key, entry.request_id))
-        work.undelivered.setdefault(key, []).append(entry)  # a retry may be in the same batch
-
-
-def _forgive(work: Work, lost: Iterable[Entry]) -> None:
-    """Refunds charges of lost answers whose retry was delivered."""
-    reason = "the answer was not delivered, and its retry was"
-    for entry in lost:
-        if cost_of(work, entry):  # else it was free or already refunded by an admin
-            reference = f"retry:{entry.request_id}"
-            command = Correct(entry.tenant, entry.request_id, reference, None, SYSTEM, reason)
-            give_back(work, entry, command)
-
-
-def _tell_running(work: Work, fingerprint: Key) -> None:
-    """Marks running requests whose retry has been delivered."""
-    for hold in list(work.holds.values()):
-        if (hold.tenant, decode_request(hold.body)[1].fingerprint) == fingerprint:
-            work.put_hold(answered(hold))
+def _amend(work: Work, command: Settle, charged: Entry, was: Usage) -> Usage:
+    """Corrects a presumed charge to what the server itself settles. Returns the usage billed."""
+    hold, usage = command.hold, _billable(command)
+    account = work.account(hold.tenant)
+    difference = rate(usage, hold.pinned).amount - rate(was, hold.pinned).amount
+    if difference > 0:
+        postings = spend(account, difference)
+    else:
+        postings = refund(account, taken_by(work, charged), -difference)
+    body = request_body(hold.pinned.ref, hold.context) | {
+        "corrects": charged.seq,
+        "usage": usage.record(),
+        "outcome": command.outcome,
+        "reason": "settled after its hold had been ended",
+    }
+    work.post(account, Kind.CORRECTION, f"late:{hold.request_id}", postings, body)
+    work.spend(charged, difference)
+    return usage
 
 
 def _reap(work: Work, command: Reap) -> Settled | None:

@@ -118,15 +118,17 @@ class Work:
         self.dropped_holds.discard(hold.key)
         self.touched.add(hold.tenant)
 
-    def drop_hold(self, key: Key) -> None:
+    def drop_hold(self, key: Key) -> StoredHold | None:
+        """Ends a hold, if it stands, and returns it."""
         hold = self.holds.pop(key, None)
         if hold is None:
-            return
+            return None
         self.accounts[hold.tenant].held -= hold.amount
         self._count_held(hold, -hold.amount)
         self.put_holds.pop(key, None)
         self.dropped_holds.add(key)
         self.touched.add(hold.tenant)
+        return hold
 
     def check_limits(self, hold: StoredHold, more: int) -> Checked | None:
         """Checks `more` of a hold against the tenant's hard limits; None if none counts it.

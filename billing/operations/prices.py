@@ -14,12 +14,7 @@ from billing.operations.books import Books
 from billing.prices.book import NS, RateCard
 from billing.prices.cards import parse_card, refuse_removed, shipped_cards
 from billing.prices.lint import Severity, lint
-from billing.reports.documents import (
-    Document,
-    card_document,
-    finding_document,
-    plan_document,
-)
+from billing.reports.documents import Document, card_document, finding_document, plan_document
 
 CardSource = Mapping[str, Any]
 

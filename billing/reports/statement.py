@@ -17,12 +17,7 @@ from billing.errors import InvalidSpan, UnknownTenant
 from billing.gate.entries import Entry, Kind
 from billing.gate.rollups import Row
 from billing.gate.work import TenantAccount
-from billing.money import (
-    format_units,
-    minor_places,
-    rate_per_million,
-    round_half_even,
-)
+from billing.money import format_units, minor_places, rate_per_million, round_half_even
 from billing.prices.book import PriceBook, RateRef
 from billing.prices.cards import applied_card
 from billing.prices.time_zones import zone_name

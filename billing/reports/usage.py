@@ -18,14 +18,7 @@ from billing.gate.rollups import DAY_NS, Rollups, Row, charge_row
 from billing.money import format_units
 from billing.prices.book import NS
 from billing.prices.time_zones import find_zone
-from billing.reports.attribution import (
-    NOBODY,
-    OF_ROLLUPS,
-    OTHERS,
-    HeavyParts,
-    check_split,
-    part_of,
-)
+from billing.reports.attribution import NOBODY, OF_ROLLUPS, OTHERS, HeavyParts, check_split, part_of
 from billing.usage import CLASSES, HIT_CLASSES
 
 if TYPE_CHECKING:  # commands that call a server need no database

@@ -10,15 +10,7 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, select
 
-from billing.gate.commands import (
-    Command,
-    Expire,
-    Reserve,
-    Settle,
-    TopUp,
-    fingerprint_of,
-    keys_of,
-)
+from billing.gate.commands import Command, Expire, Reserve, Settle, TopUp, fingerprint_of, keys_of
 from billing.gate.entries import CORRECTABLE, Entry, Kind
 from billing.gate.holds import request_body
 from billing.gate.limits import Spender

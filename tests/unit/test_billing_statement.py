@@ -15,12 +15,7 @@ from billing.errors import InvalidSpan
 from billing.money import UNITS, parse_amount
 from billing.prices.book import NS
 from billing.prices.cards import find_card, parse_card
-from billing.reports.statement import (
-    Statement,
-    statement,
-    statement_csv,
-    statement_json,
-)
+from billing.reports.statement import Statement, statement, statement_csv, statement_json
 from billing.usage import Usage
 from tests.support.billing import START_NS, TestLedger, running_ledger
 
