@@ -38,7 +38,6 @@ from cachesvc.config.places import disk_path
 from cachesvc.config.settings import Settings
 from cachesvc.observability.latency import Latencies
 from cachesvc.observability.metrics import Metrics
-from cachesvc.observability.samples import Snapshots
 from cachesvc.observability.snapshot import Sources
 from cachesvc.observability.tracing import open_tracer
 from cachesvc.operator.block_reader import read_blocks
@@ -105,15 +104,13 @@ class Service:
         self.core: Backend = make_backend(self._on_outputs, stream, self._quotas.shares)
         loaded = self.core.loaded
         latencies = Latencies()
-        self.metrics = Metrics(
-            Snapshots(
-                engine=self.core.engine.stats,
-                money=money.stats,
-                violations=lambda: self._violations,
-                model=loaded.name,
-            ),
-            latencies,
+        sources = Sources(
+            engine=self.core.engine.stats,
+            money=money.stats,
+            violations=lambda: self._violations,
+            model=loaded.name,
         )
+        self.metrics = Metrics(sources, latencies)
         self._storage = self._storage_meter()
         self._operator = CacheOperator(
             self.core.engine.call,
@@ -126,13 +123,8 @@ class Service:
         self.dashboard = Dashboard(
             settings,
             books=money.books,
-            sources=Sources(
-                model=loaded.name,
-                engine=self.core.engine.stats,
-                money=money.stats,
-                violations=lambda: self._violations,
-                counters=self.metrics.counters,
-            ),
+            sources=sources,
+            counters=self.metrics.counters,
             latencies=latencies.spreads,
             working_set=partial(self.core.engine.call, lambda cache: cache.working_set()),
             blocks=partial(read_blocks, self.core.engine.call),

@@ -15,7 +15,7 @@ from cachesvc.cli import COMMANDS, load
 from cachesvc.cli.config import shown
 from cachesvc.cli.lazy import LazyGroup
 from cachesvc.config.settings import Settings, env_name, known_settings
-from cachesvc.observability.names import SPECS
+from cachesvc.observability.table import METRICS
 from tests.support.protocols import PROTOCOLS
 
 SETTINGS_INTRO = """# Settings
@@ -127,8 +127,8 @@ def _names(parameter: Any) -> list[str]:
 
 def _metrics() -> str:
     rows = [
-        (f"`{name}`", spec.kind, ", ".join(f"`{label}`" for label in spec.labels), spec.help)
-        for name, spec in SPECS.items()
+        (f"`{name}`", row.kind, ", ".join(f"`{label}`" for label in row.labels), row.meaning)
+        for name, row in METRICS.items()
     ]
     return table(("metric", "kind", "labels", "meaning"), rows)
 

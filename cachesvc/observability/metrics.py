@@ -3,7 +3,7 @@
 It has two sources. Snapshots of engine, tiers and ledger are read at each scrape. Observers are
 called at each event: `observe_outputs` on the engine thread, once per step; `observe_bill` and
 `observe_http` on the event loop. Units are base units, label sets are closed, and ratios are left
-to queries. Names are declared in `cachesvc.observability.names`.
+to queries. Their rows are in `cachesvc.observability.table`.
 """
 
 from collections import defaultdict
@@ -30,10 +30,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from cachesvc.observability.latency import Latencies
-from cachesvc.observability.names import ROUTES, SPECS, VLLM_ALIASES, Alias
-from cachesvc.observability.samples import MetricSample, Snapshots, samples
-from engine.request import FinishReason, StepOutput, TokenCounts
-from tiers.errors import MissReason
+from cachesvc.observability.names import ROUTES, VLLM_ALIASES, Alias
+from cachesvc.observability.snapshot import Sources
+from cachesvc.observability.table import METRICS, OBSERVED, MetricSample, samples
+from engine.request import StepOutput, TokenCounts
 from tiers.histogram import Spread
 from tiers.tier import TierName
 
@@ -46,31 +46,27 @@ class Metrics:
     Each request's durations also go to `latencies`.
     """
 
-    def __init__(self, snapshots: Snapshots, latencies: Latencies) -> None:
+    def __init__(self, sources: Sources, latencies: Latencies) -> None:
         self._latencies = latencies
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry(auto_describe=False)
         ProcessCollector(registry=self.registry)
-        self._counters = {
-            name: PromCounter(name, spec.help, spec.labels, registry=self.registry)
-            for name, spec in SPECS.items()
-            if spec.kind == "counter" and name in _OBSERVED
-        }
-        self._histograms = {
-            name: Histogram(
-                name, spec.help, spec.labels, buckets=spec.buckets, registry=self.registry
-            )
-            for name, spec in SPECS.items()
-            if spec.kind == "histogram" and spec.buckets
-        }
-        for name, values in _LABELS.items():
-            metric = self._counters.get(name) or self._histograms[name]
-            for value in values:
+        self._counters: dict[str, PromCounter] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for row in OBSERVED:
+            described = (row.name, row.meaning, row.labels)
+            metric: PromCounter | Histogram
+            if row.buckets:
+                metric = Histogram(*described, buckets=row.buckets, registry=self.registry)
+                self._histograms[row.name] = metric
+            else:
+                metric = self._counters[row.name] = PromCounter(*described, registry=self.registry)
+            for value in row.at_zero:
                 metric.labels(value)
-        current = _SnapshotCollector(partial(samples, snapshots))
+        current = _SnapshotCollector(partial(samples, sources))
         self.registry.register(current)
-        sources = [*self._counters.values(), *self._histograms.values(), current]
-        self.registry.register(_AliasCollector(sources, snapshots.model))
+        ours = [*self._counters.values(), *self._histograms.values(), current]
+        self.registry.register(_AliasCollector(ours, sources.model))
         self._last_token_ns: dict[tuple[str, int], int] = {}
 
     def render(self) -> tuple[bytes, str]:
@@ -173,24 +169,6 @@ def hit_class(counts: TokenCounts) -> str:
 
 
 SOURCES = (*TierName, "computed")
-# Present with 0 from the start, because a rate misses growth before the first sample.
-_LABELS: Mapping[str, Sequence[str]] = {
-    "cachesvc_requests_total": tuple(FinishReason),
-    "cachesvc_prompt_tokens_total": SOURCES,
-    "cachesvc_miss_tokens_total": tuple(MissReason),
-    "cachesvc_time_to_first_token_seconds": ("cold", *SOURCES[:-1]),
-}
-_OBSERVED = frozenset(
-    {
-        "cachesvc_http_requests_total",
-        "cachesvc_requests_total",
-        "cachesvc_prompt_tokens_total",
-        "cachesvc_generation_tokens_total",
-        "cachesvc_miss_tokens_total",
-        "cachesvc_billed_units_total",
-        "cachesvc_saved_units_total",
-    }
-)
 
 
 def _by_source(counts: TokenCounts) -> tuple[tuple[str, int], ...]:
@@ -230,8 +208,8 @@ class _SnapshotCollector(Collector):
         for sample in self._read():
             family = families.get(sample.name)
             if family is None:
-                spec = SPECS[sample.name]
-                family = _FAMILIES[spec.kind](sample.name, spec.help, labels=spec.labels)
+                row = METRICS[sample.name]
+                family = _FAMILIES[row.kind](row.name, row.meaning, labels=row.labels)
                 families[sample.name] = family
             if isinstance(family, HistogramMetricFamily):
                 assert isinstance(sample.value, Spread), sample

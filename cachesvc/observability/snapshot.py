@@ -5,33 +5,59 @@ threads. Sizes are bytes, times seconds, amounts of money 1e-12 of the currency 
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cachesvc
-from cachesvc.observability.samples import MoneyStats, shard_states
-from engine.engine import EngineStats
-from tiers.stats import CacheStats
+from billing.group_commit import LedgerStats
+from tiers.tier import ShardStats
+
+if TYPE_CHECKING:
+    from engine.engine import EngineStats
+    from tiers.stats import CacheStats
 
 Counters = Mapping[tuple[str, tuple[str, ...]], float]
 _OWN_ROUTES = frozenset({"/admin", "/metrics", "/health", "/health/ready"})  # not clients' requests
+
+
+class TenantMoney(NamedTuple):
+    """A tenant's amounts in its currency. `charged` by this server since its start; `today` and
+    `this_month` (UTC) by all."""
+
+    tenant: str
+    currency: str
+    balance: float
+    charged: float
+    today: float
+    this_month: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoneyStats:
+    """The ledger's snapshot: open holds, the age of the oldest, the drift, tenants' amounts, and
+    its thread's counters."""
+
+    num_holds: int = 0
+    oldest_hold_s: float = 0.0
+    drift_units: int = 0
+    tenants: tuple[TenantMoney, ...] = ()
+    ledger: LedgerStats = field(default_factory=LedgerStats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
     """The sources of the current state. Each call is cheap and does not block."""
 
-    model: str
-    engine: Callable[[], EngineStats]
-    money: Callable[[], MoneyStats]
-    violations: Callable[[], Mapping[str, int]]
-    counters: Callable[[], Counters]  # by metric and its label values
+    engine: "Callable[[], EngineStats]"
+    model: str = ""
+    money: Callable[[], MoneyStats] = MoneyStats
+    violations: Callable[[], Mapping[str, int]] = field(default=dict)
     started_s: float = field(default_factory=time.time)
 
 
-def snapshot(sources: Sources) -> dict[str, Any]:
+def snapshot(sources: Sources, counters: Counters) -> dict[str, Any]:
     """The current state."""
     now_s = time.time()
     engine = sources.engine()
@@ -44,7 +70,7 @@ def snapshot(sources: Sources) -> dict[str, Any]:
         "model": sources.model,
         "engine": engine_state,
         "cache": cache_state(engine.cache),
-        "traffic": traffic(sources.counters()),
+        "traffic": traffic(counters),
         "money": plain(sources.money()),
         "violations": dict(sources.violations()),
     }
@@ -68,7 +94,7 @@ def traffic(counters: Counters) -> dict[str, Any]:
     return totals | {"responses": responses}
 
 
-def cache_state(stats: CacheStats) -> dict[str, Any]:
+def cache_state(stats: "CacheStats") -> dict[str, Any]:
     state: dict[str, Any] = plain(stats)
     below = {tier["name"]: tier for tier in state.pop("below")}
     tiers = {name: state.pop(name) for name in ("device", "host")} | {"disk": below.get("disk")}
@@ -77,8 +103,18 @@ def cache_state(stats: CacheStats) -> dict[str, Any]:
         "checkpoints": {tier["name"]: tier for tier in state["checkpoints"]},
         "remote": below.get("remote"),
         "tiers": {name: tier for name, tier in tiers.items() if tier is not None},
-        "shards": dict(shard_states(shards)),
+        "shards": shard_states(shards),
     }
+
+
+def shard_states(shards: Iterable[ShardStats]) -> dict[str, int]:
+    """The number of shards that are in service, read-only while checked, or unusable: being
+    replaced, or on a disk that takes no writes."""
+    found = {"ready": 0, "checking": 0, "replacing": 0}
+    for shard in shards:
+        ready = shard.ready and not shard.failing
+        found["ready" if ready else "checking" if shard.checking else "replacing"] += 1
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -27,7 +27,7 @@ from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import Alerts
 from cachesvc.observability.history import History, pack
 from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
-from cachesvc.observability.snapshot import Sources, snapshot
+from cachesvc.observability.snapshot import Counters, Sources, snapshot
 from cachesvc.server.money import limit_settings
 from cachesvc.server.remembered import Remembered
 from cachesvc.server.server_file import new_token, reachable
@@ -67,6 +67,7 @@ class Dashboard:
         *,
         books: OpenBooks,
         sources: Sources,
+        counters: Callable[[], Counters],
         latencies: Callable[[], Mapping[str, Spread]],
         journal: Journal,
         explorer: Explorer,
@@ -78,12 +79,12 @@ class Dashboard:
         readiness: Callable[[], Readiness],
     ) -> None:
         self._remembered = Remembered(StateFile(None), max_records=0)
-        self._sources = sources
+        self._snapshot = partial(_snapshot, sources, counters)
 
         def book() -> PriceBook:
             return books.accounts.book
 
-        self.history = History(partial(snapshot, sources), latencies)
+        self.history = History(self._snapshot, latencies)
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
@@ -111,7 +112,7 @@ class Dashboard:
         """The snapshot and the last minute's figures."""
         recent = self.history.over(list(RECENT.values()), window_s=RECENT_S)
         rates = {name: recent[series] for name, series in RECENT.items()}
-        return snapshot(self._sources) | {"recent": {"window_s": RECENT_S} | rates}
+        return self._snapshot() | {"recent": {"window_s": RECENT_S} | rates}
 
     def first_link(self, url: str) -> str:
         """A one-time login link for the user who started the server."""
@@ -160,6 +161,10 @@ class Dashboard:
 
     def _keep_sessions(self) -> None:
         self._remembered.keep("sessions", self.parts.sessions.dump(time.time()))
+
+
+def _snapshot(sources: Sources, counters: Callable[[], Counters]) -> dict[str, Any]:
+    return snapshot(sources, counters())
 
 
 def _gib_month(costs: CostsSection) -> dict[str, int]:

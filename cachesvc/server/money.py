@@ -43,7 +43,7 @@ from billing.usage import HIT_CLASSES
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import LimitsSection, QuotaTable
 from cachesvc.config.settings import Settings
-from cachesvc.observability.samples import MoneyStats, TenantMoney
+from cachesvc.observability.snapshot import MoneyStats, TenantMoney
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.kept_heads import keep_heads
 

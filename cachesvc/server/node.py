@@ -9,7 +9,7 @@ from pathlib import Path
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
-from cachesvc.observability.samples import MetricSample, node_samples
+from cachesvc.observability.table import MetricSample, node_samples
 from cachesvc.server.memory_limit import of_node, warn_of_limit
 from cachesvc.server.signals import stop_signals
 from engine.operators.library import Operators

@@ -8,7 +8,7 @@ import pytest
 
 from cachesvc.cli import COMMANDS
 from cachesvc.config.settings import known_settings
-from cachesvc.observability.names import SPECS
+from cachesvc.observability.table import METRICS
 from tests.reference import pages
 
 ROOT = Path(__file__).parents[2]
@@ -31,14 +31,14 @@ def test_a_reference_page_is_what_the_code_says(name: str) -> None:
 def test_every_setting_metric_and_command_is_documented() -> None:
     texts = pages()
     assert [] == [name for name in known_settings() if f"`{name}`" not in texts["settings.md"]]
-    assert [] == [name for name in SPECS if f"`{name}`" not in texts["metrics.md"]]
+    assert [] == [name for name in METRICS if f"`{name}`" not in texts["metrics.md"]]
     headings = texts["commands.md"]
     assert [] == [name for name in COMMANDS if f"## cachesvc {name}" not in headings]
 
 
 def test_every_metric_is_on_a_board() -> None:
     boards = "".join(path.read_text() for path in (ROOT / "ops" / "grafana").rglob("*.json"))
-    assert [] == [name for name in SPECS if name not in boards]
+    assert [] == [name for name in METRICS if name not in boards]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

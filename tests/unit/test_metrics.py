@@ -7,9 +7,9 @@ import pytest
 from billing.group_commit import LedgerStats
 from cachesvc.observability.latency import NAMES, Latencies
 from cachesvc.observability.metrics import Metrics, hit_class
-from cachesvc.observability.names import SPECS, VLLM_ALIASES
-from cachesvc.observability.samples import MoneyStats, Snapshots, TenantMoney
-from cachesvc.observability.snapshot import cache_state
+from cachesvc.observability.names import VLLM_ALIASES
+from cachesvc.observability.snapshot import MoneyStats, Sources, TenantMoney, cache_state
+from cachesvc.observability.table import METRICS
 from engine.engine import EngineStats
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.errors import MissReason
@@ -77,7 +77,7 @@ def metrics(latencies: Latencies | None = None) -> Metrics:
     acme = TenantMoney("acme", "CNY", 7.5, 0.25, 0.5, 2)
     money = MoneyStats(3, 1.5, 0, (acme,), ledger)
     return Metrics(
-        Snapshots(
+        Sources(
             engine=stats,
             money=lambda: money,
             violations=lambda: {"free_plus_used": 0},
@@ -267,7 +267,7 @@ def test_every_exposed_name_is_declared_and_every_declared_one_exposed() -> None
         for line in seen.render()[0].decode().splitlines()
         if line.startswith("# TYPE ") and (name := line.split()[2]).startswith("cachesvc_")
     }
-    assert {name: spec.kind for name, spec in SPECS.items()} == families
+    assert {name: row.kind for name, row in METRICS.items()} == families
 
 
 def test_metrics_are_exposed_under_vllms_names_too() -> None:

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cachesvc.observability.samples import MetricSample, node_samples
+from cachesvc.observability.table import MetricSample, node_samples
 from tests.support.faulty_storage import FaultyStorage
 from tiers.blocks.keys import BlockId, CacheScope, block_ids, token_bytes
 from tiers.disk.open import open_disk

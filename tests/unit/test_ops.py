@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from cachesvc.config.settings import env_name, known_settings
-from cachesvc.observability.names import SPECS
+from cachesvc.observability.table import METRICS
 
 OPS = Path(__file__).parents[2] / "ops"
 RULES = OPS / "prometheus" / "rules.yml"
@@ -33,7 +33,7 @@ def test_boards_and_rules_use_only_metrics_that_exist() -> None:
     unknown = {
         name
         for name in used
-        if name not in SPECS and not any(name.removesuffix(end) in SPECS for end in SUFFIXES)
+        if name not in METRICS and not any(name.removesuffix(end) in METRICS for end in SUFFIXES)
     }
     assert set() == unknown
 
