@@ -99,9 +99,9 @@ class Life:
         ids = self.blocks()
         for frame, block in zip(self.frames, ids, strict=False):
             fill(frame, block)
-        before = self.tier.counted().written_bytes
+        before = self.tier.stats().written_bytes
         self.tier.store(ids, self.frames[: len(ids)])
-        self.written_bytes += self.tier.counted().written_bytes - before
+        self.written_bytes += self.tier.stats().written_bytes - before
 
     def load(self) -> None:
         ids = self.blocks()
@@ -191,7 +191,7 @@ def soak(num_lives: int) -> None:
             life.end()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        print(f"{steps} steps, {life.num_hits} hits, {dict(life.tier.counted().faults)}")
+        print(f"{steps} steps, {life.num_hits} hits, {dict(life.tier.stats().faults)}")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class SmallDisk:
         self.tier.store(ids, self.frames[:RUN])
 
     def fill_up(self) -> None:
-        while not self.tier.counted().evicted:
+        while not self.tier.stats().evicted:
             self.store()
 
     def load(self, num_runs: int) -> int:
@@ -104,7 +104,7 @@ def test_many_hits_between_stores_fill_no_map(
         assert disk.load(40) > 0
         disk.store()
         assert disk.has_newest()
-    assert (disk.storage.num_full, dict(disk.tier.counted().faults)) == (0, {})
+    assert (disk.storage.num_full, dict(disk.tier.stats().faults)) == (0, {})
     assert disk.tier.stats().num_blocks > 0.9 * held
     disk.tier.close()
 
@@ -118,5 +118,5 @@ def test_blocks_go_by_request_from_a_full_disk(tmp_path: Path) -> None:
     assert removed.num_blocks > held / 4
     gone = disk.tier.discard([b.key for n in range(disk.num_runs) for b in disk.run(n)])
     assert removed.num_blocks + gone == held
-    assert (disk.storage.num_full, dict(disk.tier.counted().faults)) == (0, {})
+    assert (disk.storage.num_full, dict(disk.tier.stats().faults)) == (0, {})
     disk.tier.close()

@@ -14,25 +14,12 @@ from itertools import islice
 
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
+from tiers.tier import TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
 MAX_USED = 16_384  # per shard; further hits are counted but do not move their blocks in the order
 LOG_EVERY_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A snapshot of counters, monotonic while the tier is open."""
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    evicted: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    over_budget: int = 0  # blocks not written because the day's write budget was spent
-    faults: Mapping[MissReason, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -74,13 +61,14 @@ class DiskCounts:
 
     def __init__(self, num_shards: int, faults: Mapping[MissReason, int]) -> None:
         self._lock = threading.Lock()
-        self._counted = Counted()
+        self._counted = TierStats(TierName.DISK)
         self._faults = Counter(faults)
         self._pending = [Pending() for _ in range(num_shards)]
         self._dropped: list[PrefixKey] = []
         self._logged_s: dict[MissReason, float] = {}
 
-    def snapshot(self) -> Counted:
+    def snapshot(self) -> TierStats:
+        """The tier's counters, without its sizes."""
         with self._lock:
             return replace(self._counted, faults=dict(self._faults))
 
@@ -93,15 +81,10 @@ class DiskCounts:
             self._add(stored=num_blocks, written_bytes=written_bytes, evicted=len(evicted))
             self._dropped += evicted
 
-    def over_budget(self, num_blocks: int) -> None:
-        with self._lock:
-            self._add(over_budget=num_blocks)
-
     def _add(self, **more: int) -> None:
         """With the lock held."""
-        old = self._counted
-        totals = {name: getattr(old, name) + count for name, count in more.items()}
-        self._counted = replace(old, **totals)
+        totals = {name: getattr(self._counted, name) + count for name, count in more.items()}
+        self._counted = replace(self._counted, **totals)
 
     def refused(self, keys: Iterable[PrefixKey]) -> None:
         """Records blocks that were to be written and are not stored."""

@@ -20,7 +20,7 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.part import Part
-from tiers.disk.counts import Counted, DiskCounts
+from tiers.disk.counts import DiskCounts
 from tiers.disk.directory import FORMAT, DirectoryLock, Meta, mark, shard_of
 from tiers.disk.events import DiskEvents
 from tiers.disk.format.payload import joined, proven
@@ -244,29 +244,17 @@ class DiskTier(ManagedTier):
             except (*StorageError, ShardDamaged):
                 state = ShardStats(slot.path.name, ready=False)
             shards.append(replace(state, failing=slot.failing, repaired=slot.repaired))
-        counted = self._counts.snapshot()
-        return TierStats(
-            name=self.name,
+        return replace(
+            self._counts.snapshot(),
             num_blocks=sum(total.num_blocks for total in totals),
             used_bytes=used_bytes,
             logical_bytes=sum(total.logical_bytes for total in totals),
             capacity_bytes=self.capacity_bytes,
             setting_bytes=self._room.setting_bytes,
             limit=self._room.limit,
-            hits=counted.hits,
-            misses=counted.misses,
-            stored=counted.stored,
-            evicted=counted.evicted,
-            read_bytes=counted.read_bytes,
-            written_bytes=counted.written_bytes,
-            faults=counted.faults,
             lives=self._events.lives(),
             shards=tuple(shards),
         )
-
-    def counted(self) -> Counted:
-        """The counters of `stats`, and those of this tier alone."""
-        return self._counts.snapshot()
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:

@@ -343,10 +343,7 @@ class BlockWriter:
         budget = self._settings.write_budget_bytes
         if budget is None or writer.written_today() + need <= budget:
             return False
-        if any(self._guard.keeps(row.key) for row in fresh):
-            return False
-        self._counts.over_budget(sum(row.part is not Part.WINDOW for row in fresh))
-        return True
+        return not any(self._guard.keeps(row.key) for row in fresh)
 
     def _record_bound(self, row: _Fresh) -> int:
         bound = self._payload_bound
