@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -159,13 +159,22 @@ def read_meta(root: Path) -> Meta | None:
 
 
 def write_meta(root: Path, meta: Meta) -> None:
-    """Replaces `disk.json` atomically and durably."""
-    temporary = root / f"{META_NAME}.new"
-    with temporary.open("w") as file:
-        json.dump(asdict(meta), file)
+    replace_json(root / META_NAME, asdict(meta))
+
+
+def replace_json(path: Path, document: Mapping[str, object]) -> None:
+    """Replaces a file durably. After a crash either the old or the new one is there."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(document, file)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(root / META_NAME)
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def mark(root: Path, *, clean: bool, num_blocks: int) -> None:

@@ -6,11 +6,11 @@ Written by the mover's writer thread, read at start and by the command line.
 
 import json
 import logging
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tiers.blocks.keys import PrefixKey
+from tiers.disk.directory import replace_json
 from tiers.errors import NotSaved
 from tiers.policy.retention import Pin, PinKind
 
@@ -24,29 +24,12 @@ _NOT_IN_FORCE = "cannot be read and are not in force"
 
 
 def save_pins(folder: Path, pins: Sequence[Pin[PrefixKey]]) -> None:
-    """Replaces the file durably. After a crash either the old or the new one is there.
-
-    Raises NotSaved if it cannot be written.
-    """
+    """Replaces the file. Raises NotSaved if it cannot be written."""
+    document = {"format": FORMAT, "pins": [pin_fields(pin) for pin in pins]}
     try:
-        _replace(folder, {"format": FORMAT, "pins": [pin_fields(pin) for pin in pins]})
+        replace_json(folder / PINS_NAME, document)
     except OSError as error:
         raise NotSaved(f"the pins cannot be written: {error}") from error
-
-
-def _replace(folder: Path, payload: Mapping[str, object]) -> None:
-    path = folder / PINS_NAME
-    temporary = path.with_suffix(".new")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(payload, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def load_pins(folder: Path) -> list[Pin[PrefixKey]]:

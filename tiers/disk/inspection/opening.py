@@ -6,8 +6,8 @@ Used by the command line. A server opens its own with `tiers.disk.open`.
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -72,30 +72,12 @@ def repair_folder(path: Path) -> list[str]:
 
 
 def _repair(path: Path) -> list[str]:
-    meta = read_meta(path)
-    if meta is None:
-        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
-    try:
-        lock = DirectoryLock(path)
-    except DirectoryLocked:
-        return []
     done: list[str] = []
-    try:
-        for number in range(meta.num_shards):
-            folder = shard_path(path, number)
-            slot = ShardSlot(
-                folder,
-                Opening(
-                    Storage(),
-                    meta.map_bytes,
-                    partial(_open_shard, folder, meta.map_bytes),
-                    lambda num_blocks, what: done.append(f"{what} ({num_blocks} blocks)"),
-                    check_s=math.inf,
-                ),
-            )
-            slot.close()
-    finally:
-        lock.release()
+    with (
+        suppress(DirectoryLocked),
+        _mended(path, _meta(path), lambda count, what: done.append(f"{what} ({count} blocks)")),
+    ):
+        pass
     return done
 
 
@@ -105,27 +87,38 @@ def shrink_folder(path: Path) -> int:
     meta = read_meta(path)
     if meta is None:
         return 0
-    try:
-        lock = DirectoryLock(path)
-    except DirectoryLocked:
-        return 0
-    storage, counts = Storage(), DiskCounts(meta.num_shards, Counter())
-    slots: list[ShardSlot] = []
-    try:
-        for number in range(meta.num_shards):
-            folder = shard_path(path, number)
-            opened = partial(_open_shard, folder, meta.map_bytes)
-            lost = partial(counts.fault, MissReason.TORN)
-            opening = Opening(storage, meta.map_bytes, opened, lost, check_s=math.inf)
-            slots.append(ShardSlot(folder, opening))
+    counts = DiskCounts(meta.num_shards, Counter())
+    lost = partial(counts.fault, MissReason.TORN)
+    with suppress(DirectoryLocked), _mended(path, meta, lost) as slots:
         before = sum(slot.file_bytes() for slot in slots)
-        room = DiskRoom(path, slots, counts, meta.setting_bytes, meta.reserve_bytes, storage)
+        room = DiskRoom(path, slots, counts, meta.setting_bytes, meta.reserve_bytes, Storage())
         room.fit(failed=True)
         return before - sum(slot.file_bytes() for slot in slots)
-    finally:
-        for slot in slots:
-            slot.close()
-        lock.release()
+    return 0
+
+
+@contextmanager
+def _mended(
+    path: Path, meta: Meta, on_loss: Callable[[int, str], None]
+) -> Iterator[list[ShardSlot]]:
+    """The shards of a folder, each checked to the end and mended. Raises DirectoryLocked."""
+    with ExitStack() as opened:
+        opened.callback(DirectoryLock(path).release)
+        slots: list[ShardSlot] = []
+        for number in range(meta.num_shards):
+            folder = shard_path(path, number)
+            shard = partial(_open_shard, folder, meta.map_bytes)
+            opening = Opening(Storage(), meta.map_bytes, shard, on_loss, check_s=math.inf)
+            slots.append(ShardSlot(folder, opening))
+            opened.callback(slots[-1].close)
+        yield slots
+
+
+def _meta(path: Path) -> Meta:
+    meta = read_meta(path)
+    if meta is None:
+        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    return meta
 
 
 def _open_shard(folder: Path, map_bytes: int) -> Shard:
@@ -176,9 +169,7 @@ def open_disks(path: Path, *, readonly: bool, groups: bool = False) -> Iterator[
 
 @contextmanager
 def _open_disk(path: Path, guard: DiskGuard, *, readonly: bool) -> Iterator[OpenDisk]:
-    meta = read_meta(path)
-    if meta is None:
-        raise ConfigurationError(f"there is no disk cache in {path}; check --data-dir")
+    meta = _meta(path)
     if meta.format != FORMAT:
         raise ConfigurationError(
             f"the disk cache in {path} is of format {meta.format}, and this version reads "
