@@ -141,6 +141,8 @@ class TieredCache:
             wall_clock=wall_clock or SteadyClock(),
             checkpoints=self.group.operations if self.group is not None else None,
         )
+        if disk is not None:
+            self.residency.evictor.on_left_host = self._left_host
         self.tables = BlockTables(
             self.residency, self._tails, self._demoter, self.operations.traffic
         )
@@ -167,6 +169,11 @@ class TieredCache:
             host_moves=not keeps and not self.layout.reach,
             quotas=quotas,
         )
+
+    def _left_host(self, block: Block) -> None:
+        if self.disk is not None and block.key is not None:
+            idle_s = block.idle_s(time.monotonic())
+            self.disk.demoted([block.key], [idle_s], [block.use.windows])
 
     @property
     def checkpoint_pool(self) -> DevicePool | None:

@@ -91,7 +91,7 @@ class Node:
         memory = create(layout, self.capacity.capacity_bytes // frame_stride(layout))
         memory.piece_frames = 2
         pool = Pool(memory, self.capacity, mover)
-        operations = PoolOperations(pool, tier, None, 20, shares=self.quotas)
+        operations = PoolOperations(pool, tier, None, 20)
         operations.keeper.clock = lambda: self.now_s
         return Shared(pool, tier, mover, operations)
 

@@ -1,7 +1,6 @@
 """The tiers below a node's memory: the disk of one layout, and a store that nodes share."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,9 @@ from tiers.node.settings import NodeSettings
 from tiers.policy.quota import QuotaShares
 from tiers.remote.stacked import stack
 from tiers.telemetry.events import EventStream
-from tiers.tier import ManagedTier, TierName, TierStats
-from tiers.transfer.mover import ProbeJob
+from tiers.tier import ManagedTier, TierStats
 
 FOLDER_DIGITS = 8  # of a folder's name, where a shard is named
-
-
-@dataclass(slots=True, eq=False)
-class PlaceJob(ProbeJob):
-    """A probe that also tells which tier holds each block. Hits are billed by that tier."""
-
-    tiers: Sequence[TierName] = ()
-
-    def run(self, tier: ManagedTier) -> None:
-        self.tiers = tier.places(self.ids)
-        self.held = len(self.tiers)
-
-    def fail(self) -> None:
-        self.held, self.tiers = 0, ()
 
 
 def disk_folder(root: Path, layout: BlockLayout) -> Path:

@@ -264,7 +264,7 @@ class NodeServer:
         client.asked = op
         if op is Op.PUBLISH:
             keys = [block.key for block in ids]
-            client.waits = (number, self._pools.operations(number).publish(keys))
+            client.waits = (number, self._pools.operations(number).send(keys))
             self._answer_if_ready(client)
             return
         ids = ids[: self._room_of(client, pool, asks_only=op in (Op.PROBE, Op.FETCH))]

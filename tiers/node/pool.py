@@ -24,7 +24,6 @@ from tiers.memory.index import BlockIndex
 from tiers.memory.lru import DeviceLru
 from tiers.memory.residency import Residency
 from tiers.node.arena import SharedArena, SharedMemory
-from tiers.node.below import PlaceJob
 from tiers.node.capacity import Capacity
 from tiers.node.messages import TIERS
 from tiers.policy.admission import WritePolicy
@@ -32,7 +31,7 @@ from tiers.policy.policy import Use
 from tiers.telemetry.events import CacheEvent, EventStream
 from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter, DemotionSettings
-from tiers.transfer.mover import LoadJob, Mover
+from tiers.transfer.mover import LoadJob, Mover, ProbeJob
 
 READY = BlockState.READY
 FETCHED_S = 10.0  # that blocks are kept for a lease: vLLM may have no room yet
@@ -77,7 +76,7 @@ class NodeProbe:
     and of the others, which are probed below."""
 
     above: list[TierName]
-    job: PlaceJob | None
+    job: ProbeJob | None
 
     @property
     def is_ready(self) -> bool:
@@ -122,7 +121,7 @@ class Pool:
         capacity.queues.append(self.residency.queue)
         self.residency.host.queues = capacity.queues
         writes = DemotionSettings(write_policy=WritePolicy.WRITE_THROUGH)
-        self._demoter = Demoter(self.residency, mover, writes)
+        self.demoter = Demoter(self.residency, mover, writes)
         self._by_frame: dict[int, Block] = {}  # the last block of each frame
         self._loads: list[tuple[LoadJob, list[Block]]] = []
         self._fetched: dict[Block, float] = {}  # until when they are kept for a lease; acquired
@@ -134,13 +133,13 @@ class Pool:
         answered."""
         above = [TierName.HOST] * len(self._run(ids))
         if self.mover is not None:
-            above += [self.mover.below] * len(self._rising(ids[len(above) :]))
+            above += [self.mover.below] * len(self._run(ids[len(above) :], rising=True))
         rest = ids[len(above) :]
         if not rest or self._is_closed(rest) or self.mover is None:
             return NodeProbe(above, None)
         if self.residency.index.get(rest[0].key) is not None:
             return NodeProbe(above, None)
-        job = PlaceJob(rest)
+        job = ProbeJob(rest)
         return NodeProbe(above, job if self.mover.submit(job) else None)
 
     def fetch(self, ids: Sequence[BlockId]) -> None:
@@ -205,7 +204,7 @@ class Pool:
                 self.residency.entered(block)
         self._release(blocks)
         for block in blocks:
-            self._demoter.write(block)
+            self.demoter.write(block)
         self.counts.stored += len(frames)
         self.work()
 
@@ -219,13 +218,9 @@ class Pool:
     def work(self) -> None:
         """Process finished loads and writes, and start the next writes."""
         self._loads = [load for load in self._loads if not self._loaded(*load)]
-        self._demoter.step()
+        self.demoter.step()
         if self._fetched:
             self._release(self._expired())
-
-    def write(self, block: Block) -> bool:
-        """Queue the block to be written below. Returns whether it has to be."""
-        return self._demoter.write(block)
 
     def is_unwritten(self, key: PrefixKey) -> bool:
         """Whether the block is in memory and not yet below."""
@@ -235,7 +230,7 @@ class Pool:
     @property
     def is_writing(self) -> bool:
         """Whether any block is still waiting for its write below or being written."""
-        return self._demoter.is_writing
+        return self.demoter.is_writing
 
     @property
     def is_loading(self) -> bool:
@@ -270,31 +265,19 @@ class Pool:
         self.used([block.key for block in ids[: len(blocks)]])
         return blocks
 
-    def _run(self, ids: Sequence[BlockId]) -> list[Block]:
-        """The leading blocks that memory can serve. The identity of each is compared."""
+    def _run(self, ids: Sequence[BlockId], *, rising: bool = False) -> list[Block]:
+        """The leading blocks that memory can serve or, with `rising`, also those that are being
+        loaded. The identity of each is compared."""
+        states = (READY, BlockState.LOADING) if rising else (READY,)
         get, run = self.residency.index.get, list[Block]()
         if not ids or get(ids[0].key) is None:
             return run  # before anything is packed
         for block_id, packed in zip(ids, _packed(ids), strict=True):
             block = get(block_id.key)
-            if block is None or block.state is not READY:
+            if block is None or block.state not in states:
                 break
             if not _is(block, block_id, packed):
-                self.counts.collisions += 1
-                break
-            run.append(block)
-        return run
-
-    def _rising(self, ids: Sequence[BlockId]) -> list[Block]:
-        """The leading blocks that are being loaded. The identity of each is compared."""
-        get, run = self.residency.index.get, list[Block]()
-        if not ids or get(ids[0].key) is None:
-            return run
-        for block_id, packed in zip(ids, _packed(ids), strict=True):
-            block = get(block_id.key)
-            if block is None or block.state is BlockState.COMPUTING:
-                break
-            if not _is(block, block_id, packed):
+                self.counts.collisions += not rising
                 break
             run.append(block)
         return run
@@ -350,7 +333,7 @@ class Pool:
         """Start loading the leading blocks that memory lacks from the tier below. Blocks already
         being loaded are included."""
         index, packed = self.residency.index, _packed(ids)
-        rising = self._rising(ids)
+        rising = self._run(ids, rising=True)
         for block in rising:
             self.residency.acquire(block)
         self._take_fetched(rising)
@@ -403,7 +386,7 @@ class Pool:
             if block.key is not None:
                 self.residency.counters.came(block, TierName.HOST, source)
                 self.residency.entered(block)
-                self._demoter.write(block)  # so that the next hit comes from the tier below
+                self.demoter.write(block)  # so that the next hit comes from the tier below
         for block in blocks[num_loaded:]:
             self._drop(block)
         return True

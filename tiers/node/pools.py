@@ -150,7 +150,7 @@ class NodePools:
         )
         if below is not None:
             pool.used = below.used
-        operations = operations_on(pool, below, self._settings, self._shares)
+        operations = operations_on(pool, below, self._settings)
         spares = SpareFrames(pool.arena, self._wake)
         spares.start()
         return _LayoutPool(layout, pool, below, operations, spares)

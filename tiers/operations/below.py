@@ -3,15 +3,17 @@
 Below memory stands one tier, and only its writer thread changes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from tiers.blocks.keys import PrefixKey
+from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.memory.residency import Residency
 from tiers.tier import ManagedTier, Removed
 from tiers.transfer.mover import Mover, WriterTask
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T) -> "Future[T]":
@@ -28,6 +30,64 @@ def purge_below(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed
     """Remove the scopes' blocks. Returns what was removed, and how many blocks a second look finds.
     Writer thread."""
     return tier.purge(roots), tier.count(roots)
+
+
+def trace(
+    residency: Residency, mover: Mover | None, keys: Sequence[PrefixKey]
+) -> "Future[dict[PrefixKey, BlockId]]":
+    """The identity of each of these blocks and of all before them, as far as they are held. Looks
+    in memory, then below."""
+    found: dict[PrefixKey, BlockId] = {}
+    missing = [_walk(key, found, _in_memory(residency)) for key in keys]
+
+    def trace_below(tier: ManagedTier) -> dict[PrefixKey, BlockId]:
+        for key in missing:
+            if key is not None:
+                _walk(key, found, tier.trace)
+        return found
+
+    return ask_writer(mover, trace_below, found) if any(missing) else done(found)
+
+
+def _in_memory(residency: Residency) -> Callable[[PrefixKey], BlockId | None]:
+    def identity(key: PrefixKey) -> BlockId | None:
+        block = residency.index.get(key)
+        return block.identity() if block is not None else None
+
+    return identity
+
+
+def _walk(
+    key: PrefixKey,
+    found: dict[PrefixKey, BlockId],
+    identity: Callable[[PrefixKey], BlockId | None],
+) -> PrefixKey | None:
+    """Adds the blocks that end with `key` to `found`. Returns the first that is missing."""
+    while key not in found:
+        block = identity(key)
+        if block is None:
+            return key
+        found[key], key = block, block.parent
+        if block.parent == block.scope:
+            return None
+    return None
+
+
+def then(
+    future: "Future[T]", make: Callable[[T], U], wake: Callable[[], None] = lambda: None
+) -> "Future[U]":
+    """What `make` makes of a result, or its failure. Calls `wake` once it is there."""
+    made: Future[U] = Future()
+
+    def finish(ended: "Future[T]") -> None:
+        if (error := ended.exception()) is not None:
+            made.set_exception(error)
+        else:
+            made.set_result(make(ended.result()))
+        wake()
+
+    future.add_done_callback(finish)
+    return made
 
 
 def done(value: T) -> "Future[T]":

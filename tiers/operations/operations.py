@@ -1,7 +1,6 @@
 """The operators' face of the tiers in this process. `TieredCache` owns one. Engine thread only."""
 
 import secrets
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tiers.disk.pin_file import load_pins, save_pins
 from tiers.memory.block import Block
 from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
-from tiers.operations.below import ask_writer, done
+from tiers.operations.below import ask_writer, done, then, trace
 from tiers.operations.evictions import Evictions
 from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purged, Purger, with_checkpoints
@@ -85,8 +84,6 @@ class TierOperations:
         self.mark_seed = secrets.randbits(64)
         self._saved: Future[None] = done(None)
         self._pins_now: tuple[Pin[PrefixKey], ...] = ()
-        if disk is not None:
-            residency.evictor.on_left_host = self._left_host
         if pin_folder is not None:
             self.keeper.restore(load_pins(pin_folder))
             for pin in self.keeper.pins():
@@ -211,17 +208,8 @@ class TierOperations:
         return self.evictions.evict(keys)
 
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
-        """Looks in memory, then below."""
-        keys: list[PrefixKey] = []
-        scope = parent = PrefixKey(b"")
-        while (block := self._residency.index.get(key)) is not None:
-            keys.append(key)
-            scope, parent, _, _, _ = block.identity()
-            if parent == scope:
-                return done(KeyedPrefix(scope, keys[::-1]))
-            key = parent
-        missing = KeyedPrefix(scope, [])
-        return ask_writer(self._mover, lambda tier: _traced(tier, scope, key, keys), missing)
+        found = trace(self._residency, self._mover, [key])
+        return then(found, lambda blocks: _prefix(key, blocks))
 
     def working_set(self) -> TrafficReport:
         return self.traffic.report(
@@ -255,21 +243,13 @@ class TierOperations:
                 self._mover, lambda tier: save_pins(folder, self._pins_now), None
             )
 
-    def _left_host(self, block: Block) -> None:
-        if self._disk is not None and block.key is not None:
-            idle_s = block.idle_s(time.monotonic())
-            self._disk.demoted([block.key], [idle_s], [block.use.windows])
 
-
-def _traced(
-    tier: ManagedTier, scope: PrefixKey, key: PrefixKey, after: list[PrefixKey]
-) -> KeyedPrefix:
-    """Walk from block `key` back to the first block. `after` holds the keys behind `key`. Writer
-    thread."""
-    keys = list(after)
-    while (block := tier.trace(key)) is not None:
+def _prefix(key: PrefixKey, found: Mapping[PrefixKey, BlockId]) -> KeyedPrefix:
+    """The prefix that ends with block `key`, without keys if a block before it was not found."""
+    keys, scope = list[PrefixKey](), PrefixKey(b"")
+    while (block := found.get(key)) is not None:
         keys.append(key)
-        if block.parent == block.scope:
-            return KeyedPrefix(block.scope, keys[::-1])
-        key = block.parent
+        key, scope = block.parent, block.scope
+        if key == scope:
+            return KeyedPrefix(scope, keys[::-1])
     return KeyedPrefix(scope, [])

@@ -256,7 +256,7 @@ class Keeper:
         waiting = iter(giving_way)
         while True:
             try:
-                _, more = self._pins.put(pin, most)
+                more = self._pins.put(pin, most)
                 return [key for key in (*released, *more) if key not in self._pins]
             except PinError as error:
                 enough = len(released) + error.excess

@@ -33,7 +33,7 @@ STORE_YIELD_S = 0.05  # the longest that a store waits for loads to finish
 
 @dataclass(slots=True, eq=False)
 class ProbeJob:
-    """Find how many leading blocks of `ids` the tier holds.
+    """Find the leading blocks of `ids` that the tier holds, and the tier of each.
 
     If the layout has windows, `lacking` are blocks above the tier that lack theirs. `windows` are
     then those of all these blocks whose windows can be loaded.
@@ -41,19 +41,23 @@ class ProbeJob:
 
     ids: Sequence[BlockId]
     lacking: Sequence[BlockId] | None = None
-    held: int = 0
+    tiers: Sequence[TierName] = ()
     windows: Collection[PrefixKey] = ()
     done: bool = False
 
+    @property
+    def held(self) -> int:
+        return len(self.tiers)
+
     def run(self, tier: ManagedTier) -> None:
-        self.held = tier.probe(self.ids)
+        self.tiers = tier.places(self.ids)
         if self.lacking is not None:
             ids = [*self.lacking, *self.ids[: self.held]]
             there = compress(ids, tier.have_windows(ids))
             self.windows = frozenset(block.key for block in there)
 
     def fail(self) -> None:
-        self.held, self.windows = 0, ()
+        self.tiers = self.windows = ()
 
 
 @dataclass(slots=True, eq=False)
