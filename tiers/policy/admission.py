@@ -34,51 +34,32 @@ def keeps_copies(above: int, total: int) -> bool:
     return above <= KEEP_SHARE * total
 
 
-class GhostList(Generic[K]):
-    """Recently seen keys, without their blocks. At most `capacity`; the oldest is forgotten first.
-
-    About 150 bytes a key with its 16-byte key object.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = max(1, capacity)
-        self._keys: OrderedDict[K, None] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._keys
-
-    def see(self, key: K) -> bool:
-        """Remember `key` as the newest. Returns whether it was remembered already."""
-        seen = key in self._keys
-        if seen:
-            self._keys.move_to_end(key)
-        else:
-            self._keys[key] = None
-            if len(self._keys) > self._capacity:
-                self._keys.popitem(last=False)
-        return seen
-
-
 class Demotion(Generic[K]):
     """Decides when each block is copied down. Call `on_use` at each use and `on_evict` at eviction.
 
     Under ON_SECOND_HIT, a use also counts if the block was evicted and computed again since the
-    first, as long as the ghost list remembers it. `num_ghosts` should be several times the tier's
-    number of blocks.
+    first, as long as its ghost is remembered: its key, some 150 bytes. `num_ghosts` should be
+    several times the tier's number of blocks.
     """
 
     def __init__(self, write_policy: WritePolicy, num_ghosts: int) -> None:
         self.write_policy = write_policy
-        self._seen: GhostList[K] = GhostList(num_ghosts)
+        self._num_ghosts = max(1, num_ghosts)
+        self._ghosts: OrderedDict[K, None] = OrderedDict()  # the oldest is forgotten first
 
     def on_use(self, key: K) -> bool:
         """Whether a block that was just made or used should be copied down now."""
         if self.write_policy is WritePolicy.WRITE_THROUGH:
             return True
-        return self.write_policy is WritePolicy.ON_SECOND_HIT and self._seen.see(key)
+        return self.write_policy is WritePolicy.ON_SECOND_HIT and self._was_seen(key)
+
+    def _was_seen(self, key: K) -> bool:
+        seen = key in self._ghosts
+        self._ghosts[key] = None
+        self._ghosts.move_to_end(key)
+        if len(self._ghosts) > self._num_ghosts:
+            self._ghosts.popitem(last=False)
+        return seen
 
     def on_evict(self, key: K) -> bool:
         """Whether a block that no lower tier holds should be copied down before it leaves."""

@@ -92,10 +92,6 @@ class Pins(Generic[K]):
     def num_blocks(self) -> int:
         return len(self._counts)
 
-    def keys(self) -> list[K]:
-        """Every pinned key, once."""
-        return list(self._counts)
-
     def pins(self) -> list[Pin[K]]:
         return list(self._pins.values())
 
@@ -105,8 +101,8 @@ class Pins(Generic[K]):
     def of_owner(self, owner: str) -> list[Pin[K]]:
         return [pin for pin in self._pins.values() if pin.owner == owner]
 
-    def put(self, pin: Pin[K], most_owned: int | None = None) -> tuple[list[K], list[K]]:
-        """Pin a prefix, or replace the pin of that name. Returns (keys to hold, keys to release).
+    def put(self, pin: Pin[K], most_owned: int | None = None) -> list[K]:
+        """Pin a prefix, or replace the pin of that name. Returns the keys to release.
 
         `most_owned` bounds the blocks of a tenant. Without it, a tenant may pin as many as it
         leaves free for the others. Raises PinError if too many blocks would be pinned or if the
@@ -115,15 +111,15 @@ class Pins(Generic[K]):
         old = self._pins.get(pin.name)
         if old is not None and old.owner != pin.owner:
             raise PinError(f"the name {pin.name!r} is taken; choose another")
-        before = dict.fromkeys(self._drop(old) if old else ())
+        before = self._drop(old) if old else []
         try:
             self._check(pin, most_owned)
         except PinError:
             if old:
                 self._add(old)
             raise
-        held = self._add(pin)
-        return [key for key in held if key not in before], [k for k in before if k not in self]
+        self._add(pin)
+        return [key for key in before if key not in self]
 
     def restore(self, pin: Pin[K]) -> None:
         """Put back a pin that was just removed, before any tier was told."""
@@ -165,15 +161,12 @@ class Pins(Generic[K]):
                 owned - most_owned,
             )
 
-    def _add(self, pin: Pin[K]) -> list[K]:
-        """Add a pin. Returns the keys that were under no pin before."""
+    def _add(self, pin: Pin[K]) -> None:
         self._pins[pin.name] = pin
-        keys = dict.fromkeys(pin.keys)
-        fresh = [key for key in keys if key not in self._counts]
-        self._counts.update(keys.keys())
+        keys = set(pin.keys)
+        self._counts.update(keys)
         if pin.owner:
-            self._owned.setdefault(pin.owner, Counter()).update(keys.keys())
-        return fresh
+            self._owned.setdefault(pin.owner, Counter()).update(keys)
 
     def _drop(self, pin: Pin[K]) -> list[K]:
         """Drop a pin. Returns the keys that are now under no pin, the last of the prefix first."""
