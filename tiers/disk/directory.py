@@ -1,6 +1,6 @@
 """The folder of a disk tier: its lock, its format, and whether it was closed properly.
 
-    disk.json     format version, shards, map size, clean or not, boot id, blocks
+    disk.json     format version, shards, map size, clean or not, blocks
     server.lock   held with flock by the one server; names it
     shard-000/    one LMDB environment, and so on
 
@@ -29,7 +29,6 @@ LOCK_NAME = "server.lock"
 ELSEWHERE_NAME = "elsewhere.json"
 GROUPS_NAME = "groups.json"
 LOOK_S = 5.0  # how long a start waits for commands that only check the lock
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Meta:
     num_shards: int
     map_bytes: int  # of each shard
     clean: bool = False  # closed by its server, everything synced
-    boot: str = ""  # of the machine that last opened it
     num_blocks: int = 0  # when it was last opened, synced or closed
     block_size: int = 0  # tokens, as last opened
     capacity_bytes: int = 0  # of all shards, as last set
@@ -127,14 +125,6 @@ def is_locked(root: Path) -> bool:
         return True
 
 
-def boot_id() -> str:
-    """An id that changes with every boot; empty if the system has none."""
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:
-        return ""
-
-
 def make_root(root: Path) -> None:
     """Creates the folder. Raises ConfigurationError if it cannot be written."""
     try:
@@ -181,7 +171,7 @@ def mark(root: Path, *, clean: bool, num_blocks: int) -> None:
     """Records whether the folder was closed properly."""
     meta = read_meta(root)
     if meta is not None:
-        write_meta(root, replace(meta, clean=clean, boot=boot_id(), num_blocks=num_blocks))
+        write_meta(root, replace(meta, clean=clean, num_blocks=num_blocks))
 
 
 def shard_of(key: PrefixKey, num_shards: int) -> int:

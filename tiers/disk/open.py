@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from tiers.disk.directory import (
     FORMAT,
     DirectoryLock,
     Meta,
-    boot_id,
     make_root,
     read_meta,
     remove_shards,
@@ -94,24 +93,20 @@ def open_disk(
         guard = _guard(shares, num_shards, map_bytes, max(at_once, bound(layout.nbytes)))
         guard.keep(frozenset(keys_in_force(root, clock())))
         counts = DiskCounts(num_shards, faults)
-        opener = _ShardOpener(
-            map_bytes=max(map_bytes, meta.map_bytes if meta else 0),
-            storage=storage,
-            clock=clock,
-            guard=guard,
-            events=events,
-        )
-        slots = [
-            opener.slot(shard_path(root, number), counts, check_s, num_blocks // num_shards)
-            for number in range(num_shards)
-        ]
+        map_bytes = max(map_bytes, meta.map_bytes if meta else 0)
+        lost = partial(counts.fault, MissReason.TORN)
+        slots: list[ShardSlot] = []
+        for number in range(num_shards):
+            path = shard_path(root, number)
+            shard = partial(_open_shard, path, map_bytes, storage, clock, guard, events)
+            opening = Opening(storage, map_bytes, shard, lost, check_s)
+            slots.append(ShardSlot(path, opening, num_blocks // num_shards))
         room = DiskRoom(root, slots, counts, capacity_bytes, settings.reserve_bytes, storage)
         room.fit()
         opened = Meta(
             FORMAT,
             num_shards,
-            opener.map_bytes,
-            boot=boot_id(),
+            map_bytes,
             num_blocks=num_blocks,
             block_size=layout.block_size,
             capacity_bytes=capacity_bytes,
@@ -153,37 +148,25 @@ def _locked(root: Path) -> Iterator[DirectoryLock]:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShardOpener:
-    """The common parameters of one folder's shards."""
-
-    map_bytes: int
-    storage: Storage
-    clock: Callable[[], float]
-    guard: DiskGuard
-    events: DiskEvents
-
-    def slot(self, path: Path, counts: DiskCounts, check_s: float, num_blocks: int) -> ShardSlot:
-        """The shard's slot. `num_blocks` is its number of blocks when the folder was last
-        closed."""
-        lost = partial(counts.fault, MissReason.TORN)
-        shard = partial(self._shard, path)
-        return ShardSlot(
-            path, Opening(self.storage, self.map_bytes, shard, lost, check_s), num_blocks
-        )
-
-    def _shard(self, path: Path) -> Shard:
-        path.mkdir(parents=True, exist_ok=True)
-        shard = Shard(
-            path,
-            self.map_bytes,
-            storage=self.storage,
-            clock=self.clock,
-            guard=self.guard,
-            on_commit=self.events.committed,
-        )
-        self.events.opened(shard.totals.num_blocks)
-        return shard
+def _open_shard(
+    path: Path,
+    map_bytes: int,
+    storage: Storage,
+    clock: Callable[[], float],
+    guard: DiskGuard,
+    events: DiskEvents,
+) -> Shard:
+    path.mkdir(parents=True, exist_ok=True)
+    shard = Shard(
+        path,
+        map_bytes,
+        storage=storage,
+        clock=clock,
+        guard=guard,
+        on_commit=events.committed,
+    )
+    events.opened(shard.totals.num_blocks)
+    return shard
 
 
 def shard_map_bytes(capacity_bytes: int, num_shards: int, block_bytes: int) -> int:

@@ -7,8 +7,8 @@ checksum. Only then is it decoded into the frame.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
@@ -21,11 +21,14 @@ from tiers.disk.format.payload import check, decode, needed_nbytes
 from tiers.disk.format.record import Header, is_block, unpack_header, window_key
 from tiers.disk.format.rows import IndexEntry
 from tiers.disk.rates import RateMeter
-from tiers.disk.shard import ShardDamaged
+from tiers.disk.recovery.unchecked import UncheckedShard
+from tiers.disk.shard import Shard, ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
 from tiers.errors import MissReason
 from tiers.tier import Loaded
+
+T = TypeVar("T")
 
 
 class Scratch(threading.local):
@@ -85,20 +88,10 @@ class BlockReader:
 
         Verifies nothing, because `load` does.
         """
-        keys = self._keys([block.key for block in ids])
-        left = [0] * len(self._slots)
-        for number, slot in enumerate(self._slots):
-            try:
-                if keys[number]:
-                    with slot.read() as shard:
-                        left[number] = shard.num_held(keys[number])
-            except (*StorageError, ShardDamaged) as error:
-                self._counts.fault(MissReason.IO_ERROR, 1, f"looking up in {slot.path}: {error}")
+        entries, _ = self._entries([block.key for block in ids])
         for done, block in enumerate(ids):
-            number = shard_of(block.key, len(self._slots))
-            if not left[number]:
+            if next(entries[shard_of(block.key, len(self._slots))], None) is None:
                 return done
-            left[number] -= 1
         return len(ids)
 
     def find(self, ids: Sequence[BlockId]) -> tuple[list[Found], MissReason | None]:
@@ -119,15 +112,8 @@ class BlockReader:
     def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these blocks is held with its window part. Like `num_held`, it verifies
         nothing."""
-        there: dict[PrefixKey, bool] = {}
-        for mine, slot in zip(self._keys(keys), self._slots, strict=True):
-            try:
-                if mine:
-                    with slot.read() as shard:
-                        there.update(zip(mine, shard.have_windows(mine), strict=True))
-            except (*StorageError, ShardDamaged) as error:
-                self._counts.fault(MissReason.IO_ERROR, 1, f"looking up in {slot.path}: {error}")
-        return [there.get(key, False) for key in keys]
+        answers = self._look_up(keys, lambda shard, mine: shard.have_windows(mine))
+        return [next(answers[shard_of(key, len(self._slots))], False) for key in keys]
 
     def records(
         self, ids: Sequence[BlockId], found: Sequence[Found], into: Sequence[Frame]
@@ -181,29 +167,34 @@ class BlockReader:
                     return Loaded(done, self._blame(place, why))
         return Loaded(len(records), None)
 
-    def _keys(self, keys: Sequence[PrefixKey]) -> list[list[PrefixKey]]:
-        """The keys by shard."""
-        by_shard: list[list[PrefixKey]] = [[] for _ in self._slots]
-        for key in keys:
-            by_shard[shard_of(key, len(self._slots))].append(key)
-        return by_shard
-
     def _entries(self, wanted: Sequence[PrefixKey]) -> tuple[list[Iterator[IndexEntry]], set[int]]:
         """Each shard's run of entries, and the shards that failed."""
-        keys = self._keys(wanted)
-        runs: list[Iterator[IndexEntry]] = []
         broken: set[int] = set()
-        for number, slot in enumerate(self._slots):
-            run: list[IndexEntry] = []
+        return self._look_up(wanted, lambda shard, mine: shard.find(mine), broken), broken
+
+    def _look_up(
+        self,
+        wanted: Sequence[PrefixKey],
+        look: Callable[[Shard | UncheckedShard, list[PrefixKey]], Iterable[T]],
+        broken: set[int] | None = None,
+    ) -> list[Iterator[T]]:
+        """What each shard answers about its keys: nothing if it failed, and then it is `broken`."""
+        keys: list[list[PrefixKey]] = [[] for _ in self._slots]
+        for key in wanted:
+            keys[shard_of(key, len(self._slots))].append(key)
+        answers: list[Iterator[T]] = []
+        for number, (slot, mine) in enumerate(zip(self._slots, keys, strict=True)):
+            answer: Iterable[T] = ()
             try:
-                if keys[number]:
+                if mine:
                     with slot.read() as shard:
-                        run = shard.find(keys[number])
+                        answer = look(shard, mine)
             except (*StorageError, ShardDamaged) as error:
-                broken.add(number)
+                if broken is not None:
+                    broken.add(number)
                 self._counts.fault(MissReason.IO_ERROR, 1, f"looking up in {slot.path}: {error}")
-            runs.append(iter(run))
-        return runs, broken
+            answers.append(iter(answer))
+        return answers
 
     def _prove(self, entry: IndexEntry, block: BlockId) -> Header | MissReason:
         header = unpack_header(entry.header)

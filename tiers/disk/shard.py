@@ -158,11 +158,6 @@ class Shard:
         if status.st_size < known:
             raise ShardDamaged(f"{self.path / 'data.mdb'} has {status.st_size} bytes, had {known}")
 
-    def num_held(self, keys: Sequence[PrefixKey]) -> int:
-        """Length of the leading run of keys in the index, without reading entries."""
-        with self._reading() as snapshot:
-            return snapshot.num_held(keys)
-
     def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
         """Index entries of the leading run of keys that are held."""
         with self._reading() as snapshot:

@@ -57,10 +57,6 @@ class Snapshot:
             found.append(entry)
         return found
 
-    def num_held(self, keys: Sequence[PrefixKey]) -> int:
-        """Length of the leading run of keys that are held."""
-        return len(self.find(keys))
-
     def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these blocks is held with its window part."""
         return [self.entry(window_key(key)) is not None or self._is_whole(key) for key in keys]
