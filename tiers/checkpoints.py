@@ -17,6 +17,7 @@ from tiers.blocks.chain import Chain
 from tiers.errors import OutOfBlocks
 from tiers.memory.index import BlockIndex
 from tiers.memory.residency import Residency
+from tiers.policy.checkpoints import prompt_end
 from tiers.tables import BlockTables
 from tiers.transfer.mover import HeldJob, Job
 from tiers.transfer.promotion import Promoter
@@ -61,7 +62,7 @@ class Checkpoints:
         ticket = Ticket(chain.head(0), TicketState.OPEN)
         positions = self._in_memory(chain)
         ticket.resume = Resume(chain, positions)
-        first, last = max(positions, default=0), _last(chain)
+        first, last = max(positions, default=0), prompt_end(chain.num_tokens, chain.block_size)
         if first < last:
             job = HeldJob(chain.keys[first:last])
             if self._group.submit(job):
@@ -126,7 +127,7 @@ class Checkpoints:
     def _in_memory(self, chain: Chain) -> list[int]:
         """Where memory has checkpoints of the chain: block counts, ascending."""
         get = self._group.index.get
-        keys = chain.keys[: _last(chain)]
+        keys = chain.keys[: prompt_end(chain.num_tokens, chain.block_size)]
         found = [number for number, key in enumerate(keys, 1) if get(key) is not None]
         return [n for n in found if self._group.index.match(chain.link(n - 1))]
 
@@ -153,8 +154,3 @@ class Checkpoints:
         for block in ticket.cut(number):
             self._residency.release(block, block.use)
         ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
-
-
-def _last(chain: Chain) -> int:
-    """The longest position, in blocks, at which the chain's tokens can be resumed."""
-    return (chain.num_tokens - 1) // chain.block_size

@@ -103,11 +103,14 @@ def block_ids(
     tokens: bytes,
     block_size: int,
     contents: Sequence[bytes] = (),
+    *,
+    parent: PrefixKey | None = None,
 ) -> list[BlockId]:
-    """Identities of the full blocks of `tokens`; `contents[i]` covers block i (default none)."""
+    """Identities of the full blocks of `tokens`, after the prefix `parent` (None: the first of the
+    scope). `contents[i]` covers block i (default none)."""
     step = block_size * TOKEN_BYTES
     ids: list[BlockId] = []
-    parent = root
+    parent = parent or root
     for number, start in enumerate(range(0, len(tokens) - step + 1, step)):
         chunk = tokens[start : start + step]
         content = contents[number] if number < len(contents) else b""

@@ -27,7 +27,7 @@ from enum import IntEnum
 from itertools import pairwise
 from typing import Any
 
-from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, child_key
+from tiers.blocks.keys import TOKEN_BYTES, BlockId, PrefixKey, block_ids
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout
 from tiers.errors import NodeError
 from tiers.tier import TierName
@@ -70,15 +70,9 @@ class TokenRun:
 
     def ids(self) -> list[BlockId]:
         """The identity of every block, with its key computed from the tokens."""
-        step = self.block_size * TOKEN_BYTES
-        found, parent = [], self.parent
-        for number, start in enumerate(range(0, len(self.tokens), step)):
-            chunk = self.tokens[start : start + step]
-            content = self.contents[number] if number < len(self.contents) else b""
-            key = child_key(parent, chunk, content)
-            found.append(BlockId(self.scope, parent, key, chunk, content))
-            parent = key
-        return found
+        return block_ids(
+            self.scope, self.tokens, self.block_size, self.contents, parent=self.parent
+        )
 
 
 def engine_layout(num_layers: int, token_items: int, block_size: int, dtype: str) -> BlockLayout:

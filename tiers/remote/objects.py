@@ -74,68 +74,11 @@ def shown_url(url: str) -> str:
 class _RedisObjects:
     """One server. Each call is a pipeline."""
 
-    num_failed = 0
-
     def __init__(self, url: str, timeout_s: float) -> None:
         redis = _redis()
         self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
-        self._client: Any = redis.Redis.from_url(url, **_limits(timeout_s))
-
-    def exists(self, names: Sequence[str]) -> list[bool]:
-        return [bool(found) for found in self._run([("EXISTS", name) for name in names])]
-
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._run([("GET", name) for name in names])
-
-    def put(self, name: str, data: bytes) -> None:
-        self._run([("SET", name, data)])
-
-    def delete(self, names: Sequence[str]) -> int:
-        return sum(self._run([("DEL", name) for name in names]))
-
-    def names(self, start: str) -> Iterator[str]:
-        with _refusing(self._errors):
-            for name in self._client.scan_iter(match=f"{start}*", count=DELETE_AT_ONCE):
-                yield name.decode()
-
-    def close(self) -> None:
-        self._client.close()
-
-    def _run(self, commands: Sequence[tuple[str | bytes, ...]]) -> list[Any]:
-        with _refusing(self._errors):
-            pipe = self._client.pipeline(transaction=False)
-            for command in commands:
-                pipe.execute_command(*command)
-            answers: list[Any] = pipe.execute()
-            return answers
-
-
-class _ClusterObjects:
-    """A cluster. Each call is a pipeline to every node it concerns. Nodes fail independently.
-
-    Records of a failed node are missing from a lookup. Writing or removing them is an error.
-    `redis+cluster://` may name several initial nodes, separated by commas.
-    """
-
-    def __init__(self, url: str, timeout_s: float) -> None:
-        redis = _redis()
-        cluster_node: Any = redis.cluster.ClusterNode
-        parts = urlsplit(url)
-        user, _, hosts = parts.netloc.rpartition("@")
-        name, _, password = user.partition(":")
-        nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
-        self._errors: tuple[type[Exception], ...] = (redis.RedisError, OSError)
-        self._moved: tuple[type[Exception], ...] = (redis.exceptions.AskError,)
-        self._open: Callable[[], Any] = lambda: redis.RedisCluster(
-            startup_nodes=[cluster_node(node.hostname, node.port or 6379) for node in nodes],
-            username=unquote(name) or None,
-            password=unquote(password) or None,
-            ssl=parts.scheme.startswith("rediss"),
-            require_full_coverage=False,
-            **_limits(timeout_s),
-        )
+        self._open: Callable[[], Any] = lambda: redis.Redis.from_url(url, **_limits(timeout_s))
         self._held: Any = None
-        self._breakers: dict[str, StoreBreaker] = {}
         self.num_failed = 0
 
     def exists(self, names: Sequence[str]) -> list[bool]:
@@ -164,6 +107,44 @@ class _ClusterObjects:
         if self._held is None:
             self._held = self._open()
         return self._held
+
+    def _run(
+        self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
+    ) -> list[Any]:
+        """The answer to each command. Unless `whole`, some may be None for want of an answer."""
+        with _refusing(self._errors):
+            pipe = self._client().pipeline(transaction=False)
+            for command in commands:
+                pipe.execute_command(*command)
+            answers: list[Any] = pipe.execute()
+            return answers
+
+
+class _ClusterObjects(_RedisObjects):
+    """A cluster. Each call is a pipeline to every node it concerns. Nodes fail independently.
+
+    Records of a failed node are missing from a lookup. Writing or removing them is an error.
+    `redis+cluster://` may name several initial nodes, separated by commas.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        super().__init__(url, timeout_s)
+        redis = _redis()
+        cluster_node: Any = redis.cluster.ClusterNode
+        parts = urlsplit(url)
+        user, _, hosts = parts.netloc.rpartition("@")
+        name, _, password = user.partition(":")
+        nodes = [urlsplit(f"//{host}") for host in hosts.split(",")]
+        self._moved: tuple[type[Exception], ...] = (redis.exceptions.AskError,)
+        self._open = lambda: redis.RedisCluster(
+            startup_nodes=[cluster_node(node.hostname, node.port or 6379) for node in nodes],
+            username=unquote(name) or None,
+            password=unquote(password) or None,
+            ssl=parts.scheme.startswith("rediss"),
+            require_full_coverage=False,
+            **_limits(timeout_s),
+        )
+        self._breakers: dict[str, StoreBreaker] = {}
 
     def _run(
         self, commands: Sequence[tuple[str | bytes, ...]], *, whole: bool = False
