@@ -25,7 +25,6 @@ from engine.attention.states import StatefulAttention
 from engine.batch import Batch, Sampled, Span
 from engine.errors import ModelError
 from engine.execution.cuda_graphs import StepGraphs, batch_sizes, cuda_graphs
-from engine.execution.kept_graphs import KeptGraphs
 from engine.execution.sampler import Sampler, target_logprobs
 from engine.execution.shrinking import NO_MEMORY, Shrinking, choose_in_parts
 from engine.execution.team import ThreadTeam
@@ -92,9 +91,6 @@ class ModelRunner:
         self._model: Any = loaded.model
         self._adapters = loaded.adapters
         self._fuses = loaded.fuses
-        self._kept: KeptGraphs | None = None
-        if loaded.recordings is not None:
-            self._kept = KeptGraphs(loaded.recordings, loaded.weights_digest)
         self._fewest_rows = MIN_ROWS
         self._vocab_size = loaded.vocab_size
         self._device = torch.device(loaded.device)
@@ -189,7 +185,7 @@ class ModelRunner:
         if (self._on_cpu or self._device.type == "cuda") and self._recurrent is None:
             # Python launches Triton's operators: 0.3 ms each, which a graph spends once.
             on_cpu = self._device.type == "cpu"
-            self._traced = trace(self._model, fused=self._fuses and on_cpu, kept=self._kept)
+            self._traced = trace(self._model, fused=self._fuses and on_cpu)
             if self._graphs is not None and self._traced is not None:
                 self._captured = trace(self._model, fused=self._fuses)
 

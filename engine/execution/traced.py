@@ -7,14 +7,13 @@ is recorded once, when the engine warms up, and is then one call, on a CPU with 
 50 ms.
 
 The graph makes the same calls in the same order, so it computes the same bits. This is checked
-before it serves, also where an earlier start recorded it (`engine.execution.kept_graphs`). A model
-that cannot be recorded uses its own forward, for example one that branches on a tensor's contents
-or that keeps states. Engine thread only.
+before it serves. A model that cannot be recorded uses its own forward, for example one that
+branches on a tensor's contents or that keeps states. Engine thread only.
 """
 
 import logging
 import threading
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -34,7 +33,6 @@ from engine.execution.fusing import (
     fuse,
     num_fused,
 )
-from engine.execution.kept_graphs import KeptGraphs, numbered
 from engine.operators.agreement import disagreements
 from engine.torchscript import undeprecated, unoptimized
 
@@ -111,14 +109,9 @@ class _Handed:
 
 
 class _Alone:
-    """Attention over the first tokens of one sequence, for recording and checking. Notes each
-    layer's options."""
-
-    def __init__(self) -> None:
-        self.options: dict[int, AttentionOptions] = {}
+    """Attention over the first tokens of one sequence, for recording and checking."""
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.options[call.layer] = call.options
         return attend_dense(call.query, call.key, call.value, 0, call.options)
 
 
@@ -146,8 +139,9 @@ class _Forward(nn.Module):
         super().__init__()
         # torch would copy each module of a model that is one of its own: half of the recording.
         self._model = (model,)
-        for name, tensor in numbered(model).items():
-            self.register_buffer(name, tensor, persistent=False)
+        tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
+        for number, tensor in enumerate(tensors.values()):
+            self.register_buffer(f"tensor_{number}", tensor, persistent=False)
         self.inside = paged.inside  # the graph has the compiled module as its own
         self._paged = paged
 
@@ -170,35 +164,22 @@ class _Forward(nn.Module):
 class TracedForward:
     """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits.
     `fused` says whether compiled operators, but those `without`, take the place of torch's calls.
-    A graph that an earlier start has `kept` is not recorded again.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        fused: bool = False,
-        without: Container[str] = (),
-        kept: KeptGraphs | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, fused: bool = False, without: Container[str] = ()) -> None:
         self._embed = model.get_input_embeddings()
         self._device = self._embed.weight.device
         self.num_operators = 0  # of calls of compiled operators, beside attention's
         self.activates_by_row = False  # whether it calls none of torch's activations
         self.computes_one_row = False  # whether a row alone has the bits that it has among others
         there = OPERATORS.get(self._device.type, ())
-        operators = [name for name in there if name not in without] if fused else None
         try:
             with torch.inference_mode():
-                if kept is not None and self._finds(model, kept, operators):
-                    return
                 self._graph = self._record(model)
                 flatten(self._graph.graph, self._graph.inside, self._handed.options)
-                if operators is not None:
-                    fuse(self._graph.graph, operators)
+                if fused:
+                    fuse(self._graph.graph, [name for name in there if name not in without])
                 self._verify(model, fused=fused)
-                if kept is not None:
-                    kept.write(self._graph, model, operators)
         except Untraceable:
             raise
         except Exception as error:  # a model's code may raise anything
@@ -257,19 +238,6 @@ class TracedForward:
             raise RuntimeError(str(error).strip().rpartition("\n")[2]) from error
         return logits, states
 
-    def _finds(self, model: Any, kept: KeptGraphs, operators: Collection[str] | None) -> bool:
-        """Take the kept graph. False if there is none with the model's bits."""
-        graph = kept.read(model, operators)
-        if graph is None:
-            return False
-        self._graph, self._handed = graph, _Handed(graph.inside)
-        try:
-            self._verify(model, fused=operators is not None)
-        except (Untraceable, RuntimeError) as error:
-            logger.warning("the kept recording of the forward is made again: %s", error)
-            return False
-        return True
-
     def _record(self, model: Any) -> Any:
         rows, positions = self._embed(self._tokens(5)), self._numbers(range(5))[None]
         with undeprecated() as said, _muted("transformers.modeling_utils"):
@@ -313,8 +281,7 @@ class TracedForward:
                 paged=alone,
                 logits_to_keep=keep,
             ).logits
-        # As the recording noted them, where there was one.
-        self._handed.options, self._kind = alone.options, type(outputs[0])
+        self._kind = type(outputs[0])
         logits, states = self._run(alone, positions, keep, tokens, None)
         if not torch.equal(own, logits):
             raise OtherBits(f"the logits of {number} tokens are others")
@@ -363,14 +330,11 @@ def _muted(name: str) -> Iterator[None]:
         muted.disabled = before
 
 
-def trace(
-    model: Any, *, fused: bool = False, kept: KeptGraphs | None = None
-) -> TracedForward | None:
-    """Record the model's forward, or take a `kept` one. None if that fails, with the reason in the
-    log."""
+def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
+    """Record the model's forward. None if that fails, with the reason in the log."""
     for without in _attempts(model) if fused else ():
         try:
-            traced = TracedForward(model, fused=True, without=without, kept=kept)
+            traced = TracedForward(model, fused=True, without=without)
             logger.info("the forward calls compiled operators %d times", traced.num_operators)
             return traced
         except Untraceable as reason:
@@ -379,7 +343,7 @@ def trace(
             if not isinstance(reason, OtherBits):
                 break
     try:
-        return TracedForward(model, kept=kept)
+        return TracedForward(model)
     except Untraceable as reason:
         logger.info("the forward is not recorded, and runs call by call: %s", reason)
         return None

@@ -347,27 +347,6 @@ def test_compiled_functions_expand_records_of_every_dtype(
         assert traced is not None and fuses == (traced.num_operators > 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_later_start_takes_the_forward_that_the_first_recorded(
-    model: Path,
-    tmp_path: Path,
-    operators: library.Operators,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-) -> None:
-    with open_llm(model, tmp_path, dtype=dtype):
-        assert not list(tmp_path.rglob("forward-*")), "a small model's is recorded at once"
-    monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
-    monkeypatch.setattr(load, "Operators", lambda folder: operators)
-    told = []
-    for _ in range(2):
-        with open_llm(model, tmp_path, dtype=dtype) as llm:
-            assert llm._engine._runner._traced is not None
-            told.append([each.outputs[0].token_ids for each in llm.generate(PROMPT, GREEDY)])
-        monkeypatch.setattr("torch.jit.trace", lambda *_, **__: pytest.fail("recorded again"))
-    assert told[0] == told[1]
-
-
 def test_the_light_half_of_the_package_imports_no_torch() -> None:
     script = (
         "import sys, engine.request; from engine import SamplingParams; "
