@@ -1,15 +1,12 @@
 """The compute half alone: prefill, hits and decode on the default model, against transformers.
 
-    python -m tests.bench.compute --cache-dir DIR [--json FILE] [--only ours|batch|adapter]
+    python -m tests.bench.compute --cache-dir DIR [--only ours|batch|adapter]
 
 Run it on a quiet machine: a busy core makes torch's threads wait for each other. Every figure is
 the best of a few runs in one process, in milliseconds unless it says otherwise. docs/measurements
 holds the estimates beside results.
 """
 
-import argparse
-import json
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +24,7 @@ from engine.models.gguf import converted_folder
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import SamplingParams
 from tests.bench.gpu_check.speed import generate_batch, serve
+from tests.bench.report import arguments, tell
 from tests.support.models import save_adapter
 
 LENGTHS = (1024, 2048, 4096)
@@ -204,18 +202,17 @@ def adapted(bench: Bench, loaded: LoadedModel, model: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--cache-dir", type=Path, required=True)
     parser.add_argument("--kv-dtype", default="bfloat16")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument(
         "--only",
         choices=("ours", "batch", "adapter"),
         help="one sequence without the peer; eight at once; with an adapter and without",
     )
-    arguments = parser.parse_args()
-    loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=arguments.cache_dir)
-    layout = loaded.layout(BLOCK, arguments.kv_dtype)
+    given = parser.parse_args()
+    loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=given.cache_dir)
+    layout = loaded.layout(BLOCK, given.kv_dtype)
     pool = torch.zeros((96, *layout.shape), dtype=layout.torch_dtype)
     runner = ModelRunner(loaded, pool)
     runner.warm_up()
@@ -223,26 +220,23 @@ def main() -> None:
         lazy.touch(lazy.limit)
     bench = Bench(runner, 96)
     result: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "kv_dtype": arguments.kv_dtype,
+        "kv_dtype": given.kv_dtype,
     }
-    (folder,) = arguments.cache_dir.glob(converted_folder(Path(), b"").name + "?*")
-    if arguments.only in (None, "ours"):
+    (folder,) = given.cache_dir.glob(converted_folder(Path(), b"").name + "?*")
+    if given.only in (None, "ours"):
         result |= lengths(bench)
-        if arguments.only != "ours":
+        if given.only != "ours":
             with torch.inference_mode():
                 result["transformers"] = transformers_figures(folder, bench.tokens)
-    if arguments.only in (None, "batch"):
+    if given.only in (None, "batch"):
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         result["eight_prompts_of_512"] = together(runner, model)
-    if arguments.only in (None, "adapter"):
+    if given.only in (None, "adapter"):
         unpacked: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         result["adapter_of_rank_16"] = adapted(bench, loaded, unpacked)
-    print(json.dumps(result, indent=1))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, given.json)
 
 
 if __name__ == "__main__":

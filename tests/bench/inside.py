@@ -20,7 +20,7 @@ import sys
 import threading
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from cachesvc.cli import main
 PAGE = os.sysconf("SC_PAGE_SIZE")
 PRESENT = 1 << 63  # of a page's 8 bytes in /proc/self/pagemap
 KINDS = ("Anon", "File", "Shmem")  # of resident memory, in /proc/self/status
-MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+ *(.*)$")
-TORCH = ("libtorch", "libc10", "libgomp", "libmkl", "/torch/")
 
 
 class Mallinfo(ctypes.Structure):
@@ -89,71 +87,6 @@ def trim() -> dict[str, int]:
     return figures()
 
 
-def owners() -> dict[str, int]:
-    """Resident bytes by what they are for."""
-    mapped = Counter[str]()
-    name = ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := MAPPING.match(line):
-            name = _kind(found[1])
-        elif line.startswith("Rss:"):
-            mapped[name] += int(line.split()[1]) << 10
-    parts = dict(_known())
-    heaps, mmapped = _heaps()
-    rest = mapped.pop("anonymous") - sum(parts.values())
-    return {**parts, "the rest of the anonymous memory": rest, **mapped} | {
-        "(malloc: in use)": sum(size - free for size, free in heaps),
-        "(malloc: free but kept)": sum(free for _, free in heaps),
-        "(malloc: in mappings of their own)": mmapped,
-        "(Python's blocks)": sys.getallocatedblocks(),
-    }
-
-
-def _known() -> Iterable[tuple[str, int]]:
-    """The large buffers, by their objects."""
-    import torch
-
-    gc.unfreeze()  # the objects of the start are listed too
-    found = {type(o).__name__: o for o in gc.get_objects() if type(o).__module__ in _OWNING}
-    gc.freeze()
-    pool, arena, copies = found["DevicePool"], found["FrameArena"], found["WorkingCopies"]
-    for name, tensor in (
-        ("device pool", pool.tensor),
-        ("host frames", arena._rows),
-        ("working copies", copies._buffer),
-    ):
-        yield name, resident_bytes(tensor.data_ptr(), tensor.nbytes)
-    packed = plain = 0
-    seen = set()
-    gc.unfreeze()
-    for module in [o for o in gc.get_objects() if isinstance(o, torch.nn.Module)]:
-        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if id(each) in seen:
-                continue
-            seen.add(id(each))
-            if each.is_mkldnn:
-                packed += torch.ops.mkldnn._nbytes(each)
-            elif each.dtype == torch.uint8:
-                packed += each.nbytes
-            else:
-                plain += resident_bytes(each.data_ptr(), each.nbytes)
-    gc.freeze()
-    yield "packed weights", packed
-    yield "other weights", plain
-
-
-def _kind(path: str) -> str:
-    if not path or path.startswith(("[heap]", "[anon")):
-        return "anonymous"
-    if path.startswith("["):
-        return "stack and kernel"
-    if path.endswith("data.mdb"):
-        return "disk tier's pages (shared with the page cache)"
-    if any(part in path for part in TORCH):
-        return "code of torch"
-    return "other code" if ".so" in path or "/bin/" in path else "other files"
-
-
 def resident_bytes(address: int, num_bytes: int) -> int:
     """Bytes of the range that are in memory."""
     first, last = address // PAGE, -(-(address + num_bytes) // PAGE)
@@ -188,15 +121,12 @@ def _sqlite_bytes() -> int:
     return 0
 
 
-_OWNING = ("tiers.memory.device", "tiers.blocks.frames", "engine.attention.copies")
 _libc = ctypes.CDLL(None)
 _libc.mallinfo2.restype = Mallinfo
 _libc.open_memstream.restype = ctypes.c_void_p
 _libc.malloc_info.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _libc.fclose.argtypes = (ctypes.c_void_p,)
-QUESTIONS: dict[str, Callable[[], Any]] = {
-    each.__name__: each for each in (figures, objects, trim, owners)
-}
+QUESTIONS: dict[str, Callable[[], Any]] = {each.__name__: each for each in (figures, objects, trim)}
 
 
 def _answer(listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What exact money costs: `python tests/bench/ledger.py [--entries 1000000] [--out FILE]`.
+"""What exact money costs: `python -m tests.bench.ledger [--entries 1000000]`.
 
 Settlements a second, what a hold and a settlement add to a request with 32 concurrent clients, and
 the time to prove and to state a ledger of a million entries; on SQLite, one process, the disk of
@@ -14,20 +14,15 @@ an entry is a JSON parse, a hash and a rating, 20 us: 20 s a million. A statemen
 day, model and key: under 10 ms.
 """
 
-import argparse
 import asyncio
-import json
 import os
 import sqlite3
-import sys
 import tempfile
 import time
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import uvloop
 
@@ -45,7 +40,7 @@ from billing.proof import audit
 from billing.reports import statement as statements
 from billing.store.opening import database_url, open_store
 from billing.usage import Usage
-from tests.bench import provenance
+from tests.bench.report import arguments, tell
 
 CLIENTS = 32
 # What a request takes besides, and so how many come: 120 tokens at 2 ms make 128 requests a second,
@@ -56,11 +51,10 @@ WAVE = 4_096
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("--entries", type=int, default=1_000_000)
-    arguments.add_argument("--dir", type=Path, default=None)
-    arguments.add_argument("--out", type=Path, default=None)
-    options = arguments.parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--entries", type=int, default=1_000_000)
+    parser.add_argument("--dir", type=Path, help="on the disk to measure")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         store = open_store(database_url(Path(folder)))
         store.renew_log()
@@ -70,11 +64,7 @@ def main() -> None:
         ledger.post(
             Deposit("acme", Kind.TOPUP, amount=10**9 * UNITS, reference="d", by="bench")
         ).result()
-        results: dict[str, Any] = {
-            "commit": provenance.commit(),
-            "machine": provenance.machine(),
-            "load_average": os.getloadavg()[0],  # what else the machine was doing
-        }
+        results: dict[str, Any] = {"load_average": os.getloadavg()[0]}  # what else was done
         results |= fill(ledger, options.entries)
         os.sync()  # what the filling left to write would be waited for by every commit
         results["latency"] = {
@@ -87,9 +77,7 @@ def main() -> None:
         results["bytes_per_entry"] = _size(Path(folder)) // options.entries
         ledger.close()
         store.close()
-    print(json.dumps(results, indent=2))
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=2) + "\n")
+    tell(results, options.json)
 
 
 def on_loop(work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float]:

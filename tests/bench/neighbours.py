@@ -109,9 +109,7 @@ class Running:
                 env={**os.environ, "PYTHONPATH": str(way.tree), **way.environment},
             )
         self._log = log
-        begun = time.perf_counter()
         self.start_s = self._read()["start_s"]
-        self.whole_start_s = round(time.perf_counter() - begun, 2)
 
     def ask(self, seed: str) -> dict[str, float]:
         assert self._process.stdin is not None
@@ -172,15 +170,11 @@ def ways(given: argparse.Namespace) -> list[Way]:
     ]
     if given.before:
         found.append(Way("before", sys.executable, "engine", ours, {}, given.before.absolute()))
-    for extra in given.way:
-        name, _, pairs = extra.partition(":")
-        environment = dict(pair.split("=", 1) for pair in pairs.split(",") if pair)
-        found.append(Way(name, sys.executable, "engine", ours, environment))
     if given.vllm:
         theirs = {"model": given.model, "dtype": "float32", "max_model_len": 4096}
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}
         found.append(Way("vllm", given.vllm, "vllm", theirs, environment))
-    return [way for way in found if not given.only or way.name in given.only.split(",")]
+    return found
 
 
 def measure(
@@ -257,22 +251,16 @@ def main() -> None:
     parser.add_argument("--before", type=Path, help="another checkout, run with this interpreter")
     parser.add_argument("--vllm", help="the interpreter of vLLM's environment")
     parser.add_argument("--model", help="the model's folder, for vLLM")
-    parser.add_argument("--way", action="append", default=[], metavar="NAME:VARIABLE=VALUE,...")
-    parser.add_argument("--only", help="the ways to run, by name")
     given = parser.parse_args()
     if given.compute:
         return compute(given.compute[0], json.loads(given.compute[1]))
     if given.cache_dir is None or (given.vllm and not given.model):
         parser.error("give --cache-dir, and --model with --vllm")
-    from tests.bench.provenance import commit, machine
+    from tests.bench.report import tell
 
-    told = {"bench": "neighbours", "commit": commit(), "machine": machine(), "rounds": given.rounds}
-    told["load_average"] = Path("/proc/loadavg").read_text().split()[0]
-    told["places"] = [measure(given, *place) for place in places(given)]
-    text = json.dumps(told, indent=1)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
+    load = Path("/proc/loadavg").read_text().split()[0]
+    measured = [measure(given, *place) for place in places(given)]
+    tell({"rounds": given.rounds, "load_average": load, "places": measured}, given.json)
     return None
 
 

@@ -1,7 +1,7 @@
 """What a server answers when more is asked of it than it can serve: goodput, p99, a polite tenant.
 
-    python -m tests.bench.overload [--seconds 30] [--json FILE] [--svg FILE]
-    python -m tests.bench.overload --modes model --seconds 50 --json FILE --svg FILE    # 6 minutes
+    python -m tests.bench.overload [--seconds 30]
+    python -m tests.bench.overload --modes model --seconds 50    # 6 minutes
 
 The HTTP server, the wire and the engine with its scheduler and cache are the real ones; the model
 is a runner that takes a declared time for each step, so that the load is a multiple of a known
@@ -45,7 +45,7 @@ from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 from tests.live_server import SCRIPT, LiveServer
 from tests.support.chain_runner import ChainRunner, chain_layout
 from tests.support.wire import byte_model, fake_house
@@ -277,31 +277,23 @@ def measure(server: Served, factor: float, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement")
     parser.add_argument("--port", type=int, default=18431)
     parser.add_argument("--serve", choices=["bounded", "unbounded"], help=argparse.SUPPRESS)
     parser.add_argument("--modes", nargs="+", choices=FACTORS, default=["bounded", "unbounded"])
-    parser.add_argument(
-        "--json", type=Path, help="write the figures to this file; other modes in it stay"
-    )
-    parser.add_argument("--svg", type=Path, help="draw them to this file")
     options = parser.parse_args()
     if options.serve:
         serve(options.port, bounded=options.serve == "bounded")
         return
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    runs: dict[str, list[dict[str, Any]]] = kept.get("runs", {})
+    runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in options.modes}
     for mode in options.modes:
-        runs[mode] = []
         bounded = mode == "bounded"
         with served_model() if mode == "model" else served(options.port, bounded=bounded) as server:
             for factor in FACTORS[mode]:
                 runs[mode].append(measure(server, factor, options.seconds))
                 print(mode, json.dumps(runs[mode][-1]), flush=True)
     figures = {
-        "commit": commit(),
-        "machine": machine(),
         "note": "the machine was shared; the model's time is declared, not computed",
         "declared": {
             "prompt_tokens": PROMPT_TOKENS,
@@ -315,10 +307,7 @@ def main() -> None:
         "seconds": options.seconds,
         "runs": runs,
     }
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    if options.svg:
-        options.svg.write_text(picture(runs))
+    tell(figures, options.json)
     for mode, rows in runs.items():
         peak = max(row["goodput_per_s"] for row in rows)
         quiet, last = rows[0]["polite"]["p99_s"], rows[-1]
@@ -326,83 +315,6 @@ def main() -> None:
             f"{mode}: at {last['load']}x goodput {last['goodput_per_s'] / peak:.0%} of its peak, "
             f"the polite tenant's p99 {(last['polite']['p99_s'] or math.inf) / quiet:.1f} x quiet"
         )
-
-
-# The picture: three panels, one line for each mode.
-
-WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 200, 46, 34, 40
-COLOURS = {"bounded": "#0b7285", "unbounded": "#c92a2a", "model": "#5f3dc4"}
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    title: str
-    unit: str
-    points: Mapping[str, list[tuple[float, float]]]
-
-    def drawn(self, left: float) -> str:
-        top = max((y for line in self.points.values() for _, y in line), default=1.0) * 1.1
-        xs = [x for line in self.points.values() for x, _ in line]
-        scale_x, scale_y = WIDTH / max(xs), HEIGHT / top
-        parts = [
-            f'<text x="{left}" y="{TOP - 14}" class="t">{self.title}</text>',
-            f'<path d="M{left} {TOP}V{TOP + HEIGHT}H{left + WIDTH}" class="a"/>',
-        ]
-        for step in range(5):
-            y = TOP + HEIGHT - step * HEIGHT / 4
-            parts.append(
-                f'<text x="{left - 6}" y="{y + 4:.0f}" class="l" text-anchor="end">'
-                f"{top * step / 4:.3g}</text>"
-            )
-        for x in (1, 2, 3, 5, 7, 10):
-            parts.append(
-                f'<text x="{left + x * scale_x:.0f}" y="{TOP + HEIGHT + 16}" class="l" '
-                f'text-anchor="middle">{x}x</text>'
-            )
-        for mode, line in self.points.items():
-            where = " ".join(
-                f"{left + x * scale_x:.1f},{TOP + HEIGHT - y * scale_y:.1f}" for x, y in line
-            )
-            parts.append(
-                f'<polyline points="{where}" fill="none" stroke="{COLOURS[mode]}" '
-                f'stroke-width="2"/>'
-            )
-        return "\n".join(parts)
-
-
-def picture(runs: Mapping[str, list[dict[str, Any]]]) -> str:
-    def panel(title: str, unit: str, *path: str) -> Panel:
-        points = {}
-        for mode, rows in runs.items():
-            values = [(row["load"], _at(row, path)) for row in rows if row["load"]]
-            points[mode] = [(x, y) for x, y in values if y is not None]
-        return Panel(title, unit, points)
-
-    panels = [
-        panel("Goodput, answers/s", "/s", "goodput_per_s"),
-        panel("p99 of the storm's answers, s", "s", "storm", "p99_s"),
-        panel("p99 of the polite tenant, s", "s", "polite", "p99_s"),
-    ]
-    width = LEFT + len(panels) * (WIDTH + LEFT + GAP) - GAP
-    drawn = [panel.drawn(LEFT + n * (WIDTH + LEFT + GAP)) for n, panel in enumerate(panels)]
-    legend = [
-        f'<text x="{LEFT + 130 * n}" y="{TOP + HEIGHT + 40}" fill="{COLOURS[mode]}" class="t">'
-        f"{mode}</text>"
-        for n, mode in enumerate(runs)
-    ]
-    style = ".t{font:13px sans-serif}.l{font:11px sans-serif;fill:#666}.a{fill:none;stroke:#999}"
-    body = "\n".join([*drawn, *legend])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{TOP + HEIGHT + 54}">\n'
-        f'<style>{style}</style>\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
-    )
-
-
-def _at(row: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    value: Any = row
-    for name in path:
-        value = value[name]
-    return None if value is None else float(value)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from typing import Any
 import httpx
 
 from engine.models.files import DEFAULT_MODEL
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 
 LENGTHS = (1024, 2048, 4096)
 NEW, DECODED, CACHED = 10, 32, 129
@@ -284,9 +284,6 @@ def measure(given: argparse.Namespace, data_dir: Path) -> dict[str, Any]:
         for number in range(1, given.rounds + 1):
             rounds.run(number)
     return {
-        "bench": "peers",
-        "commit": commit(),
-        "machine": machine(),
         "rounds": given.rounds,
         "dtype": given.dtype,
         "threads": given.threads,
@@ -304,8 +301,7 @@ def measure(given: argparse.Namespace, data_dir: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each server")
@@ -331,10 +327,7 @@ def main() -> None:
         data_dir = given.data_dir or Path(folder)
         data_dir.mkdir(parents=True, exist_ok=True)
         figures = measure(given, data_dir)
-    text = json.dumps(figures, indent=1)
-    print(text)
-    if given.json:
-        given.json.write_text(text + "\n")
+    tell(figures, given.json)
 
 
 if __name__ == "__main__":

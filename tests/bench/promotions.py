@@ -1,19 +1,14 @@
-"""What keeping or moving promoted blocks hits and writes: `python tests/bench/promotions.py`.
+"""What keeping or moving promoted blocks hits and writes: `python -m tests.bench.promotions`.
 
 The loads are seeded (`tests.support.workloads`, none names its tenants); with --trace also a trace
 from a file. The command line has hit rates of one tier (`cachesvc replay`).
 """
 
-import argparse
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 from tests.support.workloads import Agents, ChatLoad, Documents, Scan, Workload, make_trace
 from tiers.replay.replay import TierPlan, replay
 from tiers.replay.trace import Trace, read_trace
@@ -56,9 +51,8 @@ def promotions(trace: Trace) -> dict[str, dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None)
+    parser = arguments(__doc__)
+    parser.add_argument("--trace", type=Path, help="a public trace, before the made ones")
     options = parser.parse_args()
     traces = [made(name, workloads) for name, workloads in LOADS.items()]
     if options.trace:
@@ -72,13 +66,7 @@ def main() -> None:
             "working_set_blocks": trace.working_set_blocks(),
             "promotions": promotions(trace),
         }
-    if options.json:
-        report = {
-            "commit": commit(),
-            "machine": machine(),
-            "loads": loads,
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    tell({"loads": loads}, options.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What three real tiers serve from a trace, beside what `replay --tiers` says of the same sizes.
 
-    python -m tests.bench.served [--trace FILE] [--requests N] [--json FILE]
+    python -m tests.bench.served [--trace FILE] [--requests N]
 
 One request after the other goes through the real cache, without an engine: device blocks and host
 frames in memory, LMDB shards on disk, the mover's own threads. Between two chunks of a prompt and
@@ -12,7 +12,6 @@ Expected: 0.5 points or less between the two in every tier. What remains are the
 makes ahead of need, which hold a little of the host and of the disk twice.
 """
 
-import argparse
 import json
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.promotions import LOADS, made
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
@@ -51,10 +50,9 @@ ROOT = CacheScope(tenant=b"bench").root()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--trace", type=Path, help="a public trace, beside the made ones")
     parser.add_argument("--requests", type=int, help="only so many of each, from the first on")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     traces = [read_trace(options.trace)] if options.trace else []
     traces += [made(name, LOADS[name]) for name in MADE]
@@ -63,9 +61,7 @@ def main() -> None:
         requests = [whole(each) for each in trace.requests[: options.requests]]
         rows.append(compare(replace(trace, requests=requests, block_tokens=TOKENS)))
         print(json.dumps(rows[-1]), flush=True)
-    if options.json:
-        figures = {"commit": commit(), "machine": machine(), "shares": SHARES, "rows": rows}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    tell({"shares": SHARES, "rows": rows}, options.json)
 
 
 def whole(request: TraceRequest) -> TraceRequest:
@@ -76,7 +72,8 @@ def whole(request: TraceRequest) -> TraceRequest:
 
 def compare(trace: Trace) -> dict[str, Any]:
     """Percent of the prompt tokens served by each tier, and replayed."""
-    sizes = [max(16, round(share * trace.working_set_blocks())) for share in SHARES]
+    sizes = [round(share * trace.working_set_blocks()) for share in SHARES]
+    sizes[0] = max(sizes[0], *(len(each.blocks) for each in trace.requests))
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
         served, lost, sizes[2] = serve_trace(trace, sizes, Path(folder))

@@ -1,6 +1,6 @@
 """A server under mixed load: its memory by owner, its descriptors and its threads.
 
-    python -m tests.bench.soak [--requests 10000] [--warm-up 4000] [--each COUNT] [--json FILE]
+    python -m tests.bench.soak [--requests 10000] [--warm-up 4000] [--each COUNT]
 
 `cachesvc serve` on a tiny model with tiny tiers, so that everything turns over many times. The
 kinds of requests are the functions in `KINDS`. Mixed, each request draws its kind. With `--each`,
@@ -11,7 +11,6 @@ objects Python has. The bounds in `NEAR` are lowered, so that what is bounded is
 warm-up. What grows from then on has no bound.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -28,7 +27,7 @@ import httpx
 from billing.money import UNITS
 from cachesvc.server.server_file import find_server
 from tests.bench.inside import ask
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 from tests.live_server import LiveServer
 from tests.support.models import save_tiny_adapter, save_tiny_model
 
@@ -322,12 +321,11 @@ def grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--warm-up", type=int, default=4_000)
     parser.add_argument("--each", type=int, metavar="COUNT", help="every kind alone, so many times")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as ending:
         folder = Path(name)
@@ -349,10 +347,8 @@ def main() -> None:
             figures = asyncio.run(mixed(load, options.kinds, options.warm_up, options.requests))
         server.stop()
         errors = [line for line in server.log.splitlines() if '"error"' in line.lower()][:5]
-    print(dict(load.seen), errors)
-    told = {"commit": commit(), "machine": machine(), "answers": dict(load.seen), **figures}
-    if options.json:
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    print(errors)
+    tell({"answers": dict(load.seen), **figures}, options.json)
 
 
 if __name__ == "__main__":

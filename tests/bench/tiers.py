@@ -1,4 +1,4 @@
-"""How fast the disk tier is beside what it could be: `python tests/bench/tiers.py [--json FILE]`.
+"""How fast the disk tier is beside what it could be: `python -m tests.bench.tiers`.
 
 One run, one machine, the same blocks for every row: memory, codec alone, raw device, one file per
 block, LMDB without codec, and our tier, cold and warm, with one and two readers. GB/s are of
@@ -12,13 +12,10 @@ bfloat16 and 1.18 in float32, as of real KV of SmolLM2-135M (1.451 and 1.184).
 may still hold it; the raw device is read under the same condition, so the ratio stands.
 """
 
-import argparse
-import json
 import mmap
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -26,15 +23,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 import lmdb
 import numpy as np
 import torch
 import xxhash
-import zstandard
 
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 from tests.support.faulty_storage import chain, take
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId
@@ -147,7 +141,7 @@ def memory(bench: Bench) -> None:
 
 
 def codec(bench: Bench) -> float:
-    """The codec alone, and the plain recipe it is compared with; returns the ratio."""
+    """The codec alone; returns the ratio."""
     item_bytes = bench.layout.torch_dtype.itemsize
     coder = Codec(item_bytes)
     size = bench.layout.nbytes
@@ -176,30 +170,7 @@ def codec(bench: Bench) -> float:
     halves = [slice(0, RUN // 2), slice(RUN // 2, RUN)]
     pair = [lambda half=half: decode(out, half) for half in halves]
     bench.measure("codec out, 2 threads", lambda: in_threads(pair), times=7, nbytes=total)
-    plain(bench, item_bytes)
     return ratio
-
-
-def plain(bench: Bench, item_bytes: int) -> None:
-    """Byte planes by strided copies: the recipe without the word arithmetic."""
-    parameters = zstandard.ZstdCompressionParameters(
-        strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=17
-    )
-    compressor = zstandard.ZstdCompressor(compression_params=parameters)
-    decompressor = zstandard.ZstdDecompressor()
-    planes = [np.frombuffer(f.buffer, np.uint8).reshape(-1, item_bytes) for f in bench.source]
-    lows = [[np.ascontiguousarray(p[:, n]) for n in range(item_bytes - 1)] for p in planes]
-    highs = [compressor.compress(np.ascontiguousarray(p[:, -1]).data) for p in planes]
-
-    def decode() -> None:
-        for low, high, frame in zip(lows, highs, bench.frames[0], strict=True):
-            into = np.frombuffer(frame.buffer, np.uint8).reshape(-1, item_bytes)
-            for number, plane in enumerate(low):
-                into[:, number] = plane
-            into[:, -1] = np.frombuffer(decompressor.decompress(high), np.uint8)
-
-    nbytes = RUN * bench.layout.nbytes
-    bench.measure("plain byte planes out, 1 thread", decode, times=7, nbytes=nbytes)
 
 
 def raw(bench: Bench) -> float:
@@ -361,11 +332,10 @@ def estimates(bench: Bench, ratio: float, direct: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--blocks", type=int, default=384)
     parser.add_argument("--folder", type=Path, default=None, help="on the file system to measure")
-    parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -381,17 +351,14 @@ def main() -> None:
     got = {row.name: row.gb_per_s for row in bench.rows}
     for name, estimate in could_be.items():
         print(f"{name:44} {got[name] / estimate:7.0%} of the {estimate:.2f} GB/s estimated")
-    if options.json:
-        report = {
-            "commit": commit(),
-            "machine": machine(),
-            "dtype": options.dtype,
-            "logical_bytes": bench.logical_bytes,
-            "ratio": round(ratio, 4),
-            "rows": [asdict(row) for row in bench.rows],
-            "estimates_gb_per_s": {name: round(value, 3) for name, value in could_be.items()},
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    figures = {
+        "dtype": options.dtype,
+        "logical_bytes": bench.logical_bytes,
+        "ratio": round(ratio, 4),
+        "rows": [asdict(row) for row in bench.rows],
+        "estimates_gb_per_s": {name: round(value, 3) for name, value in could_be.items()},
+    }
+    tell(figures, options.json)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Time to first token of vLLM with a node under it, from every tier, beside other connectors.
 
     make test-vllm                              # once: the environment with vLLM
-    .venv/bin/python -m tests.bench.vllm_connector --rounds 2 --beside example > result.json
+    .venv/bin/python -m tests.bench.vllm_connector --rounds 2 --beside example --json FILE
 
 One engine for each contestant on the default model (float32), all running throughout. In each round
 a new prompt of each length is asked of each contestant in turn: cold, then from each of its tiers.
@@ -38,7 +38,6 @@ import os
 import socket
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -49,7 +48,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from engine.models.files import DEFAULT_MODEL, find
-from tests.bench.provenance import commit, machine
+from tests.bench.report import arguments, tell
 from tests.redis_server import redis_server
 from tests.vllm.processes import PYTHON, Engine, RunningNode
 
@@ -66,9 +65,8 @@ def prompt(length: int, seed: int) -> list[int]:
 class Contestant:
     """One engine, and what keeps its blocks. `ways` measures one prompt from every tier."""
 
-    name = ""
-
-    def __init__(self, start: Callable[[], Engine], asked: argparse.Namespace) -> None:
+    def __init__(self, name: str, start: Callable[[], Engine], asked: argparse.Namespace) -> None:
+        self.name = name
         self._start = start
         self._rest_s = asked.rest
         self._block = asked.block
@@ -116,12 +114,10 @@ class Contestant:
 class Ours(Contestant):
     """A node with a disk, and a Redis beneath it."""
 
-    name = "cachesvc"
-
     def __init__(
         self, node: RunningNode, start: Callable[[], Engine], asked: argparse.Namespace
     ) -> None:
-        super().__init__(start, asked)
+        super().__init__("cachesvc", start, asked)
         self._node, self._memory, self._is_remote = node, f"{asked.memory}GiB", asked.remote
         self._disk, self._disks = node.disk, 0
 
@@ -170,18 +166,6 @@ class Ours(Contestant):
                 raise SystemExit(f"Redis did not get {num_blocks} blocks: {self._node.stats()}")
             time.sleep(0.05)
         self._node.until_on_disk()
-
-
-class Example(Contestant):
-    name = "example"
-
-
-class Offload(Contestant):
-    name = "offload"
-
-
-class Lmcache(Contestant):
-    name = "lmcache"
 
 
 @contextmanager
@@ -249,19 +233,19 @@ def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> li
     found: list[Callable[[], Contestant]] = [lambda: Ours(node, starts("ours", node.socket), asked)]
     if "example" in asked.beside:
         told = other_connector("ExampleConnector", shared_storage_path=str(folder / "example"))
-        found.append(lambda: Example(starts("example", **told), asked))
+        found.append(lambda: Contestant("example", starts("example", **told), asked))
     if "offload" in asked.beside:
         files = {"type": "fs", "root_dir": str(folder / "offload")}
         sizes = {"cpu_bytes_to_use": asked.memory << 30, "secondary_tiers": [files]}
         offload = other_connector("OffloadingConnector", spec_name="TieringOffloadingSpec", **sizes)
-        found.append(lambda: Offload(starts("offload", **offload), asked))
+        found.append(lambda: Contestant("offload", starts("offload", **offload), asked))
     if "lmcache" in asked.beside:
         port = stack.enter_context(
             lmcache_server(asked.lmcache_python, asked.block, folder / "lmcache.log")
         )
         where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         beside = other_connector("LMCacheMPConnector", **where)
-        found.append(lambda: Lmcache(starts("lmcache", **beside), asked))
+        found.append(lambda: Contestant("lmcache", starts("lmcache", **beside), asked))
     return at_once(found)
 
 
@@ -305,7 +289,7 @@ def measure(asked: argparse.Namespace) -> tuple[dict[int, dict[str, list[float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_024, 2_048, 3_968])
     parser.add_argument("--beside", type=lambda text: text.split(","), default=[])
@@ -326,14 +310,12 @@ def main() -> None:
         for length, ways in times.items()
     }
     result = {
-        "commit": commit(),
-        "machine": machine(),
         "unit": "milliseconds to the first token; median of the rounds",
         "same": same,
         "median": medians,
         "rounds": times,
     }
-    json.dump(result, sys.stdout, indent=1)
+    tell(result, asked.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.provenance import commit, machine
+from tests.bench.report import commit, machine
 from tests.clients.matrix import PROGRAMS, Program
 from tests.live_server import LiveServer
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine.attention.varlen import has_block_tables
 from engine.models.load import LoadedModel, describe
 from engine.request import SamplingParams
-from tests.bench.provenance import commit
+from tests.bench.report import commit
 from tests.support.models import bytes_tokenizer
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)
