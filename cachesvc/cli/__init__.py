@@ -68,6 +68,7 @@ REMOVED = {
 # Options by command and name.
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
+    "cache ls --oldest": "`cachesvc cache evict --bytes` takes the least recently used first",
     **dict.fromkeys(
         ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),
         "give requests back one by one: `cachesvc ledger correct TENANT REQUEST --amount N`",

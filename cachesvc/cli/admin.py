@@ -13,7 +13,7 @@ from cachesvc.cli.lazy import without
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor, books
 from cachesvc.cli.options import data_dir_of, existing_data_dir
-from cachesvc.cli.render import AsJson, fail, note, print_documents, print_json
+from cachesvc.cli.render import AsJson, answer, fail, note, print_documents
 from cachesvc.server.server_file import find_server
 
 _REMOVED = {
@@ -37,10 +37,7 @@ def link(role: RoleOption = Role.ADMIN, data_dir: DataDir = None, json: AsJson =
     server = running_server(data_dir)
     made = server.post(f"/admin/api/links?role={role}")
     url = f"{server.url}{made['path']}"
-    if json:
-        print_json({"url": url, "ttl_s": made["ttl_s"]})
-        return
-    typer.echo(url)
+    answer({"url": url, "ttl_s": made["ttl_s"]}, json, url)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """`cachesvc doctor`: checks whether this machine can serve, and says what to fix.
 
-Each check is a function that returns findings. It changes nothing and needs no server. Checks that
-need torch import it themselves, so that `--help` does not wait for it.
+Each check returns findings, changes nothing and needs no server. Checks that need torch import it
+themselves, so that `--help` does not wait for it.
 """
 
 import importlib.metadata
@@ -62,10 +62,21 @@ class Finding:
     fix: str = ""
 
 
+def ok(check: str, message: str) -> Finding:
+    return Finding(check, Level.OK, message)
+
+
+def warning(check: str, message: str, fix: str) -> Finding:
+    return Finding(check, Level.WARNING, message, fix)
+
+
+def error(check: str, message: str, fix: str) -> Finding:
+    return Finding(check, Level.ERROR, message, fix)
+
+
 def doctor(data_dir: DataDir = None, json: AsJson = False) -> None:
     """Check this machine and say what to fix. Exits with 1 if something is broken."""
-    path = data_dir_of(data_dir)
-    findings = list(examine(path))
+    findings = list(examine(data_dir_of(data_dir)))
     if json:
         print_json([asdict(finding) for finding in findings])
     else:
@@ -96,22 +107,15 @@ def check_layout(folders: Mapping[str, Path | None]) -> Finding:
     """Checks that the five packages are ours: all in one parent folder."""
     missing = [name for name, folder in folders.items() if folder is None]
     if missing:
-        return Finding(
-            "layout",
-            Level.ERROR,
-            f"the package {', '.join(missing)} cannot be found",
-            "install cachesvc again in a virtual environment of its own",
-        )
+        fix = "install cachesvc again in a virtual environment of its own"
+        return error("layout", f"the package {', '.join(missing)} cannot be found", fix)
     parents = {folder.parent for folder in folders.values() if folder is not None}
     if len(parents) > 1:
         places = ", ".join(f"{name} in {folder}" for name, folder in folders.items())
-        return Finding(
-            "layout",
-            Level.ERROR,
-            f"the packages do not share one parent folder: {places}",
-            "another distribution uses one of these names; give cachesvc its own environment",
-        )
-    return Finding("layout", Level.OK, f"all five packages are in {parents.pop()}")
+        message = f"the packages do not share one parent folder: {places}"
+        fix = "another distribution uses one of these names; give cachesvc its own environment"
+        return error("layout", message, fix)
+    return ok("layout", f"all five packages are in {parents.pop()}")
 
 
 def check_versions() -> Iterator[Finding]:
@@ -122,33 +126,27 @@ def check_versions() -> Iterator[Finding]:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
-    yield Finding("versions", Level.OK, ", ".join(found))
+    yield ok("versions", ", ".join(found))
     if missing:
-        yield Finding(
-            "versions", Level.ERROR, f"not installed: {', '.join(missing)}", "run `make setup`"
-        )
+        yield error("versions", f"not installed: {', '.join(missing)}", "run `make setup`")
 
 
 def check_compute(hardware: "Hardware") -> Iterator[Finding]:
     from engine.operators.library import find_compiler
 
     if hardware.gpu:
-        yield Finding("gpu", Level.OK, f"{hardware.gpu}, {size(hardware.gpu_bytes)}")
+        yield ok("gpu", f"{hardware.gpu}, {size(hardware.gpu_bytes)}")
         yield check_compiler(c_compiler(), Path(sysconfig.get_paths()["include"]) / "Python.h")
     else:
-        yield Finding("gpu", Level.OK, "none; the CPU stands in for it")
+        yield ok("gpu", "none; the CPU stands in for it")
     yield check_operators(find_compiler(), hardware.instructions, on_gpu=bool(hardware.gpu))
     cores = len(os.sched_getaffinity(0))
     message = f"{cores} cores, {hardware.threads} threads of arithmetic ({hardware.instructions})"
     if hardware.threads > cores:
-        yield Finding(
-            "threads",
-            Level.WARNING,
-            f"{message}: more threads than cores wait for each other",
-            f"set OMP_NUM_THREADS to {cores} or less",
-        )
+        message = f"{message}: more threads than cores wait for each other"
+        yield warning("threads", message, f"set OMP_NUM_THREADS to {cores} or less")
     else:
-        yield Finding("threads", Level.OK, message)
+        yield ok("threads", message)
     cache = load_settings().settings.cache
     yield from check_memory(cache, on_gpu=bool(hardware.gpu))
     yield from check_host_tier(cache, hardware.gpu_bytes)
@@ -163,13 +161,11 @@ def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
     needed, fix = caches.num_bytes, f"lower {caches.largest}"
     takes = f"full caches take {size(needed)}"
     if limit is not None and needed > limit:
-        message = f"{takes}, and the control group's limit is {size(limit)}"
-        yield Finding("memory", Level.WARNING, message, fix)
+        yield warning("memory", f"{takes}, and the control group's limit is {size(limit)}", fix)
     elif available is not None and needed > available:
-        message = f"{takes}, and {size(available)} are available"
-        yield Finding("memory", Level.WARNING, message, fix)
+        yield warning("memory", f"{takes}, and {size(available)} are available", fix)
     elif available is not None:
-        yield Finding("memory", Level.OK, f"{size(available)} available, {takes}")
+        yield ok("memory", f"{size(available)} available, {takes}")
 
 
 def check_host_tier(cache: CacheSection, gpu_bytes: int) -> Iterator[Finding]:
@@ -178,9 +174,8 @@ def check_host_tier(cache: CacheSection, gpu_bytes: int) -> Iterator[Finding]:
     roomy = (available if limit is None else min(available, limit)) // 2 >> 30 << 30
     device_bytes = min(gpu_bytes, cache.device_bytes or gpu_bytes)
     if 0 < 4 * cache.host_bytes < min(device_bytes, roomy):
-        yield Finding(
+        yield warning(
             "host tier",
-            Level.WARNING,
             f"it has {size(cache.host_bytes)}, and the GPU {size(gpu_bytes)}: most of what leaves "
             "the GPU is read back from disk",
             f"--host-cache {roomy >> 30}GiB, half of the memory available",
@@ -194,42 +189,32 @@ def check_operators(compiler: str | None, instructions: str, *, on_gpu: bool) ->
 
     compiles = compiles_for(instructions)
     if compiler is not None and compiles:
-        return Finding("C++ compiler", Level.OK, compiler)
+        return ok("C++ compiler", compiler)
     lacks = "records of the disk are expanded at three quarters of the speed"
     if not on_gpu:
         lacks = (
             "a token of a model from a GGUF file or in bfloat16 takes three times as long, "
             f"of others up to a quarter more, and {lacks}"
         )
-    if not compiles:
-        return Finding(
-            "C++ compiler",
-            Level.WARNING,
-            f"no operators are compiled for torch's {instructions} instructions: {lacks}",
-            "use a processor with AVX2, or let a virtual machine see that its host has it",
-        )
-    return Finding(
-        "C++ compiler",
-        Level.WARNING,
-        f"no C++ compiler ({', '.join(COMPILERS)}) on PATH: {lacks}",
-        "install one, on Debian `apt-get install g++`",
-    )
+    if compiles:
+        message = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH: {lacks}"
+        return warning("C++ compiler", message, "install one, on Debian `apt-get install g++`")
+    message = f"no operators are compiled for torch's {instructions} instructions: {lacks}"
+    fix = "use a processor with AVX2, or let a virtual machine see that its host has it"
+    return warning("C++ compiler", message, fix)
 
 
 def check_compiler(compiler: str | None, header: Path) -> Finding:
     """Triton builds its launcher with a C compiler when it first runs a kernel."""
-    if compiler is not None and header.exists():
-        return Finding("compiler", Level.OK, compiler)
-    lacking = f"no C compiler (CC, gcc or clang on PATH) and {header}"
-    if compiler is not None:
-        lacking = f"{compiler}, but not {header}"
-    elif header.exists():
-        lacking = "no C compiler (CC, gcc or clang on PATH)"
-    return Finding(
+    lacks = [] if compiler is not None else ["no C compiler (CC, gcc or clang on PATH)"]
+    if not header.exists():
+        lacks.append(f"no {header}")
+    if compiler is not None and not lacks:
+        return ok("compiler", compiler)
+    return warning(
         "compiler",
-        Level.WARNING,
-        f"{lacking}: Triton cannot build its launcher, so attention on the GPU gathers its blocks "
-        f"and decode steps are slow",
+        f"{' and '.join(lacks)}: Triton cannot build its launcher, so attention on the GPU gathers "
+        "its blocks and decode steps are slow",
         "install a C compiler and Python's headers, on Debian `apt-get install gcc libc6-dev "
         "python3-dev`",
     )
@@ -238,9 +223,7 @@ def check_compiler(compiler: str | None, header: Path) -> Finding:
 def check_disk(data_dir: Path) -> Iterator[Finding]:
     stands = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     if not os.access(stands, os.W_OK):
-        yield Finding(
-            "disk", Level.ERROR, f"{stands} cannot be written", "choose another --data-dir"
-        )
+        yield error("disk", f"{stands} cannot be written", "choose another --data-dir")
     cache = load_settings().settings.cache
     wanted, files = cache.disk_bytes, disk_path(data_dir).glob("shard-*/data.mdb")
     held = sum(file.stat().st_blocks * 512 for file in files)
@@ -250,55 +233,40 @@ def check_disk(data_dir: Path) -> Iterator[Finding]:
     message = f"{size(free)} free in {stands}; the disk tier holds {size(held)} of {size(wanted)}"
     if free < ROOM_BYTES:
         fix = "free space: no new block is kept, and a ledger in SQLite there refuses every request"
-        yield Finding("disk", Level.ERROR, message, fix)
+        yield error("disk", message, fix)
     elif may < wanted:
         less = f"{message}, and may hold {size(may)}: {size(reserve)} are left to others"
-        fix = "free space, or lower --disk-cache to what it may hold"
-        yield Finding("disk", Level.WARNING, less, fix)
+        yield warning("disk", less, "free space, or lower --disk-cache to what it may hold")
     else:
-        yield Finding("disk", Level.OK, message)
+        yield ok("disk", message)
     kind = file_system(stands)
     if kind in NETWORK_FILE_SYSTEMS:
-        yield Finding(
-            "file system",
-            Level.ERROR,
-            f"{stands} is on {kind}; LMDB needs a local file system",
-            "choose a --data-dir on a local disk",
-        )
+        message = f"{stands} is on {kind}; LMDB needs a local file system"
+        yield error("file system", message, "choose a --data-dir on a local disk")
     elif kind == "tmpfs":
-        yield Finding(
-            "file system",
-            Level.WARNING,
-            f"{stands} is in memory ({kind}); blocks there are lost at a restart of the machine",
-            "choose a --data-dir on a disk",
-        )
+        message = f"{stands} is in memory ({kind}); blocks there are lost at a restart"
+        yield warning("file system", message, "choose a --data-dir on a disk")
     else:
-        yield Finding("file system", Level.OK, kind or "unknown")
+        yield ok("file system", kind or "unknown")
 
 
 def check_lock(data_dir: Path) -> Finding:
+    check, path = "data directory", disk_path(data_dir)
     if data_dir.is_file():
-        fix = "name a folder with --data-dir"
-        return Finding("data directory", Level.ERROR, f"{data_dir} is a file", fix)
-    path = disk_path(data_dir)
+        return error(check, f"{data_dir} is a file", "name a folder with --data-dir")
     if is_locked(path):
-        return Finding("data directory", Level.OK, f"served by {read_holder(path)}")
+        return ok(check, f"served by {read_holder(path)}")
     if not data_dir.exists():
-        return Finding(
-            "data directory", Level.OK, f"{data_dir} does not exist yet; a start makes it"
-        )
+        return ok(check, f"{data_dir} does not exist yet; a start makes it")
     meta = read_meta(path)
     if meta is None:
-        return Finding("data directory", Level.OK, f"{data_dir} holds no disk tier yet")
+        return ok(check, f"{data_dir} holds no disk tier yet")
     if meta.format != FORMAT:
-        return Finding(
-            "data directory",
-            Level.WARNING,
-            f"the disk tier is of format {meta.format}, this version writes {FORMAT}",
-            "the next start drops its blocks; keep the older version to go on using them",
-        )
+        message = f"the disk tier is of format {meta.format}, this version writes {FORMAT}"
+        fix = "the next start drops its blocks; keep the older version to go on using them"
+        return warning(check, message, fix)
     closed = "was closed cleanly" if meta.clean else "was not closed cleanly; that is survived"
-    return Finding("data directory", Level.OK, f"no server runs; the disk tier {closed}")
+    return ok(check, f"no server runs; the disk tier {closed}")
 
 
 def check_server(data_dir: Path) -> Iterator[Finding]:
@@ -308,62 +276,52 @@ def check_server(data_dir: Path) -> Iterator[Finding]:
         if server is None:
             return
         ready = server.get("/health/ready")
-    except LiveError as error:
+    except LiveError as failure:
         fix = "mend that; the server goes on by itself, unless its reason or its log says otherwise"
-        yield Finding("server", Level.ERROR, f"it does not serve: {error}", fix)
+        yield error("server", f"it does not serve: {failure}", fix)
         return
     if degraded := ready.get("degraded"):
         fix = "mend that; requests are served meanwhile"
-        yield Finding("server", Level.WARNING, f"degraded: {'; '.join(degraded)}", fix)
+        yield warning("server", f"degraded: {'; '.join(degraded)}", fix)
     else:
-        yield Finding("server", Level.OK, f"ready at {server.url}")
+        yield ok("server", f"ready at {server.url}")
 
 
 def check_scopes(data_dir: Path) -> Iterator[Finding]:
     """Checks the list of models by which a purge finds a tenant's blocks."""
     if damage := find_damage(data_dir):
-        yield Finding("served models", Level.WARNING, *damage)
+        yield warning("served models", *damage)
 
 
 def check_privacy(data_dir: Path) -> Finding:
     """Checks that other users cannot read prompts, the ledger or signing keys."""
     if not data_dir.exists():
-        return Finding("privacy", Level.OK, f"a start makes {data_dir} for its owner alone")
+        return ok("privacy", f"a start makes {data_dir} for its owner alone")
     if not data_dir.stat().st_mode & 0o077:
-        return Finding("privacy", Level.OK, f"{data_dir} is its owner's alone")
+        return ok("privacy", f"{data_dir} is its owner's alone")
     shown = [each for each in data_dir.rglob("*") if each.is_file() and each.stat().st_mode & 0o077]
     if not shown:
-        return Finding("privacy", Level.OK, f"the files in {data_dir} are their owner's alone")
-    return Finding(
-        "privacy",
-        Level.WARNING,
-        f"other users of this machine may read {len(shown)} files in {data_dir}, such as "
-        f"{shown[0].name}",
-        f"chmod -R go= {data_dir}",
-    )
+        return ok("privacy", f"the files in {data_dir} are their owner's alone")
+    read = f"{len(shown)} files in {data_dir}, such as {shown[0].name}"
+    message = f"other users of this machine may read {read}"
+    return warning("privacy", message, f"chmod -R go= {data_dir}")
 
 
 def check_clock(now_s: float) -> Finding:
+    today = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s))
     if now_s < EARLIEST_S:
-        return Finding(
-            "clock",
-            Level.ERROR,
-            f"the clock says {time.strftime('%Y-%m-%d', time.gmtime(now_s))}",
-            "set it: rate cards and ledger entries are dated by it",
-        )
-    return Finding("clock", Level.OK, time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s)))
+        fix = "set it: rate cards and ledger entries are dated by it"
+        return error("clock", f"the clock says {today}", fix)
+    return ok("clock", today)
 
 
 def check_limits(soft: int, hard: int) -> Iterator[Finding]:
+    message = f"a process may open {soft} files"
     if 0 <= soft < LEAST_FILES:
-        yield Finding(
-            "limits",
-            Level.WARNING,
-            f"a process may open {soft} files; each connection takes one",
-            f"raise it: ulimit -n {max(LEAST_FILES, hard) if hard > 0 else LEAST_FILES}",
-        )
+        fix = f"raise it: ulimit -n {max(LEAST_FILES, hard) if hard > 0 else LEAST_FILES}"
+        yield warning("limits", f"{message}; each connection takes one", fix)
     else:
-        yield Finding("limits", Level.OK, f"a process may open {soft} files")
+        yield ok("limits", message)
 
 
 def _folder(package: str) -> Path | None:

@@ -1,17 +1,17 @@
 """`cachesvc monitor`: block events of the running server, as they come."""
 
+import json as jsons
 from collections.abc import Mapping
 from datetime import datetime
 from itertools import islice
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import typer
 
 from api.format import size
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir
-from cachesvc.cli.render import KEY_DIGITS, note, print_json_line
+from cachesvc.cli.render import KEY_DIGITS, note
 from tiers.telemetry.events import EventKind
 from tiers.tier import TierName
 
@@ -34,14 +34,14 @@ def monitor(
     """
     server = running_server(data_dir)
     asked = [("tier", name) for name in tier or ()] + [("kind", name) for name in kind or ()]
-    query = urlencode([*asked, *([("tokens", "1")] if tokens else [])])
+    query = [*asked, ("tokens", "1" if tokens else None)]
     note(f"listening to {server.url}")
-    for name, event in islice(server.follow(f"/admin/api/events?{query}"), count):
+    for name, event in islice(server.follow("/admin/api/events", query), count):
         if name == "closing":
             note("the server stops")
             return
         if json:
-            print_json_line({"event": name, **event})
+            typer.echo(jsons.dumps({"event": name, **event}, ensure_ascii=False))
         elif name == "gap":
             note(f"{event['missed']} events were lost: this terminal reads too slowly")
         else:
@@ -49,7 +49,6 @@ def monitor(
 
 
 def line(event: Mapping[str, Any]) -> str:
-    """One event on one line."""
     when = datetime.fromtimestamp(event["time_s"]).astimezone().strftime("%H:%M:%S.%f")[:-3]
     parts = [when, f"{event['kind']:<8}", f"{event['tier']:<7}"]
     if event["key"]:

@@ -70,9 +70,12 @@ def print_json(data: Any) -> None:
     typer.echo(jsons.dumps(data, indent=2, default=str, ensure_ascii=False))
 
 
-def print_json_line(data: Any) -> None:
-    """Prints `data` as one line, for programs that read a stream."""
-    typer.echo(jsons.dumps(data, default=str, ensure_ascii=False))
+def answer(data: Any, json: bool, *lines: str) -> None:
+    """Prints what a command did: `data` as JSON, or `lines` for people."""
+    if json:
+        print_json(data)
+    else:
+        typer.echo("\n".join(lines))
 
 
 def print_table(
@@ -146,14 +149,12 @@ def _cell(document: Mapping[str, Any], column: Column) -> object:
 
 
 def print_pairs(pairs: Mapping[str, object]) -> None:
-    """Print names and values below each other."""
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():
         typer.echo(f"{name:<{width}}  {_plain(value)}")
 
 
 def _plain(value: object) -> object:
-    """Replaces True, False and None by words."""
     if value is None:
         return "-"
     return ("no", "yes")[value] if isinstance(value, bool) else value

@@ -367,8 +367,8 @@ def _by_word(*counts: Mapping[Any, int]) -> dict[tuple[str, ...], Number]:
 
 
 def _events(cache: "CacheStats") -> Mapping[tuple[str, ...], Number]:
-    none = {(tier.name, event): 0 for tier in _tiers(cache) for event in CacheEvent}
-    return {**none, **cache.events}
+    kinds = [(tier.name, event) for tier in _tiers(cache) for event in CacheEvent]
+    return {each: cache.events.get(each, 0) for each in kinds}
 
 
 def _moved_bytes(cache: "CacheStats") -> dict[tuple[str, ...], Number]:

@@ -12,17 +12,18 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "server.json"
 TIMEOUT_S = 30.0
 FIND_TIMEOUT_S = 30.0  # a busy server's answer to the first question
+Query = Mapping[str, Any] | Sequence[tuple[str, Any]]
 _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  an address to connect to instead
 
 
@@ -47,32 +48,32 @@ class LiveServer:
     pid: int
     token: str = field(repr=False)
 
-    def get(self, path: str, *, timeout_s: float = TIMEOUT_S) -> Any:
+    def get(self, path: str, query: Query = (), *, timeout_s: float = TIMEOUT_S) -> Any:
         """The JSON at `path`, or the text if it is not JSON. Raises LiveError."""
-        return self._ask("GET", path, None, timeout_s)
+        return self._ask("GET", path + _asked(query), None, timeout_s)
 
     def post(self, path: str, body: Any = None, *, timeout_s: float = TIMEOUT_S) -> Any:
         """The JSON answer of `path` to `body`. Raises LiveError."""
         return self._ask("POST", path, body, timeout_s)
 
-    def follow(self, path: str) -> Iterator[tuple[str, Any]]:
+    def follow(self, path: str, query: Query) -> Iterator[tuple[str, Any]]:
         """The server-sent events at `path`, as name and JSON, until the server ends them.
 
         Raises LiveError, also after `TIMEOUT_S` without even a comment.
         """
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(
-            address.hostname or "", address.port, timeout=TIMEOUT_S
-        )
-        with contextlib.closing(connection):
+        with contextlib.closing(self._connection(TIMEOUT_S)) as connection:
             try:
-                connection.request("GET", path, headers=self._headers())
+                connection.request("GET", path + _asked(query), headers=self._headers())
                 response = connection.getresponse()
                 if response.status != 200:
                     _taken(response.status, response.read())
                 yield from _events(response)
             except (OSError, http.client.HTTPException) as error:
                 raise LiveError(f"the server at {self.url} went away: {error}") from None
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        at = urlsplit(self.url)
+        return http.client.HTTPConnection(at.hostname or "", at.port, timeout=timeout_s)
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.token}", "X-Cachesvc-Actor": actor()}
@@ -83,11 +84,7 @@ class LiveServer:
         if body is not None:
             payload = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        address = urlsplit(self.url)
-        connection = http.client.HTTPConnection(
-            address.hostname or "", address.port, timeout=timeout_s
-        )
-        with contextlib.closing(connection):
+        with contextlib.closing(self._connection(timeout_s)) as connection:
             try:
                 connection.request(method, path, payload, headers)
                 response = connection.getresponse()
@@ -156,7 +153,6 @@ def _write(path: Path, fields: Mapping[str, Any]) -> None:
 
 
 def new_token() -> str:
-    """An operator's token for one run of the server."""
     return "op-" + secrets.token_urlsafe(32)
 
 
@@ -165,6 +161,13 @@ def reachable(url: str) -> str:
     address = urlsplit(url)
     host = _ANY_ADDRESS.get(address.hostname or "", address.hostname or "")
     return f"http://{f'[{host}]' if ':' in host else host}:{address.port}"
+
+
+def _asked(query: Query) -> str:
+    """The query of a URL; what is None is not asked."""
+    pairs = query.items() if isinstance(query, Mapping) else query
+    given = [(name, value) for name, value in pairs if value is not None]
+    return f"?{urlencode(given)}" if given else ""
 
 
 def _events(lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
@@ -185,7 +188,7 @@ def _taken(status: int, text: bytes) -> Any:
         body = json.loads(text) if text else None
     except ValueError:
         if status < 300:
-            return _file(text)
+            return text.decode()
         raise LiveError(f"the server answered {status} without JSON") from None
     if status < 300:
         return body
@@ -197,14 +200,6 @@ def _taken(status: int, text: bytes) -> Any:
     raise (ServerFoundWrong if error.get("code") == "invalid_value" else LiveError)(
         error["message"]
     )
-
-
-def _file(data: bytes) -> str | bytes:
-    """A table or a page as text, a PDF as bytes."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return data
 
 
 def actor() -> str:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlencode
 
 from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
 from cachesvc.server.server_file import LiveServer
@@ -39,7 +38,7 @@ class LiveSource:
 
     def read(self) -> Reading:
         query = [("window_s", str(WINDOW_S)), *(("series", each) for each in SPARKS.values())]
-        history = self._server.get(f"/admin/api/history?{urlencode(query)}")["series"]
+        history = self._server.get("/admin/api/history", query)["series"]
         return Reading(
             self._server.url,
             self._server.get("/admin/api/stats"),

@@ -10,7 +10,6 @@ from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import typer
 
@@ -32,7 +31,7 @@ from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import LiveServer, find_server
 from tiers.blocks.keys import PrefixKey, token_ids
 from tiers.disk.format.codec import CodecId
-from tiers.disk.inspection.view import BlockInfo, DiskView, open_view
+from tiers.disk.inspection.view import BlockInfo, open_view
 from tiers.tier import TierName
 
 MOST = 100_000  # blocks that a server returns at once
@@ -62,7 +61,6 @@ def list_blocks(
             help="Only blocks unused for this long, such as 2h or 7d",
         ),
     ] = None,
-    oldest: Annotated[bool, typer.Option(help="Sort by eviction order, next victim first")] = False,
     by: Annotated[
         By | None,
         typer.Option(
@@ -81,16 +79,13 @@ def list_blocks(
     path = existing_data_dir(data_dir)
     if by is By.HITS:
         _list_by_hits(path, tenant, limit or MOST, json)
-        return
-    if by is By.ROOM:
+    elif by is By.ROOM:
         list_by_room(path, tenant, limit or MOST, json)
-        return
-    idle_s = older_than or 0.0
-    wanted = scope_filter(path, tenant, scope)
-    if tier is TierName.DISK:
-        _list_disk(path, wanted, idle_s, oldest=oldest, limit=limit, json=json)
+    elif tier is TierName.DISK:
+        _list_disk(path, scope_filter(path, tenant, scope), older_than or 0.0, limit, json)
     else:
-        _list_memory(path, wanted, tier, idle_s, limit=limit, json=json)
+        wanted = scope_filter(path, tenant, scope)
+        _list_memory(path, wanted, tier, older_than or 0.0, limit, json)
 
 
 def show(
@@ -124,9 +119,7 @@ def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> Non
     """The blocks in memory with the most hits; without a server, the most recently used on disk."""
     server = find_server(path)
     if server is not None:
-        asked = {"limit": limit} | ({"tenant": tenant} if tenant else {})
-        found = server.get(f"/admin/api/blocks?{urlencode(asked)}")["blocks"]
-        _print_memory(found, json)
+        _print_memory(_in_memory(server, limit=limit, tenant=tenant or None), json)
         return
     note("no server runs: hits are not kept on disk, so these are the blocks that were used last")
     wanted = scope_filter(path, tenant, None)
@@ -151,19 +144,13 @@ def _readable(name: str, value: Any) -> Any:
 
 
 def _list_disk(
-    path: Path,
-    wanted: Callable[[PrefixKey], bool],
-    idle_s: float,
-    *,
-    oldest: bool,
-    limit: int,
-    json: bool,
+    path: Path, wanted: Callable[[PrefixKey], bool], idle_s: float, limit: int, json: bool
 ) -> None:
     now_s = time.time()
     with open_view(found_disk(path)) as view:
         found = (
             block
-            for block in view.blocks(oldest=oldest)
+            for block in view.blocks()
             if wanted(block.scope) and now_s - block.used_s >= idle_s
         )
         blocks = list(islice(found, limit or None))
@@ -178,15 +165,13 @@ def _list_memory(
     wanted: Callable[[PrefixKey], bool],
     tier: TierName,
     idle_s: float,
-    *,
     limit: int,
     json: bool,
 ) -> None:
     server = find_server(path)
     if server is None:
         fail(f"no server runs on {path}, and the {tier} tier ended with it; --tier disk")
-    query = urlencode({"tier": tier, "idle_s": idle_s, "limit": MOST})
-    found = server.get(f"/admin/api/blocks?{query}")["blocks"]
+    found = _in_memory(server, tier=tier, idle_s=idle_s, limit=MOST)
     matching = [block for block in found if wanted(PrefixKey(bytes.fromhex(block["scope"])))]
     shown = matching[: limit or None]
     _print_memory(shown, json)
@@ -194,20 +179,24 @@ def _list_memory(
         note(f"{len(shown)} of {len(matching)} blocks; --limit 0 lists all that match")
 
 
+def _in_memory(server: LiveServer, **query: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = server.get("/admin/api/blocks", query)["blocks"]
+    return found
+
+
 def _live_block(server: LiveServer | None, key: str) -> dict[str, Any] | None:
     """The one block in memory whose key begins with `key`."""
     if server is None or not key or set(key.lower()) - set("0123456789abcdef") or len(key) > 32:
         return None
-    query = urlencode({"key": key.lower(), "tokens": "1", "limit": 2})
-    found = server.get(f"/admin/api/blocks?{query}")["blocks"]
+    found = _in_memory(server, key=key.lower(), tokens="1", limit=2)
     return found[0] if len(found) == 1 else None
 
 
 def _on_disk(path: Path, key: str, *, missing_ok: bool) -> dict[str, Any]:
     with open_view(found_disk(path)) as view:
-        if missing_ok and not _starts(view, key):
+        block = find_block(view, key, missing_ok=missing_ok)
+        if block is None:
             return {}
-        block = find_block(view, key)
         chain = view.chain(block)
         children = [child.key.hex() for child in view.children().get(block.key, [])]
     return block_json(block) | {
@@ -220,29 +209,14 @@ def _on_disk(path: Path, key: str, *, missing_ok: bool) -> dict[str, Any]:
     }
 
 
-def _starts(view: DiskView, key: str) -> bool:
-    low = key.lower()
-    return any(
-        block.key.hex().startswith(low)
-        for block in view.find(bytes.fromhex(low[: len(low) // 2 * 2]))
-    )
-
-
 def block_json(block: BlockInfo) -> dict[str, Any]:
     """A block on disk as JSON, with the field names of /admin/api/blocks."""
+    same = ("num_tokens", "stored_bytes", "logical_bytes", "computed_s", "written_s", "used_s")
     return {
-        "key": block.key.hex(),
-        "parent": block.parent.hex(),
-        "scope": block.scope.hex(),
+        **{name: getattr(block, name).hex() for name in ("key", "parent", "scope")},
         "tier": "disk",
-        "num_tokens": block.num_tokens,
-        "stored_bytes": block.stored_bytes,
-        "logical_bytes": block.logical_bytes,
+        **{name: getattr(block, name) for name in (*same, "shard")},
         "codec": CodecId(block.codec).name.lower(),
-        "computed_s": block.computed_s,
-        "written_s": block.written_s,
-        "used_s": block.used_s,
-        "shard": block.shard,
         "fault": block.why,
     }
 

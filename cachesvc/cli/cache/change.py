@@ -17,7 +17,7 @@ from api.format import number_of, size
 from cachesvc.cli import options
 from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
+from cachesvc.cli.render import AsJson, answer, confirm, fail, note, progress
 from cachesvc.config.places import found_disk
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.format.rows import IndexEntry
@@ -67,7 +67,10 @@ def evict(
     if not (everything or scope) and older_than is None and num_bytes is None:
         fail("say what to evict: --older-than, --scope, --bytes, or --all for every block", 2)
     with _view(data_dir) as view:
-        rule = _age_rule(_scope_rule(view, scope), older_than)
+        rule = _scope_rule(view, scope)
+        if older_than is not None:
+            before_s = time.time() - older_than
+            rule = _both(rule, lambda key, entry: entry.place.used_s <= before_s)
         if not pinned:
             kept = pinned_keys(view.path)
             rule = _both(rule, lambda key, entry: key not in kept)
@@ -88,10 +91,8 @@ def compact(data_dir: DataDir = None, json: AsJson = False) -> None:
     """Return the files' free space to the file system. Safe beside a running server."""
     with _view(data_dir) as view:
         before, after = _give_back(view.shards, view.path)
-    if json:
-        print_json({"file_bytes_before": before, "file_bytes": after})
-    else:
-        typer.echo(f"files {size(before)} -> {size(after)}")
+    files = {"file_bytes_before": before, "file_bytes": after}
+    answer(files, json, f"files {size(before)} -> {size(after)}")
 
 
 def _give_back(shards: Sequence[Shard], path: Path) -> tuple[int, int]:
@@ -117,13 +118,6 @@ def _scope_rule(view: DiskView, starts: Sequence[str] | None) -> Rule:
     accounts = view.accounts()
     roots = frozenset(find_scope(accounts, start) for start in starts)
     return lambda key, entry: entry.scope in roots
-
-
-def _age_rule(rule: Rule, older_than_s: float | None) -> Rule:
-    if older_than_s is None:
-        return rule
-    before_s = time.time() - older_than_s
-    return _both(rule, lambda key, entry: entry.place.used_s <= before_s)
 
 
 def _both(first: Rule, second: Rule) -> Rule:
@@ -152,10 +146,9 @@ def _amount(removed: Removed) -> str:
 
 def _tell_removed(gone: Removed, returned_bytes: int, path: Path, json: bool) -> None:
     server = server_of(path)
-    if json:
-        print_json(gone._asdict() | {"returned_bytes": returned_bytes, "server": server})
-    else:
-        typer.echo(f"{_amount(gone)} evicted; {size(returned_bytes)} returned to the file system")
+    told = gone._asdict() | {"returned_bytes": returned_bytes, "server": server}
+    back = f"{size(returned_bytes)} returned to the file system"
+    answer(told, json, f"{_amount(gone)} evicted; {back}")
     if server is not None:
         note(
             f"a server holds this directory ({server}): blocks in its memory stay, and it may "

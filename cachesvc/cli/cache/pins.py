@@ -9,7 +9,7 @@ import typer
 from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, duration, existing_data_dir
-from cachesvc.cli.render import KEY_DIGITS, AsJson, Column, fail, print_documents, print_json
+from cachesvc.cli.render import KEY_DIGITS, AsJson, Column, answer, fail, print_documents
 from cachesvc.config.places import found_disk
 from cachesvc.server.server_file import find_server
 from tiers.disk.pin_file import load_pins
@@ -50,7 +50,8 @@ def pin(
     if not why:
         fail("say why with --reason: the admin trail keeps it", 2)
     if end:
-        _end(name, why, data_dir, json)
+        ended = running_server(data_dir).post("/admin/api/cache/unpin", {"name": name, "why": why})
+        answer(ended, json, f"{name} is pinned no more")
         return
     if for_s is None:
         fail("say for how long with --for, such as --for 12h", 2)
@@ -64,25 +65,10 @@ def pin(
         body["prompt"] = _text(file)
     if system is not None:
         body["messages"] = [{"role": "system", "content": _text(system)}]
-    made = _post("pin", body, data_dir)
-    if json:
-        print_json(made)
-        return
+    made = running_server(data_dir).post("/admin/api/cache/pin", body)
     tokens = number_of(made["num_tokens"], "token")
     blocks = number_of(made["num_blocks"], "block")
-    typer.echo(f"{tokens} ({blocks}) pinned as {name} for {seconds(for_s)}")
-
-
-def _end(name: str, why: str, data_dir: Path | None, json: bool) -> None:
-    ended = _post("unpin", {"name": name, "why": why}, data_dir)
-    if json:
-        print_json(ended)
-    else:
-        typer.echo(f"{name} is pinned no more")
-
-
-def _post(what: str, body: dict[str, Any], data_dir: Path | None) -> Any:
-    return running_server(data_dir).post(f"/admin/api/cache/{what}", body)
+    answer(made, json, f"{tokens} ({blocks}) pinned as {name} for {seconds(for_s)}")
 
 
 def _list(path: Path, json: bool) -> None:

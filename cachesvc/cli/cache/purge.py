@@ -1,7 +1,7 @@
 """`cachesvc cache purge`: every block of a tenant, a sharing group or a scope, with a receipt."""
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from billing.store.opening import database_url as ledger_url
 from cachesvc.cli.cache.select import find_scope, server_of
 from cachesvc.cli.money.books import DatabaseUrl, actor, books
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, confirm, fail, note, print_json, progress
+from cachesvc.cli.render import AsJson, answer, confirm, fail, note, progress
 from cachesvc.config.places import default_database_url, found_disk
 from cachesvc.operator.purge import Order, keep_receipt, purge_stopped, receipt, roots_to_purge
 from cachesvc.operator.scopes import ScopeKind, salt_of
@@ -66,10 +66,7 @@ def purge(
     signed = _purge_live(path, kind, name, why) or _purge_stopped(
         path, kind, name, why, database_url
     )
-    if json:
-        print_json(signed)
-    else:
-        _tell(signed, kind, name)
+    answer(signed, json, *_lines(signed, kind, name))
 
 
 def _purge_live(path: Path, kind: ScopeKind, name: str, why: str) -> Mapping[str, Any] | None:
@@ -116,19 +113,15 @@ def _purge_disk(
     return signed
 
 
-def _tell(signed: Mapping[str, Any], kind: str, name: str) -> None:
+def _lines(signed: Mapping[str, Any], kind: str, name: str) -> Iterator[str]:
+    whose = f"of {kind} {name} off"
     for tier, gone in signed["tiers"].items():
-        blocks = number_of(gone["blocks"], "block")
-        typer.echo(f"{blocks} ({size(gone['bytes'])}) of {kind} {name} off {tier}")
+        yield f"{number_of(gone['blocks'], 'block')} ({size(gone['bytes'])}) {whose} {tier}"
     for tier, gone in signed.get("checkpoints", {}).items():
-        checkpoints = number_of(gone["count"], "checkpoint")
-        typer.echo(f"{checkpoints} ({size(gone['bytes'])}) of {kind} {name} off {tier}")
-    if signed["blocks_in_use"]:
-        typer.echo(
-            f"{signed['blocks_in_use']} of them are in use by running requests and go when these "
-            "end"
-        )
-    typer.echo(
+        yield f"{number_of(gone['count'], 'checkpoint')} ({size(gone['bytes'])}) {whose} {tier}"
+    if in_use := signed["blocks_in_use"]:
+        yield f"{in_use} of them are in use by running requests and go when these end"
+    yield (
         f"a look at every block found none left; receipt {signed['finished_ns']} is in "
         f"receipts/, signed with key {signed['key_id']}"
     )
@@ -149,17 +142,13 @@ def _purge_scopes(
     order = Order(kind="scope", name=names, by=actor(), why=why, started_s=time.time())
     signed = _purge_disk(path, order, roots)
     ledger = Path(ledger_url(path).removeprefix("sqlite:///"))
-    if (
-        database_url or default_database_url() or ledger.exists()
-    ):  # an engine without a server has no ledger
+    # An engine without a server has no ledger.
+    if database_url or default_database_url() or ledger.exists():
         with books(path, database_url) as open_books:
             open_books.accounts.trail.record(
                 "cache.purge", names, by=order.by, after=signed, reason=why
             )
-    if json:
-        print_json(signed)
-    else:
-        _tell(signed, order.kind, order.name)
+    answer(signed, json, *_lines(signed, order.kind, order.name))
 
 
 def _chosen(folder: Path, starts: list[str]) -> tuple[set[PrefixKey], Removed]:
@@ -183,14 +172,9 @@ def _purge_beside(folder: Path, roots: set[PrefixKey], server: str, *, json: boo
         for shard in shards:
             gone = gone.plus(purge_shards([shard], roots))
             advance(1)
-    if json:
-        scopes = sorted(root.hex() for root in roots)
-        print_json(gone._asdict() | {"scopes": scopes, "server": server})
-    else:
-        typer.echo(
-            f"{number_of(gone.num_blocks, 'block')} ({size(gone.stored_bytes)}) purged; "
-            "their space is free for new blocks"
-        )
+    told = gone._asdict() | {"scopes": sorted(root.hex() for root in roots), "server": server}
+    blocks = f"{number_of(gone.num_blocks, 'block')} ({size(gone.stored_bytes)})"
+    answer(told, json, f"{blocks} purged; their space is free for new blocks")
     note(
         f"a server holds this directory ({server}): blocks in its memory stay, and it may write "
         "them to disk again, so there is no receipt; --tenant or --group purges those as well, and "

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlencode
 
 import typer
 
@@ -17,11 +16,14 @@ from tiers.disk.inspection.view import BlockInfo, DiskView
 Tenant = Annotated[str | None, typer.Option(help="Only blocks of this tenant or sharing group")]
 
 
-def find_block(view: DiskView, start: str) -> BlockInfo:
-    """The one block whose key begins with `start`; ends the command unless there is exactly one."""
+def find_block(view: DiskView, start: str, *, missing_ok: bool) -> BlockInfo | None:
+    """The one block whose key begins with `start`; ends the command if there are more, or none
+    unless `missing_ok`."""
     found = [
         block for block in view.find(_whole_bytes(start)) if block.key.hex().startswith(_low(start))
     ]
+    if missing_ok and not found:
+        return None
     _exactly_one(len(found), f"block's key begins with {start}", "`cachesvc cache ls`")
     return found[0]
 
@@ -42,7 +44,7 @@ def scope_filter(path: Path, tenant: str | None, start: str | None) -> Callable[
     """
     server = find_server(path) if tenant else None
     if server is not None:
-        server.get(f"/admin/api/blocks?{urlencode({'tenant': tenant, 'limit': 1})}")
+        server.get("/admin/api/blocks", {"tenant": tenant, "limit": 1})
     roots = roots_of(path, tenant) if tenant is not None else None
     if roots is not None and not roots:
         fail(

@@ -37,7 +37,6 @@ def stats(data_dir: DataDir = None, json: AsJson = False) -> None:
 
 
 def _print_tiers(tiers: Mapping[str, Any]) -> None:
-    """Prints the tiers of a running server as a table; nothing without a server."""
     if not tiers:
         return
     typer.echo("")
@@ -56,7 +55,6 @@ def _print_tiers(tiers: Mapping[str, Any]) -> None:
 
 
 def _print_owners(owners: Sequence[Mapping[str, Any]]) -> None:
-    """Prints bytes by owner, largest first."""
     if not owners:
         return
     typer.echo("")

@@ -5,14 +5,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import typer
 
 from api.format import number_of, seconds
 from cachesvc.cli.live_server import running_server
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, fail, note, print_json
+from cachesvc.cli.render import AsJson, answer, fail, note
 from cachesvc.config.places import found_disk
 from tiers.blocks.tree import MAX_DEPTH, Tree, TreeQuery, tree_json
 from tiers.disk.inspection.view import open_view
@@ -38,16 +37,12 @@ def tree(
     if tenant and not live:
         fail("--tenant asks the running server, which knows the owners of blocks: add --live", 2)
     if live:
-        asked = urlencode({"depth": depth, "tenant": tenant})
-        document = running_server(data_dir).get(f"/admin/api/cache/tree?{asked}")
+        asked = {"depth": depth, "tenant": tenant}
+        document = running_server(data_dir).get("/admin/api/cache/tree", asked)
     else:
         document = tree_json(_on_disk(data_dir, depth, children))
-    if json:
-        print_json(document)
-        return
-    for line in tree_lines(document):
-        typer.echo(line)
-    if not document["num_blocks"] and not live:
+    answer(document, json, *tree_lines(document))
+    if not (document["num_blocks"] or live or json):
         note("no block is on disk; --live draws what the running server holds in memory")
 
 
@@ -58,7 +53,6 @@ def _on_disk(data_dir: Path | None, depth: int, children: int) -> Tree:
 
 
 def key_label(node: Node) -> str:
-    """A node's key as a label; a partly filled block has none."""
     return node["key"][:12] if node["key"] else "(partial)"
 
 

@@ -8,7 +8,7 @@ import typer
 
 from api.format import number_of, seconds, size
 from cachesvc.cli.options import DataDir, existing_data_dir
-from cachesvc.cli.render import AsJson, fail, print_json, progress
+from cachesvc.cli.render import AsJson, answer, fail, progress
 from cachesvc.config.places import found_disk
 from tiers.disk.inspection.opening import open_shards, repair_folder
 from tiers.disk.inspection.verify import verify_all
@@ -28,23 +28,16 @@ def verify(
         with progress("verifying", num_blocks) as advance:
             total = verify_all(shards, repair=repair, advance=advance)
     elapsed_s = time.monotonic() - started
-    if json:
-        print_json(
-            asdict(total) | {"sound": total.sound, "mended": mended, "seconds": round(elapsed_s, 3)}
-        )
-    else:
-        typer.echo(
-            f"{number_of(total.num_blocks, 'block')} ({size(total.logical_bytes)} of KV) "
-            f"as they were written; checked in {seconds(elapsed_s)}"
-        )
-        for what in mended:
-            typer.echo(what)
-        for reason, num_bad in total.bad.items():
-            typer.echo(f"{number_of(num_bad, 'bad block')}: {reason}")
-        for problem in total.structure:
-            typer.echo(problem)
-        if total.num_repaired:
-            typer.echo(f"{total.num_repaired} of them were deleted")
+    answer(
+        asdict(total) | {"sound": total.sound, "mended": mended, "seconds": round(elapsed_s, 3)},
+        json,
+        f"{number_of(total.num_blocks, 'block')} ({size(total.logical_bytes)} of KV) as they were "
+        f"written; checked in {seconds(elapsed_s)}",
+        *mended,
+        *(f"{number_of(num, 'bad block')}: {reason}" for reason, num in total.bad.items()),
+        *total.structure,
+        *([f"{total.num_repaired} of them were deleted"] if total.num_repaired else ()),
+    )
     if total.structure:
         fail(
             "the databases of the disk tier disagree; a server that starts mends them, and so does "

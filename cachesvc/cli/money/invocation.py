@@ -12,7 +12,7 @@ from functools import wraps
 from inspect import Parameter
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from api.admin.routes.operation_table import PREFIX, operation_of
 from billing.operations.books import Books
@@ -71,8 +71,7 @@ def _asked(server: LiveServer, operation: Callable[..., object], given: Mapping[
     path = re.sub(r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template)
     if method == "POST":
         return server.post(PREFIX + path, arguments, timeout_s=PATIENCE_S)
-    query = urlencode({name: value for name, value in arguments.items() if value is not None})
-    return server.get(f"{PREFIX}{path}?{query}", timeout_s=PATIENCE_S)
+    return server.get(PREFIX + path, arguments, timeout_s=PATIENCE_S)
 
 
 def _option(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
