@@ -182,17 +182,14 @@ class TieredCache:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other machines can load what is published here."""
         return self.disk is not None and self.disk.is_shared
 
     @property
     def stream(self) -> EventStream:
-        """Block events for subscribers."""
         return self.residency.counters.stream
 
     def start(self, on_load: Callable[[], None] = lambda: None) -> None:
-        """Starts the disk threads. `on_load` wakes an idle engine when one of their jobs is
-        done."""
+        """Starts the disk threads. They call `on_load`, which wakes an idle engine, after a job."""
         if self._mover is not None:
             self._mover.set_on_done(on_load)
             self._mover.start()
@@ -212,8 +209,7 @@ class TieredCache:
         self._toucher.start()
 
     def warm_up(self) -> None:
-        """Waits until the memory that the first prompts need is touched. Call it before any block
-        is used."""
+        """Waits for the memory of the first prompts. Call it before any block is used."""
         if self._toucher is not None:
             self._toucher.wait()
 
@@ -226,8 +222,7 @@ class TieredCache:
         return lazy_memories
 
     def close(self, *, flush: bool = True) -> int:
-        """Flushes to disk, ends the threads and closes the disk tier. Returns the number of blocks
-        not flushed."""
+        """Flushes and closes the tiers and ends their threads. Returns how many blocks are lost."""
         unsaved = self._demoter.flush() if flush else 0
         if self._toucher is not None:
             self._toucher.close()
@@ -248,10 +243,8 @@ class TieredCache:
         return len(self.index.match(chain)) * self.layout.block_size
 
     def open(self, chain: Chain, *, reads: bool = True) -> Ticket:
-        """Pins the cached part of the chain's prefix and asks the disk for the rest.
-
-        A private chain, or one not to be read, gets an empty ticket.
-        """
+        """Pins the cached part of the chain's prefix and asks the disk for the rest. A private
+        chain, or one not to be read, gets an empty ticket."""
         if chain.root in self.operations.blocked:
             chain.private = True
         if chain.private or not reads:
@@ -342,8 +335,7 @@ class TieredCache:
             self._toucher.rest()
 
     def flush(self, deadline_s: float = 60.0) -> int:
-        """Writes every full block to disk and waits. Returns the number that could not be
-        written."""
+        """Writes every full block to disk and waits. Returns how many could not be written."""
         unsaved = self._demoter.flush(deadline_s)
         return unsaved + (self.group.flush(deadline_s) if self.group is not None else 0)
 
@@ -360,8 +352,7 @@ class TieredCache:
         )
 
     def on_purge(self, detach: Callable[[Collection[PrefixKey]], None]) -> None:
-        """Sets the function that makes running requests of some scopes private; called by the
-        engine."""
+        """Sets what makes running requests of some scopes private. The engine calls it."""
         self.operations.purger.detach = detach
 
     def stats(self) -> CacheStats:
@@ -398,7 +389,6 @@ class TieredCache:
 
 
 def _divided(layout: BlockLayout, settings: CacheSettings) -> tuple[CacheSettings, CacheSettings]:
-    """The settings of the blocks and those of the checkpoints."""
     share, nbytes = settings.checkpoint_share, layout.checkpoint.nbytes
     on_device = max(MIN_SLOTS * nbytes, int(share * settings.device_bytes))
     on_host = int(share * settings.host_bytes)
@@ -413,8 +403,7 @@ def _divided(layout: BlockLayout, settings: CacheSettings) -> tuple[CacheSetting
 
 
 def _num_slots(layout: BlockLayout, settings: CacheSettings) -> int:
-    """The number of blocks that fit on the device. Raises ConfigurationError if they are too
-    few."""
+    """The blocks that fit on the device. Raises ConfigurationError if they are too few."""
     num_blocks = settings.device_bytes // slot_nbytes(layout)
     if num_blocks < 2:
         raise ConfigurationError(

@@ -38,7 +38,6 @@ class CheckpointCache(Protocol):
 
     def submit(self, job: Job) -> bool:
         """Ask the tiers below memory. False if there are none, or they are overloaded."""
-        ...
 
 
 class Checkpoints:
@@ -95,13 +94,11 @@ class Checkpoints:
             self._fall_back(ticket, resume)
 
     def close(self, ticket: Ticket) -> None:
-        """Release the checkpoint of a ticket."""
         if ticket.resume is not None and ticket.resume.part is not None:
             self._group.close_ticket(ticket.resume.part)
             ticket.resume.part = None
 
     def release(self, part: Ticket) -> None:
-        """Release a checkpoint whose state was read."""
         self._group.close_ticket(part)
 
     def parts(self, chain: Chain) -> int:

@@ -92,6 +92,5 @@ FAULTS: Final = (
 
 
 def mib(num_bytes: int) -> str:
-    """A size for an error message."""
     gib = num_bytes / (1 << 30)
     return f"{gib:.4g} GiB" if gib >= 1 else f"{num_bytes / (1 << 20):.4g} MiB"

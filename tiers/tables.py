@@ -54,10 +54,7 @@ class BlockTables:
 
     def plan(self, chain: Chain, start: int) -> list[Block]:
         """Make blocks for the chain's tokens from `start` on, acquired and announced as being
-        computed.
-
-        They have no slots yet. Other requests that need one of them wait for it.
-        """
+        computed. They have no slots yet. Other requests that need one of them wait for it."""
         now_s = time.monotonic()
         blocks = [_made(chain, now_s) for _ in range(start, chain.num_blocks)]
         for number, block in enumerate(blocks, start):

@@ -154,28 +154,19 @@ class Tier(Protocol):
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         """The length of the leading run held. May be optimistic, since only `load` verifies."""
-        ...
 
     def load(self, ids: Sequence[BlockId], into: "Sequence[Frame]") -> Loaded:
         """Fill `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be served.
-
-        Only the `part` of the block that a frame asks for is filled.
-        """
-        ...
+        Only the `part` of the block that a frame asks for is filled."""
 
     def store(
         self, ids: Sequence[BlockId], frames: "Sequence[Frame]", ages: Sequence[Age] = ()
     ) -> list[PrefixKey]:
         """Write blocks not yet held. Returns the keys, of these and others, that are no longer
-        held.
-
-        Without `ages` they count as computed and used now.
-        """
-        ...
+        held. Without `ages` they count as computed and used now."""
 
     def discard(self, keys: Sequence[PrefixKey]) -> int:
         """Remove these blocks, except those to `keep`. Returns how many were held."""
-        ...
 
     def stats(self) -> TierStats: ...
 
@@ -189,7 +180,6 @@ class Leveled(Protocol):
 
     def probe(self, ids: Sequence[BlockId]) -> int:
         """As `Tier.probe`."""
-        ...
 
     def stats(self) -> TierStats: ...
 
@@ -228,20 +218,16 @@ class ManagedTier(Tier, Protocol):
         return False
 
     def publish(self, keys: Sequence[PrefixKey]) -> "Future[int]":
-        """Send a prefix to the tier that machines share. The result is how many leading blocks are
-        there."""
+        """Send a prefix to the tier that machines share: how many leading blocks it has then."""
         nowhere: Future[int] = Future()
         nowhere.set_result(0)
         return nowhere
 
     def keep(self, keys: Collection[PrefixKey]) -> None:
-        """From now on keep these keys: do not drop them for room, for age or on request. Any
-        thread. Returns at once."""
-        ...
+        """Do not drop these keys for room, for age or on request from now on. Any thread."""
 
     def have_windows(self, ids: Sequence[BlockId]) -> list[bool]:
-        """Whether the KV of layers with windows can be loaded for each of these blocks. Like
-        `probe`, it may be optimistic."""
+        """Whether the window part of each can be loaded. As `probe`, it may be optimistic."""
         return [True] * len(ids)
 
     def demoted(
@@ -249,37 +235,25 @@ class ManagedTier(Tier, Protocol):
     ) -> None:
         """Note that the tiers above dropped these blocks, which are held here, last used `idle_s`
         ago. `windows` says whether that use needed their windows. Threads as for `keep`."""
-        ...
 
     def flush(self) -> None:
-        """Make stored blocks durable and do deferred work: expiry, order, clean-up.
-
-        The writer thread calls it when idle, and at the end.
-        """
-        ...
+        """Make stored blocks durable and do deferred work: expiry, order, clean-up. The writer
+        thread calls it when idle, and at the end."""
 
     def held(self, keys: Sequence[PrefixKey]) -> list[bool]:
         """Whether each of these is held."""
-        ...
 
     def trace(self, key: PrefixKey) -> BlockId | None:
         """The identity of the block under a key, if held."""
-        ...
 
     def sample(self, max_keys: int) -> Sample:
-        """A sample of at most `max_keys` blocks. Reads the key of every block, so it takes time.
-        Raises storage errors."""
-        ...
+        """A sample of at most `max_keys` blocks, from all keys. Raises storage errors."""
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes. Raises storage errors."""
-        ...
 
     def count(self, roots: Collection[PrefixKey]) -> int:
-        """How many blocks of these scopes are held, by reading every block. Raises storage
-        errors."""
-        ...
+        """How many blocks of these scopes are held, by reading all. Raises storage errors."""
 
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         """Bytes (used, promised) of each group. Empty without quotas."""
-        ...

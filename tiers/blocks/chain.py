@@ -105,7 +105,6 @@ class Chain:
         return self.contents[number] if number < len(self.contents) else b""
 
     def block_id(self, number: int) -> BlockId:
-        """The whole identity of full block `number`."""
         return BlockId(
             self.root,
             self.parent(number),
@@ -115,8 +114,7 @@ class Chain:
         )
 
     def packed(self) -> list[bytes]:
-        """The packed ids of each full block, as resident blocks store them; see
-        `tiers.blocks.packing`."""
+        """The packed ids of each full block; see `tiers.blocks.packing`."""
         known = len(self._packed)
         if known < len(self.chunks):
             self._packed += pack_blocks(b"".join(self.chunks[known:]), self.block_size)
@@ -126,8 +124,7 @@ class Chain:
         return [self.block_id(number) for number in range(start, end)]
 
     def _cut(self, data: bytes) -> None:
-        """Cuts `data`, which starts on a block boundary, into keyed chunks; the rest is the
-        tail."""
+        """Cuts `data`, which starts on a block boundary, into keyed chunks and the tail."""
         step, digest = self._step, xxhash.xxh3_128_digest
         keys = self.keys
         parent = keys[-1] if keys else self.root

@@ -36,10 +36,7 @@ class Content:
 
 
 def refusal(contents: Sequence[Content], num_tokens: int) -> tuple[int, str] | None:
-    """The error in a prompt's contents and the index of the wrong one; None if they are valid.
-
-    They must come in order, not overlap, and lie within the prompt.
-    """
+    """The index of the first invalid content, and what is wrong with it. None if all are valid."""
     end = 0
     for number, content in enumerate(contents):
         if number == MAX_CONTENTS:

@@ -59,20 +59,16 @@ class Arena(FrameMemory, Protocol):
     @property
     def num_taken(self) -> int:
         """How many frames, of either size, have an owner."""
-        ...
 
     def take(self, *, lesser: bool = False) -> "Frame | None":
         """A free frame, or None. Its bytes are left over from its last holder. With `lesser`, it
         may have room for a block without its windows alone."""
-        ...
 
     def give(self, frame: "Frame") -> None:
         """Give a frame back. The caller must not use it again."""
-        ...
 
     def reuse(self, frame: "Frame", *, lesser: bool = False) -> "Frame | None":
         """A frame for a new owner, in place of this one. None: more frames must be given up."""
-        ...
 
     def can_reuse(self, frame: "Frame") -> bool:
         """Whether it would help to give up this frame."""
@@ -108,7 +104,6 @@ class Frame:
 
     @property
     def is_lesser(self) -> bool:
-        """Whether it has room for a block without its windows alone."""
         return self.memory.is_lesser(self.number)
 
     @property
@@ -218,7 +213,6 @@ class FrameArena(Arena):
         return self._whole[place]
 
     def buffer(self, number: int) -> memoryview:
-        """The same as bytes."""
         place, part = divmod(number, self.num_lesser)
         nbytes = self._lasting_nbytes if self.is_lesser(number) else self._nbytes
         start = place * self.stride + part * nbytes
@@ -270,7 +264,6 @@ def _unpin(memory: NDArray[np.uint8], num_bytes: int, cudart: Any, stride: int) 
 
 
 def _pieces(memory: NDArray[np.uint8], stride: int) -> Iterator[tuple[int, int]]:
-    """Address and length of each piece."""
     begin, end = memory.ctypes.data, memory.ctypes.data + memory.nbytes
     assert begin % PAGE_BYTES == stride % PAGE_BYTES == 0, (begin, stride)
     piece = max(1, PIN_BYTES // stride) * stride

@@ -86,8 +86,7 @@ def child_key(parent: PrefixKey, tokens: bytes, content: bytes = b"") -> PrefixK
 
 
 def prefix_keys(root: PrefixKey, tokens: bytes, block_size: int) -> list[PrefixKey]:
-    """Keys of the full blocks of `tokens` (int32 bytes), in order. A partial last block has
-    none."""
+    """Keys of the full blocks of `tokens` (int32 bytes), in order. A partial one has none."""
     step = block_size * TOKEN_BYTES
     digest = xxhash.xxh3_128_digest
     keys: list[PrefixKey] = []

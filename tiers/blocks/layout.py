@@ -64,11 +64,9 @@ class LayerLayout:
         return self.num_heads * sum(self.parts)
 
     def rows_of(self, block_size: int) -> int:
-        """Rows per block."""
         return self.rows or block_size // self.rate
 
     def items(self, block_size: int) -> int:
-        """Numbers per block."""
         return self.row_items * self.rows_of(block_size)
 
 
@@ -83,7 +81,6 @@ class StateTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in a checkpoint, where tensors begin at multiples of 16."""
         return -(-prod(self.shape) * DTYPES[self.dtype].itemsize // 16) * 16
 
 
@@ -135,20 +132,17 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block."""
         return self._items * self.torch_dtype.itemsize
 
     @property
     def lasting_nbytes(self) -> int:
-        """Leading bytes of a block that belong to layers without a window; all bytes if no layer
-        has one."""
+        """Leading bytes of a block that belong to layers without a window."""
         lasting = [layer for layer in self.layers if layer.window is None]
         return sum(e.items(self.block_size) for e in lasting) * self.torch_dtype.itemsize
 
     @property
     def has_states(self) -> bool:
-        """Whether a layer stores a state. If so, a prefix can be resumed only at the end of a
-        block."""
+        """Whether a layer stores a state. If so, prefixes resume only at the ends of blocks."""
         return any(layer.rows for layer in self.layers)
 
     @property
@@ -158,14 +152,12 @@ class BlockLayout:
 
     @property
     def checkpoint(self) -> "BlockLayout":
-        """The layout of a checkpoint of all states: a part of its own, which belongs to the block
-        that ends at its position."""
+        """The layout of a checkpoint of all states, which belongs to the block before it."""
         assert self.states
         size = sum(state.nbytes for state in self.states) // DTYPES["float32"].itemsize
         return BlockLayout((LayerLayout(1, size, size, True, rows=1),), self.block_size, "float32")
 
     def part_nbytes(self, part: Part) -> int:
-        """Bytes of a part of a block."""
         if part is Part.WHOLE:
             return self.nbytes
         return self.lasting_nbytes if part is Part.LASTING else self.nbytes - self.lasting_nbytes
@@ -237,8 +229,7 @@ def entry_size(layers: Sequence[LayerLayout]) -> int:
 
 
 def stored_order(layers: Sequence[LayerLayout]) -> list[int]:
-    """The layers in the order of a block: first those without windows, then those with, then
-    states."""
+    """The layers in a block's order: first those without windows, then with, then states."""
 
     def place(number: int) -> tuple[bool, bool]:
         return layers[number].window is not None, layers[number].rows is not None

@@ -83,8 +83,7 @@ class LazyMemory:
 
 
 def populate(address: int, num_bytes: int) -> bool:
-    """Whether the pages from `address` on, which begins one, take memory now. Their contents do not
-    change."""
+    """Whether the pages from `address` on take memory now. Their contents do not change."""
     return not num_bytes or not madvise(address, num_bytes, POPULATE_WRITE)
 
 

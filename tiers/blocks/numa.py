@@ -10,8 +10,7 @@ SYS = Path("/sys")
 
 
 def cpus_beside(pci_address: str, sys: Path = SYS) -> frozenset[int]:
-    """The processors of the node of a PCI device, such as `0000:3b:00.0`. Empty if the system
-    names none."""
+    """The processors beside a PCI device, such as `0000:3b:00.0`. Empty if none are named."""
     try:
         node = int((sys / "bus/pci/devices" / pci_address / "numa_node").read_text())
         listed = (sys / f"devices/system/node/node{node}/cpulist").read_text()
@@ -22,8 +21,7 @@ def cpus_beside(pci_address: str, sys: Path = SYS) -> frozenset[int]:
 
 @contextmanager
 def running_on(cpus: frozenset[int]) -> Iterator[None]:
-    """Keeps this thread on those of `cpus` that the process may use. Changes nothing if there are
-    none."""
+    """Keeps this thread on those of `cpus`, if any, that the process may use."""
     if not cpus:
         yield
         return

@@ -28,7 +28,6 @@ _HIGH: dict[int, np.dtype[Any]] = {3: np.dtype("u1"), 4: _TWO}  # upper part of 
 
 
 def pack(tokens: bytes) -> bytes:
-    """Any number of int32 ids, packed."""
     return pack_blocks(tokens, len(tokens) // TOKEN_BYTES)[0] if tokens else b"\2"
 
 
@@ -60,15 +59,11 @@ def unpack(packed: bytes) -> bytes:
 
 
 def num_packed(packed: bytes) -> int:
-    """The number of ids."""
     return (len(packed) - 1) // packed[0]
 
 
 def may_begin(packed: bytes, tokens: bytes) -> bool:
-    """Whether the first id may equal that of these int32 ids.
-
-    It rejects most differences without unpacking.
-    """
+    """Whether the first id may equal that of these int32 ids, without unpacking."""
     return packed[1 : 1 + LOW_BYTES] == tokens[:LOW_BYTES]
 
 
@@ -84,10 +79,7 @@ def may_share(packed: bytes, low: bytes, count: int) -> bool:
 
 
 def cut_evenly(data: bytes | bytearray, step: int) -> tuple[bytes, ...]:
-    """The whole pieces of `step` bytes, in order.
-
-    It is one call, because slicing each takes three times as long.
-    """
+    """The whole pieces of `step` bytes. One call: slicing each takes three times as long."""
     return struct.unpack_from(f"{step}s" * (len(data) // step), data)
 
 

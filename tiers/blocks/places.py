@@ -28,7 +28,6 @@ class BlockPlaces:
 
     @property
     def num_free(self) -> int:
-        """Free whole places."""
         return len(self._free)
 
     @property
@@ -38,7 +37,6 @@ class BlockPlaces:
 
     @property
     def num_cut(self) -> int:
-        """Whole places that are cut."""
         return len(self._lesser_used)
 
     @property
@@ -60,8 +58,7 @@ class BlockPlaces:
         return place // self.num_lesser in self._lesser_used
 
     def take(self, *, lesser: bool = False) -> int | None:
-        """A free place, or None. With `lesser`, one for a block without its windows, if places are
-        cut at all."""
+        """A free place, or None. With `lesser`, one for a block without its windows."""
         if lesser and self.num_lesser > 1:
             return self._take_lesser()
         return self._free.pop() if self._free else None
@@ -80,8 +77,7 @@ class BlockPlaces:
         return place
 
     def lessen(self, place: int) -> None:
-        """Make a whole place a lesser one with the same number and owner. The others become
-        free."""
+        """Make a whole place a lesser one of the same number and owner. The others are free."""
         assert self.num_lesser > 1 and not self.is_lesser(place), f"{place} is no whole place"
         self._cut(place, num_used=1)
 
@@ -108,8 +104,7 @@ class BlockPlaces:
         self._free.append(place)
 
     def reuse(self, place: int, *, lesser: bool = False) -> int | None:
-        """A place for a new owner instead of this one: itself, if it has the size. None: others
-        have to be given back too."""
+        """A place for a new owner instead of this one. None: others must be given back too."""
         if self.num_lesser == 1 or self.is_lesser(place) == lesser:
             return place
         self.give(place)

@@ -99,15 +99,12 @@ class Forest(Protocol[B]):
 
     def scopes(self) -> Iterable[PrefixKey]:
         """The roots under which there are blocks."""
-        ...
 
     def following(self, key: PrefixKey) -> Sequence[B]:
         """The blocks that continue the prefix `key`, those known longest first."""
-        ...
 
     def rank(self, block: B) -> int:
         """Priority for being shown if not all blocks are; higher first."""
-        ...
 
     def look(self, block: B) -> BlockView: ...
 

@@ -37,11 +37,8 @@ class Pending:
         return bool(self.used or self.duplicated or self.condemned or self.num_hits)
 
     def split(self, num_blocks: int) -> "Pending":
-        """Takes out updates of at most `num_blocks`.
-
-        These are the least recent uses, and the most recent of the duplicated blocks, so that
-        several parts give the same order as one.
-        """
+        """Takes out updates of at most `num_blocks`. These are the least recent uses, and the most
+        recent of the duplicated blocks, so that several parts give the same order as one."""
         part = Pending(num_hits=self.num_hits, hit_bytes=self.hit_bytes)
         self.num_hits = self.hit_bytes = 0
         while self.condemned and num_blocks > 0:
@@ -117,10 +114,8 @@ class DiskCounts:
             pending.hit_bytes += len(keys) * nbytes
 
     def use(self, number: int, uses: Iterable[tuple[PrefixKey, int]], *, duplicated: bool) -> None:
-        """Records uses of blocks in shard `number`, which move them in the order of eviction.
-
-        The last is the most recent. If `duplicated`, they move to the old end.
-        """
+        """Records uses of blocks in shard `number`, which move them in the order of eviction. The
+        last is the most recent. If `duplicated`, they move to the old end."""
         with self._lock:
             pending = self._pending[number]
             to, other = (

@@ -53,11 +53,8 @@ class DirectoryLock:
     """Holds `server.lock` until `release`."""
 
     def __init__(self, root: Path) -> None:
-        """Takes the lock.
-
-        Raises DirectoryLocked, naming the process, if another one serves this folder, and
-        ConfigurationError if its file system has no locks.
-        """
+        """Takes the lock. Raises DirectoryLocked, naming the process, if another one serves this
+        folder, and ConfigurationError if its file system has no locks."""
         with ExitStack() as opened:
             self._file = opened.enter_context((root / LOCK_NAME).open("a+"))
             if not _take(self._file):
@@ -79,11 +76,8 @@ class DirectoryLock:
 
 
 def _take(file: IO[str]) -> bool:
-    """Tries to take the lock.
-
-    A command that checks it (`is_locked`) shares it for a moment. We wait for that, so that it does
-    not fail a server's start.
-    """
+    """Tries to take the lock. A command that checks it (`is_locked`) shares it for a moment. We
+    wait for that, so that it does not fail a server's start."""
     deadline = time.monotonic() + LOOK_S
     while not _locks(file, fcntl.LOCK_EX):
         if not _locks(file, fcntl.LOCK_SH) or time.monotonic() > deadline:
@@ -175,7 +169,6 @@ def mark(root: Path, *, clean: bool, num_blocks: int) -> None:
 
 
 def shard_of(key: PrefixKey, num_shards: int) -> int:
-    """The shard for a key."""
     return int.from_bytes(key[:4], "little") % num_shards
 
 
@@ -212,6 +205,5 @@ def shard_path(root: Path, number: int) -> Path:
 
 
 def remove_shards(root: Path) -> None:
-    """Delete every shard of the folder."""
     for path in root.glob("shard-*"):
         shutil.rmtree(path, ignore_errors=True)

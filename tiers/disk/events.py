@@ -29,7 +29,6 @@ class DiskEvents:
             self._stream.publish(EventKind.CLEARED, TierName.DISK)
 
     def committed(self, writer: Writer) -> None:
-        """Records a committed write transaction."""
         if writer.gone:
             with self._lock:
                 for key, entry, cause in writer.gone:

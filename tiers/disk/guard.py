@@ -44,7 +44,6 @@ class DiskGuard:
             return quotas.is_over(self._victims) or group != self._victims
 
     def is_over(self, scope: PrefixKey) -> bool:
-        """Whether this scope's group uses more than its share."""
         with self._lock:
             return self._quotas is not None and self._quotas.is_over(self._quotas.group(scope))
 

@@ -129,10 +129,7 @@ def open_disk(
 
 @contextmanager
 def _locked(root: Path) -> Iterator[DirectoryLock]:
-    """The lock on the folder, released if opening the tier fails.
-
-    Raises ConfigurationError for an error of LMDB.
-    """
+    """The folder's lock, released on failure. Raises ConfigurationError for LMDB's errors."""
     lock = DirectoryLock(root)
     try:
         yield lock
@@ -203,8 +200,7 @@ def _drop_shards(root: Path, meta: Meta, capacity_bytes: int) -> None:
 def _guard(
     shares: QuotaShares | None, num_shards: int, map_bytes: int, batch_bytes: int
 ) -> DiskGuard:
-    """The guard for quotas. Shares are of the space in use when eviction begins, so a group within
-    its share is safe."""
+    """The guard for quotas, which are shares of the space in use when eviction begins."""
     if shares is None:
         return DiskGuard()
     pages, batch = map_bytes // _PAGE, -(-batch_bytes // _PAGE)

@@ -42,10 +42,8 @@ def load_pins(folder: Path) -> list[Pin[PrefixKey]]:
 
 
 def set_damaged_aside(folder: Path) -> None:
-    """Renames an unreadable file and logs it, because the next pin would overwrite it.
-
-    For the holder of the folder's lock, before anyone loads the pins.
-    """
+    """Renames an unreadable file and logs it, because the next pin would overwrite it. For the
+    holder of the folder's lock, before anyone loads the pins."""
     try:
         _read(folder)
     except _UNREADABLE as error:
@@ -80,7 +78,6 @@ def keys_in_force(folder: Path, now_s: float) -> list[PrefixKey]:
 
 
 def pin_fields(pin: Pin[PrefixKey]) -> dict[str, object]:
-    """A pin as JSON."""
     return {
         "name": pin.name,
         "scope": pin.scope.hex(),

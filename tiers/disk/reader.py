@@ -84,10 +84,7 @@ class BlockReader:
         self._rates = rates
 
     def num_held(self, ids: Sequence[BlockId]) -> int:
-        """Length of the leading run whose keys are in the index.
-
-        Verifies nothing, because `load` does.
-        """
+        """Length of the leading run whose keys are in the index. `load` verifies."""
         entries, _ = self._entries([block.key for block in ids])
         for done, block in enumerate(ids):
             if next(entries[shard_of(block.key, len(self._slots))], None) is None:
@@ -110,8 +107,7 @@ class BlockReader:
         return found, None
 
     def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """Whether each of these blocks is held with its window part. Like `num_held`, it verifies
-        nothing."""
+        """Whether each of these is held with its window part, by key alone."""
         answers = self._look_up(keys, lambda shard, mine: shard.have_windows(mine))
         return [next(answers[shard_of(key, len(self._slots))], False) for key in keys]
 
@@ -155,10 +151,8 @@ class BlockReader:
             self._counts.condemn(shard_of(block.key, len(self._slots)), block.key)
 
     def load(self, records: Sequence[Sequence[Found]], into: Sequence[Frame]) -> Loaded:
-        """Fills `into[i]` from `records[i]`, and stops at the first that cannot be served.
-
-        Reads no more of each than its entry says; see `trimmed`.
-        """
+        """Fills `into[i]` from `records[i]`, and stops at the first that cannot be served. Reads no
+        more of each than its entry says; see `trimmed`."""
         self._read_ahead([place for places in records for place in places])
         for done, (places, frame) in enumerate(zip(records, into, strict=True)):
             for place in places:
@@ -208,8 +202,7 @@ class BlockReader:
         return header
 
     def _read_ahead(self, found: Sequence[Found]) -> None:
-        """Requests the whole run at once, so the kernel reads it while the first blocks are
-        decoded."""
+        """Requests the whole run at once, to be read while the first blocks are decoded."""
         if len(found) < 2:
             return
         for number, slot in enumerate(self._slots):

@@ -129,10 +129,8 @@ class Shard:
 
     @contextmanager
     def _reading(self) -> Iterator[Snapshot]:
-        """The last commit, read without LMDB, which trusts its pages and may end the process.
-
-        A read transaction is open meanwhile, so that its pages are not reused.
-        """
+        """The last commit, read without LMDB, which trusts its pages and may end the process. A
+        read transaction is open meanwhile, so that its pages are not reused."""
         self.check()
         for _ in range(META_TRIES):
             txn = self._storage.begin(self._env, write=False)
@@ -149,8 +147,7 @@ class Shard:
         raise ShardDamaged(f"{self.path} lacks the head of its last commit")
 
     def check(self) -> None:
-        """Raises ShardDamaged if the file shrank or vanished, because touching its map would be
-        fatal."""
+        """Raises ShardDamaged if the file shrank or vanished: touching its map would be fatal."""
         known = self._file_bytes  # taken first: a writer may be growing the file meanwhile
         status = self._storage.stat(self._data_file)
         if status.st_nlink == 0:
@@ -159,12 +156,10 @@ class Shard:
             raise ShardDamaged(f"{self.path / 'data.mdb'} has {status.st_size} bytes, had {known}")
 
     def find(self, keys: Sequence[PrefixKey]) -> list[IndexEntry]:
-        """Index entries of the leading run of keys that are held."""
         with self._reading() as snapshot:
             return snapshot.find(keys)
 
     def have_windows(self, keys: Sequence[PrefixKey]) -> list[bool]:
-        """Whether each of these blocks is held with its window part."""
         with self._reading() as snapshot:
             return snapshot.have_windows(keys)
 
@@ -182,10 +177,8 @@ class Shard:
             self._storage.will_need(self._data_file, start, end - start)
 
     def read(self, key: PrefixKey, entry: IndexEntry, into: memoryview) -> memoryview:
-        """Reads the record of `entry` into `into`, as far as it exists.
-
-        `into` is page-aligned and has at least `room_for(entry)` bytes.
-        """
+        """Reads the record of `entry` into `into`, as far as it exists. `into` is page-aligned and
+        has at least `room_for(entry)` bytes."""
         nbytes, offset = entry.place.nbytes, entry.place.offset
         if offset:
             span = into[: self.room_for(entry)]
@@ -220,8 +213,7 @@ class Shard:
         return found
 
     def uses(self, after: int, limit: int) -> list[tuple[int, PrefixKey, int]]:
-        """Up to `limit` blocks in order of eviction after sequence `after`, as (sequence, key, last
-        use)."""
+        """Up to `limit` rows (sequence, key, last use) of the order of eviction after `after`."""
         with self._reading() as snapshot:
             rows = islice(snapshot.rows("order", pack_sequence(after + 1)), limit)
             return [(unpack_sequence(place), *unpack_order(data)) for place, data in rows]
@@ -238,7 +230,6 @@ class Shard:
         return IdleClock(self.totals.next_sequence, newest_s, int(self._clock()))
 
     def accounts(self) -> dict[PrefixKey, Account]:
-        """Blocks and bytes by scope."""
         with self._reading() as snapshot:
             rows = snapshot.rows("scopes")
             return {PrefixKey(root): Account.unpack(data) for root, data in rows}
@@ -310,7 +301,6 @@ class Shard:
 
     @property
     def room_bytes(self) -> int:
-        """What the file may take at present."""
         return min(self.map_bytes, self.limit_bytes)
 
     def give_back(self, *, max_kept: int = MAX_KEPT_PAGES) -> None:
@@ -344,10 +334,8 @@ class Shard:
         return PageVet(pages, head)
 
     def mend_run(self, offset: int, nbytes: int) -> None:
-        """Repairs the page header before the record at `offset`, if it is damaged.
-
-        LMDB frees the number of pages given there, and crashes if there are fewer.
-        """
+        """Repairs the page header before the record at `offset`, if it is damaged. LMDB frees the
+        number of pages given there, and crashes if there are fewer."""
         first = offset // self.page_bytes
         at = first * self.page_bytes
         head = self._storage.peek(self._data_file, PAGE_HEADER, at)
@@ -392,10 +380,8 @@ class Shard:
         self._slack_pages = min(limit, self._slack_pages + -(-nbytes // self.page_bytes))
 
     def wait_for_readers(self, timeout_s: float) -> bool:
-        """Whether a reader prevented the reuse of freed pages. Waits for it briefly.
-
-        A reader that stays is waited for only once. Not inside a write transaction.
-        """
+        """Whether a reader prevented the reuse of freed pages. Waits for it briefly. A reader that
+        stays is waited for only once. Not inside a write transaction."""
         oldest = self._oldest_reader()
         if oldest is None:
             return False

@@ -34,8 +34,6 @@ MAX_DOUBTS = 3  # errors of a shard found sound each time, after which it is rep
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """How a slot opens its shard."""
-
     storage: Storage
     map_bytes: int  # of the existing file; may be larger than `open_shard` allows
     open_shard: Callable[[], Shard]
@@ -92,12 +90,10 @@ class ShardSlot:
         self._failure = "" if error is None else self.reason(error)
 
     def reason(self, error: Exception) -> str:
-        """What the storage says."""
         return f"{error}; its file system is full" if self.is_full(error) else str(error)
 
     def is_full(self, error: Exception) -> bool:
-        """Whether there was no room. Of a page that fits a full disk in part LMDB says
-        "Input/output error"."""
+        """Whether there was no room, which LMDB may call "Input/output error"."""
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return True
         with suppress(OSError):
@@ -121,10 +117,7 @@ class ShardSlot:
 
     def settle(self) -> bool:
         """Takes in a finished check and starts one if in doubt. Returns whether the shard is
-        writable.
-
-        For the writer thread. Raises OSError if the system cannot open files.
-        """
+        writable. For the writer thread. Raises OSError if the system cannot open files."""
         if self._check is not None:
             report = self._check.poll()
             if report is not None:

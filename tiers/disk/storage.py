@@ -155,7 +155,6 @@ class Storage:
         return os.pread(file.cached, nbytes, offset)
 
     def patch(self, path: Path, data: bytes, offset: int) -> None:
-        """Overwrite a few bytes of a file in place."""
         self.before("patch")
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:
@@ -169,8 +168,7 @@ class Storage:
         return FileSystem(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
     def punch(self, path: Path, spans: Iterable[tuple[int, int]]) -> None:
-        """Gives these parts (offset, bytes) of a file back to its file system, which takes no
-        room. They read as zeros."""
+        """Gives parts (offset, bytes) of a file back, which takes no room. They read as zeros."""
         self.before("punch")
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         try:

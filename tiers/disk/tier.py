@@ -96,7 +96,6 @@ class DiskTier(ManagedTier):
 
     @property
     def capacity_bytes(self) -> int:
-        """What its files may take at present."""
         return self._room.capacity_bytes
 
     def paced(self, prefill_tokens_per_s: float) -> None:
@@ -109,8 +108,7 @@ class DiskTier(ManagedTier):
         return self._reader.num_held(ids)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
-        """Fills `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be
-        served."""
+        """Fills `into[i]` with block `ids[i]`, verified, up to the first that fails."""
         self._check_open()
         wanted = ids[: len(into)]
         found, reason = self._reader.find(wanted)
@@ -146,10 +144,8 @@ class DiskTier(ManagedTier):
     def store(
         self, ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age] = ()
     ) -> list[PrefixKey]:
-        """Writes blocks not yet held, shards in parallel.
-
-        Returns the keys dropped since the last call for room or age, and those not written.
-        """
+        """Writes blocks not yet held, shards in parallel. Returns the keys dropped since the last
+        call for room or age, and those not written."""
         self._check_open()
         self._writer.store(ids, frames, ages)
         return self._counts.take_dropped()
@@ -190,10 +186,8 @@ class DiskTier(ManagedTier):
         return header.block_id if isinstance(header, Header) else None
 
     def read_record(self, key: PrefixKey) -> tuple[PrefixKey, bytes] | None:
-        """The scope of a block and its stored record, verified; None if it is not held.
-
-        With its window part, if that is held in a record of its own.
-        """
+        """The scope of a block and its stored record, verified; None if it is not held. With its
+        window part, if that is held in a record of its own."""
         self._check_open()
         found = self._read_one(key)
         if found is None:
@@ -258,10 +252,8 @@ class DiskTier(ManagedTier):
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:
-        """A view for inspection: blocks, accounts by scope, writes by day.
-
-        Skips shards that are being checked or replaced. Raises storage errors.
-        """
+        """A view for inspection: blocks, accounts by scope, writes by day. Skips shards that are
+        being checked or replaced. Raises storage errors."""
         with ExitStack() as stack:
             shards = []
             for slot in self._slots:

@@ -181,10 +181,7 @@ class Writer:
         self.fresh.append((record.key, entry))
 
     def touch(self, key: PrefixKey, sequence: int, used_s: int = 0) -> bool:
-        """Moves a held block to `sequence` in the order of eviction.
-
-        `used_s` is its time of use; 0 means unchanged.
-        """
+        """Moves a held block to `sequence` in the order of eviction. `used_s` 0: as before."""
         entry = self.find(key)
         if entry is None:
             return False
@@ -213,10 +210,8 @@ class Writer:
         return True
 
     def delete_some(self, keys: list[PrefixKey]) -> int:
-        """Deletes as many of these as this transaction may, and removes them from the list.
-
-        Returns the number held.
-        """
+        """Deletes as many of these as this transaction may, and removes them from the list. Returns
+        the number held."""
         num_held = 0
         while keys and not self.spent:
             key = keys.pop()
@@ -224,10 +219,8 @@ class Writer:
         return num_held
 
     def lend(self, uses: Sequence[tuple[PrefixKey, int]]) -> None:
-        """Makes held blocks the first to leave, the last of them first.
-
-        If the old end has no sequences left before it, they stay where they are.
-        """
+        """Makes held blocks the first to leave, the last of them first. If the old end has no
+        sequences left before it, they stay where they are."""
         if not uses:
             return
         first = next((sequence for sequence, _, _ in self._rows()), 1)
@@ -338,8 +331,7 @@ class Writer:
         self._storage.delete(self._txn, key, getattr(self._dbs, name))
 
     def _check_run(self, key: PrefixKey, place: Place) -> None:
-        """Raises Torn if the record is not where its index entry says: LMDB would free another's
-        pages."""
+        """Raises Torn if the record is elsewhere: LMDB would free another's pages."""
         leaf = self._vet.way("data", key, beside=True)
         node = self._vet.node(leaf, key) if leaf is not None else None
         if node is None or not place.offset or place.offset == node.run * PAGE + HEADER:

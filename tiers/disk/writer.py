@@ -205,11 +205,8 @@ class BlockWriter:
 
     @contextmanager
     def transaction(self, number: int) -> Iterator[Writer]:
-        """A write transaction, after readers' pending updates.
-
-        The updates are applied in the same transaction or, if it may change few blocks, in earlier
-        ones.
-        """
+        """A write transaction, after readers' pending updates. The updates are applied in the same
+        transaction or, if it may change few blocks, in earlier ones."""
         pending = self._counts.take_pending(number)
         part = Pending()
         try:
@@ -291,9 +288,7 @@ class BlockWriter:
 
     def _put(self, writer: Writer, batch: Sequence[_Fresh], last: int) -> bool:
         """Puts blocks that are not held and moves those that are. The head, at `last`, leaves last.
-
-        False if the batch has no room yet but may have it after another transaction.
-        """
+        False if the batch has no room yet but may have it after another transaction."""
         fresh: list[_Fresh] = []
         places: list[int] = []
         for place, row in zip(range(last, 0, -1), batch, strict=False):
@@ -328,8 +323,7 @@ class BlockWriter:
         return any(row.block is block for row in fresh)
 
     def _make_room(self, writer: Writer, need: int, fresh: Sequence[_Fresh]) -> bool:
-        """Makes room for these. They count for their groups before they are stored, so among equals
-        the writer's group gives way."""
+        """Makes room. These count for their groups already, so among equals they give way."""
         for row in fresh:
             self._guard.moved(row.block.scope, need // len(fresh))
         try:

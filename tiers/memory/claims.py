@@ -34,7 +34,6 @@ class Claims:
             self._quotas[TierName.DEVICE].credit(group, self._block_bytes)
 
     def move_slot(self, block: Block, to: Block) -> None:
-        """The slot changed hands."""
         if block in self._slots:
             self._slots[to] = self._slots.pop(block)
 

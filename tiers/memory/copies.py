@@ -48,8 +48,7 @@ class Copies:
         started: float,
         nbytes: int | None = None,
     ) -> None:
-        """Keep the blocks' frames until the copy has arrived; `nbytes` of blocks that are not
-        copied whole."""
+        """Keep the blocks' frames until the copy, of `nbytes` if not of whole blocks, arrived."""
         copying = _Copying(copy, blocks, source, target, started, nbytes)
         if copy.done():
             self._arrived(copying)

@@ -57,11 +57,9 @@ class MemoryCounters:
         self._slot_since_s[slot] = time.monotonic()
 
     def moved_slot(self, slot: int, to: int) -> None:
-        """A block moved within the device."""
         self._slot_since_s[to] = self._slot_since_s[slot]
 
     def moved_frame(self, number: int, to: int) -> None:
-        """A block's bytes moved within the host."""
         self._frame_since_s[to] = self._frame_since_s[number]
 
     def left(self, block: Block, tier: TierName, cause: Cause) -> None:

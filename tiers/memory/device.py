@@ -121,12 +121,10 @@ class DevicePool:
 
     @property
     def num_free(self) -> int:
-        """Free whole slots."""
         return self.places.num_free
 
     @property
     def num_lesser_free(self) -> int:
-        """Lesser slots that can be taken without cutting a whole one."""
         return self.places.num_lesser_free
 
     def take(self, *, lesser: bool = False) -> int | None:
@@ -208,7 +206,6 @@ class DevicePool:
 
     @property
     def is_arriving(self) -> bool:
-        """Whether any slot is being copied in."""
         self._arriving = _under_way(self._arriving)
         return bool(self._arriving)
 
@@ -239,8 +236,7 @@ class DevicePool:
         return target.view(-1)[within], source.view(-1)[within]
 
     def copy_rows(self, source: int, target: int, num_rows: int) -> None:
-        """Copy the first `num_rows` token rows of one slot to another, in compute order. Raises
-        CopyFailed."""
+        """Copy the first token rows of a slot to another, in compute order. Raises CopyFailed."""
         self.settle(source)
         self.settle(target)
         if len(self.layout.shape) > 1:
@@ -261,10 +257,8 @@ class DevicePool:
             raise CopyFailed(f"{self.device} refused to copy a block: {error}") from error
 
     def _enqueue(self, stream: torch.cuda.Stream, pairs: _Pairs) -> torch.cuda.Event:
-        """Copies sources to targets after the work already given to compute.
-
-        If one is refused, waits for those before it, whose slots and frames get other owners.
-        """
+        """Copies sources to targets after the work already given to compute. If one is refused,
+        waits for those before it, whose slots and frames get other owners."""
         stream.wait_stream(torch.cuda.current_stream(self.device))
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
@@ -283,5 +277,4 @@ def _copy_each(pairs: _Pairs) -> None:
 
 
 def _under_way(events: dict[int, torch.cuda.Event]) -> dict[int, torch.cuda.Event]:
-    """The copies that have not ended."""
     return {key: event for key, event in events.items() if not event.query()} if events else events

@@ -54,7 +54,6 @@ class DeviceTier:
         self._came_to(block, slot)
 
     def exchange(self, block: Block, other: Block) -> None:
-        """Give each of two blocks the slot of the other."""
         self._left(block)
         self._left(other)
         block.slot, other.slot = other.slot, block.slot
@@ -63,8 +62,7 @@ class DeviceTier:
             self._came_to(each, each.slot)
 
     def beside(self, slot: int) -> list[Block]:
-        """The blocks in lesser slots of the whole slot in which this one is, if nobody uses any of
-        them."""
+        """The blocks in lesser slots of the same whole slot, if nobody uses any of them."""
         number = self._places.whole_of(slot)
         return [] if number in self._used_beside else list(self._beside.get(number, ()))
 
@@ -92,7 +90,6 @@ class DeviceTier:
             self._beside[number].remove(block)
 
     def _count_use(self, block: Block, change: int) -> None:
-        """Count users of blocks in lesser slots."""
         assert block.slot is not None
         number = self._places.whole_of(block.slot)
         if block in self._beside.get(number, ()):
@@ -135,8 +132,7 @@ class DeviceTier:
                 self._count_use(block, 1)
 
     def idle(self, block: Block, use: Use) -> None:
-        """Move the block from FILLING or IN_USE to EVICTABLE or PINNED: its last user has released
-        it."""
+        """Move the block to EVICTABLE or PINNED: its last user has released it."""
         if self._beside:
             self._count_use(block, -1)
         if block.device is IN_USE:
@@ -204,8 +200,7 @@ class DeviceTier:
         return block
 
     def leave(self, block: Block) -> int:
-        """Move a block that the policy has forgotten to ABSENT. Returns its slot, for a new
-        owner."""
+        """Move a block that the policy has forgotten to ABSENT. Returns its slot."""
         slot = block.slot
         assert slot is not None
         if self._cuts:
@@ -229,8 +224,7 @@ class DeviceTier:
         block.device = to
 
     def check(self, blocks: list[Block], private_slots: int) -> None:
-        """Assert that slots are conserved. `private_slots` counts the slots of blocks not in
-        `blocks`."""
+        """Assert that slots are conserved. Blocks not in `blocks` have `private_slots`."""
         slots = [block.slot for block in blocks if block.slot is not None]
         assert len(slots) == len(set(slots)), "two blocks own one slot"
         used = self._places.num_taken

@@ -46,8 +46,7 @@ class HostTier:
         self.passed = PassedWindows(self._has_spare_windows)
 
     def settle(self, block: Block, frame: Frame) -> None:
-        """Give the block this frame. Moves it from ABSENT to EVICTABLE, then to the state it should
-        have."""
+        """Give the block this frame, and the state that it should have."""
         self._move(block, EVICTABLE)
         block.frame = frame
         self.num_blocks += 1
@@ -140,7 +139,6 @@ class HostTier:
         return frame
 
     def free(self, block: Block) -> None:
-        """Return a block's frame to the arena."""
         assert self.frames is not None
         self.policy.remove(block)
         self.frames.give(self.leave(block))
@@ -182,8 +180,7 @@ class HostTier:
         return None
 
     def _last_waiting(self, block: Block) -> Block:
-        """The last block of the prefix that continues from this one through blocks that also
-        wait."""
+        """The last block that continues this one through blocks that also wait."""
         while block.key is not None:
             following = self._index.children(block.key)
             child = next((b for b in following if b.below is Below.WAITING and not b.pinned), None)
@@ -222,11 +219,8 @@ class HostTier:
 
 
 def _state(block: Block, is_second: bool) -> HostState:
-    """The state that a block with a frame should have.
-
-    A block that the writer is reading stays in the eviction order; the search for a victim skips
-    it.
-    """
+    """The state that a block with a frame should have. A block that the writer is reading stays in
+    the eviction order; the search for a victim skips it."""
     if block.busy > (block.below is Below.WRITING) or (block.ref_count and block.slot is None):
         return IN_USE
     if block.pinned:

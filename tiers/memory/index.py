@@ -136,7 +136,6 @@ class BlockIndex:
     # Partly filled blocks have no key of their own: they are found as continuations of a prefix.
 
     def partials(self, parent: PrefixKey) -> list[Block]:
-        """Partly filled blocks that continue the prefix `parent`."""
         return self._partials.get(parent, [])
 
     def add_partial(self, block: Block, scope: PrefixKey, parent: PrefixKey, tokens: bytes) -> None:
@@ -148,7 +147,6 @@ class BlockIndex:
             self._scopes[scope] = None
 
     def remove_partial(self, block: Block) -> None:
-        """Withdraws a partly filled block."""
         assert block.parent is not None
         siblings = self._partials[block.parent]
         siblings.remove(block)
@@ -187,7 +185,6 @@ def _joined(following: Following, block: Block) -> Following:
 
 
 def _parted(following: Following, block: Block) -> Following:
-    """Removes a continuation of a prefix."""
     if following is block:
         return None
     assert isinstance(following, dict), f"{block} continues nothing here"

@@ -23,7 +23,6 @@ class PastHits:
         return self._hits.get(key, 0) if key is not None else 0
 
     def note(self, key: PrefixKey, hits: int) -> None:
-        """Add hits to the key's count."""
         known = self._hits
         known[key] = known.pop(key, 0) + hits
         if len(known) > MAX_KEYS:

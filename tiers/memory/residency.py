@@ -108,10 +108,7 @@ class Residency:
         return len(evictable) == len(blocks)
 
     def release(self, block: Block, use: Use) -> None:
-        """Releases one need of the block.
-
-        Release a chain tail first, so that a leaf leaves before its parent.
-        """
+        """Releases one need of the block. Release a chain tail first: leaves leave first."""
         block.ref_count -= 1
         assert block.ref_count >= 0, f"{block} was released once too often"
         if block.ref_count:
@@ -186,10 +183,8 @@ class Residency:
         return block if block is not None and block.state is BlockState.READY else None
 
     def pin(self, block: Block) -> None:
-        """Pins the block: it leaves after all others, and only if a lower tier has it too.
-
-        The block pinned longest ago leaves first, so pin a prefix tail first.
-        """
+        """Pins the block: it leaves after all others, and only if a lower tier has it too. The
+        block pinned longest ago leaves first, so pin a prefix tail first."""
         if block.pinned:
             self.device.pin_again(block)
             return
@@ -198,7 +193,6 @@ class Residency:
         self.host.sync(block)
 
     def unpin(self, block: Block) -> None:
-        """Removes the block's pin."""
         if block.pinned:
             block.pinned = False
             self.device.unpin(block)
@@ -238,8 +232,7 @@ class Residency:
         self._drop_lesser_frame(to)
 
     def complete(self, block: Block, whole: Block) -> None:
-        """A slot that lacks windows gets them from that of the block's equal, or becomes that one.
-        Raises CopyFailed."""
+        """A slot without windows gets those of the block's equal. Raises CopyFailed."""
         assert block.slot is not None and whole.slot is not None and whole.slot_whole
         if self.pool.places.is_lesser(block.slot):
             self.device_room.exchange(block, whole)
@@ -288,7 +281,6 @@ class Residency:
         self.frames.give(frame)
 
     def evict_host(self, block: Block, cause: Cause = Cause.ROOM) -> None:
-        """Free an unneeded block's frame."""
         assert self.frames is not None
         self.host.policy.remove(block)
         self.frames.give(self.evictor.off_host(block, cause))
@@ -317,10 +309,8 @@ class Residency:
         self.host.sync(block)
 
     def discard(self, block: Block) -> bool:
-        """Frees a detached block's unused slot and frame. Returns False if its frame is busy.
-
-        A slot in use is freed with its last reference.
-        """
+        """Frees a detached block's unused slot and frame. Returns False if its frame is busy. A
+        slot in use is freed with its last reference."""
         if block.busy:
             return False
         if block.frame is not None and (block.ref_count == 0 or block.slot is not None):

@@ -108,8 +108,7 @@ class MemoryRoom(ABC, Generic[Place]):
         self._pool.give(place)
 
     def _gather(self, place: Place) -> bool:
-        """After a lesser place was given back, empty the whole one that it is part of. False if
-        that cannot be done."""
+        """After a lesser place was given back, empty the whole one around it, if possible."""
         return False
 
     @abstractmethod
@@ -130,8 +129,6 @@ class MemoryRoom(ABC, Generic[Place]):
 
 
 class DeviceRoom(MemoryRoom[int]):
-    """Slots."""
-
     tier = TierName.DEVICE
 
     def __init__(

@@ -91,8 +91,7 @@ class TailSharing:
         return [*reversed(self._index.partials(parent)), *reversed(full)]
 
     def adopt(self, tail: Tail, chain: Chain) -> Block | None:
-        """Acquire the block, or copy its matching rows to a new one. None if no slot is free or the
-        copy failed."""
+        """Acquire the block, or copy its matching rows to a new one. None if that fails."""
         block = tail.block
         assert tail.case is not TailCase.WAIT
         if block.slot is not None and tail.case is not TailCase.COPY:
@@ -127,8 +126,7 @@ class TailSharing:
             self._index.add_partial(block, chain.root, chain.parent(number), chain.tail)
 
     def offer(self, chain: Chain, number: int, block: Block, num_tokens: int) -> None:
-        """Offer the block's filled rows for reuse. This chain was its writer and is done with
-        it."""
+        """Offer the filled rows of a block that this chain has written for reuse."""
         block.writer = None
         self.withdraw(block)
         data = chain.chunks[number] if number < len(chain.chunks) else chain.tail
@@ -146,8 +144,7 @@ class TailSharing:
             self._index.remove_partial(block)
 
     def _prune(self, parent: PrefixKey, tokens: bytes) -> bool:
-        """Make room among the candidates. False if a candidate with these tokens would add
-        nothing."""
+        """Make room among the candidates. False if one has all of these tokens."""
         for block in self._index.children(parent):
             if _begins(block, tokens) and not block.content:
                 return False
@@ -192,7 +189,6 @@ class TailSharing:
             self._copy_up(source, slot)
 
     def _copy_up(self, source: Block, slot: int) -> None:
-        """Copy a host block's frame into a slot of another block."""
         residency = self._residency
         assert source.frame is not None
         started = time.perf_counter()
@@ -207,12 +203,10 @@ def _has_windows(block: Block) -> bool:
 
 
 def _begins(block: Block, tokens: bytes) -> bool:
-    """Whether the block's tokens begin with `tokens`."""
     return may_begin(block.packed, tokens) and block.tokens.startswith(tokens)
 
 
 def _common_rows(packed: bytes, want: bytes) -> int:
-    """How many leading tokens the two have in common."""
     have = unpack(packed)
     size = min(len(have), len(want))
     if have[:size] == want[:size]:

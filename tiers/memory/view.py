@@ -9,8 +9,7 @@ from tiers.tier import TierName
 
 
 def live_blocks(blocks: Iterable[Block]) -> list[BlockView]:
-    """Views of those blocks that the index still has and whose KV is complete. Engine thread
-    only."""
+    """Views of blocks that are still in the index and complete. Engine thread only."""
     now_s = time.monotonic()
     return [
         block_view(block, now_s)
@@ -27,8 +26,7 @@ def place_of(block: Block) -> str:
 
 
 def tiers_of(block: Block) -> tuple[TierName, ...]:
-    """Every tier that holds the block, hottest first. Memory is left out while it is being
-    filled."""
+    """Every tier that holds the block, hottest first, and not memory that is being filled."""
     ready = block.state is BlockState.READY
     held = (
         (TierName.DEVICE, ready and block.slot is not None),

@@ -52,8 +52,7 @@ class WriteQueue:
         self.num_writing += 1
 
     def end_write(self, block: Block, below: Below) -> None:
-        """Mark that the writer thread is done with the frame. `below` says whether a lower tier has
-        it."""
+        """The writer thread is done with the frame. `below`: whether a lower tier has it."""
         assert block.below is Below.WRITING, f"{block} is not being written"
         self._move(block, below)
         block.busy -= 1

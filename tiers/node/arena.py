@@ -84,10 +84,8 @@ def _free(held: list[mmap.mmap], begin: int, nbytes: int, file: int) -> None:
 
 
 def create(layout: BlockLayout, num_frames: int) -> SharedMemory:
-    """New memory. It has a name for people to see; only its descriptor opens it.
-
-    Its length is sealed. A client that shortened it would kill the node and all clients by SIGBUS.
-    """
+    """New memory. It has a name for people to see; only its descriptor opens it. Its length is
+    sealed. A client that shortened it would kill the node and all clients by SIGBUS."""
     file = os.memfd_create("cachesvc-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, frame_stride(layout) * num_frames)
     fcntl.fcntl(
@@ -141,8 +139,7 @@ class SharedArena(Arena):
         return Frame(self, self._next())
 
     def untouched(self) -> int | None:
-        """A free frame that gets its memory now and is spare from now on. None if there are enough,
-        or no room."""
+        """A free frame that gets its memory now, as a spare one. None if there are enough."""
         if not self._has_more or not self._capacity.keep_spare(self.stride):
             return None
         number = self._next()

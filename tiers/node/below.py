@@ -47,8 +47,7 @@ def open_below(
 
 
 def stats_below(below: ManagedTier | None, layout: BlockLayout) -> dict[str, Any]:
-    """The counters of the tiers below, by tier, as JSON. A shard is named by its layout's folder as
-    well."""
+    """The counters of each tier below, as JSON. Shards are named with the layout's folder."""
     if below is None:
         return {}
     folder = disk_folder(Path(), layout).name[:FOLDER_DIGITS]

@@ -75,7 +75,6 @@ class Capacity:
         return True
 
     def room_of(self, block: Block) -> HostRoom:
-        """The room of the block's layout."""
         assert block.frame is not None, f"{block} has no frame"
         return self.rooms[block.frame.memory]
 
@@ -136,7 +135,6 @@ class Capacity:
             self._idle_of(block)[block] = None
 
     def check(self) -> None:
-        """Assert that the counts equal what the frames take."""
         used: dict[Hashable, int] = {}
         for group, num_bytes in self._groups.values():
             used[group] = used.get(group, 0) + num_bytes
@@ -172,8 +170,7 @@ class Capacity:
                 yield block
 
     def _coldest_group(self) -> Idle:
-        """The idle blocks of the group furthest over its share, among groups that have idle
-        blocks."""
+        """The idle blocks of the group furthest over its share, of those that have any."""
         quotas = self.quotas
         if quotas is None:
             return self._idle.get(COMMON, OrderedDict())

@@ -95,8 +95,7 @@ class NodeClient:
             self._run(Op.FETCH, ids)
 
     def lease(self, ids: Sequence[BlockId]) -> list[int]:
-        """Frames of the leading run that the node holds, filled and verified. They stay until
-        `release`."""
+        """Frames of the leading run that the node holds, filled and kept until `release`."""
         return list(messages.unpack_numbers(self._run(Op.LEASE, ids))) if ids else []
 
     def release(self, frames: Sequence[int]) -> None:
@@ -105,8 +104,7 @@ class NodeClient:
             self._ask(Op.RELEASE, messages.pack_numbers([self._pool, *frames]))
 
     def reserve(self, ids: Sequence[BlockId]) -> list[tuple[int, int]]:
-        """Reserve frames for new blocks. Returns (position in `ids`, frame) for each block to
-        write."""
+        """Reserve frames for new blocks: (position in `ids`, frame) of each block to write."""
         return messages.unpack_pairs(self._run(Op.RESERVE, ids)) if ids else []
 
     def commit(self, frames: Sequence[int]) -> None:
@@ -120,10 +118,8 @@ class NodeClient:
         return self._ask(Op.LOCK, messages.pack_numbers([self._pool, piece]))[0] == b"\1"
 
     def operate(self, what: str, **about: Any) -> dict[str, Any]:
-        """Run an operator's command on this layout's blocks; see `tiers.node.operations`.
-
-        Raises NodeError if the node cannot do it.
-        """
+        """Run an operator's command on this layout's blocks; see `tiers.node.operations`. Raises
+        NodeError if the node cannot do it."""
         return self._tell({"pool": self._pool, "do": what, **about})
 
     def know(self, owners: Mapping[PrefixKey, str]) -> None:

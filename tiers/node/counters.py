@@ -43,7 +43,6 @@ class NodeCounters:
         return any(TierName.REMOTE in pool for pool in self.pools)
 
     def total(self, counter: str) -> int:
-        """The sum of a counter over all layouts."""
         return sum(pool[counter] for pool in self.pools)
 
     def host(self) -> TierStats:

@@ -76,8 +76,7 @@ class TokenRun:
 
 
 def engine_layout(num_layers: int, token_items: int, block_size: int, dtype: str) -> BlockLayout:
-    """A block with `token_items` numbers per token and layer. Only the engine knows what they
-    are."""
+    """A block with `token_items` numbers, of which only the engine knows more."""
     layer = LayerLayout(num_heads=1, key_dim=token_items, value_dim=token_items, shared=True)
     return BlockLayout((layer,) * num_layers, block_size, dtype)
 

@@ -90,7 +90,6 @@ class NodeServer:
         self._wake_up()
 
     def run(self) -> None:
-        """Serve clients until `stop`."""
         while not self._stopping:
             idle = not self._clients and not len(self._pools)
             for key, events in self._selector.select(None if idle else TICK_S):
@@ -282,11 +281,8 @@ class NodeServer:
         self._answer_if_ready(client)
 
     def _room_of(self, client: _Client, pool: Pool, *, asks_only: bool) -> int:
-        """How many more frames of a pool the client may hold.
-
-        Bounded, because no other engine can evict what one engine uses. A probe finds no more
-        blocks than may be leased.
-        """
+        """How many more frames of a pool the client may hold. Bounded, because no other engine can
+        evict what one engine uses. A probe finds no more blocks than may be leased."""
         most_bytes = int(self._pools.capacity.capacity_bytes * MAX_SHARE)
         held = [] if asks_only else [*client.leased.elements(), *client.filling]
         held_bytes = sum(self._pools.pool(number).memory.stride for number, _ in held)
@@ -340,7 +336,6 @@ class NodeServer:
         self._send(client, Op.LOCK, bytes([held]))
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes, as JSON."""
         return {
             "version": VERSION,
             "num_clients": len(self._clients),
@@ -379,8 +374,7 @@ def _listener_at(path: Path, held: contextlib.ExitStack) -> socket.socket:
 
 
 def _locked(folder: Path) -> DirectoryLock:
-    """A lock on the folder. Without it, two nodes with different sockets could open the same
-    layouts."""
+    """A lock on the folder, as nodes with different sockets could open the same layouts."""
     make_root(folder)
     try:
         return DirectoryLock(folder)

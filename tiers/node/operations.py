@@ -103,8 +103,7 @@ class PoolOperations(TierOperations):
             raise NodeError(f"{quoted} is not an operation: {error!r}") from error
 
     def send(self, keys: Sequence[PrefixKey]) -> Operated:
-        """Send a prefix to the store that machines share. The answer counts the leading blocks
-        there."""
+        """Send a prefix to the store that machines share; how many leading blocks it has."""
         sent = done(0)
         if self._disk is not None and not any(map(self.pool.is_unwritten, keys)):
             sent = self._disk.publish(keys)

@@ -50,7 +50,6 @@ class PoolCounts:
     hits: Counter[TierName] = field(default_factory=Counter)
 
     def as_json(self) -> dict[str, int]:
-        """As JSON, with the hits of each tier by its name."""
         return {
             **{f"{tier}_hits": self.hits[tier] for tier in TIERS},
             "stored": self.stored,
@@ -129,8 +128,7 @@ class Pool:
     # Requests of clients.
 
     def probe(self, ids: Sequence[BlockId]) -> NodeProbe:
-        """Find how many leading blocks are held, and where. Ready when the tier below has
-        answered."""
+        """Find how many leading blocks are held, and where. Ready once the tier below answers."""
         above = [TierName.HOST] * len(self._run(ids))
         if self.mover is not None:
             above += [self.mover.below] * len(self._run(ids[len(above) :], rising=True))
@@ -143,26 +141,22 @@ class Pool:
         return NodeProbe(above, job if self.mover.submit(job) else None)
 
     def fetch(self, ids: Sequence[BlockId]) -> None:
-        """Load the blocks of a run that memory lacks. They stay until they are leased, for at most
-        `FETCHED_S`."""
+        """Load a run's blocks that memory lacks, and keep them `FETCHED_S` for a lease."""
         room = int(FETCHED_SHARE * self.capacity.capacity_bytes) // self.memory.stride
         rest = ids[len(self._run(ids)) :][: max(0, room - len(self._fetched))]
         until_s = time.monotonic() + FETCHED_S
         self._fetched |= dict.fromkeys(self._load(rest), until_s)
 
     def lease(self, ids: Sequence[BlockId]) -> Lease:
-        """Lease the leading run of these blocks. Blocks held only below are loaded first.
-
-        Of a window, the first blocks may have left memory before the last.
-        """
+        """Lease the leading run of these blocks. Blocks held only below are loaded first. Of a
+        window, the first blocks may have left memory before the last."""
         blocks: list[Block] = []
         while more := self._hold(ids[len(blocks) :]) or self._load(ids[len(blocks) :]):
             blocks += more
         return Lease(blocks)
 
     def settle(self, lease: Lease) -> list[int]:
-        """The frames of a ready lease, for its leading run that is held. The other blocks are
-        released."""
+        """The frames of a ready lease's leading run that is held. The rest is released."""
         held = 0
         while held < len(lease.blocks) and lease.blocks[held].state is READY:
             held += 1
@@ -234,11 +228,9 @@ class Pool:
 
     @property
     def is_loading(self) -> bool:
-        """Whether any block is on its way from the tier below."""
         return bool(self._loads)
 
     def count_of(self, event: CacheEvent) -> int:
-        """How often this happened to a block in memory."""
         return self.residency.counters.events[TierName.HOST, event]
 
     @property
@@ -330,8 +322,7 @@ class Pool:
             self.residency.release(block, use)
 
     def _load(self, ids: Sequence[BlockId]) -> list[Block]:
-        """Start loading the leading blocks that memory lacks from the tier below. Blocks already
-        being loaded are included."""
+        """Begin to load the leading blocks that memory lacks, with those under way."""
         index, packed = self.residency.index, _packed(ids)
         rising = self._run(ids, rising=True)
         for block in rising:

@@ -107,7 +107,6 @@ class NodePools:
                 entry.pool.mover.submit(WriterTask(lambda tier: tier.flush()))
 
     def stats(self) -> dict[str, Any]:
-        """Counters and sizes, as JSON."""
         return {
             "used_bytes": self.capacity.used_bytes,
             "capacity_bytes": self.capacity.capacity_bytes,
@@ -156,8 +155,7 @@ class NodePools:
         return _LayoutPool(layout, pool, below, operations, spares)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """What each owner with a quota has in each tier. Scopes without a name count as one
-        owner."""
+        """What each owner with a quota has in each tier. Unnamed scopes count as one."""
         if self.capacity.quotas is None:
             return []
         totals: dict[tuple[str, str], Counter[str]] = {}

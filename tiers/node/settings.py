@@ -24,8 +24,7 @@ class NodeSettings:
     quotas: Mapping[str, int] = field(default_factory=dict)  # bytes by owner; * is any other scope
 
     def shares(self, owner_of: Callable[[Hashable], Hashable]) -> QuotaShares | None:
-        """The quotas as shares of memory and disk. Raises ConfigurationError if they promise more
-        than there is."""
+        """The quotas as shares. Raises ConfigurationError if they promise more than there is."""
         if not any(self.quotas.values()):
             return None
         named: dict[Hashable, int] = {

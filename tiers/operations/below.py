@@ -17,8 +17,7 @@ U = TypeVar("U")
 
 
 def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T) -> "Future[T]":
-    """Have the writer thread run `work` on the tier below. `without` is the answer if there is no
-    tier."""
+    """Have the writer thread run `work` on the tier below; `without` if there is none."""
     if mover is None:
         return done(without)
     task = WriterTask(work)
@@ -27,16 +26,14 @@ def ask_writer(mover: Mover | None, work: Callable[[ManagedTier], T], without: T
 
 
 def purge_below(tier: ManagedTier, roots: frozenset[PrefixKey]) -> tuple[Removed, int]:
-    """Remove the scopes' blocks. Returns what was removed, and how many blocks a second look finds.
-    Writer thread."""
+    """Remove the scopes' blocks: what went, and how many are left. Writer thread."""
     return tier.purge(roots), tier.count(roots)
 
 
 def trace(
     residency: Residency, mover: Mover | None, keys: Sequence[PrefixKey]
 ) -> "Future[dict[PrefixKey, BlockId]]":
-    """The identity of each of these blocks and of all before them, as far as they are held. Looks
-    in memory, then below."""
+    """The identity of these blocks and of all before them, as far as they are held."""
     found: dict[PrefixKey, BlockId] = {}
     missing = [_walk(key, found, _in_memory(residency)) for key in keys]
 

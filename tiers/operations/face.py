@@ -35,15 +35,11 @@ class CacheOperations(Protocol):
     # Looking.
 
     def sources(self, chain: Chain) -> list[TierName]:
-        """The memory tiers of its leading blocks. Pins nothing.
-
-        Blocks being computed count as on the device.
-        """
+        """The memory tiers of its leading blocks. Those being computed count as the device's."""
         raise NotImplementedError
 
     def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
-        """The tier below memory of each block in the leading run held there. Waits for the disk.
-        Any thread."""
+        """The lower tier of each block of the leading run there. Waits. Any thread."""
         raise NotImplementedError
 
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
@@ -83,8 +79,7 @@ class CacheOperations(Protocol):
         raise NotImplementedError
 
     def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
-        """Pin as much of a prefix as its owner may, without waiting. Returns the number of
-        blocks."""
+        """Pin as many blocks of a prefix as its owner may, at once. Returns how many."""
         raise NotImplementedError
 
     def renew(self, name: str, until_s: float) -> None:
@@ -114,8 +109,7 @@ class CacheOperations(Protocol):
         raise NotImplementedError
 
     def evict(self, keys: Sequence[PrefixKey]) -> "Future[dict[TierName, int]]":
-        """Remove blocks from every tier, except those in use or pinned. The result counts them by
-        tier."""
+        """Remove blocks, except those in use or pinned. The result counts them by tier."""
         raise NotImplementedError
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":

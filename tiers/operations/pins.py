@@ -61,10 +61,8 @@ class Keeper:
         residency.pinned_keys = self._pins
 
     def restore(self, pins: Sequence[Pin[PrefixKey]]) -> None:
-        """Restore the pins of an earlier run, as far as they are still allowed.
-
-        A pin that a wrong clock set in the future lasts no longer than its original duration.
-        """
+        """Restore the pins of an earlier run, as far as they are still allowed. A pin that a wrong
+        clock set in the future lasts no longer than its original duration."""
         now_s = self.clock()
         for saved in pins:
             pin = saved
@@ -82,7 +80,6 @@ class Keeper:
 
     @property
     def num_blocks(self) -> int:
-        """The number of pinned blocks, in any tier."""
         return self._pins.num_blocks
 
     def get(self, name: str) -> Pin[PrefixKey] | None:
@@ -137,9 +134,7 @@ class Keeper:
         kind: PinKind,
     ) -> int:
         """Pin a prefix in passing, or as much of it as its owner may. Returns the number of blocks.
-
-        It replaces the owner's pins in passing that this prefix continues.
-        """
+        It replaces the owner's pins in passing that this prefix continues."""
         if not keys or until_s <= self.clock():
             return 0
         mine = self._giving_way(owner)
@@ -175,7 +170,6 @@ class Keeper:
             self._pins.restore(replace(pin, until_s=until_s))
 
     def unpin(self, name: str) -> bool:
-        """End a pin. Returns whether there was one."""
         pin = self._pins.get(name)
         if pin is None:
             return False
@@ -239,17 +233,14 @@ class Keeper:
         )
 
     def _giving_way(self, owner: str) -> list[Pin[PrefixKey]]:
-        """The pins that give way to a pin of this owner, soonest end first. All give way to an
-        operator's."""
+        """The pins that give way to this owner's, soonest end first; all to an operator's."""
         passing = [pin for pin in self._pins.pins() if pin.kind.gives_way]
         mine = [pin for pin in passing if owner in ("", pin.owner)]
         return sorted(mine, key=lambda pin: pin.until_s)
 
     def _put(self, pin: Pin[PrefixKey], giving_way: Sequence[Pin[PrefixKey]]) -> list[PrefixKey]:
-        """Add a pin and end as many of `giving_way` as needed. Returns the keys to release.
-
-        Raises PinError, and then nothing has changed.
-        """
+        """Add a pin and end as many of `giving_way` as needed. Returns the keys to release. Raises
+        PinError, and then nothing has changed."""
         most = self._most_owned(pin.scope) if pin.owner else None
         gone: list[Pin[PrefixKey]] = []
         released: list[PrefixKey] = []
@@ -283,8 +274,7 @@ class Keeper:
         self._changed([pin for pin in self.pins() if pin.kind is not PinKind.SESSION])
 
     def _tell_below(self) -> None:
-        """Tell the disk which keys to keep. Sessions are left out: they keep their place in its
-        order."""
+        """Tell the disk which keys to keep. Sessions keep their place in its order."""
         self._untold = False
         lasting = (pin for pin in self.pins() if pin.kind is not PinKind.SESSION)
         self._keep_below(list({key: None for pin in lasting for key in pin.keys}))

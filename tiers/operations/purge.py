@@ -132,8 +132,7 @@ class Purger:
 
 
 def with_checkpoints(first: "Future[Purged]", second: "Future[Purged]") -> "Future[Purged]":
-    """The result of the first, once both are done, with what the second removed and has left.
-    Fails if either does."""
+    """The first result with what the second removed and left. Fails if either does."""
     result: Future[Purged] = Future()
 
     def finish(_: "Future[Purged]") -> None:

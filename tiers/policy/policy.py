@@ -38,36 +38,24 @@ class Policy(Protocol[K]):
     """
 
     def insert(self, key: K, use: Use) -> None:
-        """Add a key that is new in the tier. It may be chosen from now on.
-
-        For a block that a running request computes, call this when it is first released.
-        """
-        ...
+        """Add a key that is new in the tier. It may be chosen from now on. For a block that a
+        running request computes, call this when it is first released."""
 
     def hold(self, key: K) -> None:
         """Mark `key` as referenced. It is not a victim until `release`. Calls do not nest."""
-        ...
 
     def release(self, key: K, use: Use) -> None:
         """Count one use of a held `key` and let it be chosen again: its last reference is gone."""
-        ...
 
     def touch(self, key: K, use: Use) -> None:
         """Count one use of a `key` that was not held. The same as `hold` and then `release`."""
-        ...
 
     def remove(self, key: K) -> None:
-        """Remove `key`, held or not, which left the tier for another reason. Ignores unknown
-        keys."""
-        ...
+        """Remove `key`, held or not, which left for another reason. Ignores unknown keys."""
 
     def victim(self) -> K | None:
         """Choose the block to evict and forget it. None if every block is held."""
-        ...
 
     def coldest(self, count: int) -> list[K]:
-        """Roughly the next `count` victims, coldest first. Changes nothing.
-
-        Lets a tier copy blocks down ahead of need. The order may change in the meantime.
-        """
-        ...
+        """Roughly the next `count` victims, coldest first. Changes nothing. Lets a tier copy blocks
+        down ahead of need. The order may change in the meantime."""

@@ -54,7 +54,6 @@ class QuotaShares:
         }
 
     def group(self, tenant: Hashable) -> Hashable:
-        """The group that a tenant's blocks count towards."""
         owner = self._owner_of(tenant)
         if owner in self._shares:
             return owner
@@ -159,8 +158,7 @@ class FairPolicy(Generic[K]):
             self._forget(key)
 
     def victim(self) -> K | None:
-        """Take the victim from the group furthest over its share, among groups with a block to
-        give."""
+        """The victim of the group furthest over its share, among those with a block to give."""
         if self._victims in self._policies and self._quotas.is_over(self._victims):
             key = self._policies[self._victims].victim()
             if key is not None:
@@ -175,8 +173,7 @@ class FairPolicy(Generic[K]):
         return None
 
     def coldest(self, count: int) -> list[K]:
-        """The coldest blocks of groups over their share. Of other groups only if those have
-        none."""
+        """The coldest blocks of groups over their share; of others only if those have none."""
         found: list[K] = []
         for group in self._by_pressure():
             if len(found) >= count or (found and not self._quotas.is_over(group)):

@@ -131,8 +131,7 @@ class Pins(Generic[K]):
         return self._drop(pin) if pin else []
 
     def expire(self, now_s: float) -> list[K] | None:
-        """Remove the pins that have expired. Returns the keys to release, or None if no pin
-        expired."""
+        """Remove the pins that have expired. Returns the keys to release, None without any."""
         over = [pin.name for pin in self._pins.values() if pin.until_s <= now_s]
         released = [key for name in over for key in self.unpin(name)]
         return [key for key in released if key not in self] if over else None

@@ -40,11 +40,9 @@ class ObjectStore(Protocol):
 
     def delete(self, names: Sequence[str]) -> int:
         """Returns how many existed. A store that does not tell counts every name."""
-        ...
 
     def names(self, start: str) -> Iterator[str]:
         """Every name that begins with `start`."""
-        ...
 
     def close(self) -> None: ...
 

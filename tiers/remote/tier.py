@@ -111,14 +111,12 @@ class RemoteTier:
         return held
 
     def exist(self, ids: Sequence[BlockId]) -> list[bool]:
-        """Whether the store has each of these blocks, or a part of it. False if it does not
-        answer."""
+        """Whether the store has each of these, or a part of it. False without an answer."""
         found = self._call(lambda: self._objects.exists([_name(block) for block in ids]))
         return [False] * len(ids) if found is None else list(found)
 
     def load(self, ids: Sequence[BlockId], into: Sequence[Frame]) -> Loaded:
-        """Fill `into[i]` with block `ids[i]`, verified. Stops at the first that cannot be
-        served."""
+        """Fill `into[i]` with block `ids[i]`, verified, up to the first that fails."""
         wanted = ids[: len(into)]
         started = time.perf_counter()
         records = self._call(lambda: self._objects.get([_name(block) for block in wanted]))
@@ -176,10 +174,8 @@ class RemoteTier:
         return codec
 
     def _refuse(self, block: BlockId, why: MissReason) -> None:
-        """Count an invalid record and delete it, so that a valid one can replace it.
-
-        Also a valid record of another block: it would be found, loaded and refused each time.
-        """
+        """Count an invalid record and delete it, so that a valid one can replace it. Also a valid
+        record of another block: it would be found, loaded and refused each time."""
         self._fault(why, 1, f"block {block.key.hex()} is not as it was written")
         self._call(lambda: self._objects.delete([_name(block)]))
 
@@ -269,8 +265,7 @@ class RemoteTier:
     # failed.
 
     def discard(self, scoped: Sequence[tuple[PrefixKey, PrefixKey]]) -> int:
-        """Delete these (scope, key) pairs, which are gone from the disk. Returns how many
-        existed."""
+        """Delete these (scope, key) pairs, which the disk has no more. Returns how many were."""
         if not scoped:
             return 0
         with self._publishing:
@@ -295,7 +290,6 @@ class RemoteTier:
         return Removed(num_blocks, 0, num_blocks * self._block_bytes)
 
     def count(self, roots: Collection[PrefixKey]) -> int:
-        """How many blocks of these scopes the store has."""
         starts = [f"{NAMESPACE}/{root.hex()}/" for root in roots]
         return sum(1 for start in starts for _ in self._objects.names(start))
 

@@ -140,8 +140,7 @@ class Hierarchy:
         return sources
 
     def _promote(self, key: Hashable, source: int) -> None:
-        """Move a block to the top through every level between. Each keeps a copy, which counts as
-        just used or is spare."""
+        """Move a block to the top. Levels between keep copies, just used or spare."""
         for number in range(source, 0, -1):
             level = self._levels[number]
             fresh = key not in level.resident
@@ -196,11 +195,8 @@ def replay(
     keeps: bool | None = None,
     write_policy: WritePolicy = WritePolicy.ON_EVICT,
 ) -> ReplayResult:
-    """Replay a whole trace. Raises ConfigurationError.
-
-    `keeps` sets for all tiers whether promoted blocks keep their copies below, for comparison. None
-    is the server's rule.
-    """
+    """Replay a whole trace. Raises ConfigurationError. `keeps` sets for all tiers whether promoted
+    blocks keep their copies below, for comparison. None is the server's rule."""
     hierarchy = Hierarchy(plans, write_policy, keeps)
     for request in trace.requests:
         hierarchy.serve(request, trace.block_tokens)

@@ -78,8 +78,7 @@ def read_trace(path: Path, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
 
 
 def _check_block_tokens(path: Path, requests: Sequence[TraceRequest], block_tokens: int) -> None:
-    """Check the block size. A few requests may name more blocks than their tokens fill, but not
-    most."""
+    """A few requests may name more blocks than their tokens fill, but not most."""
     too_many = [
         request
         for request in requests

@@ -99,8 +99,7 @@ class Subscription:
             return [self._queue.popleft() for _ in range(most)]
 
     def put(self, event: BlockEvent) -> bool:
-        """Called by the stream. Wakes the listener if its queue was empty. False if one event was
-        dropped."""
+        """The stream adds an event, and wakes a listener without any. False if one was dropped."""
         with self._lock:
             empty, full = not self._queue, len(self._queue) == self._capacity
             if full:

@@ -12,8 +12,6 @@ from tiers.tier import AGES_S, Cause, LifeStats
 
 
 class Lives:
-    """The observations of one tier."""
-
     def __init__(self) -> None:
         self._lifetime = Histogram(AGES_S)
         self._idle = Histogram(AGES_S)
@@ -21,7 +19,6 @@ class Lives:
         self._causes: Counter[Cause] = Counter()
 
     def left(self, cause: Cause, *, lived_s: float, idle_s: float) -> None:
-        """Count a block that left the tier."""
         self._lifetime.observe(lived_s)
         self._idle.observe(min(lived_s, idle_s))
         self._causes[cause] += 1

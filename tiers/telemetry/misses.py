@@ -38,8 +38,7 @@ class EvictedKeys:
         return len(self._left)
 
     def note(self, key: PrefixKey, tier: TierName, cause: Cause) -> None:
-        """Note that the last copy of `key` left `tier`. A later eviction replaces an earlier
-        one."""
+        """Note that the last copy of `key` left `tier`, in place of an earlier time."""
         self._left[key] = Departure(tier, cause, time.time())
         self._left.move_to_end(key)
         if len(self._left) > self._max:

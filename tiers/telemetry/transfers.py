@@ -44,8 +44,7 @@ class TransferCounts:
         seconds: float,
         nbytes: int | None = None,
     ) -> None:
-        """Count a finished copy or job of `num_blocks`. `nbytes` is given if the blocks did not
-        move whole."""
+        """Count a finished copy or job. `nbytes` is given if blocks did not move whole."""
         lane = source, target
         moved = num_blocks * self._block_bytes if nbytes is None else nbytes
         self._nbytes[lane] = self._nbytes.get(lane, 0) + moved

@@ -64,7 +64,6 @@ class WorkingSet:
 
     @property
     def rate(self) -> float:
-        """The share of blocks that is followed."""
         return self._threshold / _HASH_SPACE
 
     def use(self, key: Hashable) -> None:
@@ -73,8 +72,7 @@ class WorkingSet:
         self._follow(key, _hash(key))
 
     def use_all(self, keys: Sequence[bytes]) -> None:
-        """The same for 16-byte keys that are hashes themselves: 0.05 us for each one not
-        followed."""
+        """The same for keys that are hashes themselves: 0.05 us for one not followed."""
         self.num_uses += len(keys)
         hashes = np.frombuffer(b"".join(keys), "<u4")[::4]
         for number in np.flatnonzero(hashes < self._threshold).tolist():

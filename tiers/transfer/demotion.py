@@ -85,8 +85,7 @@ class Demoter:
             residency.evictor.on_lost = LossLog().note
 
     def committed(self, block: Block) -> None:
-        """Take in a block that has just filled. For a block seen before and evicted, this is a
-        second use."""
+        """Take in a block that has just filled: a second use, if it was seen before."""
         assert block.key is not None
         if self._mover is None or not self._admission.on_use(block.key):
             return
@@ -111,7 +110,6 @@ class Demoter:
         return True
 
     def step(self) -> None:
-        """Do one step's share of background work."""
         self._collect()
         if self._residency.frames is None:
             return

@@ -32,8 +32,7 @@ class LoadEconomy:
             self.prefill_tokens_per_s = _smooth(self.prefill_tokens_per_s, num_tokens / seconds)
 
     def worth(self, num_tokens: int, nbytes: int, num_readers: int = 1) -> bool:
-        """Whether loading `nbytes` by so many readers at once should take no longer than computing
-        `num_tokens`."""
+        """Whether loading by so many readers at once takes no longer than computing."""
         if not self.enabled or not self.load_bytes_per_s or not self.prefill_tokens_per_s:
             return True
         load_s = nbytes / (self.load_bytes_per_s * num_readers)

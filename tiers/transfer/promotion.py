@@ -82,8 +82,7 @@ class Promoter:
         return Progress.READY if self._arrived(ticket) else Progress.LOADING
 
     def close(self, ticket: Ticket, use: Use) -> None:
-        """Release the ticket's references. Loads under way finish, and their blocks stay in the
-        host tier."""
+        """Release the ticket's references. Loads under way finish, into the host tier."""
         self._residency.release_prefix(ticket.blocks, use)
         ticket.blocks.clear()
         ticket.sources.clear()
@@ -99,8 +98,7 @@ class Promoter:
         return len(self._loads) + self._windows.num_reads
 
     def _match(self, ticket: Ticket) -> bool:
-        """Acquire the blocks that continue the ticket. True if another request is making the next
-        block."""
+        """Acquire the blocks that continue the ticket. True if the next is being made."""
         if ticket.closed:
             return False
         start = len(ticket.blocks)
@@ -140,8 +138,7 @@ class Promoter:
         return True
 
     def _load(self, ticket: Ticket) -> TicketState:
-        """Start loading what the probe found, as far as there are frames. Returns the ticket's next
-        state."""
+        """Begin to load what the probe found, into free frames. Returns the next state."""
         assert ticket.probe is not None and self._mover is not None
         probe, ticket.probe = ticket.probe, None
         self._match(ticket)  # others may have loaded or computed part of it by now
@@ -254,8 +251,7 @@ class Promoter:
         return True
 
     def _lose(self, block: Block, reason: MissReason) -> None:
-        """Remove a block whose load failed from the index. Its tickets drop it when they next
-        check."""
+        """Take a block whose load failed off the index. Its tickets drop it at their next check."""
         block.state = LOST
         block.fault = reason
         block.busy = 0
@@ -280,8 +276,7 @@ class Promoter:
             self._residency.release(block, block.use)
 
     def _lift(self, ticket: Ticket) -> bool:
-        """Copy leading blocks from host frames to the device. True when all have a slot. Raises
-        CopyFailed."""
+        """Copy leading blocks to the device. True when all have a slot. Raises CopyFailed."""
         residency = self._residency
         start = ticket.num_on_device = min(ticket.num_on_device, len(ticket.blocks))
         if start == len(ticket.blocks):

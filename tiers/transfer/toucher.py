@@ -57,7 +57,6 @@ class Toucher:
             self._wake.set()
 
     def close(self) -> None:
-        """End the thread."""
         self._is_closed = True
         self._wake.set()
         self._thread.join()

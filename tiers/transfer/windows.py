@@ -87,7 +87,6 @@ class WindowMender:
         return len(self._reads)
 
     def _is_read(self, block: Block) -> bool:
-        """Whether the block's windows are being read."""
         return any(block in blocks for _, blocks in self._reads)
 
     def _lacking(self, ticket: Ticket) -> list[Block]:
@@ -147,8 +146,7 @@ class WindowMender:
         return True
 
     def _cut(self, ticket: Ticket, windows: Collection[PrefixKey | None] = ()) -> None:
-        """Shorten the ticket to the longest prefix whose last blocks are whole, or will be once
-        `windows` are read."""
+        """Shorten the ticket to where its last blocks are whole, or will be with `windows`."""
         end = longest(ticket, len(ticket.blocks), self._reach, windows)
         if end == len(ticket.blocks):
             return

@@ -74,9 +74,7 @@ class Codec:
 
     def encode(self, block: memoryview, into: memoryview) -> tuple[CodecId, int]:
         """Writes the coded `block` to the start of `into` (8-aligned, at least `bound` bytes).
-
-        Returns the codec used and the payload's length. RAW if planes do not pay.
-        """
+        Returns the codec used and the payload's length. RAW if planes do not pay."""
         if self._item_bytes > 1:
             nbytes = self._encode_planes(block, into)
             if nbytes <= len(block) - len(block) // WORTH:
@@ -86,10 +84,8 @@ class Codec:
         return CodecId.RAW, len(block)
 
     def decode(self, codec: int, payload: memoryview, into: memoryview) -> None:
-        """Fills `into`, exactly one block, from an 8-aligned `payload`.
-
-        Raises DecodeError; then the content of `into` is invalid and must not be served.
-        """
+        """Fills `into`, exactly one block, from an 8-aligned `payload`. Raises DecodeError; then
+        the content of `into` is invalid and must not be served."""
         if codec == CodecId.RAW:
             if len(payload) != len(into):
                 raise DecodeError(f"{len(payload)} raw bytes for a block of {len(into)}")

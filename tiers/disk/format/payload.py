@@ -75,10 +75,8 @@ def needed_nbytes(header: Header, part: Part) -> int:
 
 
 def check(header: Header, payload: memoryview, part: Part) -> MissReason | None:
-    """Why the payload does not match `header`; None if it does.
-
-    `payload` has the bytes needed for the part and is checked completely.
-    """
+    """Why the payload does not match `header`; None if it does. `payload` has the bytes needed for
+    the part and is checked completely."""
     lasting = header.lasting
     if part is not Part.LASTING or lasting is None:
         return check_payload(header, payload)
@@ -92,10 +90,8 @@ def check(header: Header, payload: memoryview, part: Part) -> MissReason | None:
 def decode(
     codec: Codec, header: Header, payload: memoryview, into: memoryview, part: Part = Part.WHOLE
 ) -> None:
-    """Fills the part of `into`, exactly one block, from a checked 8-aligned payload.
-
-    Raises DecodeError. A payload of one piece fills all of it, or the part that its record has.
-    """
+    """Fills the part of `into`, exactly one block, from a checked 8-aligned payload. Raises
+    DecodeError. A payload of one piece fills all of it, or the part that its record has."""
     lasting = header.lasting
     if header.part is not Part.WHOLE:
         nbytes = header.logical_nbytes

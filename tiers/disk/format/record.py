@@ -200,7 +200,6 @@ def num_blocks_of(key: bytes) -> int:
 
 
 def record_key(header: Header) -> PrefixKey:
-    """The key of the record with this header."""
     return window_key(header.key) if header.part is Part.WINDOW else header.key
 
 

@@ -74,8 +74,7 @@ class Account(NamedTuple):
         return cls(*_ACCOUNT.unpack(data)) if data else cls()
 
     def plus(self, blocks: int, stored_bytes: int, logical_bytes: int) -> "Account":
-        """The changed account, never negative, so that a damaged header cannot make it
-        unwritable."""
+        """The changed account, never negative: damage must not make it unwritable."""
         return Account(
             max(0, self.num_blocks + blocks),
             max(0, self.stored_bytes + stored_bytes),

@@ -21,8 +21,7 @@ Rule = Callable[[PrefixKey, IndexEntry], bool]
 
 
 def pages(shard: Shard) -> Iterator[list[tuple[PrefixKey, IndexEntry]]]:
-    """Every record, in order of keys: a block, then its window part. One stored meanwhile may be
-    missed; none comes twice."""
+    """Every record once, by key. One that is stored meanwhile may be missed."""
     after: PrefixKey | None = None
     while rows := shard.entries(after, PAGE_BLOCKS):
         yield rows

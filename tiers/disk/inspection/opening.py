@@ -37,10 +37,8 @@ READ_CHECK_S = 5.0  # a command that only reads checks a shard no longer than th
 
 
 def refuse_damaged(folder: Path, map_bytes: int, within_s: float) -> None:
-    """Raises ConfigurationError for a shard that could crash LMDB, unless the check takes longer.
-
-    A shard that changes meanwhile belongs to a server, which has checked it.
-    """
+    """Raises ConfigurationError for a shard that could crash LMDB, unless the check takes longer. A
+    shard that changes meanwhile belongs to a server, which has checked it."""
     if not (folder / "data.mdb").exists():
         return
     before = last_transaction(folder, map_bytes)

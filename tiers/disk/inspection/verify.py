@@ -54,7 +54,6 @@ def verify_all(
     repair: bool = False,
     advance: Callable[[int], None] = lambda num_blocks: None,
 ) -> Verified:
-    """The combined result of verifying each shard."""
     total = Verified()
     for shard in shards:
         total = total.plus(verify(shard, repair=repair, advance=advance))

@@ -183,7 +183,6 @@ class DiskView:
         return grow(_DiskForest(children, now_s), query, sum(map(len, children.values())))
 
     def accounts(self) -> dict[PrefixKey, Account]:
-        """Blocks and bytes by scope."""
         total: dict[PrefixKey, Account] = {}
         for shard in self.shards:
             for root, account in shard.accounts().items():

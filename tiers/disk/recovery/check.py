@@ -102,8 +102,6 @@ def _is_another_format(fd: int) -> bool:
 
 
 class _Check:
-    """One walk over one state of a shard."""
-
     def __init__(self, file: PageFile, head: Head, deadline: float) -> None:
         self._file = file
         self._head = head

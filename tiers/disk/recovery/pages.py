@@ -181,10 +181,8 @@ class PageFile:
             yield from self._rows(tree, child, depth - 1, start, back)
 
     def nodes(self, tree: LmdbTree, walked: Walked | None = None) -> Iterator[Node]:
-        """Every entry of a tree in order, checked as far as LMDB relies on it. Raises Torn.
-
-        Visited pages are recorded in `walked`. The caller checks that no page is used twice.
-        """
+        """Every entry of a tree in order, checked as far as LMDB relies on it. Raises Torn. Visited
+        pages are recorded in `walked`. The caller checks that no page is used twice."""
         walked = walked if walked is not None else Walked()
         numbers = (len(walked.branch), len(walked.leaf), len(walked.runs))
         num_entries = 0
@@ -225,7 +223,6 @@ class PageFile:
         return pages
 
     def will_need(self, numbers: list[int]) -> None:
-        """Start reading these pages."""
         for number in numbers:
             os.posix_fadvise(self._fd, number * PAGE, PAGE, os.POSIX_FADV_WILLNEED)
 
