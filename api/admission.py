@@ -29,7 +29,6 @@ from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
 from api.requests.generation import Generation
 from api.requests.idempotency import IDEMPOTENCY_KEY, claim, replayed
 from api.requests.publishing import check_publishable
-from api.requests.quote import check_quote
 from api.requests.turns import assistant_message
 from api.served_model import ServedModel
 from api.shapes.schemas import GenerationBody
@@ -133,11 +132,11 @@ async def deliver(
     check_params(job.params, job.model.vocab_size)
     publisher = None
     if body.extension.publish:
-        publisher = check_publishable(job, wire_of(request).publisher)
+        publisher = check_publishable(job, wire_of(request).cache.publisher)
     wire, log, stream = wire_of(request), request_log_of(request), bool(body.stream)
     fingerprint = job.context.fingerprint
-    await check_quote(wire, principal, job, body.extension)
-    claimed = await claim(wire.replays, request, principal, raw, job.request_id, fingerprint)
+    await wire.cache.quotes.check(principal, job, body.extension)
+    claimed = await claim(wire.books.replays, request, principal, raw, job.request_id, fingerprint)
     if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)
         return replayed(claimed, stream=stream)
@@ -146,24 +145,26 @@ async def deliver(
         held.push(ending.refused)
         if claimed is not None:
             held.push_async_callback(claimed.close)
-        user = wire.limits.user_of(principal, job.context.user)
+        user = wire.access.limits.user_of(principal, job.context.user)
         if user:
             job = replace(job, user=user)
-        wire.queue.check_wait(job.share, job.prompt_tokens)
-        wire.queue.enter(job.share, len(job.prompts))
-        held.callback(wire.queue.leave, job.share, len(job.prompts))
-        wire.meter.check()
-        permit = await wire.limits.admit(principal, user)
+        wire.access.queue.check_wait(job.share, job.prompt_tokens)
+        wire.access.queue.enter(job.share, len(job.prompts))
+        held.callback(wire.access.queue.leave, job.share, len(job.prompts))
+        wire.books.meter.check()
+        permit = await wire.access.limits.admit(principal, user)
         held.push_async_callback(ending.leave, permit)
         if job.source is not None:
-            compiling = partial(wire.grammars.compile, job.source)
-            grammar = await wire.encoders.run(principal.tenant, compiling)
+            compiling = partial(wire.inference.grammars.compile, job.source)
+            grammar = await wire.inference.encoders.run(principal.tenant, compiling)
             job = replace(job, grammar=grammar)
-        charge = await wire.meter.admit(principal, job)
+        charge = await wire.books.meter.admit(principal, job)
         held.push_async_callback(charge.void)
-        if wire.purges.reach(job.scope.tenant, job.arrival_ns):
+        if wire.records.purges.reach(job.scope.tenant, job.arrival_ns):
             job = replace(job, cache=False)
-        generation = Generation(job, engine=wire.engine, bridge=wire.bridge, coverage=charge)
+        generation = Generation(
+            job, engine=wire.inference.engine, bridge=wire.inference.bridge, coverage=charge
+        )
         held.callback(generation.close)
         generation.submit()
         ending.begin(generation, held)
@@ -214,7 +215,7 @@ class _Ending:
     ) -> None:
         """Records in the journal a refusal that unwinds the stack."""
         if error is not None:
-            self._wire.journal.refuse(
+            self._wire.records.journal.refuse(
                 self._job,
                 self._principal,
                 error,
@@ -228,7 +229,7 @@ class _Ending:
 
     def begin(self, generation: Generation, held: AsyncExitStack) -> None:
         """The engine has the request. From now on the delivery releases what it holds."""
-        self._wire.journal.begin(
+        self._wire.records.journal.begin(
             self._job,
             self._principal,
             generation,
@@ -237,17 +238,17 @@ class _Ending:
             trail=self._trail,
         )
         self._held = held.pop_all()
-        self._wire.retention.began(self._job)
+        self._wire.cache.retention.began(self._job)
 
     async def __call__(self, delivered: Delivered) -> None:
         served, bill = delivered.served, delivered.bill
         self._usage = usage = bill.usage if bill else EMPTY
         async with self._held:
-            self._wire.journal.settle(self._log.request_id, delivered)
-            self._wire.forecast.observe(served)
-            if not self._wire.purges.reach(self._job.scope.tenant, self._job.arrival_ns):
+            self._wire.records.journal.settle(self._log.request_id, delivered)
+            self._wire.cache.quotes.forecast.observe(served)
+            if not self._wire.records.purges.reach(self._job.scope.tenant, self._job.arrival_ns):
                 self._remember(served)
-                self._wire.retention.ended(self._job, served)
+                self._wire.cache.retention.ended(self._job, served)
         self._log.add(
             outcome=str(served.outcome),
             delivered=delivered.complete,
@@ -271,7 +272,7 @@ class _Ending:
         """Remembers a turn's tokens, to compare the next turn with."""
         turn = self._job.turn
         if turn is not None and served.outcome is Outcome.FINISHED:
-            self._wire.conversations.remember(
+            self._wire.records.conversations.remember(
                 turn,
                 self._job.prompts[0],
                 served.transcripts,

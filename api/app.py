@@ -124,14 +124,14 @@ def _direct_routes() -> list[Route]:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Binds the engine's outputs to this loop; at shutdown waits for unsettled deliveries."""
-    app.state.wire.bridge.bind(asyncio.get_running_loop())
+    app.state.wire.inference.bridge.bind(asyncio.get_running_loop())
     try:
         yield
     finally:
         if app.state.deliveries:
             await asyncio.wait(app.state.deliveries, timeout=DRAIN_S)
-        app.state.wire.bridge.unbind()
-        await app.state.wire.limits.close()
+        app.state.wire.inference.bridge.unbind()
+        await app.state.wire.access.limits.close()
 
 
 async def _answer(request: Request, error: Exception) -> Response:

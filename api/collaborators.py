@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from api.cache.feeds import Feeds
 from api.requests.fingerprints import Fingerprints
-from api.requests.forecast import Forecast
 from api.requests.kept import Purges
 from api.requests.responses import StoredResponses
 from api.served_model import EngineClient, ServedModel
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from api.requests.bridge import OutputBridge
     from api.requests.metering import Meter
     from api.requests.publishing import Publisher
-    from api.requests.quote import Survey
+    from api.requests.quote import Quotes
     from api.requests.retention import Retention
     from api.requests.turns import Conversations
     from billing.idempotency import Idempotency
@@ -63,33 +62,67 @@ class WireSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collaborators:
-    """Everything the routes use; stored as `app.state.wire`, immutable."""
+class Access:
+    """Who may ask, and how much at once."""
 
-    engine: EngineClient
-    queue: "QueueBound"  # bounds who may queue for it
-    bridge: "OutputBridge"
-    models: Mapping[str, ServedModel]  # the first is the default
     gatekeeper: "Gatekeeper"
     salts: "Salts"
-    meter: "Meter"
     limits: "WindowLimits"
-    journal: "Journal"
-    replays: "Idempotency"
-    grammars: Compiler
-    publisher: "Publisher | None" = None  # None: no store is shared with other servers
-    conversations: "Conversations"
-    retention: "Retention"
+    queue: "QueueBound"  # bounds who may wait for the engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inference:
+    """What turns a prompt into an answer."""
+
+    engine: EngineClient
+    bridge: "OutputBridge"
+    models: Mapping[str, ServedModel]  # the first is the default
     encoders: "FairPool"  # tokenise long texts and compile grammars
+    grammars: Compiler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bookkeeping:
+    """What requests cost, and who has how much left."""
+
+    meter: "Meter"
     balances: Callable[[str], Tenant]  # by tenant; may read a store: called off the loop
-    readiness: Callable[[], Readiness]
-    render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type
-    settings: WireSettings
-    ledger_store: "LedgerStore"
+    store: "LedgerStore"
     receipt_keys: Mapping[str, str]  # public keys in hex, by id
+    replays: "Idempotency"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """What is remembered of requests, and whose memory was purged."""
+
+    journal: "Journal"
+    conversations: "Conversations"
     responses: StoredResponses = field(default_factory=StoredResponses)
     fingerprints: Fingerprints = field(default_factory=Fingerprints)  # of answered prompts
     purges: Purges = field(default_factory=Purges)
-    survey: "Survey"
-    forecast: Forecast = field(default_factory=Forecast)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheParts:
+    """The cache as requests see it beside the engine."""
+
+    retention: "Retention"
+    quotes: "Quotes"
     feeds: Feeds = field(default_factory=Feeds)  # subscribers to block events
+    publisher: "Publisher | None" = None  # None: no store is shared with other servers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collaborators:
+    """Everything the routes use; stored as `app.state.wire`, immutable."""
+
+    access: Access
+    inference: Inference
+    books: Bookkeeping
+    records: Records
+    cache: CacheParts
+    settings: WireSettings
+    readiness: Callable[[], Readiness]
+    render_metrics: Callable[[], tuple[bytes, str]]  # body and its content type

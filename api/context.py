@@ -67,7 +67,7 @@ async def authorised(request: Request, scope: Scope = Scope.INFERENCE) -> Princi
     Raises MissingKey, MissingScope and UnknownKey; ForeignPage if no key is needed.
     """
     wire = wire_of(request)
-    principal = await wire.gatekeeper.identify(_credentials(request))
+    principal = await wire.access.gatekeeper.identify(_credentials(request))
     if not principal.key_id:
         check_local(request, wire.settings.cors_origins)
     request_log_of(request).add(

@@ -1,32 +1,6 @@
 """The one table from an exception to what a client sees: status, type, code and body.
 
-ApiError
-├── InvalidRequest            a field is wrong; `param` names it
-│   ├── NotJson               the body is no JSON object
-│   ├── ContextLengthExceeded prompt and completion do not fit the model's context
-│   └── Unsupported           a known feature that this server cannot serve
-├── BodyTooLarge
-├── BodyEncoded               compressed
-├── ModelNotFound
-├── NotServed                 a known route of other servers that this one has not
-├── RequestNotFound           the journal does not remember it, or it is another tenant's
-├── ResponseNotFound          no response of this id is kept for the caller
-├── CacheNotFound             the caller keeps no cache of this name
-├── CacheNotKept              a cache that the tiers have no room for, or that is too short
-├── CacheNotPaid              its first hour is not covered
-├── RecordNotFound            an admin route names a tenant, key or request that is not there
-├── BlockNotFound            no tier holds it any more
-├── MissingKey                no API key where one is needed
-├── LoginNeeded               an admin route, and nobody is logged in
-├── CsrfFailed                a change from a page that does not prove it is ours
-├── ForeignPage               a web page asks a server that needs no key
-├── MissingScope              a key that may not do this
-├── QuoteRefused              it would hit less, or cost more, than the request allows
-├── RateLimited               carries `Retry-After` and the x-ratelimit headers
-├── Overloaded                too much waits already; try later
-│   └── QueueTooLong          the request would wait too long; carries `Retry-After`
-└── GenerationFailed          the engine gave up on this request after it was admitted
-
+The wire's own refusals are the `ApiError`s below; `InvalidRequest` has a field that is wrong.
 Every body has OpenAI's shape, `{"error": {message, type, param, code}}`, routes that do not exist
 included. HTTP status codes appear here and nowhere else. Exceptions of the packages below are
 looked up by their class, nearest ancestor first; one that is not in the table is a bug, answered

@@ -22,13 +22,23 @@ from api.app import create_app
 from api.cache.explorer import Explorer
 from api.cache.feeds import Feeds
 from api.cache.owners import Owners
-from api.collaborators import Collaborators, Readiness, WireSettings
+from api.collaborators import (
+    Access,
+    Bookkeeping,
+    CacheParts,
+    Collaborators,
+    Inference,
+    Readiness,
+    Records,
+    WireSettings,
+)
 from api.journal.journal import Journal, JournalSettings, RequestRecord
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.fingerprints import Fingerprints
 from api.requests.kept import Purges, owner_of
 from api.requests.metering import Meter
+from api.requests.quote import Quotes
 from api.requests.responses import StoredResponses
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
@@ -152,41 +162,50 @@ class Service:
         note_scopes(self._settings.server.data_dir, models.values())
         self._quotas.add(self._money.salts, models.values())
         self.core.tell_owners(self._quotas.owners.names())
+        engine, block_size = self.core.engine, self.core.layout.block_size
         wire = Collaborators(
-            engine=self.core.engine,
-            queue=QueueBound(
-                self.core.engine,
-                max_wait_s=self._settings.engine.max_wait,
-                max_in_flight=self._settings.engine.max_waiting,
+            access=Access(
+                gatekeeper=self._money.gatekeeper,
+                salts=self._money.salts,
+                limits=self._money.limits,
+                queue=QueueBound(
+                    engine,
+                    max_wait_s=self._settings.engine.max_wait,
+                    max_in_flight=self._settings.engine.max_waiting,
+                ),
             ),
-            bridge=self.bridge,
-            models=models,
-            gatekeeper=self._money.gatekeeper,
-            salts=self._money.salts,
-            meter=meter,
-            balances=self._money.accounts.tenant,
-            ledger_store=self._money.books.store,
-            receipt_keys=self._money.books.signer.published,
-            limits=self._money.limits,
-            replays=self._money.replays,
-            journal=self.journal,
-            retention=Retention(CachePins(self.core.engine.call, self._operator)),
-            encoders=self._encoders,
-            grammars=self.core.grammars,
-            conversations=self._conversations,
-            responses=self._responses,
-            fingerprints=self._fingerprints,
-            purges=self._purges,
-            survey=CacheSurvey(
-                self.core.engine.call, self.core.operations, self.core.layout.block_size
+            inference=Inference(
+                engine=engine,
+                bridge=self.bridge,
+                models=models,
+                encoders=self._encoders,
+                grammars=self.core.grammars,
             ),
-            publisher=BlockPublisher(self.core.engine.call, self.core.layout.block_size)
-            if self.core.is_shared
-            else None,
+            books=Bookkeeping(
+                meter=meter,
+                balances=self._money.accounts.tenant,
+                store=self._money.books.store,
+                receipt_keys=self._money.books.signer.published,
+                replays=self._money.replays,
+            ),
+            records=Records(
+                journal=self.journal,
+                conversations=self._conversations,
+                responses=self._responses,
+                fingerprints=self._fingerprints,
+                purges=self._purges,
+            ),
+            cache=CacheParts(
+                retention=Retention(CachePins(engine.call, self._operator)),
+                quotes=Quotes(
+                    engine, meter, CacheSurvey(engine.call, self.core.operations, block_size)
+                ),
+                feeds=self._feeds,
+                publisher=BlockPublisher(engine.call, block_size) if self.core.is_shared else None,
+            ),
+            settings=_wire_settings(self._settings),
             readiness=self.readiness,
             render_metrics=self.metrics.render,
-            settings=_wire_settings(self._settings),
-            feeds=self._feeds,
         )
         app = create_app(wire, admin=self.dashboard.parts, version=cachesvc.__version__)
         return Timed(app, self.metrics)

@@ -50,7 +50,7 @@ async def must_be_known(request: Request, name: str) -> None:
     A mistyped name has no blocks, which would look like a cold cache.
     """
     books = parts_of(request).books
-    if name in wire_of(request).salts.groups:
+    if name in wire_of(request).access.salts.groups:
         return
     if await asyncio.to_thread(books.accounts.find_tenant, name) is None:
         raise RecordNotFound(

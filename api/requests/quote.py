@@ -71,60 +71,55 @@ class Quote:
         }
 
 
-class Parts(Protocol):
-    """The collaborators that a quote needs."""
+class Quotes:
+    """Quotes of one server, from its queue, its tiers, its prices and how long requests took."""
 
-    @property
-    def engine(self) -> EngineClient: ...
-    @property
-    def meter(self) -> Meter: ...
-    @property
-    def survey(self) -> Survey: ...
-    @property
-    def forecast(self) -> Forecast: ...
+    def __init__(self, engine: EngineClient, meter: Meter, survey: Survey) -> None:
+        self._engine = engine
+        self._meter = meter
+        self._survey = survey
+        self.forecast = Forecast()
 
-
-async def quote_of(wire: Parts, principal: Principal, job: Job) -> Quote:
-    """The quote of a job. Raises NoPrice if the model has no price."""
-    found = await wire.survey(job) if job.cache else []
-    hits = {tier: sum(one.get(tier, 0) for one in found) for tier in TierName}
-    miss = job.prompt_tokens - sum(hits.values())
-    usage = Usage(**{f"hit_{tier}": tokens for tier, tokens in hits.items()}, miss=miss)
-    wait_s = wire.engine.predicted_wait_s(principal.tenant, job.prompt_tokens)
-    took = wire.forecast.range_s(miss)
-    return Quote(
-        job.model.name,
-        usage,
-        job.max_output,
-        wire.meter.price(principal, job, usage),
-        wait_s * 1000,
-        None if took is None else ((wait_s + took[0]) * 1000, (wait_s + took[1]) * 1000),
-    )
-
-
-async def check_quote(wire: Parts, principal: Principal, job: Job, extension: Extension) -> None:
-    """Raises QuoteRefused if the job would miss the request's own limits on hits or price."""
-    if extension.require_hit is None and extension.max_price is None:
-        return
-    most = _units(extension.max_price)
-    quote = await quote_of(wire, principal, job)
-    if extension.require_hit is not None and quote.hit_rate < extension.require_hit:
-        raise QuoteRefused(
-            f"{quote.usage.hit} of {quote.usage.prompt} prompt tokens would hit, "
-            f"{quote.hit_rate:.1%}, and cachesvc.require_hit is {extension.require_hit:.1%}; "
-            "nothing was computed.",
-            quote.as_json(),
-            param="cachesvc.require_hit",
+    async def of(self, principal: Principal, job: Job) -> Quote:
+        """The quote of a job. Raises NoPrice if the model has no price."""
+        found = await self._survey(job) if job.cache else []
+        hits = {tier: sum(one.get(tier, 0) for one in found) for tier in TierName}
+        miss = job.prompt_tokens - sum(hits.values())
+        usage = Usage(**{f"hit_{tier}": tokens for tier, tokens in hits.items()}, miss=miss)
+        wait_s = self._engine.predicted_wait_s(principal.tenant, job.prompt_tokens)
+        took = self.forecast.range_s(miss)
+        return Quote(
+            job.model.name,
+            usage,
+            job.max_output,
+            self._meter.price(principal, job, usage),
+            wait_s * 1000,
+            None if took is None else ((wait_s + took[0]) * 1000, (wait_s + took[1]) * 1000),
         )
-    at_most = quote.priced.prompt + quote.priced.output
-    if most is not None and at_most > most:
-        raise QuoteRefused(
-            f"With {quote.max_output} tokens of output it may cost {format_units(at_most)} "
-            f"{quote.priced.currency}, more than cachesvc.max_price; nothing was computed. Lower "
-            "max_tokens, or raise the price.",
-            quote.as_json(),
-            param="cachesvc.max_price",
-        )
+
+    async def check(self, principal: Principal, job: Job, extension: Extension) -> None:
+        """Raises QuoteRefused if the job would miss the request's own limits on hits or price."""
+        if extension.require_hit is None and extension.max_price is None:
+            return
+        most = _units(extension.max_price)
+        quote = await self.of(principal, job)
+        if extension.require_hit is not None and quote.hit_rate < extension.require_hit:
+            raise QuoteRefused(
+                f"{quote.usage.hit} of {quote.usage.prompt} prompt tokens would hit, "
+                f"{quote.hit_rate:.1%}, and cachesvc.require_hit is {extension.require_hit:.1%}; "
+                "nothing was computed.",
+                quote.as_json(),
+                param="cachesvc.require_hit",
+            )
+        at_most = quote.priced.prompt + quote.priced.output
+        if most is not None and at_most > most:
+            raise QuoteRefused(
+                f"With {quote.max_output} tokens of output it may cost {format_units(at_most)} "
+                f"{quote.priced.currency}, more than cachesvc.max_price; nothing was computed. "
+                "Lower max_tokens, or raise the price.",
+                quote.as_json(),
+                param="cachesvc.max_price",
+            )
 
 
 def _units(price: str | None) -> int | None:

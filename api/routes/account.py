@@ -23,7 +23,7 @@ async def user_balance(request: Request) -> dict[str, Any]:
     it owes nothing that would stop it. `/v1/usage/account` has its debt.
     """
     principal = await authorised(request, Scope.USAGE)
-    account = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
+    account = await asyncio.to_thread(wire_of(request).books.balances, principal.tenant)
     available = account.available
     has_money = available is None or available > 0
     total, topped_up = account.balance, account.topup - account.owed
@@ -46,7 +46,7 @@ async def receipt_keys(request: Request) -> dict[str, list[dict[str, str]]]:
     """Every public key that ever signed here, in hex (Ed25519, 32 bytes). A receipt names its
     `key_id`."""
     await authorised(request, Scope.USAGE)
-    keys = wire_of(request).receipt_keys
+    keys = wire_of(request).books.receipt_keys
     return {"keys": [{"key_id": name, "public_key": key} for name, key in keys.items()]}
 
 
@@ -58,7 +58,7 @@ async def request_details(request: Request, request_id: str) -> dict[str, Any]:
     Recent requests are kept. Another tenant's request is not found.
     """
     principal = await authorised(request, Scope.USAGE)
-    journal = wire_of(request).journal
+    journal = wire_of(request).records.journal
     record = journal.find(request_id, tenant=principal.tenant)
     if record is None:
         raise RequestNotFound(

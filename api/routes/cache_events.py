@@ -51,7 +51,7 @@ def feed_for(request: Request, tenant: str, scopes: frozenset[PrefixKey] | None)
     )
     after = _number(request.headers.get("last-event-id") or query.get("after"))
     return FeedResponse(
-        wire.feeds,
+        wire.cache.feeds,
         tenant,
         after,
         wanted,
@@ -85,11 +85,11 @@ def scopes_of_tenant(wire: Collaborators, tenant: str) -> frozenset[PrefixKey]:
     principal = Principal(tenant)
     groups = [
         group
-        for group, members in wire.salts.groups.items()
+        for group, members in wire.access.salts.groups.items()
         if tenant in members or EVERYONE in members
     ]
     return frozenset(
-        scope_for(wire.salts, model, principal, share).root()
-        for model in wire.models.values()
+        scope_for(wire.access.salts, model, principal, share).root()
+        for model in wire.inference.models.values()
         for share in (None, *groups)
     )

@@ -32,7 +32,7 @@ async def make_cache(request: Request) -> Response:
     """Keep `messages` or `prompt` for `ttl`. Replaces a cache of the same name."""
     principal = await authorised(request)
     wire = wire_of(request)
-    retention = wire.retention
+    retention = wire.cache.retention
     raw = await read_body(request)
     body = parse(raw, NewCache)
     name = body.checked_name() or f"cache-{uuid.uuid4().hex[:16]}"
@@ -57,7 +57,7 @@ async def list_caches(request: Request) -> dict[str, Any]:
     wire = wire_of(request)
     caches = [
         _document(wire, principal, kept)
-        for kept in await wire.retention.pins.of_owner(principal.tenant)
+        for kept in await wire.cache.retention.pins.of_owner(principal.tenant)
     ]
     return {"object": "list", "data": caches}
 
@@ -78,7 +78,7 @@ async def change_cache(request: Request, name: str) -> dict[str, Any]:
     pin = (await _found(wire, principal, name)).pin
     if pin.kind.gives_way:
         raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
-    pins = wire.retention.pins
+    pins = wire.cache.retention.pins
     kept = await pins.keep(
         pin.name, KeyedPrefix(pin.scope, pin.keys), body.ttl, owner=principal.tenant
     )
@@ -91,7 +91,7 @@ async def delete_cache(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     kept = await _found(wire, principal, name)
-    await wire.retention.pins.end(kept.pin.name, owner=principal.tenant)
+    await wire.cache.retention.pins.end(kept.pin.name, owner=principal.tenant)
     return {"id": kept.name, "object": "cache", "deleted": True}
 
 
@@ -103,7 +103,7 @@ async def _keep(retention: Retention, job: Job, name: str, ttl_s: float) -> Kept
 
 
 async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
-    for kept in await wire.retention.pins.of_owner(principal.tenant):
+    for kept in await wire.cache.retention.pins.of_owner(principal.tenant):
         if kept.name == name:
             return kept
     raise CacheNotFound(f"There is no cache '{name[:128]}', or it has expired.")
@@ -112,7 +112,7 @@ async def _found(wire: Collaborators, principal: Principal, name: str) -> Kept:
 def _document(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str, Any]:
     of_scope = (
         model.name
-        for model in wire.models.values()
-        if scope_for(wire.salts, model, principal, None).root() == kept.pin.scope
+        for model in wire.inference.models.values()
+        if scope_for(wire.access.salts, model, principal, None).root() == kept.pin.scope
     )
     return cache_document(kept, next(of_scope, None))

@@ -18,7 +18,7 @@ router = APIRouter(tags=["chat"])
 async def chat_completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
     principal = await authorised(request)
-    wire_of(request).queue.check_wait(principal.tenant)
+    wire_of(request).access.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, ChatBody)
     chat = await chat_of(request, principal, body, raw)

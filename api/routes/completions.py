@@ -36,7 +36,7 @@ async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
     wire = wire_of(request)
     principal = await authorised(request)
-    wire.queue.check_wait(principal.tenant)
+    wire.access.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, CompletionBody)
     job = await completion_job(request, principal, body, raw)
@@ -54,7 +54,7 @@ async def completion_job(
     wire, story = wire_of(request), request_log_of(request)
     body.refuse_unserved()
     story.add(ignored_fields=body.ignored or None)
-    model = find_model(wire.models, body.model)
+    model = find_model(wire.inference.models, body.model)
     given = body.prompts()
     check_size(wire, body, len(given))
     encoding = (encode_prompt(wire, model, prompt, tenant=principal.tenant) for prompt in given)
@@ -69,7 +69,7 @@ async def completion_job(
             logprobs=body.logprobs,
         ),
         tenant=principal.tenant,
-        scope=scope_for(wire.salts, model, principal, body.extension.share),
+        scope=scope_for(wire.access.salts, model, principal, body.extension.share),
         stop=body.stop_strings,
         source=source_asked(body),
         cache=body.extension.cache is not False,

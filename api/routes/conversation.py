@@ -80,15 +80,15 @@ async def chat_of(
     """
     wire, log = wire_of(request), request_log_of(request)
     body.refuse_unserved()
-    model = find_model(wire.models, body.model)
+    model = find_model(wire.inference.models, body.model)
     check_size(wire, body, 1)
     prompt = chat_prompt(wire, model, body)
     _refuse_named_images(prompt, body)
     log.add(ignored_fields=body.ignored or log.facts.get("ignored_fields"))
-    scope = scope_for(wire.salts, model, principal, body.extension.share)
+    scope = scope_for(wire.access.salts, model, principal, body.extension.share)
     turn = _turn(body, scope, prompt)
     if turn is not None:
-        await wire.conversations.recall(turn)
+        await wire.records.conversations.recall(turn)
     replay = _replay(wire, prompt, turn) if replays and not _is_named(body) else None
     encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
     tokens, seen = encoded.tokens, bool(encoded.pictures)
@@ -137,7 +137,7 @@ async def compared(
     """Where the chat's prompt diverges from that of an earlier answer; None if none is known."""
     if answer_id is None:
         return None
-    old = await wire.fingerprints.get(wire.salts.of_tenant(tenant), answer_id)
+    old = await wire.records.fingerprints.get(wire.access.salts.of_tenant(tenant), answer_id)
     return compare(old, chat.fingerprint(), chat.job) if old is not None else None
 
 
@@ -177,7 +177,7 @@ def _remembered(
         replayed_tokens=num_same,
         divergence=None
         if num_same
-        else wire.conversations.divergence(turn, job.prompts[0], job.model.tokenizer),
+        else wire.records.conversations.divergence(turn, job.prompts[0], job.model.tokenizer),
     )
 
 
@@ -276,7 +276,7 @@ def _turn(body: ChatBody, scope: CacheScope, prompt: ChatPrompt) -> Turn | None:
 
 def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:
     """What the chat continues from. Never calls in harmony, which end with their own marker."""
-    replay = wire.conversations.replay(turn) if turn is not None else None
+    replay = wire.records.conversations.replay(turn) if turn is not None else None
     is_last = replay is not None and replay.place == len(prompt.messages) - 1
     if replay is None or (is_last and not prompt.continue_final_message):
         return None

@@ -25,11 +25,11 @@ async def messages(request: Request) -> Response:
     """A message as JSON, or as Anthropic's events with `stream`."""
     principal = await authorised(request)
     wire = wire_of(request)
-    wire.queue.check_wait(principal.tenant)
+    wire.access.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, MessagesBody)
     request_log_of(request).add(ignored_fields=body.ignored or None)
-    model = find_model(wire.models, body.model)
+    model = find_model(wire.inference.models, body.model)
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
     sees = model.images is not None
     asked = body.generation(sees_images=sees).model_copy(update={"thinking": thinking})
@@ -45,12 +45,12 @@ async def _format(
     if asked is None:
         return MessagesFormat(chat.job, chat.new_reply)
     previous = asked.previous_message_id
-    salt = wire.salts.of_tenant(tenant)
+    salt = wire.access.salts.of_tenant(tenant)
     found = await compared(wire, tenant, chat, previous)
 
     def keep(name: str) -> None:
-        if not wire.purges.reach(salt, chat.job.arrival_ns):
-            wire.fingerprints.put(salt, name, chat.fingerprint())
+        if not wire.records.purges.reach(salt, chat.job.arrival_ns):
+            wire.records.fingerprints.put(salt, name, chat.fingerprint())
 
     diagnostics = anthropic_diagnostics(previous, found)
     return MessagesFormat(chat.job, chat.new_reply, diagnostics=diagnostics, keep=keep)
@@ -77,7 +77,7 @@ async def count_tokens(request: Request) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     body = parse(await read_body(request), CountBody)
-    model = find_model(wire.models, body.model)
+    model = find_model(wire.inference.models, body.model)
     thinking = fitting_thinking(body.thinking, model.tokenizer.chat_template)
     asked = body.as_chat(sees_images=model.images is not None)
     asked = asked.model_copy(update={"thinking": thinking})

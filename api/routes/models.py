@@ -41,7 +41,7 @@ def card(model: ServedModel) -> dict[str, Any]:
 async def list_models(request: Request) -> dict[str, Any]:
     """The served model and its adapters."""
     await authorised(request)
-    models = wire_of(request).models
+    models = wire_of(request).inference.models
     return {"object": "list", "data": [card(model) for model in models.values()]}
 
 
@@ -50,4 +50,4 @@ async def list_models(request: Request) -> dict[str, Any]:
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """One model or adapter; 404 if the name is not served."""
     await authorised(request)
-    return card(find_model(wire_of(request).models, name))
+    return card(find_model(wire_of(request).inference.models, name))

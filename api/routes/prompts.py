@@ -92,7 +92,7 @@ async def encode_chat(
         return Encoded(_tokens(model, _rendered(model, prompt, prompt.messages, apart), apart))
 
     if prompt.images:  # read and decoded off the event loop, however short the text
-        return await wire.encoders.run(tenant, work)
+        return await wire.inference.encoders.run(tenant, work)
     return await _encode(wire, tenant, size + MESSAGE_CHARS * len(prompt.messages), work)
 
 
@@ -247,4 +247,4 @@ def _too_long(model: ServedModel, num_tokens: int) -> str:
 async def _encode(wire: Collaborators, tenant: str, size: int, work: Callable[[], Made]) -> Made:
     if size <= wire.settings.inline_encode_chars:
         return work()
-    return await wire.encoders.run(tenant, work)
+    return await wire.inference.encoders.run(tenant, work)

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 
 from api.context import authorised, read_body, wire_of
 from api.job import Job
-from api.requests.quote import quote_of
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
 from api.shapes.body import parse
@@ -21,9 +20,9 @@ async def quote(request: Request) -> dict[str, Any]:
     """Quotes the body of a chat (`messages`) or a completion (`prompt`) as it would be sent."""
     principal = await authorised(request)
     wire = wire_of(request)
-    wire.queue.check_wait(principal.tenant)
+    wire.access.queue.check_wait(principal.tenant)
     job = await quoted_job(request, principal, await read_body(request))
-    return (await quote_of(wire, principal, job)).as_json()
+    return (await wire.cache.quotes.of(principal, job)).as_json()
 
 
 async def quoted_job(request: Request, principal: Principal, raw: bytes) -> Job:

@@ -33,7 +33,7 @@ async def responses(request: Request) -> Response:
     """
     principal = await authorised(request)
     wire = wire_of(request)
-    wire.queue.check_wait(principal.tenant)
+    wire.access.queue.check_wait(principal.tenant)
     raw = await read_body(request)
     body = parse(raw, ResponsesBody)
     request_log_of(request).add(ignored_fields=ignored_names(body) or None)
@@ -54,7 +54,7 @@ async def input_tokens(request: Request) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     body = parse(await read_body(request), InputBody)
-    model = find_model(wire.models, body.model)
+    model = find_model(wire.inference.models, body.model)
     prompt = chat_prompt(wire, model, body.as_chat(await _history(wire, principal.tenant, body)))
     encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant)
     return {"object": "response.input_tokens", "input_tokens": len(encoded.tokens)}
@@ -80,9 +80,9 @@ async def delete_response(request: Request, name: str) -> dict[str, Any]:
     principal = await authorised(request)
     wire = wire_of(request)
     await _found(wire, principal.tenant, name)
-    salt = wire.salts.of_tenant(principal.tenant)
-    wire.responses.delete(salt, name)
-    wire.fingerprints.delete(salt, name)
+    salt = wire.access.salts.of_tenant(principal.tenant)
+    wire.records.responses.delete(salt, name)
+    wire.records.fingerprints.delete(salt, name)
     return {"id": name, "object": "response", "deleted": True}
 
 
@@ -97,7 +97,7 @@ async def _history(wire: Collaborators, tenant: str, body: InputBody) -> list[di
 async def _found(
     wire: Collaborators, tenant: str, name: str, param: str | None = None
 ) -> KeptResponse:
-    kept = await wire.responses.get(wire.salts.of_tenant(tenant), name)
+    kept = await wire.records.responses.get(wire.access.salts.of_tenant(tenant), name)
     if kept is None:
         raise ResponseNotFound(
             f"Response '{name[:80]}' is not stored: it was sent with store false, deleted, or "
@@ -118,13 +118,13 @@ def _keep(
 ) -> None:
     """Keeps the prompt's fingerprint and, unless `store` is false, the response. Nothing if the
     tenant was purged meanwhile."""
-    salt = wire.salts.of_tenant(tenant)
-    if wire.purges.reach(salt, chat.job.arrival_ns):
+    salt = wire.access.salts.of_tenant(tenant)
+    if wire.records.purges.reach(salt, chat.job.arrival_ns):
         return
-    wire.fingerprints.put(salt, response["id"], chat.fingerprint())
+    wire.records.fingerprints.put(salt, response["id"], chat.fingerprint())
     if body.store is False:
         return
     said = {name: value for name, value in answer.items() if value is not None}
     messages = with_answer([*history, *body.messages()], {"content": "", **said})
     kept = KeptResponse(response, body.stored_items(), messages)
-    wire.responses.put(salt, response["id"], kept)
+    wire.records.responses.put(salt, response["id"], kept)

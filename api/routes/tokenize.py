@@ -83,4 +83,8 @@ async def detokenize(request: Request) -> dict[str, Any]:
 
 def _model(wire: Collaborators, name: str | None) -> ServedModel:
     """The named model, or the first one served."""
-    return find_model(wire.models, name) if name else next(iter(wire.models.values()))
+    return (
+        find_model(wire.inference.models, name)
+        if name
+        else next(iter(wire.inference.models.values()))
+    )

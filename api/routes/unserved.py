@@ -49,7 +49,7 @@ async def refuse(request: Request) -> None:
     await authorised(request)
     path = request.url.path.removeprefix("/v1").removeprefix("/")
     name = next(name for name in UNSERVED if f"{path}/".startswith(f"{name}/"))
-    models = ", ".join(f"'{model}'" for model in wire_of(request).models)
+    models = ", ".join(f"'{model}'" for model in wire_of(request).inference.models)
     raise NotServed(
         f"/v1/{name} is not served here: {UNSERVED[name]}. This server has "
         f"/v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, with {models}.",

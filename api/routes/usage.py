@@ -46,7 +46,7 @@ Row = dict[str, Any]
 async def read_own(request: Request, read: Callable[[LedgerStore, str], Read]) -> Read:
     """The result of `read` for the caller's tenant."""
     principal = await authorised(request, Scope.USAGE)
-    return await asyncio.to_thread(read, wire_of(request).ledger_store, principal.tenant)
+    return await asyncio.to_thread(read, wire_of(request).books.store, principal.tenant)
 
 
 @router.get("/v1/usage", response_model=None)
@@ -134,7 +134,7 @@ async def statement(
 async def account(request: Request) -> Row:
     """Your balance, debt, holds and limits, and what is left of your grants and limits."""
     principal = await authorised(request, Scope.USAGE)
-    tenant = await asyncio.to_thread(wire_of(request).balances, principal.tenant)
+    tenant = await asyncio.to_thread(wire_of(request).books.balances, principal.tenant)
     more = await read_own(request, lambda store, name: standing(store, name, time.time_ns()))
     return tenant_document(tenant) | more
 

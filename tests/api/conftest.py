@@ -53,7 +53,9 @@ async def serving(bank: Bank) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient,
 async def quiet(house: FakeHouse, app: FastAPI) -> None:
     """Waits until nothing of any request is left."""
     async with asyncio.timeout(30):
-        while app.state.deliveries or house.wire.bridge.num_open or house.engine.num_running:
+        while (
+            app.state.deliveries or house.wire.inference.bridge.num_open or house.engine.num_running
+        ):
             await asyncio.sleep(0.005)
 
 

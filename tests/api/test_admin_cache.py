@@ -59,8 +59,8 @@ class Running:
     ended: set[str]
 
     def scope(self, tenant: str) -> CacheScope:
-        model = next(iter(self.house.wire.models.values()))
-        return replace(model.scope, tenant=self.house.wire.salts.of_tenant(tenant))
+        model = next(iter(self.house.wire.inference.models.values()))
+        return replace(model.scope, tenant=self.house.wire.access.salts.of_tenant(tenant))
 
     def serve(self, name: str, tokens: list[int], tenant: str = "acme") -> Chain:
         """Run a request to its end; the chain of its prompt."""
@@ -85,7 +85,7 @@ class Running:
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[Running]:
     house = fake_house(salts=Salts(read_secret(tmp_path)))
-    note_scopes(tmp_path, house.wire.models.values())
+    note_scopes(tmp_path, house.wire.inference.models.values())
     ended: set[str] = set()
 
     def take(outputs: Any) -> None:
@@ -119,7 +119,9 @@ def trail() -> RecordingTrail:
 @pytest.fixture
 async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx.AsyncClient]:
     wire = running.house.wire
-    owners = Owners(wire.models, wire.salts, lambda: {"acme": "CNY", "bolt": "CNY"})
+    owners = Owners(
+        wire.inference.models, wire.access.salts, lambda: {"acme": "CNY", "bolt": "CNY"}
+    )
     disk = running.cache.disk
     assert isinstance(disk, DiskTier)
     explorer = Explorer(running.engine.call, owners, disk.view, block_bytes=LAYOUT.nbytes)

@@ -128,7 +128,7 @@ async def test_every_change_asks_for_an_admin(
 async def test_a_refused_request_does_not_break_the_page_of_requests(path: str) -> None:
     """It has no timings. With them, a refused client could take the page from the admins."""
     house = fake_house()
-    app = create_app(house.wire, admin=fake_parts(journal=house.wire.journal))
+    app = create_app(house.wire, admin=fake_parts(journal=house.wire.records.journal))
     house.engine.script = Script(refuse=QueueFull("as many wait as may"))
     transport = httpx.ASGITransport(app)
     async with (
@@ -138,7 +138,7 @@ async def test_a_refused_request_does_not_break_the_page_of_requests(path: str) 
         body = {"model": "bytes", "prompt": "hi", "max_tokens": 1}
         assert 503 == (await client.post("/v1/completions", json=body)).status_code
         answer = await client.get(path, headers={"Authorization": "Bearer sk-admin"})
-        [refused] = list(house.wire.journal.newest())
+        [refused] = list(house.wire.records.journal.newest())
         one = await client.get(
             f"/admin/requests/{refused.request_id}", headers={"Authorization": "Bearer sk-admin"}
         )

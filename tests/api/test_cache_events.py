@@ -89,12 +89,12 @@ class Listener(Visit):
 
 
 def root_of(house: FakeHouse, tenant: str, share: str | None = None) -> PrefixKey:
-    model = next(iter(house.wire.models.values()))
+    model = next(iter(house.wire.inference.models.values()))
     return scope_for(SALTS, model, Principal(tenant), share).root()
 
 
 def publish(house: FakeHouse, scope: PrefixKey, kind: EventKind = EventKind.STORED) -> None:
-    house.wire.feeds.stream.publish(
+    house.wire.cache.feeds.stream.publish(
         kind,
         TierName.DEVICE,
         key=PrefixKey(b"k" * 16),
@@ -187,12 +187,12 @@ async def test_silence_is_filled_with_comments_and_a_client_that_goes_leaves_not
             listener.arrived.clear()
             await listener.arrived.wait()
     await listener.gone()
-    assert 0 == house.wire.feeds.stream.num_subscribers
+    assert 0 == house.wire.cache.feeds.stream.num_subscribers
 
 
 async def test_a_stop_ends_the_streams_and_refuses_new_ones(house: FakeHouse, app: FastAPI) -> None:
     listener = await Listener(app, "/v1/cache/events", "sk-admin").opened()
-    house.wire.feeds.close()
+    house.wire.cache.feeds.close()
     async with asyncio.timeout(30):
         await listener.task
     assert "event: closing" in listener.text
@@ -232,7 +232,7 @@ async def test_a_listener_that_stops_reading_loses_its_place() -> None:
         listener.stuck = True
         async with asyncio.timeout(10):
             await listener.task
-        assert 0 == house.wire.feeds.stream.num_subscribers
+        assert 0 == house.wire.cache.feeds.stream.num_subscribers
     house.close()
 
 

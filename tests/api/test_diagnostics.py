@@ -128,7 +128,7 @@ async def test_a_response_is_not_found_after_its_deletion(client: httpx.AsyncCli
 
 def _turned(house: FakeHouse, text: str) -> None:
     """The template renders old messages in another way from now on."""
-    [model] = house.wire.models.values()
+    [model] = house.wire.inference.models.values()
     tokenizer = model.tokenizer
     assert isinstance(tokenizer, ByteTokenizer)
     render = tokenizer.render

@@ -147,7 +147,8 @@ async def test_requests_run_out() -> None:
 async def test_a_request_that_the_ledger_refuses_uses_up_no_limit(bank: Bank) -> None:
     headers = bank.customer(10**12)
     limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), MemoryStorage())
-    house = replace(bank.house, wire=replace(bank.house.wire, limits=limits))
+    wire = bank.house.wire
+    house = replace(bank.house, wire=replace(wire, access=replace(wire.access, limits=limits)))
     watch, set_right = bank.ledger._watch, bank.ledger._watch._clock_ns
     async with running(house) as (_, client):
         watch._clock_ns = lambda: set_right() + 3600 * 10**9

@@ -48,7 +48,7 @@ async def test_neither_prompt_nor_answer_is_kept(
     house: FakeHouse, client: httpx.AsyncClient
 ) -> None:
     await client.post(CHAT, json=HELLO)
-    record = next(house.wire.journal.newest())
+    record = next(house.wire.records.journal.newest())
     assert SECRET not in repr(record) and record.prompts == ()
 
 
@@ -62,7 +62,9 @@ async def test_a_running_request_shows_nothing_that_was_said(
     house.engine.script = Script(answer=SECRET * 40, step_s=0.005)
     visit = Visit(app, CHAT, HELLO | {"stream": True}).start()
     async with asyncio.timeout(30):
-        while not (said := next(house.wire.journal.newest(), None)) or not _has_said(said, SECRET):
+        while not (said := next(house.wire.records.journal.newest(), None)) or not _has_said(
+            said, SECRET
+        ):
             await asyncio.sleep(0.005)
     assert said.state is State.RUNNING and SECRET not in repr(said)
     visit.leave()
@@ -74,7 +76,7 @@ async def test_prompts_are_kept_where_the_operator_says_so() -> None:
     house = fake_house(journal=Journal(JournalSettings(keep_prompts=True)))
     async with running(house) as (_, client):
         await client.post(CHAT, json=HELLO)
-        (tokens,) = next(house.wire.journal.newest()).prompts
+        (tokens,) = next(house.wire.records.journal.newest()).prompts
         assert SECRET in bytes(tokens.tolist()).decode()
 
 
@@ -98,13 +100,13 @@ async def test_a_running_request_shows_its_progress(house: FakeHouse, app: FastA
     house.engine.script = Script(answer="x" * 400, step_s=0.005)
     visit = Visit(app, CHAT, HELLO | {"stream": True}).start()
     await visit.first_text()
-    record = next(house.wire.journal.newest())
+    record = next(house.wire.records.journal.newest())
     assert record.state is State.RUNNING and record.served is not None
     assert record.served.usage.output > 0 and record.bill is None
     visit.leave()
     await visit.task
     await quiet(house, app)
-    ended = house.wire.journal.find(record.request_id)
+    ended = house.wire.records.journal.find(record.request_id)
     assert ended is not None and ended.state is State.FINISHED
     assert ended.served is not None and ended.served.outcome == "client_gone"
     assert ended.delivered is False
@@ -143,4 +145,4 @@ async def test_a_journal_of_none_keeps_none() -> None:
     async with running(house) as (app, client):
         await client.post(CHAT, json=HELLO)
         await quiet(house, app)
-        assert 0 == house.wire.journal.num_records == house.wire.journal.nbytes
+        assert 0 == house.wire.records.journal.num_records == house.wire.records.journal.nbytes

@@ -119,13 +119,9 @@ async def test_a_key_gets_the_first_answer_again_and_pays_once(bank: Bank, strea
 
 async def test_a_refusal_leaves_its_key_free(bank: Bank) -> None:
     """No money, too many requests, too much in the queue: later the same key gets its answer."""
-    bank.house = replace(
-        bank.house,
-        wire=replace(
-            bank.house.wire,
-            limits=WindowLimits(LimitSettings(tenant=Quota(concurrency=1)), MemoryStorage()),
-        ),
-    )
+    limits = WindowLimits(LimitSettings(tenant=Quota(concurrency=1)), MemoryStorage())
+    wire = bank.house.wire
+    bank.house = replace(bank.house, wire=replace(wire, access=replace(wire.access, limits=limits)))
     async with serving(bank) as (app, client, house):
         headers = bank.customer(0) | {"idempotency-key": "order-1"}
         poor = await client.post(CHAT, json=HELLO, headers=headers)

@@ -155,7 +155,7 @@ async def test_the_instant_of_the_price_is_that_of_the_admission(bank: Bank) -> 
     """Two looks at the clock may fall into two windows of a card, and the charge into neither."""
     instant_ns = bank.ledger._clock_ns() - 3600 * NS
     async with serving(bank) as (_, client, house):
-        house.wire.meter._clock_ns = lambda: instant_ns
+        house.wire.books.meter._clock_ns = lambda: instant_ns
         answer = await client.post(CHAT, json=HELLO, headers=bank.customer(UNITS))
         assert 200 == answer.status_code
     (charge,) = bank.charges()

@@ -51,7 +51,7 @@ async def test_tokens_there_and_back(client: httpx.AsyncClient) -> None:
 async def test_long_texts_leave_the_event_loop(client: httpx.AsyncClient, house: FakeHouse) -> None:
     text = "x" * 3000
     assert 3000 == (await client.post("/tokenize", json={"prompt": text})).json()["count"]
-    assert house.wire.encoders._threads._threads
+    assert house.wire.inference.encoders._threads._threads
 
 
 async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:

@@ -34,15 +34,19 @@ ASKED: dict[str, dict[str, Any]] = {
 
 def purge(house: FakeHouse) -> None:
     """As the service purges the tenant of the latest request."""
-    wire, owner = house.wire, owner_of(house.wire.salts.of_tenant("default"))
-    wire.purges.note(owner)
-    for store in (wire.responses, wire.fingerprints, wire.conversations):
+    wire, owner = house.wire, owner_of(house.wire.access.salts.of_tenant("default"))
+    wire.records.purges.note(owner)
+    for store in (wire.records.responses, wire.records.fingerprints, wire.records.conversations):
         store.forget(owner)
 
 
 def kept(house: FakeHouse) -> tuple[int, int, int]:
     wire = house.wire
-    return wire.conversations.num_tokens, wire.responses.num_bytes, wire.fingerprints.num_bytes
+    return (
+        wire.records.conversations.num_tokens,
+        wire.records.responses.num_bytes,
+        wire.records.fingerprints.num_bytes,
+    )
 
 
 @pytest.mark.parametrize("path", ASKED)

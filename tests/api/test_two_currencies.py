@@ -82,7 +82,7 @@ async def client(bank: Bank) -> AsyncIterator[httpx.AsyncClient]:
     wire = bank.house.wire
     parts = fake_parts(
         books=OpenBooks(bank.store, bank.accounts, bank.ledger, Prover(bank.store), bank.signer),
-        journal=wire.journal,
+        journal=wire.records.journal,
         explorer=cache.explorer,
         blocks=partial(read_blocks, cache.call),
         currencies=lambda: ["USD", "CNY"],
@@ -221,7 +221,7 @@ async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client: httpx.As
 async def test_requests_are_listed_by_arrival_though_another_ended_later(
     client: httpx.AsyncClient, bank: Bank
 ) -> None:
-    journal = bank.house.wire.journal
+    journal = bank.house.wire.records.journal
     last, first = journal.newest()
     journal.restore([replace(first, request_id="f" * 32, arrived_s=last.arrived_s + 1)])
     journal.restore([replace(first, request_id="0" * 32, arrived_s=first.arrived_s - 1)])

@@ -225,7 +225,7 @@ async def test_a_fault_at_any_stage_of_admission_gives_back_what_came_before(
         "limits": (WindowLimits, "admit"),
         "meter": (house.meter, "admit"),
         "engine": (house.engine, "submit"),
-        "journal": (house.wire.journal, "begin"),
+        "journal": (house.wire.records.journal, "begin"),
     }[stage]
 
     def broken(*_: object, **__: object) -> None:
@@ -236,7 +236,7 @@ async def test_a_fault_at_any_stage_of_admission_gives_back_what_came_before(
             patch.setattr(owner, method, broken)
             for _ in range(2):
                 assert 500 == (await client.post(CHAT, json=HELLO)).status_code
-        assert 0 == house.wire.bridge.num_open
+        assert 0 == house.wire.inference.bridge.num_open
         assert {"limits": 0, "meter": 0}.get(stage, 2) == len(house.meter.charges)
         assert all(charge.num_voided == 1 for charge in house.meter.charges)
         house.engine.script = Script(answer="abc")

@@ -158,11 +158,14 @@ class Life:
         house.engine.close()
         wire = replace(
             house.wire,
-            engine=self.engine,
-            queue=QueueBound(self.engine, max_in_flight=chance.choice((8, 1024))),
-            bridge=bridge,
-            grammars=Grammars(),
-            limits=WindowLimits(limits, open_storage("memory://"), self.places),
+            access=replace(
+                house.wire.access,
+                queue=QueueBound(self.engine, max_in_flight=chance.choice((8, 1024))),
+                limits=WindowLimits(limits, open_storage("memory://"), self.places),
+            ),
+            inference=replace(
+                house.wire.inference, engine=self.engine, bridge=bridge, grammars=Grammars()
+            ),
             settings=replace(
                 house.wire.settings,
                 write_timeout_s=0.1,
@@ -199,7 +202,7 @@ class Life:
         self._check()
 
     def close(self) -> None:
-        self.house.wire.encoders.close()
+        self.house.wire.inference.encoders.close()
         self.cache.close()
         self.bank.close()
 

@@ -16,13 +16,22 @@ from typing import Any, cast
 from api.access.auth import Gatekeeper, Salts
 from api.access.overload import QueueBound
 from api.access.rate_limits import LimitSettings, WindowLimits, open_limits
-from api.collaborators import Collaborators, Readiness, WireSettings
+from api.collaborators import (
+    Access,
+    Bookkeeping,
+    CacheParts,
+    Collaborators,
+    Inference,
+    Readiness,
+    Records,
+    WireSettings,
+)
 from api.job import Bill, Job, Priced, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
 from api.requests.metering import Meter
-from api.requests.quote import Survey
+from api.requests.quote import Quotes, Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
@@ -413,7 +422,7 @@ class FakeHouse:
 
     def close(self) -> None:
         self.engine.close()
-        self.wire.encoders.close()
+        self.wire.inference.encoders.close()
 
 
 def fake_house(
@@ -442,26 +451,33 @@ def fake_house(
     engine = ScriptedEngine(bridge.deliver)
     counting = CountingMeter()
     wire = Collaborators(
-        engine=engine,
-        queue=QueueBound(engine, max_in_flight=max_in_flight),
-        bridge=bridge,
-        models={model.name: model for model in models or (byte_model(),)},
-        gatekeeper=gatekeeper or OpenGate(),
-        salts=salts or Salts(b"secret of the tests"),
-        meter=meter or counting,
-        limits=limits or open_limits(LimitSettings(), "memory://"),
-        balances=balances,
-        ledger_store=ledger_store or cast(Any, None),
-        journal=journal or Journal(),
-        replays=replays or cast(Any, None),
-        grammars=grammars or cast(Any, None),
-        receipt_keys=receipt_keys or {},
-        conversations=Conversations(100_000),
-        retention=retention or cast(Any, _KeepsNothing()),
-        survey=survey or _nowhere,
-        encoders=encoder_pool(),
+        access=Access(
+            gatekeeper=gatekeeper or OpenGate(),
+            salts=salts or Salts(b"secret of the tests"),
+            limits=limits or open_limits(LimitSettings(), "memory://"),
+            queue=QueueBound(engine, max_in_flight=max_in_flight),
+        ),
+        inference=Inference(
+            engine=engine,
+            bridge=bridge,
+            models={model.name: model for model in models or (byte_model(),)},
+            encoders=encoder_pool(),
+            grammars=grammars or cast(Any, None),
+        ),
+        books=Bookkeeping(
+            meter=meter or counting,
+            balances=balances,
+            store=ledger_store or cast(Any, None),
+            receipt_keys=receipt_keys or {},
+            replays=replays or cast(Any, None),
+        ),
+        records=Records(journal=journal or Journal(), conversations=Conversations(100_000)),
+        cache=CacheParts(
+            retention=retention or cast(Any, _KeepsNothing()),
+            quotes=Quotes(engine, meter or counting, survey or _nowhere),
+        ),
+        settings=settings or WireSettings(),
         readiness=lambda: Readiness(ready=True),
         render_metrics=lambda: (b"# none\n", "text/plain; version=0.0.4"),
-        settings=settings or WireSettings(),
     )
     return FakeHouse(wire, engine, counting)

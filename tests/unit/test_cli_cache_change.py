@@ -194,7 +194,7 @@ def test_purge_of_an_unknown_scope_says_so(data_dir: Path) -> None:
 def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
     """A name mistyped must not get a receipt that says that nothing of it is left."""
     house = fake_house(salts=Salts(read_secret(data_dir)))
-    note_scopes(data_dir, house.wire.models.values())
+    note_scopes(data_dir, house.wire.inference.models.values())
     house.close()
     with running_ledger(database_url(data_dir)):  # makes the tenant acme
         pass
@@ -210,7 +210,7 @@ def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
 
 def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir: Path) -> None:
     house, salts = fake_house(), Salts(read_secret(data_dir))
-    note_scopes(data_dir, house.wire.models.values())
+    note_scopes(data_dir, house.wire.inference.models.values())
     house.close()
     with running_ledger(database_url(data_dir)):  # makes the tenant acme
         pass

@@ -84,7 +84,7 @@ def data_dir(tmp_path: Path) -> Path:
     """A directory with blocks of two tenants on disk, which it knows the scopes of."""
     salts = Salts(read_secret(tmp_path))
     house = fake_house()
-    (model,) = house.wire.models.values()
+    (model,) = house.wire.inference.models.values()
     house.close()
     note_scopes(tmp_path, [model])
     tier = open_disk(disk_path(tmp_path), LAYOUT, 64 << 20)
@@ -128,7 +128,7 @@ def server(data_dir: Path, world: World, books: OpenBooks) -> Iterator[Running]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     salts = Salts(read_secret(data_dir), {"handbook": frozenset({"acme"})})
     house = fake_house(salts=salts)
-    owners = Owners(house.wire.models, salts, lambda: {"acme": "CNY"})
+    owners = Owners(house.wire.inference.models, salts, lambda: {"acme": "CNY"})
     explorer = Explorer(run, owners, None, block_bytes=1)
     parts = replace(fake_parts(), stats=Growing(), blocks=blocks, books=books, explorer=explorer)
     with Running(data_dir, parts, house) as running:
@@ -200,7 +200,7 @@ def test_stats_of_a_running_server_tell_who_takes_the_room(server: Running, worl
 
 
 def test_monitor_prints_events_as_they_come(server: Running) -> None:
-    stream = server.house.wire.feeds.stream
+    stream = server.house.wire.cache.feeds.stream
     scope = PrefixKey(b"s" * 16)
 
     def publish() -> None:
@@ -220,7 +220,7 @@ def test_monitor_prints_events_as_they_come(server: Running) -> None:
 
 
 def test_monitor_ends_when_the_server_stops(server: Running) -> None:
-    feeds = server.house.wire.feeds
+    feeds = server.house.wire.cache.feeds
 
     def stop() -> None:
         while not feeds.stream.num_subscribers:
@@ -328,7 +328,7 @@ def test_show_joins_memory_and_disk_and_reads_tokens_as_text(server: Running, wo
 def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path: Path) -> None:
     read_secret(tmp_path)
     house = fake_house()
-    (model,) = house.wire.models.values()
+    (model,) = house.wire.inference.models.values()
     house.close()
     for number in range(250):
         scope = CacheScope(weights=token_bytes([number]))

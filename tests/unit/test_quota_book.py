@@ -23,7 +23,7 @@ def test_every_scope_of_a_tenant_is_in_its_group(tmp_path: Path) -> None:
     house = fake_house()
     house.close()
     salts = Salts(read_secret(tmp_path))
-    model = next(iter(house.wire.models.values()))
+    model = next(iter(house.wire.inference.models.values()))
     adapted = replace(model, name="adapted", scope=replace(model.scope, adapter=b"digest"))
     book = QuotaBook(section, tmp_path)
     assert book.shares is not None

@@ -19,7 +19,7 @@ def start(data_dir: Path) -> None:
     house = fake_house()
     house.close()
     read_secret(data_dir)
-    note_scopes(data_dir, house.wire.models.values())
+    note_scopes(data_dir, house.wire.inference.models.values())
 
 
 def set_aside(data_dir: Path) -> list[str]:

@@ -58,9 +58,11 @@ async def blocks(
 
 def _scopes_of(wire: Collaborators, name: str) -> frozenset[PrefixKey]:
     """The roots of the tenant and of the sharing group with this name."""
-    salts = (wire.salts.of_tenant(name), wire.salts.group_salt(name))
+    salts = (wire.access.salts.of_tenant(name), wire.access.salts.group_salt(name))
     return frozenset(
-        replace(model.scope, tenant=salt).root() for model in wire.models.values() for salt in salts
+        replace(model.scope, tenant=salt).root()
+        for model in wire.inference.models.values()
+        for salt in salts
     )
 
 
@@ -73,7 +75,7 @@ class Tokens(BaseModel):
 @router.post("/detokenize")
 async def detokenize(request: Request, body: Tokens, _: MayRead) -> dict[str, str]:
     """The text of these tokens, by the served model's tokenizer."""
-    tokenizer = next(iter(wire_of(request).models.values())).tokenizer
+    tokenizer = next(iter(wire_of(request).inference.models.values())).tokenizer
     if any(not 0 <= token < tokenizer.vocab_size for token in body.token_ids):
         raise InvalidRequest(
             f"Token ids run from 0 to {tokenizer.vocab_size - 1} here.", param="token_ids"

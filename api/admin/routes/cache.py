@@ -110,7 +110,7 @@ async def _prefix(request: Request, body: NewPin, cache_admin: CacheAdmin) -> Ch
     if body.tenant is not None:
         await must_exist(request, body.tenant)
     wire = wire_of(request)
-    model = find_model(wire.models, body.model or next(iter(wire.models)))
+    model = find_model(wire.inference.models, body.model or next(iter(wire.inference.models)))
     if body.messages is not None:
         chat = ChatBody.model_construct(
             model=model.name, messages=body.messages, add_generation_prompt=False
@@ -121,9 +121,9 @@ async def _prefix(request: Request, body: NewPin, cache_admin: CacheAdmin) -> Ch
         assert body.prompt is not None
         encoded = Encoded(await encode_prompt(wire, model, body.prompt, tenant=OPERATOR))
     salt = (
-        wire.salts.of_tenant(body.tenant)
+        wire.access.salts.of_tenant(body.tenant)
         if body.tenant is not None
-        else wire.salts.group_salt(body.group or "")
+        else wire.access.salts.group_salt(body.group or "")
     )
     root = replace(model.scope, tenant=salt).root()
     contents = block_contents(encoded.contents, cache_admin.block_size)

@@ -17,7 +17,6 @@ from api.admin.parts import parts_of
 from api.admin.routes.bodies import Name, StrictBody
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound
-from api.requests.quote import quote_of
 from api.requests.turns import common_length
 from api.routes.quote import quoted_job
 from billing.keys import Principal
@@ -48,7 +47,7 @@ async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[s
     tenant = await must_exist(request, body.tenant)
     principal = Principal(body.tenant, currency=tenant.currency)
     job = await quoted_job(request, principal, json.dumps(body.request).encode())
-    return (await quote_of(wire_of(request), principal, job)).as_json()
+    return (await wire_of(request).cache.quotes.of(principal, job)).as_json()
 
 
 @router.post("/diff")
