@@ -5,26 +5,29 @@ the admin trail. The transaction that sets or removes one locks the account, so 
 counted here or checked by the gate. For alerts there are metrics by tenant.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, replace
 from enum import StrEnum
-from typing import Any
 
 import orjson
 
 from billing.accounts import Accounts
 from billing.errors import AlreadyExists, InvalidName, UnknownBudget, UnknownTenant
-from billing.gate.limits import EACH, NOTHING, Spending, SpendLimit
-from billing.gate.periods import period_ns, period_of
+from billing.gate.limits import (
+    EACH,
+    NOTHING,
+    Spending,
+    SpendLimit,
+    period_ns,
+    period_of,
+)
 from billing.money import format_units
 from billing.names import check_name, check_text
 from billing.store import accounts as store_accounts
-from billing.store import budgets as rows
 from billing.store import limits as store_limits
 from billing.store import reports as store_reports
 from billing.store.store import Connection, LedgerStore
 
-_SAME = ("tenant", "span", "of", "value")  # unchanged, what it counted stays
+_SAME = ("tenant", "per", "of", "value")  # unchanged, what it counted stays
 
 
 class Of(StrEnum):
@@ -43,53 +46,39 @@ class BudgetSpan(StrEnum):
     MONTH = "month"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """`value` is the key's id, the user, or the tag as `name=value`; empty for the tenant.
-
-    The value `*` bounds every key or user by itself.
-    """
-
-    name: str
-    tenant: str
-    amount: int
-    span: BudgetSpan = BudgetSpan.MONTH
-    of: Of = Of.TENANT
-    value: str = ""
-
-
-def set_budget(accounts: Accounts, budget: Budget, *, by: str, now_ns: int, reason: str) -> None:
+def set_budget(
+    accounts: Accounts, budget: SpendLimit, *, by: str, now_ns: int, reason: str
+) -> None:
     """Creates a budget, or changes the one of its name.
 
     A new one first reads its period's entries: 18 s for a million.
     """
     _check(budget)
     accounts.tenant(budget.tenant)
-    store, wanted = accounts.store, asdict(budget)
+    store = accounts.store
     past: store_limits.Past | None = None
     with store.reading() as connection:
-        standing = rows.find_budget(connection, budget.name)
-        if standing is not None and all(standing[name] == wanted[name] for name in _SAME):
-            since_ns: int = standing["since_ns"]
+        standing = store_limits.find_limit(connection, budget.name)
+        if standing and all(getattr(standing, name) == getattr(budget, name) for name in _SAME):
+            wanted = replace(budget, since_ns=standing.since_ns)
         else:
-            since_ns = period_ns(period_of(budget.span, now_ns))[0]
-            past = store_limits.Past(_limit(budget, since_ns))
+            wanted = replace(budget, since_ns=period_ns(period_of(budget.per, now_ns))[0])
+            past = store_limits.Past(wanted)
             past.read(connection)
 
     def write(connection: Connection) -> None:
-        before = rows.find_budget(connection, budget.name)
+        before = store_limits.find_limit(connection, budget.name)
         if before != standing:
             raise AlreadyExists(f"budget {budget.name!r} has just been changed; look at it again")
-        if before is not None and before["tenant"] != budget.tenant:
+        if before is not None and before.tenant != budget.tenant:
             raise AlreadyExists(
-                f"budget {budget.name!r} limits {before['tenant']!r}; remove it first, or choose "
+                f"budget {budget.name!r} limits {before.tenant!r}; remove it first, or choose "
                 "another name"
             )
-        row = wanted | {"since_ns": since_ns}
-        after = _payload(row) | {"entry": str(_lock(store, connection, budget.tenant))}
+        after = _payload(wanted) | {"entry": str(_lock(store, connection, budget.tenant))}
         was = None if before is None else _payload(before)
         number = accounts.trail.add(connection, by, "budget.set", budget.name, was, after, reason)
-        rows.put_budget(store, connection, row | {"version": number})
+        store_limits.put_limit(store, connection, replace(wanted, version=number))
         if past is not None:
             store_limits.replace_spending(connection, _counted(connection, past), budget.name)
         store_limits.mark_limited(connection, [budget.tenant])
@@ -103,27 +92,23 @@ def remove_budget(accounts: Accounts, name: str, *, by: str, reason: str) -> Non
     store = accounts.store
 
     def write(connection: Connection) -> None:
-        before = rows.find_budget(connection, name)
+        before = store_limits.find_limit(connection, name)
         if before is None:
             raise UnknownBudget(f"there is no budget {name!r}; see `cachesvc tenants budget`")
-        after = {"entry": str(_lock(store, connection, before["tenant"]))}
-        rows.drop_budget(connection, name)
+        after = {"entry": str(_lock(store, connection, before.tenant))}
+        store_limits.drop_limit(connection, name)
         accounts.trail.add(connection, by, "budget.remove", name, _payload(before), after, reason)
         store_limits.replace_spending(connection, {}, name)
-        store_limits.mark_limited(connection, [before["tenant"]])
+        store_limits.mark_limited(connection, [before.tenant])
 
     store.retrying(write)
     accounts.refresh()
 
 
-def budgets_in(connection: Connection) -> list[Budget]:
-    return [_budget(row) for row in rows.budget_rows(connection)]
-
-
-def _check(budget: Budget) -> None:
+def _check(budget: SpendLimit) -> None:
     check_name(budget.name, "budget")
     check_text(budget.value, "value")
-    if (budget.of is Of.TENANT) != (not budget.value):
+    if (budget.of == Of.TENANT) != (not budget.value):
         raise InvalidName(f"a budget for a {budget.of} needs a value; one for a tenant has none")
     if budget.value == EACH and budget.of not in (Of.KEY, Of.USER):
         raise InvalidName(f"the value {EACH!r} is for a budget of every key or every user")
@@ -151,25 +136,7 @@ def _counted(connection: Connection, past: store_limits.Past) -> store_limits.Ro
     return found
 
 
-def _limit(budget: Budget, since_ns: int) -> SpendLimit:
-    return SpendLimit(
-        name=budget.name,
-        tenant=budget.tenant,
-        amount=budget.amount,
-        per=budget.span,
-        of=budget.of,
-        value=budget.value,
-        since_ns=since_ns,
-        version=0,
-    )
-
-
-def _payload(row: Mapping[Any, Any]) -> dict[str, str]:
-    """A budget in the trail."""
-    shown = {str(k): str(v) for k, v in row.items() if k != "version"}
-    return shown | {"amount": format_units(row["amount"])}
-
-
-def _budget(row: Mapping[Any, Any]) -> Budget:
-    values = {field.name: row[field.name] for field in fields(Budget)}
-    return Budget(**values | {"span": BudgetSpan(row["span"]), "of": Of(row["of"])})
+def _payload(limit: SpendLimit) -> dict[str, str]:
+    """A budget in the trail, whose number is its version."""
+    shown = {name: str(value) for name, value in asdict(limit).items() if name != "version"}
+    return shown | {"amount": format_units(limit.amount)}

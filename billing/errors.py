@@ -1,39 +1,16 @@
 """What can go wrong in billing. `api.errors` maps each to a status; the CLI prints its message.
 
 BillingError
-├── InvalidAmount          money that is not a decimal, has too many places, or is not positive
-├── InvalidUsage           token counts that are negative or do not add up
-├── InvalidSpan            days that are none, or end before they begin
-├── PriceError             a rate card that cannot be read or used; names the field
-│   ├── NoPrice            no card is in force for this model, instant and currency
-│   ├── UnknownCard        no card of this name was applied or ships with the program
-│   └── CardConflict       an applied version is immutable, or the order of versions would change
-├── AccountError
-│   ├── InvalidName        a tenant or project name that is not safe everywhere
-│   ├── UnknownTenant
-│   ├── UnknownBudget
-│   ├── InvalidLimit       a limit of no known name, or not a whole number in range
-│   ├── AlreadyExists      a tenant, project or reference of that name stands already
-│   ├── UnknownKey         no such API key
-│   ├── KeyExpired / KeyRevoked / TenantSuspended
-│   └── CurrencyMismatch   the card's currency is not the tenant's
-├── GateError
-│   ├── InsufficientBalance  the hold does not fit the available money (402)
-│   ├── SpendLimitReached    the hold does not fit a hard limit of its period (429)
-│   ├── DuplicateRequest     a hold or a charge of this request id exists
-│   ├── UnknownHold          the hold was settled or its lease ended
-│   ├── UnknownDeposit       no top-up or grant has this reference
-│   └── UnknownRequest       no request of this id was charged
-├── IdempotencyConflict    the same key with another body (409)
-├── IdempotencyBusy        the first request of this key still runs (409, retry)
-├── LedgerUnavailable      the store cannot be written; the gate fails closed (503)
-│   ├── ClockJumped        the host's clock is minutes from where it should be
-│   └── Unwritable         the database refuses these very rows, and would again
-├── LedgerClosed           an operation on a ledger that is not running
-├── ReceiptKeyError        a signing key that cannot be used; says what to do
-├── ExportError            a file that cannot be written now
-│   └── ReceiverError      a receiver elsewhere took nothing: away, too slow, or refusing
-└── StoreError             a database that cannot be opened; says what to do
+├── InvalidAmount, InvalidUsage, InvalidSpan
+├── PriceError: NoPrice, UnknownCard, CardConflict
+├── AccountError: InvalidName, UnknownTenant, UnknownBudget, InvalidLimit, AlreadyExists,
+│       UnknownKey, KeyExpired, KeyRevoked, TenantSuspended, CurrencyMismatch
+├── GateError: InsufficientBalance (402), SpendLimitReached (429), DuplicateRequest, UnknownHold,
+│       UnknownDeposit, UnknownRequest
+├── IdempotencyConflict (409), IdempotencyBusy (409, retry)
+├── LedgerUnavailable (503, the gate fails closed): ClockJumped, Unwritable
+├── LedgerClosed, StoreError, ReceiptKeyError
+└── ExportError: ReceiverError
 """
 
 

@@ -70,20 +70,20 @@ class Idempotency:
         digest = hashlib.sha256(body).hexdigest()
         now_ns = self._clock_ns()
 
+        claim = {
+            "tenant": tenant,
+            "key": key,
+            "body_digest": digest,
+            "request_id": request_id,
+            "expires_ns": now_ns + KEPT_NS,
+            "owner": self._owner,
+            "boot": self._boot,
+        }
+
         def operation(connection: Connection) -> FirstAnswer | Claimed:
             lost = None
             rows.purge(connection, now_ns)
-            while not rows.insert(
-                self._store,
-                connection,
-                tenant=tenant,
-                key=key,
-                body_digest=digest,
-                request_id=request_id,
-                expires_ns=now_ns + KEPT_NS,
-                owner=self._owner,
-                boot=self._boot,
-            ):
+            while not rows.insert(self._store, connection, claim):
                 standing = self._standing(connection, tenant, key, digest, now_ns)
                 if isinstance(standing, FirstAnswer):
                     return standing

@@ -7,7 +7,7 @@ check takes a microsecond. The store has the digest and a recognisable prefix, n
 import hashlib
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Any
 
@@ -76,14 +76,5 @@ def format_scopes(scopes: frozenset[Scope]) -> str:
 
 def key_of(row: Mapping[Any, Any]) -> KeyInfo:
     """The key in a row."""
-    return KeyInfo(
-        key_id=row["key_id"],
-        tenant=row["tenant"],
-        project=row["project"],
-        name=row["name"],
-        prefix=row["prefix"],
-        scopes=parse_scopes(row["scopes"]),
-        created_ns=row["created_ns"],
-        expires_ns=row["expires_ns"],
-        revoked_ns=row["revoked_ns"],
-    )
+    values = {field.name: row[field.name] for field in fields(KeyInfo)}
+    return KeyInfo(**values | {"scopes": parse_scopes(row["scopes"])})

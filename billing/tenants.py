@@ -1,7 +1,7 @@
 """Tenants as admins see them. Pure values."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 # A tenant's limits that admins can set: three counts per minute, and concurrent requests. Those of
@@ -51,15 +51,5 @@ class Tenant:
 
 def tenant_of(row: Mapping[Any, Any]) -> Tenant:
     """The tenant in a row of accounts."""
-    return Tenant(
-        tenant=row["tenant"],
-        currency=row["currency"],
-        credit_limit=row["credit_limit"],
-        suspended=row["suspended"],
-        created_ns=row["created_ns"],
-        granted=row["granted"],
-        topup=row["topup"],
-        owed=-row["receivable"],
-        held=row["held"],
-        seq=row["seq"],
-    )
+    values = {field.name: row[field.name] for field in fields(Tenant) if field.name != "owed"}
+    return Tenant(**values, owed=-row["receivable"])

@@ -20,7 +20,7 @@ from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.csv import safe_writer
 from billing.reports.documents import entry_document, tenant_document
-from billing.reports.limits import standing
+from billing.reports.standing import standing
 from billing.reports.usage import Unit, parse_query
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore

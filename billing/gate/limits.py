@@ -8,15 +8,29 @@ and when, from which the proof checks them again (`billing.proof.limits`).
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 from billing.errors import SpendLimitReached
-from billing.gate.periods import period_ns, period_of
 from billing.money import format_units
 from billing.prices.book import NS
 
+_FORMATS = {"day": "%Y-%m-%d", "month": "%Y-%m"}
 EACH = "*"  # as a limit's value: every key or user by itself
+
+
+def period_of(per: str, at_ns: int) -> str:
+    """The `day` or `month` of an instant, such as 2026-11-23 or 2026-11."""
+    return datetime.fromtimestamp(at_ns // NS, UTC).strftime(_FORMATS[per])
+
+
+def period_ns(period: str) -> tuple[int, int]:
+    """The beginnings of a day or month and of the next."""
+    is_month = len(period) == len("2026-11")
+    form = _FORMATS["month" if is_month else "day"]
+    first = datetime.strptime(period, form).replace(tzinfo=UTC)
+    after = (first + timedelta(days=31)).replace(day=1) if is_month else first + timedelta(days=1)
+    return int(first.timestamp()) * NS, int(after.timestamp()) * NS
 
 
 class Spender(NamedTuple):
@@ -50,19 +64,22 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpendLimit:
-    """One hard limit. It counts requests admitted from `since_ns`, the beginning of a period.
+    """One hard limit, a budget. `value` is the key's id, the user, or the tag as `name=value`.
 
-    `version` is the number of the decision in the admin trail.
+    Empty, it bounds the whole tenant. `EACH` bounds every key or user by itself.
+
+    Requests count that are admitted from `since_ns`, the beginning of a period. `version` is the
+    number of the decision in the admin trail.
     """
 
     name: str
     tenant: str
     amount: int
-    per: str  # day or month
-    of: str  # tenant, key, user or tag
-    value: str
-    since_ns: int
-    version: int
+    per: str = "month"  # or day
+    of: str = "tenant"  # or key, user, tag
+    value: str = ""
+    since_ns: int = 0
+    version: int = 0
 
     def spender(self, details: Mapping[str, Any], admitted_ns: int) -> Spender | None:
         """Whose spending a request counts as; None if this limit does not count it.

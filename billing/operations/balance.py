@@ -13,8 +13,7 @@ from billing.money import parse_not_negative, parse_positive
 from billing.operations.arguments import Amount, Argument, Reference, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document, tenant_document
-from billing.reports.grants import end_of
-from billing.reports.limits import standing
+from billing.reports.standing import end_of, standing
 
 
 class Booking(StrEnum):

@@ -6,7 +6,7 @@ A server has all parts open (`OpenBooks`). A command without a server opens each
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from billing.accounts import Accounts
@@ -14,22 +14,6 @@ if TYPE_CHECKING:
     from billing.proof.prover import Prover
     from billing.reports.receipts import ReceiptSigner
     from billing.store.store import LedgerStore
-
-
-class Books(Protocol):
-    """The parts that operations use. Every call may block."""
-
-    @property
-    def store(self) -> "LedgerStore": ...
-
-    @property
-    def accounts(self) -> "Accounts": ...
-
-    @property
-    def ledger(self) -> "Ledger": ...
-
-    @property
-    def signer(self) -> "ReceiptSigner": ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +61,6 @@ class FolderBooks:
         if self._ledger is not None:
             self._ledger.close()
         self.store.close()
+
+
+Books = OpenBooks | FolderBooks  # every call may block

@@ -4,12 +4,13 @@ import time
 from typing import Annotated
 
 from billing import budgets
-from billing.budgets import Budget, BudgetSpan, Of
+from billing.budgets import BudgetSpan, Of
+from billing.gate.limits import SpendLimit
 from billing.money import format_units, parse_positive
 from billing.operations.arguments import Amount, Name, Why, text
 from billing.operations.books import Books
 from billing.reports.documents import Document
-from billing.reports.limits import limit_state
+from billing.reports.standing import limit_state
 from billing.store import limits as store_limits
 
 
@@ -22,9 +23,7 @@ def list_budgets(books: Books) -> list[Document]:
     now_ns = time.time_ns()
     with books.store.reading() as connection:
         limits = store_limits.limit_rows(connection)
-        states = {limit.name: limit_state(connection, limit, now_ns) for limit in limits}
-        standing = budgets.budgets_in(connection)
-    return [_document(budget) | states[budget.name] for budget in standing]
+        return [_document(limit) | limit_state(connection, limit, now_ns) for limit in limits]
 
 
 def set_budget(
@@ -42,14 +41,8 @@ def set_budget(
     why: Why,
 ) -> Document:
     """Create or change a budget. Requests that would pass it are refused until its period ends."""
-    budget = Budget(
-        name=name,
-        tenant=tenant,
-        amount=parse_positive(amount),
-        span=per,
-        of=of,
-        value=value,
-    )
+    units = parse_positive(amount)
+    budget = SpendLimit(name=name, tenant=tenant, amount=units, per=per, of=of, value=value)
     budgets.set_budget(books.accounts, budget, by=by, now_ns=time.time_ns(), reason=why)
     return _document(budget)
 
@@ -60,12 +53,6 @@ def remove_budget(books: Books, *, name: str, by: str, why: Why) -> list[Documen
     return list_budgets(books)
 
 
-def _document(budget: Budget) -> Document:
-    return {
-        "name": budget.name,
-        "tenant": budget.tenant,
-        "amount": format_units(budget.amount),
-        "per": budget.span.value,
-        "of": budget.of.value,
-        "value": budget.value,
-    }
+def _document(limit: SpendLimit) -> Document:
+    shown = {name: getattr(limit, name) for name in ("name", "tenant", "per", "of", "value")}
+    return shown | {"amount": format_units(limit.amount)}

@@ -19,7 +19,7 @@ def list_tenants(books: Books) -> list[Document]:
 
 def show_tenant(books: Books, *, tenant: str) -> Document:
     """One tenant, with its projects, and what is left of its grants and limits."""
-    from billing.reports.limits import standing  # imports the database
+    from billing.reports.standing import standing  # imports the database
 
     found = tenant_document(books.accounts.tenant(tenant))
     found["rate_limits"] = dict(books.accounts.rate_limits(tenant))

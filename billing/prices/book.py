@@ -213,7 +213,7 @@ class RateCard:
     zone: ZoneInfo = field(default_factory=lambda: ZoneInfo("UTC"))
     holidays: frozenset[date] = frozenset()
     minimum_cached_tokens: int = 0
-    costs: Mapping[str, Rates] = field(default_factory=dict)  # the operator's costs, by pattern
+    costs: tuple[ModelPrice, ...] = ()  # the operator's own, as `standard` rates
     tenants: frozenset[str] = frozenset()  # tenants of the card; empty: all
     valid_until_ns: int | None = None
     groups: tuple[PriceGroup, ...] = ()

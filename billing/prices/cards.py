@@ -191,8 +191,8 @@ class _Reader:
         if not models:
             self.fail('at least one [[model]] is needed, for example match = "*"')
         self.distinct((each.pattern for each in models), "[[model]] tables have the same match")
-        costs = [self.cost(table, at) for at, table in self.tables(data, "cost")]
-        self.distinct((pattern for pattern, _ in costs), "[[cost]] tables have the same match")
+        costs = tuple(self.cost(table, at) for at, table in self.tables(data, "cost"))
+        self.distinct((each.pattern for each in costs), "[[cost]] tables have the same match")
         groups = tuple(self.group(table, at, zone) for at, table in self.tables(data, "group"))
         services = dict(self.service(table, at) for at, table in self.tables(data, "service"))
         self.check_names(windows, groups, services)
@@ -206,7 +206,7 @@ class _Reader:
             zone=zone,
             holidays=self.days_off(head.get("holidays", [])),
             minimum_cached_tokens=self.count(head.get("minimum_cached_tokens", 0)),
-            costs=dict(costs),
+            costs=costs,
             tenants=self.names(head.get("tenants", []), "card.tenants"),
             valid_until_ns=self.until(head, "valid_until", "card", zone),
             groups=groups,
@@ -372,10 +372,9 @@ class _Reader:
             self.fail(f"match {pattern!r}: a * stands only at the end", f"{at}.match")
         return pattern
 
-    def cost(self, table: dict[str, Any], at: str) -> tuple[str, Rates]:
-        pattern = self.pattern(table, at)
+    def cost(self, table: dict[str, Any], at: str) -> ModelPrice:
         paid = {name: value for name, value in table.items() if name != "match"}
-        return pattern, self.rates(paid, at)
+        return ModelPrice(pattern=self.pattern(table, at), rates={STANDARD: self.rates(paid, at)})
 
     def model(self, table: dict[str, Any], windows: list[str], at: str) -> ModelPrice:
         pattern = self.pattern(table, at)

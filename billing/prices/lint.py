@@ -12,7 +12,7 @@ from enum import StrEnum
 from functools import partial
 from itertools import combinations, pairwise
 
-from billing.money import rate_per_million
+from billing.money import rate_per_million as _rate
 from billing.prices.book import STANDARD, ModelPrice, RateCard, Rates, Window, most_specific
 from billing.usage import HIT_CLASSES
 
@@ -133,11 +133,10 @@ def _pins(where: str, window: str, price: ModelPrice) -> Iterator[CardFinding]:
 
 def _costs(card: RateCard) -> Iterator[CardFinding]:
     """Prices below the card's own costs, for each kind of model the patterns distinguish."""
-    costs = [ModelPrice(pattern=p, rates={STANDARD: r}) for p, r in card.costs.items()]
     seen: set[tuple[str, str]] = set()
-    for pattern in [price.pattern for price in (*card.models, *costs)]:
+    for pattern in [price.pattern for price in (*card.models, *card.costs)]:
         model = pattern.replace("*", "\0")  # a name that matches only prefixes
-        price, cost = card.price_of(model), most_specific(costs, model)
+        price, cost = card.price_of(model), most_specific(card.costs, model)
         if price and cost and (price.pattern, cost.pattern) not in seen:
             seen.add((price.pattern, cost.pattern))
             for window, rates in price.rates.items():
@@ -171,12 +170,11 @@ def _factors(card: RateCard) -> Iterator[CardFinding]:
         if group.factor == 0 and group.until_ns is None:
             message = "everything is free for ever; give it `until`"
             yield _warning("free", where, message)
-    costs = [ModelPrice(pattern=p, rates={STANDARD: r}) for p, r in card.costs.items()]
     factors = {f"group {group.name!r}": group.factor for group in card.groups if group.factor}
     factors |= {f"service {name!r}": factor for name, factor in card.services.items()}
     for where, factor in factors.items():
         for price in card.models:
-            cost = most_specific(costs, price.pattern.replace("*", "\0"))
+            cost = most_specific(card.costs, price.pattern.replace("*", "\0"))
             for rates in (*price.rates.values(), *price.above.values()):
                 if cost is not None:
                     yield from _below(where, rates.times(factor), cost.rates[STANDARD])
@@ -230,7 +228,3 @@ def _overlap(first: Window, second: Window, days: Iterable[date], off: frozenset
         for a in first.spans(day, off)
         for b in second.spans(day, off)
     )
-
-
-def _rate(per_token: int) -> str:
-    return rate_per_million(per_token)

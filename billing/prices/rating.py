@@ -52,7 +52,8 @@ def rate(usage: Usage, pinned: PinnedRate) -> Charge:
         if name == "explicit_hit" and not (counts_as_hit and rates.explicit_hit):
             continue  # priced like other hits
         is_short = name in HIT_CLASSES and not counts_as_hit
-        _add(lines, name, tokens, rates.miss if is_short else rates.of(name))
+        per_token = rates.miss if is_short else rates.of(name)
+        lines.append(Line(name, tokens, per_token, tokens * per_token))
     of_tokens = sum(line.amount for line in lines)
     prompt = usage.prompt
     fees = _fees(lines, of_tokens, rates) if prompt or usage.output else 0
@@ -79,11 +80,6 @@ def _fees(lines: list[Line], of_tokens: int, rates: Rates) -> int:
     if missing:
         lines.append(Line("minimum", 1, missing, missing))
     return fee + missing
-
-
-def _add(lines: list[Line], name: str, tokens: int, per_token: int) -> None:
-    if tokens:
-        lines.append(Line(name, tokens, per_token, tokens * per_token))
 
 
 def hold_amount(pinned: PinnedRate, *, prompt_tokens: int, output_tokens: int) -> int:

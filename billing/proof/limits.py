@@ -215,13 +215,10 @@ class LimitChecks:
 def _limit(said: Mapping[str, Any], row: Mapping[Any, Any]) -> SpendLimit:
     return SpendLimit(
         name=row["subject"],
-        tenant=said["tenant"],
         amount=parse_units(said["amount"]),
-        per=said["span"],
-        of=said["of"],
-        value=said["value"],
         since_ns=int(said["since_ns"]),
         version=row["seq"],
+        **{name: said[name] for name in ("tenant", "per", "of", "value")},
     )
 
 

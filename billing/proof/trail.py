@@ -100,7 +100,7 @@ def _standing(connection: Connection) -> _Facts:
     for tenant, limits in store_accounts.rate_limits_of(connection).items():
         facts["limits of tenant", tenant] = _texts(limits)
     for limit in store_limits.limit_rows(connection):
-        said = {**asdict(limit), "span": limit.per, "amount": format_units(limit.amount)}
+        said = {**asdict(limit), "amount": format_units(limit.amount)}
         facts["budget", limit.name] = _limit_facts(said, limit.version)
     for row in store_accounts.key_rows(connection):
         facts["key", row["key_id"]] = _texts({k: v for k, v in row.items() if k != "digest"})
@@ -112,7 +112,7 @@ def _standing(connection: Connection) -> _Facts:
 
 
 def _limit_facts(said: Mapping[str, Any], version: int) -> dict[str, str | None]:
-    names = ("tenant", "amount", "span", "of", "value", "since_ns")
+    names = ("tenant", "amount", "per", "of", "value", "since_ns")
     return _texts({name: said[name] for name in names} | {"version": version})
 
 

@@ -4,6 +4,7 @@ One shape for the command line's `--json` and the admin routes. Amounts are exac
 instants are nanoseconds since 1970, `None` is unlimited.
 """
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from decimal import Context, Decimal
 from fractions import Fraction
@@ -15,7 +16,7 @@ from billing.gate.entries import Entry
 from billing.gate.holds import StoredHold, decode_request
 from billing.keys import KeyInfo, Scope
 from billing.money import format_units, rate_per_million
-from billing.prices.book import ABOVE, DAYS, NS, ModelPrice, RateCard, Rates
+from billing.prices.book import ABOVE, DAYS, NS, STANDARD, ModelPrice, RateCard, Rates
 from billing.prices.lint import CardFinding
 from billing.proof.result import Proof
 from billing.tenants import Tenant
@@ -147,64 +148,41 @@ def differences(before: RateCard, after: RateCard) -> list[Document]:
 
 
 def _flat(card: RateCard) -> dict[str, str]:
-    prices = {
-        f"{price.pattern} {window} {name}": price_text(rates, name)
-        for price in card.models
-        for window, rates in _priced(price)
-        for name in (*RATES, *EXTRAS)
-    } | {
-        f"{price.pattern} {window} {name}": format_units(getattr(rates, name))
-        for price in card.models
-        for window, rates in _priced(price)
-        for name in FEES
+    """Every price and field of a card by its name."""
+    shown = card_document(card)
+    flat = {
+        "name": card.name,
+        "version": card.version,
+        "currency": card.currency,
+        "valid_from": _instant(card.valid_from_ns),
+        "tenants": " ".join(shown["tenants"]) or "-",
+        "valid_until": "-" if card.valid_until_ns is None else _instant(card.valid_until_ns),
+        "time_zone": card.zone.key,
+        "holidays": " ".join(shown["holidays"]) or "-",
+        "minimum_cached_tokens": str(card.minimum_cached_tokens),
     }
-    factors = {
-        f"group {group.name}": f"{_decimal(group.factor)} {' '.join(sorted(group.tenants))}"
-        for group in card.groups
-    } | {f"service {name}": _decimal(factor) for name, factor in card.services.items()}
-    windows = {
-        f"window {window['name']}": " ".join(
-            (
-                f"{window['start']}-{window['end']}",
-                *window["days"],
-                f"holidays {window['holidays']}",
-            )
-        )
-        for window in card_document(card)["windows"]
-    }
-    costs = {
-        f"cost {pattern} {name}": price_text(rates, name)
-        for pattern, rates in card.costs.items()
-        for name in (*RATES, *EXTRAS)
-    }
-    return (
-        prices
-        | windows
-        | costs
-        | factors
-        | {
-            "name": card.name,
-            "version": card.version,
-            "currency": card.currency,
-            "valid_from": datetime.fromtimestamp(card.valid_from_ns // NS, UTC).isoformat(),
-            "tenants": " ".join(sorted(card.tenants)) or "-",
-            "valid_until": "-"
-            if card.valid_until_ns is None
-            else datetime.fromtimestamp(card.valid_until_ns // NS, UTC).isoformat(),
-            "time_zone": card.zone.key,
-            "holidays": " ".join(day.isoformat() for day in sorted(card.holidays)) or "-",
-            "minimum_cached_tokens": str(card.minimum_cached_tokens),
-        }
-    )
+    for row in shown["models"]:
+        for name in (*RATES, *EXTRAS, *FEES):
+            flat[f"{row['match']} {row['window']} {name}"] = row[name]
+    for window in shown["windows"]:
+        times = f"{window['start']}-{window['end']} {' '.join(window['days'])}"
+        flat[f"window {window['name']}"] = f"{times} holidays {window['holidays']}"
+    for cost in card.costs:
+        for name in (*RATES, *EXTRAS):
+            flat[f"cost {cost.pattern} {name}"] = price_text(cost.rates[STANDARD], name)
+    for group in shown["groups"]:
+        flat[f"group {group['name']}"] = f"{group['factor']} {' '.join(group['tenants'])}"
+    for name, factor in shown["services"].items():
+        flat[f"service {name}"] = factor
+    return flat
+
+
+def _instant(at_ns: int) -> str:
+    return datetime.fromtimestamp(at_ns // NS, UTC).isoformat()
 
 
 def finding_document(finding: CardFinding) -> Document:
-    return {
-        "level": finding.level.value,
-        "rule": finding.rule,
-        "where": finding.where,
-        "message": finding.message,
-    }
+    return asdict(finding) | {"level": finding.level.value}
 
 
 def plan_document(plan: "Plan") -> Document:

@@ -16,7 +16,7 @@ from billing.errors import BillingError, ExportError, ReceiverError
 from billing.outgoing import send
 from billing.proof.result import Head
 from billing.proof.trail import TRAIL, trail_head
-from billing.reports.receipts import Purpose, ReceiptSigner, verify_signed
+from billing.reports.receipts import Purpose, ReceiptSigner, verify_receipt
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 
@@ -84,7 +84,7 @@ def read_receipt_head(path: Path, public_key: Callable[[str], bytes | None]) -> 
     try:
         receipt = orjson.loads(path.read_bytes())
         key = public_key(str(receipt["key_id"]))
-        if key is None or not verify_signed(receipt, key, Purpose.RECEIPT):
+        if key is None or not verify_receipt(receipt, key):
             raise BillingError(f"{path} is not genuine, or its key was never published here")
         return {str(receipt["tenant"]): (int(receipt["entry"]), str(receipt["entry_hash"]))}
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -105,7 +105,7 @@ def _read(document: Line, public_key: Callable[[str], bytes | None], path: str) 
         key = public_key(key_id)
         if key is None:
             raise BillingError(f"{path}: key {key_id} is not among the published ones")
-        if not verify_signed(document, key, Purpose.HEADS):
+        if not verify_receipt(document, key, Purpose.HEADS):
             raise BillingError(f"{path}: a line was changed, or another key signed it")
         document = document["heads"]
     return {name: (int(head["entry"]), str(head["hash"])) for name, head in document.items()}

@@ -78,12 +78,9 @@ class ReceiptSigner:
         return named | {"signature": base64.b64encode(signature).decode()}
 
 
-def verify_receipt(receipt: dict[str, Any], public_key: bytes) -> bool:
-    """Whether `receipt` is exactly what the holder of the key signed."""
-    return verify_signed(receipt, public_key, Purpose.RECEIPT)
-
-
-def verify_signed(receipt: dict[str, Any], public_key: bytes, purpose: Purpose) -> bool:
+def verify_receipt(
+    receipt: dict[str, Any], public_key: bytes, purpose: Purpose = Purpose.RECEIPT
+) -> bool:
     """Whether the holder of the key signed exactly this document for this purpose."""
     unsigned = {name: value for name, value in receipt.items() if name != "signature"}
     try:

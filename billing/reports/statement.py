@@ -101,9 +101,6 @@ class Statement:
     def closing(self) -> int:
         return self.opening + sum(movement.amount for movement in self.movements) - self.exact
 
-    def money(self, units: int) -> str:
-        return format_units(units)
-
     def printed(self, units: int) -> str:
         return format_units(units, self.places)
 
@@ -219,7 +216,6 @@ def _movement(entry: Entry, zone: tzinfo) -> Movement:
 
 def statement_json(statement: Statement) -> dict[str, Any]:
     """The statement as JSON values. Amounts are decimal texts."""
-    money = statement.money
     return {
         "tenant": statement.tenant,
         "month": statement.month,
@@ -235,7 +231,7 @@ def statement_json(statement: Statement) -> dict[str, Any]:
                 "class": line.name,
                 "tokens": line.tokens,
                 "per_million": line.rate,
-                "amount": money(line.amount),
+                "amount": format_units(line.amount),
                 "rounded": statement.printed(line.rounded),
             }
             for line in statement.lines
@@ -245,19 +241,19 @@ def statement_json(statement: Statement) -> dict[str, Any]:
                 "at": movement.at,
                 "kind": movement.kind,
                 "reference": movement.reference,
-                "amount": money(movement.amount),
+                "amount": format_units(movement.amount),
                 "reason": movement.reason,
             }
             for movement in statement.movements
         ],
-        "exact": money(statement.exact),
-        "corrected": money(statement.corrected),
-        "residue": money(statement.residue),
-        "rounding": money(statement.rounding),
+        "exact": format_units(statement.exact),
+        "corrected": format_units(statement.corrected),
+        "residue": format_units(statement.residue),
+        "rounding": format_units(statement.rounding),
         "total": statement.printed(statement.total),
-        "saved_against_no_cache": money(statement.saved),
-        "opening_balance": money(statement.opening),
-        "closing_balance": money(statement.closing),
+        "saved_against_no_cache": format_units(statement.saved),
+        "opening_balance": format_units(statement.opening),
+        "closing_balance": format_units(statement.closing),
         **({"parts": [_part(part) for part in statement.parts]} if statement.breakdown else {}),
     }
 
@@ -283,7 +279,6 @@ def statement_csv(statement: Statement) -> str:
     `rounded`, with the rows of rounding differences, sums to the total. With a breakdown there is
     one row per part instead, and `amount` sums to the charges.
     """
-    money = statement.money
     out = io.StringIO()
     write = safe_writer(out)
     if statement.breakdown:
@@ -297,11 +292,11 @@ def statement_csv(statement: Statement) -> str:
     for line in statement.lines:
         card = f"{line.card} {line.version}"
         what = (line.model, card, line.window, line.name, line.tokens, line.rate)
-        write((*head, *what, money(line.amount), statement.printed(line.rounded)))
+        write((*head, *what, format_units(line.amount), statement.printed(line.rounded)))
     rest = {
-        "residue": ("", money(statement.residue)),
-        "corrections": (money(-statement.corrected), money(-statement.corrected)),
-        "rounding": ("", money(statement.rounding)),
+        "residue": ("", format_units(statement.residue)),
+        "corrections": (format_units(-statement.corrected), format_units(-statement.corrected)),
+        "rounding": ("", format_units(statement.rounding)),
     }
     for name, amounts in rest.items():
         write((*head, "", "", "", name, "", "", *amounts))

@@ -13,7 +13,6 @@ from sqlalchemy import Connection, select
 from billing.gate.commands import Command, Expire, Reserve, Settle, TopUp, fingerprint_of, keys_of
 from billing.gate.entries import CORRECTABLE, Entry, Kind
 from billing.gate.holds import request_body
-from billing.gate.limits import Spender
 from billing.gate.rollups import rollups
 from billing.gate.work import Work
 from billing.money import format_units
@@ -124,12 +123,13 @@ def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
     if work.put_holds:
         hot.put_holds.run(connection, map(hold_row, work.put_holds.values()))
     if work.dropped_holds:
-        hot.drop_holds.run(connection, map(_key_row, work.dropped_holds))
+        dropped = [{"tenant": key[0], "request_id": key[1]} for key in work.dropped_holds]
+        hot.drop_holds.run(connection, dropped)
     if work.put_spending:
         counted = [(spender, work.spending[spender]) for spender in sorted(work.put_spending)]
         hot.put_spending.run(connection, [spending_row(*each) for each in counted if any(each[1])])
-        ended = [spender for spender, found in counted if not any(found)]
-        hot.drop_spending.run(connection, map(_spender_row, ended))
+        ended = [spending_row(*each) for each in counted if not any(each[1])]
+        hot.drop_spending.run(connection, ended)
     if work.touched:
         moved = [account_row(work.accounts[tenant]) for tenant in sorted(work.touched)]
         hot.move_accounts.run(connection, moved)
@@ -165,15 +165,3 @@ def _write_decision(connection: Connection, entry: Entry, worth: int) -> None:
         after={"balance": format_units(worth + entry.amount)} | about,
         reason=details.get("reason", ""),
     )
-
-
-def _spender_row(spender: Spender) -> dict[str, str]:
-    return {
-        "of_budget": spender.limit,
-        "of_period": spender.period,
-        "of_value": spender.value,
-    }
-
-
-def _key_row(key: tuple[str, str]) -> dict[str, str]:
-    return {"old_tenant": key[0], "old_request_id": key[1]}

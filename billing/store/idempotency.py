@@ -2,6 +2,8 @@
 transaction.
 """
 
+from typing import Any
+
 from sqlalchemy import Connection, delete, select, update
 from sqlalchemy.engine import RowMapping
 
@@ -9,28 +11,9 @@ from billing.store.schema import holds, idempotency
 from billing.store.store import LedgerStore
 
 
-def insert(
-    store: LedgerStore,
-    connection: Connection,
-    *,
-    tenant: str,
-    key: str,
-    body_digest: str,
-    request_id: str,
-    expires_ns: int,
-    owner: str,
-    boot: str,
-) -> bool:
+def insert(store: LedgerStore, connection: Connection, claim: dict[str, Any]) -> bool:
     """Inserts a claim. Returns False if the key exists already."""
-    statement = store.insert(idempotency).values(
-        tenant=tenant,
-        key=key,
-        body_digest=body_digest,
-        request_id=request_id,
-        expires_ns=expires_ns,
-        owner=owner,
-        boot=boot,
-    )
+    statement = store.insert(idempotency).values(claim)
     made = statement.on_conflict_do_nothing().returning(idempotency.c.key)
     return connection.execute(made).first() is not None
 

@@ -1,6 +1,7 @@
 """Rows of hard limits: what they count, and the past that a new one counts."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 from sqlalchemy import Connection, Text, cast, delete, exists, func, select, update
 
@@ -9,6 +10,7 @@ from billing.gate.limits import Spender, Spending, SpendLimit
 from billing.store.reports import first_seq, stream_entries
 from billing.store.rows import read_entry, read_limit, read_spending, spending_row
 from billing.store.schema import accounts, budgets, entries, spending
+from billing.store.store import LedgerStore
 
 Rows = dict[Spender, Spending]
 
@@ -21,6 +23,21 @@ def limit_rows(connection: Connection, tenant: str | None = None) -> list[SpendL
     if tenant is not None:
         query = query.where(budgets.c.tenant == tenant)
     return [read_limit(row) for row in connection.execute(query).mappings()]
+
+
+def find_limit(connection: Connection, name: str) -> SpendLimit | None:
+    row = connection.execute(select(budgets).where(budgets.c.name == name)).mappings().first()
+    return None if row is None else read_limit(row)
+
+
+def put_limit(store: LedgerStore, connection: Connection, limit: SpendLimit) -> None:
+    values = asdict(limit)
+    statement = store.insert(budgets).values(values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["name"], set_=values))
+
+
+def drop_limit(connection: Connection, name: str) -> None:
+    connection.execute(delete(budgets).where(budgets.c.name == name))
 
 
 def spending_rows(connection: Connection) -> Rows:

@@ -160,13 +160,12 @@ def _spending_of(keys: Sequence[Any]) -> Any:
 
 
 _DROP_HOLD = delete(holds).where(
-    (holds.c.tenant == bindparam("old_tenant"))
-    & (holds.c.request_id == bindparam("old_request_id"))
+    (holds.c.tenant == bindparam("tenant")) & (holds.c.request_id == bindparam("request_id"))
 )
 _DROP_SPENDING = delete(spending).where(
-    (spending.c.budget == bindparam("of_budget"))
-    & (spending.c.period == bindparam("of_period"))
-    & (spending.c.value == bindparam("of_value"))
+    (spending.c.budget == bindparam("budget"))
+    & (spending.c.period == bindparam("period"))
+    & (spending.c.value == bindparam("value"))
 )
 _MOVE_ACCOUNT = (
     update(accounts)

@@ -101,8 +101,8 @@ def hold_row(hold: StoredHold) -> dict[str, Any]:
 
 
 def read_limit(row: Row) -> SpendLimit:
-    names = ("name", "tenant", "of", "value", "since_ns", "version")
-    return SpendLimit(amount=int(row["amount"]), per=row["span"], **{n: row[n] for n in names})
+    names = ("name", "tenant", "per", "of", "value", "since_ns", "version")
+    return SpendLimit(amount=int(row["amount"]), **{name: row[name] for name in names})
 
 
 def read_spending(row: Row) -> tuple[Spender, Spending]:

@@ -24,6 +24,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
+from billing.gate.entries import ACCOUNTS
 from billing.gate.rollups import COUNTERS, DAILY_KEY, SESSION_KEY
 
 
@@ -46,37 +47,36 @@ class Wide(TypeDecorator[int]):
         return None if value is None else int(value)
 
 
-SCHEMA = "1"  # the version of these tables; another's database is refused
+SCHEMA = "2"  # the version of these tables; another's database is refused
 
 metadata = MetaData()
 
-meta = Table(
-    "meta",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("value", LargeBinary, nullable=False),
-)
+
+def _keys(*names: str) -> list[Column[Any]]:
+    """Columns of texts that are the primary key, or begin it."""
+    return [Column(name, String, primary_key=True) for name in names]
+
+
+def _needed(kind: Any, *names: str, **rest: Any) -> list[Column[Any]]:
+    """Columns of one type that are never null."""
+    return [Column(name, kind, nullable=False, **rest) for name in names]
+
+
+meta = Table("meta", metadata, *_keys("name"), *_needed(LargeBinary, "value"))
 
 accounts = Table(
     "accounts",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("currency", String(3), nullable=False),
+    *_keys("tenant"),
+    *_needed(String(3), "currency"),
     Column("credit_limit", Wide),  # null: unlimited
-    Column("suspended", Boolean, nullable=False),
-    Column("limited", Boolean, nullable=False, server_default=false()),  # has hard limits
-    Column("created_ns", BigInteger, nullable=False),
+    *_needed(Boolean, "suspended"),
+    *_needed(Boolean, "limited", server_default=false()),  # has hard limits
+    *_needed(BigInteger, "created_ns"),
     # Projections of entries and holds; rebuilt by `ledger verify --rebuild`.
-    Column("granted", Wide, nullable=False),
-    Column("topup", Wide, nullable=False),
-    Column("receivable", Wide, nullable=False),
-    Column("revenue", Wide, nullable=False),
-    Column("cash", Wide, nullable=False),
-    Column("promotion", Wide, nullable=False),
-    Column("held", Wide, nullable=False),
-    Column("seq", BigInteger, nullable=False),
-    Column("at_ns", BigInteger, nullable=False),
-    Column("head", LargeBinary(32), nullable=False),
+    *_needed(Wide, *ACCOUNTS, "held"),
+    *_needed(BigInteger, "seq", "at_ns"),
+    *_needed(LargeBinary(32), "head"),
 )
 
 # Has rowids on purpose: without them and without statistics, SQLite would look up a request id by
@@ -84,67 +84,39 @@ accounts = Table(
 entries = Table(
     "entries",
     metadata,
-    Column("tenant", String, primary_key=True),
+    *_keys("tenant"),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("kind", String, nullable=False),
-    Column("request_id", String, nullable=False),
-    Column("at_ns", BigInteger, nullable=False),
-    Column("currency", String(3), nullable=False),
-    Column("postings", Text, nullable=False),
-    Column("body", Text, nullable=False),
-    Column("hash", LargeBinary(32), nullable=False),
+    *_needed(String, "kind", "request_id"),
+    *_needed(BigInteger, "at_ns"),
+    *_needed(String(3), "currency"),
+    *_needed(Text, "postings", "body"),
+    *_needed(LargeBinary(32), "hash"),
     Column("corrects", BigInteger),  # a copy from the body, to be found by
     Column("billed_ns", BigInteger),  # likewise; null: it is `at_ns`
 )
 Index("entries_once", entries.c.tenant, entries.c.request_id, entries.c.kind, unique=True)
-_RARE = text("kind <> 'charge'")
-Index(
-    "entries_rare",
-    entries.c.tenant,
-    entries.c.at_ns,
-    sqlite_where=_RARE,
-)
-_CORRECTS = text("corrects IS NOT NULL")
-Index(
-    "entries_corrects",
-    entries.c.tenant,
-    entries.c.corrects,
-    sqlite_where=_CORRECTS,
-)
-_BILLED = text("billed_ns IS NOT NULL")
-Index(
-    "entries_billed",
-    entries.c.tenant,
-    entries.c.billed_ns,
-    sqlite_where=_BILLED,
-)
+for _name, _column, _where in (
+    ("rare", entries.c.at_ns, "kind <> 'charge'"),
+    ("corrects", entries.c.corrects, "corrects IS NOT NULL"),
+    ("billed", entries.c.billed_ns, "billed_ns IS NOT NULL"),
+):
+    Index(f"entries_{_name}", entries.c.tenant, _column, sqlite_where=text(_where))
 
 holds = Table(
     "holds",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("request_id", String, primary_key=True),
-    Column("amount", Wide, nullable=False),
-    Column("expires_ns", BigInteger, nullable=False, index=True),
-    Column("owner", String, nullable=False),
-    Column("boot", String, nullable=False),
-    Column("body", Text, nullable=False),
-    Column("usage", Text, nullable=False),
-    Column("checked", Text, nullable=False, server_default=""),  # under which hard limits
+    *_keys("tenant", "request_id"),
+    *_needed(Wide, "amount"),
+    *_needed(BigInteger, "expires_ns", index=True),
+    *_needed(String, "owner", "boot"),
+    *_needed(Text, "body", "usage"),
+    *_needed(Text, "checked", server_default=""),  # under which hard limits
 )
 
 # Limits of a tenant set by an admin; others are the settings'. 0 is no limit.
 rate_limits = Table(
-    "rate_limits",
-    metadata,
-    *(Column(name, String, primary_key=True) for name in ("tenant", "name")),
-    Column("value", BigInteger, nullable=False),
+    "rate_limits", metadata, *_keys("tenant", "name"), *_needed(BigInteger, "value")
 )
-
-
-def _counters() -> list[Column[Any]]:
-    return [Column(name, BigInteger, nullable=False) for name in COUNTERS]
-
 
 usage_daily = Table(
     "usage_daily",
@@ -153,56 +125,42 @@ usage_daily = Table(
         Column(name, Integer if name == "day" else String, primary_key=True, autoincrement=False)
         for name in DAILY_KEY
     ),
-    *_counters(),
+    *_needed(BigInteger, *COUNTERS),
 )
 
 usage_sessions = Table(
-    "usage_sessions",
-    metadata,
-    *(Column(name, String, primary_key=True) for name in SESSION_KEY),
-    *_counters(),
-    Column("last_ns", BigInteger, nullable=False),
+    "usage_sessions", metadata, *_keys(*SESSION_KEY), *_needed(BigInteger, *COUNTERS, "last_ns")
 )
 
 undelivered = Table(
     "undelivered",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("fingerprint", String, primary_key=True),
-    Column("request_id", String, primary_key=True),
-    Column("at_ns", BigInteger, nullable=False),
+    *_keys("tenant", "fingerprint", "request_id"),
+    *_needed(BigInteger, "at_ns"),
 )
 
 rate_cards = Table(
     "rate_cards",
     metadata,
-    Column("name", String, primary_key=True),
-    Column("version", String, primary_key=True),
-    Column("valid_from_ns", BigInteger, nullable=False),
-    Column("applied_ns", BigInteger, nullable=False),
-    Column("digest", String(64), nullable=False),
-    Column("text", Text, nullable=False),
+    *_keys("name", "version"),
+    *_needed(BigInteger, "valid_from_ns", "applied_ns"),
+    *_needed(String(64), "digest"),
+    *_needed(Text, "text"),
 )
 
 projects = Table(
-    "projects",
-    metadata,
-    Column("tenant", String, primary_key=True),
-    Column("project", String, primary_key=True),
-    Column("created_ns", BigInteger, nullable=False),
+    "projects", metadata, *_keys("tenant", "project"), *_needed(BigInteger, "created_ns")
 )
 
 keys = Table(
     "keys",
     metadata,
-    Column("key_id", String, primary_key=True),
-    Column("tenant", String, nullable=False, index=True),
-    Column("project", String, nullable=False),
-    Column("name", String, nullable=False),
-    Column("prefix", String, nullable=False),
-    Column("digest", LargeBinary(32), nullable=False, unique=True),
-    Column("scopes", String, nullable=False),
-    Column("created_ns", BigInteger, nullable=False),
+    *_keys("key_id"),
+    *_needed(String, "tenant", index=True),
+    *_needed(String, "project", "name", "prefix"),
+    *_needed(LargeBinary(32), "digest", unique=True),
+    *_needed(String, "scopes"),
+    *_needed(BigInteger, "created_ns"),
     Column("expires_ns", BigInteger),
     Column("revoked_ns", BigInteger),
 )
@@ -211,71 +169,52 @@ trail = Table(
     "trail",
     metadata,
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("at_ns", BigInteger, nullable=False),
-    Column("actor", String, nullable=False),
-    Column("action", String, nullable=False),
-    Column("subject", String, nullable=False),
-    Column("before", Text, nullable=False),
-    Column("after", Text, nullable=False),
-    Column("reason", Text, nullable=False),
-    Column("hash", LargeBinary(32), nullable=False),
+    *_needed(BigInteger, "at_ns"),
+    *_needed(String, "actor", "action", "subject"),
+    *_needed(Text, "before", "after", "reason"),
+    *_needed(LargeBinary(32), "hash"),
 )
 
 idempotency = Table(
     "idempotency",
     metadata,
-    Column("tenant", String, primary_key=True),
-    Column("key", String, primary_key=True),
-    Column("body_digest", String(64), nullable=False),
-    Column("request_id", String, nullable=False),
+    *_keys("tenant", "key"),
+    *_needed(String(64), "body_digest"),
+    *_needed(String, "request_id"),
     Column("status", Integer),  # null while the first request runs
     Column("response", LargeBinary),
-    Column("expires_ns", BigInteger, nullable=False, index=True),
-    Column("owner", String, nullable=False, server_default=""),  # who took it, in which run
-    Column("boot", String, nullable=False, server_default=""),
+    *_needed(BigInteger, "expires_ns", index=True),
+    *_needed(String, "owner", "boot", server_default=""),  # who took it, in which run
 )
 
 export_cursors = Table(
-    "export_cursors",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("tenant", String, primary_key=True),
-    Column("seq", BigInteger, nullable=False),
+    "export_cursors", metadata, *_keys("name", "tenant"), *_needed(BigInteger, "seq")
 )
 
 budgets = Table(
     "budgets",
     metadata,
-    Column("name", String, primary_key=True),
-    Column("tenant", String, nullable=False),
-    Column("amount", Wide, nullable=False),
-    Column("span", String, nullable=False),
-    Column("of", String, nullable=False),
-    Column("value", String, nullable=False),
+    *_keys("name"),
+    *_needed(String, "tenant"),
+    *_needed(Wide, "amount"),
+    *_needed(String, "per", "of", "value"),
     # The beginning of its first period, and its decision's number in the trail.
-    Column("since_ns", BigInteger, nullable=False),
-    Column("version", BigInteger, nullable=False),
+    *_needed(BigInteger, "since_ns", "version"),
 )
 
 # What hard limits count: charges minus refunds, and the holds of running requests.
 spending = Table(
-    "spending",
-    metadata,
-    Column("budget", String, primary_key=True),
-    Column("period", String, primary_key=True),
-    Column("value", String, primary_key=True),
-    Column("charged", Wide, nullable=False),
-    Column("held", Wide, nullable=False),
+    "spending", metadata, *_keys("budget", "period", "value"), *_needed(Wide, "charged", "held")
 )
 
 # Grants that have yet to expire, for the sweeper.
 expiring = Table(
     "expiring",
     metadata,
-    Column("tenant", String, primary_key=True),
+    *_keys("tenant"),
     Column("seq", BigInteger, primary_key=True, autoincrement=False),
-    Column("reference", String, nullable=False),
-    Column("expires_ns", BigInteger, nullable=False, index=True),
+    *_needed(String, "reference"),
+    *_needed(BigInteger, "expires_ns", index=True),
 )
 
 APPEND_ONLY = ("entries", "trail")

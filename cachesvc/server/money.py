@@ -23,7 +23,7 @@ from billing.clock import boot_timer_ns
 from billing.errors import BillingError
 from billing.gate.entries import Entry, Kind
 from billing.gate.holds import decode_request
-from billing.gate.periods import period_ns, period_of
+from billing.gate.limits import period_ns, period_of
 from billing.gate.rollups import DAY_NS
 from billing.gate.work import Settled
 from billing.idempotency import Idempotency

@@ -17,7 +17,8 @@ from api.app import AREAS
 from api.collaborators import WireSettings
 from api.routes import health
 from api.routes.chat import ChatFormat
-from billing.budgets import Budget, set_budget
+from billing.budgets import set_budget
+from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import Outcome
 from billing.keys import Scope
 from billing.money import UNITS, format_units
@@ -225,7 +226,7 @@ async def test_a_limit_that_running_requests_hold_is_retried_soon(bank: Bank) ->
 
 
 def cap(bank: Bank, units: int) -> None:
-    budget = Budget(name="cap", tenant="acme", amount=units)
+    budget = SpendLimit(name="cap", tenant="acme", amount=units)
     set_budget(bank.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
 
 

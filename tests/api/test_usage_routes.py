@@ -5,7 +5,8 @@ import io
 import time
 from datetime import UTC, datetime
 
-from billing.budgets import Budget, BudgetSpan, Of, set_budget
+from billing.budgets import BudgetSpan, Of, set_budget
+from billing.gate.limits import SpendLimit
 from billing.keys import Scope
 from billing.money import UNITS, format_units
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
@@ -50,10 +51,10 @@ async def test_a_customer_sees_its_own_hard_limits(bank: Bank) -> None:
         bank.customer(UNITS, "bolt")
         for name, tenant, amount, more in (
             ("cap", "acme", UNITS // 2, {}),
-            ("users", "acme", 100 * MISS, {"of": Of.USER, "value": "*", "span": BudgetSpan.DAY}),
+            ("users", "acme", 100 * MISS, {"of": Of.USER, "value": "*", "per": BudgetSpan.DAY}),
             ("other", "bolt", UNITS, {}),
         ):
-            limit = Budget(name=name, tenant=tenant, amount=amount, **more)
+            limit = SpendLimit(name=name, tenant=tenant, amount=amount, **more)
             set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
         client.headers.update(headers)
         await client.post(CHAT, json=HELLO | {"user": "ben", "max_tokens": 1})
@@ -78,7 +79,7 @@ async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank: Bank) -> Non
     async with serving(bank) as (_, client, _):
         client.headers.update(bank.customer(UNITS))
         await client.post(CHAT, json=HELLO)
-        limit = Budget(name="cap", tenant="acme", amount=1)
+        limit = SpendLimit(name="cap", tenant="acme", amount=1)
         set_budget(bank.accounts, limit, by="test", now_ns=time.time_ns(), reason="test")
         [cap] = (await client.get("/v1/usage/account")).json()["spend_limits"]
     assert format_units(0) == cap["left"]

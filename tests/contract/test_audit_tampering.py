@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from billing.budgets import Budget, set_budget
+from billing.budgets import set_budget
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
+from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Idempotency
 from billing.money import UNITS
@@ -61,7 +62,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         house.accounts.set_credit_limit("acme", 7 * UNITS, by="ops")
         house.accounts.set_rate_limits("acme", {"requests": 9, "miss_tokens": 9}, by="ops")
         house.accounts.set_rate_limits("acme", {"miss_tokens": None}, by="ops")
-        limit = Budget(name="b", tenant="acme", amount=UNITS)
+        limit = SpendLimit(name="b", tenant="acme", amount=UNITS)
         now_ns = house.clock()
         set_budget(house.accounts, limit, by="ops", now_ns=now_ns, reason="test")
         about = {"session": "s", "project": "p", "key_id": key.key_id}
@@ -70,7 +71,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         correct = house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=5)
         correct.result()
         lost = house.reserve("lost", 10**9, fingerprint="f")
-        house.ledger.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False).result()
+        house.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False)
         Idempotency(house.ledger.store).begin("acme", "k", b"body", "r3")
         house.reserve("open", 10)
         grant = {"reference": "g", "by": "ops", "expires_ns": 2**62}

@@ -5,11 +5,10 @@ import pytest
 from billing.errors import AlreadyExists, InvalidAmount, InvalidSpan
 from billing.gate.commands import Adjust, Deposit
 from billing.gate.entries import Entry, Kind
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.prices.book import NS
 from billing.proof import audit
-from billing.reports.grants import end_of, grant_documents
+from billing.reports.standing import end_of, grant_documents
 from billing.usage import Usage
 from tests.contract.conftest import entries
 from tests.support.billing import START_NS, TestLedger
@@ -51,7 +50,7 @@ def test_what_expires_first_is_spent_first_whichever_came_first(house: TestLedge
     house.clock.advance(3 * 86_400)
     assert 1 == house.ledger.expire()
     assert 0 == house.ledger.expire()
-    account = house.accounts.tenant("acme")
+    account = house.account()
     assert (20 * UNITS, 20 * UNITS) == (account.granted, account.balance)
     expired = entries(house.ledger.store)[-1]
     assert (Kind.EXPIRY, "short", -UNITS) == (expired.kind, expired.request_id, expired.amount)
@@ -66,7 +65,7 @@ def test_a_grant_that_was_spent_ends_with_nothing_taken(house: TestLedger) -> No
     spend(house, "r1", 3)
     house.clock.advance(86_400)
     assert 1 == house.ledger.expire()
-    assert 4 * UNITS == house.accounts.tenant("acme").balance
+    assert 4 * UNITS == house.account().balance
     assert 0 == entries(house.ledger.store)[-1].amount
 
 
@@ -88,8 +87,8 @@ def test_a_running_request_ends_though_its_grant_did(house: TestLedger) -> None:
     hold = house.reserve("r1", 2 * UNITS, ttl_s=10**6)
     house.clock.advance(86_400)
     house.ledger.expire()
-    house.ledger.settle(hold, Usage(miss=2_000_000), Outcome.FINISHED).result()
-    assert -2 * UNITS == house.accounts.tenant("acme").balance
+    house.settle(hold, Usage(miss=2_000_000))
+    assert -2 * UNITS == house.account().balance
 
 
 def test_what_a_correction_gives_back_after_the_end_stays(house: TestLedger) -> None:
@@ -97,8 +96,8 @@ def test_what_a_correction_gives_back_after_the_end_stays(house: TestLedger) -> 
     spend(house, "r1", 2)
     house.clock.advance(86_400)
     house.ledger.expire()
-    house.ledger.correct("acme", "r1", reference="c", by="eve", reason="").result()
-    assert 2 * UNITS == house.accounts.tenant("acme").granted
+    house.correct("r1", "c")
+    assert 2 * UNITS == house.account().granted
 
 
 def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestLedger) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from billing.budgets import Budget, BudgetSpan, Of, budgets_in, remove_budget, set_budget
+from billing.budgets import BudgetSpan, Of, remove_budget, set_budget
 from billing.errors import (
     AlreadyExists,
     InsufficientBalance,
@@ -17,8 +17,8 @@ from billing.errors import (
 )
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold
+from billing.gate.limits import SpendLimit, period_ns
 from billing.gate.outcomes import Outcome
-from billing.gate.periods import period_ns
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store import limits as store_limits
@@ -48,7 +48,7 @@ def limit(
     **more: Any,
 ) -> None:
     amount = tokens * TOKEN
-    budget = Budget(name=name, tenant="acme", amount=amount, of=of, value=value, **more)
+    budget = SpendLimit(name=name, tenant="acme", amount=amount, of=of, value=value, **more)
     set_budget(house.accounts, budget, by="ops", now_ns=house.clock(), reason="test")
 
 
@@ -58,7 +58,7 @@ def remove(house: TestLedger, name: str = "cap") -> None:
 
 def spend(house: TestLedger, name: str, tokens: int, **context: Any) -> None:
     hold = house.reserve(name, tokens * TOKEN, **context)
-    house.ledger.settle(hold, Usage(output=tokens), Outcome.FINISHED).result()
+    house.settle(hold, Usage(output=tokens))
 
 
 def rows(house: TestLedger) -> store_limits.Rows:
@@ -94,7 +94,7 @@ def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house: Test
     assert refusal.passes  # once r2 has ended
     assert "0.000006" in str(refusal) and "2025-02-01T00:00:00Z" in str(refusal)
     spend(house, "r4", 1)  # to the last unit
-    house.ledger.settle(running, Usage(output=3), Outcome.FINISHED).result()
+    house.settle(running, Usage(output=3))
     with pytest.raises(SpendLimitReached) as raised:
         house.reserve("r5", 1)
     assert not raised.value.passes
@@ -108,7 +108,7 @@ def test_an_answer_is_cut_where_the_limit_ends_it(house: TestLedger) -> None:
     with pytest.raises(SpendLimitReached):
         house.ledger.top_up(hold, 1).result()
     assert 10 * TOKEN == house.ledger.top_up(hold, 0, usage=Usage(output=9)).result()  # renews
-    house.ledger.settle(hold, Usage(output=10), Outcome.BUDGET).result()
+    house.settle(hold, Usage(output=10), Outcome.BUDGET)
     assert {"2025-01/": (10, 0)} == spent(house)
 
 
@@ -147,7 +147,7 @@ def test_each_user_has_a_limit_of_its_own_and_requests_without_one_share_theirs(
 def test_a_request_meets_every_limit_that_counts_it(house: TestLedger) -> None:
     limit(house, 9)
     limit(house, 5, Of.USER, "*", name="users")
-    limit(house, 3, Of.KEY, "k", name="key", span=BudgetSpan.DAY)
+    limit(house, 3, Of.KEY, "k", name="key", per=BudgetSpan.DAY)
     spend(house, "r1", 3, user="anna", key_id="k")
     with pytest.raises(SpendLimitReached, match="'key'"):
         house.reserve("r2", TOKEN, user="anna", key_id="k")
@@ -174,7 +174,7 @@ def test_a_new_month_begins_anew_and_a_request_counts_where_it_was_admitted(
     house.ledger.top_up(late, TOKEN).result()
     with pytest.raises(SpendLimitReached):
         house.ledger.top_up(late, 1).result()
-    house.ledger.settle(late, Usage(output=2), Outcome.FINISHED).result()
+    house.settle(late, Usage(output=2))
     assert {"2025-01/": (4, 0), "2025-02/": (4, 0)} == spent(house)
 
 
@@ -184,13 +184,13 @@ def test_a_limit_set_in_the_middle_counts_what_was_spent_and_what_runs(house: Te
     house.clock.advance(DAY_S)
     spend(house, "r1", 3, user="anna")
     spend(house, "r2", 4, user="ben")
-    house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=TOKEN).result()
+    house.correct("r1", "c", TOKEN)
     running = house.reserve("r3", 2 * TOKEN, user="anna")
     limit(house, 5, Of.USER, "anna")
     assert {"2025-01/anna": (2, 2)} == spent(house)
     with pytest.raises(SpendLimitReached):
         house.reserve("r4", 2 * TOKEN, user="anna")
-    house.ledger.settle(running, Usage(output=2), Outcome.FINISHED).result()
+    house.settle(running, Usage(output=2))
     spend(house, "r5", 1, user="anna")
     assert {"2025-01/anna": (5, 0)} == spent(house)
 
@@ -203,7 +203,7 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
     limit(house, 2)
     with pytest.raises(SpendLimitReached):
         house.reserve("r3", 1)
-    house.ledger.settle(running, Usage(output=3), Outcome.FINISHED).result()
+    house.settle(running, Usage(output=3))
     limit(house, 10)
     spend(house, "r4", 1)
     assert {"2025-01/": (10, 0)} == spent(house)
@@ -216,18 +216,18 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
     remove(house)
     spend(house, "r7", 5)
     with house.ledger.store.reading() as connection:
-        assert [] == budgets_in(connection)
+        assert [] == store_limits.limit_rows(connection)
     assert not house.accounts.store.all_holds()
 
 
 def test_a_refund_is_not_spent_and_a_lost_answer_not_either(house: TestLedger) -> None:
     limit(house, 4)
     spend(house, "r1", 4)
-    house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=TOKEN).result()
+    house.correct("r1", "c", TOKEN)
     assert {"2025-01/": (3, 0)} == spent(house)
     hold = house.reserve("r2", TOKEN, fingerprint="f")
-    house.ledger.settle(hold, Usage(output=1), Outcome.FINISHED, delivered=False).result()
-    house.ledger.correct("acme", "r1", reference="d", by="ops", reason="").result()
+    house.settle(hold, Usage(output=1), delivered=False)
+    house.correct("r1", "d")
     spend(house, "r3", 1, fingerprint="f", is_retry=True)
     assert {"2025-01/": (1, 0)} == spent(house)
     hold = house.reserve("r4", 3 * TOKEN)
@@ -243,7 +243,7 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
     house.ledger.top_up(hold, 0, usage=Usage(output=2), ttl_s=0).result()
     house.ledger.sweep()
     assert {"2025-01/": (2, 0)} == spent(house)
-    house.ledger.settle(hold, Usage(output=4), Outcome.FINISHED).result()
+    house.settle(hold, Usage(output=4))
     assert {"2025-01/": (4, 0)} == spent(house)
 
 
@@ -272,7 +272,7 @@ def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
         remove(house)
     actions = [row["action"] for row in house.accounts.trail.newest(3)]
     assert ["budget.remove", "budget.set", "budget.set"] == actions
-    nobodys = Budget(name="b", tenant="nobody", amount=1)
+    nobodys = SpendLimit(name="b", tenant="nobody", amount=1)
     with pytest.raises(UnknownTenant):
         set_budget(house.accounts, nobodys, by="ops", now_ns=house.clock(), reason="")
 
@@ -280,7 +280,7 @@ def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
 def test_a_hard_budget_stays_with_its_tenant(house: TestLedger) -> None:
     limit(house, 1)
     house.accounts.create_tenant("other", "CNY", by="ops")
-    moved = Budget(name="cap", tenant="other", amount=1)
+    moved = SpendLimit(name="cap", tenant="other", amount=1)
     with pytest.raises(AlreadyExists, match="'acme'"):
         set_budget(house.accounts, moved, by="ops", now_ns=house.clock(), reason="test")
 
@@ -294,7 +294,7 @@ def test_a_request_that_cost_nothing_leaves_no_row(house: TestLedger) -> None:
         house.ledger.void(hold).result()
         assert {} == rows(house)
     hold = house.reserve("failed", TOKEN, user="anna")
-    house.ledger.settle(hold, Usage(), Outcome.FAILED).result()
+    house.settle(hold, Usage(), Outcome.FAILED)
     assert {} == rows(house)
     spend(house, "r4", 2, user="anna")
     assert {"2025-01/anna": (2, 0)} == spent(house)
@@ -321,7 +321,7 @@ def test_a_pins_past_hour_needs_no_check(house: TestLedger) -> None:
     usage = Usage(storage_token_hours=5)
     hold = house.reserve("probe", 0)
     past = Hold("acme", "pin:p:1:0", pinned, hold.context)
-    house.ledger.settle(past, usage, Outcome.FINISHED).result()
+    house.settle(past, usage)
     house.ledger.void(hold).result()
     assert 2 == len([e for e in entries(house.ledger.store) if e.kind is Kind.CHARGE])
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from billing.accounts import Accounts
-from billing.budgets import Budget, Of, set_budget
+from billing.budgets import Of, set_budget
 from billing.errors import SpendLimitReached
 from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
+from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
@@ -85,7 +86,7 @@ def prepare(url: str) -> None:
             ("all", Of.TENANT, "", LIMITED),
             ("users", Of.USER, "*", OF_USER),
         ):
-            budget = Budget(name=name, tenant="acme", amount=amount, of=of, value=value)
+            budget = SpendLimit(name=name, tenant="acme", amount=amount, of=of, value=value)
             set_budget(house.accounts, budget, by="test", now_ns=time.time_ns(), reason="test")
 
 

@@ -8,8 +8,7 @@ import openai
 import pytest
 
 from billing.errors import SpendLimitReached
-from billing.gate.limits import Spender, Spending, SpendLimit, reached
-from billing.gate.periods import period_of
+from billing.gate.limits import Spender, Spending, SpendLimit, period_of, reached
 from billing.money import UNITS
 from tests.e2e.conftest import Server
 from tests.support.wire import Script

@@ -34,8 +34,8 @@ from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, To
 from billing.gate.entries import Kind
 from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
+from billing.gate.limits import period_of
 from billing.gate.outcomes import PRESUMED, Outcome, billable
-from billing.gate.periods import period_of
 from billing.gate.work import Settled
 from billing.ledger import Ledger
 from billing.prices.book import NS

@@ -10,13 +10,15 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.gate.commands import Deposit
-from billing.gate.entries import Kind
+from billing.gate.entries import Entry, Kind
 from billing.gate.holds import Hold, RequestContext
 from billing.gate.outcomes import Outcome
+from billing.gate.work import Settled
 from billing.ledger import Ledger
 from billing.prices.book import NS
 from billing.prices.cards import default_card
 from billing.store.opening import database_url, open_store
+from billing.tenants import Tenant
 from billing.usage import Usage
 
 START_NS = 1_735_689_600 * NS  # 2025-01-01T00:00:00Z, a Wednesday
@@ -45,11 +47,23 @@ class TestLedger:
     accounts: Accounts
     clock: ManualClock
 
+    def account(self, tenant: str = "acme") -> Tenant:
+        return self.accounts.tenant(tenant)
+
     def fund(self, amount: int, tenant: str = "acme") -> None:
-        reference = f"fund-{self.accounts.tenant(tenant).seq}"
-        self.ledger.post(
-            Deposit(tenant, Kind.TOPUP, amount=amount, reference=reference, by="test")
-        ).result()
+        self.deposit(Kind.TOPUP, amount, f"fund-{self.account(tenant).seq}", tenant, by="test")
+
+    def deposit(
+        self, kind: Kind, amount: int, reference: str, tenant: str = "acme", **more: Any
+    ) -> Entry:
+        about = {"by": "ops", "reason": "as agreed"} | more
+        return self.ledger.post(Deposit(tenant, kind, reference, amount, **about)).result()
+
+    def correct(
+        self, request_id: str, reference: str, amount: int | None = None, reason: str = "slow"
+    ) -> Entry:
+        about = {"reference": reference, "by": "ops", "reason": reason}
+        return self.ledger.correct("acme", request_id, amount=amount, **about).result()
 
     def reserve(
         self, request_id: str, amount: int, tenant: str = "acme", ttl_s: int = 60, **context: Any
@@ -62,8 +76,18 @@ class TestLedger:
     def charge(self, request_id: str, usage: Usage, tenant: str = "acme", **context: Any) -> Hold:
         """Reserves nothing and settles as finished."""
         hold = self.reserve(request_id, 0, tenant, **context)
-        self.ledger.settle(hold, usage, Outcome.FINISHED).result()
+        self.settle(hold, usage)
         return hold
+
+    def settle(
+        self,
+        hold: Hold,
+        usage: Usage,
+        outcome: Outcome = Outcome.FINISHED,
+        *,
+        delivered: bool = True,
+    ) -> Settled:
+        return self.ledger.settle(hold, usage, outcome, delivered=delivered).result()
 
 
 def fresh_ledger(file: Path) -> str:

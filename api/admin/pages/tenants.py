@@ -30,7 +30,7 @@ from billing.operations.budgets import list_budgets
 from billing.operations.keys import keys_of
 from billing.reports import usage as usage_report
 from billing.reports.documents import entry_document
-from billing.reports.limits import standing
+from billing.reports.standing import standing
 from billing.reports.usage import Unit, parse_query, report
 from billing.store import reports as store_reports
 from billing.tenants import Tenant
