@@ -28,7 +28,6 @@ from billing.prices.book import NS, PinnedRate, PriceBook, RateCard
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
 from billing.sweeper import Sweeper
-from billing.tenants import Tenant
 from billing.usage import EMPTY, Usage
 
 log = logging.getLogger(__name__)
@@ -188,10 +187,6 @@ class Ledger:
         return self.settle(hold, EMPTY, Outcome.FAILED, delivered=False)
 
     # -- balances ----------------------------------------------------------------------------------
-
-    def balance(self, tenant: str) -> Tenant:
-        """The current account. Reads the store: call it off the event loop, or rarely."""
-        return self.accounts.tenant(tenant)
 
     def post(self, command: Deposit | Adjust) -> "Future[Entry]":
         """Books money in or out, as a person decided, once per reference.

@@ -8,7 +8,6 @@ import pytest
 
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.prices.cards import parse_card
 from billing.proof import audit
@@ -111,7 +110,7 @@ def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path: Path) -> No
         old = house.ledger.book.cards[0].at("model", house.clock())
         about = house.reserve("cheap", 0).context
         hold = house.ledger.reserve("acme", "forged", 0, old, context=about).result()
-        house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+        house.settle(hold, USAGE)
         (problem,) = audit.verify(house.ledger.store).problems
     assert problem.request_id == "forged"
     assert "later 1 was in force when it was admitted" in problem.message

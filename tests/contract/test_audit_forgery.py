@@ -25,7 +25,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
         house.charge("r1", USAGE)
         house.clock.advance(1)
         house.charge("r2", USAGE)
-        house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=5).result()
+        house.correct("r1", "c", 5)
     return path
 
 

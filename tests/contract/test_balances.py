@@ -24,48 +24,37 @@ BY = {"by": "ops", "reason": "as agreed"}
 
 def test_what_is_neither_spent_nor_held_can_be_paid_out(house: TestLedger) -> None:
     house.fund(UNITS)
-    house.ledger.post(Deposit("acme", Kind.GRANT, amount=UNITS, reference="g", **BY)).result()
+    house.deposit(Kind.GRANT, UNITS, "g")
     house.reserve("r1", UNITS + 10)  # beyond what was granted
     with pytest.raises(InsufficientBalance, match="available to tenant 'acme'"):
-        house.ledger.post(
-            Deposit("acme", Kind.WITHDRAWAL, amount=UNITS - 9, reference="w", **BY)
-        ).result()
-    house.ledger.post(
-        Deposit("acme", Kind.WITHDRAWAL, amount=UNITS - 10, reference="w", **BY)
-    ).result()
-    account = house.accounts.tenant("acme")
+        house.deposit(Kind.WITHDRAWAL, UNITS - 9, "w")
+    house.deposit(Kind.WITHDRAWAL, UNITS - 10, "w")
+    account = house.account()
     assert (account.granted, account.topup, account.owed) == (UNITS, 10, 0)
     assert entries(house.ledger.store)[-1].kind is Kind.WITHDRAWAL
 
 
 def test_a_withdrawal_is_booked_once_for_its_reference(house: TestLedger) -> None:
     house.fund(UNITS)
-    first = house.ledger.post(
-        Deposit("acme", Kind.WITHDRAWAL, amount=5, reference="w", **BY)
-    ).result()
-    assert (
-        first
-        == house.ledger.post(
-            Deposit("acme", Kind.WITHDRAWAL, amount=5, reference="w", **BY)
-        ).result()
-    )
+    first = house.deposit(Kind.WITHDRAWAL, 5, "w")
+    assert first == house.deposit(Kind.WITHDRAWAL, 5, "w")
     with pytest.raises(AlreadyExists):
-        house.ledger.post(Deposit("acme", Kind.WITHDRAWAL, amount=6, reference="w", **BY)).result()
+        house.deposit(Kind.WITHDRAWAL, 6, "w")
 
 
 def test_what_was_spent_of_a_payment_that_is_taken_back_is_owed(house: TestLedger) -> None:
     house.fund(UNITS)
     house.charge("r1", USAGE)
-    house.ledger.post(Deposit("acme", Kind.CHARGEBACK, amount=UNITS, reference="cb", **BY)).result()
-    account = house.accounts.tenant("acme")
+    house.deposit(Kind.CHARGEBACK, UNITS, "cb")
+    account = house.account()
     assert (account.topup, account.owed) == (0, PRICE)
     house.fund(UNITS)
-    assert house.accounts.tenant("acme").topup == UNITS - PRICE
+    assert house.account().topup == UNITS - PRICE
 
 
 @pytest.mark.parametrize("kind", [Kind.TOPUP, Kind.GRANT])
 def test_a_mistyped_deposit_is_put_right(house: TestLedger, kind: Kind) -> None:
-    house.ledger.post(Deposit("acme", kind, "p1", 1000 * UNITS, "ops")).result()
+    house.deposit(kind, 1000 * UNITS, "p1")
     house.charge("r1", USAGE)
     done = house.ledger.post(
         Adjust("acme", "p1", amount=100 * UNITS, reference="a1", **BY)
@@ -76,11 +65,11 @@ def test_a_mistyped_deposit_is_put_right(house: TestLedger, kind: Kind) -> None:
             Adjust("acme", "p1", amount=100 * UNITS, reference="a1", **BY)
         ).result()
     )
-    assert house.accounts.tenant("acme").balance == 100 * UNITS - PRICE
+    assert house.account().balance == 100 * UNITS - PRICE
     house.ledger.post(Adjust("acme", "p1", amount=0, reference="a2", **BY)).result()
-    assert house.accounts.tenant("acme").owed == PRICE
+    assert house.account().owed == PRICE
     house.ledger.post(Adjust("acme", "p1", amount=UNITS, reference="a3", **BY)).result()
-    assert house.accounts.tenant("acme").balance == UNITS - PRICE
+    assert house.account().balance == UNITS - PRICE
 
 
 def test_an_adjustment_needs_a_deposit_and_a_difference(house: TestLedger) -> None:
@@ -110,7 +99,7 @@ def test_a_charge_that_was_given_back_takes_no_more_corrections(house: TestLedge
     house.ledger.correct("acme", "r1", reference="c1", **BY).result()
     with pytest.raises(InvalidAmount, match="given back completely"):
         house.ledger.correct("acme", "r1", reference="c2", **BY).result()
-    assert house.accounts.tenant("acme").balance == UNITS
+    assert house.account().balance == UNITS
 
 
 @pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "resp_", "msg_"])

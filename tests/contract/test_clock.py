@@ -69,10 +69,10 @@ def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedge
     [movement] = statement(store, "acme", "2025-02").movements
     assert ("expiry", "gift", -UNITS) == (movement.kind, movement.reference, movement.amount)
     house.charge("r1", Usage(miss=500_000))
-    assert UNITS // 2 == house.accounts.tenant("acme").granted
+    assert UNITS // 2 == house.account().granted
     house.clock.advance(30 * DAY_S)
     assert 1 == house.ledger.expire()
-    assert 0 == house.accounts.tenant("acme").granted
+    assert 0 == house.account().granted
     assert audit.verify(store).problems == []
 
 
@@ -99,7 +99,7 @@ def test_a_request_is_billed_in_the_month_of_its_admission(house: TestLedger) ->
     house.clock.advance(31 * DAY_S - 1)
     hold = house.reserve("r1", 0)
     house.clock.advance(60)
-    house.ledger.settle(hold, USAGE, Outcome.FINISHED).result()
+    house.settle(hold, USAGE)
     months = usage_report.report(house.ledger.store, usage_report.Query(), usage_report.Unit.MONTH)
     assert ["2025-01"] == [period.period for period in months]
 

@@ -20,7 +20,6 @@ import pytest
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.prices.book import Terms
 from billing.prices.cards import parse_card, shipped_cards
@@ -132,11 +131,11 @@ def month(
             model, service = draw.choice(["chat-1", "embed"]), draw.choice(["", "batch", "flex"])
             used, at = traffic(draw), datetime.fromtimestamp(house.clock() // 10**9, UTC)
             terms = Terms(tenant=tenant, prompt_tokens=used.prompt, service=service)
-            currency = house.accounts.tenant(tenant).currency
+            currency = house.account(tenant).currency
             pinned = house.ledger.book.at(model, house.clock(), currency, terms)
             context = RequestContext(admitted_ns=house.clock(), user=draw.choice(["ann", "bob"]))
             hold = house.ledger.reserve(tenant, name, 0, pinned, context=context).result()
-            house.ledger.settle(hold, used, Outcome.FINISHED).result()
+            house.settle(hold, used)
             sheets[tenant].charge(name, tenant, model, at, used, service)
         assert house.clock() < at_ns("2025-02-01")
         yield house, sheets
@@ -165,7 +164,7 @@ Month = tuple[TestLedger, dict[str, Sheet]]
 @pytest.mark.parametrize("tenant", NAMES)
 def test_balances_are_the_spreadsheets(month: Month, tenant: str) -> None:
     house, sheets = month
-    sheet, account = sheets[tenant], house.accounts.tenant(tenant)
+    sheet, account = sheets[tenant], house.account(tenant)
     assert [sheet.free, sheet.paid] == [
         Decimal(n) / UNITS for n in (account.granted, account.topup)
     ]
@@ -188,7 +187,7 @@ def test_the_statement_and_its_csv_add_up_to_it(month: Month, tenant: str) -> No
     sheet, told = sheets[tenant], statement_json(made)
     assert sheet.charged == Decimal(told["exact"])
     assert sheet.charged == sum(Decimal(line["amount"]) for line in told["lines"])
-    balance = Decimal(house.accounts.tenant(tenant).balance) / UNITS
+    balance = Decimal(house.account(tenant).balance) / UNITS
     assert [0, balance] == [Decimal(told[f"{name}_balance"]) for name in ("opening", "closing")]
     rows = list(csv.DictReader(io.StringIO(statement_csv(made))))
     assert sheet.charged == sum(Decimal(row["amount"]) for row in rows if row["amount"])
@@ -208,7 +207,7 @@ def test_focus_rows_add_up_to_each_request(month: Month, tenant: str) -> None:
     sums: dict[str, Decimal] = {}
     granted: dict[str, Decimal] = {}
     for row in csv.DictReader(io.StringIO(data)):
-        assert row["BillingCurrency"] == house.accounts.tenant(tenant).currency
+        assert row["BillingCurrency"] == house.account(tenant).currency
         name = row["x_RequestId"]
         into = granted if row["ChargeCategory"] == "Credit" else sums
         into[name] = into.get(name, Decimal(0)) + Decimal(row["BilledCost"])

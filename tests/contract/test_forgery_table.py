@@ -15,7 +15,6 @@ from billing.errors import BillingError
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.holds import Hold, RequestContext
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.prices.book import NS, Terms
 from billing.prices.cards import parse_card
@@ -45,7 +44,7 @@ storage_minute = "0.5"
 
 
 def charge(house: TestLedger, name: str, usage: Usage) -> None:
-    house.ledger.settle(hold(house, name), usage, Outcome.FINISHED).result()
+    house.settle(hold(house, name), usage)
 
 
 def hold(house: TestLedger, name: str, amount: int = 0) -> Hold:

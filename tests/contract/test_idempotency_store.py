@@ -57,6 +57,6 @@ def test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once(
     begun = again.begin("acme", "k", b"body", "r3", fingerprint="f")
     assert begun == Claimed(lost="r1")
     house.charge("r3", USAGE, fingerprint="f", is_retry=True)
-    assert house.ledger.balance("acme").topup == UNITS - PRICE
+    assert house.account().topup == UNITS - PRICE
     given_back = entries(store)[-1]
     assert given_back.request_id == "retry:r1" and given_back.amount == PRICE

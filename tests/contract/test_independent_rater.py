@@ -21,7 +21,6 @@ import pytest
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.gate.holds import RequestContext
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.prices.book import Terms
 from billing.prices.cards import parse_card
@@ -231,7 +230,7 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
             pinned = house.ledger.book.at(model, house.clock(), "CNY", terms)
             context = RequestContext(admitted_ns=house.clock())
             hold = house.ledger.reserve(tenant, f"r{number}", 0, pinned, context=context).result()
-            house.ledger.settle(hold, used, Outcome.FINISHED).result()
+            house.settle(hold, used)
             asked[f"r{number}"] = used.prompt, service
         assert audit.verify(house.ledger.store).problems == []
     launch = Path("billing/rate_cards/deepseek-launch.toml").read_text()

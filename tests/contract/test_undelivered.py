@@ -28,7 +28,7 @@ def run(house: TestLedger, *batches: list[Command]) -> int:
     """What the tenant has paid after these transactions."""
     for batch in batches:
         house.ledger.store.apply(batch, house.ledger.book, house.clock)
-    return UNITS - house.ledger.balance("acme").topup
+    return UNITS - house.account().topup
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_after_kill_9_every_answer_is_charged_once(tmp_path: Path) -> None:
     for number in range(KILLS):
         answered |= _run_and_kill(url, number, rng.uniform(0.05, 0.5))
     with running_ledger(url) as house:
-        account = house.ledger.balance("acme")
+        account = house.account()
         assert account.held == 0
     posted = _entries(url)
     booked = {entry.request_id for entry in posted if entry.kind is not Kind.CHARGE}

@@ -14,9 +14,7 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from billing.errors import LedgerUnavailable, StoreError
-from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
 from billing.store import reports as store_reports
@@ -54,7 +52,7 @@ def house(url: str) -> Iterator[TestLedger]:
 def ask(house: TestLedger, name: str) -> None:
     hold = house.reserve(name, 10**7)
     house.ledger.top_up(hold, 1, usage=Usage(miss=3, output=1)).result()
-    house.ledger.settle(hold, USED, Outcome.FINISHED).result()
+    house.settle(hold, USED)
 
 
 def prove(house: TestLedger, answered: list[str]) -> None:
@@ -90,16 +88,14 @@ def test_a_commit_whose_answer_is_lost_is_not_done_twice(
     for name in answered:
         ask(house, name)
     assert "without its hold" not in caplog.text
-    deposit = house.ledger.post(
-        Deposit("acme", Kind.TOPUP, amount=7, reference="d", by="test")
-    ).result()
+    deposit = house.deposit(Kind.TOPUP, 7, "d")
     assert deposit.amount == 7
     monkeypatch.undo()
     give_up = time.monotonic() + 60
-    while house.ledger.balance("acme").held:  # an advance, until the tenant was quiet for a second
+    while house.account().held:  # an advance, until the tenant was quiet for a second
         assert time.monotonic() < give_up
         time.sleep(0.05)
-    assert house.ledger.balance("acme").balance == 10**6 * UNITS - 20 * COST + 7
+    assert house.account().balance == 10**6 * UNITS - 20 * COST + 7
     prove(house, answered)
 
 
@@ -165,7 +161,7 @@ def test_a_server_takes_its_name_again_after_the_database_restarted(
             time.sleep(0.05)
     with closing(open_store(url)) as second, pytest.raises(StoreError, match="another server"):
         second.claim("server", wait_s=0)
-    assert not house.ledger.settle(hold, USED, Outcome.FINISHED).result().repeated
+    assert not house.settle(hold, USED).repeated
 
 
 def test_a_server_waits_for_its_database_to_take_its_name_again(url: str, postgres: str) -> None:

@@ -10,10 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from billing.errors import ExportError
-from billing.gate.commands import Deposit
 from billing.gate.entries import AMOUNTS, Entry, Kind
 from billing.gate.holds import RequestContext
-from billing.gate.outcomes import Outcome
 from billing.money import UNITS, parse_amount
 from billing.prices.book import Terms
 from billing.prices.cards import parse_card
@@ -114,9 +112,7 @@ def test_rows_are_what_focus_1_0_asks_for(house: TestLedger) -> None:
 
 def test_focus_rows_add_up_to_what_was_charged(house: TestLedger) -> None:
     rows = focus(house)
-    assert -house.accounts.tenant("acme").balance + UNITS == sum(
-        parse_amount(row["BilledCost"]) for row in rows
-    )
+    assert -house.account().balance + UNITS == sum(parse_amount(row["BilledCost"]) for row in rows)
     of_r1 = [row for row in rows if row["x_EntryId"] == "acme/2"]
     assert 1_114_000_000 == sum(parse_amount(row["ListCost"]) for row in of_r1)
     assert ["hit_device", "hit_disk", "miss", "output"] == [r["ChargeDescription"] for r in of_r1]
@@ -162,7 +158,7 @@ def test_one_price_id_is_one_price_of_one_sku(house: TestLedger) -> None:
                 name = f"{hour}-{number}-{hit}"
                 hold = house.ledger.reserve("acme", name, 0, pinned, context=context).result()
                 used = Usage(hit_disk=hit, miss=100, output=7)
-                house.ledger.settle(hold, used, Outcome.FINISHED).result()
+                house.settle(hold, used)
         house.clock.advance(6 * 3600)
     prices: dict[str, set[tuple[str, ...]]] = {}
     for row in focus(house):
@@ -201,7 +197,7 @@ def charged(house: TestLedger, name: str, usage: Usage) -> None:
     pinned = house.ledger.book.at("small", house.clock(), "CNY", Terms(tenant="acme"))
     context = RequestContext(admitted_ns=house.clock())
     hold = house.ledger.reserve("acme", name, 0, pinned, context=context).result()
-    house.ledger.settle(hold, usage, Outcome.FINISHED).result()
+    house.settle(hold, usage)
 
 
 def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house: TestLedger) -> None:
@@ -225,7 +221,7 @@ def test_what_grants_pay_is_a_credit_so_that_billed_costs_are_what_was_paid(
     house: TestLedger,
 ) -> None:
     """Also if it is given back, and in the next month."""
-    house.ledger.post(Deposit("acme", Kind.GRANT, amount=10**9, reference="g", by="eve")).result()
+    house.deposit(Kind.GRANT, 10**9, "g")
     house.charge("g1", Usage(miss=1200))
     house.charge("g2", Usage(miss=5))
     about = {"by": "eve", "reason": "why"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from billing.errors import InsufficientBalance
-from billing.gate.commands import Deposit, Reap
+from billing.gate.commands import Reap
 from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome, billable
 from billing.money import UNITS
@@ -46,7 +46,7 @@ def test_what_is_billed_after_and_before_the_first_token(outcome: Outcome) -> No
 def test_a_failure_that_sent_nothing_costs_nothing(house: TestLedger) -> None:
     """Such as an answer that goes out whole: its tokens were made, and the client got a 500."""
     hold = house.reserve("r1", 10**10)
-    entry = house.ledger.settle(hold, WHOLE, Outcome.FAILED, delivered=False).result().entry
+    entry = house.settle(hold, WHOLE, Outcome.FAILED, delivered=False).entry
     assert (entry.amount, entry.details["unbilled"]) == (0, WHOLE.record())
 
 
@@ -62,30 +62,30 @@ def test_every_way_out_ends_the_hold_and_leaves_one_charge(
     house: TestLedger, outcome: Outcome
 ) -> None:
     hold = house.reserve("r1", 10**10)
-    settled = house.ledger.settle(hold, WHOLE, outcome).result()
-    assert house.ledger.balance("acme").held == 0
+    settled = house.settle(hold, WHOLE, outcome)
+    assert house.account().held == 0
     assert settled.entry.details["outcome"] == outcome
-    assert house.ledger.settle(hold, WHOLE, outcome).result().repeated
+    assert house.settle(hold, WHOLE, outcome).repeated
 
 
 def test_a_refused_request_leaves_nothing(house: TestLedger) -> None:
     with pytest.raises(InsufficientBalance):
         house.reserve("r1", 2 * UNITS)
-    account = house.ledger.balance("acme")
+    account = house.account()
     assert (account.held, account.seq) == (0, 1)
 
 
 def test_what_was_not_billed_is_on_the_record(house: TestLedger) -> None:
     hold = house.reserve("r1", 10**10)
-    entry = house.ledger.settle(hold, PROMPT_ONLY, Outcome.FAILED).result().entry
+    entry = house.settle(hold, PROMPT_ONLY, Outcome.FAILED).entry
     assert (entry.amount, entry.details["unbilled"]) == (0, PROMPT_ONLY.record())
 
 
 def test_an_overdraft_is_at_most_what_was_made_beyond_the_hold(house: TestLedger) -> None:
     hold = house.reserve("r1", UNITS)
     beyond = Usage(output=500_001)  # the hold covers 500,000
-    house.ledger.settle(hold, beyond, Outcome.FINISHED).result()
-    account = house.ledger.balance("acme")
+    house.settle(hold, beyond)
+    account = house.account()
     assert (account.topup, account.owed) == (0, 2_000_000)
 
 
@@ -97,27 +97,23 @@ def test_the_price_is_that_of_the_admission(house: TestLedger) -> None:
     dearer = dearer.replace("2024-08-02T", "2025-01-01T").replace('output = "2"', 'output = "9"')
     house.accounts.apply_card(parse_card(dearer), by="test")
     assert house.ledger.book.at("m", house.clock(), "CNY").rates.output == 9_000_000
-    settled = house.ledger.settle(hold, Usage(output=1), Outcome.FINISHED).result()
+    settled = house.settle(hold, Usage(output=1))
     assert settled.charge.amount == 2_000_000
     assert settled.entry.details["version"] == "2024-08-02"
 
 
 def test_granted_money_is_spent_before_paid_money(house: TestLedger) -> None:
-    house.ledger.post(
-        Deposit("acme", Kind.GRANT, amount=5_000_000, reference="g", by="test")
-    ).result()
+    house.deposit(Kind.GRANT, 5_000_000, "g")
     house.charge("r1", Usage(output=1))
-    account = house.ledger.balance("acme")
+    account = house.account()
     assert (account.granted, account.topup) == (3_000_000, UNITS)
     house.charge("r2", Usage(output=2))
-    account = house.ledger.balance("acme")
+    account = house.account()
     assert (account.granted, account.topup) == (0, UNITS - 1_000_000)
 
 
 def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: TestLedger) -> None:
-    house.ledger.post(
-        Deposit("acme", Kind.GRANT, amount=5_000_000, reference="g", by="test")
-    ).result()
+    house.deposit(Kind.GRANT, 5_000_000, "g")
     house.charge("r1", Usage(output=4))  # 5 granted, 3 paid
 
     def give_back(reference: str, amount: int) -> tuple[int, int]:
@@ -125,7 +121,7 @@ def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: 
             "acme", "r1", reference=reference, by="ops", reason="", amount=amount
         )
         asked.result()
-        account = house.ledger.balance("acme")
+        account = house.account()
         return account.granted, account.topup
 
     assert give_back("a", 2_000_000) == (0, UNITS - 1_000_000)
@@ -137,10 +133,10 @@ def test_what_is_given_back_settles_what_is_owed_first(house: TestLedger) -> Non
     house.accounts.set_credit_limit("acme", UNITS, by="test")
     house.charge("r1", Usage(output=500_000))  # all that was paid
     house.charge("r2", Usage(output=2))
-    assert house.ledger.balance("acme").owed == 4_000_000
+    assert house.account().owed == 4_000_000
     correct = house.ledger.correct("acme", "r1", reference="c", by="ops", reason="", amount=10**7)
     correct.result()
-    account = house.ledger.balance("acme")
+    account = house.account()
     assert (account.owed, account.topup) == (0, 6_000_000)
 
 
@@ -149,8 +145,8 @@ def test_a_postpaid_tenant_owes_up_to_its_limit_and_no_more(house: TestLedger) -
     hold = house.reserve("r1", UNITS + 10**7)
     with pytest.raises(InsufficientBalance):
         house.reserve("r2", 1)
-    house.ledger.settle(hold, Usage(output=500_005), Outcome.FINISHED).result()
-    account = house.ledger.balance("acme")
+    house.settle(hold, Usage(output=500_005))
+    account = house.account()
     assert (account.owed, account.available) == (10**7, 0)
     with pytest.raises(InsufficientBalance):
         house.reserve("r3", 1)
@@ -183,7 +179,7 @@ def test_a_hold_that_its_server_renewed_is_not_ended_by_another(house: TestLedge
     reap = Reap("acme", "r1", Outcome.LAPSED, expired_at_ns)
     results, _ = house.ledger.store.apply([reap], house.ledger.book, house.clock)
     assert results == [None]
-    assert house.ledger.balance("acme").held == 11
+    assert house.account().held == 11
 
 
 def test_time_goes_back_for_no_entry_and_no_lease(house: TestLedger) -> None:
@@ -193,5 +189,5 @@ def test_time_goes_back_for_no_entry_and_no_lease(house: TestLedger) -> None:
     house.ledger.top_up(hold, 1).result()
     (after,) = house.ledger.store.all_holds()
     assert before.expires_ns == after.expires_ns
-    charged = house.ledger.settle(hold, WHOLE, Outcome.FINISHED).result().entry
+    charged = house.settle(hold, WHOLE).entry
     assert charged.at_ns == house.clock() + 1000 * NS

@@ -76,7 +76,7 @@ def test_a_month_ends_where_the_next_begins(house: TestLedger, zone: Any) -> Non
     for before, after in pairwise(months):
         assert before.closing == after.opening
     assert 0 == of(house, "2024-12", zone).opening
-    assert house.accounts.tenant("acme").balance == months[-1].closing
+    assert house.account().balance == months[-1].closing
 
 
 def test_a_month_that_runs_says_so(house: TestLedger) -> None:
@@ -114,7 +114,7 @@ currency="{currency}"\n[[model]]\nmatch="*"\nhit=1\nmiss=12345678.9\noutput=1\n"
     house.accounts.create_tenant("bolt", currency, credit_limit=None, by="eve")
     pinned = house.ledger.book.at("model", house.clock(), currency)
     hold = house.ledger.reserve("bolt", "r1", 0, pinned).result()
-    house.ledger.settle(hold, Usage(miss=1), "finished").result()  # type: ignore[arg-type]
+    house.settle(hold, Usage(miss=1), "finished")  # type: ignore[arg-type]
     assert printed == statement_json(of(house, tenant="bolt"))["total"]
 
 

@@ -295,7 +295,7 @@ def test_a_ledger_starts_where_no_descriptor_can_be_listed(
     monkeypatch.setattr("billing.store.wal.DESCRIPTORS", tmp_path / "none")
     house.ledger.store.renew_log()
     house.fund(UNITS)
-    assert house.ledger.balance("acme").balance == 2 * UNITS
+    assert house.account().balance == 2 * UNITS
 
 
 def test_a_log_that_finds_no_room_says_how_much_it_needs(
