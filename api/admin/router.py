@@ -19,7 +19,6 @@ from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
 from api.admin.routes import blocks, derived, events, stats
-from api.admin.routes import cache as cache_routes
 from api.admin.routes import ledger as ledger_routes
 from api.admin.routes import prices as price_routes
 from api.admin.routes import prompts as prompt_routes
@@ -27,7 +26,6 @@ from api.admin.routes import prompts as prompt_routes
 AREAS = (
     assets.router,
     blocks.router,
-    cache_routes.router,
     events.router,
     login.router,
     derived.router,

@@ -234,15 +234,15 @@ async def test_the_page_pins_durably_and_evicts_what_continues_a_block(
     chain = running.serve("r1", list(range(18)))
     running.engine.call(lambda _: running.cache.flush()).result(5)
     first, last = chain.keys[0].hex(), chain.keys[3].hex()
-    form = {"name": "house", "hours": "1", "why": "hot"}
+    form = {"name": "house", "for_s": "1", "why": "hot"}
     pinned = await client.post(f"/admin/explorer/{last}/pin", data=form)
-    assert pinned.headers["location"] == f"/admin/explorer/{last}?done=pinned"
+    assert pinned.headers["location"] == f"/admin/explorer/{last}?done=pin"
     (pin,) = load_pins(disk_path(running.data_dir))
     assert (pin.name, pin.scope, pin.num_tokens) == ("house", chain.root, 16)
     await client.post("/admin/explorer-pins/house/end")
     assert load_pins(disk_path(running.data_dir)) == []
     evicted = await client.post(f"/admin/explorer/{first}/evict", data={"what": "b", "why": "w"})
-    assert evicted.headers["location"] == "/admin/explorer?done=evicted"
+    assert evicted.headers["location"] == "/admin/explorer?done=evict"
     assert trail.entries[-1]["after"] == {"device": 4, "host": 4, "disk": 4}
     assert running.stands(chain) == 0
 

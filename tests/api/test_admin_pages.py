@@ -280,9 +280,9 @@ async def test_a_prefix_is_pinned_and_unpinned(
 ) -> None:
     key = cache.fill().hex()
     pinned = await client.post(
-        f"explorer/{key}/pin", data={"name": "system", "hours": "2", "why": "the system prompt"}
+        f"explorer/{key}/pin", data={"name": "system", "for_s": "2", "why": "the system prompt"}
     )
-    assert (303, f"/admin/explorer/{key}?done=pinned") == (
+    assert (303, f"/admin/explorer/{key}?done=pin") == (
         pinned.status_code,
         pinned.headers["location"],
     )
@@ -295,10 +295,10 @@ async def test_a_prefix_is_pinned_and_unpinned(
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ({"hours": "2", "why": " "}, "Say why"),
-        ({"hours": "soon", "why": "x"}, "not a number of hours"),
-        ({"hours": "-1", "why": "x"}, "not a number of hours"),
-        ({"hours": "nan", "why": "x"}, "not a number of hours"),
+        ({"for_s": "2", "why": " "}, "Say why"),
+        ({"for_s": "soon", "why": "x"}, "not a number of hours"),
+        ({"for_s": "-1", "why": "x"}, "not a number of hours"),
+        ({"for_s": "nan", "why": "x"}, "not a number of hours"),
     ],
 )
 async def test_a_pin_that_cannot_be_is_refused_on_its_page(
@@ -433,7 +433,8 @@ async def test_budgets_have_forms(client: httpx.AsyncClient, books_of_acme: Hous
     assert "another tenant" in (await client.post("tenants/bolt/unbudget", data=form)).text
     assert 303 == (await client.post("tenants/acme/unbudget", data=form)).status_code
     assert "user ann" not in await text(client, "tenants/acme")
-    assert 404 == (await client.post("tenants/acme/gift", data=form)).status_code
+    for name in ("gift", "key", "pin"):  # those of other pages too
+        assert 404 == (await client.post(f"tenants/acme/{name}", data=form)).status_code
 
 
 async def test_a_key_is_shown_once_and_revoked(

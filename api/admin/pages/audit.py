@@ -5,7 +5,7 @@ from starlette.responses import Response
 
 from api.admin.access import MayRead
 from api.admin.pages.base import render
-from api.admin.pages.forms import Before, Filter
+from api.admin.pages.filters import Before, Filter
 from api.admin.parts import books_of
 from billing.reports.documents import trail_document
 

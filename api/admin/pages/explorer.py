@@ -12,10 +12,11 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayChange, MayRead
-from api.admin.cache_changes import must_be_known
+from api.admin.cache import must_be_known
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import render
-from api.admin.pages.forms import Filter
+from api.admin.pages.filters import Filter
+from api.admin.pages.operation_forms import DONE, FORMS
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, Costs, Decode, rows_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Room
@@ -30,13 +31,7 @@ KEY_BYTES = 16
 DEPTH = 12
 MAX_ROWS = 100  # of a page, about 900 bytes each; a page stays under 150 KB with its files
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
-DONE = {
-    "pinned": "Pinned. It stays in at least one tier until the pin ends.",
-    "unpinned": "Unpinned. It may be evicted again.",
-    "evicted": "Evicted. The audit log says how many blocks left each tier.",
-    "kept": "Nothing was evicted: running requests or pins hold all of it.",
-    "purged": "Purged from every tier, and a look at all of them found nothing left.",
-}
+KEPT = "Nothing was evicted: running requests or pins hold all of it."
 
 
 @router.get("/admin/api/cache/tree")
@@ -128,7 +123,8 @@ async def page(
         idle=idle,
         sort=sort,
         choices=IDLE,
-        done=DONE.get(done, ""),
+        done=KEPT if done == "kept" else DONE.get(done, ""),
+        forms=FORMS,
         receipt=receipt,
     )
 
@@ -184,6 +180,7 @@ async def show_block(
         pins=[pin for pin in await parts_of(request).cache.pins() if key in pin.keys],
         now_s=time.time(),
         text=text,
+        forms=FORMS,
         wrong=wrong,
         done=done,
     )

@@ -9,12 +9,13 @@ from datetime import UTC, date, datetime, timedelta
 from typing import Annotated
 from urllib.parse import urlencode
 
-from fastapi import Depends
+from fastapi import Depends, Query
 
-from api.admin.pages.forms import Filter
 from api.errors import InvalidRequest
 from api.journal.journal import Journal, RequestRecord
 
+Filter = Annotated[str, Query(max_length=128)]
+Before = Annotated[int | None, Query(ge=1, lt=1 << 63)]  # the number of the oldest entry seen
 DAY_LETTERS = len("2026-11-28")
 MAX_DAYS = 366  # of a page of money
 

@@ -9,32 +9,12 @@ from starlette.responses import RedirectResponse, Response
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
-from api.admin.pages.forms import Filter
-from api.admin.pages.operation_forms import OperationForm, Sent
+from api.admin.pages.filters import Filter
+from api.admin.pages.operation_forms import DONE, FORMS, Sent
 from api.admin.parts import books_of
-from billing.keys import Scope
 from billing.operations import keys as operations
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
-
-CREATE = OperationForm(
-    operation=operations.create_key,
-    done="The key is created.",
-    button="Create the key",
-    labels={"tenant": "Tenant", "name": "Name", "scopes": "It may", "expires_in_s": "Days"},
-    choices={
-        "scopes": {
-            Scope.INFERENCE: "ask the model",
-            Scope.USAGE: "read its own usage",
-            Scope.ADMIN: "everything, of every tenant",
-        }
-    },
-    hints={"name": "to know it by", "expires_in_s": "until it expires; empty is never"},
-)
-REVOKE = OperationForm(
-    operation=operations.revoke_key, done="The key is revoked, from now on.", button="Revoke"
-)
-DONE = {"revoked": REVOKE.done}
 
 
 @router.get("/keys")
@@ -47,17 +27,17 @@ def keys_page(
 @router.post("/keys")
 def create_key(request: Request, admin: MayChange, sent: Sent) -> Response:
     """A new key, shown by this answer only."""
-    wrong, made = CREATE.submit(request, admin, sent)
+    wrong, made = FORMS["key"].submit(request, admin, sent)
     tenant, key = str(sent.get("tenant", "")), made["key"] if made is not None else ""
     return _keys(request, admin, tenant=tenant, wrong=wrong, key=key)
 
 
 @router.post("/keys/{key_id}/revoke")
 def revoke_key(request: Request, key_id: str, admin: MayChange, sent: Sent) -> Response:
-    wrong, _ = REVOKE.submit(request, admin, sent, key_id=key_id)
+    wrong, _ = FORMS["revoke"].submit(request, admin, sent, key_id=key_id)
     if wrong:
         return _keys(request, admin, wrong=wrong)
-    return RedirectResponse("/admin/keys?done=revoked", 303)
+    return RedirectResponse("/admin/keys?done=revoke", 303)
 
 
 def _keys(
@@ -78,7 +58,7 @@ def _keys(
         admin,
         keys=[each for each in keys if state in ("", each["state"])],
         tenants=[each.tenant for each in books.accounts.tenants()],
-        form=CREATE,
+        form=FORMS["key"],
         scopes=operations.USUAL_SCOPES,
         tenant=tenant,
         state=state,

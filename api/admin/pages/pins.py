@@ -4,81 +4,65 @@ Forms work without a script. Each asks for a reason and leaves an audit entry.
 """
 
 import json
-import time
-from typing import Annotated, cast, get_args
 
-from fastapi import APIRouter, Form, Request
+from fastapi import APIRouter, Request
 from starlette.responses import RedirectResponse, Response
 
-from api.admin import cache_changes
+from api.admin import cache
 from api.admin.access import MayChange, MayRead
-from api.admin.cache_changes import OwnerKind, whole_prefix
 from api.admin.pages.explorer import key_of, show_block
-from api.admin.pages.forms import Text, reason_in
+from api.admin.pages.operation_forms import FORMS, Sent
 from api.admin.parts import parts_of
 from api.errors import ApiError, InvalidRequest, RecordNotFound
 
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
-MAX_HOURS = 24 * 366
-
 
 @router.post("/explorer/{key}/pin")
-async def pin(
-    request: Request,
-    key: str,
-    admin: MayChange,
-    name: Text = "",
-    hours: Annotated[str, Form(max_length=20)] = "24",
-    why: Text = "",
-) -> Response:
+async def pin(request: Request, key: str, admin: MayChange, sent: Sent) -> Response:
     """Keep the prefix that ends with this block."""
     try:
-        reason, until_s = reason_in(why), time.time() + _hours(hours) * 3600
-        wanted = name.strip() or f"pin-{key[:12]}"
-        prefix = await whole_prefix(parts_of(request).cache, key_of(key))
-        await cache_changes.pin(request, admin, wanted, prefix, until_s=until_s, why=reason)
+        given = FORMS["pin"].given(sent, key=key_of(key).hex(), name=f"pin-{key[:12]}")
+        await cache.pin(request, **given, by=admin.name)
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
-    return RedirectResponse(f"/admin/explorer/{key}?done=pinned", 303)
+    return RedirectResponse(f"/admin/explorer/{key}?done=pin", 303)
 
 
 @router.post("/explorer-pins/{name}/end")
 async def unpin(request: Request, name: str, admin: MayChange) -> Response:
     """End a pin by its name; the prefix may be evicted again."""
-    await cache_changes.unpin(request, admin, name, "ended on the page of prefixes")
-    return RedirectResponse("/admin/explorer?done=unpinned", 303)
+    await cache.unpin(request, name=name, by=admin.name, why="ended on the page of prefixes")
+    return RedirectResponse("/admin/explorer?done=unpin", 303)
 
 
 @router.post("/explorer/{key}/evict")
-async def evict(
-    request: Request, key: str, admin: MayChange, what: Text = "run", why: Text = ""
-) -> Response:
+async def evict(request: Request, key: str, admin: MayChange, sent: Sent) -> Response:
     """Remove the block (or the run that it ends) and all its continuations from every tier."""
     try:
-        reason = reason_in(why)
-        keys = await parts_of(request).explorer.below(key_of(key), whole_run=what == "run")
-        removed = await cache_changes.evict(request, admin, keys, reason, subject=key)
+        given = FORMS["evict"].given(sent)
+        whole_run = sent.get("what", "run") == "run"
+        keys = await parts_of(request).explorer.below(key_of(key), whole_run=whole_run)
+        removed = await cache.evict_blocks(request, keys, key, **given, by=admin.name)
     except ApiError as error:
         return await show_block(request, admin, key_of(key), wrong=str(error))
-    done = "evicted" if any(removed.values()) else "kept"
+    done = "evict" if any(removed.values()) else "kept"
     return RedirectResponse(f"/admin/explorer?done={done}", 303)
 
 
 @router.post("/explorer-purge")
-async def purge(
-    request: Request, admin: MayChange, owner: Text = "", confirm: Text = "", why: Text = ""
-) -> Response:
+async def purge(request: Request, admin: MayChange, sent: Sent) -> Response:
     """Remove every block of a tenant or group (`tenant:NAME`, `group:NAME`) from every tier."""
-    kind, _, name = owner.partition(":")
-    if kind not in get_args(OwnerKind) or not name or confirm.strip() != name:
+    kind, _, name = str(sent.get("owner", "")).partition(":")
+    confirm = str(sent.get("confirm", ""))
+    if kind not in ("tenant", "group") or not name or confirm.strip() != name:
         raise InvalidRequest(
             f"To purge, type the name '{name[:64]}' into the second field; it had "
             f"'{confirm[:64]}'. Nothing was removed."
         )
-    wanted = cast(OwnerKind, kind)
-    signed = await cache_changes.purge(request, admin, wanted, name, reason_in(why))
-    return RedirectResponse(f"/admin/explorer?done=purged&receipt={signed['finished_ns']}", 303)
+    given = FORMS["purge"].given(sent, kind=kind, name=name)
+    signed = await cache.purge(request, **given, by=admin.name)
+    return RedirectResponse(f"/admin/explorer?done=purge&receipt={signed['finished_ns']}", 303)
 
 
 @router.get("/explorer-receipts/{finished_ns}.json")
@@ -93,13 +77,3 @@ async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
         media_type="application/json",
         headers={"Content-Disposition": f'attachment; filename="{name}"'},
     )
-
-
-def _hours(text: str) -> float:
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = 0.0
-    if not 0 < hours <= MAX_HOURS:
-        raise InvalidRequest(f"'{text}' is not a number of hours from 0 to {MAX_HOURS}.")
-    return hours

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from api.admin.access import MayRead
 from api.admin.pages.explorer import IDLE, labels_for
-from api.admin.pages.forms import Filter
+from api.admin.pages.filters import Filter
 from api.admin.pages.prefix_rows import OUTLINE_TOKENS, TIERS, Costs, PrefixRow, ScopeRows, rows_of
 from api.admin.parts import parts_of
 from billing.money import format_units

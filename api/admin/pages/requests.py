@@ -9,8 +9,7 @@ from starlette.responses import Response
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
-from api.admin.pages.filters import Asked, choices_of
-from api.admin.pages.forms import Filter
+from api.admin.pages.filters import Asked, Filter, choices_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary

@@ -18,13 +18,12 @@ from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
 from api.admin.pages.base import render
 from api.admin.pages.explorer import room_of
-from api.admin.pages.forms import Before, Filter
-from api.admin.pages.operation_forms import OperationForm, Sent
-from api.admin.pages.tenant_forms import CREDIT_HINT, FORMS, LIMITS, LIMITS_OF_USER
+from api.admin.pages.filters import Before, Filter
+from api.admin.pages.operation_forms import DONE, FORMS, Sent
 from api.admin.parts import books_of, found, parts_of
+from api.admin.routes.operation_table import LIMITS
 from api.errors import InvalidRequest, RecordNotFound
 from api.journal.journal import Failure
-from billing.operations import tenants as operations
 from billing.operations.books import Books
 from billing.operations.budgets import list_budgets
 from billing.operations.keys import keys_of
@@ -39,15 +38,11 @@ from tiers.tier import TierName
 router = APIRouter(prefix="/admin", include_in_schema=False)
 
 ENTRIES = 25  # of a tenant's ledger on one page
-DAYS = 31
-DONE = {"created": "The tenant was created."} | {name: form.done for name, form in FORMS.items()}
-CREATE = OperationForm(
-    operation=operations.create_tenant,
-    done=DONE["created"],
-    button="Create the tenant",
-    labels={"tenant": "Name", "currency": "Currency", "credit_limit": "Credit limit"},
-    hints={"credit_limit": CREDIT_HINT},
+ON_PAGE = (
+    *("deposit", "adjust", "currency", "limit", "rates", "suspend", "resume"),
+    *("budget", "unbudget"),
 )
+DAYS = 31
 
 
 @router.get("/tenants")
@@ -57,10 +52,10 @@ def tenants_page(request: Request, admin: MayRead, q: Filter = "", done: Filter 
 
 @router.post("/tenants")
 def create_tenant(request: Request, admin: MayChange, sent: Sent) -> Response:
-    wrong, made = CREATE.submit(request, admin, sent)
+    wrong, made = FORMS["tenant"].submit(request, admin, sent)
     if wrong:
         return _tenants(request, admin, wrong=wrong)
-    return RedirectResponse(f"/admin/tenants/{made['tenant']}?done=created", 303)
+    return RedirectResponse(f"/admin/tenants/{made['tenant']}?done=tenant", 303)
 
 
 @router.get("/tenants/{tenant}")
@@ -77,7 +72,7 @@ def tenant_page(
 @router.post("/tenants/{tenant}/{name}")
 def submit_form(request: Request, tenant: str, name: str, admin: MayChange, sent: Sent) -> Response:
     """Carry out a form of the tenant's page, and return to it."""
-    if name not in FORMS:
+    if name not in ON_PAGE:
         raise RecordNotFound(f"a tenant's page has no form {name!r}")
 
     def check(books: Books, typed: Mapping[str, Any]) -> None:
@@ -113,7 +108,7 @@ def _tenants(
         admin,
         tenants=[(each, used.get(each.tenant), room.get(each.tenant, {})) for each in tenants],
         tiers=[tier for tier in TierName if any(tier in each for each in room.values())],
-        form=CREATE,
+        form=FORMS["tenant"],
         states=_states(request, tenants),
         currencies=books.accounts.currencies(),
         q=q,
@@ -196,11 +191,7 @@ def _limits(request: Request, tenant: str) -> list[tuple[str, str, int | None, i
     """Each limit: its name, its label, the value in force, and the value an admin set."""
     limits, overrides = parts_of(request).limits, books_of(request).accounts.rate_limits(tenant)
     quota = limits.of_tenant(tenant, overrides)
-    of_tenant = [
-        (name, words, getattr(quota, name), overrides.get(name)) for name, words in LIMITS.items()
+    return [
+        (name, words, getattr(quota, name, overrides.get(name)), overrides.get(name))
+        for name, words in LIMITS.items()
     ]
-    of_user = [
-        (name, words, overrides.get(name), overrides.get(name))
-        for name, words in LIMITS_OF_USER.items()
-    ]
-    return of_tenant + of_user

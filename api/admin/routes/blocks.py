@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field
 
 from api.admin.access import MayRead
-from api.admin.cache_changes import must_be_known
+from api.admin.cache import must_be_known
 from api.admin.parts import parts_of
 from api.collaborators import Collaborators
 from api.context import wire_of

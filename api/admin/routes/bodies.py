@@ -4,7 +4,7 @@ Types are strict and unknown fields are refused.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -27,17 +27,6 @@ class AdminBody(StrictBody):
         return why.strip()
 
 
-class CorrectionOf(StrictBody):
-    """One correction in a batch."""
-
-    tenant: Name
-    request_id: Text
-    amount: Annotated[str, Field(max_length=60, description="A decimal, such as 12.50")] | None = (
-        None
-    )
-    reference: Annotated[str, Field(min_length=1, max_length=200)]
-
-
 class CardSource(StrictBody):
     """A rate card: its TOML, or the name of a built-in or applied card."""
 
@@ -47,7 +36,4 @@ class CardSource(StrictBody):
 
 
 # Arguments of operations that are mappings. Here they get their fields.
-FIELDS: Mapping[str, Any] = {
-    "card": CardSource,
-    "corrections": Annotated[list[CorrectionOf], Field(max_length=1000)],
-}
+FIELDS: Mapping[str, type[BaseModel]] = {"card": CardSource}

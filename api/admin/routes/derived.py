@@ -1,10 +1,10 @@
 """The JSON routes of the table of operations, made from its rows and the functions' signatures.
 
-Plain functions: the server runs them on its thread pool, because they read and write the ledger's
-database. Every change leaves an audit entry in its own transaction.
+Functions on the books are plain: the server runs them on its thread pool, because they read and
+write the ledger's database. Those on the cache run on the event loop. Every change leaves an audit
+entry, on the books in its own transaction.
 """
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -13,42 +13,31 @@ from functools import partial, reduce
 from inspect import Parameter
 from operator import or_
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from fastapi import APIRouter, Path, Query
+from fastapi import APIRouter, Depends, Path, Query, Request
 from pydantic import BaseModel, BeforeValidator, Field, create_model
 from starlette.responses import Response
 
-from api.admin.access import Books, MayChange, MayRead
-from api.admin.routes.bodies import FIELDS, AdminBody, StrictBody
+from api.admin.access import Books, MayChange, MayRead, reader
+from api.admin.routes.bodies import FIELDS, AdminBody, CardSource, StrictBody
 from api.admin.routes.operation_table import PREFIX, REMOVED, REMOVED_VALUES, TABLE, Operation
 from api.errors import NotServed
 
-_TAGS = {"prices": "prices", "usage": "ledger", "ledger": "ledger"}
-
-
-def _statement(made: Any) -> Any:
-    return Response(made, media_type="text/csv") if isinstance(made, str) else made
-
-
-# Operations that return files as well as documents.
-_ANSWERS: Mapping[str, Callable[[Any], Any]] = {
-    "usage.make_statement": _statement,
-}
+_TAGS = {"cache": "cache", "prices": "prices", "usage": "ledger", "ledger": "ledger"}
 
 
 def routes_of(table: Iterable[Operation]) -> APIRouter:
     """One route for each row of the table."""
     router = APIRouter(prefix=PREFIX)
     for row in table:
-        module, _, name = row.name.partition(".")
-        function = getattr(importlib.import_module(f"billing.operations.{module}"), name)
         router.add_api_route(
             row.path,
-            _endpoint(row, function),
+            _endpoint(row, row.function()),
             methods=[row.method],
             status_code=row.status,
-            tags=[f"admin: {_TAGS.get(module, 'accounts')}"],
+            tags=[f"admin: {_TAGS.get(row.module, 'accounts')}"],
+            dependencies=[Depends(reader)],
         )
     for name, instead in REMOVED.items():
         for path in (f"/{name}", f"/{name}/{{rest:path}}"):
@@ -66,37 +55,41 @@ def _removed(message: str) -> Callable[..., None]:
 
 def _endpoint(row: Operation, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function as a route. FastAPI reads the parameters in its signature."""
-    answer = _ANSWERS.get(row.name)
 
-    def endpoint(*, books: Any, by: Any = None, body: BaseModel | None = None, **given: Any) -> Any:
-        given |= body.model_dump() if body is not None else {}
-        given |= {"by": by.name} if by is not None else {}
-        made = function(books, **given)
-        return answer(made) if answer is not None else made
+    def endpoint(*, books: Any, **sent: Any) -> Any:
+        made = function(books, **_given(**sent))
+        return Response(made, media_type="text/csv") if isinstance(made, str) else made
+
+    async def awaited(*, request: Request, **sent: Any) -> Any:
+        return await function(request, **_given(**sent))
 
     hints = get_type_hints(function, include_extras=True)
-    arguments = [
-        each.replace(annotation=hints[name])
+    on, *arguments = [
+        each.replace(annotation=hints.get(name))
         for name, each in inspect.signature(function).parameters.items()
-        if name not in ("books", "by")
+        if name != "by"
     ]
-    returned = Response if row.name in _ANSWERS else hints["return"]
-    endpoint.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [*_callers(hints), *_given(row, arguments)], return_annotation=returned
+    made: Any = endpoint if on.name == "books" else awaited
+    place = Books if on.name == "books" else Request
+    callers = [_parameter(on.name, place)]
+    if "by" in hints:  # only an admin may call what takes a `why`
+        callers.insert(0, _parameter("by", MayChange if "why" in hints else MayRead))
+    made.__signature__ = inspect.Signature(
+        [*callers, *_sent(row, arguments)], return_annotation=hints["return"]
     )
-    endpoint.__name__, endpoint.__doc__ = function.__name__, function.__doc__
-    return endpoint
+    made.__name__, made.__doc__ = function.__name__, function.__doc__
+    return cast(Callable[..., Any], made)
 
 
-def _callers(hints: Mapping[str, Any]) -> list[Parameter]:
-    """Who calls, and the books. Only an admin may call what takes a `why`."""
-    found = [_parameter("books", Books)]
-    if "by" in hints:
-        found.insert(0, _parameter("by", MayChange if "why" in hints else MayRead))
-    return found
+def _given(by: Any = None, body: BaseModel | None = None, **given: Any) -> dict[str, Any]:
+    """What the function is called with."""
+    for name in type(body).model_fields if body is not None else ():
+        value = getattr(body, name)
+        given[name] = value.model_dump() if isinstance(value, CardSource) else value
+    return given | ({"by": by.name} if by is not None else {})
 
 
-def _given(row: Operation, arguments: list[Parameter]) -> list[Parameter]:
+def _sent(row: Operation, arguments: list[Parameter]) -> list[Parameter]:
     """The arguments in the path, in the query, and in the body."""
     in_path = [each for each in arguments if f"{{{each.name}}}" in row.path]
     others = [each for each in arguments if each not in in_path]

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 
 from api.access.shares import OPERATOR
 from api.admin.access import MayChange
-from api.admin.cache_changes import must_exist
+from api.admin.cache import must_exist
 from api.admin.parts import parts_of
 from api.admin.routes.bodies import Name, StrictBody
 from api.context import wire_of

@@ -66,10 +66,10 @@ class Invocation:
 
 def _asked(server: LiveServer, operation: Callable[..., object], given: Mapping[str, Any]) -> Any:
     """The server's answer to an operation. A header names the user."""
-    _, method, template, _ = operation_of(operation)
+    row = operation_of(operation)
     arguments = {name: value for name, value in given.items() if name != "by"}
-    path = re.sub(r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), template)
-    if method == "POST":
+    path = re.sub(r"\{(\w+)\}", lambda name: quote(str(arguments.pop(name[1])), safe=""), row.path)
+    if row.method == "POST":
         return server.post(PREFIX + path, arguments, timeout_s=PATIENCE_S)
     return server.get(PREFIX + path, arguments, timeout_s=PATIENCE_S)
 
