@@ -13,7 +13,6 @@ from api.admin.pages import keys as pages_keys
 from api.admin.pages import money as pages_money
 from api.admin.pages import overview as pages_overview
 from api.admin.pages import pins as pages_keeping
-from api.admin.pages import prefix_csv as pages_prefix_csv
 from api.admin.pages import requests as pages_requests
 from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
@@ -40,7 +39,6 @@ AREAS = (
     pages_keys.router,
     pages_money.router,
     pages_overview.router,
-    pages_prefix_csv.router,
     pages_requests.router,
     pages_tenants.router,
     pages_working_set.router,

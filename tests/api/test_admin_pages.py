@@ -182,6 +182,7 @@ async def test_both_tables_of_the_page_count_a_partly_filled_block(
     assert {"device": num_bytes} == room["bytes"]
     page = await text(client, "explorer")
     assert 2 <= page.count(f"<td>{size(num_bytes)}</td>")
+    assert "/admin/explorer/None" not in page, "its row leads to the run's first block"
     assert 8 == (await client.get("api/blocks")).json()["num_blocks"], "those that have a key"
 
 

@@ -6,6 +6,7 @@ an audit entry.
 
 import time
 from array import array
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -14,12 +15,12 @@ from starlette.responses import RedirectResponse, Response
 from api.admin.access import MayChange, MayRead
 from api.admin.cache import must_be_known
 from api.admin.login.sessions import Admin, Role
-from api.admin.pages.base import render
+from api.admin.pages.base import csv_answer, render
 from api.admin.pages.filters import Filter
 from api.admin.pages.operation_forms import DONE, FORMS
-from api.admin.pages.prefix_rows import OUTLINE_TOKENS, Costs, Decode, rows_of
+from api.admin.pages.prefix_rows import COLUMNS, OUTLINE_TOKENS, ScopeRows, rows_of
 from api.admin.parts import add_audit_entry, parts_of
-from api.cache.explorer import Room
+from api.cache.explorer import Grown, Room
 from api.errors import InvalidRequest
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
@@ -28,8 +29,10 @@ from tiers.tier import TierName
 router = APIRouter(tags=["admin: cache"])
 
 KEY_BYTES = 16
-DEPTH = 12
-MAX_ROWS = 100  # of a page, about 900 bytes each; a page stays under 150 KB with its files
+# A page has at most 100 rows of about 900 bytes, and stays under 150 KB with its files.
+PAGE = TreeQuery(depth=12, max_nodes=100, num_tokens=OUTLINE_TOKENS)
+MAX_ROWS = 5_000
+WHOLE = TreeQuery(depth=64, max_nodes=MAX_ROWS, max_children=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
 KEPT = "Nothing was evicted: running requests or pins hold all of it."
 
@@ -91,21 +94,12 @@ async def page(
         if len(found) == 1:
             return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
     roots = (key_of(below),) if below else ()
-    query = TreeQuery(roots=roots, depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
-    grown = await explorer.tree(query, tenant)
-    costs = Costs.of(parts_of(request), explorer.block_bytes)
+    grown, scopes = await _grown(request, admin, replace(PAGE, roots=roots), tenant, idle, sort)
     return render(
         request,
         "explorer.html",
         admin,
-        scopes=rows_of(
-            grown,
-            costs,
-            min_idle_s=IDLE.get(idle, 0),
-            sort=sort,
-            decode=labels_for(request, admin),
-            outline=parts_of(request).outline,
-        ),
+        scopes=scopes,
         left_off=any(map(_leaves_off, grown.tree.roots)) or bool(tenant or below),
         names=sorted({owner.name for owner in grown.owners.values()}),
         owners=sorted({(owner.is_group, owner.name) for owner in grown.owners.values()}),
@@ -127,6 +121,17 @@ async def page(
         forms=FORMS,
         receipt=receipt,
     )
+
+
+@router.get("/admin/explorer.csv", include_in_schema=False)
+async def table(
+    request: Request, admin: MayRead, tenant: Filter = "", idle: Filter = "", sort: Filter = ""
+) -> Response:
+    """More rows than the page shows, with the same filters and order, for a spreadsheet."""
+    _, scopes = await _grown(request, admin, WHOLE, tenant, idle, sort)
+    rows = ((scope, row) for scope in scopes for row in scope.rows)
+    cells = ([column(*each) for column in COLUMNS.values()] for each in rows)
+    return csv_answer("prefixes.csv", COLUMNS, cells)
 
 
 @router.get("/admin/explorer/{key}", include_in_schema=False)
@@ -163,11 +168,9 @@ async def show_block(
     wrong: str = "",
     done: str = "",
 ) -> Response:
-    explorer, parts = parts_of(request).explorer, parts_of(request)
+    explorer = parts_of(request).explorer
     detail, owner = await explorer.block(key)
-    query = TreeQuery(roots=(key,), depth=DEPTH, max_nodes=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
-    below = await explorer.tree(query)
-    costs = Costs.of(parts, explorer.block_bytes)
+    below, scopes = await _grown(request, admin, replace(PAGE, roots=(key,)))
     return render(
         request,
         "block.html",
@@ -175,7 +178,7 @@ async def show_block(
         detail=detail,
         owner=owner,
         block_bytes=explorer.block_bytes,
-        scopes=rows_of(below, costs, decode=labels_for(request, admin), outline=parts.outline),
+        scopes=scopes,
         num_below=below.tree.num_seen,
         pins=[pin for pin in await parts_of(request).cache.pins() if key in pin.keys],
         now_s=time.time(),
@@ -186,11 +189,25 @@ async def show_block(
     )
 
 
-def labels_for(request: Request, admin: Admin) -> Decode | None:
-    """The decoder of prefixes' first words: for admins, if the server keeps prompts."""
+async def _grown(
+    request: Request,
+    admin: Admin,
+    query: TreeQuery,
+    tenant: str = "",
+    idle: str = "",
+    sort: str = "",
+) -> tuple[Grown, list[ScopeRows]]:
+    """A tree and its rows. Prefixes' first words are for admins, if the server keeps prompts."""
     parts = parts_of(request)
-    kept = parts.journal.settings.keep_prompts
-    return parts.decode if kept and admin.role is Role.ADMIN else None
+    grown = await parts.explorer.tree(query, tenant)
+    decode = parts.decode if parts.journal.settings.keep_prompts else None
+    return grown, rows_of(
+        parts,
+        grown,
+        min_idle_s=IDLE.get(idle, 0),
+        sort=sort,
+        decode=decode if admin.role is Role.ADMIN else None,
+    )
 
 
 def _hex(text: str) -> str:

@@ -1,6 +1,5 @@
 """Recent requests and why their prompts missed: pages under /admin/requests, and JSON."""
 
-import io
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -8,14 +7,13 @@ from starlette.responses import Response
 
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
-from api.admin.pages.base import render
+from api.admin.pages.base import csv_answer, render
 from api.admin.pages.filters import Asked, Filter, choices_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.errors import RequestNotFound, Unsupported
 from api.journal.documents import details, summary
 from api.journal.journal import RequestRecord
 from api.journal.why import MissFinding, ReasonKind, why
-from billing.reports.csv import safe_writer
 
 router = APIRouter(tags=["admin: requests"])
 
@@ -87,16 +85,15 @@ async def table(
     request: Request, _: MayRead, chosen: Asked, q: Filter = "", state: Filter = ""
 ) -> Response:
     """Every request that is remembered and fits; amounts are decimals of the currency."""
-    out = io.StringIO()
-    write = safe_writer(out)
-    write(COLUMNS)
-    for record in chosen.requests(parts_of(request).journal, state=state, text=q.strip()):
-        told = summary(record)
-        took = {f"{name}_ms": value for name, value in told["timings_ms"].items()}
-        flat = {**took, **(told["usage"] or {}), **(told["error"] or {}), **told}
-        write("" if flat.get(name) is None else flat[name] for name in COLUMNS)
-    named = {"Content-Disposition": 'attachment; filename="requests.csv"'}
-    return Response(out.getvalue(), media_type="text/csv", headers=named)
+    found = chosen.requests(parts_of(request).journal, state=state, text=q.strip())
+    return csv_answer("requests.csv", COLUMNS, map(_cells, found))
+
+
+def _cells(record: RequestRecord) -> list[Any]:
+    told = summary(record)
+    took = {f"{name}_ms": value for name, value in told["timings_ms"].items()}
+    flat = {**took, **(told["usage"] or {}), **(told["error"] or {}), **told}
+    return ["" if flat.get(name) is None else flat[name] for name in COLUMNS]
 
 
 @router.get("/admin/requests/{request_id}", include_in_schema=False)
