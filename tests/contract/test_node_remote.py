@@ -45,7 +45,7 @@ def sent(client: NodeClient) -> int:
     return int(client.stats()["pools"][0]["remote"]["stored"])
 
 
-def test_a_second_node_serves_what_the_first_computed(tmp_path: Path, url: str) -> None:
+def test_a_second_node_serves_what_the_first_computed(tmp_path, url):
     one, two, ids = tmp_path / "one.sock", tmp_path / "two.sock", prompt(1)
     settings = below(tmp_path / "two", url)
     with serving(one, **below(tmp_path / "one", url)), joined(one) as first:
@@ -54,7 +54,6 @@ def test_a_second_node_serves_what_the_first_computed(tmp_path: Path, url: str) 
     with serving(two, **settings), joined(two) as second:
         assert [TierName.REMOTE] * 3 == second.probe(ids)
         frames = second.lease(ids)
-        assert second.memory is not None
         found = [bytes(second.memory.rows[frame, :16].tolist()) for frame in frames]
         assert [each.key for each in ids] == found
         second.release(frames)
@@ -65,7 +64,7 @@ def test_a_second_node_serves_what_the_first_computed(tmp_path: Path, url: str) 
         assert [TierName.DISK] * 3 == again.probe(ids), "what came from afar is kept near"
 
 
-def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path: Path, url: str) -> None:
+def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path, url):
     path, ids = tmp_path / "node.sock", prompt(2)
     with (
         serving(path, **below(tmp_path / "disk", url, RemoteWrites.REUSED)),
@@ -79,7 +78,7 @@ def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path: Path, url: str) 
         until(lambda: sent(client) == 2)
 
 
-def test_a_store_that_is_away_is_a_miss(tmp_path: Path) -> None:
+def test_a_store_that_is_away_is_a_miss(tmp_path):
     path, ids = tmp_path / "node.sock", prompt(3)
     with (
         serving(path, **below(tmp_path / "disk", "redis://127.0.0.1:1/0?socket_timeout=0.2")),
@@ -92,9 +91,7 @@ def test_a_store_that_is_away_is_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(
-    tmp_path: Path, url: str, num_ranks: int
-) -> None:
+def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(tmp_path, url, num_ranks):
     path = tmp_path / "node.sock"
     with (
         serving(path, **below(tmp_path / "disk", url, RemoteWrites.REUSED)),
@@ -110,7 +107,7 @@ def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(
         assert 5 == hands.publish(chain).result(120)
 
 
-def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path):
     sizes = {"socket": tmp_path / "node.sock", "host_bytes": 1 << 20}
     with pytest.raises(ConfigurationError, match="needs a disk"):
         NodeServer(NodeSettings(**sizes, remote=RemoteSettings("redis://127.0.0.1:1/0"))).open()  # type: ignore[arg-type]

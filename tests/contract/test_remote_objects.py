@@ -88,7 +88,7 @@ def load(tier: StackedTier, seed: int) -> Loaded:
     return loaded
 
 
-def test_objects_are_put_found_listed_and_deleted(url: str) -> None:
+def test_objects_are_put_found_listed_and_deleted(url):
     store = open_objects(url, TIMEOUT_S)
     names = [f"test/{number:02x}" for number in range(20)]
     assert store.exists(names) == [False] * 20
@@ -103,7 +103,7 @@ def test_objects_are_put_found_listed_and_deleted(url: str) -> None:
     store.close()
 
 
-def test_two_servers_share_a_prefix(url: str, tmp_path: Path) -> None:
+def test_two_servers_share_a_prefix(url, tmp_path):
     """What one wrote, the other is served, byte for byte; a purge by one takes it from both."""
     one, two = stacked(tmp_path / "one", url), stacked(tmp_path / "two", url)
     store(one, 1)
@@ -118,7 +118,7 @@ def test_two_servers_share_a_prefix(url: str, tmp_path: Path) -> None:
     two.close()
 
 
-def test_a_store_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
+def test_a_store_that_is_not_there_is_a_miss(tmp_path):
     """The first calls are misses within their time, later ones at once."""
     tier = stacked(tmp_path, "redis://127.0.0.1:1/0", 0.2)
     for _ in range(5):
@@ -130,7 +130,7 @@ def test_a_store_that_is_not_there_is_a_miss(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_node_of_a_cluster_killed_under_load_costs_hits_only(tmp_path: Path) -> None:
+def test_a_node_of_a_cluster_killed_under_load_costs_hits_only(tmp_path):
     """No wrong byte and no exception; what the other nodes hold is served again."""
     with redis_cluster(tmp_path) as (url, nodes):
         one = stacked(tmp_path / "one", url, 0.5)

@@ -56,14 +56,14 @@ def stored(tier: ManagedTier, frames: list[Frame], count: int, seed: int = 0) ->
     return ids
 
 
-def test_stored_blocks_are_loaded(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_stored_blocks_are_loaded(tier, frames):
     ids = stored(tier, frames, 6)
     assert tier.probe(ids) == 6
     assert tier.load(ids, frames[:6]) == Loaded(6, None)
     assert all(holds(frame, block, frames[-1]) for frame, block in zip(frames, ids, strict=False))
 
 
-def test_an_empty_tier_misses(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_an_empty_tier_misses(tier, frames):
     ids = blocks(3)
     assert tier.probe(ids) == 0
     assert tier.load(ids, frames[:3]) == Loaded(0, MissReason.ABSENT)
@@ -71,7 +71,7 @@ def test_an_empty_tier_misses(tier: ManagedTier, frames: list[Frame]) -> None:
     assert tier.probe([]) == 0
 
 
-def test_a_run_ends_at_its_first_gap(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_a_run_ends_at_its_first_gap(tier, frames):
     ids = stored(tier, frames, 6)
     assert tier.discard([ids[3].key]) == 1
     assert tier.probe(ids) == 3
@@ -79,13 +79,13 @@ def test_a_run_ends_at_its_first_gap(tier: ManagedTier, frames: list[Frame]) -> 
     assert tier.probe(ids[4:]) == 2
 
 
-def test_no_more_is_loaded_than_there_are_frames(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_no_more_is_loaded_than_there_are_frames(tier, frames):
     ids = stored(tier, frames, 6)
     assert tier.load(ids, frames[:2]) == Loaded(2, None)
 
 
 @pytest.mark.parametrize("field", ["scope", "parent", "tokens", "content"])
-def test_an_equal_key_is_not_enough(tier: ManagedTier, frames: list[Frame], field: str) -> None:
+def test_an_equal_key_is_not_enough(tier, frames, field):
     """A block of the same key and another identity is a collision, and fills nothing."""
     ids = stored(tier, frames, 2)
     value = getattr(ids[1], field)
@@ -96,7 +96,7 @@ def test_an_equal_key_is_not_enough(tier: ManagedTier, frames: list[Frame], fiel
     assert tier.load(ids, frames[:2]) == Loaded(2, None)
 
 
-def test_storing_again_writes_nothing(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_storing_again_writes_nothing(tier, frames):
     ids = stored(tier, frames, 4)
     before = tier.stats()
     assert tier.store(ids, frames[:4]) == []
@@ -106,7 +106,7 @@ def test_storing_again_writes_nothing(tier: ManagedTier, frames: list[Frame]) ->
     assert holds(frames[4], ids[0], frames[-1])
 
 
-def test_kept_blocks_are_not_discarded(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_kept_blocks_are_not_discarded(tier, frames):
     ids = stored(tier, frames, 3)
     tier.keep([ids[0].key])
     assert 2 == tier.discard([block.key for block in ids])
@@ -115,7 +115,7 @@ def test_kept_blocks_are_not_discarded(tier: ManagedTier, frames: list[Frame]) -
     assert 1 == tier.discard([block.key for block in ids])
 
 
-def test_discard_says_how_many_were_held(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_discard_says_how_many_were_held(tier, frames):
     ids = stored(tier, frames, 3)
     absent = blocks(2, seed=9)
     assert tier.discard([block.key for block in ids[1:] + absent]) == 2
@@ -123,14 +123,14 @@ def test_discard_says_how_many_were_held(tier: ManagedTier, frames: list[Frame])
     assert tier.stats().num_blocks == 1
 
 
-def test_scopes_do_not_meet(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_scopes_do_not_meet(tier, frames):
     """The same tokens under another tenant are other blocks."""
     stored(tier, frames, 3)
     theirs = blocks(3, scope=CacheScope(weights=b"tiny", tenant=b"other"))
     assert tier.probe(theirs) == 0
 
 
-def test_capacity_holds_and_the_dropped_are_named(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_capacity_holds_and_the_dropped_are_named(tier, frames):
     """Ten capacities are written: what is held is exactly what was stored and not dropped."""
     held: set[bytes] = set()
     total = 0
@@ -154,7 +154,7 @@ def test_capacity_holds_and_the_dropped_are_named(tier: ManagedTier, frames: lis
     assert holds(frames[8], last[0], frames[-1])
 
 
-def test_stats_count_hits_and_misses(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_stats_count_hits_and_misses(tier, frames):
     ids = stored(tier, frames, 3)
     tier.load(ids + blocks(2, seed=5), frames[:5])
     stats = tier.stats()
@@ -164,7 +164,7 @@ def test_stats_count_hits_and_misses(tier: ManagedTier, frames: list[Frame]) -> 
     assert 0 < stats.read_bytes <= 3 * LAYOUT.nbytes + 3 * 4096
 
 
-def test_a_closed_tier_says_so(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_a_closed_tier_says_so(tier, frames):
     ids = blocks(1)
     tier.close()
     tier.close()
@@ -178,9 +178,7 @@ def test_a_closed_tier_says_so(tier: ManagedTier, frames: list[Frame]) -> None:
             call()
 
 
-def test_readers_beside_a_writer_never_see_another_block(
-    tier: ManagedTier, frames: list[Frame]
-) -> None:
+def test_readers_beside_a_writer_never_see_another_block(tier, frames):
     """While blocks are evicted and their room reused, a load is right or a miss."""
     wrong: list[str] = []
     done = threading.Event()
@@ -218,7 +216,7 @@ def fill_up(tier: ManagedTier, frames: list[Frame], first_seed: int, num_chains:
         stored(tier, frames, 8, seed)
 
 
-def test_kept_blocks_are_not_dropped_for_room(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_kept_blocks_are_not_dropped_for_room(tier, frames):
     kept, other = stored(tier, frames, 4, seed=1), stored(tier, frames, 4, seed=2)
     tier.keep([block.key for block in kept])
     fill_up(tier, frames, 100, 150)
@@ -228,16 +226,14 @@ def test_kept_blocks_are_not_dropped_for_room(tier: ManagedTier, frames: list[Fr
     assert tier.probe(kept) == 0
 
 
-def test_a_block_is_found_by_its_key(tier: ManagedTier, frames: list[Frame]) -> None:
+def test_a_block_is_found_by_its_key(tier, frames):
     ids = stored(tier, frames, 4)
     missing = blocks(1, seed=9)[0]
     assert tier.held([ids[3].key, missing.key, ids[0].key]) == [True, False, True]
     assert (tier.trace(ids[2].key), tier.trace(missing.key)) == (ids[2], None)
 
 
-def test_a_purge_removes_one_scope_and_keeps_the_others(
-    tier: ManagedTier, frames: list[Frame]
-) -> None:
+def test_a_purge_removes_one_scope_and_keeps_the_others(tier, frames):
     ids = stored(tier, frames, 6)
     scope = CacheScope(weights=b"tiny", tenant=b"other")
     others = blocks(3, scope=scope)
@@ -248,7 +244,7 @@ def test_a_purge_removes_one_scope_and_keeps_the_others(
     assert (tier.probe(ids), tier.probe(others)) == (0, 3)
 
 
-def test_a_block_beyond_the_write_budget_is_reported(frames: list[Frame], tmp_path: Path) -> None:
+def test_a_block_beyond_the_write_budget_is_reported(frames, tmp_path):
     tier = open_disk(tmp_path, LAYOUT, CAPACITY, settings=DiskSettings(write_budget_bytes=1))
     ids = blocks(3)
     assert tier.store(ids, frames[:3]) == [block.key for block in ids]

@@ -121,7 +121,7 @@ def damage(root: Path, seed: int) -> str:
     meta = read_meta(root)
     assert meta is not None
     if rng.random() < 0.3:
-        write_meta(root, replace(meta, clean=False, boot="another boot"))
+        write_meta(root, replace(meta, clean=False))
     return ", ".join(done)
 
 
@@ -162,14 +162,14 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_damaged_page_costs_blocks_only(template: Path, tmp_path: Path, seed: int) -> None:
+def test_a_damaged_page_costs_blocks_only(template, tmp_path, seed):
     """A sample; what verifies may be served, and the tier takes new blocks at once."""
     assert trial(template, tmp_path / "damaged", seed) is None
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_three_hundred_damages(template: Path, tmp_path: Path) -> None:
+def test_three_hundred_damages(template, tmp_path):
     failed = [trial(template, tmp_path / str(seed), seed) for seed in range(100, 400)]
     assert not [why for why in failed if why]
 
@@ -202,7 +202,7 @@ def cut_power(root: Path, seed: int) -> None:
     data_file(root).write_bytes(b"".join(pages))
     meta = read_meta(root)
     assert meta is not None
-    write_meta(root, replace(meta, clean=False, boot="another boot"))
+    write_meta(root, replace(meta, clean=False))
 
 
 def serve_while_checked(root: Path) -> None:
@@ -228,9 +228,7 @@ def serve_while_checked(root: Path) -> None:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("start", [0, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_power_cut_at_any_moment_on_a_shard_too_large_to_walk(
-    template: Path, tmp_path: Path, start: int
-) -> None:
+def test_a_power_cut_at_any_moment_on_a_shard_too_large_to_walk(template, tmp_path, start):
     for seed in range(start, start + (100 if start else 6)):
         root = tmp_path / str(seed)
         shutil.copytree(template, root)

@@ -89,7 +89,7 @@ def num_served(tier: DiskTier, seed: int) -> int:
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_killed_at_a_point_of_a_write(tmp_path: Path, point: str) -> None:
+def test_killed_at_a_point_of_a_write(tmp_path, point):
     """What was committed before the kill is served, the rest is absent, and nothing is wrong."""
     for number in (1, 2, 3, 7, 20, 60, 150):
         root = tmp_path / str(number)
@@ -112,7 +112,7 @@ def test_killed_at_a_point_of_a_write(tmp_path: Path, point: str) -> None:
             break
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def test_killed_again_and_again(tmp_path):
     """Each life continues where the last one died; accounts and files stay in step."""
     for life in range(12):
         in_child(write_one_life, tmp_path, life)
@@ -123,7 +123,7 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
+def test_a_killed_server_leaves_no_lock(tmp_path):
     """While the child lives the folder is refused; once it is dead, it is not."""
     here, there = FORKS.Pipe()
     child = start_child(hold_the_folder, tmp_path, there)
@@ -139,9 +139,7 @@ def test_a_killed_server_leaves_no_lock(tmp_path: Path) -> None:
         end.close()
 
 
-def test_a_look_at_the_lock_does_not_refuse_a_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_at_the_lock_does_not_refuse_a_start(tmp_path, monkeypatch):
     """A command asks whether a server holds the folder, in the moment in which one starts."""
     monkeypatch.setattr("tiers.disk.directory.LOOK_S", 60.0)
     looks = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_SH); "
@@ -150,7 +148,6 @@ def test_a_look_at_the_lock_does_not_refuse_a_start(
         [*command, str(tmp_path / "server.lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as looker:
         assert looker.stdin is not None
-        assert looker.stdout is not None
         looker.stdout.readline()
         assert not is_locked(tmp_path)
         threading.Timer(0.2, looker.stdin.close).start()
@@ -159,9 +156,7 @@ def test_a_look_at_the_lock_does_not_refuse_a_start(
     lock.release()
 
 
-def test_a_file_system_without_locks_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def flock(file: object, how: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -177,11 +172,10 @@ def test_a_file_system_without_locks_is_named(
 def after_power_cut(root: Path) -> None:
     """Make the folder look as one that was open when its machine lost power."""
     meta = read_meta(root)
-    assert meta is not None
     write_meta(root, Meta(1, meta.num_shards, meta.map_bytes, num_blocks=8))
 
 
-def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path: Path) -> None:
+def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path):
     tier = opened(tmp_path)
     store(tier, 0)
     tier.close()
@@ -193,7 +187,7 @@ def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", ["all", 0, 1, 2, 3, -1])
-def test_after_a_power_cut_torn_pages_cost_the_shard_only(tmp_path: Path, torn: str | int) -> None:
+def test_after_a_power_cut_torn_pages_cost_the_shard_only(tmp_path, torn):
     """LMDB's own pages are walked by a child, which may die of them; the server does not."""
     tier = opened(tmp_path)
     store(tier, 0)

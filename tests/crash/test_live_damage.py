@@ -139,15 +139,15 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 183), marks=pytest.mark.slow)])
-def test_a_server_outlives_its_cache(template: Path, tmp_path: Path, seeds: range) -> None:
+def test_a_server_outlives_its_cache(template, tmp_path, seeds):
     failed = {seed: trial(template, tmp_path / str(seed), seed) for seed in seeds}
     assert {} == {seed: status for seed, status in failed.items() if status}
 
 
 @pytest.mark.parametrize("how", ["metas random", "metas zero", "index over index", "zero"])
 def test_what_happened_to_a_shard_is_said_now_and_at_the_next_start(
-    template: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
-) -> None:
+    template, tmp_path, caplog, how
+):
     root = tmp_path / "disk"
     shutil.copytree(template, root)
     tier = open_disk(root, LAYOUT, CAPACITY)

@@ -37,7 +37,6 @@ def write_on(socket: Path, parent: Connection) -> None:
     for number in range(10**6):
         ids = prompt(number % 50)
         pairs = client.reserve(ids)
-        assert client.memory is not None
         for position, frame in pairs:
             row = client.memory.rows[frame]
             row[: LAYOUT.nbytes] = ids[position].key[0]  # a block is one byte, all over
@@ -76,7 +75,6 @@ def check_blocks(client: NodeClient) -> int:
     for number in range(50):
         ids = prompt(number)
         frames = client.lease(ids)
-        assert client.memory is not None
         for block, frame in zip(ids, frames, strict=False):
             row = client.memory.rows[frame, : LAYOUT.nbytes]
             assert torch.equal(torch.full_like(row, block.key[0]), row), "a block half written"
@@ -86,9 +84,7 @@ def check_blocks(client: NodeClient) -> int:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_writer_that_is_killed_leaves_whole_blocks_and_no_lease(
-    tmp_path: Path, seed: int
-) -> None:
+def test_a_writer_that_is_killed_leaves_whole_blocks_and_no_lease(tmp_path, seed):
     path = tmp_path / "node.sock"
     with child(run_node, path, tmp_path / "disk"), child(write_on, path) as writer:
         time.sleep(0.02 * seed)
@@ -103,7 +99,7 @@ def test_a_writer_that_is_killed_leaves_whole_blocks_and_no_lease(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_node_that_is_killed_serves_from_its_disk_again(tmp_path: Path, seed: int) -> None:
+def test_a_node_that_is_killed_serves_from_its_disk_again(tmp_path, seed):
     path = tmp_path / "node.sock"
     with (
         child(run_node, path, tmp_path / "disk") as node,
@@ -121,24 +117,22 @@ def test_a_node_that_is_killed_serves_from_its_disk_again(tmp_path: Path, seed: 
         assert 0 < check_blocks(client)
 
 
-def test_a_lease_is_readable_after_its_node_has_died(tmp_path: Path) -> None:
+def test_a_lease_is_readable_after_its_node_has_died(tmp_path):
     path = tmp_path / "node.sock"
     ids = prompt(1)
     with child(run_node, path, tmp_path / "disk") as node, joined(path) as client:
         write(client, ids)
         frames, memory = client.lease(ids), client.memory
-        assert memory is not None
         node.kill()
         node.join()
         found = [bytes(memory.rows[frame, :16].tolist()) for frame in frames]
         assert [each.key for each in ids] == found
 
 
-def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path: Path) -> None:
+def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path):
     path, ids = tmp_path / "node.sock", prompt(1)
     with child(run_node, path, tmp_path / "disk") as node, joined(path) as client:
         pairs = client.reserve(ids)
-        assert client.memory is not None
         for _, frame in pairs:
             client.memory.rows[frame].random_(0, 255)
         client.commit([frame for _, frame in pairs])
@@ -157,7 +151,7 @@ def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path: Path) -> None:
         assert 2 == len(client.reserve(ids)), "the rest is computed and stored anew"
 
 
-def test_a_client_can_join_again_after_the_node_came_back(tmp_path: Path) -> None:
+def test_a_client_can_join_again_after_the_node_came_back(tmp_path):
     path = tmp_path / "node.sock"
     with closing(NodeClient(path, LAYOUT)) as client:
         for _ in range(2):

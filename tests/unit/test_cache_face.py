@@ -7,7 +7,7 @@ import pytest
 from tiers.operations.face import CacheOperations
 
 
-def test_a_method_of_the_face_itself_answers_for_no_cache() -> None:
+def test_a_method_of_the_face_itself_answers_for_no_cache():
     """It type-checks as a function of a cache, and without a body it would return None."""
     methods = [
         each

@@ -16,8 +16,8 @@ counts = st.integers(0, 200)
     worth=st.integers(1, 60),
 )
 def test_a_prompt_resumes_at_each_of_its_checkpoints_and_they_are_few(
-    start: int, tokens: int, size: int, parts: int, worth: int
-) -> None:
+    start, tokens, size, parts, worth
+):
     wanted = positions(start, tokens, size, worth=worth, parts=parts)
     end = prompt_end(tokens, size)
     assert all(start < number <= end and number * size < tokens for number in wanted)
@@ -26,7 +26,7 @@ def test_a_prompt_resumes_at_each_of_its_checkpoints_and_they_are_few(
     assert (len(wanted) - 2) * worth * STRIDE <= end
 
 
-def test_an_answer_is_kept_where_its_blocks_are_as_large_as_the_state() -> None:
+def test_an_answer_is_kept_where_its_blocks_are_as_large_as_the_state():
     worth = worth_blocks(77_000_000, 1_572_864)  # Qwen3-Next-80B, blocks of 64 tokens
     assert 49 == worth
     ends = [keeps_stop(number, 6400, 64, worth=worth) for number in (98, 99, 147, 148)]

@@ -53,7 +53,7 @@ def data_dir(tmp_path: Path, ids: list[BlockId]) -> Iterator[Path]:
     return tmp_path
 
 
-def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir: Path) -> None:
+def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir):
     told = json.loads(call("stats", "--data-dir", str(data_dir), "--json").stdout)
     assert NUM_BLOCKS == told["num_blocks"]
     assert NUM_BLOCKS * LAYOUT.nbytes == told["logical_bytes"]
@@ -63,7 +63,7 @@ def test_stats_tell_blocks_bytes_and_that_no_server_runs(data_dir: Path) -> None
     assert "none running" in text
 
 
-def test_ls_lists_every_block_with_its_parent(data_dir: Path, ids: list[BlockId]) -> None:
+def test_ls_lists_every_block_with_its_parent(data_dir, ids):
     told = json.loads(call("ls", "--data-dir", str(data_dir), "--json").stdout)
     assert {(block.key.hex(), block.parent.hex()) for block in ids} == {
         (block["key"], block["parent"]) for block in told
@@ -71,12 +71,12 @@ def test_ls_lists_every_block_with_its_parent(data_dir: Path, ids: list[BlockId]
     assert ids[0].key.hex()[:16] in call("ls", "--data-dir", str(data_dir)).stdout
 
 
-def test_ls_says_when_it_does_not_list_all(data_dir: Path) -> None:
+def test_ls_says_when_it_does_not_list_all(data_dir):
     listed = call("ls", "--data-dir", str(data_dir), "--limit", "2")
     assert f"2 of {NUM_BLOCKS} blocks" in listed.stderr
 
 
-def test_ls_by_scope_leaves_the_others_out(data_dir: Path, ids: list[BlockId]) -> None:
+def test_ls_by_scope_leaves_the_others_out(data_dir, ids):
     scope = ids[0].scope.hex()[:6]
     flags = ("--data-dir", str(data_dir), "--json", "--scope")
     assert NUM_BLOCKS == len(json.loads(call("ls", *flags, scope).stdout))
@@ -84,7 +84,7 @@ def test_ls_by_scope_leaves_the_others_out(data_dir: Path, ids: list[BlockId]) -
     assert [] == json.loads(call("ls", *flags, other).stdout)
 
 
-def test_show_finds_a_block_by_the_start_of_its_key(data_dir: Path, ids: list[BlockId]) -> None:
+def test_show_finds_a_block_by_the_start_of_its_key(data_dir, ids):
     key = ids[3].key.hex()
     shown = call("show", key[:7], "--data-dir", str(data_dir), "--tokens", "--json")
     told = json.loads(shown.stdout)
@@ -98,17 +98,13 @@ def test_show_finds_a_block_by_the_start_of_its_key(data_dir: Path, ids: list[Bl
     ("key", "code", "message"),
     [("zz", 2, "is not a key"), ("ffffffffffffffff", 1, "no block's key")],
 )
-def test_show_says_what_is_wrong_with_a_key(
-    data_dir: Path, key: str, code: int, message: str
-) -> None:
+def test_show_says_what_is_wrong_with_a_key(data_dir, key, code, message):
     shown = call("show", key, "--data-dir", str(data_dir))
     assert code == shown.exit_code
     assert message in shown.stderr
 
 
-def test_the_tree_joins_blocks_that_only_continue_each_other(
-    data_dir: Path, ids: list[BlockId]
-) -> None:
+def test_the_tree_joins_blocks_that_only_continue_each_other(data_dir, ids):
     lines = call("tree", "--data-dir", str(data_dir)).stdout.splitlines()
     assert [
         f"scope {ids[0].scope.hex()}",
@@ -116,14 +112,14 @@ def test_the_tree_joins_blocks_that_only_continue_each_other(
     ] == lines
 
 
-def test_verify_finds_a_sound_tier_sound(data_dir: Path) -> None:
+def test_verify_finds_a_sound_tier_sound(data_dir):
     verified = call("verify", "--data-dir", str(data_dir), "--json")
     assert 0 == verified.exit_code
     told = json.loads(verified.stdout)
     assert (True, NUM_BLOCKS) == (told["sound"], told["num_blocks"])
 
 
-def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir: Path, ids: list[BlockId]) -> None:
+def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir, ids):
     with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
         place = shard.find([ids[2].key])[0].place
     with (shard.path / "data.mdb").open("r+b") as file:
@@ -140,9 +136,7 @@ def test_verify_names_a_bad_block_fails_and_repairs_it(data_dir: Path, ids: list
     assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code
 
 
-def test_verify_counts_at_one_moment_beside_another_process(
-    data_dir: Path, ids: list[BlockId]
-) -> None:
+def test_verify_counts_at_one_moment_beside_another_process(data_dir, ids):
     with open_shards(disk_path(data_dir), readonly=True) as (_, (shard,)):
         evict = "from cachesvc.cli import main; main()"
         subprocess.run(
@@ -154,7 +148,7 @@ def test_verify_counts_at_one_moment_beside_another_process(
         assert verify(shard).sound
 
 
-def test_verify_fails_where_the_databases_disagree(data_dir: Path) -> None:
+def test_verify_fails_where_the_databases_disagree(data_dir):
     shard = disk_path(data_dir) / "shard-000"
     with lmdb.open(str(shard), map_size=64 << 20, max_dbs=8) as env:
         order = env.open_db(b"order", create=False)
@@ -169,7 +163,7 @@ def test_verify_fails_where_the_databases_disagree(data_dir: Path) -> None:
     assert 0 == call("verify", "--data-dir", str(data_dir)).exit_code
 
 
-def test_a_wrong_directory_is_named(tmp_path: Path) -> None:
+def test_a_wrong_directory_is_named(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         failed = call("stats", "--data-dir", str(path))
         assert 0 != failed.exit_code
@@ -177,9 +171,7 @@ def test_a_wrong_directory_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["node", "server's node", "layout"])
-def test_a_nodes_disk_is_looked_into_as_a_servers(
-    tmp_path: Path, ids: list[BlockId], where: str
-) -> None:
+def test_a_nodes_disk_is_looked_into_as_a_servers(tmp_path, ids, where):
     folder = tmp_path / "disk" / "node" if where == "server's node" else tmp_path
     mine = folder / LAYOUT.digest().hex()
     tier = open_disk(mine, LAYOUT, 64 << 20)

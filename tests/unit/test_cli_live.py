@@ -135,9 +135,7 @@ def server(data_dir: Path, world: World, books: OpenBooks) -> Iterator[Running]:
         yield running
 
 
-def test_doctor_says_why_a_running_server_does_not_serve(
-    data_dir: Path, server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_says_why_a_running_server_does_not_serve(data_dir, server, monkeypatch):
     def said(ready: bool, reason: str, **detail: object) -> tuple[str, str]:
         wire = SimpleNamespace(readiness=lambda: Readiness(ready, reason, detail))
         monkeypatch.setattr("api.routes.health.wire_of", lambda _: wire)
@@ -155,15 +153,13 @@ def test_doctor_says_why_a_running_server_does_not_serve(
     "command",
     [("top",), ("monitor",), ("cache", "ls", "--tier", "host")],
 )
-def test_without_a_server_commands_about_one_say_what_to_do(
-    data_dir: Path, command: tuple[str, ...]
-) -> None:
+def test_without_a_server_commands_about_one_say_what_to_do(data_dir, command):
     failed = call(*command, "--data-dir", str(data_dir))
     assert 1 == failed.exit_code
     assert f"no server runs on {data_dir}" in failed.stderr
 
 
-def test_a_server_whose_file_was_removed_is_not_called_none(data_dir: Path) -> None:
+def test_a_server_whose_file_was_removed_is_not_called_none(data_dir):
     lock = DirectoryLock(disk_path(data_dir))
     try:
         failed = call("top", "--data-dir", str(data_dir))
@@ -174,7 +170,7 @@ def test_a_server_whose_file_was_removed_is_not_called_none(data_dir: Path) -> N
     assert "its server.json was removed; restart it" in failed.stderr
 
 
-def test_stats_of_a_running_server_tell_every_tier(server: Running) -> None:
+def test_stats_of_a_running_server_tell_every_tier(server):
     told = json.loads(call("cache", "stats", "--data-dir", str(server.data_dir), "--json").stdout)
     assert 7 == told["num_blocks"]
     assert {"device", "disk"} == told["tiers"].keys()
@@ -182,7 +178,7 @@ def test_stats_of_a_running_server_tell_every_tier(server: Running) -> None:
     assert "device" in shown
 
 
-def test_stats_of_a_running_server_tell_who_takes_the_room(server: Running, world: World) -> None:
+def test_stats_of_a_running_server_tell_who_takes_the_room(server, world):
     """By owner if a name leads to the scope, otherwise unowned. A block here is one byte."""
     told = json.loads(call("cache", "stats", "--data-dir", str(server.data_dir), "--json").stdout)
     held = {
@@ -199,7 +195,7 @@ def test_stats_of_a_running_server_tell_who_takes_the_room(server: Running, worl
     ]
 
 
-def test_monitor_prints_events_as_they_come(server: Running) -> None:
+def test_monitor_prints_events_as_they_come(server):
     stream = server.house.wire.cache.feeds.stream
     scope = PrefixKey(b"s" * 16)
 
@@ -219,7 +215,7 @@ def test_monitor_prints_events_as_they_come(server: Running) -> None:
     assert "2 KiB" in first and "removed" in second
 
 
-def test_monitor_ends_when_the_server_stops(server: Running) -> None:
+def test_monitor_ends_when_the_server_stops(server):
     feeds = server.house.wire.cache.feeds
 
     def stop() -> None:
@@ -235,7 +231,7 @@ def test_monitor_ends_when_the_server_stops(server: Running) -> None:
     assert "the server stops" in ended.stderr
 
 
-def test_hot_tells_the_blocks_with_the_most_hits(server: Running, world: World) -> None:
+def test_hot_tells_the_blocks_with_the_most_hits(server, world):
     flags = ("cache", "ls", "--by", "hits", "--data-dir", str(server.data_dir))
     told = json.loads(call(*flags, "--json", "-n", "2").stdout)
     first = world.cache.index.children(CacheScope(tenant=b"acme").root())[0]
@@ -246,13 +242,13 @@ def test_hot_tells_the_blocks_with_the_most_hits(server: Running, world: World) 
     assert told[0]["key"][:16] in call(*flags).stdout
 
 
-def test_hot_without_a_server_tells_what_was_used_last(data_dir: Path) -> None:
+def test_hot_without_a_server_tells_what_was_used_last(data_dir):
     shown = call("cache", "ls", "--by", "hits", "-n", "3", "--json", "--data-dir", str(data_dir))
     assert 3 == len(json.loads(shown.stdout))
     assert "hits are not kept on disk" in shown.stderr
 
 
-def test_big_tells_the_prefixes_that_take_the_most_room(data_dir: Path) -> None:
+def test_big_tells_the_prefixes_that_take_the_most_room(data_dir):
     flags = ("cache", "ls", "--by", "room", "--data-dir", str(data_dir))
     told = json.loads(call(*flags, "--json").stdout)
     assert [(5, 5 * 64, 1), (2, 2 * 64, 1)] == [
@@ -262,7 +258,7 @@ def test_big_tells_the_prefixes_that_take_the_most_room(data_dir: Path) -> None:
     assert "1 of 2 prefixes" in call(*flags, "-n", "1").stderr
 
 
-def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir: Path) -> None:
+def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir):
     flags = ("cache", "ls", "--json", "--data-dir", str(data_dir), "--tenant")
     assert 5 == len(json.loads(call(*flags, "acme").stdout))
     assert 2 == len(json.loads(call(*flags, "globex").stdout))
@@ -283,9 +279,7 @@ def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir: Path) -> N
         ("tree", "--live"),
     ],
 )
-def test_a_tenant_that_the_server_does_not_know_is_named(
-    server: Running, command: tuple[str, ...]
-) -> None:
+def test_a_tenant_that_the_server_does_not_know_is_named(server, command):
     flags = ("cache", *command, "--data-dir", str(server.data_dir), "--tenant")
     failed = call(*flags, "amce")
     assert 1 == failed.exit_code
@@ -294,26 +288,26 @@ def test_a_tenant_that_the_server_does_not_know_is_named(
         assert 0 == call(*flags, known).exit_code
 
 
-def test_the_tree_on_disk_knows_no_tenants(data_dir: Path) -> None:
+def test_the_tree_on_disk_knows_no_tenants(data_dir):
     failed = call("cache", "tree", "--tenant", "acme", "--data-dir", str(data_dir))
     assert (2, True) == (failed.exit_code, "add --live" in failed.stderr)
 
 
-def test_ls_by_age_takes_durations(data_dir: Path) -> None:
+def test_ls_by_age_takes_durations(data_dir):
     flags = ("cache", "ls", "--json", "--data-dir", str(data_dir), "--older-than")
     assert [] == json.loads(call(*flags, "2h").stdout)
     assert 7 == len(json.loads(call(*flags, "0").stdout))
     assert 2 == call(*flags, "3x").exit_code
 
 
-def test_ls_of_memory_asks_the_server(server: Running, world: World) -> None:
+def test_ls_of_memory_asks_the_server(server, world):
     flags = ("cache", "ls", "--data-dir", str(server.data_dir), "--tier")
     told = json.loads(call(*flags, "device", "--json").stdout)
     assert len(list(world.cache.index)) == len(told)
     assert [] == json.loads(call(*flags, "host", "--json").stdout)
 
 
-def test_show_joins_memory_and_disk_and_reads_tokens_as_text(server: Running, world: World) -> None:
+def test_show_joins_memory_and_disk_and_reads_tokens_as_text(server, world):
     (block,) = world.cache.index.children(CacheScope(tenant=b"acme").root())
     assert block.key is not None
     flags = ("--data-dir", str(server.data_dir), "--json", "--text")
@@ -325,7 +319,7 @@ def test_show_joins_memory_and_disk_and_reads_tokens_as_text(server: Running, wo
     assert ["disk"] == told["tiers"] and 16 == len(told["checksum"])
 
 
-def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path: Path) -> None:
+def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path):
     read_secret(tmp_path)
     house = fake_house()
     (model,) = house.wire.inference.models.values()
@@ -337,7 +331,7 @@ def test_scopes_are_remembered_by_their_digest_and_bounded(tmp_path: Path) -> No
     assert 2 * 200 == len(roots_of(tmp_path, "acme"))
 
 
-def test_a_scope_is_drawn_with_its_owner(world: World) -> None:
+def test_a_scope_is_drawn_with_its_owner(world):
     told = tree_json(TierForest(world.cache.index, DiskBlocks()).tree(TreeQuery()))
     told["scopes"][0]["owner"] = "acme"
     first = next(iter(tree_lines(told)))

@@ -39,7 +39,7 @@ def kv(num_items: int, dtype: str, seed: int = 0) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from([1, 2, 4]), st.binary(max_size=4000))
-def test_any_bytes_come_back(item_bytes: int, block: bytes) -> None:
+def test_any_bytes_come_back(item_bytes, block):
     """Whatever the bytes and however many, decode(encode(x)) == x."""
     block = block[: len(block) // item_bytes * item_bytes]
     codec, payload = encode(item_bytes, block)
@@ -48,7 +48,7 @@ def test_any_bytes_come_back(item_bytes: int, block: bytes) -> None:
 
 @pytest.mark.parametrize("extra_items", [0, 1, 3])
 @pytest.mark.parametrize(("dtype", "item_bytes"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])
-def test_blocks_of_several_chunks_come_back(dtype: str, item_bytes: int, extra_items: int) -> None:
+def test_blocks_of_several_chunks_come_back(dtype, item_bytes, extra_items):
     block = kv((CHUNK_BYTES + 4096) // item_bytes + extra_items, dtype)
     codec, payload = encode(item_bytes, block)
     assert codec != CodecId.RAW
@@ -58,21 +58,19 @@ def test_blocks_of_several_chunks_come_back(dtype: str, item_bytes: int, extra_i
 @pytest.mark.parametrize(
     ("dtype", "item_bytes", "ratio"), [("bfloat16", 2, 1.40), ("float32", 4, 1.16)]
 )
-def test_floats_shrink_to_about_the_entropy_of_their_exponents(
-    dtype: str, item_bytes: int, ratio: float
-) -> None:
+def test_floats_shrink_to_about_the_entropy_of_their_exponents(dtype, item_bytes, ratio):
     block = kv(200_000, dtype)
     _, payload = encode(item_bytes, block)
     assert len(block) / len(payload) > ratio
 
 
-def test_noise_is_stored_raw() -> None:
+def test_noise_is_stored_raw():
     block = np.random.default_rng(1).bytes(1 << 16)
     codec, payload = encode(2, block)
     assert (CodecId.RAW, len(block)) == (codec, len(payload))
 
 
-def test_special_values_are_bits_like_any_other() -> None:
+def test_special_values_are_bits_like_any_other():
     """NaN payloads, infinities, signed zeros and subnormals keep every bit."""
     bits = [0x7FC00001, 0xFFC12345, 0x7F800000, 0xFF800000, 0x80000000, 0, 1, 0x807FFFFF] * 512
     block = np.array(bits, "<u4").tobytes()
@@ -81,7 +79,7 @@ def test_special_values_are_bits_like_any_other() -> None:
 
 
 @pytest.mark.parametrize("item_bytes", [2, 4])
-def test_a_cut_payload_does_not_decode(item_bytes: int) -> None:
+def test_a_cut_payload_does_not_decode(item_bytes):
     """Cut anywhere, or with a length that points elsewhere, it is a DecodeError."""
     block = kv(4096, "bfloat16" if item_bytes == 2 else "float32")
     codec, payload = encode(item_bytes, block)
@@ -96,7 +94,7 @@ def test_a_cut_payload_does_not_decode(item_bytes: int) -> None:
             decode(item_bytes, codec, bad, len(block))
 
 
-def test_an_unknown_codec_is_refused() -> None:
+def test_an_unknown_codec_is_refused():
     with pytest.raises(DecodeError, match="unknown codec 77"):
         decode(2, 77, memoryview(b"12345678"), 8)
     with pytest.raises(DecodeError, match="raw bytes"):
@@ -105,7 +103,7 @@ def test_an_unknown_codec_is_refused() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.binary(max_size=600), st.integers(0, 3))
-def test_garbage_raises_only_decode_errors(payload: bytes, codec: int) -> None:
+def test_garbage_raises_only_decode_errors(payload, codec):
     padded = aligned(len(payload))
     padded[:] = payload
     into = bytearray(b"kept" * 66)

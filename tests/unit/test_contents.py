@@ -17,7 +17,7 @@ def keys(*contents: Content, size: int = 4, tokens: int = 16) -> list[bytes]:
     return list(Chain(ROOT, array("i", [7] * tokens), size, block_contents(contents, size)).keys)
 
 
-def test_only_blocks_that_content_covers_carry_it() -> None:
+def test_only_blocks_that_content_covers_carry_it():
     blocks = block_contents([Content(5, 2, CAT), Content(11, 2, DOG)], 4)
     assert [False, True, True, True] == [bool(one) for one in blocks]
     assert CAT in blocks[1] and DOG in blocks[2] and DOG in blocks[3]
@@ -34,7 +34,7 @@ def test_only_blocks_that_content_covers_carry_it() -> None:
         Content(5, 6, CAT[:16]),
     ],
 )
-def test_another_content_parts_where_it_begins(other: Content) -> None:
+def test_another_content_parts_where_it_begins(other):
     """By what it is, where it lies, how long it is, and how it is named."""
     plain, one, two = keys(), keys(Content(5, 6, CAT)), keys(other)
     assert plain[:1] == one[:1] == two[:1]
@@ -42,11 +42,11 @@ def test_another_content_parts_where_it_begins(other: Content) -> None:
     assert one == keys(Content(5, 6, CAT))
 
 
-def test_content_of_several_blocks_is_told_apart_by_its_part() -> None:
+def test_content_of_several_blocks_is_told_apart_by_its_part():
     assert 4 == len(set(block_contents([Content(0, 16, CAT)], 4)))
 
 
-def test_equal_bytes_mean_equal_content_in_every_row() -> None:
+def test_equal_bytes_mean_equal_content_in_every_row():
     """Random contents over one block: its bytes are equal just where every row is."""
     chance = random.Random(3)
     seen: dict[bytes, list[object]] = {}
@@ -80,11 +80,11 @@ def test_equal_bytes_mean_equal_content_in_every_row() -> None:
         ([Content(n, 1, CAT) for n in range(1025)], "one too many: a prompt may have 1024"),
     ],
 )
-def test_what_does_not_fit_the_prompt_is_refused(contents: list[Content], said: str) -> None:
+def test_what_does_not_fit_the_prompt_is_refused(contents, said):
     wrong = refusal(contents, 10 if len(contents) < 9 else 2000)
     assert wrong is not None and said in wrong[1]
     assert wrong[0] == len(contents) - 1
 
 
-def test_what_fits_is_not_refused() -> None:
+def test_what_fits_is_not_refused():
     assert refusal([Content(0, 4, CAT), Content(4, 6, DOG)], 10) is None

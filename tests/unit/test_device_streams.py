@@ -95,7 +95,7 @@ def compute() -> set[str]:
     return Stream.current.behind
 
 
-def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool: DevicePool) -> None:
+def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool):
     (frame,) = [FrameArena(LAYOUT, 1).take()]
     assert frame is not None
     slot, other = pool.take(), pool.take()
@@ -110,9 +110,7 @@ def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool: DevicePool) -
 
 
 @pytest.mark.parametrize("freed", [False, True])
-def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(
-    pool: DevicePool, freed: bool
-) -> None:
+def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(pool, freed):
     (frame,) = [FrameArena(LAYOUT, 1).take()]
     assert frame is not None
     slot = pool.take()
@@ -128,7 +126,7 @@ def test_a_new_owner_writes_only_after_the_last_ones_rows_are_out(
     assert "copy out" in compute()
 
 
-def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool: DevicePool) -> None:
+def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool):
     """Of 4 GB that leave, compute would wait 80 ms."""
     first, second = frames_of(2)
     slot = pool.take()
@@ -142,9 +140,7 @@ def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool: Dev
     assert "copy in" in compute()
 
 
-def test_slots_that_share_memory_wait_for_each_others_copies(
-    windowed: DevicePool,
-) -> None:
+def test_slots_that_share_memory_wait_for_each_others_copies(windowed):
     """A part of a slot that is cut goes to a new owner before the whole block is out."""
     pool = windowed
     (frame,) = frames_of(1, WINDOWED)
@@ -176,9 +172,7 @@ def frames_of(count: int, layout: BlockLayout = LAYOUT) -> list[Frame]:
     return [frame for frame in (arena.take() for _ in range(count)) if frame is not None]
 
 
-def test_a_block_that_comes_up_holds_up_nobody_and_has_arrived_when_it_stands(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_comes_up_holds_up_nobody_and_has_arrived_when_it_stands(pool, monkeypatch):
     compute().add("step 1")
     pool.copy_in(frames_of(2), [1, 2])
     assert {"step 1"} == compute()
@@ -191,7 +185,7 @@ def test_a_block_that_comes_up_holds_up_nobody_and_has_arrived_when_it_stands(
 
 
 @pytest.mark.parametrize("use", ["settle", "copy_rows", "new owner"])
-def test_who_uses_a_slot_before_it_has_arrived_waits_for_it(pool: DevicePool, use: str) -> None:
+def test_who_uses_a_slot_before_it_has_arrived_waits_for_it(pool, use):
     pool.copy_in(frames_of(1), [1])
     if use == "settle":
         pool.settle(1)
@@ -202,9 +196,7 @@ def test_who_uses_a_slot_before_it_has_arrived_waits_for_it(pool: DevicePool, us
     assert "copy in" in compute()
 
 
-def test_a_frame_comes_up_only_after_it_went_down_and_goes_down_after_it_came_up(
-    pool: DevicePool,
-) -> None:
+def test_a_frame_comes_up_only_after_it_went_down_and_goes_down_after_it_came_up(pool):
     first, second = frames_of(2)
     pool.copy_out(0, first)
     pool.copy_in([second], [1])
@@ -218,9 +210,7 @@ def test_a_frame_comes_up_only_after_it_went_down_and_goes_down_after_it_came_up
     assert "copy in" in down
 
 
-def test_after_a_refused_copy_nothing_of_its_batch_is_under_way(
-    pool: DevicePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_refused_copy_nothing_of_its_batch_is_under_way(pool, monkeypatch):
     """The slots and frames of the copies before it in the batch get other owners."""
     first, second = frames_of(2)
     waited: list[bool] = []

@@ -26,7 +26,7 @@ def num_stored(view: DiskView) -> int:
     return sum(day.num_stored for shard in view.shards for day in shard.days().values())
 
 
-def test_free_space_is_given_back_and_blocks_and_their_order_stay(tmp_path: Path) -> None:
+def test_free_space_is_given_back_and_blocks_and_their_order_stay(tmp_path):
     tier = opened(tmp_path)
     for seed in range(40):
         store(tier, blocks(seed))
@@ -47,7 +47,7 @@ def test_free_space_is_given_back_and_blocks_and_their_order_stay(tmp_path: Path
     tier.close()
 
 
-def test_pages_that_a_reader_sees_are_not_given_back(tmp_path: Path) -> None:
+def test_pages_that_a_reader_sees_are_not_given_back(tmp_path):
     tier = opened(tmp_path)
     for seed in range(20):
         store(tier, blocks(seed))
@@ -63,7 +63,7 @@ def test_pages_that_a_reader_sees_are_not_given_back(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_the_lock_file_of_a_shard_has_its_room(tmp_path: Path) -> None:
+def test_the_lock_file_of_a_shard_has_its_room(tmp_path):
     """LMDB writes into its mapping: where the disk had none left, the process ended by SIGBUS."""
     opened(tmp_path).close()
     status = (shard_path(tmp_path, 0) / "lock.mdb").stat()
@@ -72,9 +72,7 @@ def test_the_lock_file_of_a_shard_has_its_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_shard_without_room_for_its_lock_file_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_a_shard_without_room_for_its_lock_file_is_not_opened(tmp_path, monkeypatch, code):
     def fallocate(file: int, offset: int, length: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -85,7 +83,7 @@ def test_a_shard_without_room_for_its_lock_file_is_not_opened(
     opened(tmp_path).close()
 
 
-def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:
+def test_a_lowered_capacity_keeps_the_newest(tmp_path):
     tier = opened(tmp_path, capacity_bytes=4 << 20)
     for seed in range(100):
         store(tier, blocks(seed))
@@ -100,7 +98,7 @@ def test_a_lowered_capacity_keeps_the_newest(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path: Path) -> None:
+def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path):
     tier = opened(tmp_path, capacity_bytes=4 << 20)
     for seed in range(100):
         store(tier, blocks(seed))
@@ -127,7 +125,7 @@ def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path: Path) ->
     tier.close()
 
 
-def test_a_raised_capacity_is_used(tmp_path: Path) -> None:
+def test_a_raised_capacity_is_used(tmp_path):
     tier = opened(tmp_path)
     for seed in range(60):
         store(tier, blocks(seed))
@@ -138,12 +136,11 @@ def test_a_raised_capacity_is_used(tmp_path: Path) -> None:
         store(tier, blocks(seed))
     assert tier.stats().evicted == 0
     meta = read_meta(tmp_path)
-    assert meta is not None
     assert meta.map_bytes > CAPACITY
     tier.close()
 
 
-def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
+def test_a_reader_left_open_does_not_break_the_bound(tmp_path):
     """A stuck reader keeps freed pages from reuse: blocks are refused and counted, no byte more."""
     tier = opened(tmp_path)
     with tier.view() as view:
@@ -159,7 +156,7 @@ def test_a_reader_left_open_does_not_break_the_bound(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path: Path) -> None:
+def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path):
     tier = opened(tmp_path)
     store(tier, blocks(1))
     tier.close()
@@ -174,7 +171,7 @@ def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path: Path) -> None
     tier.close()
 
 
-def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them() -> None:
+def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them():
     with pytest.raises(ConfigurationError, match=r"a disk cache of 0.5 MiB .* give it \d+MiB"):
         shard_map_bytes(1 << 19, 2, 46080 * 64)
 
@@ -192,7 +189,7 @@ GIB = 1 << 30
         (2000 * GIB, 16 * GIB),
     ],
 )
-def test_the_reserve_follows_the_size_of_the_file_system(total: int, reserve: int) -> None:
+def test_the_reserve_follows_the_size_of_the_file_system(total, reserve):
     assert reserve == reserve_of(None, total)
     assert 0 == reserve_of(0, total), "a setting wins"
 
@@ -209,7 +206,7 @@ def test_the_reserve_follows_the_size_of_the_file_system(total: int, reserve: in
         (0, True, 400),
     ],
 )
-def test_what_files_may_take_has_two_borders(free: int, failed: bool, may: int) -> None:
+def test_what_files_may_take_has_two_borders(free, failed, may):
     assert may == allowed(500, 450, FileSystem(1000, free), 100, failed=failed)
 
 
@@ -224,7 +221,7 @@ class OtherDisk(Storage):
         return FileSystem(64 << 20, self.free - held)
 
 
-def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path: Path) -> None:
+def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path):
     disk = OtherDisk(tmp_path, 24 << 20)  # of which a quarter of 64 MiB is the reserve
     tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
 
@@ -262,7 +259,7 @@ class Unwilling(OtherDisk):
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-def test_a_shard_that_cannot_shrink_is_emptied(tmp_path: Path) -> None:
+def test_a_shard_that_cannot_shrink_is_emptied(tmp_path):
     disk = Unwilling(tmp_path, 40 << 20)
     tier = opened(tmp_path, storage=disk, capacity_bytes=32 << 20)
     for seed in range(600):
@@ -276,7 +273,7 @@ def test_a_shard_that_cannot_shrink_is_emptied(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_fewer_shards_are_opened_where_the_capacity_is_too_small_for_more(tmp_path: Path) -> None:
+def test_fewer_shards_are_opened_where_the_capacity_is_too_small_for_more(tmp_path):
     tier = opened(tmp_path, num_shards=4, capacity_bytes=8 << 20)
     store(tier, blocks(0))
     tier.close()

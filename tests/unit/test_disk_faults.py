@@ -92,7 +92,7 @@ def record_offset(tier: DiskTier, block: BlockId) -> int:
 
 
 @pytest.mark.parametrize("error", [io_error, disk_full, map_full, lambda: Panic("MDB_PANIC")])
-def test_the_nth_operation_fails(tmp_path: Path, error: Callable[[], Exception]) -> None:
+def test_the_nth_operation_fails(tmp_path, error):
     """For N = 1, 2, 3, ... until nothing fails: no exception, no wrong byte, usable afterwards."""
     number = 0
     while True:
@@ -123,7 +123,7 @@ def test_the_nth_operation_fails(tmp_path: Path, error: Callable[[], Exception])
 
 
 @pytest.mark.parametrize("operation", ["begin_write", "put", "commit", "begin_read", "read", "get"])
-def test_a_disk_that_always_fails_is_only_misses(tmp_path: Path, operation: str) -> None:
+def test_a_disk_that_always_fails_is_only_misses(tmp_path, operation):
     """Reads that always fail, writes that always fail: counted, and over when the fault is."""
     storage = FaultyStorage()
     tier = opened(tmp_path, storage)
@@ -140,7 +140,7 @@ def test_a_disk_that_always_fails_is_only_misses(tmp_path: Path, operation: str)
     tier.close()
 
 
-def test_every_field_of_a_record_is_guarded(tmp_path: Path) -> None:
+def test_every_field_of_a_record_is_guarded(tmp_path):
     """One changed bit anywhere in header or payload is a miss, counted, and healed by a store."""
     lying = LyingStorage()
     tier = opened(tmp_path, lying)
@@ -167,7 +167,7 @@ def test_every_field_of_a_record_is_guarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [4096, 7000])
-def test_a_torn_record_is_a_miss(tmp_path: Path, cut: int) -> None:
+def test_a_torn_record_is_a_miss(tmp_path, cut):
     lying = LyingStorage()
     tier = opened(tmp_path, lying)
     store(tier, blocks())
@@ -176,7 +176,7 @@ def test_a_torn_record_is_a_miss(tmp_path: Path, cut: int) -> None:
     tier.close()
 
 
-def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path: Path) -> None:
+def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path):
     tier = opened(tmp_path)
     ids = blocks()
     store(tier, ids)
@@ -191,7 +191,7 @@ def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path: Path) 
     tier.close()
 
 
-def test_a_torn_page_on_disk_is_a_miss(tmp_path: Path) -> None:
+def test_a_torn_page_on_disk_is_a_miss(tmp_path):
     """A page of the payload that holds zeros, as after a power cut."""
     tier = opened(tmp_path)
     ids = blocks()
@@ -205,7 +205,7 @@ def test_a_torn_page_on_disk_is_a_miss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["truncate", "delete file", "delete folder"])
-def test_a_shard_harmed_under_us_is_replaced(tmp_path: Path, harm: str) -> None:
+def test_a_shard_harmed_under_us_is_replaced(tmp_path, harm):
     """A file cut short or removed by someone else costs its blocks and nothing more."""
     tier = opened(tmp_path)
     store(tier, blocks())
@@ -225,7 +225,7 @@ def test_a_shard_harmed_under_us_is_replaced(tmp_path: Path, harm: str) -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 8192, 40_960])
-def test_a_shard_cut_while_closed_is_dropped(tmp_path: Path, nbytes: int) -> None:
+def test_a_shard_cut_while_closed_is_dropped(tmp_path, nbytes):
     tier = opened(tmp_path)
     store(tier, blocks())
     tier.close()
@@ -237,7 +237,7 @@ def test_a_shard_cut_while_closed_is_dropped(tmp_path: Path, nbytes: int) -> Non
     tier.close()
 
 
-def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path: Path) -> None:
+def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path):
     tier = opened(tmp_path)
     store(tier, blocks())
     tier.close()
@@ -248,12 +248,11 @@ def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path: Path) -> N
     tier.close()
 
 
-def test_another_format_version_is_cleared_and_counted(tmp_path: Path) -> None:
+def test_another_format_version_is_cleared_and_counted(tmp_path):
     tier = opened(tmp_path)
     store(tier, blocks())
     tier.close()
     meta = read_meta(tmp_path)
-    assert meta is not None
     assert (meta.clean, meta.num_blocks) == (True, 4)
     write_meta(tmp_path, type(meta)(FORMAT + 1, meta.num_shards, meta.map_bytes, num_blocks=4))
     tier = opened(tmp_path)
@@ -262,7 +261,7 @@ def test_another_format_version_is_cleared_and_counted(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_another_layout_is_never_served(tmp_path: Path) -> None:
+def test_another_layout_is_never_served(tmp_path):
     """The same bytes a block, differently shaped: the record says so and is a miss."""
     tier = opened(tmp_path)
     store(tier, blocks())
@@ -276,7 +275,7 @@ def test_another_layout_is_never_served(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_second_server_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
+def test_a_second_server_is_refused_and_told_of_the_first(tmp_path):
     tier = opened(tmp_path)
     with pytest.raises(DirectoryLocked, match=f"pid {os.getpid()} on "):
         opened(tmp_path)
@@ -284,13 +283,13 @@ def test_a_second_server_is_refused_and_told_of_the_first(tmp_path: Path) -> Non
     opened(tmp_path).close()
 
 
-def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="choose another --data-dir"):
         opened(tmp_path / "file" / "cache")
 
 
-def test_a_capacity_too_small_says_what_would_do(tmp_path: Path) -> None:
+def test_a_capacity_too_small_says_what_would_do(tmp_path):
     with pytest.raises(ConfigurationError, match="give it ") as refused:
         open_disk(tmp_path, LAYOUT, 100_000)
     enough = parse_size(str(refused.value).split("give it ")[1].split()[0])
@@ -312,7 +311,7 @@ class RacingStorage(Storage):
             work()
 
 
-def test_a_block_evicted_while_it_is_read_is_absent(tmp_path: Path) -> None:
+def test_a_block_evicted_while_it_is_read_is_absent(tmp_path):
     """Between index and record the pages got another block: no fault, no condemnation."""
     racing = RacingStorage()
     tier = opened(tmp_path, racing)
@@ -330,7 +329,7 @@ def test_a_block_evicted_while_it_is_read_is_absent(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_cold_blocks_are_read_past_the_page_cache(tmp_path: Path) -> None:
+def test_cold_blocks_are_read_past_the_page_cache(tmp_path):
     tier = opened(tmp_path)
     for seed in range(20):
         store(tier, blocks(seed=seed))
@@ -344,7 +343,7 @@ def test_cold_blocks_are_read_past_the_page_cache(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path: Path) -> None:
+def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path):
     storage = FaultyStorage()
     tier = opened(tmp_path, storage)
     ids = blocks(1)
@@ -358,7 +357,7 @@ def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path: Pa
     tier.close()
 
 
-def test_close_waits_for_a_reader(tmp_path: Path) -> None:
+def test_close_waits_for_a_reader(tmp_path):
     """LMDB's map must not be closed while a reader uses it."""
     racing = RacingStorage()
     tier = opened(tmp_path, racing)
@@ -384,7 +383,7 @@ class CachedOnly(Storage):
         return DataFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), None)
 
 
-def test_a_file_system_without_direct_reads_will_do(tmp_path: Path) -> None:
+def test_a_file_system_without_direct_reads_will_do(tmp_path):
     tier = opened(tmp_path, CachedOnly())
     store(tier, blocks())
     assert load(tier, blocks()) == Loaded(4, None)
@@ -403,7 +402,7 @@ def write_beyond_the_limit(root: Path) -> None:
     assert load(tier, blocks()) == Loaded(4, None)
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_disk_that_is_really_full(tmp_path):
     """The system itself refuses to let the file grow: counted, and served from what is there."""
     assert in_child(write_beyond_the_limit, tmp_path) == 0
     tier = opened(tmp_path)
@@ -413,9 +412,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_directory_that_turns_read_only_is_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_turns_read_only_is_counted(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     storage = FaultyStorage(error=lambda: OSError(30, "Read-only file system"))
     tier = opened(tmp_path, storage)
@@ -438,7 +435,7 @@ def test_a_directory_that_turns_read_only_is_counted(
     tier.close()
 
 
-def test_a_capacity_beyond_the_address_space_names_its_option(tmp_path: Path) -> None:
+def test_a_capacity_beyond_the_address_space_names_its_option(tmp_path):
     with pytest.raises(ConfigurationError, match="Cannot allocate memory; lower --disk-cache"):
         open_disk(tmp_path, LAYOUT, 1 << 50)
     with pytest.raises(ConfigurationError, match="Invalid argument; mend that, or move"):
@@ -447,9 +444,7 @@ def test_a_capacity_beyond_the_address_space_names_its_option(tmp_path: Path) ->
         )
 
 
-def test_a_full_disk_is_said_where_lmdb_says_input_output_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_said_where_lmdb_says_input_output_error(tmp_path, monkeypatch, caplog):
     storage = FaultyStorage()
     tier = opened(tmp_path, storage)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 4096))
@@ -467,9 +462,7 @@ def failing(tier: DiskTier) -> set[str]:
     return {shard.failing for shard in tier.stats().shards}
 
 
-def test_a_folder_on_a_failed_disk_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_on_a_failed_disk_is_closed(tmp_path, monkeypatch):
     """A read-only file system also refuses to empty the file of the lock."""
     lock = DirectoryLock(tmp_path)
     with (tmp_path / LOCK_NAME).open() as read_only:

@@ -107,7 +107,7 @@ def harm(tier_root: Path, block: BlockId) -> None:
         file.write(bytes([byte ^ 0x40]))
 
 
-def test_a_view_lists_what_was_stored(tier: DiskTier) -> None:
+def test_a_view_lists_what_was_stored(tier):
     ids = blocks() + blocks(1, scope=OTHER)
     store(tier, ids)
     with tier.view() as view:
@@ -128,7 +128,7 @@ def test_a_view_lists_what_was_stored(tier: DiskTier) -> None:
         assert f"pid {os.getpid()}" in summary.server
 
 
-def test_accounts_are_kept_by_scope(tier: DiskTier) -> None:
+def test_accounts_are_kept_by_scope(tier):
     store(tier, blocks())
     store(tier, blocks(1, count=2, scope=OTHER))
     tier.discard([blocks()[0].key])
@@ -161,7 +161,7 @@ assert "torch" not in sys.modules, "a look into a folder must not load torch"
 """
 
 
-def test_another_process_reads_and_writes_beside_the_server(tier: DiskTier) -> None:
+def test_another_process_reads_and_writes_beside_the_server(tier):
     """A command line lists, verifies and evicts while the server is open; the server sees it."""
     store(tier, blocks())
     store(tier, blocks(1, scope=OTHER))
@@ -179,7 +179,7 @@ def test_another_process_reads_and_writes_beside_the_server(tier: DiskTier) -> N
     assert tier.stats().num_blocks == 8
 
 
-def test_verify_finds_and_repairs(tmp_path: Path) -> None:
+def test_verify_finds_and_repairs(tmp_path):
     tier = opened(tmp_path)
     ids = blocks()
     store(tier, ids)
@@ -199,7 +199,7 @@ def test_verify_finds_and_repairs(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_purge_removes_a_scope_from_every_shard(tmp_path: Path) -> None:
+def test_purge_removes_a_scope_from_every_shard(tmp_path):
     tier = opened(tmp_path, capacity_bytes=3 * CAPACITY, num_shards=3)
     for seed in range(4):
         store(tier, blocks(seed))
@@ -213,7 +213,7 @@ def test_purge_removes_a_scope_from_every_shard(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_remove_takes_the_oldest_first_and_no_more_than_asked(tier: DiskTier) -> None:
+def test_remove_takes_the_oldest_first_and_no_more_than_asked(tier):
     for seed in range(4):
         store(tier, blocks(seed))
     with tier.view() as view:
@@ -223,7 +223,7 @@ def test_remove_takes_the_oldest_first_and_no_more_than_asked(tier: DiskTier) ->
     assert tier.probe(blocks(0)) < 4
 
 
-def test_the_order_of_eviction_survives_a_restart(tmp_path: Path) -> None:
+def test_the_order_of_eviction_survives_a_restart(tmp_path):
     """A block that is hit now and then stays."""
     tier = opened(tmp_path)
     store(tier, blocks(0))
@@ -238,7 +238,7 @@ def test_the_order_of_eviction_survives_a_restart(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_prefix_outlives_what_follows_it(tier: DiskTier) -> None:
+def test_a_prefix_outlives_what_follows_it(tier):
     """Of one run, the tail is evicted before the head, so that what is left can be reached."""
     ids = blocks(0, count=16)
     store(tier, ids)
@@ -253,7 +253,7 @@ def test_a_prefix_outlives_what_follows_it(tier: DiskTier) -> None:
     assert tier.probe(ids) == sum(held)
 
 
-def test_idle_blocks_expire(tmp_path: Path) -> None:
+def test_idle_blocks_expire(tmp_path):
     clock = Clock()
     tier = opened(tmp_path, clock, idle_ttl_s=3600)
     store(tier, blocks(0))
@@ -268,7 +268,7 @@ def test_idle_blocks_expire(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_the_write_budget_is_a_day_s(tmp_path: Path) -> None:
+def test_the_write_budget_is_a_day_s(tmp_path):
     clock = Clock()
     tier = opened(tmp_path, clock, write_budget_bytes=100_000)
     refused = [key for seed in range(8) for key in store(tier, blocks(seed))]
@@ -281,7 +281,7 @@ def test_the_write_budget_is_a_day_s(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_wear_is_counted_by_day(tmp_path: Path) -> None:
+def test_wear_is_counted_by_day(tmp_path):
     clock = Clock()
     tier = opened(tmp_path, clock)
     store(tier, blocks(0))
@@ -298,12 +298,12 @@ def test_wear_is_counted_by_day(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_folder_without_a_tier_says_so(tmp_path: Path) -> None:
+def test_a_folder_without_a_tier_says_so(tmp_path):
     with pytest.raises(ConfigurationError, match="there is no disk cache in"), open_view(tmp_path):
         pass
 
 
-def test_records_lie_side_by_side_and_are_read_by_offset(tier: DiskTier) -> None:
+def test_records_lie_side_by_side_and_are_read_by_offset(tier):
     """Every record has an extent, and neighbours of a prefix are neighbours on the disk."""
     store(tier, blocks(0, count=16))
     with tier.view() as view:
@@ -315,9 +315,7 @@ def test_records_lie_side_by_side_and_are_read_by_offset(tier: DiskTier) -> None
     assert load(tier, blocks(0, count=16)) == 16
 
 
-def test_a_record_without_an_extent_is_read_through_lmdb(
-    tier: DiskTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_without_an_extent_is_read_through_lmdb(tier, monkeypatch):
     """Should LMDB's page layout change, the offset is unknown and the value is fetched instead."""
     monkeypatch.setattr("tiers.disk.transaction._OVERFLOW", 0x8000)
     store(tier, blocks())
@@ -328,7 +326,7 @@ def test_a_record_without_an_extent_is_read_through_lmdb(
     assert load(tier, blocks()) == 4
 
 
-def test_opening_reads_no_blocks(tmp_path: Path) -> None:
+def test_opening_reads_no_blocks(tmp_path):
     """Start-up does not scan: the storage operations of an open do not grow with the blocks."""
     counts = []
     for num_chains in (1, 50):
@@ -349,7 +347,7 @@ def test_opening_reads_no_blocks(tmp_path: Path) -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_folder_of_another_format_is_not_looked_into(tier: DiskTier, tmp_path: Path) -> None:
+def test_a_folder_of_another_format_is_not_looked_into(tier, tmp_path):
     meta = tmp_path / "disk" / "disk.json"
     meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
     with (
@@ -359,9 +357,7 @@ def test_a_folder_of_another_format_is_not_looked_into(tier: DiskTier, tmp_path:
         pass
 
 
-def test_blocks_of_another_size_are_announced_once_and_not_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_of_another_size_are_announced_once_and_not_served(tmp_path, caplog):
     tier = opened(tmp_path)
     store(tier, blocks())
     tier.close()

@@ -24,7 +24,7 @@ GB = 1e-9  # seconds a GB, as seconds a byte
 BUSY = DiskRates(read_s=0.1 * GB, expand_s=1.2 * GB, saved=0.3, compute_s=0.4 * GB)
 
 
-def test_records_stay_uncompressed_where_expanding_is_slower_than_the_disk() -> None:
+def test_records_stay_uncompressed_where_expanding_is_slower_than_the_disk():
     """A GB takes 0.3 s to expand with four readers and 0.1 to read whole; the hits lost are 0.3 of
     0.4 - 0.1."""
     assert BUSY.favour_raw(4)
@@ -33,18 +33,18 @@ def test_records_stay_uncompressed_where_expanding_is_slower_than_the_disk() -> 
     assert not BUSY._replace(read_s=0.5 * GB).favour_raw(4)  # the disk is slower than the codec
 
 
-def test_where_computing_takes_long_room_is_worth_more_than_speed() -> None:
+def test_where_computing_takes_long_room_is_worth_more_than_speed():
     assert not BUSY._replace(compute_s=1.0 * GB).favour_raw(4)
     assert not BUSY._replace(compute_s=100 * GB).favour_raw(4)
 
 
 @pytest.mark.parametrize("unknown", DiskRates._fields)
-def test_until_all_is_measured_records_are_compressed(unknown: str) -> None:
+def test_until_all_is_measured_records_are_compressed(unknown):
     assert not BUSY._replace(**{unknown: 0.0}).favour_raw(4)
 
 
 @pytest.mark.parametrize("saved", [0.02, 0.15, 0.31, 0.5])
-def test_raw_never_costs_more_than_the_lost_room_could_have_served(saved: float) -> None:
+def test_raw_never_costs_more_than_the_lost_room_could_have_served(saved):
     """For every set of rates on a grid: where raw is chosen, a hit and its share of misses take
     less time than compressed hits, although the share `saved` of them is computed."""
     chosen = 0
@@ -60,7 +60,7 @@ def test_raw_never_costs_more_than_the_lost_room_could_have_served(saved: float)
     assert chosen
 
 
-def test_rates_that_vary_change_the_choice_once_and_not_with_each_count() -> None:
+def test_rates_that_vary_change_the_choice_once_and_not_with_each_count():
     """A slow drift of the processors' speed, with noise of a tenth on each count."""
     dice, meter, changes = random.Random(1), RateMeter(4), [False]
     for number in range(4000):
@@ -84,7 +84,7 @@ class ManualTime:
         return self.now_s
 
 
-def test_reads_at_the_same_time_share_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_at_the_same_time_share_their_seconds(monkeypatch):
     clock = ManualTime()
     monkeypatch.setattr(rates, "time", clock)
     monkeypatch.setattr(rates, "MEASURED_BYTES", 400)
@@ -122,9 +122,7 @@ def stored(tier: DiskTier, seed: int) -> list[CodecId]:
     return [found[block.key] for block in ids]
 
 
-def test_a_tier_measures_itself_and_changes_its_mind_both_ways(
-    tier: DiskTier, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tier_measures_itself_and_changes_its_mind_both_ways(tier, caplog):
     caplog.set_level("INFO")
     assert {CodecId.PLANES16} == set(stored(tier, 0))
     measured = tier._rates._rates
@@ -141,14 +139,14 @@ def test_a_tier_measures_itself_and_changes_its_mind_both_ways(
     assert ["uncompressed", "compressed"] == [line.split(";")[0].split()[-1] for line in said]
 
 
-def test_a_budget_of_written_bytes_keeps_records_compressed(tmp_path: Path) -> None:
+def test_a_budget_of_written_bytes_keeps_records_compressed(tmp_path):
     settings = DiskSettings(write_budget_bytes=1 << 30)
     with closing(open_disk(tmp_path, LAYOUT, 8 << 20, settings=settings, check_s=60)) as tier:
         tier._rates._rates, tier._rates.compute_s = BUSY, BUSY.compute_s
         assert {CodecId.PLANES16} == set(stored(tier, 0))
 
 
-def test_many_threads_measure_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_threads_measure_at_once(monkeypatch):
     monkeypatch.setattr(rates, "MEASURED_BYTES", 1000)
     meter = RateMeter(4)
 

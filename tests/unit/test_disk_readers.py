@@ -25,21 +25,17 @@ Load = Callable[[Sequence[BlockId], Sequence[Frame]], Loaded]
 
 
 @pytest.mark.parametrize(("cpus", "expected"), [(1, 2), (2, 2), (8, 2), (16, 4), (192, 4)])
-def test_four_read_a_disk_on_a_quarter_of_the_processors(cpus: int, expected: int) -> None:
+def test_four_read_a_disk_on_a_quarter_of_the_processors(cpus, expected):
     assert expected == readers_for(num_cpus=cpus)
 
 
 @pytest.mark.parametrize(("cpus", "expected"), [(1, 2), (8, 4), (16, 8), (192, 8)])
-def test_eight_read_a_disk_on_half_of_the_processors_where_a_gpu_computes(
-    cpus: int, expected: int
-) -> None:
+def test_eight_read_a_disk_on_half_of_the_processors_where_a_gpu_computes(cpus, expected):
     assert expected == readers_for(computes_elsewhere=True, num_cpus=cpus)
 
 
 @pytest.mark.parametrize(("elsewhere", "expected"), [(False, 4), (True, 8)])
-def test_a_tier_has_as_many_and_measures_for_them(
-    elsewhere: bool, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tier_has_as_many_and_measures_for_them(elsewhere, expected, tmp_path, monkeypatch):
     """On 16 processors."""
     machine = type("Machine", (), {"sched_getaffinity": lambda _: [0] * 16})
     monkeypatch.setattr(readers, "os", machine)
@@ -52,7 +48,7 @@ def test_a_tier_has_as_many_and_measures_for_them(
         assert [expected, expected] == [tier.num_readers, tier._rates.num_readers]
 
 
-def test_a_node_is_beside_an_engine_that_computes_elsewhere(tmp_path: Path) -> None:
+def test_a_node_is_beside_an_engine_that_computes_elsewhere(tmp_path):
     settings = NodeSettings(
         socket=tmp_path / "socket", host_bytes=1 << 20, disk_dir=tmp_path, disk_bytes=64 << 20
     )
@@ -60,7 +56,7 @@ def test_a_node_is_beside_an_engine_that_computes_elsewhere(tmp_path: Path) -> N
         assert isinstance(below, DiskTier) and below.settings.computes_elsewhere
 
 
-def test_as_many_threads_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_threads_read_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(
         readers, "os", type("Machine", (), {"sched_getaffinity": lambda _: [0] * 64})
     )

@@ -3,7 +3,6 @@
 import os
 import pickle
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -96,7 +95,7 @@ def tear(root: Path) -> None:
     data_file(root).write_bytes(data)
 
 
-def test_a_shard_too_large_to_check_at_once_is_served_meanwhile(filled: Path) -> None:
+def test_a_shard_too_large_to_check_at_once_is_served_meanwhile(filled):
     """Every block is served during the check, new ones are refused, and then all is as before."""
     tier = opened(filled, check_s=0)
     assert tier.stats().shards[0].checking
@@ -111,9 +110,7 @@ def test_a_shard_too_large_to_check_at_once_is_served_meanwhile(filled: Path) ->
     tier.close()
 
 
-def test_what_is_stored_during_a_check_is_refused_and_said(
-    filled: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_stored_during_a_check_is_refused_and_said(filled, monkeypatch):
     monkeypatch.setattr(ShardCheck, "poll", lambda check: None)
     tier = opened(filled, check_s=0)
     assert store(tier, 10) == [block.key for block in blocks(10)]
@@ -125,7 +122,7 @@ def test_what_is_stored_during_a_check_is_refused_and_said(
     tier.close()
 
 
-def test_a_broken_shard_is_given_up_when_its_check_ends(filled: Path) -> None:
+def test_a_broken_shard_is_given_up_when_its_check_ends(filled):
     """Until then nothing is found in it; then it is empty, counted, and takes blocks."""
     tear(filled)
     tier = opened(filled, check_s=0)
@@ -137,7 +134,7 @@ def test_a_broken_shard_is_given_up_when_its_check_ends(filled: Path) -> None:
     tier.close()
 
 
-def test_a_check_that_finds_much_ends_all_the_same(filled: Path) -> None:
+def test_a_check_that_finds_much_ends_all_the_same(filled):
     """The child has more to say than a pipe holds, 64 KiB."""
     with lmdb.open(str(filled / "shard-000"), map_size=CAPACITY, max_dbs=8) as env:
         order = env.open_db(b"order", create=False)
@@ -154,7 +151,7 @@ def test_a_check_that_finds_much_ends_all_the_same(filled: Path) -> None:
     tier.close()
 
 
-def test_closing_does_not_wait_for_a_check(filled: Path) -> None:
+def test_closing_does_not_wait_for_a_check(filled):
     tier = opened(filled, check_s=0)
     tier.close()
     tier = opened(filled)
@@ -167,9 +164,7 @@ def test_closing_does_not_wait_for_a_check(filled: Path) -> None:
     [lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.PageFullError, lmdb.PanicError],
 )
 @pytest.mark.parametrize("operation", ["get", "put", "commit", "begin_write", "delete"])
-def test_an_error_of_lmdb_in_a_sound_shard_costs_no_block(
-    filled: Path, operation: str, error: Callable[[str], Exception]
-) -> None:
+def test_an_error_of_lmdb_in_a_sound_shard_costs_no_block(filled, operation, error):
     """The shard is checked, found sound and opened again."""
     storage = FaultyStorage(error=lambda: error("MDB"))
     tier = opened(filled, storage)
@@ -185,7 +180,7 @@ def test_an_error_of_lmdb_in_a_sound_shard_costs_no_block(
     tier.close()
 
 
-def test_a_shard_that_fails_again_and_again_is_replaced(filled: Path) -> None:
+def test_a_shard_that_fails_again_and_again_is_replaced(filled):
     """A check that finds nothing does not keep a tier from storing for good."""
     storage = FaultyStorage(error=lambda: lmdb.PageFullError("MDB_PAGE_FULL"))
     tier = opened(filled, storage)
@@ -197,7 +192,7 @@ def test_a_shard_that_fails_again_and_again_is_replaced(filled: Path) -> None:
     tier.close()
 
 
-def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled: Path) -> None:
+def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled):
     """Index pages that turn bad while they are mapped: misses, then an empty shard."""
     storage = FaultyStorage(error=lambda: lmdb.CorruptedError("MDB_CORRUPTED"))
     tier = opened(filled, storage)
@@ -211,7 +206,7 @@ def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled: Path
     tier.close()
 
 
-def test_a_record_whose_page_header_is_gone_can_be_evicted(filled: Path) -> None:
+def test_a_record_whose_page_header_is_gone_can_be_evicted(filled):
     """LMDB frees as many pages as that header says."""
     data = bytearray(data_file(filled).read_bytes())
     for at in pages_of(data, 0x04):
@@ -227,7 +222,7 @@ def test_a_record_whose_page_header_is_gone_can_be_evicted(filled: Path) -> None
     assert check_shard(filled / "shard-000", CAPACITY).problem is None
 
 
-def test_one_torn_page_of_the_last_commit_costs_that_commit(filled: Path) -> None:
+def test_one_torn_page_of_the_last_commit_costs_that_commit(filled):
     """The previous state remains, which LMDB keeps until two commits later."""
     tier = opened(filled)
     store(tier, 10)
@@ -260,7 +255,7 @@ def contradict(root: Path) -> None:
     data_file(root).write_bytes(data.replace(entry.pack(), wrong.pack()))
 
 
-def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
+def test_entries_that_contradict_each_other_are_taken_out(filled):
     """A wrong place in the index costs its block; the others and all accounts stay."""
     contradict(filled)
     tier = opened(filled)
@@ -275,7 +270,7 @@ def test_entries_that_contradict_each_other_are_taken_out(filled: Path) -> None:
 
 
 @pytest.mark.parametrize("operation", ["delete", "put", "commit"])
-def test_a_shard_without_room_for_its_repair_is_replaced(filled: Path, operation: str) -> None:
+def test_a_shard_without_room_for_its_repair_is_replaced(filled, operation):
     """LMDB writes changed pages to new places, and a full map has no free ones."""
     contradict(filled)
     storage = FaultyStorage(1, operations=[operation], error=map_full)
@@ -288,7 +283,7 @@ def test_a_shard_without_room_for_its_repair_is_replaced(filled: Path, operation
     tier.close()
 
 
-def test_a_list_of_free_pages_may_have_several_levels(filled: Path) -> None:
+def test_a_list_of_free_pages_may_have_several_levels(filled):
     """A long reader keeps every commit's pages on the list, whose keys are integers."""
     room = 16 << 20
     env = lmdb.open(str(data_file(filled).parent), max_dbs=8, map_size=room, sync=False)
@@ -309,7 +304,7 @@ def test_a_list_of_free_pages_may_have_several_levels(filled: Path) -> None:
     )
 
 
-def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled: Path) -> None:
+def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled):
     tear(filled)
     with (
         pytest.raises(ConfigurationError, match=r"is damaged: .*verify --repair"),
@@ -323,7 +318,7 @@ def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled: Path) ->
     assert repair_folder(filled) == []
 
 
-def test_repair_leaves_a_folder_to_its_server(filled: Path) -> None:
+def test_repair_leaves_a_folder_to_its_server(filled):
     tier = opened(filled)
     assert repair_folder(filled) == []
     tier.close()

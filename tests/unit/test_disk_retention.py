@@ -60,7 +60,7 @@ def scan(tier: DiskTier, frames: list[Frame], num_chains: int, first: int = 1000
         store(tier, frames, SCAN, seed)
 
 
-def test_a_scan_leaves_a_tenant_its_share_of_the_disk(tmp_path: Path, frames: list[Frame]) -> None:
+def test_a_scan_leaves_a_tenant_its_share_of_the_disk(tmp_path, frames):
     tier = open_tier(tmp_path, quota=0.4)
     mine = [store(tier, frames, ACME, seed) for seed in range(4)]
     used, share = tier.quotas()[ACME.root()]
@@ -72,7 +72,7 @@ def test_a_scan_leaves_a_tenant_its_share_of_the_disk(tmp_path: Path, frames: li
     tier.close()
 
 
-def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path: Path, frames: list[Frame]) -> None:
+def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path, frames):
     tier = open_tier(tmp_path, quota=0.4)
     for seed in range(60):
         store(tier, frames, ACME, seed)
@@ -85,7 +85,7 @@ def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path: Path, frames: lis
     tier.close()
 
 
-def test_what_each_group_has_is_counted_again_at_start(tmp_path: Path, frames: list[Frame]) -> None:
+def test_what_each_group_has_is_counted_again_at_start(tmp_path, frames):
     tier = open_tier(tmp_path, quota=0.4)
     store(tier, frames, ACME, 1)
     scan(tier, frames, 2)
@@ -99,9 +99,7 @@ def test_what_each_group_has_is_counted_again_at_start(tmp_path: Path, frames: l
     tier.close()
 
 
-def test_what_was_read_leaves_first_where_the_tier_moves(
-    tmp_path: Path, frames: list[Frame]
-) -> None:
+def test_what_was_read_leaves_first_where_the_tier_moves(tmp_path, frames):
     tier = open_tier(tmp_path, settings=DiskSettings(moves=True))
     scan(tier, frames, 60)  # the old end has room for sequences before it
     read, other = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)
@@ -111,9 +109,7 @@ def test_what_was_read_leaves_first_where_the_tier_moves(
     tier.close()
 
 
-def test_what_the_tiers_above_gave_up_was_used_until_then(
-    tmp_path: Path, frames: list[Frame]
-) -> None:
+def test_what_the_tiers_above_gave_up_was_used_until_then(tmp_path, frames):
     tier = open_tier(tmp_path)
     old, other = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)
     tier.demoted([block.key for block in reversed(old)], [0.0] * 8)
@@ -125,9 +121,7 @@ def test_what_the_tiers_above_gave_up_was_used_until_then(
     tier.close()
 
 
-def test_what_the_tiers_above_gave_up_is_no_longer_first(
-    tmp_path: Path, frames: list[Frame]
-) -> None:
+def test_what_the_tiers_above_gave_up_is_no_longer_first(tmp_path, frames):
     tier = open_tier(tmp_path, settings=DiskSettings(moves=True))
     scan(tier, frames, 60)
     read = store(tier, frames, ACME, 1)
@@ -138,9 +132,7 @@ def test_what_the_tiers_above_gave_up_is_no_longer_first(
     tier.close()
 
 
-def test_of_what_was_read_the_tail_leaves_before_the_head(
-    tmp_path: Path, frames: list[Frame]
-) -> None:
+def test_of_what_was_read_the_tail_leaves_before_the_head(tmp_path, frames):
     tier = open_tier(tmp_path, settings=DiskSettings(moves=True))
     scan(tier, frames, 60)
     read = store(tier, frames, ACME, 1)
@@ -156,7 +148,7 @@ def test_of_what_was_read_the_tail_leaves_before_the_head(
     tier.close()
 
 
-def test_idle_blocks_leave_and_pinned_ones_stay(tmp_path: Path, frames: list[Frame]) -> None:
+def test_idle_blocks_leave_and_pinned_ones_stay(tmp_path, frames):
     clock = Clock()
     tier = open_tier(tmp_path, settings=DiskSettings(idle_ttl_s=100), clock=clock)
     idle, pinned = store(tier, frames, ACME, 1), store(tier, frames, ACME, 2)

@@ -94,9 +94,7 @@ class SmallDisk:
 
 @pytest.mark.parametrize("layout", [SMALL, LARGE])
 @pytest.mark.parametrize("moves", [False, True])
-def test_many_hits_between_stores_fill_no_map(
-    tmp_path: Path, layout: BlockLayout, moves: bool
-) -> None:
+def test_many_hits_between_stores_fill_no_map(tmp_path, layout, moves):
     disk = SmallDisk(tmp_path, layout, 4_000_000, moves=moves)
     disk.fill_up()
     held = disk.tier.stats().num_blocks
@@ -109,7 +107,7 @@ def test_many_hits_between_stores_fill_no_map(
     disk.tier.close()
 
 
-def test_blocks_go_by_request_from_a_full_disk(tmp_path: Path) -> None:
+def test_blocks_go_by_request_from_a_full_disk(tmp_path):
     disk = SmallDisk(tmp_path, SMALL, 4_000_000)
     disk.fill_up()
     held = disk.tier.stats().num_blocks

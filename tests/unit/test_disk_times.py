@@ -40,7 +40,7 @@ def cache_over(disk: DiskTier) -> TieredCache:
     return cache
 
 
-def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path: Path) -> None:
+def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path):
     disk = open_disk(tmp_path, SMALL, 4 << 20, check_s=60)
     cache = cache_over(disk)
     serve(cache, CHAIN)
@@ -56,7 +56,7 @@ def test_a_flush_at_shutdown_keeps_the_true_times(tmp_path: Path) -> None:
     assert len(times(tmp_path)) == NUM_BLOCKS
 
 
-def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path: Path) -> None:
+def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path):
     clock = Clock()
     disk = open_disk(tmp_path, SMALL, 4 << 20, clock=clock, check_s=60)
     cache = cache_over(disk)
@@ -81,7 +81,7 @@ def test_age_goes_on_after_a_promotion_and_the_next_demotion(tmp_path: Path) -> 
     assert len(times(tmp_path)) == NUM_BLOCKS
 
 
-def test_what_memory_gives_up_was_used_when_it_was(tmp_path: Path) -> None:
+def test_what_memory_gives_up_was_used_when_it_was(tmp_path):
     clock = Clock()
     tier = opened(tmp_path, clock)
     store_now(tier, blocks(0))
@@ -91,7 +91,7 @@ def test_what_memory_gives_up_was_used_when_it_was(tmp_path: Path) -> None:
     assert {used_s for _, used_s in times(tmp_path)} == {int(clock.now_s) - HOUR}
 
 
-def test_a_pinned_block_that_is_passed_over_was_not_used(tmp_path: Path) -> None:
+def test_a_pinned_block_that_is_passed_over_was_not_used(tmp_path):
     clock = Clock()
     began_s = int(clock.now_s)
     tier = opened(tmp_path, clock)
@@ -104,7 +104,7 @@ def test_a_pinned_block_that_is_passed_over_was_not_used(tmp_path: Path) -> None
     assert sorted(used_s for _, used_s in times(tmp_path))[:4] == [began_s] * 4
 
 
-def test_idle_blocks_expire_by_their_last_use_also_behind_others(tmp_path: Path) -> None:
+def test_idle_blocks_expire_by_their_last_use_also_behind_others(tmp_path):
     clock = Clock()
     tier = opened(tmp_path, clock, idle_ttl_s=HOUR)
     store_now(tier, blocks(0))
@@ -118,7 +118,7 @@ def test_idle_blocks_expire_by_their_last_use_also_behind_others(tmp_path: Path)
 
 
 @pytest.mark.parametrize("jump_s", [YEAR, -YEAR])
-def test_a_clock_that_jumps_between_two_runs(tmp_path: Path, jump_s: int) -> None:
+def test_a_clock_that_jumps_between_two_runs(tmp_path, jump_s):
     """Nothing expires at once, and unused blocks expire a ttl later."""
     clock = Clock()
     tier = opened(tmp_path, clock, idle_ttl_s=HOUR)

@@ -89,7 +89,7 @@ def tier(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DiskTier]:
         yield tier
 
 
-def test_each_part_is_read_alone_and_a_missing_one_ends_the_run(tier: DiskTier) -> None:
+def test_each_part_is_read_alone_and_a_missing_one_ends_the_run(tier):
     ids = blocks()
     assert [] == store(tier, ids)
     assert [True] * 4 == tier.have_windows(ids)
@@ -106,7 +106,7 @@ def test_each_part_is_read_alone_and_a_missing_one_ends_the_run(tier: DiskTier) 
     assert not tier.stats().faults
 
 
-def test_a_block_that_is_held_gets_its_window_back(tier: DiskTier) -> None:
+def test_a_block_that_is_held_gets_its_window_back(tier):
     ids = blocks()
     store(tier, ids)
     tier.discard(windows_of(ids))
@@ -117,7 +117,7 @@ def test_a_block_that_is_held_gets_its_window_back(tier: DiskTier) -> None:
     assert 4 == tier.stats().stored
 
 
-def test_windows_that_no_use_needs_leave_before_their_blocks(tmp_path: Path) -> None:
+def test_windows_that_no_use_needs_leave_before_their_blocks(tmp_path):
     with closing(opened(tmp_path / "disk")) as tier:
         ids, ended = blocks(count=8), blocks(seed=1, count=8)
         store(tier, ids)
@@ -138,7 +138,7 @@ def test_windows_that_no_use_needs_leave_before_their_blocks(tmp_path: Path) -> 
     sound(tmp_path / "disk")
 
 
-def test_a_kept_block_keeps_its_window(tmp_path: Path) -> None:
+def test_a_kept_block_keeps_its_window(tmp_path):
     with closing(opened(tmp_path / "disk")) as tier:
         ids = blocks()
         store(tier, ids)
@@ -148,7 +148,7 @@ def test_a_kept_block_keeps_its_window(tmp_path: Path) -> None:
         assert 4 == load(tier, ids, *[WHOLE] * 4).num_blocks
 
 
-def test_what_removes_a_block_removes_its_window(tier: DiskTier) -> None:
+def test_what_removes_a_block_removes_its_window(tier):
     ids = blocks()
     for gone in (lambda: tier.discard(keys_of(ids)), lambda: tier.purge([SCOPE.root()])):
         store(tier, ids)
@@ -161,7 +161,7 @@ def test_what_removes_a_block_removes_its_window(tier: DiskTier) -> None:
         assert 0 == tier.stats().logical_bytes
 
 
-def test_commands_count_a_block_once_with_all_its_bytes(tmp_path: Path) -> None:
+def test_commands_count_a_block_once_with_all_its_bytes(tmp_path):
     root = tmp_path / "disk"
     with closing(opened(root)) as tier:
         store(tier, blocks())
@@ -182,7 +182,7 @@ def test_commands_count_a_block_once_with_all_its_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["compact", "restart", "crash"])
-def test_parts_survive_a_rewrite_and_a_restart(how: str, tmp_path: Path) -> None:
+def test_parts_survive_a_rewrite_and_a_restart(how, tmp_path):
     root = tmp_path / "disk"
     ids = blocks()
     tier = opened(root)
@@ -202,7 +202,7 @@ def test_parts_survive_a_rewrite_and_a_restart(how: str, tmp_path: Path) -> None
         assert not tier.stats().faults
 
 
-def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path: Path) -> None:
+def test_a_store_below_gets_whole_records_or_what_there_is(tmp_path):
     objects, ids = Objects(), blocks()
 
     def server(name: str) -> StackedTier:
@@ -232,7 +232,7 @@ def take_filled(ids: Sequence[BlockId]) -> list[Frame]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_long_life_serves_no_wrong_byte(seed: int, tmp_path: Path) -> None:
+def test_a_long_life_serves_no_wrong_byte(seed, tmp_path):
     """Random stores, loads, losses and restarts; every byte is compared, counts are conserved."""
     chance = random.Random(seed)
     tier, served = opened(tmp_path, capacity=2 * CAPACITY), 0

@@ -47,13 +47,13 @@ def fill_up(tier: DiskTier, first: int = 1000) -> None:
         store(tier, blocks(seed))
 
 
-def test_what_is_stored_again_is_the_last_to_leave(tier: DiskTier) -> None:
+def test_what_is_stored_again_is_the_last_to_leave(tier):
     for seed in (0, 1, 0):
         store(tier, blocks(seed))
     assert oldest_first(tier) == keys(blocks(1))[::-1] + keys(blocks(0))[::-1]
 
 
-def test_after_a_collision_the_block_stored_last_stays(tier: DiskTier) -> None:
+def test_after_a_collision_the_block_stored_last_stays(tier):
     ids = blocks()
     store(tier, ids)
     other = ids[1]._replace(content=b"image")
@@ -63,7 +63,7 @@ def test_after_a_collision_the_block_stored_last_stays(tier: DiskTier) -> None:
     assert agrees(tier)
 
 
-def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path: Path) -> None:
+def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path):
     storage = FaultyStorage()
     shares = QuotaShares(1000, {ACME.root(): 400})
     tier = open_disk(tmp_path, LAYOUT, CAPACITY, shares=shares, storage=storage)
@@ -77,7 +77,7 @@ def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path: Path) 
     tier.close()
 
 
-def test_a_panic_keeps_what_was_on_disk(tmp_path: Path) -> None:
+def test_a_panic_keeps_what_was_on_disk(tmp_path):
     storage = FaultyStorage(error=lambda: Panic("MDB_PANIC"))
     tier = open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage)
     store(tier, blocks(0))
@@ -88,7 +88,7 @@ def test_a_panic_keeps_what_was_on_disk(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path: Path) -> None:
+def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path):
     storage = FaultyStorage(error=map_full)
     tier = open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage)
     fill_up(tier)
@@ -105,7 +105,7 @@ def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path: 
     tier.close()
 
 
-def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path: Path) -> None:
+def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path):
     tier = opened(tmp_path, moves=True)
     store(tier, blocks(0))
     assert load(tier, blocks(0)) == 4
@@ -115,7 +115,7 @@ def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path: Pat
     tier.close()
 
 
-def test_room_is_found_behind_many_pinned_blocks(tier: DiskTier) -> None:
+def test_room_is_found_behind_many_pinned_blocks(tier):
     pinned = [key for seed in range(17) for key in keys(blocks(seed))]
     for seed in range(17):
         store(tier, blocks(seed))
@@ -126,7 +126,7 @@ def test_room_is_found_behind_many_pinned_blocks(tier: DiskTier) -> None:
     assert all(tier.held(pinned))
 
 
-def test_a_store_is_refused_where_all_is_pinned(tier: DiskTier) -> None:
+def test_a_store_is_refused_where_all_is_pinned(tier):
     fill_up(tier)
     held = oldest_first(tier)
     tier.keep(held)
@@ -134,7 +134,7 @@ def test_a_store_is_refused_where_all_is_pinned(tier: DiskTier) -> None:
     assert sorted(oldest_first(tier)) == sorted(held)
 
 
-def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path: Path) -> None:
+def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path):
     clock = Clock()
     tier = opened(tmp_path, clock)
     store(tier, blocks(0))
@@ -152,7 +152,7 @@ def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path: Path) -
     tier.close()
 
 
-def test_shards_are_written_side_by_side_and_fail_alone(tmp_path: Path) -> None:
+def test_shards_are_written_side_by_side_and_fail_alone(tmp_path):
     """Blocks of a shard whose writes fail are refused; those of the others are stored."""
 
     class OneBadShard(Storage):

@@ -36,7 +36,7 @@ def size(lazy: LazyMemory) -> int:
     return resident_bytes(lazy.memory.ctypes.data, lazy.memory.nbytes)
 
 
-def test_it_is_taken_while_the_block_runs() -> None:
+def test_it_is_taken_while_the_block_runs():
     with taken_early(5 * MIB) as taken:
         until(lambda: 5 * MIB == taken.num_touched)
     assert 5 * MIB == size(taken)
@@ -44,9 +44,7 @@ def test_it_is_taken_while_the_block_runs() -> None:
     assert 0 == size(taken) == taken.num_touched
 
 
-def test_it_becomes_that_of_the_tiers_and_the_rest_is_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_becomes_that_of_the_tiers_and_the_rest_is_given_back(monkeypatch):
     with taken_early(31 * MIB) as taken:
         until(lambda: 31 * MIB == taken.num_touched)
     taken.memory[:: 2 * MIB] = range(1, 17)  # of each page its number
@@ -65,9 +63,7 @@ def test_it_becomes_that_of_the_tiers_and_the_rest_is_given_back(
     assert [MIB] == touched, "all but the end of the pool is there"
 
 
-def test_where_pages_cannot_be_moved_the_tiers_touch_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_pages_cannot_be_moved_the_tiers_touch_their_own(monkeypatch):
     monkeypatch.setattr(lazy_memory, "_mremap", lambda *_: -1)
     taken, lazy = LazyMemory(4 * MIB), LazyMemory(4 * MIB)
     taken.touch(4 * MIB)
@@ -75,7 +71,7 @@ def test_where_pages_cannot_be_moved_the_tiers_touch_their_own(
     assert (0, 4 * MIB) == (lazy.num_touched, taken.num_touched)
 
 
-def test_no_more_is_taken_once_the_block_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_taken_once_the_block_ends(monkeypatch):
     pieces = []
 
     def touch(*piece: int) -> None:
@@ -99,9 +95,7 @@ def test_no_more_is_taken_once_the_block_ends(monkeypatch: pytest.MonkeyPatch) -
         (None, 0, 0),
     ],
 )
-def test_a_quarter_of_what_there_is_at_most(
-    limit: int | None, available: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quarter_of_what_there_is_at_most(limit, available, expected, monkeypatch):
     def mib(number: int | None) -> int | None:
         return None if number is None else number * MIB
 
@@ -110,13 +104,13 @@ def test_a_quarter_of_what_there_is_at_most(
     assert expected * MIB == early_memory._bounded(64 * MIB)
 
 
-def test_a_system_that_grants_none_is_left_alone() -> None:
+def test_a_system_that_grants_none_is_left_alone():
     assert 0 == len(early_memory._memory(1 << 62).memory)
     with taken_early(0):
         pass
 
 
-def test_what_the_tiers_touch_first_is_taken() -> None:
+def test_what_the_tiers_touch_first_is_taken():
     assert 3 * AHEAD_BYTES == _first_bytes(CacheSection(host_bytes=AHEAD_BYTES + 1))
     sizes = CacheSection(device_bytes=3 * MIB, host_bytes=0, disk_bytes=0)
     assert 3 * MIB + AHEAD_BYTES == _first_bytes(sizes)

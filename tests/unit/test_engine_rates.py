@@ -1,14 +1,10 @@
 """What the engine learns of its own speed, and what it gives prompts beside those who decode."""
 
-import pytest
-
 from tests.sim.world import World
 from tiers.transfer.economy import LoadEconomy
 
 
-def test_prefill_is_timed_to_where_the_device_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_prefill_is_timed_to_where_the_device_is_waited_for(monkeypatch):
     """Three chunks, of which only the last chooses a token: one observation of all of them."""
     world = World(device_blocks=100, step_tokens=16)
     seen: list[int] = []
@@ -35,5 +31,5 @@ def chunks(num_decoding: int, num_waiting: int) -> int:
     return computed - before
 
 
-def test_the_more_wait_for_a_first_token_the_more_is_prefilled_beside_decoding() -> None:
+def test_the_more_wait_for_a_first_token_the_more_is_prefilled_beside_decoding():
     assert [32, 32, 64, 64] == [chunks(2, 1), chunks(2, 2), chunks(2, 4), chunks(1, 8)]

@@ -39,14 +39,14 @@ def numbers(events: list[BlockEvent]) -> list[int]:
     return [event.number for event in events]
 
 
-def test_nothing_is_made_while_nobody_listens() -> None:
+def test_nothing_is_made_while_nobody_listens():
     stream = EventStream()
     publish(stream, 5)
     assert not stream.listening
     assert [] == stream.subscribe().take()
 
 
-def test_each_subscriber_gets_every_event_in_order() -> None:
+def test_each_subscriber_gets_every_event_in_order():
     stream = EventStream()
     one, two = stream.subscribe(), stream.subscribe()
     publish(stream, 3)
@@ -56,7 +56,7 @@ def test_each_subscriber_gets_every_event_in_order() -> None:
     assert [] == one.take()
 
 
-def test_a_subscriber_that_reads_too_slowly_loses_the_oldest_and_is_told_how_many() -> None:
+def test_a_subscriber_that_reads_too_slowly_loses_the_oldest_and_is_told_how_many():
     stream = EventStream()
     slow, quick = stream.subscribe(capacity=4), stream.subscribe()
     publish(stream, 10)
@@ -64,7 +64,7 @@ def test_a_subscriber_that_reads_too_slowly_loses_the_oldest_and_is_told_how_man
     assert numbers(quick.take())[-4:] == numbers(kept)
 
 
-def test_a_listener_is_woken_once_for_what_it_has_not_taken() -> None:
+def test_a_listener_is_woken_once_for_what_it_has_not_taken():
     woken: list[int] = []
     stream = EventStream()
     subscription = stream.subscribe(lambda: woken.append(1))
@@ -75,7 +75,7 @@ def test_a_listener_is_woken_once_for_what_it_has_not_taken() -> None:
     assert 2 == len(woken)
 
 
-def test_who_comes_back_in_time_gets_what_it_missed() -> None:
+def test_who_comes_back_in_time_gets_what_it_missed():
     stream = EventStream()
     first = stream.subscribe()
     publish(stream, 2)
@@ -87,7 +87,7 @@ def test_who_comes_back_in_time_gets_what_it_missed() -> None:
     assert [last + 1, last + 2, last + 3] == numbers(again.take())
 
 
-def test_who_comes_back_too_late_is_told_that_events_are_lost() -> None:
+def test_who_comes_back_too_late_is_told_that_events_are_lost():
     clock = Clock()
     stream = EventStream(ring=2, linger_s=60, clock=clock)
     first = stream.subscribe()
@@ -105,7 +105,7 @@ def test_who_comes_back_too_late_is_told_that_events_are_lost() -> None:
     assert stream.subscribe(after=last).gap, "events were made while nothing was kept"
 
 
-def test_nothing_that_happened_is_no_gap_however_late() -> None:
+def test_nothing_that_happened_is_no_gap_however_late():
     clock = Clock()
     stream = EventStream(linger_s=60, clock=clock)
     first = stream.subscribe()
@@ -116,7 +116,7 @@ def test_nothing_that_happened_is_no_gap_however_late() -> None:
     assert not stream.subscribe(after=last).gap
 
 
-def test_numbers_grow_over_a_restart_and_show_it_as_a_gap() -> None:
+def test_numbers_grow_over_a_restart_and_show_it_as_a_gap():
     clock = Clock()
     before = EventStream(clock=clock)
     heard = before.subscribe()
@@ -130,7 +130,7 @@ def test_numbers_grow_over_a_restart_and_show_it_as_a_gap() -> None:
     assert numbers(fresh.take())[0] > last
 
 
-def test_publishers_on_many_threads_lose_nothing() -> None:
+def test_publishers_on_many_threads_lose_nothing():
     stream = EventStream()
     subscription = stream.subscribe()
     threads = [threading.Thread(target=publish, args=(stream, 500)) for _ in range(4)]
@@ -157,9 +157,7 @@ def held(tier: DiskTier) -> set[PrefixKey]:
         return {block.key for block in view.blocks()}
 
 
-def test_who_applies_the_disks_events_knows_what_it_holds(
-    tier: DiskTier, stream: EventStream
-) -> None:
+def test_who_applies_the_disks_events_knows_what_it_holds(tier, stream):
     """Stores, evictions for room, discards and a purge, at random."""
     chance = random.Random(7)
     subscription = stream.subscribe()
@@ -188,9 +186,7 @@ def test_who_applies_the_disks_events_knows_what_it_holds(
     tier.close()
 
 
-def test_an_event_of_the_disk_tells_tokens_parent_and_size(
-    tier: DiskTier, stream: EventStream
-) -> None:
+def test_an_event_of_the_disk_tells_tokens_parent_and_size(tier, stream):
     subscription = stream.subscribe()
     ids = chain(2, block_size=LAYOUT.block_size)
     frames = take(FrameArena(LAYOUT, 2), 2)

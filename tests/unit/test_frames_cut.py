@@ -16,7 +16,7 @@ def bytes_of(frame: Frame) -> int:
     return LAYOUT.lasting_nbytes if frame.is_lesser else LAYOUT.nbytes
 
 
-def test_how_many_go_into_a_frame() -> None:
+def test_how_many_go_into_a_frame():
     assert 4 == LAYOUT.num_lesser
     assert 1 == BlockLayout((FULL, FULL), 16, "float32").num_lesser
     assert 1 == BlockLayout((*[FULL] * 9, SLIDING), 16, "float32").num_lesser, "too little is saved"
@@ -24,7 +24,7 @@ def test_how_many_go_into_a_frame() -> None:
     assert 8 == BlockLayout((SLIDING, SLIDING), 16, "float32").num_lesser, "of windows alone"
 
 
-def test_a_frame_is_cut_when_needed_and_whole_when_empty() -> None:
+def test_a_frame_is_cut_when_needed_and_whole_when_empty():
     arena = FrameArena(LAYOUT, 2)
     whole, *lesser = arena.take(), *(arena.take(lesser=True) for _ in range(4))
     assert arena.take() is arena.take(lesser=True) is None
@@ -45,7 +45,7 @@ def test_a_frame_is_cut_when_needed_and_whole_when_empty() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed: int) -> None:
+def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed):
     chance = random.Random(seed)
     arena = FrameArena(LAYOUT, 6)
     held: dict[Frame, bytes] = {}

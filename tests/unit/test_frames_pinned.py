@@ -43,16 +43,14 @@ def pages(count: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("stride", [1, 3, 4, 5, 9])
-def test_all_bytes_are_locked_once_and_let_go(stride: int) -> None:
+def test_all_bytes_are_locked_once_and_let_go(stride):
     memory, cudart, stride = pages(45), Cudart(), stride * PAGE_BYTES
     assert memory.nbytes == pin(memory, cudart, stride) == sum(cudart.pieces.values())
     frames._unpin(memory, memory.nbytes, cudart, stride)
     assert {} == cudart.pieces
 
 
-def test_where_the_system_stops_the_rest_is_not_locked_and_it_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_where_the_system_stops_the_rest_is_not_locked_and_it_is_said(caplog):
     memory, cudart = pages(40), Cudart(limit=10 * PAGE_BYTES)
     with caplog.at_level(logging.WARNING):
         pinned = pin(memory, cudart)
@@ -64,9 +62,7 @@ def test_where_the_system_stops_the_rest_is_not_locked_and_it_is_said(
 
 @pytest.mark.parametrize("limit", [1 << 60, 33 * PAGE_BYTES])
 @pytest.mark.parametrize("block_size", [4, 64, 200, 300, 1100])
-def test_no_frame_lies_across_two_registrations(
-    block_size: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_frame_lies_across_two_registrations(block_size, limit, monkeypatch):
     """A copy that spans two, or one and memory that is not registered, is an invalid argument."""
     cudart, layout = Cudart(limit), chain_layout(block_size)
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
@@ -91,13 +87,13 @@ def test_no_frame_lies_across_two_registrations(
     assert cleared == (["cuda"] if arena.num_pinned_bytes < 60 * arena.stride else [])
 
 
-def test_an_arena_for_a_cpu_locks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_for_a_cpu_locks_nothing(monkeypatch):
     """Also where there is a GPU that another program uses."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert 0 == FrameArena(chain_layout(4), 3).num_pinned_bytes
 
 
-def test_an_arena_for_a_gpu_is_locked_while_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_for_a_gpu_is_locked_while_it_lives(monkeypatch):
     cudart, layout = Cudart(), chain_layout(4)
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
     arena = FrameArena(layout, 300, "cuda")

@@ -32,12 +32,7 @@ def chain_of(prompt: tuple[bytes, list[int], list[bytes]]) -> Chain:
 
 @settings(max_examples=200)
 @given(st.lists(prompts, min_size=1, max_size=4), prompts, st.integers(0, 1), st.integers(1, 4))
-def test_a_run_is_of_blocks_with_the_same_identity(
-    known: list[tuple[bytes, list[int], list[bytes]]],
-    asked: tuple[bytes, list[int], list[bytes]],
-    start: int,
-    end: int,
-) -> None:
+def test_a_run_is_of_blocks_with_the_same_identity(known, asked, start, end):
     """Two keys for all blocks: what is found ends where a plain comparison of all fields does."""
     with mock.patch("tiers.blocks.chain.xxhash.xxh3_128_digest", weak):
         index = BlockIndex()
@@ -57,7 +52,7 @@ def test_a_run_is_of_blocks_with_the_same_identity(
 
 
 @pytest.mark.parametrize("field", ["parent", "packed", "content"])
-def test_a_block_that_differs_in_one_field_ends_the_run(field: str) -> None:
+def test_a_block_that_differs_in_one_field_ends_the_run(field):
     chain = Chain(ROOTS[0], range(4 * SIZE), SIZE)
     index = BlockIndex()
     blocks = [Block(0.0) for _ in chain.keys]

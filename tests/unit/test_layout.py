@@ -32,9 +32,7 @@ ENTRIES = (  # in the window, and of every fourth and every second token
         ((1, 4, 1, 2, "float32"), "45d277abec2abae07a78b7386861a98c"),
     ],
 )
-def test_digests_of_earlier_releases_stand(
-    shape: tuple[int, int, int, int, str], expected: str
-) -> None:
+def test_digests_of_earlier_releases_stand(shape, expected):
     """Another digest would make every block on every disk a miss."""
     layout = BlockLayout.uniform(*shape)
     num_layers, block_size, num_heads, head_dim, _ = shape
@@ -42,7 +40,7 @@ def test_digests_of_earlier_releases_stand(
     assert (num_layers, 2, block_size, num_heads, head_dim) == layout.shape
 
 
-def test_digests_of_other_layouts_are_golden_and_differ() -> None:
+def test_digests_of_other_layouts_are_golden_and_differ():
     latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")
     assert "e2ef11c52b51c6b0f6eb3c9a3a18339e" == latent.digest().hex()
     other = BlockLayout((LayerLayout(1, 576, 448, shared=True),) * 61, 64, "bfloat16")
@@ -51,7 +49,7 @@ def test_digests_of_other_layouts_are_golden_and_differ() -> None:
     assert 3 == len({latent.digest(), other.digest(), halves.digest()})
 
 
-def test_layers_with_windows_come_last_and_have_a_digest_of_their_own() -> None:
+def test_layers_with_windows_come_last_and_have_a_digest_of_their_own():
     sliding = LayerLayout(2, 16, 16, window=24)
     layout = BlockLayout((sliding, LayerLayout(2, 16, 16), sliding), 16, "float32")
     assert (2, layout.nbytes // 3) == (layout.reach, layout.lasting_nbytes)
@@ -80,15 +78,13 @@ def test_layers_with_windows_come_last_and_have_a_digest_of_their_own() -> None:
         (LayerLayout(1, 445, 445, shared=True), 1, "bfloat16", 256),  # 890 bytes a token
     ],
 )
-def test_small_kv_gets_longer_blocks_unless_their_size_is_set(
-    layer: LayerLayout, num_layers: int, dtype: str, expected: int
-) -> None:
+def test_small_kv_gets_longer_blocks_unless_their_size_is_set(layer, num_layers, dtype, expected):
     layers = (layer,) * num_layers
     assert expected == sized_layout(layers, dtype).block_size
     assert 64 == sized_layout(layers, dtype, block_size=64).block_size
 
 
-def test_a_layer_with_a_rate_has_one_row_for_so_many_tokens() -> None:
+def test_a_layer_with_a_rate_has_one_row_for_so_many_tokens():
     layout = BlockLayout(ENTRIES, 8, "float32")
     assert 4 * 16 * (8 // 4 + 8 // 2) == layout.lasting_nbytes
     assert 4 * (16 * 8 + 8 * 8) == layout.nbytes - layout.lasting_nbytes
@@ -100,13 +96,13 @@ def test_a_layer_with_a_rate_has_one_row_for_so_many_tokens() -> None:
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(4, 64), (128, 128), (96, 96), (512, 512)])
-def test_blocks_end_where_entries_do(rate: int, expected: int) -> None:
+def test_blocks_end_where_entries_do(rate, expected):
     entries = LayerLayout(1, 512, 512, shared=True, rate=rate)
     window = LayerLayout(1, 512, 512, shared=True, window=128)
     assert expected == sized_layout((window, entries) * 30, "bfloat16").block_size
 
 
-def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:
+def test_latents_are_a_seventieth_of_the_heads_they_stand_for():
     """DeepSeek-V3, bfloat16: 61 layers, 128 heads with keys of 192 and values of 128."""
     latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")
     expanded = BlockLayout((LayerLayout(128, 192, 128),) * 61, 64, "bfloat16")
@@ -115,7 +111,7 @@ def test_latents_are_a_seventieth_of_the_heads_they_stand_for() -> None:
 
 
 @pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3, ENTRIES])
-def test_parts_tile_a_block_without_gap_or_overlap(layers: tuple[LayerLayout, ...]) -> None:
+def test_parts_tile_a_block_without_gap_or_overlap(layers):
     layout = BlockLayout(layers, 4, "float32")
     blocks = torch.zeros(3, *layout.shape)
     number = 0
@@ -129,9 +125,7 @@ def test_parts_tile_a_block_without_gap_or_overlap(layers: tuple[LayerLayout, ..
 
 
 @pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3])
-def test_the_first_rows_of_a_block_are_copied_in_every_part(
-    layers: tuple[LayerLayout, ...],
-) -> None:
+def test_the_first_rows_of_a_block_are_copied_in_every_part(layers):
     pool = DevicePool(BlockLayout(layers, 4, "float32"), 2)
     pool.tensor.copy_(torch.rand(pool.tensor.shape))
     before = pool.tensor.clone()

@@ -14,9 +14,7 @@ USE = Use(1.0)
 
 @pytest.mark.parametrize("order", [DeviceLru, HostLru])
 @pytest.mark.parametrize("seed", range(5))
-def test_any_calls_leave_the_order_of_the_plain_lru(
-    order: type[DeviceLru] | type[HostLru], seed: int
-) -> None:
+def test_any_calls_leave_the_order_of_the_plain_lru(order, seed):
     chance = random.Random(seed)
     linked, plain = order(), Lru[Block]()
     idle: list[Block] = []
@@ -54,7 +52,7 @@ def test_any_calls_leave_the_order_of_the_plain_lru(
     assert linked.coldest(10_000) == plain.coldest(10_000)
 
 
-def test_a_block_that_left_knows_no_neighbour() -> None:
+def test_a_block_that_left_knows_no_neighbour():
     """Or blocks that are gone would hold each other, for the garbage collector to find."""
     order = DeviceLru()
     blocks = [Block(0.0) for _ in range(3)]
@@ -67,7 +65,7 @@ def test_a_block_that_left_knows_no_neighbour() -> None:
     assert order.victim() is None
 
 
-def test_a_leaf_leaves_before_its_parent() -> None:
+def test_a_leaf_leaves_before_its_parent():
     """The plain order itself: of a chain that is released from its end, the end leaves first."""
     order: Lru[str] = Lru()
     for key in ("abc", "ab", "a", "abd", "ab", "a"):

@@ -44,14 +44,14 @@ def full(residency: Residency) -> tuple[Block, Block]:
     return colder, passed
 
 
-def test_windows_that_no_use_needed_leave_the_host_before_any_block(residency: Residency) -> None:
+def test_windows_that_no_use_needed_leave_the_host_before_any_block(residency):
     colder, passed = full(residency)
     assert residency.take_frame(None, lesser=True) is not None
     assert colder.frame is not None
     assert passed.frame is not None and passed.frame.part is Part.LASTING
 
 
-def test_windows_that_a_tier_below_lacks_stay_on_the_host(residency: Residency) -> None:
+def test_windows_that_a_tier_below_lacks_stay_on_the_host(residency):
     residency.host.has_below = True
     colder, passed = full(residency)
     assert residency.take_frame(None, lesser=True) is not None
@@ -59,14 +59,14 @@ def test_windows_that_a_tier_below_lacks_stay_on_the_host(residency: Residency) 
     assert passed.frame is not None and passed.frame.part is Part.WHOLE
 
 
-def test_windows_of_blocks_to_spare_stay_on_the_host(residency: Residency) -> None:
+def test_windows_of_blocks_to_spare_stay_on_the_host(residency):
     colder, passed = full(residency)
     assert residency.take_frame(None, [passed], lesser=True) is not None
     assert colder.frame is None
     assert passed.frame is not None and passed.frame.part is Part.WHOLE
 
 
-def test_windows_of_a_block_that_is_used_again_stay_on_the_device(residency: Residency) -> None:
+def test_windows_of_a_block_that_is_used_again_stay_on_the_device(residency):
     used, other = blocks = [Block(0.0), Block(0.0)]
     for number, block in enumerate(blocks):
         residency.index.add(block, CHAIN, number)
@@ -79,9 +79,8 @@ def test_windows_of_a_block_that_is_used_again_stay_on_the_device(residency: Res
     assert used.slot_whole and other.slot is None
 
 
-def test_a_frame_that_is_written_or_copied_stays_where_it_is(residency: Residency) -> None:
+def test_a_frame_that_is_written_or_copied_stays_where_it_is(residency):
     block = on_host(residency, 0, Use(1.0, ROOT), lesser=True)
-    assert residency.host_room is not None
     frame = block.frame
     block.busy = 1
     assert not residency.host_room.widen(block, ()) and frame is block.frame
@@ -90,7 +89,7 @@ def test_a_frame_that_is_written_or_copied_stays_where_it_is(residency: Residenc
     assert block.frame is not None and not block.frame.is_lesser
 
 
-def test_blocks_that_a_tier_below_has_are_told_to_it_as_they_leave(residency: Residency) -> None:
+def test_blocks_that_a_tier_below_has_are_told_to_it_as_they_leave(residency):
     told: list[Block] = []
     residency.evictor.on_left_host = told.append
     held, lacking = (on_host(residency, number, Use(1.0, ROOT)) for number in range(2))
@@ -100,7 +99,7 @@ def test_blocks_that_a_tier_below_has_are_told_to_it_as_they_leave(residency: Re
     assert [held] == told
 
 
-def test_a_pinned_block_that_is_lost_is_never_said_to_be_skipped(residency: Residency) -> None:
+def test_a_pinned_block_that_is_lost_is_never_said_to_be_skipped(residency):
     lost: list[Block] = []
     evictor = residency.evictor
     evictor.skips, evictor.on_lost = lambda block: True, lost.append

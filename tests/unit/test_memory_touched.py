@@ -49,7 +49,7 @@ def until(lazy: LazyMemory, touched: int) -> None:
         time.sleep(0.002)
 
 
-def test_pools_and_working_copies_take_no_memory_when_they_are_made() -> None:
+def test_pools_and_working_copies_take_no_memory_when_they_are_made():
     pool, arena = DevicePool(LAYOUT, 1024), FrameArena(LAYOUT, 1024)
     copies = WorkingCopies(KvPool(pool.tensor), budget_bytes=512 * MIB)
     for lazy in (pool.lazy_memory, arena.lazy_memory, copies.lazy_memory):
@@ -59,7 +59,7 @@ def test_pools_and_working_copies_take_no_memory_when_they_are_made() -> None:
     assert 128 * MIB == copies.lazy_memory.limit, "ended copies take a quarter"
 
 
-def test_memory_is_new_though_much_was_freed() -> None:
+def test_memory_is_new_though_much_was_freed():
     np.empty(31 * MIB, np.uint8)  # once freed, malloc keeps others of that size to hand them out
     freed = [np.ones(30 * MIB, np.uint8) for _ in range(5)]
     kept = bytes(100_000)  # behind them, so that they cannot be given back to the system
@@ -69,7 +69,7 @@ def test_memory_is_new_though_much_was_freed() -> None:
     assert not lazy.memory.any() and kept
 
 
-def test_memory_goes_with_its_owner() -> None:
+def test_memory_goes_with_its_owner():
     pool, arena = DevicePool(LAYOUT, 8), FrameArena(LAYOUT, 8)
     copies = WorkingCopies(KvPool(pool.tensor), budget_bytes=MIB)
     left = [
@@ -83,12 +83,12 @@ def test_memory_goes_with_its_owner() -> None:
     gc.enable()
 
 
-def test_more_memory_than_can_be_promised_is_an_error() -> None:
+def test_more_memory_than_can_be_promised_is_an_error():
     with pytest.raises(MemoryError, match="the system has no"):
         LazyMemory(1 << 62)
 
 
-def test_memory_is_touched_ahead_of_need() -> None:
+def test_memory_is_touched_ahead_of_need():
     used = Used(4 * AHEAD_BYTES)
     lazy, toucher = used.lazy_memory, Toucher([used.lazy_memory])
     toucher.start()
@@ -107,7 +107,7 @@ def test_memory_is_touched_ahead_of_need() -> None:
         assert not toucher._thread.is_alive(), "nothing is left to touch"
 
 
-def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched() -> None:
+def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched():
     used = Used(4 * AHEAD_BYTES)
     toucher = Toucher([used.lazy_memory])
     toucher.start()
@@ -122,7 +122,7 @@ def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched() -> N
         until(used.lazy_memory, AHEAD_BYTES + AHEAD_BYTES // 2)
 
 
-def test_no_more_than_the_limit_is_touched() -> None:
+def test_no_more_than_the_limit_is_touched():
     used = Used(64 * MIB, limit=16 * MIB)
     used.num_bytes = 40 * MIB
     toucher = Toucher([used.lazy_memory])
@@ -133,7 +133,7 @@ def test_no_more_than_the_limit_is_touched() -> None:
     assert resident(used.lazy_memory) <= 18 * MIB
 
 
-def test_what_is_written_while_memory_is_touched_stays() -> None:
+def test_what_is_written_while_memory_is_touched_stays():
     used = Used(64 * MIB)
     lazy, done = used.lazy_memory, threading.Event()
     words = lazy.memory.view(np.int64)
@@ -151,9 +151,7 @@ def test_what_is_written_while_memory_is_touched_stays() -> None:
     assert words[0] > 0 and (words[::512] == words[0]).all()
 
 
-def test_where_the_system_cannot_touch_what_is_used_first_is_touched_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_the_system_cannot_touch_what_is_used_first_is_touched_at_the_start(monkeypatch):
     monkeypatch.setattr(lazy_memory_module, "madvise", lambda *_: -1)
     pool, frames = Used(32 * MIB), Used(32 * MIB, at_start=8 * MIB)
     toucher = Toucher([pool.lazy_memory, frames.lazy_memory])
@@ -167,9 +165,8 @@ def test_where_the_system_cannot_touch_what_is_used_first_is_touched_at_the_star
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, CUT])
-def test_slots_and_frames_that_were_never_used_come_last(layout: BlockLayout) -> None:
+def test_slots_and_frames_that_were_never_used_come_last(layout):
     pool, arena = DevicePool(layout, 6), FrameArena(layout, 6)
-    assert pool.lazy_memory is not None
     slots, frames = [pool.take() for _ in range(3)], [arena.take() for _ in range(3)]
     assert 0 < pool.lazy_memory.num_used() <= pool.lazy_memory.memory.nbytes // 2
     assert arena.lazy_memory.memory.nbytes // 2 == arena.lazy_memory.num_used()
@@ -181,7 +178,7 @@ def test_slots_and_frames_that_were_never_used_come_last(layout: BlockLayout) ->
     assert again == slots[1] and frame is not None and frame.number == frames[1].number
 
 
-def test_where_the_free_end_of_the_copies_begins() -> None:
+def test_where_the_free_end_of_the_copies_begins():
     ranges = FreeRanges(10)
     assert 0 == ranges.end
     first, second = ranges.take(4, 10), ranges.take(6, 10)

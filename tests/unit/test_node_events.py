@@ -44,9 +44,7 @@ def heard(client: NodeClient, num_events: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_listener_hears_what_is_stored_written_moved_and_removed(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_listener_hears_what_is_stored_written_moved_and_removed(path, tmp_path):
     disk = below(tmp_path / "disk")
     with serving(path, **disk), joined(path) as client, listening(path) as listener:
         write(client, prompt(1))
@@ -64,7 +62,7 @@ def test_a_listener_hears_what_is_stored_written_moved_and_removed(
         assert prompt(1)[0].key.hex() == second["parent"]
 
 
-def test_a_listener_that_goes_ends_its_place_in_the_stream(path: Path) -> None:
+def test_a_listener_that_goes_ends_its_place_in_the_stream(path):
     with serving(path) as node:
         with listening(path):
             assert 1 == node.stream.num_subscribers
@@ -87,7 +85,7 @@ def take_until(subscription: Subscription, num_events: int) -> list[BlockEvent]:
     return found
 
 
-def test_a_server_tells_what_happens_in_its_node_and_what_its_end_clears(path: Path) -> None:
+def test_a_server_tells_what_happens_in_its_node_and_what_its_end_clears(path):
     stream = EventStream()
     with closing(NodeRelay(path, stream)) as relay:
         relay.start()
@@ -107,9 +105,7 @@ def test_a_server_tells_what_happens_in_its_node_and_what_its_end_clears(path: P
             assert 3 == len(take_until(subscription, 3))
 
 
-def test_events_that_were_lost_clear_what_was_believed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_events_that_were_lost_clear_what_was_believed(path, monkeypatch):
     stream = EventStream()
     answers = iter([{"events": [], "missed": 0}, {"events": [], "missed": 7}])
 
@@ -129,7 +125,7 @@ def test_events_that_were_lost_clear_what_was_believed(
         assert {EventKind.CLEARED} == {event.kind for event in told}
 
 
-def test_nobody_asks_the_node_while_nobody_listens(path: Path) -> None:
+def test_nobody_asks_the_node_while_nobody_listens(path):
     with serving(path) as node, closing(NodeRelay(path, EventStream())) as relay:
         relay.start()
         with joined(path) as client:
@@ -139,7 +135,7 @@ def test_nobody_asks_the_node_while_nobody_listens(path: Path) -> None:
         assert not node.stream.listening
 
 
-def test_an_event_is_read_as_it_was_told() -> None:
+def test_an_event_is_read_as_it_was_told():
     stream = EventStream()
     subscription = stream.subscribe()
     block = prompt(1)[1]

@@ -44,9 +44,7 @@ def client(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
         yield client
 
 
-def test_a_purge_removes_a_scope_from_memory_and_disk_and_keeps_it_closed(
-    client: NodeClient, path: Path
-) -> None:
+def test_a_purge_removes_a_scope_from_memory_and_disk_and_keeps_it_closed(client, path):
     ids = prompt(1)
     write(client, ids)
     settled(client)
@@ -62,7 +60,7 @@ def test_a_purge_removes_a_scope_from_memory_and_disk_and_keeps_it_closed(
         assert 3 == len(engine.probe(ids))
 
 
-def test_what_a_client_closed_opens_when_it_goes(client: NodeClient, path: Path) -> None:
+def test_what_a_client_closed_opens_when_it_goes(client, path):
     with joined(path) as operator:
         operator.operate("purge", roots=[ROOT.hex()])
         write(client, prompt(1))
@@ -73,7 +71,7 @@ def test_what_a_client_closed_opens_when_it_goes(client: NodeClient, path: Path)
     assert 3 == len(client.probe(prompt(1)))
 
 
-def test_pins_outlive_the_node(path: Path, tmp_path: Path) -> None:
+def test_pins_outlive_the_node(path, tmp_path):
     with serving(path, **below(tmp_path / "disk")), joined(path) as client:
         write(client, prompt(1))
         assert "pin" in pinned(client, "system", prompt(1))
@@ -87,7 +85,7 @@ def test_pins_outlive_the_node(path: Path, tmp_path: Path) -> None:
         assert [] == client.probe(prompt(1))
 
 
-def test_an_eviction_leaves_alone_what_is_in_use_in_every_tier(client: NodeClient) -> None:
+def test_an_eviction_leaves_alone_what_is_in_use_in_every_tier(client):
     """Memory counts on the copy below and would drop the block once it is idle."""
     ids = prompt(1)
     write(client, ids)
@@ -98,7 +96,7 @@ def test_an_eviction_leaves_alone_what_is_in_use_in_every_tier(client: NodeClien
     assert {"host": 2, "disk": 2} == client.operate("evict", keys=keys(ids))
 
 
-def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client: NodeClient) -> None:
+def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client):
     refused = pinned(client, "all", prompt(1, 3000))
     assert "may be" in refused["refused"] and refused["excess"] > 0
     write(client, prompt(1))
@@ -121,13 +119,13 @@ def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client: Nod
         {"what": "pins", "pool": "0"},
     ],
 )
-def test_what_is_no_operation_is_refused(client: NodeClient, asked: dict[str, object]) -> None:
+def test_what_is_no_operation_is_refused(client, asked):
     with pytest.raises(NodeError, match=r"is not an operation|there is no pool"):
         client.operate(**asked)  # type: ignore[arg-type]
     client.connect()
     assert [] == client.operate("pins")["pins"]
 
 
-def test_a_node_without_a_remote_tier_publishes_nothing(client: NodeClient) -> None:
+def test_a_node_without_a_remote_tier_publishes_nothing(client):
     write(client, prompt(1))
     assert 0 == client.publish(prompt(1))

@@ -78,7 +78,7 @@ def purge(pool: Pool, root: PrefixKey) -> tuple[int, int]:
     return purged.removed[TierName.HOST].num_blocks, purged.in_use
 
 
-def test_a_committed_run_is_leased_with_its_bytes() -> None:
+def test_a_committed_run_is_leased_with_its_bytes():
     pool = pool_of(8)
     ids = prompt(1)
     write(pool, ids)
@@ -88,7 +88,7 @@ def test_a_committed_run_is_leased_with_its_bytes() -> None:
     pool.check()
 
 
-def test_what_is_being_written_is_served_to_nobody() -> None:
+def test_what_is_being_written_is_served_to_nobody():
     pool = pool_of(8)
     ids = prompt(1)
     pairs = pool.reserve(ids)
@@ -100,7 +100,7 @@ def test_what_is_being_written_is_served_to_nobody() -> None:
     pool.check()
 
 
-def test_an_equal_key_of_another_block_is_a_miss() -> None:
+def test_an_equal_key_of_another_block_is_a_miss():
     pool = pool_of(8)
     ids = prompt(1)
     write(pool, ids)
@@ -113,7 +113,7 @@ def test_an_equal_key_of_another_block_is_a_miss() -> None:
     pool.check()
 
 
-def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
+def test_the_end_of_a_prompt_leaves_before_its_beginning():
     pool = pool_of(4)
     write(pool, prompt(1, 4))
     write(pool, prompt(2, 2))
@@ -122,7 +122,7 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning() -> None:
     pool.check()
 
 
-def test_a_leased_block_stays_when_room_is_needed() -> None:
+def test_a_leased_block_stays_when_room_is_needed():
     pool = pool_of(3)
     ids = prompt(1)
     write(pool, ids)
@@ -133,7 +133,7 @@ def test_a_leased_block_stays_when_room_is_needed() -> None:
     pool.check()
 
 
-def test_pools_of_two_layouts_share_one_capacity() -> None:
+def test_pools_of_two_layouts_share_one_capacity():
     other = engine_layout(4, 256, 4, "float32")
     capacity = Capacity(4 * frame_stride(other))
     small = Pool(create(LAYOUT, 8), capacity)
@@ -145,7 +145,7 @@ def test_pools_of_two_layouts_share_one_capacity() -> None:
     large.check()
 
 
-def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room() -> None:
+def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room():
     other = engine_layout(4, 256, 4, "float32")
     capacity = Capacity(4 * frame_stride(other))
     small = Pool(create(LAYOUT, 8), capacity)
@@ -174,7 +174,7 @@ def settle_writes(pool: Pool) -> None:
         pool.work()
 
 
-def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
+def test_what_left_memory_rises_from_the_disk(below):
     pool = pool_of(4, below)
     ids = prompt(1, 4)
     write(pool, ids)
@@ -193,9 +193,7 @@ def test_what_left_memory_rises_from_the_disk(below: Mover) -> None:
     pool.check()
 
 
-def test_a_fetched_run_is_found_while_it_loads_and_kept_until_it_is_leased(
-    below: Mover, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetched_run_is_found_while_it_loads_and_kept_until_it_is_leased(below, monkeypatch):
     pool = pool_of(16, below)
     ids = prompt(1, 4)
     write(pool, ids)
@@ -217,9 +215,7 @@ def test_a_fetched_run_is_found_while_it_loads_and_kept_until_it_is_leased(
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 60.0])
-def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(
-    below: Mover, monkeypatch: pytest.MonkeyPatch, seconds: float
-) -> None:
+def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(below, monkeypatch, seconds):
     monkeypatch.setattr(pool_module, "FETCHED_S", seconds)
     pool = pool_of(16, below)
     ids = prompt(1, 6)
@@ -235,9 +231,7 @@ def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(
     pool.check()
 
 
-def test_readers_share_a_run_in_a_bounded_number_of_jobs(
-    below: Mover, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_readers_share_a_run_in_a_bounded_number_of_jobs(below, monkeypatch):
     pool = pool_of(40, below)
     ids = prompt(1, 40)
     write(pool, ids)
@@ -260,7 +254,7 @@ def test_readers_share_a_run_in_a_bounded_number_of_jobs(
     pool.check()
 
 
-def test_two_clients_wait_for_one_load(below: Mover) -> None:
+def test_two_clients_wait_for_one_load(below):
     pool = pool_of(4, below)
     ids = prompt(1, 4)
     write(pool, ids)
@@ -273,7 +267,7 @@ def test_two_clients_wait_for_one_load(below: Mover) -> None:
     pool.check()
 
 
-def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: Mover) -> None:
+def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below):
     pool = pool_of(4, below)
     ids = prompt(1, 4)
     write(pool, ids)
@@ -288,7 +282,7 @@ def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below: M
     pool.check()
 
 
-def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user() -> None:
+def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user():
     pool = pool_of(4)
     ids = prompt(1)
     write(pool, ids)
@@ -303,7 +297,7 @@ def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user() -> None:
     assert (1, 0) == (pool.residency.host.num_blocks, len(of_scopes(pool, OTHER)))
 
 
-def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept() -> None:
+def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept():
     pool = pool_of(4)
     pairs = pool.reserve(prompt(1))
     pool.closed = frozenset({OTHER})
@@ -315,7 +309,7 @@ def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept() -> 
     pool.check()
 
 
-def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> None:
+def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else():
     pool = pool_of(3)
     write(pool, prompt(1, 2))
     pool.residency.pinned_keys = {each.key for each in prompt(1, 2)}
@@ -330,9 +324,7 @@ def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else() -> 
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_locked_frame_is_not_given_up_for_another_layout_which_has_the_rest(
-    pinned: bool,
-) -> None:
+def test_a_locked_frame_is_not_given_up_for_another_layout_which_has_the_rest(pinned):
     """Its memory would not go there, so every block of its layout would leave for nothing."""
     other = engine_layout(4, 256, 4, "float32")
     capacity = Capacity(5 * frame_stride(other))
@@ -358,7 +350,7 @@ def test_a_locked_frame_is_not_given_up_for_another_layout_which_has_the_rest(
         pool.check()
 
 
-def test_free_frames_of_a_locked_piece_count_and_are_taken_first() -> None:
+def test_free_frames_of_a_locked_piece_count_and_are_taken_first():
     pool = pool_of(8)
     pool.memory.piece_frames = 3
     write(pool, prompt(1, 1))
@@ -374,7 +366,7 @@ def test_free_frames_of_a_locked_piece_count_and_are_taken_first() -> None:
     pool.check()
 
 
-def test_spare_frames_are_taken_first_and_leave_for_another_layout() -> None:
+def test_spare_frames_are_taken_first_and_leave_for_another_layout():
     other = engine_layout(4, 256, 4, "float32")
     capacity = Capacity(4 * frame_stride(other))
     small, large = Pool(create(LAYOUT, 8), capacity), Pool(create(other, 4), capacity)
@@ -392,9 +384,7 @@ def test_spare_frames_are_taken_first_and_leave_for_another_layout() -> None:
         pool.check()
 
 
-def test_a_node_touches_frames_ahead_and_gets_on_where_it_cannot(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_node_touches_frames_ahead_and_gets_on_where_it_cannot(monkeypatch):
     pool, woken = pool_of(40), threading.Event()
     spares = SpareFrames(pool.arena, woken.set)
     spares.start()
@@ -413,7 +403,7 @@ def test_a_node_touches_frames_ahead_and_gets_on_where_it_cannot(
         pool.check()
 
 
-def test_a_node_touches_no_frames_while_blocks_load_and_a_moment_longer() -> None:
+def test_a_node_touches_no_frames_while_blocks_load_and_a_moment_longer():
     pool, now = pool_of(40), [10.0]
     spares = SpareFrames(pool.arena, lambda: None, clock_s=lambda: now[0])
     for passed_s, is_loading, touches in (
@@ -431,7 +421,7 @@ def resident_pages(pool: Pool) -> int:
     return os.fstat(pool.memory.file).st_blocks * 512 // mmap.PAGESIZE
 
 
-def test_a_full_disk_takes_no_blocks_of_another_layout() -> None:
+def test_a_full_disk_takes_no_blocks_of_another_layout():
     """Both wait for their disks, and those of the other are the coldest in memory."""
     capacity = Capacity(16 * frame_stride(LAYOUT))
     tiers = [MemoryTier(2, block_bytes=LAYOUT.nbytes) for _ in range(2)]

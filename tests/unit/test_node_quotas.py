@@ -50,7 +50,7 @@ def held(pool: Pool, tenant: str, numbers: range) -> int:
     return sum(len(pool.probe(prompt(tenant, number)).tiers) for number in numbers)
 
 
-def test_a_scan_of_others_leaves_an_owner_what_it_was_promised() -> None:
+def test_a_scan_of_others_leaves_an_owner_what_it_was_promised():
     pool, _ = fair(8, {"tenant:a": 4})
     for number in range(4):
         put(pool, prompt("a", number))
@@ -60,7 +60,7 @@ def test_a_scan_of_others_leaves_an_owner_what_it_was_promised() -> None:
     assert 4 == held(pool, "b", range(96, 100))
 
 
-def test_what_an_owner_borrowed_is_taken_back_first() -> None:
+def test_what_an_owner_borrowed_is_taken_back_first():
     pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
     for number in range(8):
         put(pool, prompt("a", number))
@@ -71,7 +71,7 @@ def test_what_an_owner_borrowed_is_taken_back_first() -> None:
     assert 4 == held(pool, "b", range(2, 6)), "at even shares its own oldest leaves"
 
 
-def test_with_a_default_each_scope_is_an_owner() -> None:
+def test_with_a_default_each_scope_is_an_owner():
     pool, _ = fair(9, {}, default=3)
     for tenant in "abc":
         put(pool, prompt(tenant, 0))
@@ -80,7 +80,7 @@ def test_with_a_default_each_scope_is_an_owner() -> None:
     assert (1, 1) == (held(pool, "a", range(1)), held(pool, "b", range(1)))
 
 
-def test_blocks_are_counted_anew_when_their_owner_becomes_known() -> None:
+def test_blocks_are_counted_anew_when_their_owner_becomes_known():
     owners = ScopeOwners()
     total = 8 * STRIDE
     shares = QuotaShares(total, {"tenant:a": 4 * STRIDE}, 0, owners.of)
@@ -95,7 +95,7 @@ def test_blocks_are_counted_anew_when_their_owner_becomes_known() -> None:
     assert 4 == held(pool, "a", range(8))
 
 
-def test_a_pinned_block_within_its_owners_share_stays_in_memory() -> None:
+def test_a_pinned_block_within_its_owners_share_stays_in_memory():
     pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
     ids = prompt("a", 0, 3)
     put(pool, ids)
@@ -117,7 +117,6 @@ def below(folder: Path) -> dict[str, object]:
 
 def store(client: NodeClient, ids: list[BlockId], noise: random.Random) -> None:
     pairs = client.reserve(ids)
-    assert client.memory is not None
     for _, frame in pairs:
         payload = bytearray(noise.randbytes(client.memory.stride))
         client.memory.rows[frame] = torch.frombuffer(payload, dtype=torch.uint8)
@@ -126,7 +125,7 @@ def store(client: NodeClient, ids: list[BlockId], noise: random.Random) -> None:
         pass
 
 
-def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path: Path) -> None:
+def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path):
     path, noise = tmp_path / "node.sock", random.Random(1)
     quotas = {"tenant:a": 1 << 20}  # half of 1 MiB of memory and 1 MiB of disk
     with serving(path, quotas=quotas, **below(tmp_path / "disk")), joined(path) as client:
@@ -150,7 +149,7 @@ def test_a_node_keeps_quotas_in_memory_and_on_disk_and_over_its_restart(tmp_path
         assert [[TierName.DISK]] * 10 == tiers
 
 
-def test_quotas_that_promise_too_much_are_refused_at_the_start(tmp_path: Path) -> None:
+def test_quotas_that_promise_too_much_are_refused_at_the_start(tmp_path):
     with (
         pytest.raises(ConfigurationError, match="promise"),
         serving(tmp_path / "node.sock", quotas={"tenant:a": 2 << 20}),
@@ -161,7 +160,7 @@ def test_quotas_that_promise_too_much_are_refused_at_the_start(tmp_path: Path) -
 @pytest.mark.parametrize(
     "told", [None, [], {"xx": "a"}, {"00": "a"}, {"00" * 16: 5}, {"00" * 16: ""}]
 )
-def test_owners_that_make_no_sense_are_refused(tmp_path: Path, told: object) -> None:
+def test_owners_that_make_no_sense_are_refused(tmp_path, told):
     path = tmp_path / "node.sock"
     with serving(path, quotas={"*": 1}), joined(path) as client:
         with pytest.raises(NodeError, match="owners"):
@@ -170,7 +169,7 @@ def test_owners_that_make_no_sense_are_refused(tmp_path: Path, told: object) -> 
             assert 1 == other.stats()["num_clients"]
 
 
-def test_a_damaged_list_of_owners_is_no_list(tmp_path: Path) -> None:
+def test_a_damaged_list_of_owners_is_no_list(tmp_path):
     (tmp_path / "owners.json").write_text("{")
     assert {} == ScopeOwners(tmp_path).names()
 
@@ -186,7 +185,6 @@ class FairMachine(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from("abc"), number=st.integers(0, 9), size=st.integers(1, 3))
     def store(self, tenant: str, number: int, size: int) -> None:
         quotas = self.pool.capacity.quotas
-        assert quotas is not None
         before = quotas.usage()
         ids = prompt(tenant, number, size)
         self.pool.commit([frame for _, frame in self.pool.reserve(ids)])

@@ -1,7 +1,6 @@
 """What a node's disk leaves to others on its file system, from the option to the tier."""
 
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +16,7 @@ MIB = 1 << 20
 LAYOUT = BlockLayout.uniform(2, 64, 2, 64, "bfloat16")
 
 
-def test_the_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_reaches_the_settings(tmp_path, monkeypatch):
     told: list[NodeSettings] = []
     monkeypatch.setattr("cachesvc.cli.node._run", lambda settings, *_: told.append(settings))
     command = ["node", "--socket", str(tmp_path / "s"), "--disk-cache-dir", str(tmp_path)]
@@ -26,9 +25,7 @@ def test_the_option_reaches_the_settings(tmp_path: Path, monkeypatch: pytest.Mon
     assert [None, 64 * MIB] == [each.disk_reserve_bytes for each in told]
 
 
-def test_a_server_over_vllm_hands_its_reserve_to_its_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_over_vllm_hands_its_reserve_to_its_node(tmp_path, monkeypatch):
     class Started(Exception):
         pass
 
@@ -48,7 +45,7 @@ def test_a_server_over_vllm_hands_its_reserve_to_its_node(
     assert "7" == command[command.index("--disk-reserve") + 1]
 
 
-def test_the_disk_of_a_node_leaves_it(tmp_path: Path) -> None:
+def test_the_disk_of_a_node_leaves_it(tmp_path):
     """More than any file system has, so that nothing is left for blocks."""
     sizes = []
     for reserve in (0, 1 << 60):

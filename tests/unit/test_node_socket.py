@@ -79,25 +79,23 @@ def joined(path: Path) -> Iterator[NodeClient]:
 
 def write(client: NodeClient, ids: list[BlockId]) -> None:
     pairs = client.reserve(ids)
-    assert client.memory is not None
     for position, frame in pairs:
         client.memory.rows[frame, :16] = torch.tensor(list(ids[position].key), dtype=torch.uint8)
     client.commit([frame for _, frame in pairs])
 
 
-def test_one_client_reads_what_another_wrote(node: NodeServer, path: Path) -> None:
+def test_one_client_reads_what_another_wrote(node, path):
     ids = prompt(1)
     with joined(path) as writer, joined(path) as reader:
         write(writer, ids)
         assert [TierName.HOST] * 3 == reader.probe(ids)
         frames = reader.lease(ids)
-        assert reader.memory is not None
         found = [bytes(reader.memory.rows[frame, :16].tolist()) for frame in frames]
         assert [each.key for each in ids] == found
         reader.release(frames)
 
 
-def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None:
+def test_blocks_outlive_the_node_on_its_disk(path, tmp_path):
     below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     ids = prompt(1)
     with serving(path, **below), joined(path) as client:
@@ -105,14 +103,13 @@ def test_blocks_outlive_the_node_on_its_disk(path: Path, tmp_path: Path) -> None
     with serving(path, **below) as node, joined(path) as client:
         assert [TierName.DISK] * 3 == client.probe(ids)
         frames = client.lease(ids)
-        assert client.memory is not None
         found = [bytes(client.memory.rows[frame, :16].tolist()) for frame in frames]
         assert [each.key for each in ids] == found
         (pool,) = node.stats()["pools"]
         assert (3, 0) == (pool["disk_hits"], pool["lost"])
 
 
-def test_a_run_is_fetched_from_the_disk(path: Path, tmp_path: Path) -> None:
+def test_a_run_is_fetched_from_the_disk(path, tmp_path):
     ids = prompt(1)
     disk: dict[str, object] = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(path, **disk), joined(path) as client:
@@ -125,7 +122,7 @@ def test_a_run_is_fetched_from_the_disk(path: Path, tmp_path: Path) -> None:
         assert 0 == node.stats()["pools"][0]["host_hits"]
 
 
-def test_what_a_client_held_ends_with_it(node: NodeServer, path: Path) -> None:
+def test_what_a_client_held_ends_with_it(node, path):
     with joined(path) as writer:
         write(writer, prompt(1))
         writer.lease(prompt(1))
@@ -137,9 +134,7 @@ def test_what_a_client_held_ends_with_it(node: NodeServer, path: Path) -> None:
 
 
 @pytest.mark.parametrize("asks", [Op.LEASE, Op.RESERVE])
-def test_what_a_client_asked_before_it_left_is_not_held(
-    node: NodeServer, path: Path, asks: Op, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_client_asked_before_it_left_is_not_held(node, path, asks, monkeypatch):
     """All its messages are there when the first answer cannot be sent."""
     frames = (1 << 20) // 8192
     ids = prompt(1, num_blocks=frames // 4)
@@ -164,9 +159,7 @@ def test_what_a_client_asked_before_it_left_is_not_held(
             assert frames == len(pairs)
 
 
-def test_a_fault_in_the_node_ends_the_client_that_met_it_only(
-    node: NodeServer, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_the_node_ends_the_client_that_met_it_only(node, path, monkeypatch):
     with joined(path) as other, joined(path) as unlucky:
         monkeypatch.setattr(node, "_handle_frames", lambda *asked: {}["fault"])
         with pytest.raises(NodeError, match="a fault of the node"):
@@ -174,7 +167,7 @@ def test_a_fault_in_the_node_ends_the_client_that_met_it_only(
         assert 3 == len(other.reserve(prompt(3)))
 
 
-def test_a_client_cannot_take_the_memory_from_under_the_node(node: NodeServer, path: Path) -> None:
+def test_a_client_cannot_take_the_memory_from_under_the_node(node, path):
     """To read or write beyond the end of a file that was cut is SIGBUS, for everybody."""
     cuts = (
         "import os, sys; from pathlib import Path; from tests.unit.test_node_socket import joined\n"
@@ -188,9 +181,7 @@ def test_a_client_cannot_take_the_memory_from_under_the_node(node: NodeServer, p
         assert len(client.lease(prompt(1))) == 3
 
 
-def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(path, tmp_path, monkeypatch):
     def fallocate(file: int, offset: int, length: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -203,9 +194,7 @@ def test_a_disk_that_is_full_when_a_client_comes_is_told_to_it(
             write(client, prompt(1))
 
 
-def test_a_disk_that_takes_no_blocks_is_in_the_counters(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_takes_no_blocks_is_in_the_counters(path, tmp_path, monkeypatch):
     """And so in the node's metrics, and in the readiness of a server above it."""
     storage, numbers = FaultyStorage(), itertools.count(1)
     monkeypatch.setattr("tiers.node.below.open_disk", partial(open_disk, storage=storage))
@@ -243,7 +232,7 @@ def refused(path: Path, send: Callable[[NodeClient], object], reason: str) -> No
         assert other.stats()["num_clients"] >= 1
 
 
-def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, path: Path) -> None:
+def test_frames_of_others_are_neither_committed_nor_released(node, path):
     with joined(path) as owner:
         pairs = owner.reserve(prompt(1))
         refused(path, lambda client: client.commit([pairs[0][1]]), "had not reserved")
@@ -273,9 +262,7 @@ def test_frames_of_others_are_neither_committed_nor_released(node: NodeServer, p
         (99, b"", "operation 99"),
     ],
 )
-def test_a_message_that_makes_no_sense_is_refused(
-    node: NodeServer, path: Path, op: Op, body: bytes, reason: str
-) -> None:
+def test_a_message_that_makes_no_sense_is_refused(node, path, op, body, reason):
     with joined(path) as other, socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(path))
         stranger.sendall(messages.HEADER.pack(len(body), op) + body)
@@ -286,16 +273,14 @@ def test_a_message_that_makes_no_sense_is_refused(
         write(other, prompt(3))
 
 
-def test_a_message_longer_than_any_is_refused_before_it_is_read(
-    node: NodeServer, path: Path
-) -> None:
+def test_a_message_longer_than_any_is_refused_before_it_is_read(node, path):
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.connect(str(path))
         stranger.sendall(messages.HEADER.pack(2**32 - 1, Op.PROBE))
         assert b"at most" in stranger.recv(1 << 16)
 
 
-def test_a_client_that_asks_and_never_reads_is_disconnected(node: NodeServer, path: Path) -> None:
+def test_a_client_that_asks_and_never_reads_is_disconnected(node, path):
     ask = messages.pack(Op.STATS) * 10_000_000
     with joined(path) as other, socket.socket(socket.AF_UNIX) as deaf:
         deaf.connect(str(path))
@@ -307,7 +292,7 @@ def test_a_client_that_asks_and_never_reads_is_disconnected(node: NodeServer, pa
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.binary(max_size=400))
-def test_any_bytes_as_a_run_are_a_run_or_refused(data: bytes) -> None:
+def test_any_bytes_as_a_run_are_a_run_or_refused(data):
     try:
         pool, run = messages.unpack_run(memoryview(data))
     except NodeError:
@@ -320,19 +305,19 @@ def test_any_bytes_as_a_run_are_a_run_or_refused(data: bytes) -> None:
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6),
     tokens=st.integers(-(2**31), 2**31 - 1),
 )
-def test_a_run_is_read_as_it_was_written(sizes: list[int], tokens: int) -> None:
+def test_a_run_is_read_as_it_was_written(sizes, tokens):
     contents = [b"c" * size for size in sizes]
     ids = block_ids(ROOT, token_bytes([tokens] * 4 * len(sizes)), 4, contents)
     pool, run = messages.unpack_run(memoryview(messages.pack_run(3, messages.run_of(ids))))
     assert (3, ids) == (pool, run.ids())
 
 
-def test_a_second_node_at_the_same_place_is_refused(node: NodeServer, path: Path) -> None:
+def test_a_second_node_at_the_same_place_is_refused(node, path):
     with pytest.raises(DirectoryLocked, match="another node"):
         NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
 
 
-def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path: Path) -> None:
+def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path):
     disk = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(tmp_path / "a.sock", **disk):
         other = NodeServer(NodeSettings(socket=tmp_path / "b.sock", host_bytes=1 << 20, **disk))
@@ -343,7 +328,7 @@ def test_a_second_node_on_the_same_disk_is_refused_at_its_start(tmp_path: Path) 
         pass
 
 
-def test_a_socket_that_a_dead_node_left_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+def test_a_socket_that_a_dead_node_left_is_replaced_and_a_file_is_not(tmp_path):
     path = tmp_path / "node.sock"
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as dead:
         dead.bind(str(path))
@@ -355,18 +340,18 @@ def test_a_socket_that_a_dead_node_left_is_replaced_and_a_file_is_not(tmp_path: 
     assert "mine" == path.read_text()
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path: Path) -> None:
+def test_a_path_that_is_too_long_for_a_socket_is_said(tmp_path):
     path = tmp_path / ("x" * 120)
     with pytest.raises(ConfigurationError, match="cannot listen"):
         NodeServer(NodeSettings(socket=path, host_bytes=1 << 20)).open()
 
 
-def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_a_client_of_a_node_that_is_not_there_says_so(tmp_path):
     with pytest.raises(NodeGone, match="no node answers"):
         NodeClient(tmp_path / "none.sock", LAYOUT).connect()
 
 
-def test_one_connection_holds_at_most_half_of_the_memory(node: NodeServer, path: Path) -> None:
+def test_one_connection_holds_at_most_half_of_the_memory(node, path):
     """What one engine leases and reserves cannot be evicted for the others."""
     frames = (1 << 20) // 8192  # a block of two layers is 8 KiB
     with joined(path) as greedy, joined(path) as other:

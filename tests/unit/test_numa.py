@@ -30,18 +30,18 @@ def machine(root: Path, node: str, cpulist: str) -> Path:
     ("cpulist", "expected"),
     [("16-18,48", {16, 17, 18, 48}), ("3", {3}), ("", set()), ("a-b", set())],
 )
-def test_the_processors_of_a_gpus_node(tmp_path: Path, cpulist: str, expected: set[int]) -> None:
+def test_the_processors_of_a_gpus_node(tmp_path, cpulist, expected):
     assert expected == cpus_beside(PCI, machine(tmp_path, "1", cpulist))
 
 
 @pytest.mark.parametrize("node", ["-1", "7", "none", ""])
-def test_without_a_known_node_there_are_none(tmp_path: Path, node: str) -> None:
+def test_without_a_known_node_there_are_none(tmp_path, node):
     assert frozenset() == cpus_beside(PCI, machine(tmp_path, node, "0-3"))
     assert frozenset() == cpus_beside("0000:00:00.0", tmp_path)
     assert frozenset() == cpus_beside("", tmp_path)
 
 
-def test_a_thread_runs_there_for_a_while_and_alone() -> None:
+def test_a_thread_runs_there_for_a_while_and_alone():
     before = os.sched_getaffinity(0)
     one, main = frozenset({min(before)}), os.getpid()
     found: list[set[int]] = []
@@ -58,7 +58,7 @@ def test_a_thread_runs_there_for_a_while_and_alone() -> None:
     assert [one] == found, "of the thread that asked"
 
 
-def test_a_container_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_that_forbids_it_changes_nothing(monkeypatch):
     def forbidden(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
@@ -68,9 +68,7 @@ def test_a_container_that_forbids_it_changes_nothing(monkeypatch: pytest.MonkeyP
         assert before == os.sched_getaffinity(0)
 
 
-def test_an_arena_is_pinned_by_a_thread_beside_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_is_pinned_by_a_thread_beside_the_gpu(tmp_path, monkeypatch):
     here = min(os.sched_getaffinity(0))
     found: list[set[int]] = []
 

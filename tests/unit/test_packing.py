@@ -23,14 +23,14 @@ ids = st.one_of(st.integers(0, NARROW), st.integers(0, MIDDLE), st.integers(-1, 
 
 
 @given(st.lists(ids, max_size=40))
-def test_what_is_packed_comes_back(tokens: list[int]) -> None:
+def test_what_is_packed_comes_back(tokens):
     data = token_bytes(tokens)
     assert data == unpack(pack(data))
     assert len(tokens) == num_packed(pack(data))
 
 
 @given(st.lists(st.lists(ids, min_size=4, max_size=4), max_size=6))
-def test_many_blocks_are_packed_as_each_alone(blocks: list[list[int]]) -> None:
+def test_many_blocks_are_packed_as_each_alone(blocks):
     data = [token_bytes(block) for block in blocks]
     assert [pack(block) for block in data] == list(pack_blocks(b"".join(data), 4))
 
@@ -39,19 +39,17 @@ def test_many_blocks_are_packed_as_each_alone(blocks: list[list[int]]) -> None:
     ("largest", "width"),
     [(0, 2), (NARROW, 2), (NARROW + 1, 3), (MIDDLE, 3), (MIDDLE + 1, 4), (-1, 4)],
 )
-def test_an_id_has_the_bytes_that_the_largest_needs(largest: int, width: int) -> None:
+def test_an_id_has_the_bytes_that_the_largest_needs(largest, width):
     assert 1 + 64 * width == len(pack(token_bytes([*range(63), largest])))
 
 
 @given(st.lists(ids, min_size=1, max_size=9), st.integers(1, 9))
-def test_what_begins_alike_is_not_passed_over(tokens: list[int], count: int) -> None:
+def test_what_begins_alike_is_not_passed_over(tokens, count):
     assert may_begin(pack(token_bytes(tokens)), token_bytes(tokens[:count]))
 
 
 @given(st.lists(ids, max_size=9), st.lists(ids, max_size=9), st.integers(1, 9))
-def test_ids_that_are_shared_are_not_passed_over(
-    shared: list[int], other: list[int], count: int
-) -> None:
+def test_ids_that_are_shared_are_not_passed_over(shared, other, count):
     packed, low = pack(token_bytes(shared + other)), low_halves(token_bytes(shared))
     assert may_share(packed, low, count) or count > len(shared)
     if count <= len(shared):
@@ -59,7 +57,7 @@ def test_ids_that_are_shared_are_not_passed_over(
         assert not may_share(pack(token_bytes(changed)), low, count)
 
 
-def test_a_chain_that_grows_packs_each_block_once() -> None:
+def test_a_chain_that_grows_packs_each_block_once():
     chain = Chain(CacheScope().root(), array("i", range(40)), 16)
     first = chain.packed()[0]
     twin = chain.copy()

@@ -60,7 +60,7 @@ def record(layout: BlockLayout, data: bytes) -> tuple[Header, memoryview]:
 
 @pytest.mark.parametrize("kind", ["noise", "normal"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
-def test_each_part_comes_back_and_touches_nothing_else(layout: BlockLayout, kind: str) -> None:
+def test_each_part_comes_back_and_touches_nothing_else(layout, kind):
     data = block_of(layout, kind)
     header, payload = record(layout, data)
     split, codec = layout.lasting_nbytes, Codec(layout.torch_dtype.itemsize)
@@ -80,7 +80,7 @@ def test_each_part_comes_back_and_touches_nothing_else(layout: BlockLayout, kind
     assert needed_nbytes(header, Part.WINDOW) == len(payload)
 
 
-def test_damage_is_found_in_the_part_that_is_read() -> None:
+def test_damage_is_found_in_the_part_that_is_read():
     layout = LAYOUTS["one of six full"]
     header, payload = record(layout, block_of(layout, "noise"))
     lasting = needed_nbytes(header, Part.LASTING)

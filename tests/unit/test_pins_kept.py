@@ -108,9 +108,7 @@ class Bench:
         ]
 
 
-def test_a_pin_that_a_smaller_tier_has_no_room_for_does_not_stop_the_start(
-    tmp_path: Path,
-) -> None:
+def test_a_pin_that_a_smaller_tier_has_no_room_for_does_not_stop_the_start(tmp_path):
     bench = Bench(folder=tmp_path)
     for name, first in (("small", 0), ("large", 500)):
         bench.operations.pin(name, bench.chain(first, 6), bench.clock.now_s + 3600)
@@ -119,7 +117,7 @@ def test_a_pin_that_a_smaller_tier_has_no_room_for_does_not_stop_the_start(
     assert ["small"] == [pin.name for pin in Bench(folder=tmp_path, disk=40).operations.pins()]
 
 
-def test_a_pinned_prefix_outlives_a_scan_of_many_capacities() -> None:
+def test_a_pinned_prefix_outlives_a_scan_of_many_capacities():
     bench = Bench()
     pinned, other = bench.chain(0, 6), bench.chain(500, 6)
     bench.serve(pinned)
@@ -132,7 +130,7 @@ def test_a_pinned_prefix_outlives_a_scan_of_many_capacities() -> None:
     bench.cache.residency.check()
 
 
-def test_without_a_disk_the_host_keeps_what_is_pinned() -> None:
+def test_without_a_disk_the_host_keeps_what_is_pinned():
     bench = Bench(disk=0, host=40)
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
@@ -141,7 +139,7 @@ def test_without_a_disk_the_host_keeps_what_is_pinned() -> None:
     assert bench.serve(pinned) == 6
 
 
-def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on() -> None:
+def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on():
     bench = Bench()
     pinned = bench.chain(0, 5)
     bench.operations.pin("later", pinned, bench.clock.now_s + 3600)
@@ -151,7 +149,7 @@ def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on() -> None:
     assert bench.serve(pinned) == 5
 
 
-def test_a_pin_that_is_renewed_has_been_there_since_it_was_first_set() -> None:
+def test_a_pin_that_is_renewed_has_been_there_since_it_was_first_set():
     bench = Bench()
     first = bench.operations.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
     bench.settle(50)
@@ -161,7 +159,7 @@ def test_a_pin_that_is_renewed_has_been_there_since_it_was_first_set() -> None:
     assert bench.clock.now_s == changed.since_s
 
 
-def test_a_pin_does_not_hold_a_block_that_was_never_filled() -> None:
+def test_a_pin_does_not_hold_a_block_that_was_never_filled():
     """Its first rows may be reused, and leave like others."""
     bench = Bench()
     chain = bench.chain(0, 3)
@@ -173,7 +171,7 @@ def test_a_pin_does_not_hold_a_block_that_was_never_filled() -> None:
     bench.cache.residency.check()
 
 
-def test_what_is_pinned_is_written_at_once() -> None:
+def test_what_is_pinned_is_written_at_once():
     """Not with the next look of each second."""
     bench = Bench()
     for first in (0, 500):
@@ -189,7 +187,7 @@ def test_what_is_pinned_is_written_at_once() -> None:
     assert [True] * 4 == bench.tier.held(later.keys)
 
 
-def test_what_the_disk_refuses_is_offered_to_it_once_a_second() -> None:
+def test_what_the_disk_refuses_is_offered_to_it_once_a_second():
     bench = Bench()
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
@@ -208,7 +206,7 @@ def test_what_the_disk_refuses_is_offered_to_it_once_a_second() -> None:
     assert [True] * 6 == bench.tier.held(pinned.keys)
 
 
-def test_pins_may_not_fill_the_device() -> None:
+def test_pins_may_not_fill_the_device():
     """A request that needs every block of the device gets it, and the pin is served from below."""
     bench = Bench(device=8)
     pinned = bench.chain(0, 6)
@@ -219,7 +217,7 @@ def test_pins_may_not_fill_the_device() -> None:
     assert bench.serve(pinned) == 6
 
 
-def test_a_pin_that_ends_lets_its_blocks_go() -> None:
+def test_a_pin_that_ends_lets_its_blocks_go():
     for end in ("unpin", "expire"):
         bench = Bench()
         pinned = bench.chain(0, 6)
@@ -237,7 +235,7 @@ def test_a_pin_that_ends_lets_its_blocks_go() -> None:
         bench.cache.residency.check()
 
 
-def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
+def test_pins_hold_after_a_restart(tmp_path):
     bench = Bench(folder=tmp_path)
     pinned = bench.chain(0, 6)
     bench.serve(pinned)
@@ -252,7 +250,7 @@ def test_pins_hold_after_a_restart(tmp_path: Path) -> None:
     assert again.serve(pinned) == 6
 
 
-def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path: Path) -> None:
+def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path):
     bench = Bench(folder=tmp_path)
     pin = bench.operations.pin("system", bench.chain(0, 2), bench.clock.now_s + 10)
     save_pins(tmp_path, [pin])
@@ -266,7 +264,7 @@ def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 9, "pins": []}'])
-def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path, damage):
     save_pins(tmp_path, [Pin(name="p", keys=(PrefixKey(b"k" * 16),), until_s=9e9)])
     assert len(load_pins(tmp_path)) == 1
     (tmp_path / PINS_NAME).write_bytes(damage)
@@ -275,9 +273,7 @@ def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path: Path, damag
 
 
 @pytest.mark.parametrize("damage", [b"{", b'{"format": 9, "pins": []}'])
-def test_a_damaged_file_of_pins_is_kept_beside_the_next_and_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
-) -> None:
+def test_a_damaged_file_of_pins_is_kept_beside_the_next_and_said_once(tmp_path, caplog, damage):
     (tmp_path / PINS_NAME).write_bytes(damage)
     disk = open_disk(tmp_path, LAYOUT, 4 << 20)
     try:
@@ -298,7 +294,7 @@ def retain(
     return bench.operations.retain(name, chain, bench.clock.now_s + 60, owner=owner, kind=kind)
 
 
-def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers() -> None:
+def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers():
     """They are not written early, not named to the disk, and not saved."""
     bench = Bench(disk=0, host=60)
     session, other = bench.chain(0, 5), bench.chain(500, 5)
@@ -311,7 +307,7 @@ def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers() -> None:
     bench.cache.residency.check()
 
 
-def test_the_blocks_of_a_session_leave_together_when_it_ends() -> None:
+def test_the_blocks_of_a_session_leave_together_when_it_ends():
     for end in ("unpin", "expire"):
         bench = Bench(disk=0, host=60)
         session = bench.chain(0, 5)
@@ -327,7 +323,7 @@ def test_the_blocks_of_a_session_leave_together_when_it_ends() -> None:
         bench.cache.residency.check()
 
 
-def test_of_pinned_blocks_the_tail_leaves_before_the_head() -> None:
+def test_of_pinned_blocks_the_tail_leaves_before_the_head():
     """While they are pinned, and when they are let go; a tail without its head hits nothing."""
     bench = Bench(disk=0, host=60)
     for num_blocks in (3, 6):  # the second turn's blocks are newer, and still leave first
@@ -339,7 +335,7 @@ def test_of_pinned_blocks_the_tail_leaves_before_the_head() -> None:
     assert [5, 4, 3, 2, 1, 0] == [block.depth for block in device.policy.coldest(6)]
 
 
-def test_a_turn_takes_the_place_of_the_turn_before() -> None:
+def test_a_turn_takes_the_place_of_the_turn_before():
     bench = Bench()
     assert 3 == retain(bench, bench.chain(0, 3), "t1", kind=PinKind.BREAKPOINT)
     assert 6 == retain(bench, bench.chain(0, 6), "t2", kind=PinKind.BREAKPOINT)
@@ -348,7 +344,7 @@ def test_a_turn_takes_the_place_of_the_turn_before() -> None:
     assert ["t2", "other"] == [pin.name for pin in bench.operations.pins()]
 
 
-def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_path: Path) -> None:
+def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_path):
     """The pin that ends soonest goes first, and no tenant's pin displaces another's."""
     bench = Bench(folder=tmp_path)  # 15 may be pinned
     for number in range(20):
@@ -368,7 +364,7 @@ def test_what_is_pinned_in_passing_gives_way_to_its_owner_and_to_operators(tmp_p
     bench.cache.residency.check()
 
 
-def test_a_tenant_has_so_many_pins_and_no_more() -> None:
+def test_a_tenant_has_so_many_pins_and_no_more():
     bench = Bench(disk=4000)
     for number in range(300):
         retain(bench, bench.chain(number * 100, 1), f"s{number}")
@@ -381,7 +377,7 @@ def test_a_tenant_has_so_many_pins_and_no_more() -> None:
     bench.operations.pin("a:63", bench.chain(6400, 1), late, owner="a")  # replaces one
 
 
-def test_breakpoints_are_saved_and_sessions_are_not(tmp_path: Path) -> None:
+def test_breakpoints_are_saved_and_sessions_are_not(tmp_path):
     bench = Bench(folder=tmp_path)
     retain(bench, bench.chain(0, 3), "s")
     retain(bench, bench.chain(500, 3), "b", kind=PinKind.BREAKPOINT)
@@ -391,7 +387,7 @@ def test_breakpoints_are_saved_and_sessions_are_not(tmp_path: Path) -> None:
     assert ["b"] == [pin.name for pin in Bench(folder=tmp_path).operations.pins()]
 
 
-def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path: Path) -> None:
+def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path):
     wall, passed = [1_000_000.0], [0.0]
     clock = SteadyClock(lambda: wall[0], lambda: passed[0])
     wall[0] += 400 * 86_400
@@ -407,7 +403,7 @@ def test_a_clock_that_is_set_ends_no_pin_and_makes_none_longer(tmp_path: Path) -
     assert [earlier.now_s + 3600] == [pin.until_s for pin in again.operations.pins()]
 
 
-def test_a_pin_that_cannot_be_set_is_explained() -> None:
+def test_a_pin_that_cannot_be_set_is_explained():
     bench = Bench()
     late = bench.clock.now_s + 10
     with pytest.raises(PinError, match="16 pinned blocks, and 15 may be"):
@@ -421,7 +417,7 @@ def test_a_pin_that_cannot_be_set_is_explained() -> None:
         TieredCache(LAYOUT, layout).operations.pin("p", bench.chain(0, 1), 9e12)
 
 
-def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk() -> None:
+def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk():
     bench = Bench()
     chain = bench.chain(0, 6)
     bench.serve(chain)
@@ -435,7 +431,7 @@ def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk() -> None:
     assert missing.result(0)[1] == []
 
 
-def test_evict_takes_blocks_that_are_just_being_written() -> None:
+def test_evict_takes_blocks_that_are_just_being_written():
     bench = Bench(write_policy=WritePolicy.WRITE_THROUGH)
     chain = bench.chain(0, 3)
     bench.compute(chain)
@@ -451,7 +447,7 @@ def test_evict_takes_blocks_that_are_just_being_written() -> None:
     bench.operations.check()
 
 
-def test_evict_takes_blocks_from_every_tier_but_pinned_ones() -> None:
+def test_evict_takes_blocks_from_every_tier_but_pinned_ones():
     bench = Bench()
     pinned, other = bench.chain(0, 3), bench.chain(500, 3)
     bench.serve(pinned)

@@ -9,7 +9,7 @@ from tiers.blocks.places import BlockPlaces
 
 @pytest.mark.parametrize("num_lesser", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_part_of_a_place_has_two_owners_and_none_is_lost(seed: int, num_lesser: int) -> None:
+def test_no_part_of_a_place_has_two_owners_and_none_is_lost(seed, num_lesser):
     chance = random.Random(seed)
     places = BlockPlaces(5, num_lesser)
     held: dict[int, bool] = {}  # whether it is a lesser one
@@ -51,7 +51,7 @@ def parts_of(places: BlockPlaces, place: int, is_lesser: bool) -> range:
     return range(place, place + (1 if is_lesser else places.num_lesser))
 
 
-def test_parts_of_a_place_that_is_to_be_emptied_are_taken_last() -> None:
+def test_parts_of_a_place_that_is_to_be_emptied_are_taken_last():
     places = BlockPlaces(2, 4)
     first = [places.take(lesser=True) for _ in range(3)]
     second = places.take()
@@ -62,7 +62,7 @@ def test_parts_of_a_place_that_is_to_be_emptied_are_taken_last() -> None:
     assert [1, 1, 1, 0] == [places.whole_of(place) for place in taken if place is not None]
 
 
-def test_a_place_given_back_twice_is_noticed() -> None:
+def test_a_place_given_back_twice_is_noticed():
     places = BlockPlaces(1, 1)
     place = places.take()
     assert place is not None

@@ -27,9 +27,7 @@ def compiled(operators: Operators) -> Path:
 @pytest.mark.parametrize("item_bytes", [2, 4])
 @pytest.mark.parametrize("nbytes", [8, 16, 1000, 12_360, CHUNK_BYTES + 1_048, 5_898_240])
 @pytest.mark.parametrize("offset", [0, 8])  # from a line, and so from a page, on
-def test_a_block_is_expanded_to_the_same_bytes(
-    operators: Operators, item_bytes: int, nbytes: int, offset: int
-) -> None:
+def test_a_block_is_expanded_to_the_same_bytes(operators, item_bytes, nbytes, offset):
     values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
     block, record = values.data.cast("B"), memoryview(bytearray(bound(nbytes)))
     codec = Codec(item_bytes)
@@ -44,12 +42,7 @@ def test_a_block_is_expanded_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("rest", [False, True])
-def test_a_library_with_other_bytes_is_not_used(
-    operators: Operators,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    rest: bool,
-) -> None:
+def test_a_library_with_other_bytes_is_not_used(operators, monkeypatch, caplog, rest):
     """Neither where they differ in whole lines, nor where they do in a rest."""
     library = ctypes.CDLL(str(compiled(operators)))
 
@@ -66,7 +59,7 @@ def test_a_library_with_other_bytes_is_not_used(
 
 
 @pytest.mark.parametrize("text", [b"", b"no library"])
-def test_a_start_goes_on_without_a_library(tmp_path: Path, text: bytes) -> None:
+def test_a_start_goes_on_without_a_library(tmp_path, text):
     (tmp_path / "a.so").write_bytes(text)
     assert not planes.use_library(tmp_path / "a.so")
     assert not planes.use_library(tmp_path / "absent.so")

@@ -40,7 +40,7 @@ def probed(bench: Bench, chain: Chain) -> Ticket:
     return ticket
 
 
-def test_what_stands_is_lifted_while_the_rest_loads(bench: Bench) -> None:
+def test_what_stands_is_lifted_while_the_rest_loads(bench):
     chain = on_disk(bench, 8)
     head = probed(bench, bench.chain(0, 4))
     bench.mover.run_job(0)
@@ -53,7 +53,7 @@ def test_what_stands_is_lifted_while_the_rest_loads(bench: Bench) -> None:
     assert (bench.cache.advance(ticket), ticket.num_on_device) == (Progress.READY, 8)
 
 
-def test_a_disk_that_has_no_more_is_not_waited_for_a_step_longer(bench: Bench) -> None:
+def test_a_disk_that_has_no_more_is_not_waited_for_a_step_longer(bench):
     """Loaded up to a block that another request computed, after which nothing follows."""
     on_disk(bench, 3)
     chain = bench.chain(0, 5)
@@ -68,7 +68,7 @@ def test_a_disk_that_has_no_more_is_not_waited_for_a_step_longer(bench: Bench) -
     assert (bench.cache.advance(ticket), len(ticket.blocks)) == (Progress.READY, 3)
 
 
-def test_a_disk_too_busy_to_be_asked_is_said_to_be() -> None:
+def test_a_disk_too_busy_to_be_asked_is_said_to_be():
     tier = MemoryTier(8)
     settings = CacheSettings(device_bytes=8 * LAYOUT.nbytes, host_bytes=8 * LAYOUT.nbytes)
     mover = SteppedMover(tier, max_jobs=0)
@@ -77,7 +77,7 @@ def test_a_disk_too_busy_to_be_asked_is_said_to_be() -> None:
     assert (cache.advance(ticket), ticket.stop) == (Progress.READY, MissReason.OVERLOADED)
 
 
-def test_what_came_from_the_disk_is_not_written_there_again(bench: Bench) -> None:
+def test_what_came_from_the_disk_is_not_written_there_again(bench):
     chain = on_disk(bench, 4)
     probed(bench, chain)
     bench.mover.run_job(0)
@@ -88,7 +88,7 @@ def test_what_came_from_the_disk_is_not_written_there_again(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_purge_takes_blocks_that_are_loading(bench: Bench, fails: bool) -> None:
+def test_a_purge_takes_blocks_that_are_loading(bench, fails):
     """Their load ends, with or without success, and nothing of them is reported or kept."""
     chain = on_disk(bench, 4)
     ticket = probed(bench, chain)
@@ -104,7 +104,7 @@ def test_a_purge_takes_blocks_that_are_loading(bench: Bench, fails: bool) -> Non
     assert stats.host.num_blocks == 0
 
 
-def test_a_full_block_is_not_merged_into_one_still_computing(bench: Bench) -> None:
+def test_a_full_block_is_not_merged_into_one_still_computing(bench):
     """Two requests compute the same tokens: the first to be done keeps what it has."""
     tables = bench.cache.tables
     first, second = bench.chain(0, 1), bench.chain(0, 1)
@@ -118,7 +118,7 @@ def test_a_full_block_is_not_merged_into_one_still_computing(bench: Bench) -> No
     assert bench.cache.index.get(first.keys[0]) is announced
 
 
-def test_an_extended_tail_is_not_merged_into_a_block_that_has_left_the_device(bench: Bench) -> None:
+def test_an_extended_tail_is_not_merged_into_a_block_that_has_left_the_device(bench):
     """It fills while another with its tokens is committed, ends, and is evicted to the host."""
     cache, tables = bench.cache, bench.cache.tables
     short = Chain(ROOT, range(2), LAYOUT.block_size)
@@ -142,7 +142,7 @@ def test_an_extended_tail_is_not_merged_into_a_block_that_has_left_the_device(be
     assert [held] == list(cache.index) and 1 == bench.serve(chain)
 
 
-def test_what_a_request_asks_for_is_in_the_working_set(bench: Bench) -> None:
+def test_what_a_request_asks_for_is_in_the_working_set(bench):
     bench.cache.open(bench.chain(0, 3))
     private = bench.chain(500, 3)
     private.private = True
@@ -150,7 +150,7 @@ def test_what_a_request_asks_for_is_in_the_working_set(bench: Bench) -> None:
     assert bench.cache.operations.working_set().num_uses == 3
 
 
-def test_a_block_being_computed_counts_against_its_tenant_s_quota() -> None:
+def test_a_block_being_computed_counts_against_its_tenant_s_quota():
     settings = CacheSettings(device_bytes=10 * LAYOUT.nbytes, host_bytes=0)
     cache = TieredCache(
         LAYOUT, settings, shares=QuotaShares(10, {"acme": 4}, owner_of={ROOT: "acme"}.get)

@@ -2,9 +2,6 @@
 
 import time
 from collections import Counter
-from pathlib import Path
-
-import pytest
 
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
@@ -46,9 +43,7 @@ def serve(cache: TieredCache, chain: Chain) -> list[TierName]:
     return sources
 
 
-def test_each_block_of_a_disk_hit_is_proved_and_read_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_block_of_a_disk_hit_is_proved_and_read_once(tmp_path, monkeypatch):
     def opened() -> TieredCache:
         settings = CacheSettings(device_bytes=40 * LAYOUT.nbytes, host_bytes=40 * LAYOUT.nbytes)
         cache = TieredCache(LAYOUT, settings, disk=open_disk(tmp_path, LAYOUT, 64 << 20))

@@ -27,7 +27,7 @@ def fill_disk(folder: Path) -> None:
     disk.close()
 
 
-def test_a_purge_without_the_server_names_what_it_cannot_reach(tmp_path: Path) -> None:
+def test_a_purge_without_the_server_names_what_it_cannot_reach(tmp_path):
     disk, group = tmp_path / "disk", tmp_path / "checkpoints"
     fill_disk(disk)
     note_elsewhere(disk, "redis://host:1/0")
@@ -42,7 +42,7 @@ def test_a_purge_without_the_server_names_what_it_cannot_reach(tmp_path: Path) -
     assert 16 == done.checkpoints["disk"].num_blocks
 
 
-def test_a_purge_reaches_the_folders_of_a_node_that_has_stopped(tmp_path: Path) -> None:
+def test_a_purge_reaches_the_folders_of_a_node_that_has_stopped(tmp_path):
     """An engine over a node leaves a folder for each layout in the server's disk."""
     folders = [tmp_path / "disk" / "node" / name for name in ("one", "two")]
     for folder in folders:

@@ -86,9 +86,7 @@ def test_the_default_is_promised_as_often_as_it_fits():
     assert 1.0 == pytest.approx(sum(map(shares.share, shares.groups())))
 
 
-def test_a_victim_costs_one_look_while_its_group_is_over_its_share(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_a_victim_costs_one_look_while_its_group_is_over_its_share(monkeypatch):
     quotas = shared(100, {"a": 10, "b": 10, "c": 10})
     cache = Cache(quotas, 300)
     for number in range(300):

@@ -39,7 +39,7 @@ def packed(of: BlockId) -> bytes:
 
 @settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300), st.binary(max_size=80))
-def test_what_was_packed_is_unpacked(tokens: bytes, content: bytes) -> None:
+def test_what_was_packed_is_unpacked(tokens, content):
     of = block(tokens, content)
     data = packed(of)
     header = unpack_header(data + PAYLOAD)
@@ -59,7 +59,7 @@ def test_what_was_packed_is_unpacked(tokens: bytes, content: bytes) -> None:
     assert check_payload(header, PAYLOAD) is None
 
 
-def test_every_flipped_bit_of_a_header_is_seen() -> None:
+def test_every_flipped_bit_of_a_header_is_seen():
     """No bit of the header can change without the record becoming a miss."""
     data = packed(block(content=b"image"))
     for bit in range(len(data) * 8):
@@ -68,7 +68,7 @@ def test_every_flipped_bit_of_a_header_is_seen() -> None:
         assert isinstance(unpack_header(bytes(flipped)), MissReason), f"bit {bit} went unseen"
 
 
-def test_every_flipped_bit_of_a_payload_is_seen() -> None:
+def test_every_flipped_bit_of_a_payload_is_seen():
     header = unpack_header(packed(block()))
     assert isinstance(header, Header)
     for bit in range(len(PAYLOAD) * 8):
@@ -79,18 +79,18 @@ def test_every_flipped_bit_of_a_payload_is_seen() -> None:
 
 
 @pytest.mark.parametrize("end", [0, 8, 16, 127, 135, 199])
-def test_a_cut_header_is_torn(end: int) -> None:
+def test_a_cut_header_is_torn(end):
     assert unpack_header(packed(block())[:end]) == MissReason.TORN
 
 
-def test_another_format_version_is_named_as_such() -> None:
+def test_another_format_version_is_named_as_such():
     data = bytearray(packed(block()))
     data[8] = 5
     assert unpack_header(bytes(data)) == MissReason.VERSION
 
 
 @pytest.mark.parametrize("field", ["scope", "parent", "key", "tokens", "content"])
-def test_identity_needs_every_field(field: str) -> None:
+def test_identity_needs_every_field(field):
     of = block(content=b"image")
     value = getattr(of, field)
     for changed in (
@@ -100,11 +100,11 @@ def test_identity_needs_every_field(field: str) -> None:
         assert not is_block(packed(of), of._replace(**{field: changed}))
 
 
-def test_tokens_and_content_do_not_run_into_each_other() -> None:
+def test_tokens_and_content_do_not_run_into_each_other():
     assert not is_block(packed(block(b"abcd", b"efgh")), block(b"abcdefgh", b""))
 
 
-def test_golden_header() -> None:
+def test_golden_header():
     """The bytes of version 1, so that a change of the format cannot pass unnoticed."""
     data = packed(block(token_bytes([1, 2]), b"c"))
     assert b"cachesvc" + bytes.fromhex("01000102a0000000") == data[:16]

@@ -130,7 +130,7 @@ def load(tier: StackedTier, ids: list[BlockId]) -> Loaded:
     return loaded
 
 
-def test_what_one_server_stored_another_is_served(server: Servers) -> None:
+def test_what_one_server_stored_another_is_served(server):
     """The second server's first request hits the remote tier, and its disk has nothing of it."""
     one, two = server("one"), server("two")
     store(one, blocks())
@@ -142,7 +142,7 @@ def test_what_one_server_stored_another_is_served(server: Servers) -> None:
     assert one.remote.stats().stored == 4
 
 
-def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server: Servers, objects: Objects) -> None:
+def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server, objects):
     one, two = server("one"), server("two")
     store(one, blocks())
     store(two, blocks()[:1])
@@ -154,7 +154,7 @@ def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server: Servers, objects
     assert load(two, blocks(count=6)) == Loaded(4, MissReason.ABSENT, mixed)
 
 
-def test_only_what_is_reused_is_sent(server: Servers, objects: Objects) -> None:
+def test_only_what_is_reused_is_sent(server, objects):
     tier = server("one", RemoteWrites.REUSED)
     store(tier, blocks())
     assert not objects.held
@@ -165,7 +165,7 @@ def test_only_what_is_reused_is_sent(server: Servers, objects: Objects) -> None:
     assert set(objects.held) == {object_name(b.scope, b.key) for b in blocks()[:2]}
 
 
-def test_what_was_hit_above_is_sent_once_it_is_on_disk(server: Servers, objects: Objects) -> None:
+def test_what_was_hit_above_is_sent_once_it_is_on_disk(server, objects):
     tier = server("one", RemoteWrites.REUSED)
     for _ in range(2):
         tier.used([blocks()[0].key])
@@ -175,7 +175,7 @@ def test_what_was_hit_above_is_sent_once_it_is_on_disk(server: Servers, objects:
     assert set(objects.held) == {object_name(blocks()[0].scope, blocks()[0].key)}
 
 
-def test_what_is_pinned_is_sent(server: Servers, objects: Objects) -> None:
+def test_what_is_pinned_is_sent(server, objects):
     tier = server("one", RemoteWrites.REUSED)
     store(tier, blocks())
     tier.keep([blocks()[1].key])
@@ -183,7 +183,7 @@ def test_what_is_pinned_is_sent(server: Servers, objects: Objects) -> None:
     assert set(objects.held) == {object_name(blocks()[1].scope, blocks()[1].key)}
 
 
-def test_every_byte_of_a_remote_record_is_guarded(server: Servers, objects: Objects) -> None:
+def test_every_byte_of_a_remote_record_is_guarded(server, objects):
     """One changed bit anywhere is a miss with its reason, counted, and the record is deleted."""
     one, two = server("one"), server("two")
     block = blocks(count=1)
@@ -202,9 +202,7 @@ def test_every_byte_of_a_remote_record_is_guarded(server: Servers, objects: Obje
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 300, 2000])
-def test_a_record_cut_short_is_a_miss_and_is_deleted(
-    server: Servers, objects: Objects, cut: int
-) -> None:
+def test_a_record_cut_short_is_a_miss_and_is_deleted(server, objects, cut):
     one, two = server("one"), server("two")
     store(one, blocks(count=1))
     [(name, record)] = objects.held.items()
@@ -213,7 +211,7 @@ def test_a_record_cut_short_is_a_miss_and_is_deleted(
     assert not objects.held
 
 
-def test_another_blocks_record_is_never_served(server: Servers, objects: Objects) -> None:
+def test_another_blocks_record_is_never_served(server, objects):
     """Of another prompt, another tenant or another layout, under the name that is asked for."""
     one, two = server("one"), server("two")
     stranger = chain(
@@ -229,7 +227,7 @@ def test_another_blocks_record_is_never_served(server: Servers, objects: Objects
         assert 0 == two.probe(wanted)
 
 
-def test_sealed_records_are_read_with_the_key_only(server: Servers, objects: Objects) -> None:
+def test_sealed_records_are_read_with_the_key_only(server, objects):
     """Another key, no key, or a record moved to another name: a miss."""
     key, other = Seal(b"k" * 32), Seal(b"o" * 32)
     one, two = server("one", seal=key), server("two", seal=key)
@@ -245,9 +243,7 @@ def test_sealed_records_are_read_with_the_key_only(server: Servers, objects: Obj
     assert load(two, blocks(count=1)) == Loaded(0, MissReason.CHECKSUM)
 
 
-def test_a_store_that_fails_is_left_alone_and_asked_again(
-    server: Servers, objects: Objects
-) -> None:
+def test_a_store_that_fails_is_left_alone_and_asked_again(server, objects):
     """Misses at once while the breaker is open; hits again when the store is back."""
     now = [0.0]
     breaker = StoreBreaker(lambda: now[0])
@@ -266,7 +262,7 @@ def test_a_store_that_fails_is_left_alone_and_asked_again(
     assert breaker.num_opened == 1
 
 
-def test_a_slow_publisher_holds_nobody_up(server: Servers, objects: Objects) -> None:
+def test_a_slow_publisher_holds_nobody_up(server, objects):
     tier = server("one")
     gate = threading.Event()
     put = objects.put
@@ -286,9 +282,7 @@ def test_a_slow_publisher_holds_nobody_up(server: Servers, objects: Objects) -> 
     assert len(objects.held) == 4
 
 
-def test_what_is_evicted_while_it_is_sent_does_not_stay_in_the_store(
-    server: Servers, objects: Objects
-) -> None:
+def test_what_is_evicted_while_it_is_sent_does_not_stay_in_the_store(server, objects):
     tier, keys = server("one"), [block.key for block in blocks()]
     sending, gate, put = threading.Event(), threading.Event(), objects.put
 
@@ -311,7 +305,7 @@ def test_what_is_evicted_while_it_is_sent_does_not_stay_in_the_store(
     assert not objects.held
 
 
-def test_loading_what_is_computed_faster_is_not_worth_it(server: Servers) -> None:
+def test_loading_what_is_computed_faster_is_not_worth_it(server):
     one, two = server("one"), server("two")
     store(one, blocks())
     two.remote.economy.load_bytes_per_s = 1.0
@@ -321,9 +315,7 @@ def test_loading_what_is_computed_faster_is_not_worth_it(server: Servers) -> Non
     assert two.probe(blocks()) == 4
 
 
-def test_all_readers_that_share_a_prefix_are_weighed(
-    server: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_readers_that_share_a_prefix_are_weighed(server, monkeypatch):
     """Nine blocks are three jobs, of which each reader does one at the rate that is measured."""
     one, two = server("one"), server("two")
     store(one, blocks(count=9))
@@ -335,7 +327,7 @@ def test_all_readers_that_share_a_prefix_are_weighed(
         assert [nine, four] == [len(two.places(blocks(count=count))) for count in (9, 4)]
 
 
-def test_a_purge_reaches_the_remote_tier(server: Servers, objects: Objects) -> None:
+def test_a_purge_reaches_the_remote_tier(server, objects):
     one, two = server("one"), server("two")
     scope = SCOPE.root()
     store(one, blocks())
@@ -348,7 +340,7 @@ def test_a_purge_reaches_the_remote_tier(server: Servers, objects: Objects) -> N
         one.purge([scope])
 
 
-def test_a_url_or_key_that_cannot_work_is_refused(tmp_path: Path) -> None:
+def test_a_url_or_key_that_cannot_work_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="use redis://"):
         open_objects("memcached://somewhere", 1)
     with pytest.raises(ConfigurationError, match="cannot be read"):
@@ -359,12 +351,12 @@ def test_a_url_or_key_that_cannot_work_is_refused(tmp_path: Path) -> None:
     assert shown_url("redis://:secret@host:1/0") == "redis://host:1/0"
 
 
-def test_a_url_without_a_scheme_is_named_without_its_password() -> None:
+def test_a_url_without_a_scheme_is_named_without_its_password():
     with pytest.raises(ConfigurationError, match="no remote tier uses 'host:6379'"):
         open_objects("//me:geheim@host:6379", 1.0)
 
 
-def test_a_step_asks_no_store_why_a_prompt_is_cold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_asks_no_store_why_a_prompt_is_cold(monkeypatch):
     """It may take a second to answer. Readers ask it, who run between the turns here."""
     objects = Objects()
 

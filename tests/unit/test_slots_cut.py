@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.operators.library import Operators
 from tests.support.chain_runner import chain_layout
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import FrameArena
@@ -39,7 +38,7 @@ def taken(slot: int | None) -> int:
     return slot
 
 
-def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_needs() -> None:
+def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_needs():
     plain = BlockLayout((FULL, FULL), 16, "float32")
     assert plain.nbytes == slot_nbytes(plain)
     pool = DevicePool(plain, 3)
@@ -51,7 +50,7 @@ def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_ne
         assert 12 * layout.num_lesser == len(DevicePool(layout, 12).tensor)
 
 
-def test_a_slot_is_cut_when_needed_and_whole_when_empty() -> None:
+def test_a_slot_is_cut_when_needed_and_whole_when_empty():
     pool = DevicePool(LAYOUT, 2)
     whole, *lesser = taken(pool.take()), *(taken(pool.take(lesser=True)) for _ in range(4))
     assert pool.take() is pool.take(lesser=True) is None
@@ -69,9 +68,8 @@ def test_a_slot_is_cut_when_needed_and_whole_when_empty() -> None:
     assert (1, 1) == (pool.num_free, pool.places.num_taken)
 
 
-def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails() -> None:
+def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails():
     pool, (frame,) = DevicePool(LAYOUT, 1), [FrameArena(LAYOUT, 1).take()]
-    assert frame is not None
     frame.tensor.fill_(1)
     calls = []
 
@@ -94,9 +92,7 @@ def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails() -
 
 @pytest.mark.parametrize("layout", [LAYOUT, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("seed", range(5))
-def test_slots_of_both_sizes_never_overlap_and_none_is_lost(
-    operators: Operators, seed: int, layout: BlockLayout
-) -> None:
+def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, layout):
     chance = random.Random(seed)
     pool = DevicePool(layout, 6)
     if seed % 2:
@@ -183,7 +179,7 @@ def prompt(kind: int, num_blocks: int) -> Chain:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_as_many_whole_slots_can_be_taken_as_are_said_to_be(seed: int) -> None:
+def test_as_many_whole_slots_can_be_taken_as_are_said_to_be(seed):
     chance = random.Random(seed)
     server = Server(24, windowed=1 + seed % 3)
     residency = server.cache.residency
@@ -213,7 +209,7 @@ def conversation(server: Server, kind: int, num_blocks: int) -> None:
         server.end()
 
 
-def test_windows_that_no_use_needed_leave_the_device_before_any_block() -> None:
+def test_windows_that_no_use_needed_leave_the_device_before_any_block():
     server = Server(21, windowed=3)
     pool = server.cache.pool
     for kind in range(3):
@@ -226,7 +222,7 @@ def test_windows_that_no_use_needed_leave_the_device_before_any_block() -> None:
     assert server.cache.stats().device.num_blocks == pool.places.num_taken == held > pool.num_blocks
 
 
-def test_windows_that_were_needed_again_stay() -> None:
+def test_windows_that_were_needed_again_stay():
     server = Server(23, windowed=3)
     conversation(server, 0, 10)
     short = Chain(ROOT, [9, 9, 9, 9, *[0] * 13], SIZE)  # ends with the fourth block
@@ -238,7 +234,7 @@ def test_windows_that_were_needed_again_stay() -> None:
     assert [2, 3, 8, 9] == [block.depth for block in blocks[1:] if block.slot_whole]
 
 
-def test_a_prefix_that_ends_in_a_block_without_windows_is_computed_and_then_whole() -> None:
+def test_a_prefix_that_ends_in_a_block_without_windows_is_computed_and_then_whole():
     """No tier below has them. Its users read the block in its new slot."""
     server = Server(21, windowed=3)
     cache = server.cache
@@ -272,9 +268,7 @@ def held_blocks(residency: Residency, lesser: Sequence[bool] = (False, False)) -
 
 
 @pytest.mark.parametrize("left_before", [[], [3]])
-def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(
-    left_before: list[int],
-) -> None:
+def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(left_before):
     """Slot 0 has blocks in all its parts, or in all but one that was free before those of slot 1,
     which has one block. The coldest leaves, and no other. Those beside it go to the other slot."""
     server = Server(3, windowed=3)
@@ -297,9 +291,7 @@ def test_blocks_beside_a_part_that_is_freed_move_so_that_a_whole_slot_is(
     residency.check(private_slots=2)
 
 
-def test_no_block_is_moved_where_others_have_no_room_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_block_is_moved_where_others_have_no_room_for_all(monkeypatch):
     server = Server(3, windowed=3)
     residency, pool = server.cache.residency, server.cache.pool
     blocks = held_blocks(residency, lesser=[True] * 8)
@@ -312,7 +304,7 @@ def test_no_block_is_moved_where_others_have_no_room_for_all(
     residency.check(private_slots=2)
 
 
-def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them() -> None:
+def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them():
     """A block that leaves the device for it would take the only frame."""
     residency = Server(2, windowed=3, num_frames=16).cache.residency
     narrow, other = held_blocks(residency, lesser=(True, False))
@@ -328,7 +320,7 @@ def test_a_block_that_gets_room_for_its_windows_keeps_the_frame_that_has_them() 
     residency.check()
 
 
-def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch):
     server = Server(21, windowed=3)
     pool = server.cache.pool
 
@@ -354,7 +346,7 @@ def test_a_block_whose_move_fails_stays_where_it_is(monkeypatch: pytest.MonkeyPa
     residency.check()
 
 
-def test_windows_that_leave_the_device_are_on_the_host_first() -> None:
+def test_windows_that_leave_the_device_are_on_the_host_first():
     """Nobody else has them, and a prompt that ends there needs them."""
     server = Server(21, windowed=3, num_frames=64)
     places = server.cache.pool.places
@@ -368,7 +360,7 @@ def test_windows_that_leave_the_device_are_on_the_host_first() -> None:
     server.cache.residency.check()
 
 
-def test_windows_that_only_the_device_has_stay_there() -> None:
+def test_windows_that_only_the_device_has_stay_there():
     """The disk had them when the block's other part was copied to the host, and dropped them."""
     residency = Server(2, windowed=3, num_frames=16).cache.residency
     colder, only = held_blocks(residency)

@@ -54,12 +54,12 @@ def shape(node: TreeNode) -> tuple[int, list[object]]:
     return node.num_tokens, [shape(child) for child in node.children]
 
 
-def test_an_empty_index_has_no_tree() -> None:
+def test_an_empty_index_has_no_tree():
     tree = tree_of(BlockIndex(), TreeQuery())
     assert ([], 0, 0) == (tree.roots, tree.num_blocks, tree.num_seen)
 
 
-def test_a_chain_without_a_branch_is_one_node_and_a_branch_splits_it() -> None:
+def test_a_chain_without_a_branch_is_one_node_and_a_branch_splits_it():
     index = index_of([1, 2, 3, 4, 5])
     (root,) = tree_of(index, TreeQuery()).roots
     assert (0, [(5, [])]) == shape(root)
@@ -70,7 +70,7 @@ def test_a_chain_without_a_branch_is_one_node_and_a_branch_splits_it() -> None:
     assert 1 == sum(node.key is None for node in root.children[0].children)
 
 
-def test_every_scope_is_a_root_until_its_last_block_leaves() -> None:
+def test_every_scope_is_a_root_until_its_last_block_leaves():
     index = index_of([1, 2, 3])
     blocks = add(index, [1, 2, 3], OTHER)
     assert {ROOT, OTHER} == {root.last for root in tree_of(index, TreeQuery()).roots}
@@ -82,7 +82,7 @@ def test_every_scope_is_a_root_until_its_last_block_leaves() -> None:
     assert [ROOT] == [root.last for root in tree_of(index, TreeQuery()).roots]
 
 
-def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
+def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict():
     index = BlockIndex()
     blocks = add(index, list(range(8)))
     blocks[0].ref_count, blocks[0].hits, blocks[1].hits, blocks[1].below = 2, 5, 3, Below.HELD
@@ -99,7 +99,7 @@ def test_a_node_tells_tiers_pins_hits_and_what_costs_nothing_to_evict() -> None:
     assert blocks[3].key is not None and blocks[3].key.hex() == told["last_key"]
 
 
-def test_a_tree_may_begin_at_any_prefix() -> None:
+def test_a_tree_may_begin_at_any_prefix():
     index = index_of([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8])
     key = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys[1]
     (root,) = tree_of(index, TreeQuery(roots=(key,))).roots
@@ -108,7 +108,7 @@ def test_a_tree_may_begin_at_any_prefix() -> None:
     assert [] == nothing.children
 
 
-def test_bounds_hold_and_what_is_left_off_is_told() -> None:
+def test_bounds_hold_and_what_is_left_off_is_told():
     index = index_of(*([n, n, 9, 9] for n in range(20)))
     (root,) = tree_of(index, TreeQuery(max_children=3)).roots
     assert (3, 17) == (len(root.children), root.left_off)
@@ -124,7 +124,7 @@ def test_bounds_hold_and_what_is_left_off_is_told() -> None:
     assert [0, 2] == sorted(node.left_off for node in root.children[0].children)
 
 
-def test_scopes_share_the_room() -> None:
+def test_scopes_share_the_room():
     """A tenant whose prompts part at once does not hide those that come after it."""
     index = index_of(*([n, n] for n in range(50)))
     for number in range(3):
@@ -133,14 +133,14 @@ def test_scopes_share_the_room() -> None:
     assert [(3, 47), (3, 0)] == [(len(root.children), root.left_off) for root in (busy, other)]
 
 
-def test_the_most_hit_are_shown_where_not_all_are() -> None:
+def test_the_most_hit_are_shown_where_not_all_are():
     index = index_of(*([n, n] for n in range(9)))
     index.match(Chain(ROOT, [4, 4], BLOCK))[0].hits = 3
     (root,) = tree_of(index, TreeQuery(max_children=1, num_tokens=1)).roots
     assert [3] == [node.hits for node in root.children]
 
 
-def test_blocks_that_cannot_be_reached_are_counted() -> None:
+def test_blocks_that_cannot_be_reached_are_counted():
     index = BlockIndex()
     index.remove(add(index, [1, 2, 3, 4, 5, 6])[0])
     tree = tree_of(index, TreeQuery())
@@ -150,7 +150,7 @@ def test_blocks_that_cannot_be_reached_are_counted() -> None:
     )
 
 
-def test_a_drawing_joins_its_lines_and_says_what_is_more() -> None:
+def test_a_drawing_joins_its_lines_and_says_what_is_more():
     index = index_of([1, 1, 2, 2, 6, 6], [1, 1, 2, 2, 7, 7], [3, 3])
     lines = list(tree_lines(tree_json(tree_of(index, TreeQuery())), label=lambda node: "*"))
     assert [
@@ -168,6 +168,6 @@ def test_a_drawing_joins_its_lines_and_says_what_is_more() -> None:
 @pytest.mark.parametrize(
     "bounds", [{"depth": 0}, {"depth": 65}, {"max_nodes": 0}, {"max_blocks": 0}, {"num_tokens": -1}]
 )
-def test_bounds_that_show_nothing_are_refused(bounds: dict[str, int]) -> None:
+def test_bounds_that_show_nothing_are_refused(bounds):
     with pytest.raises(ConfigurationError, match=next(iter(bounds))):
         TreeQuery(**bounds)  # type: ignore[arg-type]

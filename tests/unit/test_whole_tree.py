@@ -42,7 +42,7 @@ def on_disk(*prompts: list[int], root: PrefixKey = ROOT) -> DiskBlocks:
     return DiskBlocks(by_key, by_parent)
 
 
-def test_a_block_in_two_tiers_is_told_once_at_the_hotter() -> None:
+def test_a_block_in_two_tiers_is_told_once_at_the_hotter():
     forest = TierForest(index_of([1, 2, 3, 4]), on_disk([1, 2, 3, 4, 5, 6]))
     tree = forest.tree(TreeQuery())
     (root,) = tree.roots
@@ -51,7 +51,7 @@ def test_a_block_in_two_tiers_is_told_once_at_the_hotter() -> None:
     assert (3, 3) == (tree.num_blocks, tree.num_seen)
 
 
-def test_a_prefix_keeps_its_hits_when_its_blocks_leave_memory_and_return() -> None:
+def test_a_prefix_keeps_its_hits_when_its_blocks_leave_memory_and_return():
     index = BlockIndex()
     blocks = add(index, [1, 2, 3, 4])
     blocks[0].hits = 3
@@ -68,7 +68,7 @@ def test_a_prefix_keeps_its_hits_when_its_blocks_leave_memory_and_return() -> No
     assert 5 == hits(TierForest(after, on_disk([1, 2, 3, 4]))), "after a restart"
 
 
-def test_past_hits_are_bounded_and_refuse_what_they_did_not_write() -> None:
+def test_past_hits_are_bounded_and_refuse_what_they_did_not_write():
     past = PastHits()
     keys = [PrefixKey(number.to_bytes(16, "big")) for number in range(MAX_KEYS + 1)]
     for key in keys:
@@ -78,17 +78,17 @@ def test_past_hits_are_bounded_and_refuse_what_they_did_not_write() -> None:
         past.restore(b"torn")
 
 
-def test_scopes_of_the_disk_alone_are_shown_too() -> None:
+def test_scopes_of_the_disk_alone_are_shown_too():
     forest = TierForest(index_of([1, 2]), on_disk([1, 2], root=OTHER))
     assert [ROOT, OTHER] == [root.last for root in forest.tree(TreeQuery()).roots]
 
 
-def test_a_branch_between_the_tiers_splits_the_run() -> None:
+def test_a_branch_between_the_tiers_splits_the_run():
     forest = TierForest(index_of([1, 2, 3, 4]), on_disk([1, 2, 9, 9]))
     assert (0, [(2, [(2, []), (2, [])])]) == shape(forest.tree(TreeQuery()).roots[0])
 
 
-def test_ages_and_hits_are_told() -> None:
+def test_ages_and_hits_are_told():
     index = BlockIndex()
     for block in add(index, [1, 2, 3, 4]):
         block.hits = 3
@@ -98,12 +98,11 @@ def test_ages_and_hits_are_told() -> None:
     assert 59 < below.idle_s < 65 and 119 < below.age_s < 125
 
 
-def test_a_block_is_found_by_how_its_key_begins_and_told_whole() -> None:
+def test_a_block_is_found_by_how_its_key_begins_and_told_whole():
     forest = TierForest(index_of([1, 2]), on_disk([1, 2, 3, 4]))
     first, second = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys
     assert [second] == forest.starting(second.hex()[:10])
     detail = forest.detail(second)
-    assert detail is not None
     assert ((first, second), True) == (detail.trail, detail.complete)
     assert ((TierName.DISK,), 100) == (detail.block.tiers, detail.stored_bytes)
     assert 2 == detail.run
@@ -111,13 +110,13 @@ def test_a_block_is_found_by_how_its_key_begins_and_told_whole() -> None:
     assert forest.detail(PrefixKey(b"\0" * 16)) is None
 
 
-def test_a_run_ends_where_a_prefix_parts() -> None:
+def test_a_run_ends_where_a_prefix_parts():
     forest = TierForest(index_of([1, 2, 3, 4, 5, 6]), on_disk([1, 2, 9, 9]))
     last = forest.detail(Chain(ROOT, [1, 2, 3, 4, 5, 6], BLOCK).keys[-1])
     assert last is not None and (3, 2) == (len(last.trail), last.run)
 
 
-def test_a_prefix_whose_beginning_is_gone_is_not_complete() -> None:
+def test_a_prefix_whose_beginning_is_gone_is_not_complete():
     disk = on_disk([1, 2, 3, 4])
     first, second = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys
     gone = DiskBlocks({second: disk.by_key[second]}, {first: disk.by_parent[first]})
@@ -131,7 +130,7 @@ def missed(prompt: list[int], number: int = 0, root: PrefixKey = ROOT) -> Absenc
     return Absence(parent=chain.parent(number), key=chain.keys[number], marks=marks)
 
 
-def test_the_nearest_record_on_disk_says_where_a_prompt_parts() -> None:
+def test_the_nearest_record_on_disk_says_where_a_prompt_parts():
     disk = on_disk([1, 2, 3, 4], [1, 2, 8, 8])
     rows, sibling = same_start(disk, missed([1, 2, 3, 9], 1), SEED)
     assert (1, Chain(ROOT, [1, 2, 3, 4], BLOCK).keys[1]) == (rows, sibling)
@@ -139,7 +138,7 @@ def test_the_nearest_record_on_disk_says_where_a_prompt_parts() -> None:
     assert 0 == same_start(on_disk([1, 2]), missed([1, 2]), SEED)[0], "it is no sibling of itself"
 
 
-def test_another_scope_that_holds_the_first_block_is_named() -> None:
+def test_another_scope_that_holds_the_first_block_is_named():
     forest = TierForest(index_of([1, 2]), on_disk([1, 2], root=OTHER))
     assert [OTHER] == forest.scopes_with(missed([1, 2]), ROOT, SEED)
     assert [] == forest.scopes_with(missed([1, 3]), ROOT, SEED)

@@ -91,21 +91,19 @@ def missing(**known: object) -> Absence:
         ),
     ],
 )
-def test_every_reason_has_its_words(
-    told: Lookup, finding: MissFinding, kind: ReasonKind, words: str
-) -> None:
+def test_every_reason_has_its_words(told, finding, kind, words):
     reason = why(told, NOW, finding)
     assert kind is reason.kind
     assert words in reason.text
     assert told.runs[-1].start == reason.token
 
 
-def test_every_cause_of_leaving_has_words() -> None:
+def test_every_cause_of_leaving_has_words():
     for cause in Cause:
         gone = missing(departure=Departure(TierName.DISK, cause, NOW - 60))
         assert "60 s before this request" in why(lookup(64, 200, gone), NOW).text
 
 
-def test_every_stop_of_a_lookup_has_words() -> None:
+def test_every_stop_of_a_lookup_has_words():
     for stop in MissReason:
         assert why(lookup(64, 200, missing(), stop), NOW).text.endswith((".", "?"))

@@ -51,7 +51,7 @@ class House:
         return ticket
 
 
-def test_windows_are_read_once_for_two_requests_and_not_served_if_that_fails() -> None:
+def test_windows_are_read_once_for_two_requests_and_not_served_if_that_fails():
     """The other prefix is cut to the end of this one once it knows which windows are below."""
     house = House()
     first = house.reading(2)
@@ -67,7 +67,7 @@ def test_windows_are_read_once_for_two_requests_and_not_served_if_that_fails() -
         assert [] == ticket.blocks
 
 
-def test_a_block_takes_no_frame_from_one_whose_windows_are_read_with_its_own() -> None:
+def test_a_block_takes_no_frame_from_one_whose_windows_are_read_with_its_own():
     """The host has room for one of the two blocks whose windows are missing."""
     house = House()
     residency = house.cache.residency

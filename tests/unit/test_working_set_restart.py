@@ -46,12 +46,12 @@ def run(folder: Path) -> float:
     return report.tiers[-1].hit_rate
 
 
-def test_a_restart_is_no_first_use(tmp_path: Path) -> None:
+def test_a_restart_is_no_first_use(tmp_path):
     assert run(tmp_path) == 0.0
     assert run(tmp_path) == 1.0
 
 
-def test_the_distances_go_on_from_the_order_on_disk(tmp_path: Path) -> None:
+def test_the_distances_go_on_from_the_order_on_disk(tmp_path):
     """Of two runs of four prompts the last two were used most recently."""
     clock = Clock()
     tier = opened(tmp_path, clock)
@@ -65,7 +65,7 @@ def test_the_distances_go_on_from_the_order_on_disk(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_sample_is_of_the_keys_under_one_bound() -> None:
+def test_a_sample_is_of_the_keys_under_one_bound():
     keys = [key_of(number) for number in range(5000)]
     sample = in_order([(number, key) for number, key in enumerate(keys)], 500, WHOLE)
     assert len(sample.keys) == 500
@@ -77,7 +77,7 @@ def test_a_sample_is_of_the_keys_under_one_bound() -> None:
     assert working_set.curve().hit_rate(6000) == pytest.approx(1.0, abs=0.01)
 
 
-def test_lookups_wait_for_the_memory_and_a_fault_is_no_memory() -> None:
+def test_lookups_wait_for_the_memory_and_a_fault_is_no_memory():
     for answer, hit_rate in ((Sample((key_of(1),), WHOLE), 1.0), (OSError("gone"), 0.0)):
         traffic, sample = Traffic(), Future[Sample]()
         traffic.begin(lambda limit, sample=sample: sample)

@@ -36,7 +36,7 @@ def lost_of(events: Mapping[tuple[TierName, CacheEvent], int]) -> int:
     return sum(count for (_, event), count in events.items() if event is CacheEvent.LOST)
 
 
-def test_no_block_is_lost_while_the_disk_keeps_up() -> None:
+def test_no_block_is_lost_while_the_disk_keeps_up():
     """Each prompt brings more blocks at once than a sixteenth of the host."""
     bench = Bench(device=45, host=56, disk=400)
     chains = prompts(bench, 12)
@@ -47,7 +47,7 @@ def test_no_block_is_lost_while_the_disk_keeps_up() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_none_is_lost_with_few_steps_between_prompts(steps: int) -> None:
+def test_none_is_lost_with_few_steps_between_prompts(steps):
     """A writer that finishes between two steps is given enough at each."""
     bench = Bench(device=45, host=56, disk=4000)
     for chain in prompts(bench, 40):
@@ -58,7 +58,7 @@ def test_none_is_lost_with_few_steps_between_prompts(steps: int) -> None:
     assert lost(bench) == 0
 
 
-def test_an_idle_writer_writes_all_that_the_host_has() -> None:
+def test_an_idle_writer_writes_all_that_the_host_has():
     bench = Bench(device=45, host=56, disk=400)
     chains = prompts(bench, 5)
     for chain in chains:
@@ -69,7 +69,7 @@ def test_an_idle_writer_writes_all_that_the_host_has() -> None:
     assert all(block.held_below for block in framed)
 
 
-def test_what_comes_down_once_is_written_once() -> None:
+def test_what_comes_down_once_is_written_once():
     bench = Bench(device=45, host=56, disk=400)
     chains = prompts(bench, 6)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_what_comes_down_once_is_written_once() -> None:
     assert written <= 6 * LENGTH
 
 
-def test_a_writer_that_is_behind_leaves_prefixes_whole() -> None:
+def test_a_writer_that_is_behind_leaves_prefixes_whole():
     """Where blocks must be lost, the disk has leading blocks of each prompt, and no others."""
     bench = Bench(device=30, host=28, disk=400)
     chains = prompts(bench, 12)
@@ -95,7 +95,7 @@ def test_a_writer_that_is_behind_leaves_prefixes_whole() -> None:
         assert held == sorted(held, reverse=True), "a block stands there without what leads to it"
 
 
-def test_what_the_policy_does_not_write_is_not_written_behind() -> None:
+def test_what_the_policy_does_not_write_is_not_written_behind():
     bench = Bench(device=20, host=30, disk=400, write_policy=WritePolicy.ON_SECOND_HIT)
     for chain in prompts(bench, 8):
         bench.serve(chain)
@@ -106,7 +106,7 @@ def test_what_the_policy_does_not_write_is_not_written_behind() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_engine_loses_nothing_over_a_disk_that_keeps_up(seed: int) -> None:
+def test_an_engine_loses_nothing_over_a_disk_that_keeps_up(seed):
     """Prompts of up to a third of the host, several at once, cancelled and preempted."""
     chance = random.Random(seed)
     world = World(device_blocks=30, host_blocks=40, disk_blocks=10_000, seed=seed, max_running=3)
@@ -126,7 +126,7 @@ def test_an_engine_loses_nothing_over_a_disk_that_keeps_up(seed: int) -> None:
     assert lost_of(events) == 0
 
 
-def test_a_copy_that_the_disk_gave_up_first_is_written_again() -> None:
+def test_a_copy_that_the_disk_gave_up_first_is_written_again():
     """A disk that does not keep copies of promoted blocks drops them while memory holds them."""
     bench = Bench(device=16, host=24, disk=400)
     chain = bench.chain(0, 6)
@@ -150,7 +150,7 @@ def test_a_copy_that_the_disk_gave_up_first_is_written_again() -> None:
     assert bench.tier.held(chain.keys) == [True] * 6
 
 
-def test_a_copy_unused_since_its_write_is_written_again_once_the_disk_evicts_it() -> None:
+def test_a_copy_unused_since_its_write_is_written_again_once_the_disk_evicts_it():
     """An import beside the server makes its blocks the oldest of a full disk: they leave it while
     the host still has them."""
     bench = Bench(device=16, host=40, disk=400)
@@ -176,7 +176,7 @@ def test_a_copy_unused_since_its_write_is_written_again_once_the_disk_evicts_it(
 
 
 @pytest.mark.parametrize("disk", [9, 30, 60])
-def test_a_disk_far_smaller_than_the_host_is_not_written_for_ever(disk: int) -> None:
+def test_a_disk_far_smaller_than_the_host_is_not_written_for_ever(disk):
     """Each write evicts a block that the host has, and would be to write again."""
     bench = Bench(device=45, host=400, disk=disk)
     for number, chain in enumerate(prompts(bench, 60)):
@@ -192,7 +192,7 @@ def test_a_disk_far_smaller_than_the_host_is_not_written_for_ever(disk: int) -> 
     assert bench.cache._demoter.num_stores == 0
 
 
-def test_a_full_disk_evicts_and_nothing_is_lost() -> None:
+def test_a_full_disk_evicts_and_nothing_is_lost():
     bench = Bench(device=30, host=40, disk=100)
     for chain in prompts(bench, 30):
         bench.serve(chain)
@@ -201,7 +201,7 @@ def test_a_full_disk_evicts_and_nothing_is_lost() -> None:
     assert lost(bench) == 0
 
 
-def test_a_long_prompt_is_reckoned_with_for_several_turnovers() -> None:
+def test_a_long_prompt_is_reckoned_with_for_several_turnovers():
     """Over a disk that is full, where only what may have to leave at once is written ahead."""
     bench = Bench(device=30, host=80, disk=200)
     for long in range(4):
@@ -210,9 +210,7 @@ def test_a_long_prompt_is_reckoned_with_for_several_turnovers() -> None:
     assert lost(bench) == 0
 
 
-def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(monkeypatch):
     """All frames wait for the writer, and the device is full of what only it has: what leaves that
     goes to the frames that blocks were lifted from."""
     monkeypatch.setattr(Demoter, "_watch_bursts", lambda self: None)  # looks at the coldest 8 only
@@ -228,7 +226,7 @@ def test_a_hit_loses_no_more_than_the_frames_that_it_is_read_into(
     assert lost(bench) - before <= 32 + BLOCKS_PER_LIFT
 
 
-def test_a_block_that_left_memory_is_forgotten() -> None:
+def test_a_block_that_left_memory_is_forgotten():
     """Also one that was copied up from the host, and has left both."""
     before = num_blocks()
     bench = Bench(device=20, host=60, disk=400)
@@ -247,9 +245,7 @@ def num_blocks() -> int:
     return sum(1 for each in gc.get_objects() if type(each) is Block)
 
 
-def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(monkeypatch):
     bench = Bench(device=20, host=30, disk=400)
 
     def refuse(
@@ -264,9 +260,7 @@ def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(
     assert lost(bench) == 8 * LENGTH - in_memory
 
 
-def test_blocks_that_are_lost_are_said_in_the_log_once_a_minute(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_blocks_that_are_lost_are_said_in_the_log_once_a_minute(caplog):
     now_s = 1000.0
     losses = LossLog(lambda: now_s)
     waiting, refused = Block(0.0), Block(0.0)
@@ -282,9 +276,7 @@ def test_blocks_that_are_lost_are_said_in_the_log_once_a_minute(
     assert "(not written yet: 1, not taken by the disk: 2); a larger" in second
 
 
-def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(caplog):
     for disk in (400, 0):
         caplog.clear()
         bench = Bench(device=30, host=28, disk=disk)
@@ -294,9 +286,7 @@ def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(
         assert ["tiers.memory.losses"] * bool(disk) == [r.name for r in caplog.records]
 
 
-def test_a_flush_passes_over_what_was_being_written_as_it_began(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_flush_passes_over_what_was_being_written_as_it_began(monkeypatch):
     """Each block is below once, whether its store was under way or still to come."""
     bench = Bench(device=45, host=56, disk=400)
     for chain in prompts(bench, 4):
@@ -310,7 +300,7 @@ def test_a_flush_passes_over_what_was_being_written_as_it_began(
     assert bench.tier.stats().stored == 4 * LENGTH
 
 
-def test_what_chunks_push_out_has_been_copied_down_before() -> None:
+def test_what_chunks_push_out_has_been_copied_down_before():
     """However large the chunks: a slot is taken without a copy in its step."""
     world = World(device_blocks=256, host_blocks=400, step_tokens=32)
     residency = world.cache.residency
