@@ -11,10 +11,10 @@ from api.admin.login.sessions import Role
 from api.errors import ApiError
 from cachesvc.cli.lazy import without
 from cachesvc.cli.live_server import running_server
-from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, DataDir, Reason, actor, books
-from cachesvc.cli.options import data_dir_of, existing_data_dir
+from cachesvc.cli.money.books import NO_REASON, DatabaseUrl, Reason, books
+from cachesvc.cli.options import DataDir, data_dir_of, existing_data_dir
 from cachesvc.cli.render import AsJson, answer, fail, note, print_documents
-from cachesvc.server.server_file import find_server
+from cachesvc.server.server_file import actor, find_server
 
 _REMOVED = {
     "list": "`cachesvc admin password --list`",

@@ -4,9 +4,8 @@ import logging
 import os
 import select
 import signal
-from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,15 +20,33 @@ from tiers.remote.settings import RemoteWrites
 
 if TYPE_CHECKING:
     from cachesvc.config.sections import EventsSection
+    from tiers.node.client import NodeClient
     from tiers.node.settings import NodeSettings
-    from tiers.remote.settings import RemoteSettings
-
 
 logger = logging.getLogger(__name__)
 
 
-def default_socket() -> Path:
-    return data_dir_of(None) / "node.sock"
+RemoteUrl = Annotated[
+    str,
+    typer.Option(
+        envvar="CACHESVC_CACHE__REMOTE_URL",
+        help="Tier shared with other machines' nodes: redis://, redis+cluster:// or s3://",
+    ),
+]
+RemoteWrite = Annotated[
+    RemoteWrites,
+    typer.Option(
+        envvar="CACHESVC_CACHE__REMOTE_WRITES",
+        help="Blocks to send there: reused (hit twice or pinned) or all",
+    ),
+]
+RemoteKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="CACHESVC_CACHE__REMOTE_KEY_FILE",
+        help="File with a key of 64 hex digits, to encrypt these blocks",
+    ),
+]
 
 
 def node(
@@ -51,34 +68,14 @@ def node(
             show_default=False,
         ),
     ] = "",
-    remote_url: Annotated[
-        str,
-        typer.Option(
-            envvar="CACHESVC_CACHE__REMOTE_URL",
-            help="Tier shared with other machines' nodes: redis://, redis+cluster:// or s3://",
-        ),
-    ] = "",
-    remote_writes: Annotated[
-        RemoteWrites,
-        typer.Option(
-            envvar="CACHESVC_CACHE__REMOTE_WRITES",
-            help="Blocks to send there: reused (hit twice or pinned) or all",
-        ),
-    ] = RemoteWrites.REUSED,
-    remote_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            envvar="CACHESVC_CACHE__REMOTE_KEY_FILE",
-            help="File with a key of 64 hex digits, to encrypt these blocks",
-        ),
-    ] = None,
+    remote_url: RemoteUrl = "",
+    remote_writes: RemoteWrite = RemoteWrites.REUSED,
+    remote_key_file: RemoteKeyFile = None,
     quota: Annotated[
         list[str] | None,
         typer.Option(
-            help=(
-                "NAME=SIZE that others cannot evict: for a server's tenant, for group:NAME, or "
-                "with * for each model and cache_salt; may be repeated"
-            ),
+            help="NAME=SIZE that others cannot evict: for a server's tenant, for group:NAME, or "
+            "with * for each model and cache_salt; may be repeated"
         ),
     ] = None,
     events: Annotated[
@@ -104,42 +101,30 @@ def node(
     they are hits after its restart. Ctrl-C, SIGTERM or SIGHUP writes blocks that are only in memory
     to disk.
     """
-    path = (socket or default_socket()).expanduser()
+    path = (socket or data_dir_of(None) / "node.sock").expanduser()
     if stats:
-        print_json(_stats_of(path))
+        with _running(path, f"start one with cachesvc node --socket {path}") as client:
+            print_json(client.stats())
         return
     if stop:
         _stop(path)
         return
-    from tiers.remote.settings import RemoteSettings
-
-    published_at = _events(events)
-    remote = RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None
-    settings = _settings(path, host_cache, disk_cache, disk_cache_dir, remote, quota or ())
-    if disk_reserve:
-        settings = replace(settings, disk_reserve_bytes=_bytes("--disk-reserve", disk_reserve))
-    _run(settings, published_at, metrics)
-
-
-def _settings(
-    socket: Path,
-    host_cache: str,
-    disk_cache: str,
-    disk_dir: Path | None,
-    remote: "RemoteSettings | None",
-    quotas: Sequence[str],
-) -> "NodeSettings":
     from cachesvc.operator.quotas import labelled
     from tiers.node.settings import NodeSettings
+    from tiers.remote.settings import RemoteSettings
 
-    return NodeSettings(
-        socket=socket,
-        host_bytes=_host_bytes(host_cache),
-        disk_dir=disk_dir.expanduser().absolute() if disk_dir is not None else None,
+    settings = NodeSettings(
+        socket=path,
+        host_bytes=_tier_bytes("--host-cache", host_cache),
+        disk_dir=disk_cache_dir.expanduser().absolute() if disk_cache_dir is not None else None,
         disk_bytes=_tier_bytes("--disk-cache", disk_cache),
-        remote=remote,
-        quotas=labelled(dict(map(_quota, quotas))),
+        disk_reserve_bytes=_bytes("--disk-reserve", disk_reserve) if disk_reserve else None,
+        remote=RemoteSettings(remote_url, remote_writes, remote_key_file) if remote_url else None,
+        quotas=labelled(dict(map(_quota, quota or ()))),
     )
+    if not settings.host_bytes:
+        raise WrongOption("--host-cache 0: a node keeps its blocks in memory; write it like 4GiB")
+    _run(settings, _events(events), metrics)
 
 
 def _run(settings: "NodeSettings", events: "EventsSection", metrics: str) -> None:
@@ -185,13 +170,6 @@ def _events(text: str) -> "EventsSection":
         ) from None
 
 
-def _host_bytes(text: str) -> int:
-    num_bytes = _tier_bytes("--host-cache", text)
-    if not num_bytes:
-        raise WrongOption("--host-cache 0: a node keeps its blocks in memory; write it like 4GiB")
-    return num_bytes
-
-
 def _tier_bytes(option: str, text: str) -> int:
     from cachesvc.config.sections import with_its_unit
 
@@ -210,16 +188,8 @@ def _bytes(option: str, text: str) -> int:
 
 def _stop(path: Path) -> None:
     """Asks the node to stop and waits: its socket disappears first, its process last."""
-    from tiers.errors import NodeError
-    from tiers.node.client import NodeClient
-
-    try:
-        with closing(NodeClient(path)) as client:
-            client.open()
-            pid = client.peer
-    except NodeError as error:
-        fail(f"{error}; nothing to stop")
-    process = os.pidfd_open(pid)
+    with _running(path, "nothing to stop") as client:
+        process = os.pidfd_open(client.peer)
     try:
         signal.pidfd_send_signal(process, signal.SIGTERM)
         select.select([process], [], [])
@@ -228,13 +198,15 @@ def _stop(path: Path) -> None:
     note("node stopped")
 
 
-def _stats_of(path: Path) -> dict[str, object]:
+@contextmanager
+def _running(path: Path, otherwise: str) -> "Iterator[NodeClient]":
+    """A client of the node at this socket; ends the command where none answers."""
     from tiers.errors import NodeError
     from tiers.node.client import NodeClient
 
     try:
         with closing(NodeClient(path)) as client:
             client.open()
-            return client.stats()
+            yield client
     except NodeError as error:
-        fail(f"{error}; start one with cachesvc node --socket {path}")
+        fail(f"{error}; {otherwise}")

@@ -74,7 +74,7 @@ def answer(data: Any, json: bool, *lines: str) -> None:
     """Prints what a command did: `data` as JSON, or `lines` for people."""
     if json:
         print_json(data)
-    else:
+    elif lines:
         typer.echo("\n".join(lines))
 
 

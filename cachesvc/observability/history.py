@@ -54,7 +54,6 @@ class _Ring:
         self.step = step
         self.capacity = capacity
         self.count = 0  # samples ever written
-        self.starts = [0]  # number of each run's first sample; counters restart with a run
         self.times: Floats = np.zeros(capacity)
         self.values: Floats = np.zeros((capacity, 64))
         self.spreads = np.zeros((capacity, len(NAMES), len(BOUNDS_S) + 1), np.uint32)
@@ -71,25 +70,16 @@ class _Ring:
         self.count += 1
 
     def fill(
-        self,
-        times: Floats,
-        values: Floats,
-        spreads: npt.NDArray[np.uint32],
-        starts: npt.NDArray[np.int64],
-        *,
-        width: int,
-        before_s: float,
+        self, times: Floats, values: Floats, spreads: npt.NDArray[np.uint32], *, before_s: float
     ) -> None:
         """Loads samples of an earlier run, without those from a clock that was ahead."""
         num = int(np.searchsorted(times, before_s))
         first = max(0, num - self.capacity)
         if spreads.shape[1:] != self.spreads.shape[1:] or len(values) != len(times):
             raise ValueError("the samples have another shape")
-        if width > self.values.shape[1]:
-            self.values = np.zeros((self.capacity, 2 * width))
+        if values.shape[1] > self.values.shape[1]:
+            self.values = np.zeros((self.capacity, 2 * values.shape[1]))
         self.count = num - first
-        known = {max(0, start - first) for start in starts.tolist() if start < num}
-        self.starts = [*sorted(known), self.count]
         self.times[: self.count] = times[first:num]
         self.values[: self.count, : values.shape[1]] = values[first:num]
         self.spreads[: self.count] = spreads[first:num]
@@ -116,26 +106,22 @@ class _Ring:
         """The window as two samples.
 
         They are the latest sample and one that is lower by all that counters grew, in this run and
-        earlier ones. Returns times, values and spreads; empty for an empty ring.
+        earlier ones: a run begins with counters at 0, which is no growth. Returns times, values and
+        spreads; empty for an empty ring.
         """
-        held = np.arange(max(0, self.count - self.capacity), self.count)
-        places = held % self.capacity
-        times, spreads = self.times[places], self.spreads[places].astype(np.int64)
-        if not len(held):
-            return times, self.values[places], spreads
-        values = self.values[places]
-        first = int(np.searchsorted(times, times[-1] - window_s, "left"))
-        grown, spread = np.zeros(values.shape[1]), np.zeros(spreads.shape[1:], np.int64)
-        ends = [*self.starts[1:], self.count]
-        for start, end in zip(self.starts, ends, strict=True):
-            begin, last = max(first, start - int(held[0])), end - 1 - int(held[0])
-            if begin < last:
-                grown += values[last] - values[begin]
-                spread += spreads[last] - spreads[begin]
+        places = np.arange(max(0, self.count - self.capacity), self.count) % self.capacity
+        times = self.times[places]
+        if len(times):
+            places = places[times >= times[-1] - window_s]
+            times = self.times[places[[0, -1]]]
+        values, spreads = self.values[places], self.spreads[places].astype(np.int64)
+        grown = [np.maximum(0, np.diff(each, axis=0)).sum(axis=0) for each in (values, spreads)]
+        ends = slice(-1, None)  # nothing of an empty ring
+        values, spreads = values[ends], spreads[ends]
         return (
-            times[[first, -1]],
-            np.array([values[-1] - grown, values[-1]]),
-            np.array([spreads[-1] - spread, spreads[-1]]),
+            times,
+            np.concatenate([values - grown[0], values]),
+            np.concatenate([spreads - grown[1], spreads]),
         )
 
 
@@ -178,8 +164,6 @@ class History:
             arrays[f"times{ring.step}"] = ring.times[places]
             arrays[f"values{ring.step}"] = ring.values[places, : len(self._columns)]
             arrays[f"spreads{ring.step}"] = ring.spreads[places]
-            starts = np.array(ring.starts, np.int64) - (ring.count - len(places))
-            arrays[f"starts{ring.step}"] = np.unique(np.maximum(0, starts))
         return arrays
 
     def restore(self, body: bytes) -> None:
@@ -189,9 +173,10 @@ class History:
             with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
                 columns = [str(name) for name in arrays["columns"]]
                 for ring in self._rings:
-                    names = ("times", "values", "spreads", "starts")
-                    parts = (arrays[f"{part}{ring.step}"] for part in names)
-                    ring.fill(*parts, width=len(columns), before_s=self._clock_s())
+                    parts = (
+                        arrays[f"{part}{ring.step}"] for part in ("times", "values", "spreads")
+                    )
+                    ring.fill(*parts, before_s=self._clock_s())
         except (KeyError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(f"no samples: {error}") from error
         self._columns = {name: place for place, name in enumerate(columns)}
@@ -219,17 +204,17 @@ class History:
         For `value:` it is the current value.
         """
         view = _View(self._columns, *self._finest(window_s).whole(window_s))
-        values = {
-            name: _json_numbers(each) for text in series for name, each in view.evaluate(text)
+        found = {name: each for text in series for name, each in view.evaluate(text)}
+        return {
+            name: _json_numbers(each)[-1] if len(each) else None for name, each in found.items()
         }
-        return {name: each[-1] if each else None for name, each in values.items()}
 
     def _finest(self, window_s: float) -> _Ring:
         """The finest ring that reaches back as far, or that nothing has left yet."""
-        rings = (
-            r for r in self._rings if r.step * r.capacity >= window_s or r.count < r.capacity - 2
-        )
-        return next(rings, self._rings[-1])
+        for ring in self._rings:
+            if ring.step * ring.capacity >= window_s or ring.count < ring.capacity - 2:
+                return ring
+        return self._rings[-1]
 
     def _row(self) -> Floats:
         found = dict(numbers(self._snapshot()))
@@ -252,11 +237,7 @@ class _View:
     """Some samples of a ring, and series over them. Growth counts from the first."""
 
     def __init__(
-        self,
-        columns: Mapping[str, int],
-        times: Floats,
-        values: Floats,
-        spreads: npt.NDArray[Any],
+        self, columns: Mapping[str, int], times: Floats, values: Floats, spreads: npt.NDArray[Any]
     ) -> None:
         self._columns = columns
         self._values = values

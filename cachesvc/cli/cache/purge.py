@@ -14,7 +14,7 @@ from api.requests.kept import owner_of
 from billing.reports.receipts import ReceiptSigner
 from billing.store.opening import database_url as ledger_url
 from cachesvc.cli.cache.select import find_scope, server_of
-from cachesvc.cli.money.books import DatabaseUrl, actor, books
+from cachesvc.cli.money.books import DatabaseUrl, books
 from cachesvc.cli.options import DataDir, existing_data_dir
 from cachesvc.cli.render import AsJson, answer, confirm, fail, note, progress
 from cachesvc.config.places import default_database_url, found_disk
@@ -22,7 +22,7 @@ from cachesvc.operator.purge import Order, keep_receipt, purge_stopped, receipt,
 from cachesvc.operator.scopes import ScopeKind, salt_of
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.kept_turns import forget_stored
-from cachesvc.server.server_file import find_server
+from cachesvc.server.server_file import actor, find_server
 from tiers.blocks.keys import PrefixKey
 from tiers.disk.inspection.maintenance import purge as purge_shards
 from tiers.disk.inspection.opening import open_shards

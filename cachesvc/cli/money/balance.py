@@ -10,9 +10,7 @@ from billing.operations import balance, ledger
 from billing.operations.balance import Booking
 from billing.prices.book import NS
 from cachesvc.cli.lazy import without
-from cachesvc.cli.money.books import (
-    TenantName,
-)
+from cachesvc.cli.money.books import TenantName
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.tenants import print_tenant
 from cachesvc.cli.render import confirm, note
@@ -27,8 +25,7 @@ app = typer.Typer(cls=without(_REMOVED), no_args_is_help=True, help="Book money 
 
 Amount = Annotated[str, typer.Argument(help="Decimal amount, such as 12.50", show_default=False)]
 Reference = Annotated[
-    str | None,
-    typer.Option(help="Your own id of the payment; each id is booked once"),
+    str | None, typer.Option(help="Your own id of the payment; each id is booked once")
 ]
 
 RECENT = 20  # entries in which a repeated booking is looked for
@@ -59,10 +56,7 @@ def grant(
 @app.command()
 @operating("reason", "yes", "json")
 def topup(
-    call: Invocation,
-    tenant: TenantName,
-    amount: Amount,
-    reference: Reference = None,
+    call: Invocation, tenant: TenantName, amount: Amount, reference: Reference = None
 ) -> None:
     """Book a payment. It first settles what the tenant owes."""
     _book(call, Booking.TOPUP, tenant, amount, reference)
@@ -75,8 +69,7 @@ def withdraw(
     tenant: TenantName,
     amount: Amount,
     chargeback: Annotated[
-        bool,
-        typer.Option("--chargeback", help="The payer's bank took it back"),
+        bool, typer.Option("--chargeback", help="The payer's bank took it back")
     ] = False,
     reference: Reference = None,
 ) -> None:
@@ -95,17 +88,8 @@ def _book(
 ) -> None:
     if call.asks:
         _show_before(call, kind, tenant, amount, reference)
-    booked = call(
-        balance.book_deposit,
-        tenant=tenant,
-        kind=kind,
-        amount=amount,
-        reference=reference,
-        expires=expires,
-        by=call.by,
-        why=call.why,
-    )
-    print_tenant(booked, call.json)
+    given = {"tenant": tenant, "amount": amount, "reference": reference, "expires": expires}
+    print_tenant(call.change(balance.book_deposit, kind=kind, **given), call.json)
 
 
 def _show_before(

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cachesvc.cli.options import DataDir, data_dir_of
+from cachesvc.cli.options import data_dir_of
 from cachesvc.config.places import default_database_url
 from cachesvc.importing import importing
-from cachesvc.server.server_file import actor
 
 if TYPE_CHECKING:
     from billing.operations.books import FolderBooks
@@ -37,25 +36,7 @@ Reason = Annotated[str, typer.Option(*_WHY, help="Reason for the audit trail", s
 Why = Annotated[str, typer.Option(*_WHY, help="Reason for the entry and the audit trail")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, for scripts on a terminal")]
 TenantName = Annotated[str, typer.Argument(help="Name of the tenant", show_default=False)]
-RequestId = Annotated[str, typer.Argument(help="Id of the request", show_default=False)]
 TenantOption = Annotated[str | None, typer.Option("--tenant", help="Only this tenant")]
-
-__all__ = [
-    "MOST_DAYS",
-    "MOST_ROWS",
-    "NO_REASON",
-    "DataDir",
-    "DatabaseUrl",
-    "Reason",
-    "RequestId",
-    "TenantName",
-    "TenantOption",
-    "Why",
-    "Yes",
-    "actor",
-    "books",
-    "limit_text",
-]
 
 
 @contextmanager
@@ -75,8 +56,3 @@ def books(
         yield found
     finally:
         found.close()
-
-
-def limit_text(amount: str | None) -> str:
-    """A credit limit or available amount for people."""
-    return "unlimited" if amount is None else amount

@@ -43,20 +43,11 @@ def budget(
         print_documents(call(budgets.list_budgets), call.json, COLUMNS, right=AMOUNTS)
         return
     if remove:
-        call(budgets.remove_budget, name=name, by=call.by, why=call.why)
+        call.change(budgets.remove_budget, name=name)
         note(f"budget {name} is removed")
         return
     if not (tenant and amount):
         fail("say whose budget and how much: TENANT AMOUNT; or --remove", 2)
-    call(
-        budgets.set_budget,
-        name=name,
-        tenant=tenant,
-        amount=amount,
-        per=per,
-        of=of,
-        value=value,
-        by=call.by,
-        why=call.why,
-    )
+    given = {"tenant": tenant, "amount": amount, "per": per, "of": of, "value": value}
+    call.change(budgets.set_budget, name=name, **given)
     note(f"budget {name} is set; it refuses requests from now on")

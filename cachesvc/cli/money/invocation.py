@@ -42,10 +42,6 @@ class Invocation:
         self.why: str = shared.get("reason", NO_REASON)
         self.asks = must_ask(shared.get("yes", False))  # whether to ask before it acts
 
-    @property
-    def by(self) -> str:
-        return actor()
-
     def __call__(
         self, operation: Callable[Concatenate[Books, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
@@ -55,6 +51,10 @@ class Invocation:
         if isinstance(place, LiveServer):
             return cast(R, _asked(place, operation, kwargs))
         return operation(place, *args, **kwargs)
+
+    def change(self, operation: Callable[..., R], **given: Any) -> R:
+        """The same for one that changes something: says who calls, and why."""
+        return self(operation, **given, by=actor(), why=self.why)
 
     def _found(self) -> "LiveServer | Books":
         server = find_server(data_dir_of(self.data_dir)) if self.database is None else None

@@ -11,7 +11,7 @@ from billing.operations import keys
 from billing.prices.book import NS
 from cachesvc.cli.money.books import TenantOption
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.render import note, print_documents, print_json
+from cachesvc.cli.render import answer, note, print_documents, print_json
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys")
 
@@ -35,29 +35,16 @@ def create(
 ) -> None:
     """Create a key and print it. It cannot be shown again."""
     names = [each.strip() for each in ",".join(scopes).split(",") if each.strip()]
-    made = call(
-        keys.create_key,
-        tenant=tenant,
-        project=project,
-        name=name,
-        scopes=keys.known_scopes(names),
-        expires_in_s=_seconds(expires_in),
-        by=call.by,
-        why=call.why,
-    )
-    if call.json:
-        print_json(made)
-        return
-    typer.echo(made["key"])
-    note(f"key {made['id']} of tenant {tenant}: keep it safe, it is not shown again")
+    given = {"scopes": keys.known_scopes(names), "expires_in_s": _seconds(expires_in)}
+    made = call.change(keys.create_key, tenant=tenant, project=project, name=name, **given)
+    answer(made, call.json, made["key"])
+    if not call.json:
+        note(f"key {made['id']} of tenant {tenant}: keep it safe, it is not shown again")
 
 
 @app.command("list")
 @operating("json")
-def list_keys(
-    call: Invocation,
-    tenant: TenantOption = None,
-) -> None:
+def list_keys(call: Invocation, tenant: TenantOption = None) -> None:
     """List keys by their prefix."""
     columns = {
         "id": "id",
@@ -79,8 +66,7 @@ def revoke(
     key: Annotated[str, typer.Argument(help="Id or prefix of the key")],
 ) -> None:
     """Revoke a key at once."""
-    key_id = key.removesuffix("...")
-    revoked = call(keys.revoke_key, key_id=key_id, by=call.by, why=call.why)
+    revoked = call.change(keys.revoke_key, key_id=key.removesuffix("..."))
     if call.json:
         print_json(revoked)
     else:
@@ -99,5 +85,4 @@ def _seconds(text: str | None) -> int | None:
 
 
 def _day(at_ns: int | None) -> str:
-    """A UTC day; empty for never."""
     return "" if at_ns is None else datetime.fromtimestamp(at_ns // NS, UTC).strftime("%Y-%m-%d")

@@ -3,6 +3,7 @@
 import json as jsonlib
 import sys
 import time
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,16 +22,11 @@ from billing.reports.documents import Document, proof_document
 from billing.reports.heads import parse_heads, read_receipt_head, signed_heads
 from billing.reports.published import published_keys
 from cachesvc.cli.lazy import without
-from cachesvc.cli.money.books import (
-    MOST_ROWS,
-    DatabaseUrl,
-    DataDir,
-    TenantName,
-    books,
-)
+from cachesvc.cli.money.books import MOST_ROWS, DatabaseUrl, TenantName, books
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.tenants import print_tenant
-from cachesvc.cli.render import AsJson, confirm, fail, note, print_documents, print_json
+from cachesvc.cli.options import DataDir
+from cachesvc.cli.render import AsJson, answer, confirm, fail, note, print_documents, print_json
 
 _REMOVED = {
     "heads": "`cachesvc ledger verify --print-heads`",
@@ -135,7 +131,8 @@ def show(
         print_documents(found, call.json, HOLDS, right=HOLD_NUMBERS, spare=("server", "model"))
         return
     if trail:
-        _print_trail(call(ledgers.admin_trail, limit=limit), call.json)
+        changes = call(ledgers.admin_trail, limit=limit)
+        answer(changes, call.json, *(line for row in changes for line in trail_lines(row)))
         return
     if tenant is None or request_id is None:
         fail("say which request: TENANT REQUEST_ID; or --holds, or --trail", 2)
@@ -160,9 +157,7 @@ def correct(
     to: Annotated[
         str | None, typer.Option(help="What a top-up or grant should have been; 0 undoes it")
     ] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="Your own id; each id is booked once")
-    ] = None,
+    reference: Annotated[str | None, typer.Option(help="Your own id, booked once")] = None,
 ) -> None:
     """Give back a charge by a new entry that names it; or correct a deposit.
 
@@ -173,33 +168,17 @@ def correct(
     if call.asks:
         _show_before(call, tenant, request_id, amount, to)
     if to is not None:
-        adjusted = call(
-            adjust_deposit,
-            tenant=tenant,
-            deposit=request_id,
-            amount=to,
-            reference=reference,
-            by=call.by,
-            why=call.why,
-        )
-        print_tenant(adjusted, json=False)
+        given = {"deposit": request_id, "amount": to, "reference": reference}
+        print_tenant(call.change(adjust_deposit, tenant=tenant, **given), json=False)
         return
-    entry = call(
-        ledgers.correct_charge,
-        tenant=tenant,
-        request_id=request_id,
-        amount=amount,
-        reference=reference,
-        by=call.by,
-        why=call.why,
-    )
+    given = {"request_id": request_id, "amount": amount, "reference": reference}
+    entry = call.change(ledgers.correct_charge, tenant=tenant, **given)
     note(f"entry {entry['entry']} gives back {entry['amount']} {entry['currency']}")
 
 
 def _show_before(
     call: Invocation, tenant: str, name: str, amount: str | None, to: str | None
 ) -> None:
-    """Says what would be corrected, and asks."""
     if to is not None:
         has = call(show_balance, tenant=tenant)
         note(f"{tenant} has {has['balance']} {has['currency']}")
@@ -213,19 +192,10 @@ def _show_before(
         confirm(f"Give back {amount or left} {currency}?", yes=False)
 
 
-def _print_trail(found: list[Document], json: bool) -> None:
-    """Prints the audit trail."""
-    if json:
-        print_json(found)
-        return
-    for row in found:
-        print_trail(row)
-
-
-def print_trail(row: Document) -> None:
+def trail_lines(row: Document) -> Iterator[str]:
     """One change: when (UTC), who and what; below it the values before and after, and why."""
     at = datetime.fromtimestamp(row["at_ns"] // NS, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    typer.echo(f"{row['seq']:>5}  {at}  {row['actor']}  {row['action']}  {row['subject']}")
+    yield (f"{row['seq']:>5}  {at}  {row['actor']}  {row['action']}  {row['subject']}")
     before, after = (row[name] or {} for name in ("before", "after"))
     changes = [
         f"{name} {_word(before, name)} -> {_word(after, name)}"
@@ -236,8 +206,7 @@ def print_trail(row: Document) -> None:
     ]
     if row["reason"]:
         changes.append(f"why: {row['reason']}")
-    for change in changes:
-        typer.echo(f"       {change}")
+    yield from (f"       {change}" for change in changes)
 
 
 def _word(values: Document, name: str) -> str:

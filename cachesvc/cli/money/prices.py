@@ -20,19 +20,9 @@ from billing.reports.documents import (
     finding_document,
 )
 from cachesvc.cli.lazy import without
-from cachesvc.cli.money.books import (
-    MOST_DAYS,
-    TenantOption,
-)
+from cachesvc.cli.money.books import MOST_DAYS, TenantOption
 from cachesvc.cli.money.invocation import Invocation, operating
-from cachesvc.cli.render import (
-    confirm,
-    fail,
-    note,
-    print_documents,
-    print_json,
-    print_table,
-)
+from cachesvc.cli.render import confirm, fail, note, print_documents, print_json, print_table
 
 _REMOVED = {
     "diff": "`cachesvc prices show CARD --diff CARD`",
@@ -118,10 +108,7 @@ def plan(
 
 @app.command()
 @operating("reason", "yes", create=True)
-def apply(
-    call: Invocation,
-    card: Card,
-) -> None:
+def apply(call: Invocation, card: Card) -> None:
     """Put a card in force from its valid_from on. It never changes afterwards."""
     new = find_card(card)
     found = lint(new)
@@ -131,7 +118,7 @@ def apply(
     if call.asks:
         print_plan(call(prices.plan_card, card={"toml": new.text}))
         confirm(f"Apply {new.name} {new.version}, for good?", yes=False)
-    applied = call(prices.apply_card, card={"toml": new.text}, by=call.by, why=call.why)
+    applied = call.change(prices.apply_card, card={"toml": new.text})
     if applied["is_new"]:
         note(f"{new.name} {new.version} is applied, in force from {_instant(applied)}")
     else:
@@ -165,7 +152,6 @@ def _print_findings(findings: list[CardFinding]) -> None:
 
 
 def print_plan(plan: Document) -> None:
-    """A plan as a table."""
     columns = ("tenant", "model", "requests", "charged", "planned", "change", "currency")
     print_documents(plan["rows"], False, columns, right=columns[2:6])
     note(f"{number_of(plan['requests_that_differ'], 'charge')} would cost a different amount")

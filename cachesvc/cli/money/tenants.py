@@ -12,10 +12,7 @@ from billing.operations import prices, tenants
 from billing.reports.documents import Document
 from billing.tenants import RATE_LIMITS
 from cachesvc.cli.lazy import Command, lazy_group
-from cachesvc.cli.money.books import (
-    TenantName,
-    limit_text,
-)
+from cachesvc.cli.money.books import TenantName
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.options import data_dir_of
 from cachesvc.cli.render import (
@@ -66,14 +63,9 @@ def create(
     postpaid: Limit = None,
 ) -> None:
     """Create a tenant. It is prepaid unless --postpaid gives it credit."""
-    made = call(
-        tenants.create_tenant,
-        tenant=tenant,
-        currency=currency,
-        credit_limit="0" if postpaid is None else credit_limit(postpaid),
-        by=call.by,
-        why=call.why,
-    )
+    credit = "0" if postpaid is None else credit_limit(postpaid)
+    given = {"tenant": tenant, "currency": currency, "credit_limit": credit}
+    made = call.change(tenants.create_tenant, **given)
     print_tenant(made, call.json)
     if currency is None and not call.json:
         note(f"it is charged in {made['currency']}, as the newest rate card; --currency chooses")
@@ -117,7 +109,7 @@ def _print_tenants(found: list[Document], json: bool) -> None:
         "topped up": "topped_up",
         "owed": "owed",
         "held": "held",
-        "available": lambda each: limit_text(each["available"]),
+        "available": lambda each: each["available"] or "unlimited",
         **{tier: partial(_bytes_in, tier) for tier in tiers},
     }
     right = [name for name in columns if name not in ("tenant", "kind", "currency")]
@@ -138,8 +130,7 @@ def set_(
         typer.Option(metavar="AMOUNT", help="Credit: 0 for prepaid, an amount, or `unlimited`"),
     ] = None,
     currency: Annotated[
-        str | None,
-        typer.Option(help="That of a rate card; only while nothing is booked"),
+        str | None, typer.Option(help="That of a rate card; only while nothing is booked")
     ] = None,
     suspended: Annotated[
         bool | None,
@@ -149,8 +140,7 @@ def set_(
         ),
     ] = None,
     project: Annotated[
-        str | None,
-        typer.Option("--add-project", help="Add a project; usage can be split by project"),
+        str | None, typer.Option("--add-project", help="Add a project, to split usage by")
     ] = None,
     limit: Annotated[
         list[str] | None,
@@ -167,22 +157,20 @@ def set_(
     """Change a tenant's credit, currency, limits, status or projects."""
     if {postpaid, currency, suspended, project} == {None} and not limit:
         fail("say what to change: an option of `cachesvc tenants set --help`", 2)
-    by = call.by
     if currency is not None:
-        call(tenants.set_currency, tenant=tenant, currency=currency, by=by, why=call.why)
+        call.change(tenants.set_currency, tenant=tenant, currency=currency)
     limits = dict(map(rate_limit, limit or ()))
     if postpaid is not None:
         credit = credit_limit(postpaid)
         if call.asks:
             confirm(f"Let {tenant} owe up to {postpaid}?", yes=False)
-        call(tenants.set_credit_limit, tenant=tenant, credit_limit=credit, by=by, why=call.why)
+        call.change(tenants.set_credit_limit, tenant=tenant, credit_limit=credit)
     if limits:
-        call(tenants.set_rate_limits, tenant=tenant, limits=limits, by=by, why=call.why)
+        call.change(tenants.set_rate_limits, tenant=tenant, limits=limits)
     if suspended is not None:
-        change = tenants.suspend_tenant if suspended else tenants.resume_tenant
-        call(change, tenant=tenant, by=by, why=call.why)
+        call.change(tenants.suspend_tenant if suspended else tenants.resume_tenant, tenant=tenant)
     if project is not None:
-        call(tenants.create_project, tenant=tenant, project=project, by=by, why=call.why)
+        call.change(tenants.create_project, tenant=tenant, project=project)
     print_tenant(call(tenants.show_tenant, tenant=tenant), call.json)
 
 
@@ -206,7 +194,6 @@ def rate_limit(text: str) -> tuple[str, int | None]:
 
 
 def print_tenant(values: Document, json: bool) -> None:
-    """Print a tenant as JSON or as pairs."""
     if json:
         print_json(values)
         return

@@ -18,15 +18,10 @@ from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports.documents import Document
 from billing.reports.usage import Unit, parse_query
 from cachesvc.cli.lazy import without
-from cachesvc.cli.money.books import (
-    MOST_ROWS,
-    DatabaseUrl,
-    DataDir,
-    TenantOption,
-    books,
-)
+from cachesvc.cli.money.books import MOST_ROWS, DatabaseUrl, TenantOption, books
 from cachesvc.cli.money.invocation import Invocation, operating
 from cachesvc.cli.money.receipts import receipt
+from cachesvc.cli.options import DataDir
 from cachesvc.cli.render import Column, fail, note, print_documents, print_json
 from cachesvc.config.places import local_zone_name
 
@@ -136,20 +131,13 @@ def _print_statement(
     breakdown: str | None,
     form: StatementForm,
 ) -> None:
-    """Prints a tenant's month as JSON or CSV."""
     from billing.reports.statement import month_days  # imports the database
 
     if tenant is None:
         fail("a statement is for one tenant: add --tenant NAME", 2)
     month_days(month)
-    made: Any = call(
-        usages.make_statement,
-        tenant=tenant,
-        month=month,
-        timezone=zone,
-        breakdown=breakdown,
-        format=form,
-    )
+    how: Any = {"timezone": zone, "breakdown": breakdown, "format": form}
+    made: Any = call(usages.make_statement, tenant=tenant, month=month, **how)
     if form is StatementForm.CSV:
         typer.echo(made, nl=False)
     else:
