@@ -8,33 +8,31 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Admin, Sessions
-from api.admin.parts import AdminParts, CacheAdmin, MemoryReader
+from api.admin.parts import AdminParts
 from api.cache.explorer import Explorer
-from api.collaborators import Readiness
-from api.journal.journal import Journal
+from api.cache.owners import Owners
+from api.served_model import ServedModel
 from billing.money import parse_amount
-from billing.operations.books import OpenBooks
-from billing.prices.book import PriceBook
-from cachesvc.config.sections import CostsSection
+from billing.prices.book import RateCard
 from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import Alerts
 from cachesvc.observability.history import History, pack
 from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
-from cachesvc.observability.snapshot import Counters, Sources, snapshot
-from cachesvc.server.money import limit_settings
-from cachesvc.server.remembered import Remembered
+from cachesvc.observability.snapshot import snapshot
+from cachesvc.operator.block_reader import read_blocks
+from cachesvc.operator.operator import CacheOperator
+from cachesvc.server.backend import Backend
+from cachesvc.server.money import Money, limit_settings
+from cachesvc.server.request_memory import RequestMemory
 from cachesvc.server.server_file import new_token, reachable
-from cachesvc.server.state_file import StateFile
-from tiers.histogram import Spread
-from tiers.memory.index import BlockIndex
-from tiers.telemetry.working_set import TrafficReport
+from cachesvc.server.watch import Watch
+from engine.text.outline import Outline
 
 logger = logging.getLogger(__name__)
 
@@ -64,49 +62,55 @@ class Dashboard:
     def __init__(
         self,
         settings: Settings,
-        *,
-        books: OpenBooks,
-        sources: Sources,
-        counters: Callable[[], Counters],
-        latencies: Callable[[], Mapping[str, Spread]],
-        journal: Journal,
-        explorer: Explorer,
-        decode: Callable[[Sequence[int]], str],
-        outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]],
-        working_set: Callable[[], Future[TrafficReport]],
-        blocks: MemoryReader,
-        cache: CacheAdmin,
-        readiness: Callable[[], Readiness],
+        money: Money,
+        core: Backend,
+        models: Mapping[str, ServedModel],
+        memory: RequestMemory,
+        watch: Watch,
+        operator: CacheOperator,
     ) -> None:
-        self._remembered = Remembered(StateFile(None), max_records=0)
-        self._snapshot = partial(_snapshot, sources, counters)
+        self._remembered, self._core = memory.remembered, core
+        self._snapshot = partial(_snapshot, watch)
+        self.history = History(self._snapshot, watch.latencies.spreads)
+        books, call, tokenizer = money.books, core.engine.call, core.loaded.tokenizer
+        alerts = Alerts(settings.server.prometheus_url, watch.readiness, watch.sources.violations)
 
-        def book() -> PriceBook:
-            return books.accounts.book
+        def cards() -> Sequence[RateCard]:
+            return books.accounts.book.cards
 
-        self.history = History(self._snapshot, latencies)
+        def currencies() -> dict[str, str]:
+            return {each.tenant: each.currency for each in books.accounts.tenants()}
+
         self.parts = AdminParts(
             sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
             passwords=Passwords(settings.server.data_dir),
-            cost_currency=lambda: settings.costs.currency or book().cards[0].currency,
-            currencies=lambda: list(dict.fromkeys(card.currency for card in book().cards[::-1])),
+            cost_currency=lambda: settings.costs.currency or cards()[0].currency,
+            currencies=lambda: list(dict.fromkeys(card.currency for card in cards()[::-1])),
             operator_token=new_token(),
             record=books.accounts.trail.record,
             stats=self.stats,
             history=self.history,
-            alerts=Alerts(settings.server.prometheus_url, readiness, sources.violations).firing,
-            working_set=working_set,
+            alerts=alerts.firing,
+            working_set=partial(call, lambda cache: cache.working_set()),
             books=books,
-            journal=journal,
-            explorer=explorer,
-            decode=decode,
-            outline=outline,
+            journal=memory.records.journal,
+            explorer=Explorer(
+                call,
+                Owners(models, money.salts, currencies),
+                core.disk_view,
+                block_bytes=core.layout.nbytes,
+            ),
+            decode=tokenizer.decode,
+            outline=Outline(tokenizer),
             limits=limit_settings(settings.limits),
-            gib_month=_gib_month(settings.costs),
-            blocks=blocks,
-            cache=cache,
+            gib_month={
+                tier: parse_amount(text) for tier, text in settings.costs.gib_month.items() if text
+            },
+            blocks=partial(read_blocks, call),
+            cache=operator,
         )
+        self._restore()
 
     def stats(self) -> dict[str, Any]:
         """The snapshot and the last minute's figures."""
@@ -119,16 +123,15 @@ class Dashboard:
         token = self.parts.sessions.make_link(Admin("operator"), FIRST_LINK_S)
         return f"{reachable(url)}/admin/login?token={token}"
 
-    def remember(self, remembered: Remembered, index: BlockIndex) -> None:
+    def _restore(self) -> None:
         """Restores the last run's state, without what cannot be read."""
-        self._remembered = remembered
         sessions = self.parts.sessions
         for name, restore in (
             ("sessions", lambda body: sessions.restore(body, time.time())),
             ("history", self.history.restore),
-            ("hits", index.past_hits.restore),
+            ("hits", self._core.operations.index.past_hits.restore),
         ):
-            body = remembered.read(name)
+            body = self._remembered.read(name)
             try:
                 if body is not None:
                     restore(body)
@@ -143,18 +146,23 @@ class Dashboard:
             if turn % KEEP_SESSIONS_EVERY == 0:
                 self._keep_sessions()
             if turn % KEEP_HISTORY_EVERY == 0:
+                await self._keep_hits()
                 self._remembered.keep("history", await asyncio.to_thread(self._packed))
             await asyncio.sleep(SAMPLE_S)
 
-    def keep_hits(self, packed: bytes) -> None:
-        """Hits by prefix, as `BlockIndex.dump_hits` packs them."""
-        self._remembered.keep("hits", packed)
-
     def close(self) -> None:
-        """Saves the current state, after the last request."""
+        """Saves the current state, after the last request: the engine's thread has ended."""
+        self._remembered.keep("hits", self._core.operations.index.dump_hits())
         self.history.sample()
         self._keep_sessions()
         self._remembered.keep("history", self._packed())
+
+    async def _keep_hits(self) -> None:
+        """While the engine is idle, because it takes its thread a while."""
+        now = self._core.engine.stats()
+        if not (now.num_running or now.num_waiting or now.num_loading):
+            hits = self._core.engine.call(lambda cache: cache.index.dump_hits())
+            self._remembered.keep("hits", await asyncio.wrap_future(hits))
 
     def _packed(self) -> bytes:
         return pack(self.history.dump())
@@ -163,10 +171,5 @@ class Dashboard:
         self._remembered.keep("sessions", self.parts.sessions.dump(time.time()))
 
 
-def _snapshot(sources: Sources, counters: Callable[[], Counters]) -> dict[str, Any]:
-    return snapshot(sources, counters())
-
-
-def _gib_month(costs: CostsSection) -> dict[str, int]:
-    """Units per GiB and month, of each tier with a price."""
-    return {tier: parse_amount(text) for tier, text in costs.gib_month.items() if text}
+def _snapshot(watch: Watch) -> dict[str, Any]:
+    return snapshot(watch.sources, watch.metrics.counters())

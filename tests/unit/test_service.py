@@ -17,7 +17,7 @@ from cachesvc.config.sections import ServerSection
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.http import Timed
 from cachesvc.server.listen import bind, check_address, is_loopback, make_data_dir
-from cachesvc.service import Service
+from cachesvc.server.watch import Watch
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
 
@@ -183,11 +183,11 @@ def test_responses_are_counted_by_their_code_also_when_they_fail() -> None:
 
 def test_a_server_whose_engine_is_dead_ends() -> None:
     engine = SimpleNamespace(failure=None)
-    service: Any = SimpleNamespace(core=SimpleNamespace(engine=engine))
+    watch_: Any = SimpleNamespace(_core=SimpleNamespace(engine=engine))
     http: Any = SimpleNamespace(should_exit=False)
 
     async def watch() -> None:
-        watching = asyncio.create_task(Service._watch_engine(service, http))
+        watching = asyncio.create_task(Watch.engine(watch_, http))
         await asyncio.sleep(0)
         assert not http.should_exit
         engine.failure = RuntimeError("the device is gone")
