@@ -50,14 +50,16 @@ def serve(
     a one-time login link for its dashboard.
     """
     server, startup = settings.server, startup or Startup()
-    over_vllm = settings.engine.backend == "vllm"
+    over_vllm, at_url = settings.engine.backend == "vllm", bool(settings.engine.url)
     make_data_dir(server.data_dir)
     check_device(settings.model.device)
-    check_memory(settings.cache, on_gpu=settings.model.device != "cpu" and may_have_gpu())
+    if not at_url:
+        check_memory(settings.cache, on_gpu=settings.model.device != "cpu" and may_have_gpu())
     if over_vllm:
         check_installed()
-    check(settings.model.name, settings.model.adapters)
-    check_remote(settings.cache)
+    if not at_url:  # which has the weights
+        check(settings.model.name, settings.model.adapters)
+        check_remote(settings.cache)
     with contextlib.closing(open_money(settings)) as money:
         check_address(server, requires_keys=money.requires_keys)
         stream = EventStream()
@@ -71,9 +73,9 @@ def serve(
                     f"{url_of(listener)} answers 503 until {settings.model.name} is loaded; "
                     "/health/ready says when"
                 )
-                with taken_early(_first_bytes(settings.cache)) as taken:
+                with taken_early(0 if at_url else _first_bytes(settings.cache)) as taken:
                     with startup.during("importing torch"), _importing():
-                        if not over_vllm:
+                        if not (over_vllm or at_url):
                             lean.enter_context(without_training())
                         from cachesvc.server.compute import prepare  # torch, seconds of it
                     with startup.during(f"loading {settings.model.name}"):
@@ -84,7 +86,7 @@ def serve(
                             from cachesvc.service import Service
                         settings, make_backend = prepared.result()
                         thread.shutdown()
-                opening = "starting vLLM" if over_vllm else TIERS
+                opening = "starting vLLM" if over_vllm else "asking the engine" if at_url else TIERS
                 with startup.during(opening):
                     service = Service(settings, make_backend, money, stream)
                     service_open.callback(service.close)

@@ -76,6 +76,7 @@ class MissReason(StrEnum):
     NO_ROOM = "no_room"  # no free frame to load into
     TAIL = "tail"  # the last, partly filled block or the one token always computed
     DISABLED = "disabled"  # the request or the server turned the cache off
+    UNREPORTED = "unreported"  # an engine elsewhere did not say what it had, so all is a miss
 
 
 # Reasons that are a tier's fault: it held the block and could not serve it.

@@ -28,6 +28,7 @@ class ReasonKind(StrEnum):
     REFUSED = "refused"  # it is cached and was not loaded
     FAULT = "fault"  # it is cached and could not be read
     DISABLED = "disabled"
+    UNREPORTED = "unreported"  # an engine elsewhere did not say what was cached
     OTHER_ARITHMETIC = "other_arithmetic"  # cached, but computed by another processor or torch
 
 
@@ -88,6 +89,11 @@ def _reason(
     stop, absence = lookup.stop, lookup.absence
     if stop is MissReason.DISABLED:
         return ReasonKind.DISABLED, "The request asked for no cache, so all of it was computed."
+    if stop is MissReason.UNREPORTED:
+        return ReasonKind.UNREPORTED, (
+            "The engine did not say how much of the prompt it had cached, or said what cannot be: "
+            "all of it counts as computed. A request that is cut off ends without that count."
+        )
     if absence is None:
         return ReasonKind.SERVED, (
             "Everything before the last token was served. The last token of a prompt is always "

@@ -8,7 +8,7 @@ do not. Tokens that the hold does not cover never count. Event loop only.
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import add
 
@@ -185,13 +185,15 @@ class Generation:
     def _written(self, part: _Part, num_tokens: int) -> int:
         """Of the first `num_tokens`, those computed in full blocks, which are committed.
 
-        A fully cached prompt computes its last token and commits nothing.
+        A fully cached prompt computes its last token and commits nothing. What an engine did not
+        report is not known to be written.
         """
         counts, lookup = part.counts, part.lookup
         if not self.job.cache or counts is None or lookup is None:
             return 0
         kept = num_tokens // lookup.block_size * lookup.block_size
-        return 0 if counts.miss <= 1 else max(0, kept - counts.hit)
+        unknown = lookup.stop is MissReason.UNREPORTED
+        return 0 if unknown or counts.miss <= 1 else max(0, kept - counts.hit)
 
     def served(self) -> Served:
         """What was served, and how it ended."""
@@ -308,7 +310,7 @@ class Generation:
         return Request(
             request_id=engine_id,
             tokens=job.prompts[number],
-            params=job.params,
+            params=replace(job.params, stop=tuple(job.stop)),
             scope=job.scope,
             adapter=job.model.adapter,
             grammar=job.grammar,

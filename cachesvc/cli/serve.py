@@ -149,6 +149,8 @@ def _announce(
 ) -> None:
     """Prints the server's address and, on a terminal only, a login link for the dashboard."""
     tiers = ", ".join(filter(None, (_tier(name, asked, settings.cache) for name in TIERS)))
+    if settings.engine.url:
+        tiers = f"computed at {settings.engine.url}"
     logger.info(
         f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
         f"({tiers}; data in {settings.server.data_dir})"

@@ -4,6 +4,7 @@ import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -46,6 +47,18 @@ def as_sent(origin: str) -> str:
             "in small letters, without a path or a default port"
         )
     return origin
+
+
+ENGINES = ("embedded", "vllm")
+
+
+def an_engine(name: str) -> str:
+    """An engine's name or URL. Raises ValueError for any other text."""
+    parts = urlsplit(name)
+    at_url = parts.scheme in ("http", "https") and parts.hostname and not parts.query
+    if name not in ENGINES and not (at_url and parts.username is None):
+        raise ValueError(f"{name!r} is no engine; it is {', '.join(ENGINES)} or http://HOST:PORT")
+    return name
 
 
 TierSize = Annotated[Size, AfterValidator(with_its_unit)]
@@ -203,8 +216,10 @@ class CacheSection(Section):
 class EngineSection(Section):
     """The engine, and how requests share it."""
 
-    backend: Literal["embedded", "vllm"] = Field(
-        "embedded", description="Engine: embedded, or vllm with a cachesvc node below it"
+    backend: Annotated[str, AfterValidator(an_engine)] = Field(
+        "embedded",
+        description="Engine: embedded, vllm with a cachesvc node below it, or the URL of a vLLM or "
+        "SGLang that runs, such as http://10.0.0.5:8000",
     )
     vllm: dict[str, str | int | float | bool] = Field(
         default_factory=dict,
@@ -234,6 +249,11 @@ class EngineSection(Section):
         description="Prompt tokens computed in one step, a quarter while others decode; 0: 512, or "
         "2,048 on a GPU",
     )
+
+    @property
+    def url(self) -> str:
+        """Of an engine that runs already; empty for the others."""
+        return "" if self.backend in ENGINES else self.backend
 
 
 class BillingSection(Section):

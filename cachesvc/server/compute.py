@@ -43,6 +43,8 @@ Progress = Callable[[str, float], None]
 # Number of LMDB files in a new disk tier, at most one per GiB. An existing tier keeps its number.
 NEW_SHARDS = 2
 
+TIER_SIZES = ("device_bytes", "host_bytes", "disk_bytes")  # settings of this process's own tiers
+
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +57,16 @@ def prepare(
     `taken` by then, or gives it back. Raises ModelError or
     ConfigError, with the reason, if the model cannot be served.
     """
+    if settings.engine.url:
+        from cachesvc.server.vllm.elsewhere import build_at_url
+
+        none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
+        bare = settings.model_copy(update={"cache": none})
+
+        def make_at_url(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
+            return build_at_url(bare, on_outputs, stream, progress)
+
+        return bare, make_at_url
     if settings.engine.backend == "vllm":
         from cachesvc.server.vllm.core import build as build_vllm
 

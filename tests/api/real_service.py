@@ -32,10 +32,8 @@ def real_service(data_dir: Path, model: Path, **more: Any) -> Iterator[tuple[Ser
     ).settings
     make_data_dir(data_dir)
     with contextlib.closing(open_money(settings)) as money:
-        loaded = compute.load(settings.model, data_dir)
-        with contextlib.closing(
-            Service(settings, compute.over(loaded, settings), money, EventStream())
-        ) as service:
+        settings, make_backend = compute.prepare(settings)
+        with contextlib.closing(Service(settings, make_backend, money, EventStream())) as service:
             app = service.app(money.start(service.metrics.observe_bill))
             service.core.start(64)
             yield service, app, money

@@ -43,6 +43,12 @@ def missing(**known: object) -> Absence:
             ReasonKind.DISABLED,
             "asked for no cache",
         ),
+        (
+            lookup(0, 99, missing(), MissReason.UNREPORTED),
+            NOTHING,
+            ReasonKind.UNREPORTED,
+            "did not say how much",
+        ),
         (lookup(0, 99, missing()), NOTHING, ReasonKind.NEVER_SEEN, "begins as none before it"),
         (lookup(64, 200, missing()), NOTHING, ReasonKind.NEVER_SEEN, "Block 1 (tokens 64 to 127)"),
         (

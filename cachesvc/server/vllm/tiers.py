@@ -6,8 +6,8 @@ changed in the node.
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
-from cachesvc.server.vllm.counts import EngineCounts
 from cachesvc.server.vllm.node import NodeWatch
 from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain, KeyedPrefix
@@ -23,6 +23,13 @@ from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
 from tiers.telemetry.working_set import Traffic, TrafficReport
 from tiers.tier import TierName, TierStats
+
+
+class KvUsage(Protocol):
+    @property
+    def kv_usage(self) -> float:
+        """How much of the engine's own cache is in use, 0 to 1."""
+        ...
 
 
 class OperationsElsewhere:
@@ -113,14 +120,14 @@ class OperationsElsewhere:
 def cache_stats(
     layout: BlockLayout,
     stream: EventStream,
-    counts: EngineCounts,
+    engine: KvUsage,
     node: NodeWatch | None,
     num_device_blocks: int,
 ) -> CacheStats:
     """Stats with vLLM's own cache as device, and the node's host and disk, which all its users
     share."""
     nbytes = layout.nbytes
-    used = round(counts.kv_usage * num_device_blocks)
+    used = round(engine.kv_usage * num_device_blocks)
     counters = node.counters if node is not None else NodeCounters()
     return CacheStats(
         device=TierStats(

@@ -1,0 +1,306 @@
+"""Requests in an engine elsewhere: a task per sequence, from its prompt to its last output.
+
+    begin ─► _serve, one task a sequence ─► Protocol over HTTP ─► RunningAnswer ─► on_outputs
+
+Called by `RemoteEngine`, only on its thread's loop. Invariant: every request that begins gets one
+`last` output. Outputs of one turn of the loop are sent together.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+from typing import Protocol as TypingProtocol
+
+from engine.remote.answer import Report, RunningAnswer
+from engine.remote.client import RemoteFault
+from engine.remote.protocol import Ask, Protocol, Told, cached_of
+from engine.request import FinishReason, Request, StepOutput
+from engine.scheduling.shares import ServedShares
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 2.0  # how long an aborted prompt waits for its progress report
+Events = Callable[[str, Mapping[str, Any]], AsyncGenerator[dict[str, Any]]]
+
+
+class Reports(TypingProtocol):
+    """What a connector beside the engine's scheduler says, by the names that we gave."""
+
+    def expect(self, name: str) -> None: ...
+    def take(self) -> None: ...
+    def of(self, name: str) -> Report | None: ...
+    def forget(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """The engine as it was found. `adapters` are its names for ours."""
+
+    protocol: Protocol
+    model: str
+    max_tokens: int
+    block_size: int
+    end: frozenset[int]
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A running request, with a task for each sequence that has begun."""
+
+    answer: RunningAnswer
+    tasks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)  # sequences whose task has taken its first step
+    ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
+    done: set[int] = field(default_factory=set)  # the engine has said how they end
+    is_arriving: bool = True  # its prompt has not begun
+    error: str | None = None
+
+
+class RemoteRequests:
+    """Owns the requests and their tasks.
+
+    Shares are fair: a request's priority is the number of tokens already served to its share, and
+    the lowest goes first.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        events: Events,
+        remote: Remote,
+        on_outputs: Callable[[Sequence[StepOutput]], None],
+        *,
+        reports: Reports | None,
+        clock_ns: Callable[[], int],
+        on_begun: Callable[[Request, bool], None],
+        on_over: Callable[[RunningAnswer], None],
+    ) -> None:
+        """`on_begun` is called when a prompt is complete, or with False when it never will be."""
+        self._loop = loop
+        self._events = events
+        self._remote = remote
+        self._on_outputs = on_outputs
+        self._reports = reports
+        self._clock_ns = clock_ns
+        self._on_begun = on_begun
+        self._on_over = on_over
+        self._running: dict[str, _Running] = {}
+        self._outputs: list[StepOutput] = []
+        self._shares = ServedShares()
+
+    @property
+    def num_decoding(self) -> int:
+        """Sequences whose prompt is complete."""
+        return sum(
+            len(each.answer.live) for each in self._running.values() if each.answer.has_begun
+        )
+
+    def begin(self, request: Request, failed: BaseException | None) -> None:
+        """Starts a request; ends it with an error if the engine has `failed`."""
+        answer = RunningAnswer(request, self._remote.block_size, self._clock_ns())
+        running = self._running[request.request_id] = _Running(answer)
+        self._shares.enter(request.share)
+        if failed is not None:  # accepted just before the engine failed
+            self._end_all(running, FinishReason.ERROR, f"the engine failed: {failed}")
+            return
+        self._spawn(running, 0)
+
+    def fail(self, error: str) -> None:
+        """Ends every running request with an error."""
+        for running in list(self._running.values()):
+            self._end_all(running, FinishReason.ERROR, error)
+
+    async def close(self, error: str) -> None:
+        """Ends every running request and waits until all have ended."""
+        tasks = [task for each in self._running.values() for task in each.tasks.values()]
+        for running in list(self._running.values()):
+            self._end_all(running, FinishReason.ABORT, error)
+        if tasks:
+            await asyncio.wait(tasks, timeout=REPORT_S + 1)
+        self._flush()
+
+    def abort(self, request_id: str, reason: FinishReason, index: int | None) -> None:
+        """Ends a running request, or one of its sequences. Ignores unknown requests, and sequences
+        that end already."""
+        running = self._running.get(request_id)
+        if running is None:
+            return
+        for each in [i for i in running.answer.live if index in (None, i)]:
+            if each in running.done and reason is FinishReason.STOP:
+                continue  # its usage is on the way
+            running.ended.setdefault(each, reason)
+            if each in running.tasks:
+                running.tasks[each].cancel()
+            if each in running.begun:
+                continue
+            if len(running.answer.live) > 1:  # its coroutine will not run: report its end here
+                running.answer.end(each)
+            else:
+                self._end(running, each, reason, running.error)
+
+    def _end_all(self, running: _Running, reason: FinishReason, error: str) -> None:
+        running.error = error
+        self.abort(running.answer.request.request_id, reason, None)
+
+    def _spawn(self, running: _Running, index: int) -> None:
+        running.tasks[index] = self._loop.create_task(self._serve(running, index))
+
+    async def _serve(self, running: _Running, index: int) -> None:
+        """Serves one sequence to its end."""
+        running.begun.add(index)
+        answer = running.answer
+        ask = self._ask(answer.request, index)
+        if self._reports is not None:
+            self._reports.expect(ask.name)
+        finish = FinishReason.ERROR
+        error: str | None = "the engine ended the request without saying why"
+        try:
+            if (held := await self._told(running, ask)) is not None:
+                finish = held.finish or finish
+                self._tell(running, ask, held)
+        except asyncio.CancelledError:
+            finish, error = running.ended.get(index, FinishReason.ABORT), running.error
+            if not answer.has_begun:
+                answer.cut_short(await self._last_report(ask.name))
+        except RemoteFault as fault:
+            error = running.error or str(fault)
+        except Exception:
+            logger.exception(f"request {answer.request.request_id} cannot be read")
+            error = "the engine failed in this request: its answer cannot be read; see the log"
+        finally:
+            if self._reports is not None:
+                self._reports.forget(ask.name)
+        if index in answer.live:
+            self._end(running, index, finish, error)
+
+    def _ask(self, request: Request, index: int) -> Ask:
+        remote = self._remote
+        priority = int(self._shares[request.share])
+        self._shares.charge(request.share, len(request.tokens))
+        model = remote.model if request.adapter is None else remote.adapters[request.adapter]
+        # A request that must not be cached gets a salt of its own.
+        tenant = request.scope.tenant if request.cache else os.urandom(16)
+        return Ask(
+            request=request,
+            index=index,
+            name=f"{request.request_id}:{index}",
+            model=model,
+            end=remote.end,
+            room=remote.max_tokens - len(request.tokens),
+            priority=priority,
+            salt=salt_of(tenant) if tenant else None,
+        )
+
+    async def _told(self, running: _Running, ask: Ask) -> Told | None:
+        """Passes on what the engine says. Returns its end, which waits for the usage that comes
+        after it."""
+        protocol, num_tokens, usage = self._remote.protocol, 0, None
+        held: Told | None = None
+        async with aclosing(self._events(protocol.path, protocol.body(ask))) as events:
+            async for event in events:
+                told = protocol.told(event, ask, num_tokens)
+                num_tokens += len(told.tokens)
+                usage = told.usage or usage
+                if not running.answer.has_begun:
+                    self._begin(running, ask)
+                if told.finish is None or told.by_string:
+                    self._tell(running, ask, told._replace(finish=None))
+                    told = told._replace(tokens=(), logprobs=(), prompt_logprobs=())
+                if told.finish is not None:
+                    held = told
+                    running.done.add(ask.index)
+        if ask.index == 0:
+            running.answer.count(cached_of(usage, len(ask.request.tokens)))
+        return held
+
+    def _begin(self, running: _Running, ask: Ask) -> None:
+        """The prompt is complete. The other sequences begin now and hit it in the cache."""
+        report = None
+        if self._reports is not None:
+            self._reports.take()
+            report = self._reports.of(ask.name)
+        running.answer.begin(report, self._clock_ns())
+        self._arrived(running, begun=True)
+        for index in running.answer.live:
+            if index not in running.tasks:
+                self._spawn(running, index)
+
+    def _tell(self, running: _Running, ask: Ask, told: Told) -> None:
+        """Queues what was told, if it is anything."""
+        nothing = ask.request.params.max_tokens == 0  # one was generated, as it must
+        tokens = () if nothing else told.tokens
+        logprobs = () if nothing else told.logprobs
+        if not (tokens or told.finish or told.prompt_logprobs):
+            return
+        self._shares.charge(ask.request.share, len(tokens))
+        failed = told.finish is FinishReason.ERROR
+        self._queue(
+            running.answer.output(
+                ask.index,
+                self._clock_ns(),
+                tokens=tokens,
+                logprobs=logprobs,
+                prompt_logprobs=told.prompt_logprobs,
+                finish=told.finish,
+                error="the engine ended the request with an error" if failed else None,
+            )
+        )
+        if told.finish is not None:
+            self._close_if_over(running)
+
+    def _arrived(self, running: _Running, *, begun: bool) -> None:
+        if running.is_arriving:
+            running.is_arriving = False
+            self._on_begun(running.answer.request, begun)
+
+    async def _last_report(self, name: str) -> Report | None:
+        """The connector's report on an aborted prompt, or None."""
+        if self._reports is None:
+            return None
+        give_up = time.monotonic() + REPORT_S
+        while True:
+            self._reports.take()
+            report = self._reports.of(name)
+            if (report is not None and report.computed is not None) or time.monotonic() > give_up:
+                return report
+            await asyncio.sleep(0.01)
+
+    def _end(
+        self, running: _Running, index: int, finish: FinishReason, error: str | None = None
+    ) -> None:
+        if finish in (FinishReason.ABORT, FinishReason.ERROR):
+            for each in running.answer.live:
+                if each != index and each not in running.tasks:
+                    running.answer.end(each)
+        self._queue(running.answer.output(index, self._clock_ns(), finish=finish, error=error))
+        self._close_if_over(running)
+
+    def _close_if_over(self, running: _Running) -> None:
+        request = running.answer.request
+        if not running.answer.over or request.request_id not in self._running:
+            return
+        del self._running[request.request_id]
+        self._arrived(running, begun=False)
+        self._shares.leave(request.share)
+        self._on_over(running.answer)
+
+    def _queue(self, output: StepOutput) -> None:
+        if not self._outputs:
+            self._loop.call_soon(self._flush)
+        self._outputs.append(output)
+
+    def _flush(self) -> None:
+        outputs, self._outputs = self._outputs, []
+        if outputs:
+            self._on_outputs(outputs)
+
+
+def salt_of(tenant: bytes) -> str:
+    """The engine's salt for a tenant's; our connector turns it back."""
+    return f"hex:{tenant.hex()}"

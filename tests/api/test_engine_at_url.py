@@ -1,0 +1,288 @@
+"""A server before an engine at a URL: what its client sees and pays, whatever the engine does.
+
+The engine is a stand-in that speaks real HTTP, as vLLM 0.32 and SGLang's documentation do.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from billing.gate.entries import Kind
+from billing.store import reports
+from cachesvc.service import Service
+from engine.errors import ModelError
+from engine.models.describe import describe_folder
+from engine.remote import client as client_module
+from engine.remote.find import PROBE
+from tests.api.real_service import served as serving
+from tests.support.models import save_tiny_model
+from tests.support.remote_engine import (
+    DONE,
+    RESET,
+    RemoteEngineServer,
+    event,
+    served,
+    sglang_about,
+    sglang_chunk,
+    vllm_about,
+    vllm_chunk,
+    vllm_usage,
+)
+
+pytestmark = pytest.mark.anyio
+PROMPT = "x" * 40  # a token each
+HELLO = (72, 105)  # H i
+Script = Sequence[bytes | float | str]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def probe(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+    spoken = describe_folder(str(folder), tmp_path_factory.mktemp("cache"))
+    return spoken.tokenizer.encode(PROBE).tolist()
+
+
+@pytest.fixture
+def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As an operator names it who stands beside it."""
+    monkeypatch.chdir(folder.parent)
+    return Path(folder.name)
+
+
+@pytest.fixture
+def engine(probe: list[int]) -> Iterator[RemoteEngineServer]:
+    with served(RemoteEngineServer(vllm_about(probe, "tiny"), "/v1/completions")) as server:
+        yield server
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, **more}
+
+
+def charges(service: Service) -> list[dict[str, int]]:
+    """The usage of what was charged, of the tenant without a key."""
+    with service._money.books.store.reading() as connection:
+        return [
+            {name: tokens for name, tokens in entry.details["usage"].items() if tokens}
+            for entry in reports.stream_entries(connection, "default")
+            if entry.kind is Kind.CHARGE and entry.amount
+        ]
+
+
+ANSWER = [vllm_chunk([72]), vllm_chunk([105], "stop"), vllm_usage(40, 32), DONE]
+BEGUN = [vllm_chunk([72]), vllm_chunk([105])]
+BEFORE: dict[str, tuple[int, Script, str]] = {
+    "5xx": (503, (), "it answered 503"),
+    "429": (429, (), "overloaded"),
+    "reset": (200, [RESET], "broke off"),
+    "silent": (200, [3.0], "timed out"),
+    "an error": (200, [event({"error": {"message": "secret words"}})], "with an error"),
+    "no JSON": (200, [b"data: {secret words\n\n"], "cannot be read"),
+    "no event of vLLM's": (200, [event({"chunk": 1})], "cannot be read"),
+}
+SENT = 1.0  # so that the client has the first tokens
+AFTER: dict[str, Script] = {
+    "reset": [*BEGUN, SENT, RESET],
+    "silent": [*BEGUN, 5.0],
+    "an end without an end": [*BEGUN, SENT],
+    "an error": [*BEGUN, SENT, event({"error": {"message": "secret words"}}), DONE],
+}
+UNREPORTED: dict[str, Script] = {
+    "no usage": [*ANSWER[:2], DONE],
+    "no details": [*ANSWER[:2], vllm_usage(40, None), DONE],
+    "more hits than prompt": [*ANSWER[:2], vllm_usage(40, 41), DONE],
+    "negative hits": [*ANSWER[:2], vllm_usage(40, -1), DONE],
+    "another prompt": [*ANSWER[:2], vllm_usage(39, 16), DONE],
+    "no number": [*ANSWER[:2], vllm_usage(40, "16"), DONE],
+}
+
+
+async def test_a_request_is_served_and_billed_by_what_the_engine_had(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    engine.script = ANSWER
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        answer = await client.post("/v1/completions", json=body())
+        assert 200 == answer.status_code, answer.text
+        assert "H" == answer.json()["choices"][0]["text"]
+        assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
+        streamed = await client.post("/v1/completions", json=body(stream=True))
+        assert streamed.text.rstrip().endswith("[DONE]")
+        assert 2 == len(charges(service))
+        metrics = (await client.get("/metrics")).text
+        assert 'cachesvc_miss_tokens_total{reason="tail"} 16.0' in metrics
+        (first, _) = engine.asked
+        assert 40 == len(first["prompt"]) and first["return_token_ids"] and first["stream"]
+        assert first["cache_salt"].startswith("hex:")
+
+
+@pytest.mark.parametrize("fault", BEFORE)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
+    engine: RemoteEngineServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    stream: bool,
+) -> None:
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        engine.status, engine.script, why = BEFORE[fault]
+        monkeypatch.setattr(client_module, "SILENCE_S", 0.5)
+        answer = await client.post("/v1/completions", json=body(stream=stream))
+        assert 500 == answer.status_code
+        error = answer.json()["error"]
+        assert "generation_failed" == error["code"]
+        assert why in error["message"] and "secret" not in answer.text
+        assert "127.0.0.1" not in answer.text
+        assert [] == charges(service)
+        message = {"model": "tiny", "max_tokens": 8, "stream": stream}
+        messages = [{"role": "user", "content": "x"}]
+        answer = await client.post("/v1/messages", json={**message, "messages": messages})
+        assert "error" == answer.json()["type"]
+        assert [] == charges(service)
+        assert service.core.engine.failure is None, "the next one may be served"
+
+
+async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(
+    probe: list[int], model: Path, tmp_path: Path
+) -> None:
+    about = vllm_about(probe, "tiny")
+    with served(RemoteEngineServer(about, "/v1/completions")) as engine:
+        url = engine.url
+        found = serving(tmp_path, model, engine_backend=url)
+        service, client = await found.__aenter__()
+    answer = await client.post("/v1/completions", json=body())
+    assert (500, True) == (answer.status_code, "cannot be reached" in answer.text)
+    assert [] == charges(service)
+    await found.__aexit__(None, None, None)
+
+
+@pytest.mark.parametrize("fault", AFTER)
+async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_was_sent(
+    engine: RemoteEngineServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        engine.script = AFTER[fault]
+        monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
+        answer = await client.post("/v1/completions", json=body(stream=True))
+        events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+        assert "generation_failed" == orjson.loads(events[-1])["error"]["code"]
+        assert [{"miss": 40, "output": 2}] == charges(service)
+        whole = await client.post("/v1/completions", json=body())
+        assert 500 == whole.status_code
+        assert 1 == len(charges(service)), "of an answer sent whole nothing was sent"
+
+
+@pytest.mark.parametrize("case", UNREPORTED)
+async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path, case: str
+) -> None:
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        engine.script = UNREPORTED[case]
+        answer = await client.post("/v1/completions", json=body())
+        assert 200 == answer.status_code, answer.text
+        assert [{"miss": 40, "output": 2}] == charges(service)
+        metrics = (await client.get("/metrics")).text
+        assert 'cachesvc_miss_tokens_total{reason="unreported"} 40.0' in metrics
+
+
+async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    engine.script = [
+        vllm_chunk([72]),
+        vllm_chunk([105], "stop", stop_reason="i"),
+        0.05,
+        vllm_usage(40, 32),
+        DONE,
+    ]
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        answer = await client.post("/v1/completions", json=body(stop=["i"]))
+        choice = answer.json()["choices"][0]
+        assert ("H", "stop") == (choice["text"], choice["finish_reason"])
+        assert ["i"] == engine.asked[0]["stop"]
+        assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
+
+
+async def test_sglang_tells_its_hits_with_each_event(
+    probe: list[int], model: Path, tmp_path: Path
+) -> None:
+    """Also where its events repeat the tokens before."""
+    with served(RemoteEngineServer(sglang_about(probe, "tiny"), "/generate")) as engine:
+        prompt = {"prompt_tokens": 40}
+        engine.script = [
+            sglang_chunk([72], 1, **prompt),
+            sglang_chunk([72, 105], 2, **prompt),
+            sglang_chunk([72, 105, 33], 3, {"type": "length", "length": 3}, **prompt),
+            DONE,
+        ]
+        async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+            answer = await client.post("/v1/completions", json=body(logit_bias={"5": 1}))
+            assert "Hi!" == answer.json()["choices"][0]["text"]
+            assert [{"hit_device": 16, "miss": 24, "output": 3, "cache_write": 24}] == charges(
+                service
+            )
+            asked = engine.asked[0]
+            assert 40 == len(asked["input_ids"]) and asked["extra_key"].startswith("hex:")
+            assert (-1, {"5": 1.0}) == (
+                asked["sampling_params"]["top_k"],
+                asked["sampling_params"]["logit_bias"],
+            )
+            for name, value in {"seed": 5, "structured_outputs": {"regex": "a"}}.items():
+                refused = await client.post("/v1/completions", json=body(**{name: value}))
+                assert (400, name) == (refused.status_code, refused.json()["error"]["param"])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"/v1/models": {"data": [{"id": "other", "root": "/m/other"}]}}, "does not serve tiny"),
+        ({"/v1/models": (401, {})}, "wants a key"),
+        ({"/tokenize": {"tokens": [1, 2, 3]}}, "another tokenizer"),
+        ({"/tokenize": None}, "how it tokenizes"),
+        ({"/version": None}, "neither vLLM nor SGLang"),
+        ({"/v1/completions": {"choices": [{}]}}, "gives no token ids"),
+    ],
+)
+async def test_another_engine_than_meant_is_refused_at_the_start(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    engine.about |= change
+    with pytest.raises(ModelError, match=told):
+        async with serving(tmp_path, model, engine_backend=engine.url):
+            pass
+
+
+async def test_another_context_than_asked_for_is_refused_at_the_start(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    asked = {"max-model-len": 64}
+    with pytest.raises(ModelError, match="a context of 100 tokens, not 64"):
+        async with serving(tmp_path, model, engine_backend=engine.url, engine_vllm=asked):
+            pass
+
+
+async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    """Nothing tells what it had cached when its answer is cut off."""
+    engine.script = [vllm_chunk([72]), *[vllm_chunk([105]), 0.02] * 2000]
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        answer = await client.post("/v1/completions", json=body(stop=["ii"]))
+        assert "H" == answer.json()["choices"][0]["text"]
+        assert engine.left.wait(30)
+        assert [{"miss": 40, "output": 3}] == charges(service)
