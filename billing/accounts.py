@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from billing.admin_trail import AdminTrail
 from billing.errors import (
     AlreadyExists,
     CardConflict,
@@ -42,6 +41,7 @@ from billing.prices.book import PriceBook, RateCard
 from billing.prices.cards import applied_card, card_digest, default_card
 from billing.store import accounts as rows
 from billing.store import reports as store_reports
+from billing.store.admin_trail import AdminTrail
 from billing.store.store import Connection, LedgerStore
 from billing.tenants import MAX_RATE_LIMIT, RATE_LIMITS, Tenant, tenant_of
 
@@ -55,6 +55,9 @@ class _Known:
     principal: Principal
     expires_ns: int | None
     revoked_ns: int | None
+
+    def has_expired(self, now_ns: int) -> bool:
+        return self.expires_ns is not None and self.expires_ns <= now_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,7 @@ class Accounts:
             raise UnknownKey("no such API key: copy it whole, or ask the operator for one")
         if known.revoked_ns is not None:
             raise KeyRevoked("this API key was revoked; ask the operator for another")
-        if known.expires_ns is not None and known.expires_ns <= self._clock_ns():
+        if known.has_expired(self._clock_ns()):
             raise KeyExpired("this API key has expired; ask the operator for another")
         return known.principal
 
@@ -101,9 +104,7 @@ class Accounts:
     def recall(self, key: str) -> Principal | None:
         """The owner of a key, from memory alone; None if `authenticate` must read the store."""
         known = self._snapshot.keys.get(key_digest(self._secret, key))
-        if known is None or known.revoked_ns is not None:
-            return None
-        if known.expires_ns is not None and known.expires_ns <= self._clock_ns():
+        if known is None or known.revoked_ns is not None or known.has_expired(self._clock_ns()):
             return None
         return known.principal
 
@@ -111,9 +112,9 @@ class Accounts:
         """Whether a session opened by a key may continue: the key is neither revoked nor
         expired."""
         self.refresh(REFRESH_S)
-        now_ns, keys = self._clock_ns(), self._snapshot.keys.values()
-        known = (each for each in keys if each.principal.key_id == key_id and not each.revoked_ns)
-        return any((each.expires_ns or now_ns + 1) > now_ns for each in known)
+        known = (each for each in self._snapshot.keys.values() if not each.revoked_ns)
+        found = (each for each in known if each.principal.key_id == key_id)
+        return not all(each.has_expired(self._clock_ns()) for each in found)
 
     @property
     def requires_keys(self) -> bool:

@@ -56,13 +56,14 @@ class ClockWatch:
         jumped = self._clock_ns() - self._timer_ns() - self._began_ns
         return max(jumped, self._ahead_of_database_ns, key=abs)
 
-    def check(self) -> None:
-        """Raises `ClockJumped` if entries booked now would have a wrong date."""
+    @property
+    def jumped(self) -> ClockJumped | None:
+        """The error of what would be dated by the clock now; None if the date would be right."""
         skew_ns = self.skew_ns
-        if abs(skew_ns) > TOLERANCE_NS:
-            where = "ahead of" if skew_ns > 0 else "behind"
-            raise ClockJumped(
-                f"the clock of this host is {abs(skew_ns) // NS:,} s {where} where it should be, "
-                "and bills would be of another day; set it right, or restart the server if it is "
-                "right now"
-            )
+        if abs(skew_ns) <= TOLERANCE_NS:
+            return None
+        where = "ahead of" if skew_ns > 0 else "behind"
+        return ClockJumped(
+            f"the clock of this host is {abs(skew_ns) // NS:,} s {where} where it should be, and "
+            "bills would be of another day; set it right, or restart the server if it is right now"
+        )

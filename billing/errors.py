@@ -13,6 +13,8 @@ BillingError
 └── ExportError: ReceiverError
 """
 
+from dataclasses import dataclass
+
 
 class BillingError(Exception):
     """Any failure of billing that a caller can act on."""
@@ -105,28 +107,24 @@ class InsufficientBalance(GateError):
         self.currency = currency
 
 
+@dataclass(eq=False, kw_only=True)
 class SpendLimitReached(GateError):
     """The hold, with what is spent and held, exceeds a hard limit. Amounts are in units."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        limit: str,
-        of: str,
-        value: str,
-        per: str,
-        amount: int,
-        spent: int,
-        held: int,
-        needed: int,
-        currency: str,
-        ends_ns: int,
-    ) -> None:
-        super().__init__(message)
-        self.limit, self.of, self.value, self.per = limit, of, value, per
-        self.amount, self.spent, self.held, self.needed = amount, spent, held, needed
-        self.currency, self.ends_ns = currency, ends_ns
+    message: str
+    limit: str
+    of: str
+    value: str
+    per: str
+    amount: int
+    spent: int
+    held: int
+    needed: int
+    currency: str
+    ends_ns: int
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def passes(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from billing.accounts import Accounts
 from billing.clock import ClockWatch, said_behind
-from billing.errors import BillingError, ClockJumped, DuplicateRequest, LedgerUnavailable
+from billing.errors import BillingError, DuplicateRequest, LedgerUnavailable
 from billing.gate.commands import Adjust, Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Entry
 from billing.gate.holds import Hold, RequestContext
@@ -121,7 +121,8 @@ class Ledger:
         """Raises `LedgerUnavailable` if the ledger is closed, and `ClockJumped`."""
         if closed := self.store.failed:
             raise LedgerUnavailable(f"the ledger is closed: {closed}")
-        self._watch.check()
+        if (jumped := self._watch.jumped) is not None:
+            raise jumped
 
     @property
     def book(self) -> PriceBook:
@@ -144,8 +145,8 @@ class Ledger:
         Fails with `InsufficientBalance`, `SpendLimitReached`, `UnknownTenant`, `TenantSuspended`,
         `CurrencyMismatch` or `DuplicateRequest`.
         """
-        if (jumped := self._jumped()) is not None:
-            return jumped
+        if (refused := self._refused_by_clock()) is not None:
+            return refused
         context = context or RequestContext()
         if not context.admitted_ns:
             context = replace(context, admitted_ns=self._clock_ns())
@@ -198,7 +199,7 @@ class Ledger:
         check_text(command.reason, "reason")
         if isinstance(command, Adjust):
             check_text(command.deposit, "reference of the deposit")
-        return self._jumped() or self._commits.submit(command)
+        return self._refused_by_clock() or self._commits.submit(command)
 
     def correct(
         self,
@@ -215,18 +216,16 @@ class Ledger:
         check_text(reason, "reason")
         return self._commits.submit(Correct(tenant, request_id, reference, amount, by, reason))
 
-    def _jumped(self) -> "Future[Any] | None":
+    def _refused_by_clock(self) -> "Future[Any] | None":
         """A failed future if the clock has jumped, for commands that would be dated by it.
 
         Running requests are still settled, because they are billed by their admission.
         """
-        try:
-            self._watch.check()
-        except ClockJumped as error:
-            future: Future[Any] = Future()
-            future.set_exception(error)
-            return future
-        return None
+        if (jumped := self._watch.jumped) is None:
+            return None
+        future: Future[Any] = Future()
+        future.set_exception(jumped)
+        return future
 
     # -- the thread of group commit ----------------------------------------------------------------
 
@@ -256,7 +255,7 @@ class Ledger:
                 self._watch.compare(self.store.clock_ns())
             self._note_skew()
             self._commits.count(swept=self.sweep())
-            if self._jumped() is None:  # a wrong clock would end grants early and permanently
+            if self._watch.jumped is None:  # a wrong clock would end grants early and permanently
                 self.expire()
             self._unswept = ""
         except LedgerUnavailable as error:
@@ -268,11 +267,9 @@ class Ledger:
             log.exception("the ledger's sweep failed")
 
     def _note_skew(self) -> None:
-        try:
-            self._watch.check()
-        except ClockJumped as error:
-            if self._commits.stats().clock_skew_s == 0:
-                log.error("%s", error)
+        jumped = self._watch.jumped
+        if jumped is not None and self._commits.stats().clock_skew_s == 0:
+            log.error("%s", jumped)
         self._commits.set_clock_skew(round(self._watch.skew_ns / NS))
 
     def sweep(self) -> int:

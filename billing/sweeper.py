@@ -6,7 +6,6 @@ Used by the ledger, on its thread between batches. It uses ordinary commands.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import cast
 
 from billing.errors import BillingError
 from billing.gate.commands import Command, Expire, Reap
@@ -85,28 +84,24 @@ class Sweeper:
             due = store_expiring.due_grants(connection, now_ns, BATCH_LIMIT)
         if not due:
             return 0
-        results, entries = self._store.apply(
-            [Expire(*grant) for grant in due], self._book(), self._clock_ns
-        )
-        self._observe(entries)
-        for result in results:
-            if isinstance(result, BillingError):
-                log.error("a grant cannot be ended: %s", result)
-        return len(entries)
+        commands = [Expire(*grant) for grant in due]
+        return len(self._apply(commands, "a grant cannot be ended: %s")[1])
 
     def _reap(self, commands: list[Reap]) -> int:
         """Settles these holds. One that cannot be read does not stop the others."""
         try:
-            results, entries = self._store.apply(
-                cast(list[Command], commands), self._book(), self._clock_ns
-            )
+            results, _ = self._apply(commands, "a hold cannot be settled: %s")
         except (ValueError, KeyError, TypeError) as error:
             if len(commands) > 1:
                 return sum(self._reap([command]) for command in commands)
             log.error("a hold cannot be read: %s", commands[0], exc_info=error)
             return 0
+        return sum(isinstance(result, Settled) for result in results)
+
+    def _apply(self, commands: Sequence[Command], failing: str) -> tuple[list[object], list[Entry]]:
+        results, entries = self._store.apply(commands, self._book(), self._clock_ns)
         self._observe(entries)
         for result in results:
             if isinstance(result, BillingError):
-                log.error("a hold cannot be settled: %s", result)
-        return sum(isinstance(result, Settled) for result in results)
+                log.error(failing, result)
+        return results, entries

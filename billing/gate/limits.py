@@ -122,7 +122,7 @@ def reached(
         f"{format_units(needed)}; the limit ends at {ends}"
     )
     return SpendLimitReached(
-        message,
+        message=message,
         limit=limit.name,
         of=limit.of,
         value=spender.value,

@@ -66,8 +66,7 @@ def admin_trail(books: Books, *, limit: Limit = 50) -> list[Document]:
 def rerate_history(books: Books, *, tenant: OfTenant = None, days: Days = 31) -> Document:
     """What past requests would cost under the current cards. Changes nothing."""
     books.accounts.expect(tenant)
-    pricing = rerate.under_book(books.accounts.book)
-    since_ns = _since_ns(days)
+    pricing, since_ns = books.accounts.book.at, _since_ns(days)
     return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
 
 

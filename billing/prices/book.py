@@ -191,14 +191,6 @@ class PinnedRate:
     rates: Rates
     minimum_cached_tokens: int = 0
 
-    @property
-    def version(self) -> str:
-        return self.ref.version
-
-    @property
-    def window(self) -> str:
-        return self.ref.window
-
 
 @dataclass(frozen=True, kw_only=True)
 class RateCard:

@@ -11,7 +11,7 @@ from billing.gate.entries import TENANT_ACCOUNTS, Entry
 from billing.gate.holds import rate_ref
 from billing.gate.postings import refund, spend
 from billing.gate.work import SYSTEM
-from billing.prices.book import ABOVE, AND, PinnedRate, PriceBook, RateRef, Terms
+from billing.prices.book import ABOVE, PinnedRate, PriceBook, RateRef, Terms
 from billing.prices.rating import charge_in
 from billing.proof.booked import Booked, Differs, same
 from billing.proof.history import CardHistory
@@ -123,7 +123,7 @@ class ChargeChecks:
         """Checks that window, group and length are the request's. A service tier is as
         requested."""
         card = self._book.card(ref.card, ref.version)
-        first, *factors = ref.window.split(AND)
+        first, *factors = ref.terms
         service = next((name for name in factors if name in card.services), "")
         named = int(first.removeprefix(ABOVE)) if first.startswith(ABOVE) else 0
         usage = Usage.from_record(details.get("usage", {}))

@@ -1,6 +1,6 @@
 """The rate cards in force at an instant, as far as servers could know them then. Pure."""
 
-from billing.prices.book import NS, PriceBook, RateCard
+from billing.prices.book import NS, PriceBook
 
 # A server sees a new card within a second. Clocks of hosts differ and are set; beyond two minutes a
 # server takes no requests.
@@ -26,13 +26,7 @@ class CardHistory:
         known = [card for card in self._cards if card.applied_ns < admitted_ns - LAG_NS]
         others = [card for card in self._cards if card.applied_ns >= admitted_ns - LAG_NS]
         for more in ([], *([card] for card in others)):  # in any order, because clocks dated them
-            _add(seen, [*known, *more], model, admitted_ns, currency, tenant)
+            card = PriceBook((*known, *more)).card_for(model, admitted_ns, currency, tenant)
+            if card is not None:
+                seen.add((card.name, card.version))
         return seen
-
-
-def _add(
-    seen: set[Ref], known: list[RateCard], model: str, at_ns: int, currency: str, tenant: str
-) -> None:
-    card = PriceBook(tuple(known)).card_for(model, at_ns, currency, tenant)
-    if card is not None:
-        seen.add((card.name, card.version))

@@ -62,7 +62,7 @@ def compare_rollups(rollups: Rollups, connection: Connection) -> Iterator[Proble
     found = _keyed(store_reports.daily(connection, None), DAILY_KEY)
     yield from _differences("usage_daily", found, _keyed(expected_daily, DAILY_KEY))
     key = ("tenant", "session")
-    found = _keyed(store_reports.all_sessions(connection), key)
+    found = _keyed(store_reports.sessions(connection), key)
     yield from _differences("usage_sessions", found, _keyed(expected_sessions, key))
 
 

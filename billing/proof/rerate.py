@@ -5,11 +5,12 @@ Read-only. A plan keeps each request's usage and admission and computes what it 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from billing.errors import NoPrice
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.gate.holds import rate_ref
-from billing.prices.book import AND, PinnedRate, PriceBook, RateCard, Terms
+from billing.prices.book import PinnedRate, RateCard, RateRef, Terms
 from billing.prices.rating import charge_in
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
@@ -53,13 +54,6 @@ class Plan:
 SHOWN = 20
 
 
-def _price(entry: Entry, pricing: Pricing) -> PinnedRate | None:
-    """A charge's price under a plan. Raises `NoPrice`."""
-    admitted_ns = entry.details.get("admitted_ns", entry.moment_ns)
-    model = rate_ref(entry.details).model
-    return pricing(model, admitted_ns, entry.currency, terms_of(entry))
-
-
 def under_card(card: RateCard) -> Pricing:
     """Prices requests as if this card had been in force; None in other currencies.
 
@@ -74,23 +68,17 @@ def under_card(card: RateCard) -> Pricing:
     return price
 
 
-def under_book(book: PriceBook) -> Pricing:
-    """Prices requests by the current book at their admission instant."""
-    return book.at
-
-
-def terms_of(entry: Entry) -> Terms:
+def _terms(tenant: str, ref: RateRef, details: dict[str, Any]) -> Terms:
     """The terms of a charge. A service tier is included only if its card had it."""
-    details = entry.details
-    _, *factors = details["window"].split(AND)
+    _, *factors = ref.terms
     prompt = Usage.from_record(details.get("usage", {})).prompt
-    return Terms(tenant=entry.tenant, prompt_tokens=prompt, service=factors[-1] if factors else "")
+    return Terms(tenant=tenant, prompt_tokens=prompt, service=factors[-1] if factors else "")
 
 
 def rerate(
     store: LedgerStore, pricing: Pricing, *, since_ns: int = 0, tenant: str | None = None
 ) -> Plan:
-    """Rates every charge since an instant under `pricing`. Changes nothing."""
+    """Rates every charge since an instant under `pricing`, for example a book's `at`. Read-only."""
     plan = Plan()
     rows: dict[tuple[str, str], Difference] = {}
     unpriced: dict[tuple[str, str], Difference] = {}
@@ -99,10 +87,11 @@ def rerate(
             if entry.kind is not Kind.CHARGE or entry.moment_ns < since_ns:
                 continue
             details = entry.details
-            model = rate_ref(details).model
+            ref, admitted_ns = rate_ref(details), details.get("admitted_ns", entry.moment_ns)
+            terms = _terms(entry.tenant, ref, details)
             planned = 0
             try:
-                pinned = _price(entry, pricing)
+                pinned = pricing(ref.model, admitted_ns, entry.currency, terms)
                 into = rows
             except NoPrice:
                 into = unpriced
@@ -111,7 +100,7 @@ def rerate(
                     plan.num_other_currency += 1
                     continue
                 planned = charge_in(details, pinned).amount
-            key = (entry.tenant, model)
+            key = (entry.tenant, ref.model)
             row = into.setdefault(key, Difference(*key, entry.currency))
             row.charges += 1
             row.charged -= entry.amount

@@ -69,7 +69,8 @@ class ReceiptSigner:
 
     @property
     def key_id(self) -> str:
-        return key_id(self.public_key)
+        """The first eight bytes of the public key, in hex."""
+        return self.public_key[:8].hex()
 
     def sign(self, receipt: dict[str, Any], purpose: Purpose = Purpose.RECEIPT) -> dict[str, Any]:
         """The document with its signature, valid only for this purpose."""
@@ -137,11 +138,6 @@ def describe(entry: Entry, book: PriceBook) -> dict[str, Any]:
         "amount": format_units(charge.amount),
         "saved": format_units(charge.saved),
     }
-
-
-def key_id(public_key: bytes) -> str:
-    """The first eight bytes of the public key, in hex."""
-    return public_key[:8].hex()
 
 
 def _canonical(document: dict[str, Any], purpose: Purpose) -> bytes:

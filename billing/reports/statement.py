@@ -9,7 +9,7 @@ difference is shown, so every column sums exactly.
 import io
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, date, datetime, timedelta, tzinfo
 from typing import Any
 
@@ -66,8 +66,6 @@ class Statement:
     tenant: str
     month: str
     zone: str
-    first: date
-    last: date
     is_over: bool  # whether the month has ended, so that no charges follow
     currency: str
     places: int
@@ -149,8 +147,6 @@ def statement_of(
         tenant=tenant,
         month=first.strftime("%Y-%m"),
         zone=zone_name(zone),
-        first=first,
-        last=last,
         is_over=to_ns <= time.time_ns(),
         currency=account.currency,
         places=places,
@@ -237,13 +233,7 @@ def statement_json(statement: Statement) -> dict[str, Any]:
             for line in statement.lines
         ],
         "movements": [
-            {
-                "at": movement.at,
-                "kind": movement.kind,
-                "reference": movement.reference,
-                "amount": format_units(movement.amount),
-                "reason": movement.reason,
-            }
+            asdict(movement) | {"amount": format_units(movement.amount)}
             for movement in statement.movements
         ],
         "exact": format_units(statement.exact),

@@ -6,7 +6,6 @@ dozen. The compiled SQL is the same and runs in the same transaction. Errors are
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -174,14 +173,9 @@ _MOVE_ACCOUNT = (
 )
 
 
-def _insert(dialect: str, table: Any) -> Any:
-    insert: Any = partial(insert_into, dialect=dialect)
-    return insert(table)
-
-
 def _adding(dialect: str, table: Any, key: Sequence[str], last: str = "") -> Any:
     """An upsert that adds a rollup row's counters to the stored ones."""
-    statement = _insert(dialect, table)
+    statement = insert_into(table, dialect)
     new = statement.excluded
     changes: dict[str, Any] = {name: table.c[name] + new[name] for name in COUNTERS}
     if last:
@@ -192,6 +186,6 @@ def _adding(dialect: str, table: Any, key: Sequence[str], last: str = "") -> Any
 
 def _replacing(dialect: str, table: Any, key: Sequence[str]) -> Any:
     """An upsert that replaces a row."""
-    statement = _insert(dialect, table)
+    statement = insert_into(table, dialect)
     changes = {c.name: statement.excluded[c.name] for c in table.c if c.name not in key}
     return statement.on_conflict_do_update(index_elements=list(key), set_=changes)

@@ -92,18 +92,14 @@ def correction_rows(connection: Connection) -> dict[tuple[str, int], int]:
 
 def find_request(connection: Connection, tenant: str, request_id: str) -> Entry | None:
     """The charge of a request, by its id or its answer's id."""
-    bare = bare_id(request_id)
-    found = _charge_of(connection, tenant, request_id)
-    return found if found or bare == request_id else _charge_of(connection, tenant, bare)
-
-
-def _charge_of(connection: Connection, tenant: str, request_id: str) -> Entry | None:
+    names = (request_id, bare_id(request_id))
     query = select(entries).where(
         (entries.c.tenant == tenant)
-        & (entries.c.request_id == request_id)
+        & entries.c.request_id.in_(names)
         & (entries.c.kind == Kind.CHARGE.value)
     )
-    row = connection.execute(query).mappings().first()
+    found = {row["request_id"]: row for row in connection.execute(query).mappings()}
+    row = found.get(names[0]) or found.get(names[1])
     return None if row is None else read_entry(row)
 
 
@@ -201,7 +197,11 @@ def charged_since(connection: Connection, day: int) -> dict[str, int]:
 
 
 def sessions(
-    connection: Connection, tenant: str | None, limit: int, from_ns: int = 0, to_ns: int = 2**63 - 1
+    connection: Connection,
+    tenant: str | None = None,
+    limit: int | None = None,
+    from_ns: int = 0,
+    to_ns: int = 2**63 - 1,
 ) -> list[Row]:
     """Rollups by session, latest first, whose last request is in a span of time."""
     last_ns = usage_sessions.c.last_ns
@@ -210,12 +210,6 @@ def sessions(
     if tenant is not None:
         query = query.where(usage_sessions.c.tenant == tenant)
     return [joined(dict(row)) for row in connection.execute(query).mappings().all()]
-
-
-def all_sessions(connection: Connection) -> list[Row]:
-    return [
-        joined(dict(row)) for row in connection.execute(select(usage_sessions)).mappings().all()
-    ]
 
 
 def repeated(connection: Connection) -> list[tuple[str, str, str, int]]:

@@ -1,6 +1,6 @@
 """The admin trail as rows: who did what, before, after and why. Append-only and chained by hash.
 
-Written in the transaction of the change itself, by `billing.accounts` and by the store.
+Written in the transaction of the change itself.
 """
 
 import hashlib
@@ -61,35 +61,6 @@ def trail_hash(before: bytes, values: Any) -> bytes:
 def trail_rows(connection: Connection) -> list[RowMapping]:
     """The whole trail, oldest first."""
     return list(connection.execute(select(trail).order_by(trail.c.seq)).mappings())
-
-
-def find_trail(
-    connection: Connection,
-    limit: int,
-    *,
-    before: int | None = None,
-    actor: str = "",
-    action: str = "",
-    text: str = "",
-) -> list[RowMapping]:
-    """The newest matching rows, newest first. Empty texts match every row."""
-    query = select(trail).order_by(trail.c.seq.desc()).limit(limit)
-    if before is not None:
-        query = query.where(trail.c.seq < before)
-    if actor:
-        query = query.where(trail.c.actor == actor)
-    if action:
-        query = query.where(trail.c.action == action)
-    if text:
-        named = trail.c.subject.contains(text, autoescape=True)
-        query = query.where(named | trail.c.reason.contains(text, autoescape=True))
-    return list(connection.execute(query).mappings())
-
-
-def trail_actions(connection: Connection) -> list[str]:
-    """The names of all actions in the trail."""
-    found = select(trail.c.action).distinct().order_by(trail.c.action)
-    return [row.action for row in connection.execute(found)]
 
 
 def _json(value: Any) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from billing.money import UNITS
 from billing.proof import audit
-from billing.store.opening import database_url, open_store
+from billing.store.opening import database_url
 from billing.usage import Usage
 from tests.contract.conftest import entries
-from tests.support.billing import running_ledger
+from tests.support.billing import booked, running_ledger
 
 BACKUPS = 4
 
@@ -46,11 +46,8 @@ def test_a_copy_of_a_ledger_in_use_is_an_earlier_state_of_it(tmp_path: Path) -> 
         server.join()
         written = entries(house.ledger.store)
     for copy in copies:
-        store = open_store(f"sqlite:///{copy}")
-        kept = entries(store)
+        kept = booked(f"sqlite:///{copy}")
         assert 1 < len(kept)
         assert written[: len(kept)] == kept
-        assert audit.verify(store).ok
-        store.close()
         with running_ledger(f"sqlite:///{copy}") as restored:  # it settles what was running
             assert audit.verify(restored.ledger.store).ok

@@ -4,22 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from billing.accounts import Accounts
 from billing.clock import TOLERANCE_NS, ClockWatch
 from billing.errors import ClockJumped
-from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
-from billing.gate.outcomes import Outcome
-from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.prices.book import NS
-from billing.prices.cards import default_card
 from billing.proof import audit
 from billing.reports import usage as usage_report
 from billing.reports.statement import statement
-from billing.store.opening import database_url, open_store
+from billing.store.opening import database_url
 from billing.usage import Usage
-from tests.support.billing import START_NS, ManualClock, TestLedger
+from tests.support.billing import START_NS, ManualClock, TestLedger, running_ledger
 
 USAGE = Usage(miss=100, output=7)
 DAY_S = 86_400
@@ -50,21 +45,12 @@ def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
 
 def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedger) -> None:
     """A server that starts under such a clock cannot know, so an operator must get back."""
-    store, end_ns = house.ledger.store, START_NS + 30 * DAY_S * NS
-
-    def grant(reference: str) -> None:
-        given = house.ledger.post(
-            Deposit(
-                "acme", Kind.GRANT, amount=UNITS, reference=reference, by="eve", expires_ns=end_ns
-            )
-        )
-        given.result()
-
-    grant("gift")
+    store, ends = house.ledger.store, {"expires_ns": START_NS + 30 * DAY_S * NS}
+    house.deposit(Kind.GRANT, UNITS, "gift", **ends)
     house.clock.advance(40 * DAY_S)
     assert 1 == house.ledger.expire()
     house.clock.advance(-40 * DAY_S)
-    grant("gift again")
+    house.deposit(Kind.GRANT, UNITS, "gift again", **ends)
     assert 0 == house.ledger.expire()
     [movement] = statement(store, "acme", "2025-02").movements
     assert ("expiry", "gift", -UNITS) == (movement.kind, movement.reference, movement.amount)
@@ -73,7 +59,6 @@ def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedge
     house.clock.advance(30 * DAY_S)
     assert 1 == house.ledger.expire()
     assert 0 == house.account().granted
-    assert audit.verify(store).problems == []
 
 
 @pytest.mark.parametrize("days_behind", [0, 1])
@@ -82,15 +67,8 @@ def test_a_start_says_that_the_ledger_is_of_a_later_day(
 ) -> None:
     clock = ManualClock()
     for _ in range(2):
-        store = open_store(database_url(tmp_path))
-        accounts = Accounts(store, clock_ns=clock)
-        ledger = Ledger(store, accounts, clock_ns=clock, timer_ns=ManualClock(0))
-        ledger.start()
-        if not accounts.find_tenant("acme"):
-            accounts.create_tenant("acme", "CNY", by="test")
-        ledger.close()
-        store.close()
-        clock.advance(-days_behind * DAY_S)
+        with running_ledger(database_url(tmp_path), clock=clock, timer_ns=ManualClock(0)):
+            clock.advance(-days_behind * DAY_S)
     assert days_behind == sum("86,400 s behind that" in text for text in caplog.messages)
 
 
@@ -105,40 +83,27 @@ def test_a_request_is_billed_in_the_month_of_its_admission(house: TestLedger) ->
 
 
 def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
-    clock, timer = ManualClock(), ManualClock(0)
-    store = open_store(database_url(tmp_path))
-    accounts = Accounts(store, clock_ns=clock)
-    ledger = Ledger(store, accounts, clock_ns=clock, timer_ns=timer, first_card=default_card())
-    ledger.start()
-    try:
-        accounts.create_tenant("acme", "CNY", by="test")
-        ledger.post(Deposit("acme", Kind.TOPUP, amount=UNITS, reference="d1", by="test")).result()
-        pinned = ledger.book.at("m", clock(), "CNY")
-        running = ledger.reserve("acme", "running", 10**9, pinned).result()
-        clock.advance(40 * DAY_S)
+    with running_ledger(database_url(tmp_path), timer_ns=ManualClock(0)) as house:
+        house.fund(UNITS)
+        running = house.reserve("running", 10**9)
+        house.clock.advance(40 * DAY_S)
         with pytest.raises(ClockJumped, match="3,456,000 s ahead of where it should be"):
-            ledger.reserve("acme", "r2", 1, pinned).result()
+            house.reserve("r2", 1)
         with pytest.raises(ClockJumped):
-            ledger.post(
-                Deposit("acme", Kind.TOPUP, amount=UNITS, reference="d2", by="test")
-            ).result()
-        assert "ahead of where it should be" in ledger.refuses
-        ledger.settle(running, USAGE, Outcome.FINISHED).result()
-        clock.advance(-40 * DAY_S)
-        assert "" == ledger.refuses
-        ledger.reserve("acme", "r2", 1, pinned).result()
-        assert statement(store, "acme", "2025-01").requests == 1
-        assert audit.verify(store).problems == []
-    finally:
-        ledger.close()
-        store.close()
+            house.fund(UNITS)
+        assert "ahead of where it should be" in house.ledger.refuses
+        house.settle(running, USAGE)
+        house.clock.advance(-40 * DAY_S)
+        assert "" == house.ledger.refuses
+        house.reserve("r2", 1)
+        assert statement(house.ledger.store, "acme", "2025-01").requests == 1
+        assert audit.verify(house.ledger.store).problems == []
 
 
 def test_a_host_whose_clock_differs_from_the_databases_is_told() -> None:
     clock = ManualClock()
     watch = ClockWatch(clock, None)
     watch.compare(clock() - TOLERANCE_NS)
-    watch.check()
+    assert watch.jumped is None
     watch.compare(clock() + TOLERANCE_NS + NS)
-    with pytest.raises(ClockJumped, match="121 s behind where it should be"):
-        watch.check()
+    assert "121 s behind where it should be" in str(watch.jumped)

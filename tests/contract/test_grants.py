@@ -3,7 +3,7 @@
 import pytest
 
 from billing.errors import AlreadyExists, InvalidAmount, InvalidSpan
-from billing.gate.commands import Adjust, Deposit
+from billing.gate.commands import Adjust
 from billing.gate.entries import Entry, Kind
 from billing.money import UNITS
 from billing.prices.book import NS
@@ -18,17 +18,7 @@ DAY_NS = 86_400 * NS
 
 def give(house: TestLedger, name: str, amount: int, days: int = 0) -> Entry:
     expires_ns = START_NS + days * DAY_NS if days else 0
-    given = house.ledger.post(
-        Deposit(
-            "acme",
-            Kind.GRANT,
-            amount=amount * UNITS,
-            reference=name,
-            by="eve",
-            expires_ns=expires_ns,
-        )
-    )
-    return given.result()
+    return house.deposit(Kind.GRANT, amount * UNITS, name, expires_ns=expires_ns)
 
 
 def spend(house: TestLedger, name: str, amount: int) -> None:
@@ -82,21 +72,20 @@ def test_the_sweeper_ends_grants_and_waits_while_the_clock_is_wrong(house: TestL
     assert {} == left(house)
 
 
-def test_a_running_request_ends_though_its_grant_did(house: TestLedger) -> None:
+def test_a_request_and_a_correction_after_the_end_of_their_grant(house: TestLedger) -> None:
+    """One that runs ends in debt. What is given back stays."""
     give(house, "short", 2, days=1)
     hold = house.reserve("r1", 2 * UNITS, ttl_s=10**6)
     house.clock.advance(86_400)
     house.ledger.expire()
     house.settle(hold, Usage(miss=2_000_000))
     assert -2 * UNITS == house.account().balance
-
-
-def test_what_a_correction_gives_back_after_the_end_stays(house: TestLedger) -> None:
-    give(house, "short", 2, days=1)
-    spend(house, "r1", 2)
-    house.clock.advance(86_400)
+    house.fund(2 * UNITS)
+    give(house, "next", 2, days=3)
+    spend(house, "r2", 2)
+    house.clock.advance(3 * 86_400)
     house.ledger.expire()
-    house.correct("r1", "c")
+    house.correct("r2", "c")
     assert 2 * UNITS == house.account().granted
 
 
@@ -104,15 +93,12 @@ def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestL
     assert give(house, "g", 2, days=1) == give(house, "g", 2, days=1)
     with pytest.raises(AlreadyExists, match="another expiry"):
         give(house, "g", 2, days=2)
-    adjusted = {"reference": "a", "by": "eve", "reason": ""}
-    house.ledger.post(Adjust("acme", "g", amount=1 * UNITS, **adjusted)).result()
+    house.ledger.post(Adjust("acme", "g", "a", UNITS, "eve", "")).result()
     assert {"g": "1.00"} == left(house)
     house.clock.advance(86_400)
     house.ledger.expire()
     with pytest.raises(InvalidAmount, match="has expired"):
-        house.ledger.post(
-            Adjust("acme", "g", amount=9 * UNITS, **adjusted | {"reference": "b"})
-        ).result()
+        house.ledger.post(Adjust("acme", "g", "b", 9 * UNITS, "eve", "")).result()
 
 
 def test_rebuild_finds_what_expires_from_the_entries(house: TestLedger) -> None:

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
+from billing.accounts import Accounts
 from billing.errors import (
     AlreadyExists,
     CurrencyMismatch,
@@ -94,19 +95,16 @@ def test_the_gate_refuses_what_the_balance_does_not_cover(house: TestLedger) -> 
         house.ledger.top_up(first, 1).result()
 
 
-def test_suspended_and_unknown_tenants_are_refused(house: TestLedger) -> None:
+def test_unknown_and_suspended_tenants_and_other_currencies_are_refused(house: TestLedger) -> None:
     house.fund(100)
     with pytest.raises(UnknownTenant):
         house.reserve("r1", 1, tenant="nobody")
-    house.accounts.set_suspended("acme", True, by="test")
-    with pytest.raises(TenantSuspended):
-        house.reserve("r1", 1)
-
-
-def test_a_price_in_another_currency_is_refused(house: TestLedger) -> None:
     house.accounts.create_tenant("yankee", "USD", by="test")
     with pytest.raises(CurrencyMismatch, match="pays in USD"):
         house.reserve("r1", 0, tenant="yankee")
+    house.accounts.set_suspended("acme", True, by="test")
+    with pytest.raises(TenantSuspended):
+        house.reserve("r1", 1)
 
 
 def test_one_refusal_leaves_the_rest_of_its_batch_alone(house: TestLedger) -> None:
@@ -133,22 +131,17 @@ def test_a_lapsed_hold_is_settled_from_its_progress_and_the_late_word_wins(
     assert third.charge.amount == PRICE
 
 
-def test_a_late_word_that_bills_less_gives_the_difference_back(house: TestLedger) -> None:
+@pytest.mark.parametrize("by_admin", [False, True])
+def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(
+    house: TestLedger, by_admin: bool
+) -> None:
     house.fund(UNITS)
     hold = house.reserve("r1", UNITS // 2, ttl_s=0)
     house.ledger.top_up(hold, usage=USAGE, ttl_s=0).result()
     house.ledger.sweep()
+    if by_admin:
+        house.correct("r1", "c")
     house.settle(hold, EMPTY, Outcome.FAILED)
-    assert house.account().topup == UNITS
-
-
-def test_a_late_word_does_not_overrule_an_admin(house: TestLedger) -> None:
-    house.fund(UNITS)
-    hold = house.reserve("r1", UNITS // 2, ttl_s=0)
-    house.ledger.top_up(hold, usage=USAGE, ttl_s=0).result()
-    house.ledger.sweep()
-    house.correct("r1", "c")
-    house.settle(hold, USAGE)
     assert house.account().topup == UNITS
 
 
@@ -186,55 +179,20 @@ def test_another_servers_holds_are_left_alone_until_their_lease_ends(url: str) -
             assert two.account().held == 0
 
 
-def test_a_retry_of_an_undelivered_answer_is_charged_once(house: TestLedger) -> None:
-    house.fund(UNITS)
-    lost = house.reserve("r1", UNITS // 2, fingerprint="f")
-    house.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False)
-    retry = house.reserve("r2", UNITS // 2, fingerprint="f", is_retry=True)
-    house.settle(retry, USAGE)
-    assert house.account().topup == UNITS - PRICE
-    again = house.reserve("r3", UNITS // 2, fingerprint="f", is_retry=True)
-    house.settle(again, USAGE)
-    assert house.account().topup == UNITS - 2 * PRICE
-
-
-def test_a_retry_that_crashed_does_not_pay_for_the_undelivered_answer(house: TestLedger) -> None:
-    house.fund(UNITS)
-    lost = house.reserve("r1", UNITS // 4, fingerprint="f")
-    house.settle(lost, USAGE, Outcome.CLIENT_GONE, delivered=False)
-    house.reserve("r2", UNITS // 4, fingerprint="f", is_retry=True, ttl_s=0)
-    assert house.ledger.sweep() == 1
-    retry = house.reserve("r3", UNITS // 4, fingerprint="f", is_retry=True)
-    house.settle(retry, USAGE)
-    assert house.account().topup == UNITS - PRICE
-
-
-def test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left(
-    house: TestLedger,
-) -> None:
+def test_a_correction_gives_back_no_more_than_is_left_of_its_charge(house: TestLedger) -> None:
     house.fund(UNITS)
     house.charge("r1", USAGE)
-
-    def correct(reference: str, amount: int | None = None) -> Entry:
-        return house.correct("r1", reference, amount)
-
-    assert correct("c1", 4_000_000).amount == 4_000_000
-    assert correct("c1", 4_000_000).amount == 4_000_000  # said again
+    for _ in range(2):  # said again, it is the same
+        assert house.correct("r1", "c1", 4_000_000).amount == 4_000_000
     for other in (9, None):
         with pytest.raises(AlreadyExists, match="another correction"):
-            correct("c1", other)
+            house.correct("r1", "c1", other)
     with pytest.raises(InvalidAmount, match="left of its charge"):
-        correct("c2", PRICE - 4_000_000 + 1)
-    assert correct("c3").amount == PRICE - 4_000_000
+        house.correct("r1", "c2", PRICE - 4_000_000 + 1)
+    assert house.correct("r1", "c3").amount == PRICE - 4_000_000
+    with pytest.raises(InvalidAmount, match="given back completely"):
+        house.correct("r1", "c4")
     assert house.account().topup == UNITS
-
-
-def test_a_deposit_is_booked_once_for_each_reference(house: TestLedger) -> None:
-    for _ in range(2):
-        house.deposit(Kind.TOPUP, 7, "inv-1")
-    assert house.account().topup == 7
-    with pytest.raises(AlreadyExists):
-        house.deposit(Kind.TOPUP, 8, "inv-1")
 
 
 def test_amounts_beyond_64_bits_stay_exact(house: TestLedger) -> None:
@@ -272,7 +230,6 @@ def test_verify_names_the_first_entry_that_differs(url: str, change: str, invari
             house.charge(f"r{number}", USAGE)
         tamper(house.ledger.store, f"UPDATE entries SET {change} WHERE request_id = 'r2'")
         proof = audit.verify(house.ledger.store)
-    assert not proof.ok
     problem = proof.problems[0]
     expected_seq = 5 if change == "seq = 9" else 4
     assert (problem.tenant, problem.seq, problem.invariant) == ("acme", expected_seq, invariant)
@@ -281,8 +238,8 @@ def test_verify_names_the_first_entry_that_differs(url: str, change: str, invari
 @pytest.mark.parametrize(
     "change",
     [
-        "UPDATE accounts SET topup = '5' WHERE tenant = 'acme'",
-        "UPDATE accounts SET held = '1' WHERE tenant = 'acme'",
+        "UPDATE accounts SET topup = 5 WHERE tenant = 'acme'",
+        "UPDATE accounts SET held = 1 WHERE tenant = 'acme'",
         "UPDATE usage_daily SET output = output + 1",
         "DELETE FROM usage_daily",
     ],
@@ -291,40 +248,20 @@ def test_verify_finds_a_wrong_projection_and_rebuild_mends_it(url: str, change: 
     with running_ledger(url) as house:
         house.fund(UNITS)
         house.charge("r1", USAGE, session="s")
-        tamper(house.ledger.store, change.replace("'5'", "5").replace("'1'", "1"))
+        tamper(house.ledger.store, change)
         proof = audit.verify(house.ledger.store)
         assert [problem.invariant for problem in proof.problems] == ["projected"]
         assert audit.rebuild(house.ledger.store).ok
         assert house.account().topup == UNITS - PRICE
 
 
-def test_a_cut_tail_is_found_by_a_head_that_was_written_down(url: str) -> None:
-    with running_ledger(url) as house:
-        house.fund(UNITS)
-        house.charge("r1", USAGE)
-        heads = audit.verify(house.ledger.store).heads
-        tamper(house.ledger.store, "DELETE FROM entries WHERE request_id = 'r1'")
-        proof = audit.verify(house.ledger.store, heads=heads)
-    assert (proof.problems[0].tenant, proof.problems[0].seq) == ("acme", 2)
-
-
-def test_a_changed_rate_card_and_a_changed_trail_are_found(url: str) -> None:
-    with running_ledger(url) as house:
-        tamper(house.ledger.store, "UPDATE rate_cards SET text = replace(text, '\"2\"', '\"3\"')")
-        tamper(house.ledger.store, "UPDATE trail SET actor = 'nobody' WHERE seq = 2")
-        problems = audit.verify(house.ledger.store).problems
-    assert [problem.invariant for problem in problems] == ["rated", "trailed"]
-
-
 def tamper(store: LedgerStore, statement: str) -> None:
     """Do what the database refuses, as an attacker with its password would."""
     with store.writing() as connection:
         if store.engine.dialect.name == "postgresql":
-            for table in ("entries", "trail"):
-                connection.execute(text(f"ALTER TABLE {table} DISABLE TRIGGER ALL"))
+            connection.execute(text("ALTER TABLE entries DISABLE TRIGGER ALL"))
         else:
-            for name in ("entries_no_update", "entries_no_delete", "trail_no_update"):
-                connection.execute(text(f"DROP TRIGGER IF EXISTS {name}"))
+            connection.execute(text("DROP TRIGGER entries_no_update"))
         connection.exec_driver_sql(statement)
 
 
@@ -381,8 +318,6 @@ def test_two_processes_settle_on_one_ledger(url: str) -> None:
 
 
 def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> None:
-    from billing.accounts import Accounts
-
     other = Accounts(house.ledger.store)
     assert not house.accounts.requires_keys
     key, info = other.create_key("acme", by="test", name="laptop")

@@ -45,10 +45,11 @@ def limit(
     value: str = "",
     *,
     name: str = "cap",
+    tenant: str = "acme",
     **more: Any,
 ) -> None:
-    amount = tokens * TOKEN
-    budget = SpendLimit(name=name, tenant="acme", amount=amount, of=of, value=value, **more)
+    about = {"name": name, "tenant": tenant, "of": of, "value": value} | more
+    budget = SpendLimit(amount=tokens * TOKEN, **about)
     set_budget(house.accounts, budget, by="ops", now_ns=house.clock(), reason="test")
 
 
@@ -82,12 +83,8 @@ def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house: Test
     with pytest.raises(SpendLimitReached) as raised:
         house.reserve("r3", 2 * TOKEN)
     refusal = raised.value
-    assert ("cap", "tenant", "", "month") == (
-        refusal.limit,
-        refusal.of,
-        refusal.value,
-        refusal.per,
-    )
+    about = (refusal.limit, refusal.of, refusal.value, refusal.per)
+    assert ("cap", "tenant", "", "month") == about
     amounts = (refusal.amount, refusal.spent, refusal.held, refusal.needed)
     assert (10 * TOKEN, 6 * TOKEN, 3 * TOKEN, 2 * TOKEN) == amounts
     assert period_ns("2025-01")[1] == refusal.ends_ns
@@ -99,6 +96,9 @@ def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house: Test
         house.reserve("r5", 1)
     assert not raised.value.passes
     assert {"2025-01/": (10, 0)} == spent(house)
+    limit(house, 2 * UNITS)
+    with pytest.raises(InsufficientBalance):  # a balance that is too small is refused as that
+        house.reserve("r6", UNITS)
 
 
 def test_an_answer_is_cut_where_the_limit_ends_it(house: TestLedger) -> None:
@@ -247,12 +247,6 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
     assert {"2025-01/": (4, 0)} == spent(house)
 
 
-def test_a_balance_that_is_too_small_is_still_refused_as_that(house: TestLedger) -> None:
-    limit(house, UNITS)
-    with pytest.raises(InsufficientBalance):
-        house.reserve("r1", 2 * UNITS)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [{"of": Of.TAG, "value": "*"}, {"of": Of.USER}, {"value": "ann"}, {"name": "a b"}],
@@ -264,25 +258,19 @@ def test_only_keys_and_users_each_have_a_limit_and_others_name_one(
         limit(house, 1, **wrong)
 
 
-def test_a_change_of_a_budget_is_in_the_trail(house: TestLedger) -> None:
+def test_a_change_of_a_budget_is_in_the_trail_and_no_other_tenants(house: TestLedger) -> None:
     limit(house, 1)
     limit(house, 2)
+    house.accounts.create_tenant("other", "CNY", by="ops")
+    with pytest.raises(AlreadyExists, match="'acme'"):
+        limit(house, 1, tenant="other")
+    with pytest.raises(UnknownTenant):
+        limit(house, 1, tenant="nobody")
     remove(house)
     with pytest.raises(UnknownBudget):
         remove(house)
-    actions = [row["action"] for row in house.accounts.trail.newest(3)]
-    assert ["budget.remove", "budget.set", "budget.set"] == actions
-    nobodys = SpendLimit(name="b", tenant="nobody", amount=1)
-    with pytest.raises(UnknownTenant):
-        set_budget(house.accounts, nobodys, by="ops", now_ns=house.clock(), reason="")
-
-
-def test_a_hard_budget_stays_with_its_tenant(house: TestLedger) -> None:
-    limit(house, 1)
-    house.accounts.create_tenant("other", "CNY", by="ops")
-    moved = SpendLimit(name="cap", tenant="other", amount=1)
-    with pytest.raises(AlreadyExists, match="'acme'"):
-        set_budget(house.accounts, moved, by="ops", now_ns=house.clock(), reason="test")
+    actions = [row["action"] for row in house.accounts.trail.newest(4)]
+    assert ["budget.remove", "tenant.create", "budget.set", "budget.set"] == actions
 
 
 def test_a_request_that_cost_nothing_leaves_no_row(house: TestLedger) -> None:

@@ -1,9 +1,11 @@
 """An answer that never arrived is not paid as well as its retry, in whichever order they end."""
 
+from collections.abc import Callable
+
 import pytest
 from sqlalchemy import select
 
-from billing.gate.commands import Command, Settle
+from billing.gate.commands import Command, Reap, Settle, TopUp
 from billing.gate.holds import Hold
 from billing.gate.outcomes import Outcome
 from billing.idempotency import Claimed, Idempotency
@@ -39,49 +41,37 @@ def requests(house: TestLedger) -> tuple[Hold, Hold]:
     return first, house.reserve("r2", UNITS // 4, fingerprint="f", is_retry=True)
 
 
-def test_both_may_be_settled_in_one_transaction(
-    house: TestLedger, requests: tuple[Hold, Hold]
+# Batches of commands, and how many requests are paid after each. 1 is a request, 2 and 4 are silent
+# retries of it, 3 is another. They are lost (-), arrive (+), write progress (~) or lapse (x).
+CASES = {
+    "one transaction": ("1- 2+", [1]),
+    "one transaction, the retry first": ("2+ 1-", [1]),
+    "the retry ends before the first is seen to be gone": ("1~; 2+; 1-", [0, 1, 1]),
+    "the first arrives after its retry": ("2+; 1+", [1, 2]),
+    "another runs beside the retry": ("2+; 3-", [1, 2]),
+    "an answer is lost after it was settled": ("1+; 1-; 2+", [1, 1, 1]),
+    "a retry pays for one answer": ("1-; 2+; 4+", [1, 1, 2]),
+    "a retry that crashed pays for none": ("1-; 2x; 4+", [1, 1, 1]),
+    "a retry does not pay for itself": ("2-; 2+", [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_and_its_retry_are_paid_once(
+    house: TestLedger, requests: tuple[Hold, Hold], name: str
 ) -> None:
-    first, retry = requests
-    assert PRICE == run(house, [lost(first), arrived(retry)])
-
-
-def test_both_may_be_settled_in_one_transaction_the_retry_first(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
-    first, retry = requests
-    assert PRICE == run(house, [arrived(retry), lost(first)])
-
-
-def test_the_retry_may_end_before_the_first_is_seen_to_be_gone(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
-    first, retry = requests
-    house.ledger.top_up(first, usage=USAGE).result()  # writes its hold anew
-    assert PRICE == run(house, [arrived(retry)], [lost(first)])
-
-
-def test_a_first_request_that_arrives_after_its_retry_is_paid(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
-    first, retry = requests
-    assert 2 * PRICE == run(house, [arrived(retry)], [arrived(first)])
-
-
-def test_another_request_that_runs_beside_a_retry_is_paid(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
-    other = house.reserve("r3", UNITS // 4, fingerprint="g")
-    assert 2 * PRICE == run(house, [arrived(requests[1])], [lost(other)])
-
-
-def test_an_answer_may_be_lost_after_it_was_settled(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
-    first, retry = requests
-    assert PRICE == run(house, [arrived(first)])
-    assert PRICE == run(house, [lost(first)])
-    assert PRICE == run(house, [arrived(retry)])
+    retried, other = {"fingerprint": "f", "is_retry": True}, {"fingerprint": "g"}
+    more = [house.reserve("r3", 10**9, **other), house.reserve("r4", 10**9, **retried)]
+    holds = dict(zip("1234", (*requests, *more), strict=True))
+    says: dict[str, Callable[[Hold], Command]] = {
+        "-": lost,
+        "+": arrived,
+        "~": lambda hold: TopUp(hold, 0, 0, USAGE),
+        "x": lambda hold: Reap(*hold.key, Outcome.LAPSED, None),
+    }
+    text, paid = CASES[name]
+    batches = [[says[word[1]](holds[word[0]]) for word in part.split()] for part in text.split(";")]
+    assert [n * PRICE for n in paid] == [run(house, batch) for batch in batches]
 
 
 def test_a_late_word_that_the_answer_was_lost_is_heard(
@@ -93,12 +83,6 @@ def test_a_late_word_that_the_answer_was_lost_is_heard(
     assert house.ledger.sweep() == 1
     assert PRICE == run(house, [lost(first)])
     assert PRICE == run(house, [arrived(retry)])
-
-
-def test_a_retry_does_not_pay_for_itself(house: TestLedger) -> None:
-    house.fund(UNITS)
-    retry = house.reserve("r2", UNITS // 4, fingerprint="f", is_retry=True)
-    assert PRICE == run(house, [lost(retry)], [arrived(retry)])
 
 
 def test_a_request_that_was_thought_dead_is_noted_once(house: TestLedger) -> None:
@@ -113,20 +97,15 @@ def test_a_request_that_was_thought_dead_is_noted_once(house: TestLedger) -> Non
     assert PRICE == run(house, [lost(first)], [arrived(retry)])
 
 
-def test_a_retry_a_day_later_is_a_request_of_its_own(
+def test_a_retry_a_day_later_is_a_request_of_its_own_and_nothing_is_noted_longer(
     house: TestLedger, requests: tuple[Hold, Hold]
 ) -> None:
     first, retry = requests
     run(house, [lost(first)])
     house.clock.advance(24 * 3600)
-    assert 2 * PRICE == run(house, [arrived(retry)])
-
-
-def test_lost_answers_are_noted_for_a_day(house: TestLedger, requests: tuple[Hold, Hold]) -> None:
-    first, retry = requests
-    run(house, [lost(first)])
-    house.clock.advance(24 * 3600)
-    run(house, [lost(retry)])
+    assert 2 * PRICE == run(house, [lost(retry)])
     with house.ledger.store.reading() as connection:
         noted = connection.execute(select(undelivered.c.request_id)).scalars().all()
     assert noted == ["r2"]
+    again = house.reserve("r3", 10**9, fingerprint="f", is_retry=True)
+    assert 2 * PRICE == run(house, [arrived(again)]), "r2 is given back, and r1 is not"

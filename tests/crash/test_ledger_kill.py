@@ -11,13 +11,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
-from billing.proof import audit
-from billing.store import reports as store_reports
-from billing.store.opening import open_store
-from tests.support.billing import running_ledger
+from tests.support.billing import booked, running_ledger
 
 KILLS = int(os.environ.get("LEDGER_KILLS", "8"))  # 50 by hand
 CHILD = """
@@ -68,10 +65,10 @@ def test_after_kill_9_every_answer_is_charged_once(tmp_path: Path) -> None:
     with running_ledger(url) as house:
         account = house.account()
         assert account.held == 0
-    posted = _entries(url)
-    booked = {entry.request_id for entry in posted if entry.kind is not Kind.CHARGE}
+    posted = booked(url)
+    moved = {entry.request_id for entry in posted if entry.kind is not Kind.CHARGE}
     paid = {name.removeprefix("cash-") for name in answered if name.startswith("cash-")}
-    assert {f"{kind}-{name}" for name in paid for kind in "dwba"} <= booked
+    assert {f"{kind}-{name}" for name in paid for kind in "dwba"} <= moved
     answered = {name for name in answered if not name.startswith("cash-")}
     charged = [entry for entry in posted if entry.kind is Kind.CHARGE]
     names = Counter(entry.request_id for entry in charged)
@@ -99,13 +96,3 @@ def _run_and_kill(url: str, number: int, after_s: float) -> set[str]:
     child.stdout.close()
     complete = rest[: rest.rfind("\n") + 1].split()  # a line cut by the kill does not count
     return {first, *complete}
-
-
-def _entries(url: str) -> list[Entry]:
-    store = open_store(url)
-    try:
-        assert audit.verify(store).problems == []
-        with store.reading() as connection:
-            return list(store_reports.stream_entries(connection, "acme"))
-    finally:
-        store.close()

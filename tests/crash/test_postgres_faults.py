@@ -118,23 +118,16 @@ def test_connections_ended_at_random_cost_no_tenant_anything(
     threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
     for thread in threads:
         thread.start()
-    engine = create_engine(postgres, isolation_level="AUTOCOMMIT")
     dice = random.Random(7)
     try:
-        with engine.connect() as connection:
+        with administrator(postgres) as ask_postgres:
             for _ in range(30):
                 time.sleep(dice.uniform(0.005, 0.06))
-                connection.execute(
-                    text(
-                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                        "WHERE datname LIKE 'ledger\\_%' AND pid <> pg_backend_pid()"
-                    )
-                )
+                ask_postgres(END_ALL)
             give_up = time.monotonic() + 60
             while len(answered) <= 20 and time.monotonic() < give_up:  # a busy machine's
                 time.sleep(0.05)
     finally:
-        engine.dispose()
         over.set()
         for thread in threads:
             thread.join()

@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -116,24 +117,17 @@ class Load:
 
 def pay_once(ledger: Ledger, turn: int) -> list[Entry]:
     by = {"by": "cashier", "reason": "test"}
-    paid_in = ledger.post(
-        Deposit("plain", Kind.TOPUP, amount=1000, reference=f"in-{turn}", **by)
-    ).result()
-    paid_out = ledger.post(
-        Deposit("plain", Kind.WITHDRAWAL, amount=300, reference=f"out-{turn}", **by)
-    ).result()
-    right = ledger.post(
-        Adjust("plain", f"in-{turn}", amount=900, reference=f"right-{turn}", **by)
-    ).result()
-    return [paid_in, paid_out, right]
+    payments: tuple[Deposit | Adjust, ...] = (
+        Deposit("plain", Kind.TOPUP, f"in-{turn}", 1000, **by),
+        Deposit("plain", Kind.WITHDRAWAL, f"out-{turn}", 300, **by),
+        Adjust("plain", f"in-{turn}", f"right-{turn}", 900, **by),
+    )
+    return [ledger.post(payment).result() for payment in payments]
 
 
 def prove(server: ForkedServer) -> list[Problem]:
-    store = server.store()
-    try:
+    with closing(server.store()) as store:
         return audit.verify(store).problems
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
@@ -149,11 +143,8 @@ def test_after_kill_9_under_load_every_answer_was_paid_once(tmp_path: Path, kill
     finally:
         server.kill()
     assert server.told("ledger", "verify")["ok"]
-    store = server.store()
-    try:
+    with closing(server.store()) as store:
         check(store, load)
-    finally:
-        store.close()
     print(f"{len(load.keyed)} + {len(load.plain)} answers, {load.lost} lost")
     assert load.lost >= kills
     assert len(load.paid) > kills

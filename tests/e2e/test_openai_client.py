@@ -4,12 +4,8 @@ The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in 
 once it is the real program with the default model.
 """
 
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal
 
 import openai
@@ -19,7 +15,6 @@ from pydantic import BaseModel, Field
 from billing.gate.outcomes import Outcome
 from billing.gate.work import insufficient_balance
 from tests.e2e.conftest import Server
-from tests.patience import PATIENCE_S
 from tests.support.wire import Script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -34,11 +29,11 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 def test_chat(server: Server, client: openai.OpenAI) -> None:
     server.house.engine.script = Script(answer="héllo", hits={"hit_disk": 12})
+    assert ["bytes"] == [model.id for model in client.models.list()]
+    assert "bytes" == client.models.retrieve("bytes").id
     answer = client.chat.completions.create(model="bytes", messages=MESSAGES)
-    assert ("héllo", "stop") == (
-        answer.choices[0].message.content,
-        answer.choices[0].finish_reason,
-    )
+    (choice,) = answer.choices
+    assert ("héllo", "stop") == (choice.message.content, choice.finish_reason)
     usage = answer.usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
@@ -51,6 +46,7 @@ def test_chat(server: Server, client: openai.OpenAI) -> None:
 
 
 def test_a_stream_with_usage(server: Server, client: openai.OpenAI) -> None:
+    """By hand, and by the client's helper, which builds the whole message of it."""
     server.house.engine.script = Script(answer="one two three")
     stream = client.chat.completions.create(
         model="bytes", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
@@ -61,18 +57,9 @@ def test_a_stream_with_usage(server: Server, client: openai.OpenAI) -> None:
     assert "assistant" == chunks[0].choices[0].delta.role
     assert chunks[-1].usage is not None
     assert PROMPT_TOKENS + 14 == chunks[-1].usage.total_tokens
-
-
-def test_the_streaming_helper_builds_the_same_message(
-    server: Server, client: openai.OpenAI
-) -> None:
-    server.house.engine.script = Script(answer="one two")
-    with client.chat.completions.stream(model="bytes", messages=MESSAGES) as stream:
-        final = stream.get_final_completion()
-    assert ("one two", "stop") == (
-        final.choices[0].message.content,
-        final.choices[0].finish_reason,
-    )
+    with client.chat.completions.stream(model="bytes", messages=MESSAGES) as helped:
+        (choice,) = helped.get_final_completion().choices
+    assert ("one two three", "stop") == (choice.message.content, choice.finish_reason)
 
 
 def test_chat_logprobs(server: Server, client: openai.OpenAI) -> None:
@@ -169,11 +156,6 @@ def test_a_parameter_that_would_change_the_answer_is_refused_by_name(
     assert (name, "unsupported_parameter") == (refused.value.param, refused.value.code)
 
 
-def test_models(client: openai.OpenAI) -> None:
-    assert ["bytes"] == [model.id for model in client.models.list()]
-    assert "bytes" == client.models.retrieve("bytes").id
-
-
 def test_errors_are_the_clients_own(server: Server, client: openai.OpenAI) -> None:
     create = client.chat.completions.create
     with pytest.raises(openai.NotFoundError) as missing:
@@ -230,30 +212,6 @@ def test_a_time_out_is_retried_and_named_a_retry(server: Server) -> None:
     assert 1 == len({context.fingerprint for context in contexts})
 
 
-@pytest.fixture(scope="module")
-def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`cachesvc serve` with the default model, as a user starts it; its URL."""
-    folder = tmp_path_factory.mktemp("served")
-    log = folder / "log"
-    command = [
-        *(str(Path(sys.executable).parent / "cachesvc"), "serve", "--port", "0"),
-        *("--data-dir", str(folder / "data"), "--host-cache", "64MiB", "--disk-cache", "64MiB"),
-        *("--device-cache", "128MiB"),
-    ]
-    with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-    try:
-        give_up = time.monotonic() + PATIENCE_S
-        while not (found := re.search(r"on (http://[\d.]+:\d+)", log.read_text())):
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < give_up, log.read_text()
-            time.sleep(0.1)
-        yield found[1]
-    finally:
-        process.terminate()
-        assert 0 == process.wait(PATIENCE_S)
-
-
 class Person(BaseModel):
     full_name: str
     age_in_years: int = Field(ge=0, le=150)
@@ -261,10 +219,10 @@ class Person(BaseModel):
 
 
 @pytest.mark.e2e
-def test_the_parse_helper_reads_a_pydantic_model(real_server: str) -> None:
+def test_the_parse_helper_reads_a_pydantic_model(default_server: str) -> None:
     """`chat.completions.parse` sends the model's schema; two samples, and a streamed one."""
     messages = [{"role": "user", "content": "Bob Smith is 42 and likes blue. Who is he?"}]
-    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{default_server}/v1", api_key="none", max_retries=0) as client:
         answer = client.chat.completions.parse(
             model="smollm2-135m",
             messages=messages,
@@ -300,10 +258,10 @@ def test_the_parse_helper_reads_a_pydantic_model(real_server: str) -> None:
 
 
 @pytest.mark.e2e
-def test_a_harness_finds_the_likelier_ending(real_server: str) -> None:
+def test_a_harness_finds_the_likelier_ending(default_server: str) -> None:
     """The sum of an ending's log-probabilities, from a request that generates nothing."""
     context = "The capital of France is"
-    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{default_server}/v1", api_key="none", max_retries=0) as client:
         answer = client.completions.create(
             model="smollm2-135m",
             prompt=[f"{context} Paris", f"{context} Tuesday"],
@@ -323,11 +281,11 @@ def test_a_harness_finds_the_likelier_ending(real_server: str) -> None:
 
 
 @pytest.mark.e2e
-def test_the_next_turn_of_a_chat_computes_what_is_new(real_server: str) -> None:
+def test_the_next_turn_of_a_chat_computes_what_is_new(default_server: str) -> None:
     """Three turns; each computes its own tokens, and of the last answer the one never computed."""
     messages = [{"role": "user", "content": "Name three rivers of Europe, and say where each is."}]
     prompt = completion = 0
-    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(base_url=f"{default_server}/v1", api_key="none", max_retries=0) as client:
         for question in ("Which of them is the longest?", "And the shortest?", "Thank you!"):
             answer = client.chat.completions.create(
                 model="smollm2-135m",
@@ -350,9 +308,9 @@ def test_the_next_turn_of_a_chat_computes_what_is_new(real_server: str) -> None:
 
 
 @pytest.mark.e2e
-def test_the_default_model_answers_and_hits(real_server: str) -> None:
+def test_the_default_model_answers_and_hits(default_server: str) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    with openai.OpenAI(base_url=f"{real_server}/v1", api_key="sk-any") as client:
+    with openai.OpenAI(base_url=f"{default_server}/v1", api_key="sk-any") as client:
         (model,) = [model.id for model in client.models.list()]
         asked = {"model": model, "messages": question, "temperature": 0, "max_tokens": 16}
         first = client.chat.completions.create(**asked)

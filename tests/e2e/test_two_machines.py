@@ -12,13 +12,13 @@ import httpx
 import pytest
 
 from billing.gate.entries import Kind
-from billing.store import reports
 from billing.store.opening import open_store
 from billing.store.store import LedgerStore
 from tests.live_server import ForkedServer
 from tests.patience import PATIENCE_S
 from tests.postgres_server import fresh_database
 from tests.redis_server import redis_server
+from tests.support.billing import booked
 from tests.support.models import save_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.redis, pytest.mark.postgres, pytest.mark.timeout(1800)]
@@ -31,8 +31,12 @@ STORY = "".join(f"Person {n} lives in town {n * 7 % 97}. " for n in range(8))
 class Machine(ForkedServer):
     """A server whose ledger is the PostgreSQL that the environment names."""
 
+    @property
+    def ledger_url(self) -> str:
+        return self._environment["CACHESVC_BILLING__DATABASE_URL"]
+
     def store(self) -> LedgerStore:
-        return open_store(self._environment["CACHESVC_BILLING__DATABASE_URL"])
+        return open_store(self.ledger_url)
 
 
 class Documented:
@@ -138,10 +142,5 @@ def test_two_servers_share_blocks_a_ledger_and_limits(
 
 
 def charges(machine: Machine) -> list[Any]:
-    store = machine.store()
-    try:
-        with store.reading() as connection:
-            entries = list(reports.stream_entries(connection, "acme"))
-    finally:
-        store.close()
+    entries = booked(machine.ledger_url)
     return [entry for entry in entries if entry.kind is Kind.CHARGE]

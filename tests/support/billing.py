@@ -1,7 +1,7 @@
 """Parts for tests of billing and of its users: a manual clock and a ready ledger."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +17,8 @@ from billing.gate.work import Settled
 from billing.ledger import Ledger
 from billing.prices.book import NS
 from billing.prices.cards import default_card
+from billing.proof import audit
+from billing.store import reports as store_reports
 from billing.store.opening import database_url, open_store
 from billing.tenants import Tenant
 from billing.usage import Usage
@@ -108,7 +110,11 @@ def _empty_ledger() -> bytes:
 
 @contextmanager
 def running_ledger(
-    url: str, *, clock: ManualClock | None = None, owner: str = "server"
+    url: str,
+    *,
+    clock: ManualClock | None = None,
+    owner: str = "server",
+    timer_ns: ManualClock | None = None,
 ) -> Iterator[TestLedger]:
     """A ledger on `url`, with the tenant `acme`; closed afterwards."""
     clock = clock or ManualClock()
@@ -116,7 +122,8 @@ def running_ledger(
         fresh_ledger(Path(url.removeprefix("sqlite:///")))
     store = open_store(url)
     accounts = Accounts(store, clock_ns=clock)
-    ledger = Ledger(store, accounts, owner=owner, clock_ns=clock, first_card=default_card())
+    clocks: dict[str, Any] = {"clock_ns": clock, "timer_ns": timer_ns}
+    ledger = Ledger(store, accounts, owner=owner, first_card=default_card(), **clocks)
     ledger.start()
     try:
         if accounts.find_tenant("acme") is None:
@@ -125,3 +132,11 @@ def running_ledger(
     finally:
         ledger.close()
         store.close()
+
+
+def booked(url: str, tenant: str = "acme") -> list[Entry]:
+    """A tenant's entries in a ledger that is opened for this, and proved."""
+    with closing(open_store(url)) as store:
+        assert audit.verify(store).problems == []
+        with store.reading() as connection:
+            return list(store_reports.stream_entries(connection, tenant))

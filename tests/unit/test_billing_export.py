@@ -4,13 +4,14 @@ import csv
 import io
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from billing.errors import ExportError
-from billing.gate.entries import AMOUNTS, Entry, Kind
+from billing.gate.entries import AMOUNTS, Kind
 from billing.gate.holds import RequestContext
 from billing.money import UNITS, parse_amount
 from billing.prices.book import Terms
@@ -22,6 +23,7 @@ from billing.reports.focus import corrected_instants, focus_csv, focus_rows
 from billing.store import reports as store_reports
 from billing.usage import Usage
 from cachesvc.cli import app
+from tests.contract.conftest import entries
 from tests.support.billing import TestLedger, running_ledger
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
@@ -35,37 +37,16 @@ def house(tmp_path: Path) -> Iterator[TestLedger]:
         house.fund(UNITS)
         house.charge("r1", USAGE, project="web")
         house.charge("pin:doc:0:0", Usage(storage_token_hours=64))
-        correct(house, "c1", "=1+1")
+        house.correct("r1", "c1", 1_000_000, "=1+1")
         house.clock.advance(40 * DAY_S)
-        correct(house, "c2", "late")
+        house.correct("r1", "c2", 1_000_000, "late")
         yield house
 
 
-def correct(house: TestLedger, reference: str, reason: str) -> None:
-    about = {"reference": reference, "by": "eve", "reason": reason}
-    house.ledger.correct("acme", "r1", amount=1_000_000, **about).result()
-
-
-def entries(house: TestLedger) -> list[Entry]:
-    with house.ledger.store.reading() as connection:
-        return list(store_reports.stream_entries(connection, "acme"))
-
-
 def focus(house: TestLedger) -> list[dict[str, str]]:
-    corrected = corrected_instants(house.ledger.store, entries(house))
-    rows = focus_rows(entries(house), house.ledger.book, corrected)
+    booked = entries(house.ledger.store)
+    rows = focus_rows(booked, house.ledger.book, corrected_instants(house.ledger.store, booked))
     return list(csv.DictReader(io.StringIO(focus_csv(rows).decode())))
-
-
-def test_amounts_are_decimals_wherever_an_entry_is_told(house: TestLedger) -> None:
-    """No amount is in units of 1e-12."""
-    house.accounts.apply_card(parse_card(NIGHTS), by="test")
-    charged(house, "r9", Usage(hit_disk=900, miss=100, output=7))
-    for entry in entries(house):
-        told = entry_document(entry)["details"]
-        amounts = {name: told[name] for name in AMOUNTS & told.keys()}
-        assert all(re.fullmatch(r"-?\d{1,4}\.\d{2,12}", each) for each in amounts.values())
-    assert "0.104965" == entry_document(entries(house)[-1])["details"]["fees"]
 
 
 def words(text: str) -> set[str]:
@@ -119,6 +100,10 @@ def test_focus_rows_add_up_to_what_was_charged(house: TestLedger) -> None:
     assert {("web", "web")} == {(row["SubAccountId"], row["SubAccountName"]) for row in of_r1}
     assert ["Token-Hours"] == [r["PricingUnit"] for r in rows if r["x_RequestId"][:3] == "pin"]
     assert of_r1[0]["BillingPeriodEnd"] == "2025-02-01T00:00:00Z"
+    within, later = (
+        (row["ChargeCategory"], row["ChargeClass"], row["ChargeDescription"]) for row in rows[-2:]
+    )
+    assert (("Adjustment", "", "'=1+1"), ("Usage", "Correction", "late")) == (within, later)
 
 
 TWO_MODELS = """[card]
@@ -151,14 +136,9 @@ output = "20"
 def test_one_price_id_is_one_price_of_one_sku(house: TestLedger) -> None:
     house.accounts.apply_card(parse_card(TWO_MODELS), by="test")
     for hour in range(0, 24, 6):
-        for number, model in enumerate(("small", "large")):
-            for hit in (32, 640):
-                pinned = house.ledger.book.at(model, house.clock(), "CNY")
-                context = RequestContext(admitted_ns=house.clock())
-                name = f"{hour}-{number}-{hit}"
-                hold = house.ledger.reserve("acme", name, 0, pinned, context=context).result()
-                used = Usage(hit_disk=hit, miss=100, output=7)
-                house.settle(hold, used)
+        for model, hit in product(("small", "large"), (32, 640)):
+            used = Usage(hit_disk=hit, miss=100, output=7)
+            charged(house, f"{hour}-{model}-{hit}", used, model)
         house.clock.advance(6 * 3600)
     prices: dict[str, set[tuple[str, ...]]] = {}
     for row in focus(house):
@@ -193,8 +173,8 @@ minimum = "0.4"
 """
 
 
-def charged(house: TestLedger, name: str, usage: Usage) -> None:
-    pinned = house.ledger.book.at("small", house.clock(), "CNY", Terms(tenant="acme"))
+def charged(house: TestLedger, name: str, usage: Usage, model: str = "small") -> None:
+    pinned = house.ledger.book.at(model, house.clock(), "CNY", Terms(tenant="acme"))
     context = RequestContext(admitted_ns=house.clock())
     hold = house.ledger.reserve("acme", name, 0, pinned, context=context).result()
     house.settle(hold, usage)
@@ -204,6 +184,10 @@ def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house: TestLedge
     house.accounts.apply_card(parse_card(NIGHTS), by="test")
     for number in range(3):
         charged(house, f"n{number}", Usage(miss=10 + number, output=7))
+    for entry in entries(house.ledger.store):  # no amount is told in units of 1e-12
+        told = entry_document(entry)["details"]
+        amounts = [told[name] for name in AMOUNTS & told.keys()]
+        assert all(re.fullmatch(r"-?\d{1,4}\.\d{2,12}", each) for each in amounts)
     rows = [row for row in focus(house) if row["x_RequestId"].startswith("n")]
     lacking = [row for row in rows if row["ChargeDescription"] == "minimum"]
     assert {("Adjustment", "", "", "")} == {
@@ -224,27 +208,19 @@ def test_what_grants_pay_is_a_credit_so_that_billed_costs_are_what_was_paid(
     house.deposit(Kind.GRANT, 10**9, "g")
     house.charge("g1", Usage(miss=1200))
     house.charge("g2", Usage(miss=5))
-    about = {"by": "eve", "reason": "why"}
-    house.ledger.correct("acme", "g1", reference="half", amount=700_000_000, **about).result()
+    house.correct("g1", "half", 700_000_000)
     house.clock.advance(30 * DAY_S)
-    house.ledger.correct("acme", "g1", reference="rest", **about).result()
-    rows = [row for row in focus(house) if row["x_RequestId"] in ("g1", "g2", "half", "rest")]
+    house.correct("g1", "rest")
+    names = ("g1", "g2", "half", "rest")
+    rows = [row for row in focus(house) if row["x_RequestId"] in names]
     paid = [row for row in rows if row["ChargeCategory"] == "Credit"]
     assert ["-0.001", "0.0005", "0.0005"] == [row["BilledCost"] for row in paid]
     assert ["", "", "Correction"] == [row["ChargeClass"] for row in paid]
     billed = sum(parse_amount(row["BilledCost"]) for row in rows)
-    booked = [e for e in entries(house) if e.request_id in ("g1", "g2", "half", "rest")]
+    booked = [
+        e for e in entries(house.ledger.store) if e.request_id in ("g1", "g2", "half", "rest")
+    ]
     assert billed == -sum(e.amount - e.amounts.get("granted", 0) for e in booked)
-
-
-def test_a_correction_is_one_only_of_an_earlier_billing_period(house: TestLedger) -> None:
-    within, later = focus(house)[-2:]
-    assert ("Adjustment", "", "'=1+1") == (
-        within["ChargeCategory"],
-        within["ChargeClass"],
-        within["ChargeDescription"],
-    )
-    assert ("Usage", "Correction") == (later["ChargeCategory"], later["ChargeClass"])
 
 
 def told(house: TestLedger, tmp_path: Path, *flags: str, code: int = 0) -> str:

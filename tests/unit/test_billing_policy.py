@@ -1,6 +1,7 @@
 """Each line of the written policy in docs/billing.md, in its order."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome, billable
 from billing.money import UNITS
 from billing.prices.book import NS
+from billing.prices.cards import parse_card
 from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.usage import EMPTY, Usage
@@ -29,7 +31,7 @@ LINES = {
 
 
 @pytest.fixture
-def house(tmp_path: Path):  # type: ignore[no-untyped-def]
+def house(tmp_path: Path) -> Iterator[TestLedger]:
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)
         yield house
@@ -37,10 +39,19 @@ def house(tmp_path: Path):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("outcome", Outcome)
-def test_what_is_billed_after_and_before_the_first_token(outcome: Outcome) -> None:
-    after, before = LINES[outcome]
-    assert billable(WHOLE, outcome) == after
-    assert billable(PROMPT_ONLY, outcome) == before
+def test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold(
+    house: TestLedger, outcome: Outcome
+) -> None:
+    """After the first token and before it; what was not billed is on the record."""
+    for name, used, billed in zip("ab", (WHOLE, PROMPT_ONLY), LINES[outcome], strict=True):
+        assert billable(used, outcome) == billed
+        hold = house.reserve(name, 10**10)
+        settled = house.settle(hold, used, outcome)
+        details = settled.entry.details
+        assert (settled.usage, details["outcome"]) == (billed, outcome)
+        assert details.get("unbilled") == (None if billed == used else used.record())
+        assert house.account().held == 0
+        assert house.settle(hold, used, outcome).repeated
 
 
 def test_a_failure_that_sent_nothing_costs_nothing(house: TestLedger) -> None:
@@ -57,30 +68,6 @@ def test_the_docs_have_a_line_for_every_outcome() -> None:
     assert documented == {outcome.value for outcome in Outcome}
 
 
-@pytest.mark.parametrize("outcome", Outcome)
-def test_every_way_out_ends_the_hold_and_leaves_one_charge(
-    house: TestLedger, outcome: Outcome
-) -> None:
-    hold = house.reserve("r1", 10**10)
-    settled = house.settle(hold, WHOLE, outcome)
-    assert house.account().held == 0
-    assert settled.entry.details["outcome"] == outcome
-    assert house.settle(hold, WHOLE, outcome).repeated
-
-
-def test_a_refused_request_leaves_nothing(house: TestLedger) -> None:
-    with pytest.raises(InsufficientBalance):
-        house.reserve("r1", 2 * UNITS)
-    account = house.account()
-    assert (account.held, account.seq) == (0, 1)
-
-
-def test_what_was_not_billed_is_on_the_record(house: TestLedger) -> None:
-    hold = house.reserve("r1", 10**10)
-    entry = house.settle(hold, PROMPT_ONLY, Outcome.FAILED).entry
-    assert (entry.amount, entry.details["unbilled"]) == (0, PROMPT_ONLY.record())
-
-
 def test_an_overdraft_is_at_most_what_was_made_beyond_the_hold(house: TestLedger) -> None:
     hold = house.reserve("r1", UNITS)
     beyond = Usage(output=500_001)  # the hold covers 500,000
@@ -90,8 +77,6 @@ def test_an_overdraft_is_at_most_what_was_made_beyond_the_hold(house: TestLedger
 
 
 def test_the_price_is_that_of_the_admission(house: TestLedger) -> None:
-    from billing.prices.cards import parse_card
-
     hold = house.reserve("r1", 10**10)
     dearer = house.ledger.book.cards[0].text.replace('"2024-08-02"', '"2025"')
     dearer = dearer.replace("2024-08-02T", "2025-01-01T").replace('output = "2"', 'output = "9"')
@@ -102,31 +87,17 @@ def test_the_price_is_that_of_the_admission(house: TestLedger) -> None:
     assert settled.entry.details["version"] == "2024-08-02"
 
 
-def test_granted_money_is_spent_before_paid_money(house: TestLedger) -> None:
-    house.deposit(Kind.GRANT, 5_000_000, "g")
-    house.charge("r1", Usage(output=1))
-    account = house.account()
-    assert (account.granted, account.topup) == (3_000_000, UNITS)
-    house.charge("r2", Usage(output=2))
-    account = house.account()
-    assert (account.granted, account.topup) == (0, UNITS - 1_000_000)
-
-
 def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: TestLedger) -> None:
     house.deposit(Kind.GRANT, 5_000_000, "g")
     house.charge("r1", Usage(output=4))  # 5 granted, 3 paid
-
-    def give_back(reference: str, amount: int) -> tuple[int, int]:
-        asked = house.ledger.correct(
-            "acme", "r1", reference=reference, by="ops", reason="", amount=amount
-        )
-        asked.result()
+    for reference, amount, granted, owing in (
+        ("a", 2_000_000, 0, 1_000_000),
+        ("b", 2_000_000, 1_000_000, 0),
+        ("c", 4_000_000, 5_000_000, 0),
+    ):
+        house.correct("r1", reference, amount)
         account = house.account()
-        return account.granted, account.topup
-
-    assert give_back("a", 2_000_000) == (0, UNITS - 1_000_000)
-    assert give_back("b", 2_000_000) == (1_000_000, UNITS)
-    assert give_back("c", 4_000_000) == (5_000_000, UNITS)
+        assert (account.granted, account.topup) == (granted, UNITS - owing)
 
 
 def test_what_is_given_back_settles_what_is_owed_first(house: TestLedger) -> None:

@@ -48,13 +48,11 @@ def test_no_float_comes_near_money() -> None:
     """Seconds may be floats, and the lengths of a printed page; a module of amounts has no float
     literal, cast or division."""
     timed = {
-        "accounts.py", "documents.py", "ledger.py", "prover.py", "store.py",
-        "claim.py", "group_commit.py", "heads.py", "inbox.py", "outbox.py",
-        "outgoing.py", "push.py", "sweeper.py", "syncer.py", "testing.py",
+        "accounts.py", "documents.py", "ledger.py", "prover.py", "store.py", "claim.py",
+        "group_commit.py", "heads.py", "inbox.py", "outgoing.py", "push.py", "sweeper.py",
+        "syncer.py",
     }  # fmt: skip
     for path in Path(billing.__path__[0]).rglob("*.py"):
-        if path.name == "pdf.py":  # amounts reach it as text
-            continue
         for node in ast.walk(ast.parse(path.read_text())):
             where = f"{path.name}:{getattr(node, 'lineno', 0)}"
             assert not isinstance(getattr(node, "op", None), ast.Div) or _is_path(node), where
@@ -86,11 +84,8 @@ def test_rounding_is_half_even(units: int, places: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "x", "1e5", "NaN", "1.", ".5", "0x1", "1,5", "--1"])
 def test_what_is_no_amount_is_refused(text: str) -> None:
-    with pytest.raises(InvalidAmount):
+    with pytest.raises(InvalidAmount, match="is not an amount"):
         parse_amount(text)
-
-
-def test_more_places_than_units_are_refused_and_zero_is_not_positive() -> None:
     with pytest.raises(InvalidAmount, match="12 decimal places"):
         parse_amount("0.0000000000001")
     with pytest.raises(InvalidAmount, match="above zero"):
@@ -124,21 +119,17 @@ def test_usage_of_the_engines_counts_adds_up_to_the_prompt() -> None:
 @given(USAGES)
 def test_a_usage_survives_its_record(usage: Usage) -> None:
     assert Usage.from_record(usage.record()) == usage
-
-
-def test_unknown_classes_are_refused() -> None:
     with pytest.raises(InvalidUsage, match="tape"):
-        Usage.from_record({"hit_tape": 1})
+        Usage.from_record(usage.record() | {"hit_tape": 1})
 
 
 def test_the_launch_card_prices_as_announced() -> None:
     pinned = default_card().at("deepseek-chat", START_NS)
     charge = rate(Usage(hit_disk=1_000_000, miss=1_000_000, output=1_000_000), pinned)
-    assert {line.name: format_units(line.amount) for line in charge.lines} == {
-        "hit_disk": "0.10",
-        "miss": "1.00",
-        "output": "2.00",
-    }
+    told = {line.name: format_units(line.amount) for line in charge.lines}
+    assert told == {"hit_disk": "0.10", "miss": "1.00", "output": "2.00"}
+    rates = parse_card(shipped_cards()["two-tier"]).pin("m", STANDARD).rates
+    assert [30_000, 30_000, 70_000, 70_000] == [getattr(rates, name) for name in HIT_CLASSES]
     assert (format_units(charge.amount), format_units(charge.saved)) == ("3.10", "0.90")
     assert charge.currency == "CNY"
 
@@ -158,7 +149,8 @@ def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage:
 @given(USAGES, USAGES)
 def test_a_card_without_a_minimum_rates_the_sum_as_the_sum(one: Usage, two: Usage) -> None:
     pinned = parse_card(shipped_cards()["peak-off-peak"]).pin("m", STANDARD)
-    whole = rate(one + two, pinned).amount
+    both = Usage(**{name: getattr(one, name) + getattr(two, name) for name in CLASSES})
+    whole = rate(both, pinned).amount
     assert whole == rate(one, pinned).amount + rate(two, pinned).amount
 
 
@@ -173,13 +165,3 @@ def test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage() -> N
         short_hits(Usage(hit_disk=1), pinned) == "1 hit, fewer than the card's 64: priced as misses"
     )
     assert short_hits(enough, pinned) is short_hits(Usage(miss=9), pinned) is None
-
-
-def test_every_tier_has_its_price() -> None:
-    rates = parse_card(shipped_cards()["two-tier"]).pin("m", STANDARD).rates
-    assert {name: getattr(rates, name) for name in HIT_CLASSES} == {
-        "hit_device": 30_000,
-        "hit_host": 30_000,
-        "hit_disk": 70_000,
-        "hit_remote": 70_000,
-    }

@@ -4,7 +4,6 @@ from datetime import datetime
 
 import pytest
 
-from billing.errors import PriceError
 from billing.money import format_units
 from billing.prices.book import PriceBook, RateCard, Terms
 from billing.prices.cards import parse_card, shipped_cards
@@ -119,40 +118,6 @@ def test_an_explicit_hit_is_a_line_of_its_own() -> None:
     assert "0.000525" == format_units(dearer.amount)  # 1,500 x 0.10 + 2,500 x 0.15, a million
 
 
-@pytest.mark.parametrize(
-    ("rates", "said"),
-    [
-        (
-            "hit_device = 1\nhit_host = 1\nhit_disk = 2\nhit_remote = 2\nexplicit_hit = 1",
-            "one price",
-        ),
-        ("hit = 1\nhit_disk = 2\nexplicit_hit = 1", "for all tiers"),
-        ("hit = 1\nstorage = 9\nstorage_minute = 1", "by the hour or by the minute"),
-        ('hit = 1\n[[included]]\nname = "i"', "included was removed: plans and minimums are"),
-    ],
-)
-def test_prices_that_say_two_things_are_refused(rates: str, said: str) -> None:
-    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
-    with pytest.raises(PriceError, match=said):
-        parse_card(f'{head}[[model]]\nmatch = "*"\n{rates}\nmiss = 3\noutput = 4\n')
-
-
-@pytest.mark.parametrize(
-    ("rates", "rule"),
-    [
-        ("hit = 1\nexplicit_hit = 4", "hit-above-miss"),
-        ("hit = 1\nstorage_minute = 0.03", "pin-below-miss"),
-        ("hit = 1\nexplicit_hit = 0.5\nexplicit_write = 1", "write-then-mark"),
-        ("hit = 1\nstorage_minute = 0", "free"),
-        ('hit = 1\nrequest = "0.01"\nminimum = "0.01"', "minimum-without-effect"),
-    ],
-)
-def test_explicit_prices_and_minutes_are_linted(rates: str, rule: str) -> None:
-    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
-    found = lint(parse_card(f'{head}[[model]]\nmatch = "*"\n{rates}\nmiss = 3\noutput = 4\n'))
-    assert rule in [each.rule for each in found]
-
-
 def test_a_fee_beside_a_minimum_is_a_line_of_its_own() -> None:
     """Tokens of 0.004 and a fee of 0.003 are 0.003 short of 0.01; 0.008 of tokens are not."""
     head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
@@ -167,15 +132,6 @@ def test_a_fee_beside_a_minimum_is_a_line_of_its_own() -> None:
     assert ["0.006", "0.003"] == [format_units(each.fees) for each in charged]
     held = hold_amount(priced.at("m", ns(NOON)), prompt_tokens=1_000, output_tokens=0)
     assert "0.01" == format_units(held)
-
-
-def test_every_shipped_card_passes_its_lint() -> None:
-    assert [] == [
-        str(found)
-        for name in shipped_cards()
-        for found in lint(card(name))
-        if found.level == "error"
-    ]
 
 
 def test_what_is_held_covers_what_is_charged() -> None:
@@ -223,43 +179,18 @@ def test_a_tenants_own_card_comes_before_everybodys() -> None:
     ]
 
 
-GROUP = (
-    '[[group]]\nname = "g"\ntenants = ["acme"]\nfactor = "{factor}"\nuntil = 2025-02-01T00:00:00Z\n'
-)
+GROUP = """[[group]]
+name = "g"
+tenants = ["acme"]
+factor = "0"
+until = 2025-02-01T00:00:00Z
+"""
 
 
 def test_a_groups_factor_ends_when_it_says() -> None:
     head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
-    priced = parse_card(head + GROUP.format(factor="0") + MODEL.format(match="*", miss=2))
+    priced = parse_card(head + GROUP + MODEL.format(match="*", miss=2))
     acme = Terms(tenant="acme")
     assert 0 == priced.at("m", ns("2025-01-31T23:59:59+00:00"), acme).rates.miss
     assert 2_000_000 == priced.at("m", ns("2025-02-01T00:00:00+00:00"), acme).rates.miss
     assert "standard | g" == priced.at("m", ns("2025-01-02T00:00:00+00:00"), acme).ref.window
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (GROUP.format(factor="0.0000001"), "more than six decimal places"),
-        (GROUP.format(factor="-1"), "from 0 to 1,000"),
-        (GROUP.format(factor="half"), "is not a decimal"),
-        (GROUP.format(factor="1") + GROUP.format(factor="1").replace('"g"', '"h"'), "in 2 groups"),
-        ('[[service]]\nname = "a | b"\nfactor = "1"\n', "cannot be a name"),
-        ('[[service]]\nname = "g"\nfactor = "1"\n' + GROUP.format(factor="1"), "same name"),
-        ('[[service]]\nname = "g"\nfactr = "1"\n', "did you mean 'factor'"),
-    ],
-)
-def test_factors_that_cannot_be_are_refused(text: str, said: str) -> None:
-    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
-    with pytest.raises(PriceError, match=said):
-        parse_card(head + text + MODEL.format(match="*", miss=2))
-
-
-def test_lengths_are_read_and_linted() -> None:
-    head = "[card]\n" + HEAD.format(name="c", begins="2025-01-01T00:00:00Z")
-    longer = (
-        head + MODEL.format(match="*", miss=2) + "[[model.above]]\nprompt_tokens = 9\nmiss = 1\n"
-    )
-    assert "longer-is-cheaper" in [found.rule for found in lint(parse_card(longer))]
-    with pytest.raises(PriceError, match="each once"):
-        parse_card(longer + "[[model.above]]\nprompt_tokens = 9\nmiss = 1\n")

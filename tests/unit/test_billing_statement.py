@@ -75,15 +75,12 @@ def test_a_month_ends_where_the_next_begins(house: TestLedger, zone: Any) -> Non
     months = [of(house, f"2025-{number:02}", zone) for number in range(1, 5)]
     for before, after in pairwise(months):
         assert before.closing == after.opening
+        assert before.is_over and before.closing - before.opening == -before.exact + sum(
+            movement.amount for movement in before.movements
+        )
     assert 0 == of(house, "2024-12", zone).opening
+    assert not statement_json(of(house, "2261-12", zone))["is_over"]
     assert house.account().balance == months[-1].closing
-
-
-def test_a_month_that_runs_says_so(house: TestLedger) -> None:
-    assert of(house).is_over
-    running = of(house, "2261-12")
-    assert not running.is_over
-    assert not statement_json(running)["is_over"]
 
 
 @pytest.mark.parametrize("month", ["May", "2025-13", "2025-00", "1969-12", "2262-01", ""])
@@ -124,9 +121,3 @@ def test_an_statement_beyond_64_bits_is_exact_and_readable(house: TestLedger) ->
     misses = [line.amount for line in found.lines if line.name == "miss"]
     assert [2 * 33_335 * 10**6 + 10**19 + 10**6] == misses
     assert "10000000.07" == statement_json(found)["total"]
-
-
-def test_payments_and_grants_stand_apart(house: TestLedger) -> None:
-    found = of(house, "2025-01")
-    assert [("topup", UNITS)] == [(each.kind, each.amount) for each in found.movements][:1]
-    assert found.opening + UNITS - found.exact == found.closing

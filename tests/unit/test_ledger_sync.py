@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -131,35 +132,36 @@ def test_what_holds_wrote_is_synced_without_money_moving(
     assert disk.entered.wait(10)
 
 
-def test_a_database_that_is_removed_or_replaced_is_not_written_on(tmp_path: Path) -> None:
-    """What is written to a file without a name is gone with the process."""
-    path = tmp_path / "ledger.sqlite3"
-    with running_ledger(f"sqlite:///{path}") as house:
-        house.fund(UNITS)
-        hold = house.reserve("r1", 10**8)
-        for file in tmp_path.glob("ledger.sqlite3*"):
-            file.unlink()
-        with pytest.raises(LedgerUnavailable, match="removed or replaced"):
-            house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
-        with pytest.raises(LedgerUnavailable, match="restart the server"):
-            house.reserve("r2", 1)
+def lose_all(log: Path) -> None:
+    for file in log.parent.glob("ledger.sqlite3*"):
+        file.unlink()
 
 
-@pytest.mark.parametrize("lose", [Path.unlink, lambda log: os.truncate(log, 0)])
-def test_a_log_that_is_removed_or_cut_closes_the_ledger(
-    tmp_path: Path, lose: Callable[[Path], None]
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lose_all, "ledger.sqlite3 was removed or replaced"),
+        (Path.unlink, "was removed, replaced or cut short"),
+        (lambda log: os.truncate(log, 0), "was removed, replaced or cut short"),
+    ],
+)
+def test_files_that_are_removed_or_cut_close_the_ledger(
+    tmp_path: Path, lose: Callable[[Path], None], said: str
 ) -> None:
-    """It is 32 MiB, and invites somebody who needs room. A killed server then lost every entry that
-    was not copied yet, although it had served and billed as ever."""
+    """What is written to a file without a name is gone with the process. The log is 32 MiB, and
+    invites somebody who needs room. A killed server then lost every entry that was not copied yet,
+    although it had served and billed as ever."""
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
         house.ledger.store.renew_log()
         house.fund(UNITS)
         hold = house.reserve("r1", 10**8)
         lose(path.with_name(f"{path.name}-wal"))
-        with pytest.raises(LedgerUnavailable, match="was removed, replaced or cut short"):
+        with pytest.raises(LedgerUnavailable, match=said):
             house.ledger.settle(hold, USED, Outcome.FINISHED).result(10)
-        assert "was removed, replaced or cut short" in house.ledger.refuses
+        assert said in house.ledger.refuses
+        with pytest.raises(LedgerUnavailable, match="restart the server"):
+            house.reserve("r2", 1)
 
 
 def test_a_damaged_ledger_is_written_no_further(tmp_path: Path) -> None:
@@ -197,10 +199,7 @@ def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path: Path) -> No
         house.ledger.store.renew_log()
         house.fund(UNITS)
         path.with_name(f"{path.name}-wal").unlink()
-    store = open_store(f"sqlite:///{path}")
-    proof = audit.verify(store)
-    assert (1, []) == (proof.num_entries, proof.problems)
-    store.close()
+    assert 1 == proved(path)
 
 
 def test_observers_hear_of_what_is_durable_and_in_order(tmp_path: Path) -> None:
@@ -244,16 +243,15 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
         for file in tmp_path.glob("ledger.sqlite3*"):
             if not file.name.endswith("-shm"):
                 shutil.copy(file, crashed)
-    store = open_store(f"sqlite:///{crashed / 'ledger.sqlite3'}")
-    proof = audit.verify(store)
-    assert (2, []) == (proof.num_entries, proof.problems)
-    store.close()
+    assert 2 == proved(crashed / "ledger.sqlite3")
 
 
-def test_other_processes_still_see_that_the_logs_index_is_in_use(tmp_path: Path) -> None:
-    """SQLite truncates an index that nobody has locked. A server died of that (SIGBUS) when a
-    command opened its ledger."""
+def test_the_logs_index_stays_in_use_and_as_long_as_it_was(tmp_path: Path) -> None:
+    """SQLite truncates an index that nobody has locked, and drops it with the last connection; each
+    failed batch closes one. A server died of either (SIGBUS): when a command opened its ledger, and
+    when it had to make the index anew on a full disk."""
     path = tmp_path / "ledger.sqlite3"
+    index = path.with_name(f"{path.name}-shm")
     with running_ledger(f"sqlite:///{path}") as house:
         assert _in_use(path)
         house.ledger.store.renew_log()
@@ -261,22 +259,12 @@ def test_other_processes_still_see_that_the_logs_index_is_in_use(tmp_path: Path)
         house.fund(UNITS)
         with house.ledger.store.writing():
             assert _in_use(path)
-
-
-def test_failed_batches_leave_the_logs_index_as_long_as_it_was(tmp_path: Path) -> None:
-    """SQLite drops it with the last connection, and each failed batch closes one. A server whose
-    disk was full died of that (SIGBUS): it had to make the index anew, without room."""
-    path = tmp_path / "ledger.sqlite3"
-    with running_ledger(f"sqlite:///{path}") as house:
-        house.ledger.store.renew_log()
-        house.fund(UNITS)
-        before = path.with_name(f"{path.name}-shm").stat()
+        before = index.stat()
         for _ in range(5):
             with pytest.raises(OSError), house.ledger.store._batch(durable=True):
                 raise OSError(errno.ENOSPC, "No space left on device")
             assert _in_use(path)
-        after = path.with_name(f"{path.name}-shm").stat()
-        assert (before.st_ino, before.st_size) == (after.st_ino, after.st_size)
+        assert (before.st_ino, before.st_size) == (index.stat().st_ino, index.stat().st_size)
 
 
 def _in_use(database: Path) -> bool:
@@ -420,3 +408,11 @@ def test_a_store_without_its_log_is_durable_already(tmp_path: Path) -> None:
     store.close()  # the last connection copies the log into the database
     assert not (tmp_path / "ledger.sqlite3-wal").exists()
     store.sync()
+
+
+def proved(path: Path) -> int:
+    """The number of entries of a ledger that is as it should be."""
+    with closing(open_store(f"sqlite:///{path}")) as store:
+        proof = audit.verify(store)
+    assert proof.problems == []
+    return proof.num_entries

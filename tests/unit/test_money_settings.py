@@ -20,7 +20,7 @@ from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.prices.cards import shipped_cards
-from billing.usage import EMPTY, Usage
+from billing.usage import EMPTY, HIT_CLASSES, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sources import load_settings
 from cachesvc.server.money import LEASE_S, Money, open_money
@@ -37,13 +37,17 @@ def money_of(data_dir: Path, **flags: Any) -> Iterator[Money]:
         money.close()
 
 
-def test_a_new_ledger_begins_with_the_card_that_was_named(tmp_path: Path) -> None:
-    with money_of(tmp_path, billing__first_card="two-tier") as money:
-        money.start(lambda *_: None)
-        assert ["two-tier"] == [card.name for card in money.accounts.book.cards]
-    with money_of(tmp_path, billing__first_card="peak-off-peak") as money:
-        money.start(lambda *_: None)
-        assert ["two-tier"] == [card.name for card in money.accounts.book.cards]
+def test_a_new_ledger_begins_with_the_card_that_was_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, is_first in (("two-tier", True), ("peak-off-peak", False)):
+        caplog.clear()
+        with caplog.at_level("INFO"), money_of(tmp_path, billing__first_card=name) as money:
+            money.start(lambda *_: None)
+            assert ["two-tier"] == [card.name for card in money.accounts.book.cards]
+        assert is_first == ("charged in USD, by rate card two-tier" in caplog.text)
+        assert is_first == ("tenants set default --currency CODE" in caplog.text)
+        assert is_first != (f"billing.first_card = '{name}' has no effect" in caplog.text)
 
 
 def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
@@ -74,12 +78,15 @@ def test_quotas_of_one_tenant_and_one_key(tmp_path: Path) -> None:
         load_settings({"limits.tenants": {"vip": {"concurency": 1}}})
 
 
-@pytest.mark.parametrize("url", ["foo://x", "redis://:bad:x"])
+@pytest.mark.parametrize(
+    "url", ["foo://x", "redis://:bad:x", "rediss+wrong://user:hunter2@host:6379/0"]
+)
 def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path: Path, url: str) -> None:
-    """Also where no setting limits anybody: an admin may, at any time."""
+    """Without its password, and also where no setting limits anybody: an admin may, at any time."""
     settings = load_settings({"server.data_dir": tmp_path, "limits.url": url})
-    with pytest.raises(ConfigError, match=r"limits\.url"):
+    with pytest.raises(ConfigError, match=r"limits\.url") as refused:
         open_money(settings.settings)
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize("held", [b"", b"00ff", b"no hex\xff"])
@@ -96,10 +103,14 @@ def test_a_broken_secret_is_named_and_leaves_nothing_open(
 
 
 def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path: Path) -> None:
+    """And before the first charge, each class is there with nothing."""
     seen: list[Any] = []
     with money_of(tmp_path) as money:
         money.start(lambda *bill: seen.append(bill))
-        seen.clear()  # what there is before the first charge
+        ((currency, classes, saved),) = seen
+        assert ("CNY", 0, {0}) == (currency, saved, set(classes.values()))
+        assert {*HIT_CLASSES, "miss", "output"} == set(classes)
+        seen.clear()
         reserved(money.books.ledger, "nothing", Usage())
         reserved(money.books.ledger, "one", Usage(miss=1))
         money.books.ledger.close()
@@ -139,14 +150,6 @@ def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path:
         assert not done.result().repeated
 
 
-def test_a_store_of_limits_is_refused_without_its_password(tmp_path: Path) -> None:
-    url = "rediss+wrong://user:hunter2@host:6379/0"
-    flags = {"server.data_dir": tmp_path, "limits.url": url, "limits.keys": {"*": {"requests": 1}}}
-    with pytest.raises(ConfigError, match=r"limits\.url") as refused:
-        open_money(load_settings(flags).settings)
-    assert "hunter2" not in str(refused.value)
-
-
 def test_heads_are_kept(tmp_path: Path) -> None:
     kept = tmp_path / "heads.jsonl"
     with money_of(tmp_path, billing__heads_to=str(kept)) as money:
@@ -171,33 +174,3 @@ def test_tenants_amounts_are_in_the_snapshot(tmp_path: Path) -> None:
         (found,) = money.stats().tenants
     assert ("default", "CNY", 0.998) == found[:3]
     assert (0.004, 0.004, 0.004) == found[3:]
-
-
-def test_a_first_card_that_comes_too_late_is_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with money_of(tmp_path) as money:
-        money.start(lambda *_: None)
-    with money_of(tmp_path, billing__first_card="two-tier"):
-        pass
-    assert "billing.first_card = 'two-tier' has no effect" in caplog.text
-
-
-def test_the_first_start_says_what_currency_it_charges_and_where_to_change_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for is_first in (True, False):
-        caplog.clear()
-        with caplog.at_level("INFO"), money_of(tmp_path) as money:
-            money.start(lambda *_: None)
-        assert is_first == ("charged in CNY, by rate card deepseek-launch" in caplog.text)
-        assert is_first == ("tenants set default --currency CODE" in caplog.text)
-
-
-def test_money_series_are_there_before_the_first_charge(tmp_path: Path) -> None:
-    seen: list[Any] = []
-    with money_of(tmp_path) as money:
-        money.start(lambda *bill: seen.append(bill))
-    ((currency, classes, saved),) = seen
-    assert ("CNY", 0, {0}) == (currency, saved, set(classes.values()))
-    assert {"hit_device", "hit_host", "hit_disk", "hit_remote", "miss", "output"} == set(classes)

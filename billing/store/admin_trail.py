@@ -1,19 +1,22 @@
 """The admin trail of one store: who changed what, the values before and after, and why.
 
-Every change of accounts and prices adds an entry in its own transaction. Changes elsewhere, such as
-a login or a pin, are recorded separately. Any thread; every call may block.
+Changes of accounts and prices are added in their own transactions, decisions about money by the
+store. Changes elsewhere, such as a login or a pin, are recorded separately.
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from sqlalchemy import Connection, select
+
 from billing.names import check_text
-from billing.store import trail as store_trail
-from billing.store.store import Connection, LedgerStore
+from billing.store.schema import trail
+from billing.store.store import LedgerStore
+from billing.store.trail import add_trail
 
 
 class AdminTrail:
-    """Append-only entries."""
+    """The trail of one store. Any thread; every call may block."""
 
     def __init__(self, store: LedgerStore, clock_ns: Callable[[], int]) -> None:
         self._store = store
@@ -31,25 +34,11 @@ class AdminTrail:
     ) -> int:
         """Adds an entry in the transaction of the change it describes. Returns its number."""
         check_text(reason, "reason")
-        return store_trail.add_trail(
-            connection,
-            at_ns=self._clock_ns(),
-            actor=actor,
-            action=action,
-            subject=subject,
-            before=before,
-            after=after,
-            reason=reason,
-        )
+        said = {"actor": actor, "action": action, "subject": subject, "reason": reason}
+        return add_trail(connection, at_ns=self._clock_ns(), before=before, after=after, **said)
 
     def record(
-        self,
-        action: str,
-        subject: str,
-        *,
-        by: str,
-        after: Any = None,
-        reason: str = "",
+        self, action: str, subject: str, *, by: str, after: Any = None, reason: str = ""
     ) -> None:
         """Adds an entry for a change made elsewhere: a login, a pin, an eviction."""
         self._store.retrying(
@@ -69,13 +58,22 @@ class AdminTrail:
 
         Filters: older than number `before`, by actor, by action, and `text` in subject or reason.
         """
+        query = select(trail).order_by(trail.c.seq.desc()).limit(limit)
+        if before is not None:
+            query = query.where(trail.c.seq < before)
+        if actor:
+            query = query.where(trail.c.actor == actor)
+        if action:
+            query = query.where(trail.c.action == action)
+        if text:
+            named = trail.c.subject.contains(text, autoescape=True)
+            query = query.where(named | trail.c.reason.contains(text, autoescape=True))
         with self._store.reading() as connection:
-            found = store_trail.find_trail(
-                connection, limit, before=before, actor=actor, action=action, text=text
-            )
+            found = connection.execute(query).mappings().all()
         return [{k: v for k, v in row.items() if k != "hash"} for row in found]
 
     def actions(self) -> list[str]:
         """The names of all actions in the trail."""
+        found = select(trail.c.action).distinct().order_by(trail.c.action)
         with self._store.reading() as connection:
-            return store_trail.trail_actions(connection)
+            return list(connection.scalars(found))
