@@ -108,7 +108,7 @@ class Codec:
         for number, lane_items in enumerate(spans):
             low = np.frombuffer(into, dtype, (lanes - 1) * lane_items, at)
             high, temp = self._words(dtype, lane_items)
-            split(self._item_bytes, items[done : done + lanes * lane_items], low, high, temp)
+            split(items[done : done + lanes * lane_items], low, high, temp)
             coded = self._compressor.compress(high.data)
             at += low.nbytes
             into[at : at + len(coded)] = coded
@@ -133,7 +133,7 @@ class Codec:
                 raise DecodeError(f"a high plane of {length} bytes at {at} of {len(payload)}")
             high, temp = self._words(dtype, lane_items)
             self._inflate(payload[at : at + length], high)
-            join(item_bytes, low, high, temp, items[done : done + lanes * lane_items])
+            join(low, high, temp, items[done : done + lanes * lane_items])
             at = _padded(at + length)
             done += lanes * lane_items
         rest = payload[at:]

@@ -46,20 +46,6 @@ def use_library(path: Path) -> bool:
     return True
 
 
-def split(item_bytes: int, items: Words, low: Words, high: Words, temp: Words) -> None:
-    """Fill words `low` [(lanes - 1) * n] and `high` [n] from `items` [lanes * n]; `temp` is [n]."""
-    (_split16 if item_bytes == 2 else _split32)(items, low, high, temp)
-
-
-def join(item_bytes: int, low: Words, high: Words, temp: Words, items: Words) -> None:
-    """Inverse of `split`; may overwrite `high`."""
-    compiled = _compiled.get(item_bytes)
-    if compiled is not None:
-        compiled(_address(low), _address(high), _address(items), len(high))
-        return
-    (_join16 if item_bytes == 2 else _join32)(low, high, temp, items)
-
-
 def _address(words: Words) -> int:
     address: int = words.__array_interface__["data"][0]
     return address
@@ -73,7 +59,7 @@ def _agrees(item_bytes: int, function: Callable[[int, int, int, int], None]) -> 
         items = random.integers(0, most, lanes * count, dtype, endpoint=True)
         low = np.empty((lanes - 1) * count, dtype)
         high, temp = np.empty(count, dtype), np.empty(count, dtype)
-        split(item_bytes, items, low, high, temp)
+        split(items, low, high, temp)
         joined = _on_a_line(lanes * count, dtype)
         function(_address(low), _address(high), _address(joined), count)
         if not np.array_equal(items, joined):
@@ -88,59 +74,44 @@ def _on_a_line(count: int, dtype: np.dtype[Any]) -> Words:
     return memory[start : start + count * dtype.itemsize].view(dtype)
 
 
-def _split16(items: Words, low: Words, high: Words, temp: Words) -> None:
-    a, b = items.reshape(2, -1)
-    np.bitwise_and(b, np.uint16(0xFF00), out=high)
-    np.right_shift(a, np.uint16(8), out=temp)
-    np.bitwise_or(high, temp, out=high)
-    np.left_shift(b, np.uint16(8), out=low)
-    np.bitwise_and(a, np.uint16(0x00FF), out=temp)
-    np.bitwise_or(low, temp, out=low)
+def _lanes_of(items: Words) -> tuple[Any, int, list[Words], Words]:
+    """The type of a word, how far its highest byte is shifted, and the lanes: the others and the
+    last."""
+    *others, last = items.reshape(items.itemsize, -1)
+    return items.dtype.type, 8 * (items.itemsize - 1), others, last
 
 
-def _join16(low: Words, high: Words, temp: Words, items: Words) -> None:
-    """Inverse of `_split16`; overwrites `high`."""
-    a, b = items.reshape(2, -1)
-    np.bitwise_and(low, np.uint16(0x00FF), out=a)
-    np.left_shift(high, np.uint16(8), out=temp)
-    np.bitwise_or(a, temp, out=a)
-    np.right_shift(low, np.uint16(8), out=b)
-    np.bitwise_and(high, np.uint16(0xFF00), out=high)
-    np.bitwise_or(b, high, out=b)
-
-
-_TOP = np.uint32(0xFF000000)
-_REST = np.uint32(0x00FFFFFF)
-
-
-def _split32(items: Words, low: Words, high: Words, temp: Words) -> None:
-    lanes = items.reshape(4, -1)
-    d = lanes[3]
-    np.bitwise_and(d, _TOP, out=high)
-    for number, words in enumerate(low.reshape(3, -1)):
-        lane = lanes[number]
-        np.right_shift(lane, np.uint32(24), out=temp)
+def split(items: Words, low: Words, high: Words, temp: Words) -> None:
+    """Fill words `low` [(lanes - 1) * n] and `high` [n] from `items` [lanes * n]; `temp` is [n]."""
+    word, top, others, last = _lanes_of(items)
+    np.bitwise_and(last, word(0xFF << top), out=high)
+    for number, (lane, words) in enumerate(zip(others, low.reshape(len(others), -1), strict=True)):
+        np.right_shift(lane, word(top), out=temp)
         if number:
-            np.left_shift(temp, np.uint32(8 * number), out=temp)
+            np.left_shift(temp, word(8 * number), out=temp)
         np.bitwise_or(high, temp, out=high)
-        np.right_shift(d, np.uint32(8 * number), out=temp)
-        np.left_shift(temp, np.uint32(24), out=temp)
-        np.bitwise_and(lane, _REST, out=words)
+        np.left_shift(last, word(top - 8 * number), out=temp)
+        if number:
+            np.bitwise_and(temp, word(0xFF << top), out=temp)
+        np.bitwise_and(lane, word((1 << top) - 1), out=words)
         np.bitwise_or(words, temp, out=words)
 
 
-def _join32(low: Words, high: Words, temp: Words, items: Words) -> None:
-    lanes = items.reshape(4, -1)
-    d = lanes[3]
-    np.bitwise_and(high, _TOP, out=d)
-    for number, words in enumerate(low.reshape(3, -1)):
-        lane = lanes[number]
-        np.right_shift(words, np.uint32(24), out=temp)
+def join(low: Words, high: Words, temp: Words, items: Words) -> None:
+    """Inverse of `split`."""
+    compiled = _compiled.get(items.itemsize)
+    if compiled is not None:
+        compiled(_address(low), _address(high), _address(items), len(high))
+        return
+    word, top, others, last = _lanes_of(items)
+    np.bitwise_and(high, word(0xFF << top), out=last)
+    for number, (lane, words) in enumerate(zip(others, low.reshape(len(others), -1), strict=True)):
+        np.right_shift(words, word(top), out=temp)
         if number:
-            np.left_shift(temp, np.uint32(8 * number), out=temp)
-        np.bitwise_or(d, temp, out=d)
-        np.left_shift(high, np.uint32(24 - 8 * number), out=temp)
+            np.left_shift(temp, word(8 * number), out=temp)
+        np.bitwise_or(last, temp, out=last)
+        np.left_shift(high, word(top - 8 * number), out=temp)
         if number:
-            np.bitwise_and(temp, _TOP, out=temp)
-        np.bitwise_and(words, _REST, out=lane)
+            np.bitwise_and(temp, word(0xFF << top), out=temp)
+        np.bitwise_and(words, word((1 << top) - 1), out=lane)
         np.bitwise_or(lane, temp, out=lane)
