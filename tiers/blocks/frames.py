@@ -27,10 +27,13 @@ logger = logging.getLogger(__name__)
 PIN_BYTES = 1 << 30  # registered in one call
 
 
-class FrameMemory(Protocol):
-    """Memory cut into frames. `stride` is the bytes from one to the next."""
+class Arena(Protocol):
+    """Frames to take and to give back: private memory, or memory that clients share. One that
+    inherits this cuts no frames into lesser ones. `stride` is the bytes from one to the next."""
 
     stride: int
+    num_frames: int
+    num_lesser: int = 1
 
     def tensor(self, number: int) -> torch.Tensor: ...
 
@@ -39,14 +42,6 @@ class FrameMemory(Protocol):
     def is_lesser(self, number: int) -> bool:
         """Whether a frame that is taken has room for a block without its windows alone."""
         return False
-
-
-class Arena(FrameMemory, Protocol):
-    """Frames to take and to give back: private memory, or memory that clients share. One that
-    inherits this cuts no frames into lesser ones."""
-
-    num_frames: int
-    num_lesser: int = 1
 
     @property
     def num_lesser_free(self) -> int:
@@ -93,7 +88,7 @@ class Frame:
 
     __slots__ = ("memory", "number", "part")
 
-    def __init__(self, memory: FrameMemory, number: int) -> None:
+    def __init__(self, memory: Arena, number: int) -> None:
         self.memory = memory
         self.number = number
         self.vacate()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from tiers.disk.format.record import is_window, parent_of, tokens_of, written_s_of
 from tiers.disk.format.rows import IndexEntry
-from tiers.disk.transaction import Writer
+from tiers.disk.transaction import Gone, Writer
 from tiers.telemetry.events import EventKind, EventStream
 from tiers.telemetry.lifetimes import Lives
 from tiers.tier import LifeStats, TierName
@@ -29,16 +29,15 @@ class DiskEvents:
             self._stream.publish(EventKind.CLEARED, TierName.DISK)
 
     def committed(self, writer: Writer) -> None:
-        if writer.gone:
+        gone = [each for each in writer.gone if not is_window(each.key)]
+        if gone:
             with self._lock:
-                for key, entry, cause in writer.gone:
-                    if is_window(key):
-                        continue
+                for _, entry, cause in gone:
                     lived_s = writer.now_s - written_s_of(entry.header)
                     idle_s = writer.now_s - entry.place.used_s
                     self._lives.left(cause, lived_s=max(0, lived_s), idle_s=max(0, idle_s))
         if self._stream.listening:
-            self._tell(writer)
+            self._tell(gone, writer)
 
     def served(self, entries: Sequence[IndexEntry]) -> None:
         """Records blocks read for a request. Their last use is that of the last write."""
@@ -51,10 +50,8 @@ class DiskEvents:
         with self._lock:
             return self._lives.stats()
 
-    def _tell(self, writer: Writer) -> None:
-        for key, entry, cause in writer.gone:
-            if is_window(key):
-                continue
+    def _tell(self, gone: Sequence[Gone], writer: Writer) -> None:
+        for key, entry, cause in gone:
             self._stream.publish(
                 EventKind.REMOVED,
                 TierName.DISK,

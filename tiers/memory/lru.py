@@ -66,11 +66,8 @@ class DeviceLru:
             block = block.newer
 
 
-class HostLru:
-    """The same for the host."""
-
-    def __init__(self) -> None:
-        self._ring = _ring()
+class HostLru(DeviceLru):
+    """The same by the links for the host."""
 
     def insert(self, key: Block, use: Use) -> None:
         ring = self._ring
@@ -84,10 +81,6 @@ class HostLru:
         older.host_newer, newer.host_older = newer, older
         key.host_older = key.host_newer = NO_BLOCK
 
-    def touch(self, key: Block, use: Use) -> None:
-        self.hold(key)
-        self.insert(key, use)
-
     def remove(self, key: Block) -> None:
         if key.host_newer is not NO_BLOCK:
             self.hold(key)
@@ -98,9 +91,6 @@ class HostLru:
             return None
         self.hold(block)
         return block
-
-    def coldest(self, count: int) -> list[Block]:
-        return list(islice(self._oldest_first(), count))
 
     def _oldest_first(self) -> Iterator[Block]:
         block = self._ring.host_newer

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
 
-from tiers.blocks.frames import Arena, FrameMemory
+from tiers.blocks.frames import Arena
 from tiers.memory.block import Block
 from tiers.memory.room import HostRoom
 from tiers.memory.write_queue import WriteQueue
@@ -34,7 +34,7 @@ class Capacity:
         self.spare_holders: list[Callable[[int], int]] = []  # give so many bytes back to the system
         self.asker: Arena | None = None  # the layout that wanted a frame last
         self.quotas = quotas
-        self.rooms: dict[FrameMemory, HostRoom] = {}
+        self.rooms: dict[Arena, HostRoom] = {}
         self.queues: list[WriteQueue] = []  # of all layouts
         self._groups: dict[Block, tuple[Hashable, int]] = {}  # and the bytes of its frame
         self._idle: dict[Hashable, Idle] = {}

@@ -5,12 +5,11 @@ Between two polls, the stream's subscription keeps events up to its bound. The n
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NodeError
-from tiers.telemetry.events import BlockEvent, EventKind, EventStream, Subscription
+from tiers.telemetry.events import BlockEvent, EventKind, EventStream
 from tiers.tier import Cause, TierName
 
 WAIT_S = 2.0  # a poll without events is answered after this
@@ -18,31 +17,25 @@ MOST_EVENTS = 1024  # in one answer: 1.5 MB at 128 tokens a block
 _KEYS = ("key", "parent", "scope")
 
 
-@dataclass(slots=True, eq=False)
-class HeardEvents:
-    """The pending answer to a client that listens."""
-
-    subscription: Subscription
-    until_s: float
-
-    @property
-    def is_ready(self) -> bool:
-        return self.subscription.num_waiting > 0 or time.monotonic() >= self.until_s
-
-    def answer(self) -> dict[str, Any]:
-        events = [event_fields(event) for event in self.subscription.take(MOST_EVENTS)]
-        return {"events": events, "missed": self.subscription.missed}
-
-
 class Listener:
-    """One client's place in the stream, from its first poll until it leaves."""
+    """One client's place in the stream, from its first poll until it leaves, and the pending answer
+    to its last poll."""
 
     def __init__(self, stream: EventStream, wake: Callable[[], None]) -> None:
         self._stream = stream
         self._subscription = stream.subscribe(wake)
+        self._until_s = 0.0
 
-    def ask(self) -> HeardEvents:
-        return HeardEvents(self._subscription, time.monotonic() + WAIT_S)
+    def ask(self) -> None:
+        self._until_s = time.monotonic() + WAIT_S
+
+    @property
+    def is_ready(self) -> bool:
+        return self._subscription.num_waiting > 0 or time.monotonic() >= self._until_s
+
+    def answer(self) -> dict[str, Any]:
+        events = [event_fields(event) for event in self._subscription.take(MOST_EVENTS)]
+        return {"events": events, "missed": self._subscription.missed}
 
     def close(self) -> None:
         self._stream.unsubscribe(self._subscription)

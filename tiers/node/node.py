@@ -25,7 +25,7 @@ from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.disk.directory import DirectoryLock, make_root, read_holder
 from tiers.errors import ConfigurationError, DirectoryLocked, NodeError
 from tiers.node import messages
-from tiers.node.listening import HeardEvents, Listener
+from tiers.node.listening import Listener
 from tiers.node.messages import HEADER, MAX_BODY, VERSION, Op
 from tiers.node.operations import Operated
 from tiers.node.pool import Lease, NodeProbe, Pool
@@ -54,7 +54,7 @@ class _Client:
     leased: Counter[tuple[int, int]] = field(default_factory=Counter)  # (pool, frame)
     filling: set[tuple[int, int]] = field(default_factory=set)
     locked: set[tuple[int, int]] = field(default_factory=set)  # (pool, piece)
-    waits: "tuple[int, Lease | NodeProbe | Operated | HeardEvents] | None" = None
+    waits: "tuple[int, Lease | NodeProbe | Operated | Listener] | None" = None
     asked: Op = Op.STATS  # the operation it waits for
     listener: Listener | None = None
 
@@ -246,7 +246,8 @@ class NodeServer:
             return
         if asked.get("do") == "listen":
             client.listener = client.listener or Listener(self.stream, self._wake_up)
-            client.waits = (0, client.listener.ask())
+            client.listener.ask()
+            client.waits = (0, client.listener)
         else:
             number = asked.get("pool")
             if type(number) is not int or not 0 <= number < len(self._pools):
@@ -298,7 +299,7 @@ class NodeServer:
             if isinstance(asked, NodeProbe):
                 codes = bytes(messages.TIERS.index(tier) for tier in asked.tiers)
                 self._send(client, Op.PROBE, codes)
-            elif isinstance(asked, Operated | HeardEvents):
+            elif isinstance(asked, Operated | Listener):
                 self._send(client, client.asked, messages.pack_json(asked.answer()))
             else:
                 frames = self._pools.pool(number).settle(asked)

@@ -1,5 +1,6 @@
 """Counts of what moved between tiers, and how long each copy took. Engine thread only."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -32,8 +33,8 @@ class TransferCounts:
 
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
-        self._num_blocks = dict.fromkeys(LANES, 0)
-        self._nbytes = dict.fromkeys(LANES, 0)
+        self._moved: Counter[Lane] = Counter(dict.fromkeys(LANES, 0))  # blocks
+        self._nbytes: Counter[Lane] = Counter()
         self._seconds = {lane: Histogram(SECONDS) for lane in LANES}
 
     def observe(
@@ -46,13 +47,12 @@ class TransferCounts:
     ) -> None:
         """Count a finished copy or job. `nbytes` is given if blocks did not move whole."""
         lane = source, target
-        moved = num_blocks * self._block_bytes if nbytes is None else nbytes
-        self._nbytes[lane] = self._nbytes.get(lane, 0) + moved
-        self._num_blocks[lane] = self._num_blocks.get(lane, 0) + num_blocks
+        self._nbytes[lane] += num_blocks * self._block_bytes if nbytes is None else nbytes
+        self._moved[lane] += num_blocks
         self._seconds.setdefault(lane, Histogram(SECONDS)).observe(seconds)
 
     def stats(self) -> Mapping[Lane, TransferStats]:
         return {
             lane: TransferStats(num_blocks, self._nbytes[lane], self._seconds[lane].spread())
-            for lane, num_blocks in self._num_blocks.items()
+            for lane, num_blocks in self._moved.items()
         }
