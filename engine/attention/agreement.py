@@ -13,15 +13,14 @@ import torch
 from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.dense import (
     PIECE,
-    TILE,
-    attend_span,
-    attend_tokens,
+    KvPlace,
+    StepPart,
+    attend_part,
+    new_tools,
     onednn_product,
     onednn_products,
     padded_keys,
     padded_rows,
-    scratch_size,
-    tile_rows,
 )
 
 _POSITIONS = (0, 5, 16, 63, PIECE - 1, PIECE, 2 * PIECE + 5, 777)
@@ -114,18 +113,15 @@ def _tokens_agree(
     """Of one token each of several sequences, whose equal copies [S, 2, Hkv, capacity, D] are
     written."""
     count, _, _, capacity, dim = copies.shape
-    call = _call(count, _HEADS, groups, dim, window, random)
-    actual = torch.empty_like(call.query)
-    _attend(call, 1, list(written), list(_POSITIONS), actual)
     head = torch.arange(count)[:, None] * 2 * _HEADS + torch.arange(_HEADS)
     rows = [
         ((head + part * _HEADS) * capacity + torch.tensor(_POSITIONS)[:, None]).flatten()
         for part in range(2)
     ]
-    buffer, expected = copies.view(-1, dim), torch.empty_like(call.query)
-    onednn = needs_onednn(dim, dim)
-    attend_tokens(call, 0, buffer, rows, list(copies), 0, 1, list(_POSITIONS), onednn, expected)
-    return torch.equal(expected, actual) and torch.equal(copies, written)
+    buffer, positions = copies.view(-1, dim), list(_POSITIONS)
+    part = StepPart(0, count, list(copies), positions, buffer, rows, 0, True)
+    call = _call(count, _HEADS, groups, dim, window, random)
+    return _attend_alike(call, part, list(written)) and torch.equal(copies, written)
 
 
 def _span_agrees(
@@ -138,18 +134,9 @@ def _span_agrees(
     random: torch.Generator,
 ) -> bool:
     """Of several tokens of one sequence, over two equal copies [2, Hkv, capacity, D]."""
-    end, tile = start + count, tile_rows(groups)
+    part = StepPart(0, count, [copy], [], None, [], start, True)
     call = _call(count, copy.shape[1], groups, copy.shape[-1], window, random)
-    actual = torch.empty_like(call.query)
-    _attend(call, count, [written], [start], actual)
-    triangle = torch.full((TILE, TILE), -torch.inf).triu(1)
-    scratch = torch.empty(scratch_size(groups * min(tile, count), end))
-    expected = torch.empty_like(call.query)
-    onednn = needs_onednn(copy.shape[-1], copy.shape[-1])
-    attend_span(
-        call, 0, True, copy, 0, copy, 1, start, end, tile, triangle, scratch, onednn, expected
-    )
-    return torch.equal(expected, actual) and torch.equal(copy, written)
+    return _attend_alike(call, part, [written]) and torch.equal(copy, written)
 
 
 def _call(
@@ -160,14 +147,11 @@ def _call(
     return AttentionCall(0, query, key, value, AttentionOptions(dim**-0.5, window))
 
 
-def _attend(
-    call: AttentionCall,
-    tokens: int,
-    runs: list[torch.Tensor],
-    positions: list[int],
-    output: torch.Tensor,
-) -> None:
-    torch.ops.cachesvc.attend_rows(
-        *(call.query, call.key, call.value, 0, tokens, True, runs, positions),
-        *(0, 1, call.options.window, call.options.scaling, output),
-    )
+def _attend_alike(call: AttentionCall, part: StepPart, written: list[torch.Tensor]) -> bool:
+    """Whether the operator, over `written`, gives what `dense` does over the part's runs."""
+    dim, place = call.query.shape[2], KvPlace(0, 0, 0, 1)
+    tools = new_tools(onednn=needs_onednn(dim, dim))
+    expected, actual = torch.empty_like(call.query), torch.empty_like(call.query)
+    attend_part(call, part._replace(runs=written), place, tools._replace(heads=[dim]), actual)
+    attend_part(call, part, place, tools, expected)
+    return torch.equal(expected, actual)

@@ -17,7 +17,7 @@ from engine.attention import dense
 from engine.attention.agreement import needs_onednn, operator_agrees
 from engine.attention.base import AttentionCall, first_seen, gather, write_span
 from engine.attention.copies import WorkingCopies, WorkingCopy
-from engine.attention.dense import Kernels, KvPlace, StepPart
+from engine.attention.dense import KvPlace, StepPart, Tools, new_tools
 from engine.attention.inside import InsideStep
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
@@ -59,14 +59,12 @@ class CpuAttention:
         self._copies = WorkingCopies(self._kv, owners, budget_bytes=budget_bytes)
         self._places = _places(self._kv)
         self._step: list[_Part] = []
-        self._scratch = torch.empty(0, dtype=torch.float32)
-        self._triangle: torch.Tensor | None = None
-        self._kernels = Kernels(heads=[], onednn=False)
+        self._heads: list[int] = []  # for which the compiled operator attends
+        self._tools: Tools | None = None
 
     def begin(self, spans: Sequence[Span]) -> None:
-        if self._triangle is None:  # not earlier: the thread that makes it gets a team of threads
-            self._triangle = torch.full((dense.TILE, dense.TILE), -torch.inf).triu(1)
-            self._kernels = self._kernels._replace(onednn=self._needs_onednn())
+        if self._tools is None:  # not earlier: the thread that makes them gets a team of threads
+            self._tools = new_tools(onednn=self._needs_onednn())._replace(heads=self._heads)
         running = {span.sequence_id for span in spans}
         self._step = []
         opened = [(span, self._copies.open(span, running)) for span in spans]
@@ -77,8 +75,8 @@ class CpuAttention:
             first += sum(len(span.tokens) for span in part.spans)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        assert self._triangle is not None
-        attend_part = script(dense.attend_part)  # not earlier: a kept graph has its own
+        assert self._tools is not None
+        attend_part = script(dense.attend_part)
         computed, query = call.query.dtype, call.query.float()
         output = query.new_zeros(*query.shape[:2], call.value.shape[2])  # rows beyond are padding
         key, value = self._rounded(call.key), self._rounded(call.value)
@@ -90,17 +88,15 @@ class CpuAttention:
                 stop = part.first + len(span.tokens)
                 rows, filled = call.of(slice(part.first, stop)), output[part.first : stop]
                 given, place = self._gathered(span, rows), GATHERED
-            scratch, kernels = self._scratch, self._kernels
-            attend_part(rows, given, place, self._triangle, scratch, kernels, filled)
+            attend_part(rows, given, place, self._tools, filled)
         return output.to(computed)
 
     def inside_step(self) -> InsideStep | None:
         """The step as a graph can compute it, if every sequence has a copy."""
         given = [part.given for part in self._step if part.given is not None]
-        if self._triangle is None or len(given) < len(self._step):
+        if self._tools is None or len(given) < len(self._step):
             return None
-        dtype = self._kv.tensor.dtype
-        return InsideStep(given, self._places, self._triangle, self._scratch, dtype, self._kernels)
+        return InsideStep(given, self._places, self._kv.tensor.dtype, self._tools)
 
     def finish(self) -> None:
         """Write the step's KV from the copies to the pool's blocks."""
@@ -119,7 +115,7 @@ class CpuAttention:
         heads = [dim for dim in sorted(dims) if operator_agrees(dim)]
         for other in dims - {*heads}:
             logger.info("the compiled attention is not used for heads of %d: other bits", other)
-        self._kernels = self._kernels._replace(heads=heads)
+        self._heads, self._tools = heads, None
 
     def _needs_onednn(self) -> bool:
         layers = (self._kv.layers[layer] for layer in self._kv.attended)

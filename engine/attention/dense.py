@@ -63,27 +63,32 @@ class KvPlace(NamedTuple):
     value_part: int
 
 
-class Kernels(NamedTuple):
-    """What computes attention. `heads`: sizes for which the compiled operator does where it can.
-    `onednn`: elsewhere oneDNN multiplies, not torch's BLAS."""
+class Tools(NamedTuple):
+    """What attention is computed with.
+
+    heads: sizes for which the compiled operator does it where it can. onednn: elsewhere oneDNN
+    multiplies, not torch's BLAS. triangle [TILE, TILE] is -inf above its diagonal. scratch grows to
+    the room that a tile's scores need.
+    """
 
     heads: list[int]
     onednn: bool
+    triangle: torch.Tensor
+    scratch: torch.Tensor
+
+
+def new_tools(*, onednn: bool) -> Tools:
+    """Tools without the compiled operator, made by the calling thread's team."""
+    triangle = torch.full((TILE, TILE), -torch.inf).triu(1)
+    return Tools([], onednn, triangle, torch.empty(0, dtype=torch.float32))
 
 
 def attend_part(
-    call: AttentionCall,
-    part: StepPart,
-    place: KvPlace,
-    triangle: torch.Tensor,
-    scratch: torch.Tensor,
-    kernels: Kernels,
-    output: torch.Tensor,
+    call: AttentionCall, part: StepPart, place: KvPlace, tools: Tools, output: torch.Tensor
 ) -> torch.Tensor:
     """Attention of one part of a step in one layer, in the rows of `call`, all of whose numbers are
-    float32 or as the pool rounds them. `triangle` [tile, tile] is -inf above its diagonal.
-    `scratch` grows to the room that a tile needs. Fills and returns `output` [T, Hq, Dv]."""
-    if call.key.shape[2] in kernels.heads and suits_operator(call, place):
+    float32 or as the pool rounds them. Fills and returns `output` [T, Hq, Dv]."""
+    if call.key.shape[2] in tools.heads and suits_operator(call, place):
         torch.ops.cachesvc.attend_rows(
             call.query,
             call.key.float(),
@@ -102,39 +107,8 @@ def attend_part(
         )
         return output
     if len(part.positions) > 0:
-        return attend_tokens(
-            call,
-            part.first,
-            part.buffer,
-            part.rows,
-            part.runs,
-            place.key_part,
-            place.value_part,
-            part.positions,
-            kernels.onednn,
-            output,
-        )
-    groups = call.query.shape[1] // call.key.shape[1]
-    tile = tile_rows(groups)
-    size = scratch_size(groups * min(tile, part.num_rows), part.start + part.num_rows)
-    if scratch.numel() < size:
-        scratch.resize_(size)
-    return attend_span(
-        call,
-        part.first,
-        part.write,
-        part.runs[place.key_run],
-        place.key_part,
-        part.runs[place.value_run],
-        place.value_part,
-        part.start,
-        part.start + part.num_rows,
-        tile,
-        triangle,
-        scratch,
-        kernels.onednn,
-        output,
-    )
+        return _attend_tokens(call, part, place, tools.onednn, output)
+    return _attend_span(call, part, place, tools, output)
 
 
 def suits_operator(call: AttentionCall, place: KvPlace) -> bool:
@@ -149,61 +123,44 @@ def suits_heads(dim: int) -> bool:
     return dim % _LANES == 0 and dim <= _MOST_SUMMED
 
 
-def attend_tokens(
-    call: AttentionCall,
-    first: int,
-    buffer: torch.Tensor | None,
-    rows: list[torch.Tensor],
-    runs: list[torch.Tensor],
-    key_part: int,
-    value_part: int,
-    positions: list[int],
-    onednn: bool,
-    output: torch.Tensor,
+def _attend_tokens(
+    call: AttentionCall, part: StepPart, place: KvPlace, onednn: bool, output: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of one token of each of S sequences. They are rows [first, first + S) of the step's
-    call, and of output [T, Hq, Dv].
-
-    A sequence's keys and values are two parts, or one, of its run [parts, Hkv, capacity, D], and
-    are read up to its position. If there is a buffer [N, D], the token's own are written first, to
-    its rows that `rows` [S * Hkv] names for each part. Fills and returns `output`.
-    """
-    stop, key, value = first + len(positions), call.key, call.value
+    """Attention of one token each of several sequences. A sequence's keys and values are read up to
+    its position. If there is a buffer, the token's own are written first."""
+    first, stop = part.first, part.first + len(part.positions)
+    key, value, buffer = call.key, call.value, part.buffer
     if buffer is not None:
         there = key[first:stop].reshape(-1, key.shape[2]).float()
-        buffer.index_copy_(0, rows[key_part], there)
-        if value_part != key_part:
+        buffer.index_copy_(0, part.rows[place.key_part], there)
+        if place.value_part != place.key_part:
             there = value[first:stop].reshape(-1, value.shape[2]).float()
-            buffer.index_copy_(0, rows[value_part], there)
+            buffer.index_copy_(0, part.rows[place.value_part], there)
     num_kv_heads, groups = key.shape[1], call.query.shape[1] // key.shape[1]
-    shape = [len(positions), num_kv_heads, groups, -1]
+    shape = [len(part.positions), num_kv_heads, groups, -1]
     scaled = padded_rows((call.query[first:stop] * call.options.scaling).view(shape))
     attended = scaled.new_empty(scaled.shape[0], scaled.shape[1], scaled.shape[2], value.shape[2])
-    # Read once, because each reading in the loop is a step of the interpreter.
-    window, softcap, sinks = call.options.window, call.options.softcap, call.options.sinks
-    for number, position in enumerate(positions):
-        keys = runs[number][key_part]
-        values = runs[number][value_part, :, :, : value.shape[2]]
-        filled = attended[number]
-        attend_one(scaled[number], keys, values, position, window, softcap, sinks, onednn, filled)
+    for number, position in enumerate(part.positions):
+        keys = part.runs[number][place.key_part]
+        values = part.runs[number][place.value_part, :, :, : value.shape[2]]
+        _attend_one(scaled[number], keys, values, position, call.options, onednn, attended[number])
     output[first:stop].view(shape).copy_(attended[:, :, :groups])
     return output
 
 
-def attend_one(
+def _attend_one(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     position: int,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
+    options: AttentionOptions,
     onednn: bool,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of one scaled query [Hkv, rows, Dk] at `position` over keys [Hkv, capacity, Dk] and
     values [Hkv, capacity, Dv]. The heads of a group are rows, padded. output: [Hkv, rows, Dv]."""
-    low, end = first_seen(position, window), position + 1
+    softcap, sinks = options.softcap, options.sinks
+    low, end = first_seen(position, options.window), position + 1
     base, top = _aligned(low, end)
     if onednn:
         scores = query.new_empty([query.shape[0], query.shape[1], top - base])
@@ -324,65 +281,35 @@ def _is_small(num_products: int, small: int = _SMALL) -> bool:
     return num_products < small
 
 
-def attend_span(
-    call: AttentionCall,
-    first: int,
-    write: bool,
-    key_run: torch.Tensor,
-    key_part: int,
-    value_run: torch.Tensor,
-    value_part: int,
-    start: int,
-    end: int,
-    tile: int,
-    triangle: torch.Tensor,
-    scratch: torch.Tensor,
-    onednn: bool,
-    output: torch.Tensor,
+def _attend_span(
+    call: AttentionCall, part: StepPart, place: KvPlace, tools: Tools, output: torch.Tensor
 ) -> torch.Tensor:
-    """Attention of positions [start, end) of one sequence, `tile` of them at a time. They are the
-    rows from `first` on of the step's call and output, as in `attend_tokens`.
-
-    Keys and values are one part each of runs [parts, Hkv, capacity, D], and are read up to `end`.
-    The span's own are written first, if requested. `triangle` [tile, tile] is -inf above its
-    diagonal. `scratch` has room for a tile's scores. Fills and returns `output`.
-    """
-    stop, options = first + end - start, call.options
-    keys, values = key_run[key_part], value_run[value_part, :, :, : call.value.shape[2]]
-    if write:
+    """Attention of successive positions of one sequence, a tile of them at a time. Keys and values
+    are read up to the last. The span's own are written first, if requested."""
+    first, start, options = part.first, part.start, call.options
+    stop, end = first + part.num_rows, start + part.num_rows
+    keys = part.runs[place.key_run][place.key_part]
+    values = part.runs[place.value_run][place.value_part, :, :, : call.value.shape[2]]
+    if part.write:
         keys[:, start:end].copy_(call.key[first:stop].transpose(0, 1))
         values[:, start:end].copy_(call.value[first:stop].transpose(0, 1))
     scaled = call.query[first:stop] * options.scaling
-    if end - start == 1:
-        groups = scaled.shape[1] // keys.shape[0]
+    groups = scaled.shape[1] // keys.shape[0]
+    if part.num_rows == 1:
         one = padded_rows(scaled[0].view(keys.shape[0], groups, -1))
         attended = one.new_empty(one.shape[0], one.shape[1], values.shape[2])
-        attend_one(
-            one,
-            keys,
-            values,
-            start,
-            options.window,
-            options.softcap,
-            options.sinks,
-            onednn,
-            attended,
-        )
+        _attend_one(one, keys, values, start, options, tools.onednn, attended)
         output[first].view(keys.shape[0], groups, -1).copy_(attended[:, :groups])
         return output
+    tile = _tile_rows(groups)
+    size = _scratch_size(groups * min(tile, part.num_rows), end)
+    if tools.scratch.numel() < size:
+        tools.scratch.resize_(size)
     for low in range(start - start % tile, end, tile):
         begin, until = max(low, start), min(low + tile, end)
-        _attend_tile(
-            scaled[begin - start : until - start],
-            keys,
-            values,
-            begin,
-            options,
-            triangle,
-            scratch,
-            onednn,
-            output[first + begin - start : first + until - start],
-        )
+        filled = output[first + begin - start : first + until - start]
+        query = scaled[begin - start : until - start]
+        _attend_tile(query, keys, values, begin, options, tools, filled)
     return output
 
 
@@ -392,13 +319,12 @@ def _attend_tile(
     value: torch.Tensor,
     start: int,
     options: AttentionOptions,
-    triangle: torch.Tensor,
-    scratch: torch.Tensor,
-    onednn: bool,
+    tools: Tools,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of scaled queries [T, Hq, Dk] at positions from `start` over keys [Hkv, capacity,
     Dk]. The triangle keeps each query from later keys."""
+    onednn, triangle = tools.onednn, tools.triangle
     num_queries, dim = query.shape[0], query.shape[2]
     num_kv_heads, value_dim = key.shape[0], value.shape[2]
     groups = query.shape[1] // num_kv_heads
@@ -411,7 +337,7 @@ def _attend_tile(
     )
     num_rows = folded.shape[1]
     # Into memory that the next call reuses, because fresh pages would cost twice as much.
-    scores = scratch[: num_rows * (top - base)].view(num_rows, top - base)
+    scores = tools.scratch[: num_rows * (top - base)].view(num_rows, top - base)
     real = scores[: groups * num_queries].view(groups, num_queries, top - base)
     attended = query.new_empty(num_rows, value_dim)
     to = output.view(num_queries, num_kv_heads, groups, value_dim)
@@ -445,14 +371,14 @@ def _attend_tile(
     return output
 
 
-def scratch_size(
+def _scratch_size(
     num_rows: int, num_keys: int, rows: int = _WIDEST_ROWS, lanes: int = _LANES
 ) -> int:
     """How many numbers a tile's scores take."""
     return (num_rows + rows) * (num_keys + 2 * lanes)
 
 
-def tile_rows(groups: int, tile: int = TILE, rows: int = _TILE_ROWS) -> int:
+def _tile_rows(groups: int, tile: int = TILE, rows: int = _TILE_ROWS) -> int:
     """How many query positions are attended at once. `groups` query heads share a key."""
     return max(1, min(tile, rows // groups))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from engine.attention.base import AttentionCall, AttentionOptions
-from engine.attention.dense import Kernels, KvPlace, StepPart, attend_part
+from engine.attention.dense import KvPlace, StepPart, Tools, attend_part
 
 _library = torch.library.Library("cachesvc", "DEF")
 _library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Tensor")
@@ -19,56 +19,28 @@ _library.define("attend(int layer, Tensor query, Tensor key, Tensor value) -> Te
 
 class InsideStep(NamedTuple):
     """A step all of whose KV is in working copies: its parts, and where each layer's KV is in a
-    copy. `triangle`, `scratch` and `kernels` are as `attend_part` takes them; `dtype` is the
-    pool's.
-    """
+    copy. `dtype` is the pool's."""
 
     parts: list[StepPart]
     places: dict[int, KvPlace]
-    triangle: torch.Tensor
-    scratch: torch.Tensor
     dtype: torch.dtype
-    kernels: Kernels
+    tools: Tools
 
 
 class InsideAttention(nn.Module):
     """What a layer of the graph calls. It is compiled, and runs no Python unless there is no
     `InsideStep`: then `cachesvc::attend`, which `engine.execution.traced` implements."""
 
-    inside: bool
-    parts: list[StepPart]
-    places: dict[int, KvPlace]
-    triangle: torch.Tensor
-    scratch: torch.Tensor
-    dtype: torch.dtype
-    kernels: Kernels
+    step: InsideStep | None
 
     def __init__(self) -> None:
         super().__init__()
-        self.inside, self.kernels = False, Kernels([], False)
-        self.parts, self.places = [], {}
-        self.triangle = self.scratch = torch.empty(0)
-        self.dtype = torch.float32
+        self.step = None
 
     @torch.jit.export
-    def begin(
-        self,
-        parts: list[StepPart],
-        places: dict[int, KvPlace],
-        triangle: torch.Tensor,
-        scratch: torch.Tensor,
-        dtype: torch.dtype,
-        kernels: Kernels,
-    ) -> None:
-        """The next calls are layers of this `InsideStep`."""
-        self.parts, self.places, self.dtype = parts, places, dtype
-        self.triangle, self.scratch, self.kernels = triangle, scratch, kernels
-        self.inside = True
-
-    @torch.jit.export
-    def leave(self) -> None:
-        """The next calls go back to Python."""
-        self.inside = False
+    def begin(self, step: InsideStep | None) -> None:
+        """The next calls are layers of this step, or go back to Python."""
+        self.step = step
 
     def forward(
         self,
@@ -82,14 +54,14 @@ class InsideAttention(nn.Module):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Arguments and result are those of `PagedAttention.attend`."""
-        if not self.inside:
+        step = self.step
+        if step is None:
             attended: torch.Tensor = torch.ops.cachesvc.attend(layer, query, key, value)
             return attended
         options = AttentionOptions(scaling, window, softcap, sinks, False)
-        rounded = key.to(self.dtype), value.to(self.dtype)
+        rounded = key.to(step.dtype), value.to(step.dtype)
         call = AttentionCall(layer, query.float(), rounded[0], rounded[1], options)
         output = call.query.new_zeros([query.shape[0], query.shape[1], value.shape[2]])
-        for part in self.parts:
-            place = self.places[layer]
-            attend_part(call, part, place, self.triangle, self.scratch, self.kernels, output)
+        for part in step.parts:
+            attend_part(call, part, step.places[layer], step.tools, output)
         return output.to(query.dtype)

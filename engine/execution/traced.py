@@ -77,11 +77,7 @@ class _Handed:
     def begin(self, attention: "PagedAttention | _Alone") -> None:
         """The next step is computed with this attention."""
         self.attention = attention
-        step = attention.inside_step() if isinstance(attention, CpuAttention) else None
-        if step is None:
-            self.inside.leave()
-        else:
-            self.inside.begin(*step)
+        self.inside.begin(attention.inside_step() if isinstance(attention, CpuAttention) else None)
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, options = call

@@ -18,7 +18,7 @@ from torch import nn
 
 from engine.attention.agreement import needs_onednn
 from engine.attention.base import KEPT, AttentionCall, AttentionOptions
-from engine.attention.dense import attend_span, scratch_size
+from engine.attention.dense import KvPlace, StepPart, attend_part, new_tools
 from engine.attention.latent import ByHead, LatentAttention
 from engine.models.elementwise import Call
 from engine.models.packing import PackedLinear, sample_rows
@@ -194,31 +194,16 @@ def _activated(calls: Iterable[Call]) -> Promise:
 
 def _attended(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention at the last position of a prompt alone, and of its last positions together."""
-    num_keys, groups, tile = 208, 3, 65
+    num_keys, groups, most = 208, 3, 65
     keys = sample_rows(2 * num_keys, dim).view(2, num_keys, dim)
-    query = sample_rows(tile * 2 * groups, dim).view(tile, 2 * groups, dim)
-    triangle, own = torch.full((tile, tile), -torch.inf).triu(1), keys.transpose(0, 1)
-    scratch = torch.empty(scratch_size(groups * tile, num_keys))
-    outputs = []
-    for count in (1, tile):
-        rows = query[-count:]
-        outputs.append(torch.empty_like(rows))
-        attend_span(
-            AttentionCall(0, rows, own[:count], own[:count], AttentionOptions(dim**-0.5)),
-            0,
-            False,
-            keys[None],
-            0,
-            keys[None],
-            0,
-            num_keys - count,
-            num_keys,
-            tile,
-            triangle,
-            scratch,
-            needs_onednn(dim, dim),
-            outputs[-1],
-        )
+    query = sample_rows(most * 2 * groups, dim).view(most, 2 * groups, dim)
+    own, options = keys.transpose(0, 1), AttentionOptions(dim**-0.5)
+    tools, outputs = new_tools(onednn=needs_onednn(dim, dim)), []
+    for count in (1, most):
+        call = AttentionCall(0, query[-count:], own[:count], own[:count], options)
+        part = StepPart(0, count, [keys[None]], [], None, [], num_keys - count, False)
+        outputs.append(torch.empty_like(call.query))
+        attend_part(call, part, KvPlace(0, 0, 0, 0), tools, outputs[-1])
     return outputs[0], outputs[1]
 
 

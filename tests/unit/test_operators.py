@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch.nn.functional import gelu, silu
 
-from engine.attention import agreement, cpu
+from engine.attention import cpu, dense
 from engine.attention.agreement import operator_agrees
+from engine.attention.base import AttentionCall
 from engine.attention.cpu import CpuAttention
-from engine.attention.dense import padded_keys
+from engine.attention.dense import StepPart, padded_keys
 from engine.operators import library
 from engine.operators.library import Operators
 from tests.patience import PATIENCE_S
@@ -137,37 +138,32 @@ def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
     pool = torch.zeros(4, *BlockLayout(tuple(layers), 16, "float32").shape)
     attention = CpuAttention(pool, layers)
     attention.fuse()
-    assert attention._kernels.heads == heads
+    assert attention._heads == heads
 
 
-@pytest.mark.parametrize("name", ["attend_tokens", "attend_span"])
+@pytest.mark.parametrize("name", ["_attend_tokens", "_attend_span"])
 def test_attention_that_sums_in_another_order_does_not_agree(
     name: str,
     operators: Operators,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(agreement, name, _tokens_in_doubles if "tokens" in name else _in_doubles)
+    monkeypatch.setattr(dense, name, _in_doubles)
     assert not operator_agrees(64)
     layers = [LayerLayout(2, 64, 64)]
-    attention = CpuAttention(
-        torch.zeros(4, *BlockLayout(tuple(layers), 16, "float32").shape), layers
-    )
+    pool = torch.zeros(4, *BlockLayout(tuple(layers), 16, "float32").shape)
+    attention = CpuAttention(pool, layers)
     with caplog.at_level(logging.INFO):
         attention.fuse()
-    assert not attention._kernels.heads
+    assert not attention._heads
     assert "the compiled attention is not used for heads of 64: other bits" in caplog.text
 
 
-def _in_doubles(call, _first, _write, run, _key, _run, _value, start, end, *rest):  # type: ignore[no-untyped-def]
-    for row in range(end - start):
-        one, filled = call.of(slice(row, row + 1)), rest[-1][row : row + 1]
-        _tokens_in_doubles(one, 0, None, [], [run], 0, 1, [start + row], False, filled)
-
-
-def _tokens_in_doubles(
-    call, _first, _buffer, _rows, runs, _key, _value, positions, _onednn, output
-):  # type: ignore[no-untyped-def]
+def _in_doubles(
+    call: AttentionCall, part: StepPart, _place: object, _tools: object, output: torch.Tensor
+) -> torch.Tensor:
+    positions = part.positions or range(part.start, part.start + part.num_rows)
+    runs = part.runs if part.positions else part.runs * part.num_rows
     for number, (run, position) in enumerate(zip(runs, positions, strict=True)):
         run[:, :, position] = torch.stack([call.key[number], call.value[number]])
         keys, values = run[:, :, : position + 1].double()
