@@ -27,9 +27,6 @@ POINTERS = {
     "starts": "i64",
     "strides": "i64",
     "blocks": "i64",
-    "logits": "fp32",
-    "rows": "i64",
-    "words": "i32",
 }
 NUMBERS = {"scaling": "fp32", "softcap": "fp32"}
 

@@ -9,7 +9,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from cachesvc.vllm.kernel import move_slabs
 from engine.attention.kernels import _merge_kernel, merge_constants
 from engine.attention.tiling import tiling
-from engine.execution.mask_kernel import forbid_kernel
 from engine.operators.kernels import rotate_kernel, silu_mul_kernel
 from tests.kernels.compile import assembled, compiled
 from tests.kernels.shapes import CAPABILITIES, HEADS, LATENTS, SHARED, all_shapes
@@ -44,13 +43,6 @@ def test_the_merging_kernel_fits(capability: int) -> None:
 @pytest.mark.parametrize("gather", [False, True])
 def test_the_kernel_under_vllm_fits(capability: int, gather: bool) -> None:
     taken = compiled(move_slabs, {"GATHER": gather, "TILE": 1024}, "fp16", capability)
-    assert (0, 0) == (taken.shared, taken.spilled), taken
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("capability", [75, 90])
-def test_the_kernel_of_masks_fits(capability: int) -> None:
-    taken = compiled(forbid_kernel, {"TILE": 4096}, "fp32", capability)
     assert (0, 0) == (taken.shared, taken.spilled), taken
 
 
