@@ -63,7 +63,7 @@ class PagedAttention(Protocol):
     """Attention over the pool, one step at a time.
 
     A step is `begin`, then `attend` once per layer in order, then `finish`. After a failure the
-    next `begin` starts afresh. `forget` drops data derived for a sequence.
+    next `begin` starts afresh.
     """
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -81,7 +81,9 @@ class PagedAttention(Protocol):
         """End the step after all layers. Afterwards its KV is in the pool."""
         ...
 
-    def forget(self, sequence_id: int) -> None: ...
+    def forget(self, sequence_id: int) -> None:
+        """Drop data derived for a sequence, if there is any."""
+        return
 
 
 # Of a cached prompt's tail, on a GPU: successive queries that read their keys together (with groups
@@ -198,7 +200,7 @@ def register() -> None:
     AttentionInterface.register(IMPLEMENTATION, paged_attention)
 
 
-class ReferenceAttention:
+class ReferenceAttention(PagedAttention):
     """Plainly correct, on any device: writes the span's KV, gathers the prefix, runs SDPA with a
     mask."""
 
@@ -223,9 +225,6 @@ class ReferenceAttention:
 
     def finish(self) -> None:
         self._spans = ()
-
-    def forget(self, sequence_id: int) -> None:
-        pass
 
 
 def attend_span(pool: KvPool, span: Span, call: AttentionCall) -> torch.Tensor:

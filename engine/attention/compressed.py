@@ -281,7 +281,7 @@ def _attend_seen(
     return (softmax_with_sinks(scores, sinks) @ keys[:, :value_dim]).to(query.dtype)
 
 
-class CompressedAttention:
+class CompressedAttention(PagedAttention):
     """`PagedAttention` of a model whose layers attend in a window, some of them to entries as well.
 
     The rows of open entries enter the pool at the end of a step, so a failed step leaves those from
@@ -328,9 +328,6 @@ class CompressedAttention:
             kept[blocks, places] = rows[sources]
         self._spans = []
         self._computed.clear()
-
-    def forget(self, sequence_id: int) -> None:
-        pass
 
     def _attend(self, call: AttentionCall, entries: Sequence[SeenEntries | None]) -> torch.Tensor:
         outputs, done, size = [], 0, self._kv.block_size

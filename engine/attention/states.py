@@ -60,6 +60,8 @@ class StatefulAttention:
     sequences there are.
     """
 
+    sees_its_step = False  # a state enters the pool at the end of a step
+
     def __init__(
         self, attention: PagedAttention, pool: torch.Tensor, layers: Sequence[LayerLayout]
     ) -> None:
@@ -74,11 +76,6 @@ class StatefulAttention:
     def in_place(self) -> bool:
         """Whether those of the attention beside it are."""
         return getattr(self.attention, "in_place", False)
-
-    @property
-    def sees_its_step(self) -> bool:
-        """A state enters the pool at the end of a step."""
-        return False
 
     def begin(self, spans: Sequence[Span]) -> None:
         self._spans, self._decode = spans, None

@@ -24,6 +24,7 @@ from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
     DecodeRows,
+    PagedAttention,
     attend_dense,
     first_seen,
     gather_blocks,
@@ -63,7 +64,7 @@ class _Step:
     rows: torch.Tensor
 
 
-class TritonAttention:
+class TritonAttention(PagedAttention):
     """`RecordableAttention` on CUDA. Stateless between steps."""
 
     sees_its_step = True  # a layer's rows are written before any is read
@@ -173,9 +174,6 @@ class TritonAttention:
 
     def finish(self) -> None:
         self._step = None
-
-    def forget(self, sequence_id: int) -> None:
-        pass
 
     def _attend_launch(self, launch: _Launch, call: AttentionCall) -> torch.Tensor:
         """The launch's rows of the step's: [N, Hq, Dv]."""

@@ -30,31 +30,12 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 # matter only in training. Any other field must have its default.
 _SERVED_FIELDS = frozenset(
     {
-        "alpha_pattern",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "ensure_weight_tying",
-        "eva_config",
-        "exclude_modules",
-        "fan_in_fan_out",
-        "inference_mode",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "loftq_config",
-        "lora_alpha",
-        "lora_dropout",
-        "megatron_core",
-        "peft_type",
-        "peft_version",
-        "qalora_group_size",
-        "r",
-        "rank_pattern",
-        "revision",
-        "runtime_config",
-        "target_modules",
-        "task_type",
-        "use_rslora",
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying"),
+        *("eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config"),
+        *("lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version"),
+        *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
+        *("target_modules", "task_type", "use_rslora"),
     }
 )
 # Initialisations that leave the base model's weights unchanged.

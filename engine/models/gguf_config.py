@@ -33,27 +33,21 @@ _EXPERTS = {
     "expert_feed_forward_length": "moe_intermediate_size",
 }
 # Values that change nothing, by field. Another value is refused by name.
+_ZERO = (
+    *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "expert_count", "expert_used_count"),
+    *("leading_dense_block_count", "nextn_predict_layers", "pooling_type"),
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ZERO, (0,)),
+    **dict.fromkeys(
+        ("embedding_scale", "expert_weights_scale", "logit_scale", "residual_scale"), (0, 1)
+    ),
+    **dict.fromkeys(("rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"), (1,)),
     "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.sliding_window": (0,),
-    "attn_logit_softcapping": (0,),
-    "final_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "expert_count": (0,),
-    "expert_used_count": (0,),
     "expert_gating_func": (1,),  # softmax
-    "expert_weights_scale": (0, 1),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (0, 1),
-    "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
-    "residual_scale": (0, 1),
     "use_parallel_residual": (False,),
     "rope.scaling.finetuned": (False, True),
-    "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_ext_factor": (1,),
 }
 
 

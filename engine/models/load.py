@@ -68,15 +68,9 @@ UNBOUNDED = 1 << 20  # the context of a model whose config names none, as of Mam
 # both or nothing.
 _PAGED_LAYERS = frozenset(
     {
-        "full_attention",
-        "sliding_attention",
-        "indexed_attention",
-        "compressed_sparse_attention",
-        "heavily_compressed_attention",
-        "linear_attention",
-        "hybrid",
-        "moe",
-        "mlp",
+        *("full_attention", "sliding_attention", "indexed_attention"),
+        *("compressed_sparse_attention", "heavily_compressed_attention", "linear_attention"),
+        *("hybrid", "moe", "mlp"),
     }
 )
 # By model type, layers whose state is stored at the end of each block.

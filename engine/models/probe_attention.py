@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.base import AttentionCall, AttentionOptions, attend_dense
+from engine.attention.base import AttentionCall, AttentionOptions, PagedAttention, attend_dense
 from engine.attention.compressed import (
     Compressor,
     EntryRows,
@@ -29,7 +29,7 @@ class Enough(Exception):
     """Stops a forward: the requested layers have their keys and values."""
 
 
-class ProbeAttention:
+class ProbeAttention(PagedAttention):
     """Attention over the keys and values of this and earlier calls. Notes each layer's options.
 
     `kept` holds keys and values, each [N, Hkv, D], by (sequence, layer). A sequence is named by its
@@ -177,9 +177,6 @@ class ProbeAttention:
     def finish(self) -> None:
         if self._port is not None:
             self.states.finish()
-
-    def forget(self, sequence_id: int) -> None:
-        pass
 
 
 def _layout_of(key: torch.Tensor, value: torch.Tensor) -> LayerLayout:

@@ -18,21 +18,9 @@ FAMILIES = frozenset({"idefics3", "smolvlm"})  # model types whose images are se
 # Types that transformers defines only together with images, and whose text is served.
 TEXT_OF = frozenset(
     {
-        "cohere2_vision",
-        "exaone4_5",
-        "glm46v",
-        "glm4v",
-        "glm4v_moe",
-        "internvl",
-        "kimi_k25",
-        "lfm2_vl",
-        "minicpmv4_7",
-        "mistral3",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "step3p7",
+        *("cohere2_vision", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "internvl"),
+        *("kimi_k25", "lfm2_vl", "minicpmv4_7", "mistral3", "qwen2_5_vl", "qwen2_vl"),
+        *("qwen3_vl", "qwen3_vl_moe", "step3p7"),
     }
 )
 
