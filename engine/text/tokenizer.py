@@ -104,28 +104,6 @@ class Tokenizer:
         """The UTF-8 bytes of a token. Empty for an id without a token."""
         return self._bytes[token] if 0 <= token < len(self._bytes) else b""
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> "array[int]":
-        """The token ids of a conversation under the model's chat template.
-
-        Raises RequestError if the template cannot render the messages.
-        """
-        text = self.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tools=tools,
-            template_arguments=template_arguments,
-        )
-        return self.encode(text, add_special_tokens=False)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -135,7 +113,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text that `chat` encodes."""
+        """The text of a conversation under the model's chat template.
+
+        Raises RequestError if the template cannot render the messages.
+        """
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"

@@ -431,7 +431,8 @@ async def test_a_continued_turn_hits_like_any_other(tmp_path: Path, template: st
             return told.get("usage", told)
 
         tokenizer = Tokenizer(AutoTokenizer.from_pretrained(folder))
-        prompt = tokenizer.chat([turn, begun], continue_final_message=True)
+        shown = tokenizer.render([turn, begun], continue_final_message=True)
+        prompt = tokenizer.encode(shown, add_special_tokens=False)
         assert tokenizer.decode(prompt).endswith(begun["content"])
         counted = await usage(f"{MESSAGES}/count_tokens", [turn, begun])
         assert len(prompt) == counted["input_tokens"]

@@ -111,13 +111,16 @@ def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
     ]
     for text in ("a\tb\n\n  c", "日本語テキスト。", "🙂👩‍👩‍👧", "don't  ", "x = [1, 22]\n"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    chat = tokenizer.chat([{"role": "user", "content": "hi"}])
-    assert chat[0] == 1, "<|im_start|>, and nothing before it"
+    chat = tokenizer.render([{"role": "user", "content": "hi"}])
+    assert tokenizer.encode(chat, add_special_tokens=False)[0] == 1, (
+        "<|im_start|>, and nothing before it"
+    )
 
 
 def test_paris_cold_and_after_a_hit(loaded: LoadedModel) -> None:
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = np.array(loaded.tokenizer.chat(question), np.int32)
+    text = loaded.tokenizer.render(question)
+    prompt = np.array(loaded.tokenizer.encode(text, add_special_tokens=False), np.int32)
     runner = ModelRunner(loaded, new_pool(loaded))
     cold = answer(runner, 1, prompt)
     assert "Paris" in loaded.tokenizer.decode(cold)
