@@ -7,88 +7,30 @@ delivery has ended. A cleanup does nothing if nothing is left to clean up: a set
 voided, a stored answer keeps its claim, and a finished generation is not aborted.
 """
 
-import hashlib
-import re
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 
 from fastapi import Request
 from starlette.responses import Response
 
-from api.access.auth import Salts
 from api.access.rate_limits import Permit
 from api.collaborators import Collaborators
-from api.context import RequestLog, request_log_of, wire_of
-from api.errors import InvalidRequest
-from api.headers import FIT_NAME, single_header
+from api.context import Arrival, RequestLog
 from api.job import Asked, Delivered, Job, Served
 from api.journal.journal import RequestTrail
 from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
 from api.requests.generation import Generation
-from api.requests.idempotency import IDEMPOTENCY_KEY, claim, replayed
+from api.requests.idempotency import claim, replayed
 from api.requests.publishing import check_publishable
 from api.requests.turns import assistant_message
-from api.served_model import ServedModel
 from api.shapes.schemas import GenerationBody
 from api.shapes.usage import timings_ms
-from billing.gate.holds import RequestContext
 from billing.gate.outcomes import Outcome
 from billing.idempotency import FirstAnswer
 from billing.keys import Principal
 from billing.usage import EMPTY, HIT_CLASSES
 from engine.bounds import check_params
-from tiers.blocks.keys import CacheScope
-
-USER_CHARS, TAG_CHARS, TAG_VALUE_CHARS, TAGS_MOST = 256, 64, 512, 16  # the ledger's bounds
-
-
-def scope_for(
-    salts: Salts, model: ServedModel, principal: Principal, share: str | None
-) -> CacheScope:
-    """The model's scope, with the salt of the tenant or of the requested sharing group."""
-    salt = salts.of_group(share, principal.tenant) if share else salts.of_tenant(principal.tenant)
-    return replace(model.scope, tenant=salt)
-
-
-def request_context(
-    request: Request, principal: Principal, raw: bytes, body: GenerationBody
-) -> RequestContext:
-    """The caller and the request's labels, as the ledger stores them.
-
-    The fingerprint distinguishes a retry from a new request. A retry has the same body, API key and
-    Idempotency-Key, or comes from a client library that sends x-stainless-retry-count.
-    """
-    name = single_header(request, IDEMPOTENCY_KEY)
-    asked = f"{principal.tenant}\0{principal.key_id}\0{request.url.path}\0{name}\0".encode()
-    fingerprint = hashlib.blake2b(asked + raw, digest_size=16).hexdigest()
-    retries = request.headers.get("x-stainless-retry-count", "")
-    session = request.headers.get("x-session-id", "")
-    return RequestContext(
-        project=principal.project,
-        key_id=principal.key_id,
-        session=session if FIT_NAME.fullmatch(session) else "",
-        user=_label(body.user_id or body.user or body.safety_identifier, USER_CHARS),
-        tags=_tags(body.metadata),
-        service_tier=_label(body.service_tier, USER_CHARS),
-        fingerprint=fingerprint,
-        is_retry=name is not None or re.fullmatch(r"0*[1-9][0-9]*", retries) is not None,
-    )
-
-
-def _tags(metadata: object) -> tuple[tuple[str, str], ...]:
-    """The pairs of a request's `metadata` that the ledger stores, within OpenAI's bounds."""
-    if not isinstance(metadata, dict):
-        return ()
-    pairs = ((_label(k, TAG_CHARS), _label(v, TAG_VALUE_CHARS)) for k, v in metadata.items())
-    return tuple(sorted((k, v) for k, v in islice(pairs, TAGS_MOST) if k and v))
-
-
-def _label(text: object, most: int) -> str:
-    """A label from the client; empty if it is no text, too long or not printable."""
-    is_label = isinstance(text, str) and len(text) <= most and text.isprintable()
-    return str(text) if is_label else ""
 
 
 def trail_of(request: Request) -> RequestTrail:
@@ -105,24 +47,8 @@ def asked_for(request: Request, body: GenerationBody) -> Asked:
     )
 
 
-def check_size(wire: Collaborators, body: GenerationBody, num_prompts: int) -> None:
-    """Raises InvalidRequest for more choices than one request may have."""
-    choices = num_prompts * (body.n or 1)
-    if choices > wire.settings.max_choices:
-        raise InvalidRequest(
-            f"{choices} choices (prompts times n) are more than the {wire.settings.max_choices} "
-            "that this server answers in one request.",
-            param="n",
-        )
-
-
 async def deliver(
-    request: Request,
-    principal: Principal,
-    job: Job,
-    body: GenerationBody,
-    wire_format: WireFormat,
-    raw: bytes,
+    arrival: Arrival, job: Job, body: GenerationBody, wire_format: WireFormat
 ) -> Response:
     """Admits the job and returns the response that will carry its answer, or a stored answer.
 
@@ -130,13 +56,15 @@ async def deliver(
     admission, `_Ending` unwinds it after the last byte.
     """
     check_params(job.params, job.model.vocab_size)
-    publisher = None
+    request, principal, wire, log = arrival.request, arrival.principal, arrival.wire, arrival.log
+    publisher, stream = None, bool(body.stream)
     if body.extension.publish:
-        publisher = check_publishable(job, wire_of(request).cache.publisher)
-    wire, log, stream = wire_of(request), request_log_of(request), bool(body.stream)
+        publisher = check_publishable(job, wire.cache.publisher)
     fingerprint = job.context.fingerprint
     await wire.cache.quotes.check(principal, job, body.extension)
-    claimed = await claim(wire.books.replays, request, principal, raw, job.request_id, fingerprint)
+    claimed = await claim(
+        wire.books.replays, request, principal, arrival.raw, job.request_id, fingerprint
+    )
     if isinstance(claimed, FirstAnswer):
         log.add(replay_of=claimed.request_id)
         return replayed(claimed, stream=stream)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -9,6 +10,7 @@ from fastapi import Request
 
 from api.errors import InvalidRequest
 
+IDEMPOTENCY_KEY = "Idempotency-Key"
 FIT_NAME = re.compile(r"[A-Za-z0-9._:@-]{1,128}")  # client-sent names that are kept
 
 
@@ -18,6 +20,24 @@ def single_header(request: Request, name: str) -> str | None:
     if len(values) > 1:
         raise InvalidRequest(f"The header {name} was sent {len(values)} times; send it once.")
     return values[0] if values else None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientNames:
+    """The client's own names for a request and its conversation, as headers tell them."""
+
+    idempotency_key: str | None
+    session: str
+    parent_session: str
+
+
+def names_of(request: Request) -> ClientNames:
+    """Raises InvalidRequest for a name that is sent twice."""
+    return ClientNames(
+        single_header(request, IDEMPOTENCY_KEY),
+        single_header(request, "X-Session-Id") or "",
+        single_header(request, "X-Parent-Session-Id") or "",
+    )
 
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"

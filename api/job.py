@@ -92,7 +92,7 @@ class Turn:
 
     keys: tuple[bytes, ...]
     roles: tuple[str, ...]
-    owner: bytes = b""  # a digest of the tenant's salt
+    salt: bytes = b""  # the tenant's
     goes_on: bool = False  # the answer continues the last message
 
     @property

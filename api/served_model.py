@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from api.errors import ContextLengthExceeded, ModelNotFound
 from engine.promise import Promise
 from engine.request import FinishReason, Picture, Request
 from tiers.blocks.contents import Content
@@ -140,3 +141,54 @@ class ServedModel:
         (Unicode's NFC), up to four characters may become one.
         """
         return 4 * self.tokenizer.max_token_bytes * self.max_context
+
+    def check_chars(self, num_chars: int, param: str) -> None:
+        """Raises ContextLengthExceeded for a text that is too long to read."""
+        if num_chars > self.max_chars:
+            at_least = num_chars * self.max_context // self.max_chars
+            raise ContextLengthExceeded(
+                f"{self.too_long(at_least)} It has {num_chars} characters, which are as many "
+                "tokens or more. Shorten the prompt.",
+                param=param,
+            )
+
+    def room_for_answer(
+        self, prompt_tokens: int, max_tokens: int | None, *, prompt: str, limit: str = "max_tokens"
+    ) -> int:
+        """The maximum of answer tokens. `prompt` and `limit` name the fields for the error.
+
+        Raises ContextLengthExceeded with the numbers.
+        """
+        room = self.max_context - prompt_tokens
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"{self.too_long(prompt_tokens)} Shorten the prompt.", param=prompt
+            )
+        if max_tokens is not None and max_tokens > room:
+            raise ContextLengthExceeded(
+                f"input length and `{limit}` exceed context limit: {prompt_tokens} + {max_tokens} "
+                f"> {self.max_context}, the model's maximum context length. Shorten the prompt, or "
+                f"set {limit} to {room} at most.",
+                param=limit,
+            )
+        return room if max_tokens is None else max_tokens
+
+    def too_long(self, num_tokens: int) -> str:
+        """In the words that clients of both protocols look for. One token is left for the
+        answer."""
+        return (
+            f"prompt is too long: {num_tokens} tokens > {self.max_context - 1} maximum; the "
+            f"model's maximum context length is {self.max_context} tokens."
+        )
+
+
+def find_model(models: Mapping[str, ServedModel], name: str | None) -> ServedModel:
+    """The model of that name, or the first without one. Raises ModelNotFound, with the served
+    names."""
+    try:
+        return models[name] if name else next(iter(models.values()))
+    except KeyError:
+        served = ", ".join(f"'{known}'" for known in models)
+        raise ModelNotFound(
+            f"The model '{str(name)[:80]}' is not served here; served: {served}.", param="model"
+        ) from None

@@ -9,12 +9,13 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from api.errors import MissingKey, MissingScope
 from billing.accounts import Accounts
 from billing.keys import Principal, Scope
+from tiers.blocks.keys import CacheScope
 
 MAX_DERIVED = 10_000  # salts kept in memory
 EVERYONE = "*"  # as a member of a sharing group, stands for every tenant
@@ -77,6 +78,11 @@ class Salts:
     _derived: dict[tuple[bytes, str], bytes] = field(
         default_factory=dict, repr=False, compare=False
     )
+
+    def scoped(self, scope: CacheScope, tenant: str, group: str | None = None) -> CacheScope:
+        """A model's scope with the salt of a tenant, or of the sharing group that it names."""
+        salt = self.of_group(group, tenant) if group else self.of_tenant(tenant)
+        return replace(scope, tenant=salt)
 
     def of_tenant(self, tenant: str) -> bytes:
         return self._derive(b"tenant", tenant)

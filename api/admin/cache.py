@@ -16,9 +16,8 @@ from api.access.shares import OPERATOR
 from api.admin.parts import add_audit_entry, parts_of
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound
-from api.routes.conversation import chat_prompt
-from api.routes.models import find_model
-from api.routes.prompts import Encoded, encode_chat, encode_prompt
+from api.routes.prompts import Encoded, encode_prompt, encoded_chat
+from api.served_model import find_model
 from api.shapes.message import Message
 from api.shapes.schemas import ChatBody
 from billing.operations.arguments import Argument, Name, Why
@@ -166,13 +165,12 @@ async def _prefix(
     """The prefix of a prompt or a chat, for the tenant or group with this salt."""
     wire, block_size = wire_of(request), parts_of(request).cache.block_size
     models = wire.inference.models
-    model = find_model(models, model_name or next(iter(models)))
+    model = find_model(models, model_name)
     if messages is not None:
         chat = ChatBody.model_construct(
             model=model.name, messages=messages, add_generation_prompt=False
         )
-        prompt = chat_prompt(wire, model, chat)
-        encoded = await encode_chat(wire, model, prompt, tenant=OPERATOR)
+        encoded = await encoded_chat(wire, model, chat, tenant=OPERATOR)
     else:
         assert text is not None
         encoded = Encoded(await encode_prompt(wire, model, text, tenant=OPERATOR))

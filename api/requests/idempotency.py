@@ -13,14 +13,13 @@ from fastapi import Request
 from starlette.responses import Response
 
 from api.errors import InvalidRequest
-from api.headers import EVENT_STREAM, FIT_NAME, single_header
+from api.headers import EVENT_STREAM, FIT_NAME, IDEMPOTENCY_KEY, single_header
 from billing.errors import BillingError
 from billing.idempotency import FirstAnswer, Idempotency
 from billing.keys import Principal
 
 logger = logging.getLogger(__name__)
 
-IDEMPOTENCY_KEY = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 
 

@@ -73,6 +73,8 @@ def turn_of(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     arguments: Mapping[str, Any] | None = None,
+    *,
+    goes_on: bool = False,
 ) -> Turn:
     """The keys of a conversation's beginnings. They differ by tenant, model, tools and arguments of
     the template, of which it may render all before the messages."""
@@ -84,7 +86,7 @@ def turn_of(
         key = _continued(key, message)
         keys.append(key)
     roles = tuple(str(message["role"]) for message in messages)
-    return Turn(tuple(keys), roles, owner_of(scope.tenant))
+    return Turn(tuple(keys), roles, scope.tenant, goes_on)
 
 
 def assistant_message(text: str) -> Mapping[str, Any]:
@@ -108,7 +110,7 @@ class Conversations:
                 return
             if key in self._kept:
                 body = await self._kept.read(key)
-                left = _Left.unpacked(body, turn.owner) if body is not None else None
+                left = _Left.unpacked(body, owner_of(turn.salt)) if body is not None else None
                 if left is not None:
                     self._keep(key, left)
                     return
@@ -155,14 +157,15 @@ class Conversations:
         message_of: Callable[[str], Mapping[str, Any]] = assistant_message,
     ) -> None:
         """Remember a served turn: its prompt, and its prompt with each answer."""
-        self._keep(turn.keys[-1], _Left(prompt, len(prompt), owner=turn.owner))
+        owner = owner_of(turn.salt)
+        self._keep(turn.keys[-1], _Left(prompt, len(prompt), owner=owner))
         for answer in answers:
             key = _continued(turn.answered_key, message_of(answer.text))
             tokens = prompt + array("i", answer.tokens)
             num_told, rest = _num_spelled(tokenizer, answer)
-            left = _Left(tokens, len(prompt) + num_told, rest, turn.owner)
+            left = _Left(tokens, len(prompt) + num_told, rest, owner)
             self._keep(key, left)
-            self._kept.write(key, turn.owner, left.packed())
+            self._kept.write(key, owner, left.packed())
         for key in [key for key in turn.keys if key in self._kept][:-1]:
             self._kept.delete(key)  # superseded by later turns
 

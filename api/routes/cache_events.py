@@ -13,12 +13,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.access.auth import EVERYONE
-from api.admission import scope_for
 from api.cache.feeds import FeedResponse, Filter
 from api.collaborators import Collaborators
 from api.context import authorised, wire_of
 from api.errors import InvalidRequest
-from billing.keys import Principal, Scope
+from billing.keys import Scope
 from tiers.blocks.keys import PrefixKey
 from tiers.telemetry.events import EventKind
 from tiers.tier import TierName
@@ -82,14 +81,13 @@ def _number(text: str | None) -> int | None:
 
 def scopes_of_tenant(wire: Collaborators, tenant: str) -> frozenset[PrefixKey]:
     """The roots of every scope that the tenant's requests can use."""
-    principal = Principal(tenant)
     groups = [
         group
         for group, members in wire.access.salts.groups.items()
         if tenant in members or EVERYONE in members
     ]
     return frozenset(
-        scope_for(wire.access.salts, model, principal, share).root()
+        wire.access.salts.scoped(model.scope, tenant, share).root()
         for model in wire.inference.models.values()
         for share in (None, *groups)
     )

@@ -10,15 +10,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.admission import deliver, scope_for
+from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import authorised, read_body, wire_of
+from api.context import arrive, authorised, wire_of
 from api.errors import CacheNotFound, Unsupported
 from api.job import Job, Kept
 from api.requests.retention import Retention
 from api.routes.completions import completion_job
 from api.routes.conversation import chat_of
-from api.shapes.body import parse
 from api.shapes.caches import CacheChange, CacheFormat, NewCache, cache_document
 from api.shapes.schemas import ChatBody
 from billing.keys import Principal
@@ -30,21 +29,18 @@ router = APIRouter(prefix="/v1/caches", tags=["caches"])
 @router.post("")
 async def make_cache(request: Request) -> Response:
     """Keep `messages` or `prompt` for `ttl`. Replaces a cache of the same name."""
-    principal = await authorised(request)
-    wire = wire_of(request)
-    retention = wire.cache.retention
-    raw = await read_body(request)
-    body = parse(raw, NewCache)
+    arrival, body = await arrive(request, NewCache)
+    retention = arrival.wire.cache.retention
     name = body.checked_name() or f"cache-{uuid.uuid4().hex[:16]}"
     asked = body.request()
     if isinstance(asked, ChatBody):
-        job = (await chat_of(request, principal, asked, raw)).job.only_prompt()
+        job = (await chat_of(arrival, asked)).job.only_prompt()
     else:
-        job = await completion_job(request, principal, asked, raw)
+        job = await completion_job(arrival, asked)
     kept = await _keep(retention, job, name, body.ttl)
     try:
         wire_format = CacheFormat(cache_document(kept, job.model.name))
-        return await deliver(request, principal, job, asked, wire_format, raw)
+        return await deliver(arrival, job, asked, wire_format)
     except BaseException:
         retention.pins.release(kept.pin.name)
         raise
@@ -72,9 +68,8 @@ async def show_cache(request: Request, name: str) -> dict[str, Any]:
 @router.patch("/{name}")
 async def change_cache(request: Request, name: str) -> dict[str, Any]:
     """Set a cache to expire `ttl` from now."""
-    principal = await authorised(request)
-    wire = wire_of(request)
-    body = parse(await read_body(request), CacheChange)
+    arrival, body = await arrive(request, CacheChange)
+    wire, principal = arrival.wire, arrival.principal
     pin = (await _found(wire, principal, name)).pin
     if pin.kind.gives_way:
         raise Unsupported(f"'{name}' is a {pin.kind}: it lasts as its requests say.", param="ttl")
@@ -113,6 +108,6 @@ def _document(wire: Collaborators, principal: Principal, kept: Kept) -> dict[str
     of_scope = (
         model.name
         for model in wire.inference.models.values()
-        if scope_for(wire.access.salts, model, principal, None).root() == kept.pin.scope
+        if wire.access.salts.scoped(model.scope, principal.tenant).root() == kept.pin.scope
     )
     return cache_document(kept, next(of_scope, None))

@@ -8,22 +8,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from api.admission import check_size, deliver, request_context, scope_for
+from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import authorised, read_body, request_log_of, wire_of
+from api.context import Arrival, arrive, request_context
 from api.errors import ErrorAnswer, ended_by
-from api.headers import DONE, event
+from api.headers import DONE, event, names_of
 from api.job import Asked, Bill, Delta, Job, Served
-from api.routes.models import find_model
-from api.routes.prompts import encode_prompt, room_for_answer
-from api.served_model import ServedModel
-from api.shapes.body import parse
+from api.routes.prompts import encode_prompt
+from api.served_model import ServedModel, find_model
 from api.shapes.contents import contents_of
 from api.shapes.logprobs import prompt_logprobs, text_decoder, text_logprobs, text_of
-from api.shapes.schemas import CompletionBody, sampling_params
+from api.shapes.schemas import CompletionBody
 from api.shapes.structured import source_asked
 from api.shapes.usage import closing, tier_answered
-from billing.keys import Principal
 from billing.usage import Usage
 from engine.request import FinishReason, TokenLogprob
 
@@ -34,48 +31,35 @@ router = APIRouter(tags=["completions"])
 @router.post("/completions", include_in_schema=False)
 async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
-    wire = wire_of(request)
-    principal = await authorised(request)
-    wire.access.queue.check_wait(principal.tenant)
-    raw = await read_body(request)
-    body = parse(raw, CompletionBody)
-    job = await completion_job(request, principal, body, raw)
+    arrival, body = await arrive(request, CompletionBody, queues=True)
+    job = await completion_job(arrival, body)
     echoes = _echoes(job, body)
     wire_format = CompletionFormat(
         job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
     )
-    return await deliver(request, principal, job, body, wire_format, raw)
+    return await deliver(arrival, job, body, wire_format)
 
 
-async def completion_job(
-    request: Request, principal: Principal, body: CompletionBody, raw: bytes
-) -> Job:
+async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
     """The job of a body. Raises what is wrong with it, by field."""
-    wire, story = wire_of(request), request_log_of(request)
-    body.refuse_unserved()
-    story.add(ignored_fields=body.ignored or None)
+    wire, log, tenant = arrival.wire, arrival.log, arrival.principal.tenant
+    log.add(ignored_fields=body.check(wire.settings.max_choices) or None)
     model = find_model(wire.inference.models, body.model)
-    given = body.prompts()
-    check_size(wire, body, len(given))
-    encoding = (encode_prompt(wire, model, prompt, tenant=principal.tenant) for prompt in given)
+    encoding = (encode_prompt(wire, model, each, tenant=tenant) for each in body.prompts())
     prompts = await asyncio.gather(*encoding)
     return Job(
-        request_id=story.request_id,
+        request_id=log.request_id,
         model=model,
         prompts=tuple(prompts),
-        params=sampling_params(
-            body,
-            max_tokens=_answer_limit(wire, model, body, prompts),
-            logprobs=body.logprobs,
-        ),
-        tenant=principal.tenant,
-        scope=scope_for(wire.access.salts, model, principal, body.extension.share),
+        params=body.sampling(_answer_limit(wire, model, body, prompts)),
+        tenant=tenant,
+        scope=wire.access.salts.scoped(model.scope, tenant, body.extension.share),
         stop=body.stop_strings,
         source=source_asked(body),
         cache=body.extension.cache is not False,
         stream=bool(body.stream),
-        arrival_ns=story.arrival_ns,
-        context=request_context(request, principal, raw, body),
+        arrival_ns=log.arrival_ns,
+        context=request_context(arrival, body, names_of(arrival.request)),
         contents=contents_of(body.extension, prompts, body.apart),
     )
 
@@ -90,8 +74,8 @@ def _answer_limit(
     less fits."""
     longest = max(map(len, prompts))
     if body.max_tokens is not None:
-        return room_for_answer(model, longest, body.max_tokens, prompt="prompt")
-    room = room_for_answer(model, longest, None, prompt="prompt")
+        return model.room_for_answer(longest, body.max_tokens, prompt="prompt")
+    room = model.room_for_answer(longest, None, prompt="prompt")
     return min(room, wire.settings.default_completion_tokens)
 
 

@@ -6,40 +6,29 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fastapi import Request
-
-from api.admission import check_size, request_context, scope_for
 from api.collaborators import Collaborators
-from api.context import request_log_of, wire_of
-from api.errors import ApiError, InvalidRequest, Unsupported
-from api.headers import single_header
+from api.context import Arrival, request_context
+from api.errors import ApiError, InvalidRequest
+from api.headers import ClientNames, names_of
 from api.job import Comparison, Delta, Job, Keep, Session, Turn
 from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
 from api.requests.turns import TurnReplay, common_length, turn_of
-from api.routes.models import find_model
-from api.routes.prompts import ChatPrompt, encode_chat, room_for_answer
-from api.served_model import ServedModel
+from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
+from api.served_model import ServedModel, find_model
 from api.shapes.chat import message_of
 from api.shapes.contents import contents_of
-from api.shapes.images import check_images
 from api.shapes.reply import Reply
-from api.shapes.schemas import ChatBody, sampling_params
-from api.shapes.structured import source_asked
-from api.shapes.template_arguments import SWITCHES, template_arguments
-from api.shapes.tooling import tooling_of, tools_source
+from api.shapes.schemas import CacheAsked, ChatBody
+from api.shapes.structured import chat_answer
 from api.shapes.translation import with_answer
-from api.tools.history import for_template
-from api.tools.reasoning import OPEN, ThinkParser
-from api.tools.steering import steered
-from api.tools.style import THOUGHT_MARKERS, Style, parser_of, style_of, thinks
-from billing.keys import Principal
+from api.tools.reasoning import ThinkParser
+from api.tools.style import Style, parser_of
 from engine.errors import RequestError
 from engine.request import FinishReason
 from engine.structure import GrammarSource
-from tiers.blocks.keys import CacheScope
+from tiers.blocks.contents import Content
 
 SESSION_CHARS = 256  # limit of a client's name for its conversation
-_TAIL_TOKENS = 8  # of a prompt, enough to contain the marker of reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +53,8 @@ class Chat:
 
 
 async def chat_of(
-    request: Request,
-    principal: Principal,
+    arrival: Arrival,
     body: ChatBody,
-    raw: bytes,
     *,
     marks: Sequence[Mark] = (),
     replays: bool = False,
@@ -78,56 +65,70 @@ async def chat_of(
     `marks` are the points up to which the prompt is to be kept. `replays` continues from the last
     turn's tokens. `limit` is the protocol's own name of the body's.
     """
-    wire, log = wire_of(request), request_log_of(request)
-    body.refuse_unserved()
+    wire, log, tenant = arrival.wire, arrival.log, arrival.principal.tenant
+    if ignored := body.check(wire.settings.max_choices):
+        log.add(ignored_fields=ignored)
+    asked = body.cache_asked()
+
     model = find_model(wire.inference.models, body.model)
-    check_size(wire, body, 1)
+    scope = wire.access.salts.scoped(model.scope, tenant, asked.share)
+
     prompt = chat_prompt(wire, model, body)
-    _refuse_named_images(prompt, body)
-    log.add(ignored_fields=body.ignored or log.facts.get("ignored_fields"))
-    scope = scope_for(wire.access.salts, model, principal, body.extension.share)
-    turn = _turn(body, scope, prompt)
-    if turn is not None:
+    if prompt.images and asked.is_named:
+        raise _named_images(asked)
+
+    turn, replay = None, None  # tokens identify neither images nor whose they are
+    if asked.on and not (prompt.images or asked.apart):
+        tools, goes_on = prompt.offered_tools, prompt.continue_final_message
+        turn = turn_of(scope, prompt.messages, tools, prompt.arguments, goes_on=goes_on)
         await wire.records.conversations.recall(turn)
-    replay = _replay(wire, prompt, turn) if replays and not _is_named(body) else None
-    encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant, replay=replay)
+        replay = _replay(wire, prompt, turn) if replays and not asked.is_named else None
+    encoded = await encode_chat(wire, model, prompt, tenant=tenant, replay=replay)
     tokens, seen = encoded.tokens, bool(encoded.pictures)
-    opened = _ends_thinking(model, tokens)
-    source = tools_source(prompt.tooling, prompt.style, source_asked(body), thinking=opened)
-    params = sampling_params(
-        body, max_tokens=_room(model, body, len(tokens), limit), logprobs=body.logprobs_asked
+    opened, markers = ends_thinking(model, prompt, tokens), prompt.markers
+
+    answer = chat_answer(
+        body, model, prompt.tooling, prompt.style, len(tokens), thinking=opened, limit=limit
     )
-    # A stop would cut a forced call, which is no text.
-    whole = prompt.tooling.choice.forced
+    new_reply = partial(_new_reply, prompt, answer.source, opened=opened)
+
+    # Pins of requests find blocks by tokens alone, so chats with images get none.
+    mine = not (seen or asked.is_named or asked.share)
+    if asked.points:
+        marks = [*marks, *(Mark(each.for_s, body.until(each)) for each in asked.points)]
+    keeps = await _keeps(wire, model, marks, tokens, tenant=tenant) if marks and mine else ()
+    names = names_of(arrival.request)
+    session = names.session or body.prompt_cache_key
+    num_same = 0 if replay is None else _num_same(replay, tokens)
+    begun = prompt.messages[-1] if turn is not None and turn.goes_on else None
+    contents: tuple[tuple[Content, ...], ...] = (encoded.contents,) if seen else ()
+    if asked.is_named:
+        contents = contents_of(body.extension, (tokens,), asked.apart)
     job = Job(
         request_id=log.request_id,
         model=model,
         prompts=(tokens,),
-        params=replace(params, stop_token_ids=()) if whole else params,
-        tenant=principal.tenant,
+        params=answer.params,
+        tenant=tenant,
         scope=scope,
-        stop=() if whole else body.stop_strings,
-        source=source,
-        cache=body.uses_cache,
+        stop=answer.stop,
+        source=answer.source,
+        cache=asked.on,
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
-        context=request_context(request, principal, raw, body),
-        contents=(encoded.contents,)
-        if seen
-        else contents_of(body.extension, (tokens,), body.apart),
+        context=request_context(arrival, body, names),
+        contents=contents,
         pictures=encoded.pictures,
-        markers=_markers(prompt, model),
-        # Pins of requests find blocks by tokens alone, so chats with images get none.
-        keeps=()
-        if seen
-        else await _keeps(wire, model, body, tokens, marks, tenant=principal.tenant),
-        session=None if seen else session_of(request, body),
+        markers=markers,
+        keeps=keeps,
+        session=_session(session, names, body) if session and mine and asked.on else None,
+        turn=turn,
+        message_of=partial(_answered, new_reply, begun) if turn is not None else None,
+        replayed_tokens=num_same,
+        divergence=None
+        if turn is None or num_same
+        else wire.records.conversations.divergence(turn, tokens, model.tokenizer),
     )
-    forced = _is_bare(prompt, source)
-    new_reply = partial(_new_reply, prompt, model, opened=opened, forced=forced)
-    if turn is not None:
-        begun = prompt.messages[-1] if turn.goes_on else None
-        job = _remembered(wire, job, turn, _num_same(replay, tokens), new_reply, begun)
     return Chat(job, new_reply, prompt)
 
 
@@ -141,118 +142,29 @@ async def compared(
     return compare(old, chat.fingerprint(), chat.job) if old is not None else None
 
 
-def _refuse_named_images(prompt: ChatPrompt, body: ChatBody) -> None:
-    if prompt.images and _is_named(body):
-        given = body.apart[0] if body.apart else "cachesvc.contents"
-        raise InvalidRequest(
-            f"The chat has images, which the server names itself; leave out {given}.", param=given
-        )
-
-
-def _is_named(body: ChatBody) -> bool:
-    """Whether the prompt's tokens alone do not tell whose blocks it may use."""
-    return bool(body.extension.contents or body.apart)
-
-
-def _room(model: ServedModel, body: ChatBody, num_tokens: int, limit: str | None) -> int:
-    """The maximum of answer tokens. Raises ContextLengthExceeded if the prompt leaves too few."""
-    limit = limit or ("max_completion_tokens" if body.max_completion_tokens else "max_tokens")
-    return room_for_answer(model, num_tokens, body.completion_limit, prompt="messages", limit=limit)
-
-
-def _remembered(
-    wire: Collaborators,
-    job: Job,
-    turn: Turn,
-    num_same: int,
-    new_reply: Callable[[], Reply],
-    begun: Mapping[str, Any] | None,
-) -> Job:
-    """The job as a turn that continues from its conversation's last tokens. The answer goes on with
-    the message `begun`."""
-    return replace(
-        job,
-        turn=turn,
-        message_of=partial(_answered, new_reply, begun),
-        replayed_tokens=num_same,
-        divergence=None
-        if num_same
-        else wire.records.conversations.divergence(turn, job.prompts[0], job.model.tokenizer),
+def _named_images(asked: CacheAsked) -> InvalidRequest:
+    given = asked.apart[0] if asked.apart else "cachesvc.contents"
+    return InvalidRequest(
+        f"The chat has images, which the server names itself; leave out {given}.", param=given
     )
 
 
-def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> ChatPrompt:
-    """The input of the model's template. Raises like `chat_of`."""
-    if not model.tokenizer.has_chat_template:
-        raise Unsupported(
-            f"The model '{model.name}' has no chat template; use /v1/completions.",
-            param="messages",
-        )
-    template = model.tokenizer.chat_template
-    tooling = tooling_of(body)
-    last = body.messages[-1]
-    continues = bool(body.continue_final_message or last.prefix or last.partial)
-    if continues and (body.add_generation_prompt or body.messages[-1].role != "assistant"):
-        raise InvalidRequest(
-            "continue_final_message needs a last message of the assistant, and no "
-            "add_generation_prompt.",
-            param="continue_final_message",
-        )
-    messages = [message.for_template(number) for number, message in enumerate(body.messages)]
-    images = [each for n, message in enumerate(body.messages) for each in message.images(n)]
-    check_images(model, images)
-    style, arguments = style_of(template), template_arguments(body, template)
-    if continues and any(arguments.get(name) for name in SWITCHES):
-        raise InvalidRequest(
-            "thinking comes before an answer, and the last message has begun one; turn it off.",
-            param="thinking",
-        )
-    return ChatPrompt(
-        messages=steered(
-            messages, partial(_shown, model, style), hoisted=wire.settings.system_in_place
-        ),
-        images=images,
-        tooling=tooling,
-        style=style,
-        add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        continue_final_message=continues,
-        arguments=arguments,
-    )
-
-
-def _shown(model: ServedModel, style: Style, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages as the model's template renders them. Raises RequestError if it does not."""
-    plain, _ = for_template(messages, (), model.tokenizer.chat_template, style)
-    return model.tokenizer.render(plain)
-
-
-def session_of(request: Request, body: ChatBody) -> Session | None:
-    """The conversation named by X-Session-Id, or else by prompt_cache_key.
-
-    None if the tenant cannot keep the blocks: not cached, named contents, or a sharing group's.
-    """
-    name = single_header(request, "X-Session-Id") or body.prompt_cache_key or ""
-    extension = body.extension
-    if not name or extension.share or _is_named(body) or not body.uses_cache:
-        return None
-    parent = single_header(request, "X-Parent-Session-Id") or ""
-    return Session(name[:SESSION_CHARS], parent[:SESSION_CHARS], extension.pause_s)
+def _session(name: str, names: ClientNames, body: ChatBody) -> Session:
+    parent = names.parent_session[:SESSION_CHARS]
+    return Session(name[:SESSION_CHARS], parent, body.extension.pause_s)
 
 
 async def _keeps(
     wire: Collaborators,
     model: ServedModel,
-    body: ChatBody,
-    tokens: "array[int]",
     marks: Sequence[Mark],
+    tokens: "array[int]",
     *,
     tenant: str,
 ) -> tuple[Keep, ...]:
     """The marks in tokens: the common beginning of the whole chat and the chat cut at each mark."""
-    if body.extension.share or _is_named(body):
-        return ()
     keeps = []
-    for mark in (*marks, *(Mark(each.for_s, body.until(each)) for each in body.breakpoints())):
+    for mark in marks:
         same = len(tokens)
         if mark.cut is not None:
             try:
@@ -265,65 +177,39 @@ async def _keeps(
     return tuple(keeps)
 
 
-def _turn(body: ChatBody, scope: CacheScope, prompt: ChatPrompt) -> Turn | None:
-    """The chat as a turn of its conversation; None if turns are not remembered."""
-    unknown = prompt.images or body.apart  # tokens identify neither images nor whose they are
-    if not body.uses_cache or unknown:
-        return None
-    turn = turn_of(scope, prompt.messages, prompt.offered_tools, prompt.arguments)
-    return replace(turn, goes_on=prompt.continue_final_message)
-
-
-def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn | None) -> TurnReplay | None:
+def _replay(wire: Collaborators, prompt: ChatPrompt, turn: Turn) -> TurnReplay | None:
     """What the chat continues from. Never calls in harmony, which end with their own marker."""
-    replay = wire.records.conversations.replay(turn) if turn is not None else None
-    is_last = replay is not None and replay.place == len(prompt.messages) - 1
-    if replay is None or (is_last and not prompt.continue_final_message):
+    replay = wire.records.conversations.replay(turn)
+    if replay is None:
         return None
+    is_last = replay.place == len(prompt.messages) - 1
     calls = prompt.messages[replay.place].get("tool_calls")
-    return None if calls and prompt.style is Style.HARMONY else replay
+    if (is_last and not turn.goes_on) or (calls and prompt.style is Style.HARMONY):
+        return None
+    return replay
 
 
-def _num_same(replay: TurnReplay | None, tokens: "array[int]") -> int:
+def _num_same(replay: TurnReplay, tokens: "array[int]") -> int:
     """The number of replayed tokens; 0 if the template's own were used after all."""
-    if replay is None or tokens[: len(replay.tokens)] != replay.tokens:
-        return 0
-    return len(replay.tokens)
-
-
-def _is_bare(prompt: ChatPrompt, source: GrammarSource | None) -> bool:
-    """Whether a grammar makes the model write calls as JSON without the style's markers."""
-    return source is not None and prompt.tooling.may_call and not prompt.style.has_text_marks
+    same = len(replay.tokens)
+    return same if tokens[:same] == replay.tokens else 0
 
 
 def _answered(
     new_reply: Callable[[], Reply], begun: Mapping[str, Any] | None, text: str
 ) -> Mapping[str, Any]:
-    """An answer as the message that the next turn sends."""
+    """An answer as the message that the next turn sends. It goes on with the message `begun`."""
     reply = new_reply()
     reply.read(Delta(0, text, finish=FinishReason.STOP))
     message = message_of(reply)
     return message if begun is None else with_answer([dict(begun)], message)[0]
 
 
-def _markers(prompt: ChatPrompt, model: ServedModel) -> tuple[str, ...]:
-    """Special tokens that the answer's reader needs as text."""
-    calls = prompt.tooling.may_call or prompt.style is Style.HARMONY
-    thought = THOUGHT_MARKERS if thinks(model.tokenizer.chat_template) else ()
-    return (*(prompt.style.markers if calls else ()), *thought)
-
-
-def _new_reply(prompt: ChatPrompt, model: ServedModel, *, opened: bool, forced: bool) -> Reply:
-    names, begun = prompt.tooling.callable_names, prompt.continue_final_message
-    parser = parser_of(prompt.style, names, forced=forced, begun=begun)
-    if thinks(model.tokenizer.chat_template) and prompt.style is not Style.HARMONY:
+def _new_reply(prompt: ChatPrompt, source: GrammarSource | None, *, opened: bool) -> Reply:
+    tooling, style, begun = prompt.tooling, prompt.style, prompt.continue_final_message
+    # A grammar makes the model write calls as JSON without the style's markers.
+    forced = source is not None and tooling.may_call and not style.has_text_marks
+    parser = parser_of(style, tooling.callable_names, forced=forced, begun=begun)
+    if prompt.thinks and style is not Style.HARMONY:
         parser = ThinkParser(parser, opened=opened)
-    return Reply(parser, prompt.style, only_calls=prompt.tooling.choice.forced)
-
-
-def _ends_thinking(model: ServedModel, tokens: "array[int]") -> bool:
-    """Whether the prompt ends inside reasoning, so that the answer begins with it."""
-    if not thinks(model.tokenizer.chat_template):
-        return False
-    tail = b"".join(model.tokenizer.token_bytes(token) for token in tokens[-_TAIL_TOKENS:])
-    return tail.rstrip().endswith(OPEN.encode())
+    return Reply(parser, style, only_calls=tooling.choice.forced)

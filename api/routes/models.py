@@ -1,26 +1,13 @@
-"""GET /v1/models: the served models in OpenAI's list shape; and the lookup that routes share."""
+"""GET /v1/models: the served models in OpenAI's list shape."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from api.context import authorised, wire_of
-from api.errors import ModelNotFound
-from api.served_model import ServedModel
+from api.served_model import ServedModel, find_model
 
 router = APIRouter(tags=["models"])
-
-
-def find_model(models: Mapping[str, ServedModel], name: str) -> ServedModel:
-    """The model of that name. Raises ModelNotFound, with the served names."""
-    try:
-        return models[name]
-    except KeyError:
-        served = ", ".join(f"'{known}'" for known in models)
-        raise ModelNotFound(
-            f"The model '{name[:80]}' is not served here; served: {served}.", param="model"
-        ) from None
 
 
 def card(model: ServedModel) -> dict[str, Any]:

@@ -5,19 +5,24 @@ import uuid
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
 from api.collaborators import Collaborators
-from api.errors import ContextLengthExceeded, InvalidRequest
+from api.errors import ContextLengthExceeded, InvalidRequest, Unsupported
 from api.requests.turns import TurnReplay
 from api.served_model import ServedModel
-from api.shapes.images import ImageAsked, picture_of
-from api.shapes.tooling import Tooling
+from api.shapes.images import ImageAsked, check_images, picture_of
+from api.shapes.schemas import ChatBody
+from api.shapes.template_arguments import SWITCHES, template_arguments
+from api.shapes.tooling import Tooling, tooling_of
 from api.tools.history import for_template
-from api.tools.style import Style
+from api.tools.reasoning import OPEN
+from api.tools.steering import steered
+from api.tools.style import THOUGHT_MARKERS, Style, style_of, thinks
 from engine.errors import RequestError
 from engine.request import Picture
 from engine.structure import check_document
@@ -25,6 +30,7 @@ from tiers.blocks.contents import Content
 
 Made = TypeVar("Made")
 
+_TAIL_TOKENS = 8  # of a prompt, enough to contain the marker of reasoning
 MESSAGE_CHARS = 50  # rendering one message takes as long as tokenising this many
 
 
@@ -32,7 +38,7 @@ async def encode_text(
     wire: Collaborators, model: ServedModel, text: str, *, tenant: str
 ) -> "array[int]":
     """Token ids of a text. Raises ContextLengthExceeded before reading a text that is too long."""
-    _check_length(model, len(text), "prompt")
+    model.check_chars(len(text), "prompt")
     return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
 
 
@@ -52,14 +58,89 @@ class ChatPrompt:
     messages: Sequence[Mapping[str, Any]]
     tooling: Tooling
     style: Style
+    thinks: bool = False  # the template has reasoning
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     images: Sequence[ImageAsked] = ()  # of its messages, in order
+    offered_tools: Sequence[dict[str, Any]] = ()  # as templates read them
+    num_chars: int = 0  # that a template may render of it
 
     @property
-    def offered_tools(self) -> list[dict[str, Any]]:
-        return [tool.for_template() for tool in self.tooling.tools]
+    def markers(self) -> tuple[str, ...]:
+        """Special tokens that the answer's reader needs as text."""
+        calls = self.tooling.may_call or self.style is Style.HARMONY
+        thought = THOUGHT_MARKERS if self.thinks else ()
+        return (*(self.style.markers if calls else ()), *thought)
+
+
+def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> ChatPrompt:
+    """The input of the model's template, within its bounds.
+
+    Raises what is wrong with the messages, tools or arguments, by field: InvalidRequest,
+    InvalidParameter for calls nested too deeply, or ContextLengthExceeded.
+    """
+    template = model.tokenizer.chat_template
+    if not model.tokenizer.has_chat_template:
+        raise Unsupported(
+            f"The model '{model.name}' has no chat template; use /v1/completions.",
+            param="messages",
+        )
+    tooling = tooling_of(body)
+    last = body.messages[-1]
+    continues = bool(body.continue_final_message or last.prefix or last.partial)
+    if continues and (body.add_generation_prompt or last.role != "assistant"):
+        raise InvalidRequest(
+            "continue_final_message needs a last message of the assistant, and no "
+            "add_generation_prompt.",
+            param="continue_final_message",
+        )
+    messages, images = [], list[ImageAsked]()
+    for number, message in enumerate(body.messages):
+        messages.append(message.for_template(number))
+        images += message.images(number)
+    if images:
+        check_images(model, images)
+    style, arguments = style_of(template), template_arguments(body, template)
+    if continues and any(arguments.get(name) for name in SWITCHES):
+        raise InvalidRequest(
+            "thinking comes before an answer, and the last message has begun one; turn it off.",
+            param="thinking",
+        )
+    shown, hoisted = partial(_shown, model, style), wire.settings.system_in_place
+    plain = steered(messages, shown, hoisted=hoisted)
+    for number, each in enumerate(plain):
+        if calls := each.get("tool_calls"):
+            check_document(calls, f"messages[{number}].tool_calls")
+    tools = [tool.for_template() for tool in tooling.tools]
+    more = [one for one in (tools, arguments) if one]
+    num_chars = sum(map(_size, plain)) + sum(len(orjson.dumps(one)) for one in more)
+    model.check_chars(num_chars, "messages")
+    return ChatPrompt(
+        messages=plain,
+        images=images,
+        tooling=tooling,
+        style=style,
+        thinks=thinks(template),
+        add_generation_prompt=body.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        arguments=arguments,
+        offered_tools=tools,
+        num_chars=num_chars,
+    )
+
+
+def _shown(model: ServedModel, style: Style, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages as the model's template renders them. Raises RequestError if it does not."""
+    plain, _ = for_template(messages, (), model.tokenizer.chat_template, style)
+    return model.tokenizer.render(plain)
+
+
+async def encoded_chat(
+    wire: Collaborators, model: ServedModel, body: ChatBody, *, tenant: str
+) -> Encoded:
+    """The tokens of a chat's body. Raises like `chat_prompt` and `encode_chat`."""
+    return await encode_chat(wire, model, chat_prompt(wire, model, body), tenant=tenant)
 
 
 async def encode_chat(
@@ -73,15 +154,8 @@ async def encode_chat(
     """The tokens of a chat as the model's template renders it. With `replay`, the replayed tokens
     and the template's rendering of the rest, if the rest can be determined.
 
-    Raises InvalidParameter for calls nested too deeply, InvalidRequest or Unsupported for an image,
-    and ContextLengthExceeded like `encode_text`.
+    Raises InvalidRequest or Unsupported for an image.
     """
-    for number, message in enumerate(prompt.messages):
-        check_document(message.get("tool_calls"), f"messages[{number}].tool_calls")
-    tools = prompt.offered_tools
-    size = sum(map(_size, prompt.messages))
-    size += sum(len(orjson.dumps(one)) for one in (tools, prompt.arguments) if one)
-    _check_length(model, size, "messages")
 
     def work() -> Encoded:
         if prompt.images:
@@ -93,7 +167,16 @@ async def encode_chat(
 
     if prompt.images:  # read and decoded off the event loop, however short the text
         return await wire.inference.encoders.run(tenant, work)
-    return await _encode(wire, tenant, size + MESSAGE_CHARS * len(prompt.messages), work)
+    size = prompt.num_chars + MESSAGE_CHARS * len(prompt.messages)
+    return await _encode(wire, tenant, size, work)
+
+
+def ends_thinking(model: ServedModel, prompt: ChatPrompt, tokens: "array[int]") -> bool:
+    """Whether the prompt ends inside reasoning, so that the answer begins with it."""
+    if not prompt.thinks:
+        return False
+    tail = b"".join(model.tokenizer.token_bytes(token) for token in tokens[-_TAIL_TOKENS:])
+    return tail.rstrip().endswith(OPEN.encode())
 
 
 def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encoded:
@@ -104,7 +187,7 @@ def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encode
     num_tokens = sum(picture.num_tiles for picture in pictures) * reader.tile_tokens
     if num_tokens > model.max_context:
         raise ContextLengthExceeded(
-            f"{_too_long(model, num_tokens)} Its images alone make as many; send fewer, or smaller "
+            f"{model.too_long(num_tokens)} Its images alone make as many; send fewer, or smaller "
             "ones.",
             param="messages",
         )
@@ -194,54 +277,9 @@ async def encode_prompt(
     return array("i", prompt)
 
 
-def room_for_answer(
-    model: ServedModel,
-    prompt_tokens: int,
-    max_tokens: int | None,
-    *,
-    prompt: str,
-    limit: str = "max_tokens",
-) -> int:
-    """The maximum of answer tokens. `prompt` and `limit` name the fields for the error.
-
-    Raises ContextLengthExceeded with the numbers.
-    """
-    room = model.max_context - prompt_tokens
-    if room < 1:
-        raise ContextLengthExceeded(
-            f"{_too_long(model, prompt_tokens)} Shorten the prompt.", param=prompt
-        )
-    if max_tokens is not None and max_tokens > room:
-        raise ContextLengthExceeded(
-            f"input length and `{limit}` exceed context limit: {prompt_tokens} + {max_tokens} > "
-            f"{model.max_context}, the model's maximum context length. Shorten the prompt, or set "
-            f"{limit} to {room} at most.",
-            param=limit,
-        )
-    return room if max_tokens is None else max_tokens
-
-
 def _size(message: Mapping[str, Any]) -> int:
     """The number of characters that a template may render for a message."""
     return sum(len(v) if isinstance(v, str) else len(orjson.dumps(v)) for v in message.values())
-
-
-def _check_length(model: ServedModel, num_chars: int, param: str) -> None:
-    if num_chars > model.max_chars:
-        at_least = num_chars * model.max_context // model.max_chars
-        raise ContextLengthExceeded(
-            f"{_too_long(model, at_least)} It has {num_chars} characters, which are as many tokens "
-            "or more. Shorten the prompt.",
-            param=param,
-        )
-
-
-def _too_long(model: ServedModel, num_tokens: int) -> str:
-    """In the words that clients of both protocols look for. One token is left for the answer."""
-    return (
-        f"prompt is too long: {num_tokens} tokens > {model.max_context - 1} maximum; the model's "
-        f"maximum context length is {model.max_context} tokens."
-    )
 
 
 async def _encode(wire: Collaborators, tenant: str, size: int, work: Callable[[], Made]) -> Made:

@@ -8,13 +8,12 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import authorised, read_body, request_log_of, wire_of
+from api.context import arrive, authorised, wire_of
 from api.errors import ResponseNotFound
 from api.requests.responses import KeptResponse
-from api.routes.conversation import Chat, chat_of, chat_prompt, compared
-from api.routes.models import find_model
-from api.routes.prompts import encode_chat
-from api.shapes.body import parse
+from api.routes.conversation import Chat, chat_of, compared
+from api.routes.prompts import encoded_chat
+from api.served_model import find_model
 from api.shapes.breakpoints import CacheOptions
 from api.shapes.fields import ignored_names
 from api.shapes.responses import InputBody, ResponsesBody
@@ -31,32 +30,28 @@ async def responses(request: Request) -> Response:
 
     It is stored for later turns unless `store` is false.
     """
-    principal = await authorised(request)
-    wire = wire_of(request)
-    wire.access.queue.check_wait(principal.tenant)
-    raw = await read_body(request)
-    body = parse(raw, ResponsesBody)
-    request_log_of(request).add(ignored_fields=ignored_names(body) or None)
-    history = await _history(wire, principal.tenant, body)
-    asked = body.generation(history)
+    arrival, body = await arrive(request, ResponsesBody, queues=True)
+    wire, tenant = arrival.wire, arrival.principal.tenant
+    arrival.log.add(ignored_fields=ignored_names(body) or None)
+    history = await _history(wire, tenant, body)
+    asked = body.as_chat(history)
     replays = body.previous_response_id is not None
-    chat = await chat_of(request, principal, asked, raw, replays=replays, limit="max_output_tokens")
-    keep = partial(_keep, wire, principal.tenant, body, history, chat)
+    chat = await chat_of(arrival, asked, replays=replays, limit="max_output_tokens")
+    keep = partial(_keep, wire, tenant, body, history, chat)
     options = body.prompt_cache_options or CacheOptions()
-    found = await compared(wire, principal.tenant, chat, options.comparison_response_id)
+    found = await compared(wire, tenant, chat, options.comparison_response_id)
     wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep, found)
-    return await deliver(request, principal, chat.job, asked, wire_format, raw)
+    return await deliver(arrival, chat.job, asked, wire_format)
 
 
 @router.post("/v1/responses/input_tokens")
 async def input_tokens(request: Request) -> dict[str, Any]:
     """The number of prompt tokens that the same body would have."""
-    principal = await authorised(request)
-    wire = wire_of(request)
-    body = parse(await read_body(request), InputBody)
+    arrival, body = await arrive(request, InputBody)
+    wire, tenant = arrival.wire, arrival.principal.tenant
     model = find_model(wire.inference.models, body.model)
-    prompt = chat_prompt(wire, model, body.as_chat(await _history(wire, principal.tenant, body)))
-    encoded = await encode_chat(wire, model, prompt, tenant=principal.tenant)
+    chat = body.as_chat(await _history(wire, tenant, body))
+    encoded = await encoded_chat(wire, model, chat, tenant=tenant)
     return {"object": "response.input_tokens", "input_tokens": len(encoded.tokens)}
 
 

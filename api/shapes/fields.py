@@ -144,6 +144,12 @@ def ignored_names(body: BaseModel, *more: str) -> list[str]:
     ]
 
 
+def check_fields(body: BaseModel, *tables: Mapping[str, Unserved]) -> list[str]:
+    """The ignored names of a body. Raises Unsupported like `refuse_unserved`."""
+    refuse_unserved(body.model_extra or {}, *tables)
+    return ignored_names(body)
+
+
 def _undeclared(body: BaseModel, path: str = "") -> Iterator[str]:
     for name, value in (body.model_extra or {}).items():
         if value is not None:

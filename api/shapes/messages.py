@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from api.errors import InvalidRequest, Unsupported
+from api.served_model import ServedModel
 from api.shapes.blocks import SYSTEM, ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import NAME_MAX, CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
 from api.shapes.schemas import ChatBody, Extension
+from api.shapes.template_arguments import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems
 from api.shapes.turns import ContentBlock, TurnMessage, texts_of, turn_messages
 from engine.bounds import MAX_COUNT
@@ -106,8 +108,8 @@ class CountBody(Body):
         cites = any(block.asks_to_cite for content in contents for block in content)
         return ignored_names(self, *tools, *(["messages.citations"] if cites else []))
 
-    def as_chat(self, *, sees_images: bool, whole: bool = True, **more: object) -> ChatBody:
-        """The body as a chat. Raises InvalidRequest or Unsupported, by field.
+    def as_chat(self, model: ServedModel, *, whole: bool = True) -> ChatBody:
+        """The body as a chat for a model. Raises InvalidRequest or Unsupported, by field.
 
         The `whole` chat continues a last message of the assistant, and its newest turn may hold
         nothing that the model cannot see.
@@ -118,7 +120,7 @@ class CountBody(Body):
         choice, form = self.tool_choice, output.format or self.output_format
         tools = [_function(n, tool) for n, tool in enumerate(self.tools or []) if tool.is_clients]
         messages = merged_systems(
-            [*self._system(), *self._turns(sees_images, self._newest() if whole else range(0))]
+            [*self._system(), *self._turns(model, self._newest() if whole else range(0))]
         )
         forced = choice is not None and choice.type in ("any", "tool")
         barred = {"tool_choice": forced, "output_config.format": form is not None}
@@ -133,9 +135,14 @@ class CountBody(Body):
                 else not choice.disable_parallel_tool_use,
                 "reasoning_effort": output.effort,
                 "response_format": _format(form),
-                **more,
+                "thinking": fitting_thinking(self.thinking, model.tokenizer.chat_template),
+                **self._answer(),
             }
         )
+
+    def _answer(self) -> Plain:
+        """The fields of a chat that shape its answer."""
+        return {}
 
     def breakpoints(self) -> "Iterator[MarkedPlace]":
         """The points up to which the client asks to keep the prompt, in order."""
@@ -202,10 +209,10 @@ class CountBody(Body):
         before = (n for n in reversed(range(len(roles))) if roles[n] == "assistant")
         return range(next(before, -1) + 1, len(roles))
 
-    def _turns(self, sees_images: bool, newest: range) -> Iterator[Plain]:
+    def _turns(self, model: ServedModel, newest: range) -> Iterator[Plain]:
         """The messages. Raises Unsupported for what the model cannot see of the `newest`."""
         for number, message in enumerate(self.messages):
-            reader = ContentReader(sees_images)
+            reader = ContentReader(model.images is not None)
             yield from turn_messages(reader, message, f"messages[{number}].content")
             if reader.unseen and number in newest:
                 kind, place = reader.unseen[0]
@@ -228,20 +235,13 @@ class MessagesBody(CountBody):
     diagnostics: Diagnostics | None = None
     cachesvc: Extension | None = None
 
-    def generation(self, *, sees_images: bool) -> ChatBody:
-        """The chat with the fields that shape its answer."""
-        return self.as_chat(
-            sees_images=sees_images,
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences or None,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            user=self.metadata.user_id if self.metadata else None,
-            service_tier=self.service_tier,
-            cachesvc=self.cachesvc.model_dump() if self.cachesvc else None,
-        )
+    def _answer(self) -> Plain:
+        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier")
+        return {name: getattr(self, name) for name in names} | {
+            "stop": self.stop_sequences or None,
+            "user": self.metadata.user_id if self.metadata else None,
+            "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,
+        }
 
 
 def _function(number: int, tool: AnthropicTool) -> Plain:

@@ -24,6 +24,10 @@ from engine.bounds import MAX_COUNT
 _INCLUDES = frozenset({"reasoning.encrypted_content"})  # accepted; reasoning is never encrypted
 _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_text"})
 
+_SAME_FIELDS = (  # of a response and a chat
+    *("stream", "temperature", "top_p", "metadata", "user", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
 # What is stored and shown again: other fields cost no tokens, so they would be free storage.
 _SHORT_FIELDS = ("id", "type", "status", "role", "call_id", "name", "namespace")  # of an item
 _TEXT_FIELDS = ("arguments", "content", "output", "summary")
@@ -107,7 +111,7 @@ class InputBody(Body):
         given = self.text.format if self.text else None
         return _only(given, _FORMAT_FIELDS) if given else {"type": "text"}
 
-    def as_chat(self, history: Sequence[Plain], **more: object) -> ChatBody:
+    def as_chat(self, history: Sequence[Plain]) -> ChatBody:
         """The chat after `history`, the chat up to `previous_response_id`. It continues a last
         message of the assistant."""
         refuse_unserved(self.model_extra or {}, RESPONSES)
@@ -130,9 +134,13 @@ class InputBody(Body):
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "reasoning_effort": self.reasoning.effort if self.reasoning else None,
                 "response_format": form,
-                **more,
+                **self._answer(),
             }
         )
+
+    def _answer(self) -> Plain:
+        """The fields of a chat that shape its answer."""
+        return {}
 
 
 class ResponsesBody(InputBody):
@@ -150,23 +158,11 @@ class ResponsesBody(InputBody):
     user: Label | None = None
     cachesvc: Extension | None = None
 
-    def generation(self, history: Sequence[Plain]) -> ChatBody:
-        """The chat with the fields that shape its answer."""
-        return self.as_chat(
-            history,
-            max_completion_tokens=self.max_output_tokens,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            metadata=self.metadata,
-            user=self.user,
-            service_tier=self.service_tier,
-            prompt_cache_key=self.prompt_cache_key,
-            prompt_cache_retention=self.prompt_cache_retention,
-            prompt_cache_options=self.prompt_cache_options,
-            safety_identifier=self.safety_identifier,
-            cachesvc=self.cachesvc.model_dump() if self.cachesvc else None,
-        )
+    def _answer(self) -> Plain:
+        return {name: getattr(self, name) for name in _SAME_FIELDS} | {
+            "max_completion_tokens": self.max_output_tokens,
+            "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,
+        }
 
 
 def _only(given: Plain, names: Sequence[str]) -> Plain:

@@ -18,8 +18,7 @@ from api.shapes.fields import (
     COMPLETIONS,
     GENERATION,
     Unserved,
-    ignored_names,
-    refuse_unserved,
+    check_fields,
 )
 from api.shapes.message import SYSTEM_ROLES, Message
 from engine.bounds import (
@@ -37,6 +36,11 @@ STOP_CHARS_MAX = 512  # of one stop string; searching takes time in its length a
 BIASES_MAX = 10_000
 SALT_CHARS = 1_024
 IDS_MAX = 1 << 20  # token ids in a body
+
+_SAMPLING = (  # fields that a body and the engine's parameters share
+    *("n", "temperature", "top_p", "min_p", "seed", "min_tokens", "ignore_eos"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
 
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -161,23 +165,53 @@ class GenerationBody(Body):
                 raise ValueError("keys must be token ids in decimal digits; /tokenize gives them")
         return bias
 
-    def refuse_unserved(self) -> None:
-        """Raises Unsupported for known fields that would change the answer."""
-        refuse_unserved(self.model_extra or {}, GENERATION, self.unserved)
+    def check(self, max_choices: int) -> list[str]:
+        """The names of fields that this server does not know or ignores on purpose.
+
+        Raises Unsupported for fields that would change the answer, and InvalidRequest for more
+        choices than one request may have.
+        """
+        choices = self.num_prompts * (self.n or 1)
+        if choices > max_choices:
+            raise InvalidRequest(
+                f"{choices} choices (prompts times n) are more than the {max_choices} that this "
+                "server answers in one request.",
+                param="n",
+            )
+        ignored = check_fields(self, GENERATION, self.unserved)
         if self.prompt_logprobs is not None and self.stream:
             raise Unsupported(
                 "prompt_logprobs are not served in streams; leave out stream.",
                 param="prompt_logprobs",
             )
+        return ignored
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """The engine's parameters. Stop strings are not among them: the detokenizer finds them."""
+        given = {name: getattr(self, name) for name in _SAMPLING}
+        given |= {
+            "top_k": None if self.top_k is None else max(self.top_k, 0),  # -1 and 0 both mean all
+            "logprobs": self.logprobs_asked,
+            "prompt_logprobs": self.prompt_logprobs_asked,
+        }
+        return SamplingParams(
+            max_tokens=max_tokens,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            **{name: value for name, value in given.items() if value is not None},
+        )
+
+    @property
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return None
 
     @property
     def prompt_logprobs_asked(self) -> int | None:
         return self.prompt_logprobs
-
-    @property
-    def ignored(self) -> list[str]:
-        """The names of fields that this server does not know or ignores on purpose."""
-        return ignored_names(self)
 
     @property
     def apart(self) -> tuple[str, ...]:
@@ -205,6 +239,17 @@ class Breakpoint:
     for_s: float
     messages: int
     parts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheAsked:
+    """How a chat uses the cache."""
+
+    on: bool
+    share: str | None  # the sharing group whose blocks it uses
+    apart: tuple[str, ...]  # what keeps its blocks apart; see `GenerationBody.apart`
+    is_named: bool  # the prompt's tokens alone do not tell whose blocks it may use
+    points: list[Breakpoint]  # up to which it is kept
 
 
 def _marks(number: int, message: Message, options: CacheOptions) -> Iterator[Breakpoint]:
@@ -246,24 +291,25 @@ class ChatBody(GenerationBody):
             tool_mark(tool)
         return tools
 
-    def refuse_unserved(self) -> None:
-        super().refuse_unserved()
+    def check(self, max_choices: int) -> list[str]:
         several = ("prompt_cache_options", "prompt_cache_retention", "cache_control")
         given = [name for name in several if getattr(self, name) is not None]
+        ignored = super().check(max_choices)
         if len(given) > 1:
             raise InvalidRequest(
                 f"{given[0]} and {given[1]} both say how long: send one.", param=given[0]
             )
+        return ignored
 
-    @property
-    def uses_cache(self) -> bool:
-        """False if the body turns the cache off: explicit breakpoints, and none is given."""
-        options = self.prompt_cache_options or CacheOptions()
-        if self.extension.cache is False:
-            return False
-        return options.mode != "explicit" or bool(self.breakpoints())
+    def cache_asked(self) -> "CacheAsked":
+        """How the chat uses the cache. Explicit breakpoints of which none is given turn it off."""
+        extension, apart = self.extension, self.apart
+        options, points = self.prompt_cache_options or CacheOptions(), self._breakpoints()
+        off = extension.cache is False or (options.mode == "explicit" and not points)
+        named = bool(extension.contents or apart)
+        return CacheAsked(not off, extension.share, apart, named, points)
 
-    def breakpoints(self) -> "list[Breakpoint]":
+    def _breakpoints(self) -> "list[Breakpoint]":
         """The points up to which to keep the prompt: the latest four, the whole prompt included."""
         options = self.prompt_cache_options or CacheOptions()
         found = list(self._marks_of_tools())
@@ -302,10 +348,6 @@ class ChatBody(GenerationBody):
 
     def _of(self, messages: list[Message]) -> "ChatBody":
         return self.model_copy(update={"messages": messages, "continue_final_message": None})
-
-    @property
-    def completion_limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def logprobs_asked(self) -> int | None:
@@ -355,8 +397,16 @@ class CompletionBody(GenerationBody):
             )
         return several
 
-    def refuse_unserved(self) -> None:
-        super().refuse_unserved()
+    @property
+    def num_prompts(self) -> int:
+        return len(self.prompts())
+
+    @property
+    def logprobs_asked(self) -> int | None:
+        return self.logprobs
+
+    def check(self, max_choices: int) -> list[str]:
+        ignored = super().check(max_choices)
         if self.echo and self.logprobs is not None and self.stream:
             raise Unsupported(
                 "logprobs of an echoed prompt are not served in streams; leave out echo, logprobs "
@@ -370,6 +420,7 @@ class CompletionBody(GenerationBody):
                 "best_of other than n is not served; ask for n choices and pick one.",
                 param="best_of",
             )
+        return ignored
 
     @property
     def prompt_logprobs_asked(self) -> int | None:
@@ -383,36 +434,6 @@ class QuoteBody(Body):
     """The fields that identify the kind of a body."""
 
     messages: list[Any] | None = None
-
-
-def sampling_params(
-    body: GenerationBody,
-    *,
-    max_tokens: int,
-    logprobs: int | None,
-) -> SamplingParams:
-    """The engine's parameters. Stop strings are not among them: the detokenizer finds them."""
-    given: dict[str, Any] = {
-        "n": body.n,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),  # -1 and 0 both mean all
-        "min_p": body.min_p,
-        "seed": body.seed,
-        "min_tokens": body.min_tokens,
-        "ignore_eos": body.ignore_eos,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-        "repetition_penalty": body.repetition_penalty,
-        "logprobs": logprobs,
-        "prompt_logprobs": body.prompt_logprobs_asked,
-    }
-    return SamplingParams(
-        max_tokens=max_tokens,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        **{name: value for name, value in given.items() if value is not None},
-    )
 
 
 def _is_list_of(value: object, kind: type) -> bool:

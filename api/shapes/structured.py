@@ -1,15 +1,21 @@
-"""The required form of an answer, from the body's fields.
+"""What a body asks of its answer: the form, the length, and how tokens are drawn.
 
 `response_format` is OpenAI's; `structured_outputs` and `guided_*` are vLLM's, `regex`, `ebnf` and
 `json_schema` SGLang's. `engine.grammar` compiles it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from api.errors import InvalidRequest, Unsupported
-from api.shapes.schemas import GenerationBody
-from engine.structure import GrammarSource, StructuredOutputs, source_of
+from api.served_model import ServedModel
+from api.shapes.schemas import ChatBody, GenerationBody
+from api.shapes.tooling import Tooling
+from api.tools.choice import either_grammar, forced_grammar, strict_grammar
+from api.tools.style import Style
+from engine.request import SamplingParams
+from engine.structure import GrammarSource, StructuredOutputs, check_size, source_of
 
 _SERVED = ("json", "regex", "choice", "grammar", "json_object")
 _REFUSED = ("structural_tag", "whitespace_pattern")
@@ -24,6 +30,39 @@ _FIELDS = (  # a field of the body, and its constraint
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The bounds of an answer: how its tokens are drawn, what ends it, and its required form."""
+
+    params: SamplingParams
+    stop: tuple[str, ...]
+    source: GrammarSource | None
+
+
+def chat_answer(
+    body: ChatBody,
+    model: ServedModel,
+    tooling: Tooling,
+    style: Style,
+    num_tokens: int,
+    *,
+    thinking: bool,
+    limit: str | None = None,
+) -> Answer:
+    """The answer to a prompt of `num_tokens`. `limit` is the protocol's own name of the body's.
+
+    Raises ContextLengthExceeded if the prompt leaves too few tokens, and what is wrong with a form.
+    """
+    source = tools_source(tooling, style, source_asked(body), thinking=thinking)
+    given = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    most, limit = getattr(body, given), limit or given
+    room = model.room_for_answer(num_tokens, most, prompt="messages", limit=limit)
+    params = body.sampling(room)
+    if tooling.choice.forced:  # a stop would cut the call, which is no text
+        return Answer(replace(params, stop_token_ids=()), (), source)
+    return Answer(params, body.stop_strings, source)
+
+
 def source_asked(body: GenerationBody) -> GrammarSource | None:
     """The one constraint that a body asks for.
 
@@ -36,6 +75,48 @@ def source_asked(body: GenerationBody) -> GrammarSource | None:
             f"{names} each define the form of the answer; give only one.", param=asked[1][0]
         )
     return source_of(asked[0][1], asked[0][0]) if asked else None
+
+
+def tools_source(
+    tooling: Tooling, style: Style, source: GrammarSource | None, *, thinking: bool
+) -> GrammarSource | None:
+    """The grammar of an answer that may be calls; `source` is the required form otherwise."""
+    if not tooling.may_call:
+        return source
+    tools, choice = tooling.tools, tooling.choice
+    if choice.forced:
+        if source is not None and not _is_of_text(source):
+            raise InvalidRequest(
+                f"tool_choice forces a call, but {source.field} requires the answer to be "
+                "something "
+                "else; give one.",
+                param="tool_choice",
+            )
+        return _source(forced_grammar(style, tools, choice, thinking=thinking))
+    if source is not None:
+        if source.document is None:
+            raise Unsupported(
+                f"{source.field} is not served beside tools; give a JSON schema, or no tools.",
+                param=source.field,
+            )
+        return _source(either_grammar(style, tools, choice, source.document, thinking=thinking))
+    if tooling.strict and style.has_text_marks and not thinking:
+        return _source(strict_grammar(style, tools, choice))
+    return None
+
+
+def _source(text: str) -> GrammarSource:
+    check_size(text, "tools")
+    return GrammarSource(text, "tools")
+
+
+def _is_of_text(source: GrammarSource) -> bool:
+    """Whether the constraint applies only to the text of an answer.
+
+    OpenAI's field does, and a forced call has no text. vLLM's and SGLang's fields constrain the
+    whole answer.
+    """
+    return source.field.startswith("response_format")
 
 
 def _asked(body: GenerationBody) -> Iterator[tuple[str, StructuredOutputs]]:

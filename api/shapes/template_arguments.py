@@ -25,7 +25,8 @@ def template_arguments(body: ChatBody, template: str | None) -> dict[str, Any]:
     """The arguments. Raises InvalidRequest or Unsupported for one that the template does not
     read."""
     given = dict(body.chat_template_kwargs or {})
-    check_document(given, "chat_template_kwargs")
+    if given:
+        check_document(given, "chat_template_kwargs")
     for name, value in given.items():
         _check(name, value, template or "")
     given |= _thinking(body, template) | _effort(body, template)

@@ -7,9 +7,8 @@ from typing import Any
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.schemas import ChatBody
-from api.tools.choice import Tool, ToolChoice, either_grammar, forced_grammar, strict_grammar
-from api.tools.style import Style
-from engine.structure import GrammarSource, check_document, check_size
+from api.tools.choice import Tool, ToolChoice
+from engine.structure import check_document
 
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -35,7 +34,8 @@ class Tooling:
 def tooling_of(body: ChatBody) -> Tooling:
     """The tools of a body. Raises InvalidRequest or Unsupported, by field."""
     given = body.tools or []
-    check_document(given, "tools")
+    if given:
+        check_document(given, "tools")
     tools = tuple(_tool(number, one) for number, one in enumerate(given))
     if len({tool.name for tool in tools}) != len(tools):
         raise InvalidRequest("Two tools have one name; give each its own.", param="tools")
@@ -43,48 +43,6 @@ def tooling_of(body: ChatBody) -> Tooling:
     strict = any(one["function"].get("strict") is True for one in given)
     may_call = bool(tools) and body.tool_choice != "none"
     return Tooling(tools, choice, strict, may_call)
-
-
-def tools_source(
-    tooling: Tooling, style: Style, source: GrammarSource | None, *, thinking: bool
-) -> GrammarSource | None:
-    """The grammar of an answer that may be calls; `source` is the required form otherwise."""
-    if not tooling.may_call:
-        return source
-    tools, choice = tooling.tools, tooling.choice
-    if choice.forced:
-        if source is not None and not _is_of_text(source):
-            raise InvalidRequest(
-                f"tool_choice forces a call, but {source.field} requires the answer to be "
-                "something "
-                "else; give one.",
-                param="tool_choice",
-            )
-        return _source(forced_grammar(style, tools, choice, thinking=thinking))
-    if source is not None:
-        if source.document is None:
-            raise Unsupported(
-                f"{source.field} is not served beside tools; give a JSON schema, or no tools.",
-                param=source.field,
-            )
-        return _source(either_grammar(style, tools, choice, source.document, thinking=thinking))
-    if tooling.strict and style.has_text_marks and not thinking:
-        return _source(strict_grammar(style, tools, choice))
-    return None
-
-
-def _source(text: str) -> GrammarSource:
-    check_size(text, "tools")
-    return GrammarSource(text, "tools")
-
-
-def _is_of_text(source: GrammarSource) -> bool:
-    """Whether the constraint applies only to the text of an answer.
-
-    OpenAI's field does, and a forced call has no text. vLLM's and SGLang's fields constrain the
-    whole answer.
-    """
-    return source.field.startswith("response_format")
 
 
 def _tool(number: int, given: Mapping[str, Any]) -> Tool:

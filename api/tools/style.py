@@ -3,6 +3,7 @@
 import re
 from collections.abc import Collection
 from enum import StrEnum
+from functools import lru_cache
 
 from api.tools import deepseek, harmony, reasoning
 from api.tools.deepseek import DeepSeekParser
@@ -51,6 +52,7 @@ _MARKERS = {
 THOUGHT_MARKERS = (reasoning.OPEN, reasoning.CLOSE)
 
 
+@lru_cache(maxsize=64)  # of the served models
 def style_of(template: str | None) -> Style:
     """The style, by the markers in the template.
 
@@ -72,6 +74,7 @@ def style_of(template: str | None) -> Style:
     return Style.TAUGHT
 
 
+@lru_cache(maxsize=64)
 def thinks(template: str | None) -> bool:
     """Whether the template has reasoning between `<think>` and `</think>`."""
     return reasoning.CLOSE in (template or "")

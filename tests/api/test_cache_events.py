@@ -10,7 +10,6 @@ from fastapi import FastAPI
 
 from api.access.auth import Salts
 from api.admin.router import admin_router
-from api.admission import scope_for
 from api.app import create_app
 from api.cache.feeds import MAX_FEEDS
 from api.collaborators import WireSettings
@@ -90,7 +89,7 @@ class Listener(Visit):
 
 def root_of(house: FakeHouse, tenant: str, share: str | None = None) -> PrefixKey:
     model = next(iter(house.wire.inference.models.values()))
-    return scope_for(SALTS, model, Principal(tenant), share).root()
+    return SALTS.scoped(model.scope, tenant, share).root()
 
 
 def publish(house: FakeHouse, scope: PrefixKey, kind: EventKind = EventKind.STORED) -> None:

@@ -15,10 +15,13 @@ from api.admin.access import MayChange
 from api.admin.cache import must_exist
 from api.admin.parts import parts_of
 from api.admin.routes.bodies import Name, StrictBody
-from api.context import wire_of
+from api.context import Arrival, request_log_of, wire_of
 from api.errors import InvalidRequest, RecordNotFound
+from api.job import Job
 from api.requests.turns import common_length
 from api.routes.quote import quoted_job
+from api.shapes.body import parse
+from api.shapes.schemas import QuoteBody
 from billing.keys import Principal
 
 router = APIRouter(prefix="/admin/api/cache", tags=["admin: cache"])
@@ -46,7 +49,7 @@ async def quote(request: Request, body: ExplainedPrompt, _: MayChange) -> dict[s
     """Like POST /v1/cache/quote, for any tenant, by the card in its own currency."""
     tenant = await must_exist(request, body.tenant)
     principal = Principal(body.tenant, currency=tenant.currency)
-    job = await quoted_job(request, principal, json.dumps(body.request).encode())
+    job = await _job(request, principal, body.request)
     return (await wire_of(request).cache.quotes.of(principal, job)).as_json()
 
 
@@ -68,9 +71,17 @@ async def diff(request: Request, body: Pair, _: MayChange) -> dict[str, Any]:
     }
 
 
+async def _job(request: Request, principal: Principal, asked: dict[str, Any]) -> Job:
+    raw = json.dumps(asked).encode()
+    return await quoted_job(
+        Arrival(request, wire_of(request), request_log_of(request), principal, raw),
+        parse(raw, QuoteBody),
+    )
+
+
 async def _tokens(request: Request, tenant: str, asked: dict[str, Any] | str) -> "array[int]":
     if isinstance(asked, dict):
-        job = await quoted_job(request, Principal(tenant or OPERATOR), json.dumps(asked).encode())
+        job = await _job(request, Principal(tenant or OPERATOR), asked)
         return job.prompts[0]
     record = parts_of(request).journal.find(asked)
     if record is None:
