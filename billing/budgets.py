@@ -12,14 +12,7 @@ import orjson
 
 from billing.accounts import Accounts
 from billing.errors import AlreadyExists, InvalidName, UnknownBudget, UnknownTenant
-from billing.gate.limits import (
-    EACH,
-    NOTHING,
-    Spending,
-    SpendLimit,
-    period_ns,
-    period_of,
-)
+from billing.gate.limits import EACH, NOTHING, Spending, SpendLimit, period_ns, period_of
 from billing.money import format_units
 from billing.names import check_name, check_text
 from billing.store import accounts as store_accounts

@@ -191,15 +191,12 @@ class GroupCommit:
         else:
             log.error("a batch of %d ledger commands failed", len(batch), exc_info=error)
         self.count(failed_batches=1)
-        self._fail(batch, error)
-        return False
-
-    def _fail(self, batch: list[Item], error: Exception) -> None:
         if not isinstance(error, BillingError):
             cause, error = error, LedgerUnavailable(f"the ledger failed: {error}")
             error.__cause__ = cause
         for _, future in batch:
             future.set_exception(error)
+        return False
 
     def _note(self, commands: list[Command], results: list[object], took_ns: int) -> None:
         for command, result in zip(commands, results, strict=True):

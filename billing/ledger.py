@@ -74,7 +74,7 @@ class Ledger:
             observe=self._observe,
             tick=self._tick,
         )
-        self._sweeper = Sweeper(
+        self.sweeper = Sweeper(
             store,
             lambda: self.book,
             self._leases,
@@ -98,7 +98,7 @@ class Ledger:
             newest_ns = store_reports.newest_ns(connection)
         if self._is_timed and (behind := said_behind(newest_ns, self._clock_ns())):
             log.warning(behind)
-        self._commits.count(recovered=self._sweeper.recover())
+        self._commits.count(recovered=self.sweeper.recover())
         self._commits.start()
 
     def close(self) -> None:
@@ -254,9 +254,9 @@ class Ledger:
             if self._is_timed:
                 self._watch.compare(self.store.clock_ns())
             self._note_skew()
-            self._commits.count(swept=self.sweep())
+            self._commits.count(swept=self.sweeper.sweep())
             if self._watch.jumped is None:  # a wrong clock would end grants early and permanently
-                self.expire()
+                self.sweeper.expire()
             self._unswept = ""
         except LedgerUnavailable as error:
             self._commits.count(failed_batches=1)
@@ -271,11 +271,3 @@ class Ledger:
         if jumped is not None and self._commits.stats().clock_skew_s == 0:
             log.error("%s", jumped)
         self._commits.set_clock_skew(round(self._watch.skew_ns / NS))
-
-    def sweep(self) -> int:
-        """Ends holds with expired leases. Returns their number."""
-        return self._sweeper.sweep()
-
-    def expire(self) -> int:
-        """Ends expired grants. Returns their number."""
-        return self._sweeper.expire()

@@ -48,7 +48,6 @@ def parse_units(text: str) -> int:
 
 
 def parse_positive(text: str) -> int:
-    """Units of a decimal above zero."""
     units = parse_amount(text)
     if units <= 0:
         raise InvalidAmount(f"{text!r} is not above zero")
@@ -56,7 +55,6 @@ def parse_positive(text: str) -> int:
 
 
 def parse_not_negative(text: str) -> int:
-    """Units of a decimal that is zero or above."""
     units = parse_amount(text)
     if units < 0:
         raise InvalidAmount(f"{text!r} is below zero")

@@ -16,7 +16,6 @@ INCOMING = (Kind.GRANT, Kind.TOPUP)
 
 
 def deposit(work: Work, command: Deposit) -> Entry:
-    """Books a grant, top-up, withdrawal or chargeback."""
     account = work.account(command.tenant)
     _decided(command.by)
     gain = command.amount if command.kind in INCOMING else -command.amount

@@ -42,11 +42,7 @@ class Kind(StrEnum):
 
 
 CORRECTABLE = (Kind.CHARGE, Kind.GRANT, Kind.TOPUP)
-CORRECTING = (
-    Kind.CORRECTION,
-    Kind.ADJUSTMENT,
-    Kind.EXPIRY,
-)  # their bodies name the entry that they `corrects`
+CORRECTING = (Kind.CORRECTION, Kind.ADJUSTMENT, Kind.EXPIRY)  # name the entry in `corrects`
 
 
 Postings = Mapping[str, int]

@@ -34,7 +34,6 @@ class Rollups:
         self._sessions: dict[tuple[Any, ...], Row] = {}
 
     def add(self, entry: Entry, details: dict[str, Any]) -> None:
-        """Add one charge."""
         key = (
             entry.tenant,
             entry.moment_ns // DAY_NS,

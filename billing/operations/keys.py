@@ -29,16 +29,12 @@ def keys_of(books: Books, tenant: str | None) -> list[Document]:
 
     now_ns = time.time_ns()
     with books.store.reading() as connection:
-        days = last_days(connection)
+        found = last_days(connection)
+    days = {key_id: str(date.fromordinal(EPOCH + number)) for key_id, number in found.items()}
     return [
-        key_document(info, now_ns) | {"last_used": _day(days.get(info.key_id))}
+        key_document(info, now_ns) | {"last_used": days.get(info.key_id)}
         for info in books.accounts.keys(tenant)
     ]
-
-
-def _day(number: int | None) -> str | None:
-    """The day of a number since 1970."""
-    return None if number is None else str(date.fromordinal(EPOCH + number))
 
 
 def create_key(

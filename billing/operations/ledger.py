@@ -66,7 +66,7 @@ def admin_trail(books: Books, *, limit: Limit = 50) -> list[Document]:
 def rerate_history(books: Books, *, tenant: OfTenant = None, days: Days = 31) -> Document:
     """What past requests would cost under the current cards. Changes nothing."""
     books.accounts.expect(tenant)
-    pricing, since_ns = books.accounts.book.at, _since_ns(days)
+    pricing, since_ns = books.accounts.book.at, max(0, time.time_ns() - days * 86_400 * NS)
     return plan_document(rerate.rerate(books.store, pricing, since_ns=since_ns, tenant=tenant))
 
 
@@ -91,7 +91,3 @@ def correct_charge(
         amount=None if amount is None else parse_positive(amount),
     ).result()
     return entry_document(entry)
-
-
-def _since_ns(days: int) -> int:
-    return max(0, time.time_ns() - days * 86_400 * NS)

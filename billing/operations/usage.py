@@ -8,7 +8,7 @@ from billing.operations.books import Books
 from billing.prices.time_zones import LocalZone, find_zone
 from billing.reports import usage as reports
 from billing.reports.documents import Document
-from billing.reports.usage import Period, Unit, parse_query
+from billing.reports.usage import Unit, parse_query
 
 
 def period_usage(
@@ -25,7 +25,7 @@ def period_usage(
     first = since or ("30d" if unit is Unit.DAY else None)
     zone = _zone(timezone)
     query = parse_query(tenant=tenant, since=first, until=until, zone=zone, split=breakdown)
-    return _documents(reports.report(books.store, query, unit))
+    return [period.as_json() for period in reports.report(books.store, query, unit)]
 
 
 def session_usage(
@@ -39,7 +39,7 @@ def session_usage(
 ) -> list[Document]:
     """Usage by session, latest first."""
     query = parse_query(tenant=tenant, since=since, until=until, zone=_zone(timezone))
-    return _documents(reports.by_session(books.store, query, limit=limit))
+    return [period.as_json() for period in reports.by_session(books.store, query, limit=limit)]
 
 
 class StatementForm(StrEnum):
@@ -78,7 +78,3 @@ def sign_receipt(books: Books, *, tenant: str, request_id: str) -> Document:
 def _zone(name: str) -> tzinfo:
     """The zone of this name; `local` is this machine's."""
     return LocalZone() if name == "local" else find_zone(name)
-
-
-def _documents(periods: list[Period]) -> list[Document]:
-    return [period.as_json() for period in periods]

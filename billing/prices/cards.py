@@ -219,7 +219,6 @@ class _Reader:
         return card
 
     def names(self, values: object, at: str) -> frozenset[str]:
-        """Tenants by name."""
         if not isinstance(values, list):
             self.fail(f"{at.rpartition('.')[2]} is a list of tenants' names", at)
         with self.reading(at):

@@ -18,9 +18,7 @@ from billing.proof.deposits import DEPOSITS, DepositChecks
 from billing.proof.limits import LimitChecks
 from billing.proof.result import UNREADABLE, Problem
 
-KeptHeads = dict[
-    str, dict[int, set[str]]
-]  # hashes by tenant and number: several states of a ledger
+KeptHeads = dict[str, dict[int, set[str]]]  # hashes by tenant and number, of several states
 
 
 class ProofRun:

@@ -30,15 +30,8 @@ FOCUS_COLUMNS = (
     *("ConsumedQuantity", "ConsumedUnit", "ContractedCost", "ContractedUnitPrice"),
     *("EffectiveCost", "InvoiceIssuerName", "ListCost", "ListUnitPrice", "PricingCategory"),
     *("PricingQuantity", "PricingUnit", "ProviderName", "PublisherName", "ResourceId"),
-    *(
-        "ServiceCategory",
-        "ServiceName",
-        "SkuId",
-        "SkuPriceId",
-        "SubAccountId",
-        "SubAccountName",
-        "Tags",
-    ),
+    *("ServiceCategory", "ServiceName", "SkuId", "SkuPriceId", "SubAccountId", "SubAccountName"),
+    "Tags",
     *("x_RequestId", "x_EntryId", "x_KeyId", "x_Session", "x_User"),
 )
 

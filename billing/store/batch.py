@@ -5,6 +5,7 @@ commands can change.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -60,13 +61,11 @@ def load_work(
             work.holds.setdefault(hold.key, hold)
     for tenant in {each.tenant for each in commands if isinstance(each, Expire)}:
         work.grants[tenant] = store_expiring.grants_of(connection, tenant)
-    standing = [entry for found in work.entries.values() for entry in found]
-    standing += [entry for found in work.grants.values() for entry in found]
-    forgiven = [entry for found in work.undelivered.values() for entry in found]
-    for entry in (*standing, *forgiven):
-        if entry.kind in CORRECTABLE:
-            found = find_corrections(connection, entry)
-            work.corrections[entry.tenant, entry.seq] = found
+    for found in chain(work.entries.values(), work.grants.values(), work.undelivered.values()):
+        for entry in found:
+            if entry.kind in CORRECTABLE:
+                corrections = find_corrections(connection, entry)
+                work.corrections[entry.tenant, entry.seq] = corrections
     if limited := [account.tenant for account in work.accounts.values() if account.limited]:
         _load_limits(hot, connection, commands, limited, work)
     return work
@@ -111,7 +110,6 @@ def _counted(commands: Sequence[Command], work: Work) -> Iterator[tuple[str, dic
 
 
 def write_work(hot: HotStatements, connection: Connection, work: Work) -> None:
-    """Writes the changes of a batch."""
     if work.new_entries:
         hot.add_entries.run(connection, map(entry_row, work.new_entries))
         store_expiring.note_grants(connection, work.new_entries)

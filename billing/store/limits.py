@@ -18,7 +18,6 @@ DAY_NS = 86_400 * 10**9  # clocks may differ by less
 
 
 def limit_rows(connection: Connection, tenant: str | None = None) -> list[SpendLimit]:
-    """The hard limits of one tenant, or of all."""
     query = select(budgets).order_by(budgets.c.name)
     if tenant is not None:
         query = query.where(budgets.c.tenant == tenant)

@@ -43,7 +43,6 @@ class Prepared:
         ]
 
     def run(self, connection: Connection, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Executes once per row of parameters."""
         cursor = connection.connection.cursor()
         try:
             for row in rows:

@@ -48,16 +48,16 @@ def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedge
     store, ends = house.ledger.store, {"expires_ns": START_NS + 30 * DAY_S * NS}
     house.deposit(Kind.GRANT, UNITS, "gift", **ends)
     house.clock.advance(40 * DAY_S)
-    assert 1 == house.ledger.expire()
+    assert 1 == house.ledger.sweeper.expire()
     house.clock.advance(-40 * DAY_S)
     house.deposit(Kind.GRANT, UNITS, "gift again", **ends)
-    assert 0 == house.ledger.expire()
+    assert 0 == house.ledger.sweeper.expire()
     [movement] = statement(store, "acme", "2025-02").movements
     assert ("expiry", "gift", -UNITS) == (movement.kind, movement.reference, movement.amount)
     house.charge("r1", Usage(miss=500_000))
     assert UNITS // 2 == house.account().granted
     house.clock.advance(30 * DAY_S)
-    assert 1 == house.ledger.expire()
+    assert 1 == house.ledger.sweeper.expire()
     assert 0 == house.account().granted
 
 

@@ -38,14 +38,14 @@ def test_what_expires_first_is_spent_first_whichever_came_first(house: TestLedge
     # The first three were spent before `short` was there; it counts as spent by them all the same.
     assert {"short": "1.00", "long": "10.00", "forever": "10.00"} == left(house)
     house.clock.advance(3 * 86_400)
-    assert 1 == house.ledger.expire()
-    assert 0 == house.ledger.expire()
+    assert 1 == house.ledger.sweeper.expire()
+    assert 0 == house.ledger.sweeper.expire()
     account = house.account()
     assert (20 * UNITS, 20 * UNITS) == (account.granted, account.balance)
     expired = entries(house.ledger.store)[-1]
     assert (Kind.EXPIRY, "short", -UNITS) == (expired.kind, expired.request_id, expired.amount)
     house.clock.advance(30 * 86_400)
-    house.ledger.expire()
+    house.ledger.sweeper.expire()
     assert {"forever": "10.00"} == left(house)
 
 
@@ -54,7 +54,7 @@ def test_a_grant_that_was_spent_ends_with_nothing_taken(house: TestLedger) -> No
     house.fund(5 * UNITS)
     spend(house, "r1", 3)
     house.clock.advance(86_400)
-    assert 1 == house.ledger.expire()
+    assert 1 == house.ledger.sweeper.expire()
     assert 4 * UNITS == house.account().balance
     assert 0 == entries(house.ledger.store)[-1].amount
 
@@ -77,14 +77,14 @@ def test_a_request_and_a_correction_after_the_end_of_their_grant(house: TestLedg
     give(house, "short", 2, days=1)
     hold = house.reserve("r1", 2 * UNITS, ttl_s=10**6)
     house.clock.advance(86_400)
-    house.ledger.expire()
+    house.ledger.sweeper.expire()
     house.settle(hold, Usage(miss=2_000_000))
     assert -2 * UNITS == house.account().balance
     house.fund(2 * UNITS)
     give(house, "next", 2, days=3)
     spend(house, "r2", 2)
     house.clock.advance(3 * 86_400)
-    house.ledger.expire()
+    house.ledger.sweeper.expire()
     house.correct("r2", "c")
     assert 2 * UNITS == house.account().granted
 
@@ -96,7 +96,7 @@ def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestL
     house.ledger.post(Adjust("acme", "g", "a", UNITS, "eve", "")).result()
     assert {"g": "1.00"} == left(house)
     house.clock.advance(86_400)
-    house.ledger.expire()
+    house.ledger.sweeper.expire()
     with pytest.raises(InvalidAmount, match="has expired"):
         house.ledger.post(Adjust("acme", "g", "b", 9 * UNITS, "eve", "")).result()
 

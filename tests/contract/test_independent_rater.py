@@ -211,7 +211,7 @@ def test_an_independent_rater_agrees_with_every_charge(tmp_path: Path, seed: int
                     Deposit(tenant, Kind.GRANT, amount=amount, expires_ns=ends, **about)
                 ).result()
             if draw.random() < 0.1:
-                house.ledger.expire()
+                house.ledger.sweeper.expire()
             tenant, model = draw.choice(["acme", "bolt"]), draw.choice(["small", "big-1", "big-2"])
             miss = draw.choice([1, 50, 900, 1000, 1001, 5000])
             used = Usage(

@@ -85,7 +85,7 @@ def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house: 
     hold = house.reserve("r1", 60)
     with pytest.raises(DuplicateRequest):
         house.reserve("r1", 1)
-    assert house.ledger.sweep() == 0
+    assert house.ledger.sweeper.sweep() == 0
     assert house.ledger.top_up(hold, 1).result() == 61
     house.ledger.void(hold).result()
 
@@ -99,7 +99,7 @@ def test_no_lease_is_remembered_of_what_was_never_held(house: TestLedger) -> Non
     for future in asked:
         if not future.cancelled():
             future.result(10)
-    house.ledger.sweep()
+    house.ledger.sweeper.sweep()
     assert house.ledger._leases == {}
 
 

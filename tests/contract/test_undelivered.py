@@ -80,7 +80,7 @@ def test_a_late_word_that_the_answer_was_lost_is_heard(
     """Its charge was presumed to be nothing; what counts is what is left of it."""
     first, retry = requests
     house.ledger._leases[first.key] = 0
-    assert house.ledger.sweep() == 1
+    assert house.ledger.sweeper.sweep() == 1
     assert PRICE == run(house, [lost(first)])
     assert PRICE == run(house, [arrived(retry)])
 

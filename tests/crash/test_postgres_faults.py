@@ -59,7 +59,7 @@ def prove(house: TestLedger, answered: list[str]) -> None:
     """Every answered request was charged once, and no other but those that were left behind."""
     for _ in range(5):  # what broke off before it could be settled
         house.ledger._leases.clear()
-        house.ledger.sweep()
+        house.ledger.sweeper.sweep()
     assert audit.verify(house.ledger.store).problems == []
     with house.ledger.store.reading() as connection:
         assert store_reports.hold_list(connection) == []

@@ -28,13 +28,13 @@ from hypothesis.stateful import (
 from sqlalchemy import text
 
 from billing.accounts import Accounts
-from billing.budgets import Budget, Of, remove_budget, set_budget
+from billing.budgets import Of, remove_budget, set_budget
 from billing.errors import InsufficientBalance, LedgerUnavailable, SpendLimitReached
 from billing.gate.commands import Command, Correct, Deposit, Reserve, Settle, TopUp
 from billing.gate.entries import Kind
 from billing.gate.grants import NEVER
 from billing.gate.holds import Hold, RequestContext
-from billing.gate.limits import period_of
+from billing.gate.limits import SpendLimit, period_of
 from billing.gate.outcomes import PRESUMED, Outcome, billable
 from billing.gate.work import Settled
 from billing.ledger import Ledger
@@ -328,7 +328,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def sweep(self, server: int) -> None:
         now_ns = self.clock()
         due = [request for request in self.model.open.values() if request.expires_ns <= now_ns]
-        assert len(due) == self.ledgers[server].sweep()
+        assert len(due) == self.ledgers[server].sweeper.sweep()
         self._presumed(due, Outcome.LAPSED)
         left = self.stores[server].all_holds()
         assert all(hold.expires_ns > now_ns for hold in left), "a hold outlives its lease"
@@ -336,7 +336,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(server=st.integers(0, 1))
     def crash_and_restart(self, server: int) -> None:
         left = [request for request in self.model.open.values() if request.server == server]
-        self.ledgers[server]._sweeper.recover()
+        self.ledgers[server].sweeper.recover()
         self._presumed(left, Outcome.CRASHED)
 
     def _presumed(self, requests: list[Open], outcome: Outcome) -> None:
@@ -380,8 +380,8 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.model.paid_in -= left
                 self.model.beyond_holds += left
                 ended += 1
-        assert ended == self.ledgers[server].expire()
-        assert 0 == self.ledgers[1 - server].expire() if again else True
+        assert ended == self.ledgers[server].sweeper.expire()
+        assert 0 == self.ledgers[1 - server].sweeper.expire() if again else True
 
     @precondition(lambda self: self.model.charges)
     @rule(pick=PICK, die_at=st.integers(0, 8))
@@ -408,7 +408,7 @@ class LedgerMachine(RuleBasedStateMachine):
             del self.model.limits[of]
             return
         value = "*" if of is Of.USER else ""
-        budget = Budget(name=of, tenant="acme", amount=amount, of=of, value=value)
+        budget = SpendLimit(name=of, tenant="acme", amount=amount, of=of, value=value)
         set_budget(self.accounts, budget, by="test", now_ns=now_ns, reason="test")
         _, since_ns = self.model.limits.get(of, (0, now_ns))
         self.model.limits[of] = amount, since_ns

@@ -31,9 +31,10 @@ from api.access.overload import QueueBound
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_storage
 from api.app import create_app
 from api.requests.bridge import OutputBridge
-from billing.budgets import Budget, remove_budget, set_budget
+from billing.budgets import remove_budget, set_budget
 from billing.errors import CardConflict, UnknownBudget
 from billing.gate.entries import Entry, Kind
+from billing.gate.limits import SpendLimit
 from billing.gate.outcomes import Outcome
 from billing.prices.cards import parse_card
 from billing.proof import audit
@@ -238,7 +239,7 @@ class Life:
                 remove_budget(accounts, "cap", by="test", reason="test")
             return
         amount = self.chance.choice((10_000_000, 300_000_000, RICH))
-        budget = Budget(name="cap", tenant="acme", amount=amount)
+        budget = SpendLimit(name="cap", tenant="acme", amount=amount)
         set_budget(accounts, budget, by="test", now_ns=now_ns, reason="test")
 
     def _suspend(self) -> None:
