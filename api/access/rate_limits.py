@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from limits import RateLimitItem, RateLimitItemPerMinute
 from limits.aio.storage import Storage
@@ -79,27 +79,6 @@ def of_user(overrides: Mapping[str, int]) -> Quota | None:
 Overrides = Callable[[str], Mapping[str, int]]
 
 
-class Permit(Protocol):
-    """The place of one admitted request; its answer carries `headers`."""
-
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-    async def close(self, usage: Usage) -> None:
-        """Gives the place back and counts what was used. Called once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class FreePass:
-    """The permit of a server without limits."""
-
-    headers: Mapping[str, str] = field(default_factory=dict)
-
-    async def close(self, usage: Usage) -> None:
-        """Does nothing: no place was taken."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Window:
     """One per-minute limit of one holder, and its name in OpenAI's headers."""
@@ -143,10 +122,10 @@ class WindowLimits:
         divided = of_user(self._overrides(principal.tenant)) is not None
         return self._users.name(principal.tenant, user) if divided else ""
 
-    async def admit(self, principal: Principal, user: str = "") -> Permit:
+    async def admit(self, principal: Principal, user: str = "") -> "Permit":
         quotas = [each for each in self._quotas(principal, user) if each[1] != NO_LIMIT]
         if not quotas:
-            return FreePass()
+            return Permit(self)
         member = secrets.token_hex(8)
         await self._take_place(member, quotas)
         windows = [window for holder, quota in quotas for window in _windows(holder, quota)]
@@ -155,7 +134,7 @@ class WindowLimits:
         except BaseException:
             await self._places.leave(member)
             raise
-        return _Place(self, member, windows, _headers(readings))
+        return Permit(self, member, windows, _headers(readings))
 
     async def close(self) -> None:
         await self._places.close()
@@ -170,8 +149,13 @@ class WindowLimits:
         """Counts what a request used against its windows."""
         used = {"tokens": usage.miss, "output-tokens": usage.output}
         for window in windows:
-            if cost := used.get(window.what, 0):
-                await self._hit(window, cost)
+            cost = used.get(window.what, 0)
+            if not cost or self._breaker.lasts:
+                continue
+            try:
+                await self._limiter.hit(window.item, *window.holder, cost=cost)
+            except StorageError as error:
+                self._breaker.begin(error.storage_error)
 
     async def _enter(self, windows: Sequence[_Window]) -> list[_Reading]:
         """Readings after this request was booked. Raises RateLimited if any window is used up."""
@@ -184,7 +168,9 @@ class WindowLimits:
                 raise _refusal(max(used_up, key=lambda reading: reading.reset_s), before)
             for reading in before:
                 window = reading.window
-                if window.what == "requests" and not await self._hit_once(window):
+                if window.what == "requests" and not await self._limiter.hit(
+                    window.item, *window.holder
+                ):
                     raise _refusal(reading, before)  # another request took the last one meanwhile
             return [  # only these changed
                 await self._read(each.window) if each.window.what == "requests" else each
@@ -201,17 +187,6 @@ class WindowLimits:
             await self._limiter.clear(window.item, *window.holder)
             return _Reading(window, 0.0, window.item.amount)
         return _Reading(window, reset_s, stats.remaining)
-
-    async def _hit_once(self, window: _Window) -> bool:
-        return await self._limiter.hit(window.item, *window.holder)
-
-    async def _hit(self, window: _Window, cost: int) -> None:
-        if self._breaker.lasts:
-            return
-        try:
-            await self._limiter.hit(window.item, *window.holder, cost=cost)
-        except StorageError as error:
-            self._breaker.begin(error.storage_error)
 
     def _quotas(self, principal: Principal, user: str) -> Iterator[tuple[Holder, Quota]]:
         settings, overrides = self._settings, self._overrides(principal.tenant)
@@ -234,16 +209,17 @@ class WindowLimits:
             )
 
 
-@dataclass(slots=True)
-class _Place:
-    """The permit of one request under `WindowLimits`."""
+@dataclass(frozen=True, slots=True)
+class Permit:
+    """The place of one admitted request; its answer carries `headers`."""
 
     limits: WindowLimits
-    member: str
-    windows: Sequence[_Window]
-    headers: Mapping[str, str]
+    member: str = ""  # without a limit, no place was taken
+    windows: Sequence[_Window] = ()
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     async def close(self, usage: Usage) -> None:
+        """Gives the place back and counts what was used. Called once."""
         await self.limits.leave(self.member)
         await self.limits.book(self.windows, usage)
 

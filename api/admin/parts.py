@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from fastapi import Request
 
 from api.admin.login.guard import LoginForms, LoginLimits
-from api.admin.login.sessions import Admin, Sessions
+from api.admin.login.sessions import Sessions
 from api.errors import RecordNotFound
 from billing.errors import UnknownDeposit, UnknownHold, UnknownKey, UnknownTenant
-from billing.keys import Principal
 from billing.operations.books import OpenBooks
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
@@ -26,40 +25,19 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from api.access.rate_limits import LimitSettings
+    from api.admin.login.passwords import Passwords
     from api.cache.explorer import Explorer
     from api.journal.journal import Journal
+    from billing.accounts import Accounts
     from tiers.blocks.view import BlockView
     from tiers.telemetry.working_set import TrafficReport
-
-
-class KeyRing(Protocol):
-    """Finds the owner of a key. May read a store, so it is called off the event loop.
-
-    Raises UnknownKey and related errors.
-    """
-
-    def authenticate(self, key: str) -> Principal: ...
-
-    def is_live(self, key_id: str) -> bool: ...
-
-
-class PasswordBook(Protocol):
-    """Finds the admin of a password. Slow on purpose, so it is called off the event loop."""
-
-    def verify(self, name: str, password: str) -> Admin | None: ...
 
 
 class Trail(Protocol):
     """Leaves an audit entry: who changed what, the values before and after, and why. Blocks."""
 
     def __call__(
-        self,
-        action: str,
-        subject: str,
-        *,
-        by: str,
-        after: Any = None,
-        reason: str = "",
+        self, action: str, subject: str, *, by: str, after: Any = None, reason: str = ""
     ) -> None: ...
 
 
@@ -125,8 +103,8 @@ class AdminParts:
     """The collaborators of the admin routes; immutable."""
 
     sessions: Sessions
-    keys: KeyRing
-    passwords: PasswordBook
+    keys: "Accounts"
+    passwords: "Passwords"
     operator_token: str  # grants everything; this machine's command line reads it from a file
     record: Trail
     stats: Callable[[], Mapping[str, Any]]  # a JSON snapshot of the whole server

@@ -6,7 +6,6 @@ from fastapi import APIRouter, Depends, Request
 
 from api.admin.pages import assets, login
 from api.admin.pages import audit as pages_audit
-from api.admin.pages import cache as pages_cache
 from api.admin.pages import explorer as pages_explorer
 from api.admin.pages import front as pages_front
 from api.admin.pages import keys as pages_keys
@@ -17,22 +16,17 @@ from api.admin.pages import requests as pages_requests
 from api.admin.pages import tenants as pages_tenants
 from api.admin.pages import working_set as pages_working_set
 from api.admin.parts import AdminParts
-from api.admin.routes import blocks, derived, events, stats
+from api.admin.routes import derived, stats
 from api.admin.routes import ledger as ledger_routes
-from api.admin.routes import prices as price_routes
 from api.admin.routes import prompts as prompt_routes
 
 AREAS = (
     assets.router,
-    blocks.router,
-    events.router,
     login.router,
     derived.router,
     ledger_routes.router,
-    price_routes.router,
     prompt_routes.router,
     pages_audit.router,
-    pages_cache.router,
     pages_explorer.router,
     pages_front.router,
     pages_keeping.router,

@@ -166,8 +166,8 @@ class FeedResponse(Response):
             await send(message)
 
 
-def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:
-    """An event as JSON: keys in hex, times in Unix seconds."""
+def block_event(event: BlockEvent, *, tokens: bool) -> bytes:
+    """As JSON: keys in hex, times in Unix seconds."""
     payload: dict[str, Any] = {
         "number": event.number,
         "kind": event.kind,
@@ -185,11 +185,7 @@ def event_json(event: BlockEvent, *, tokens: bool = False) -> dict[str, Any]:
     }
     if tokens:
         payload["token_ids"] = event.token_ids()
-    return payload
-
-
-def block_event(event: BlockEvent, *, tokens: bool) -> bytes:
-    data = orjson.dumps(event_json(event, tokens=tokens))
+    data = orjson.dumps(payload)
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (event.number, event.kind.encode(), data)
 
 

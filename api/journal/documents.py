@@ -1,6 +1,7 @@
 """A journal record as JSON, for admin pages and API users alike. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,9 +30,9 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "arrived": moment(record.arrived_s),
         "state": record.state,
         "outcome": served.outcome if served is not None and record.ended_s else None,
-        "finish_reasons": _finishes(record),
+        "finish_reasons": [finish and str(finish) for finish in served.finishes] if served else [],
         "delivered": record.delivered,
-        "error": _error(record),
+        "error": asdict(record.failure) if record.failure is not None else None,
         "prompt_tokens": record.prompt_tokens,
         "usage": wire_usage(usage) if usage is not None else None,
         "timings_ms": _timings(record),
@@ -68,24 +69,6 @@ def details(
 def moment(seconds: float) -> str:
     """Unix seconds as ISO 8601 in UTC, to the millisecond."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
-
-
-def _finishes(record: RequestRecord) -> list[str | None]:
-    if record.served is None:
-        return []
-    return [str(finish) if finish is not None else None for finish in record.served.finishes]
-
-
-def _error(record: RequestRecord) -> dict[str, Any] | None:
-    failure = record.failure
-    if failure is None:
-        return None
-    return {
-        "status": failure.status,
-        "type": failure.type,
-        "code": failure.code,
-        "message": failure.message,
-    }
 
 
 def _timings(record: RequestRecord) -> dict[str, float | None]:

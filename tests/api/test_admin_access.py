@@ -1,34 +1,18 @@
 """Who may come into `/admin`: cookies, keys, the operator's token, roles, CSRF."""
 
-import contextlib
 from collections.abc import AsyncIterator
-from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter
 
-from api.admin.access import Admin, MayChange, MayRead, Role
+from api.admin.access import Admin, Role
 from api.admin.login.sessions import MAX_SESSIONS, Sessions
 from api.admin.parts import AdminParts
-from api.admin.router import admin_router
-from api.app import create_app
-from tests.support.admin import OPERATOR_TOKEN, fake_parts
-from tests.support.wire import fake_house
+from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
 pytestmark = pytest.mark.anyio
 
-probe = APIRouter(prefix="/admin/probe")
-
-
-@probe.get("")
-async def look(found: MayRead) -> dict[str, str]:
-    return {"name": found.name}
-
-
-@probe.post("")
-async def change(found: MayChange) -> dict[str, str]:
-    return {"name": found.name}
+LOOK, CHANGE = "/admin/api/whoami", "/admin/api/sessions/end?name=nobody"
 
 
 @pytest.fixture
@@ -36,33 +20,10 @@ def parts() -> AdminParts:
     return fake_parts()
 
 
-@contextlib.asynccontextmanager
-async def admin_client(parts: AdminParts) -> AsyncIterator[httpx.AsyncClient]:
-    house = fake_house()
-    router = admin_router(parts)
-    router.include_router(probe)
-    app = create_app(house.wire, routers=(router,))
-    try:
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(
-                transport=httpx.ASGITransport(app), base_url="http://test:8000"
-            ) as client,
-        ):
-            yield client
-    finally:
-        house.close()
-
-
 @pytest.fixture
 async def client(parts: AdminParts) -> AsyncIterator[httpx.AsyncClient]:
     async with admin_client(parts) as client:
         yield client
-
-
-def code_of(response: httpx.Response) -> tuple[int, str]:
-    body: dict[str, Any] = response.json()
-    return response.status_code, body["error"]["code"]
 
 
 def log_in(parts: AdminParts, client: httpx.AsyncClient, role: Role = Role.ADMIN) -> str:
@@ -72,30 +33,34 @@ def log_in(parts: AdminParts, client: httpx.AsyncClient, role: Role = Role.ADMIN
     return session.csrf_token
 
 
-@pytest.mark.parametrize("path", ["/admin/api/stats", "/admin/api/whoami", "/admin/probe"])
-async def test_without_a_login_nothing_is_shown(client: httpx.AsyncClient, path: str) -> None:
-    assert (401, "login_needed") == code_of(await client.get(path))
+async def test_without_a_login_nothing_is_shown(
+    parts: AdminParts, client: httpx.AsyncClient
+) -> None:
+    for path in ("/admin/api/stats", LOOK):
+        assert (401, "login_needed") == error_of(await client.get(path))
+    token, _ = parts.sessions.open(Admin("ada"))
+    client.cookies.set("cachesvc_admin_9000", token)  # another port's
+    client.cookies.set("cachesvc_admin_8000", "planted")
+    assert (401, "login_needed") == error_of(await client.get(LOOK))
 
 
 @pytest.mark.parametrize(
-    ("bearer", "name"), [("sk-admin", "id-of-sk-admin"), (OPERATOR_TOKEN, "operator")]
+    ("bearer", "actor", "name"),
+    [
+        ("sk-admin", "", "id-of-sk-admin"),
+        ("sk-admin", "cli:ada", "id-of-sk-admin"),
+        (OPERATOR_TOKEN, "", "operator"),
+        (OPERATOR_TOKEN, "cli:ada", "cli:ada"),  # whom the command line names
+    ],
 )
 async def test_a_bearer_may_look_and_change_without_a_csrf_token(
-    client: httpx.AsyncClient, bearer: str, name: str
+    parts: AdminParts, client: httpx.AsyncClient, bearer: str, actor: str, name: str
 ) -> None:
-    headers = {"Authorization": f"Bearer {bearer}"}
-    assert {"name": name} == (await client.get("/admin/probe", headers=headers)).json()
-    assert {"name": name} == (await client.post("/admin/probe", headers=headers)).json()
-
-
-async def test_the_operator_token_acts_for_whom_the_command_line_names(
-    client: httpx.AsyncClient,
-) -> None:
-    headers = {"Authorization": f"Bearer {OPERATOR_TOKEN}", "X-Cachesvc-Actor": "cli:ada"}
-    assert {"name": "cli:ada"} == (await client.get("/admin/probe", headers=headers)).json()
-    headers["Authorization"] = "Bearer sk-admin"
-    answer = await client.get("/admin/probe", headers=headers)
-    assert {"name": "id-of-sk-admin"} == answer.json()
+    headers = {"Authorization": f"Bearer {bearer}", "X-Cachesvc-Actor": actor}
+    told = (await client.get(LOOK, headers=headers)).json()
+    assert {"name": name, "role": "admin"} == told
+    assert {"ended": 0} == (await client.post(CHANGE, headers=headers)).json()
+    assert [("admin.sessions_end", name)] == parts.record.actions  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -105,37 +70,38 @@ async def test_the_operator_token_acts_for_whom_the_command_line_names(
 async def test_other_keys_do_not_open_it(
     client: httpx.AsyncClient, bearer: str, expected: tuple[int, str]
 ) -> None:
-    answer = await client.get("/admin/probe", headers={"Authorization": f"Bearer {bearer}"})
-    assert expected == code_of(answer)
+    answer = await client.get(LOOK, headers={"Authorization": f"Bearer {bearer}"})
+    assert expected == error_of(answer)
 
 
 async def test_a_session_changes_things_only_with_its_csrf_token(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:
     csrf_token = log_in(parts, client)
-    assert {"name": "ada"} == (await client.get("/admin/probe")).json()
-    assert (403, "csrf_failed") == code_of(await client.post("/admin/probe"))
+    assert {"name": "ada", "role": "admin"} == (await client.get(LOOK)).json()
+    assert (403, "csrf_failed") == error_of(await client.post(CHANGE))
     other = parts.sessions.open(Admin("eve"))[1].csrf_token
-    wrong = await client.post("/admin/probe", headers={"X-CSRF-Token": other})
-    assert (403, "csrf_failed") == code_of(wrong)
-    by_header = await client.post("/admin/probe", headers={"X-CSRF-Token": csrf_token})
-    by_form = await client.post("/admin/probe", data={"csrf_token": csrf_token})
-    assert {"name": "ada"} == by_header.json() == by_form.json()
+    wrong = await client.post(CHANGE, headers={"X-CSRF-Token": other})
+    assert (403, "csrf_failed") == error_of(wrong)
+    by_header = await client.post(CHANGE, headers={"X-CSRF-Token": csrf_token})
+    by_form = await client.post(CHANGE, data={"csrf_token": csrf_token})
+    assert {"ended": 0} == by_header.json() == by_form.json()
 
 
 async def test_a_reader_looks_and_changes_nothing(
     parts: AdminParts, client: httpx.AsyncClient
 ) -> None:
-    csrf_token = log_in(parts, client, Role.READER)
-    assert {"name": "ada", "role": "reader"} == (await client.get("/admin/api/whoami")).json()
-    answer = await client.post("/admin/probe", headers={"X-CSRF-Token": csrf_token})
-    assert (403, "insufficient_scope") == code_of(answer)
+    headers = {"X-CSRF-Token": log_in(parts, client, Role.READER)}
+    assert {"name": "ada", "role": "reader"} == (await client.get(LOOK)).json()
+    for path in (CHANGE, "/admin/api/links"):
+        assert (403, "insufficient_scope") == error_of(await client.post(path, headers=headers))
 
 
 @pytest.mark.parametrize(
     "path",
     [
         "/admin/api/history?window_s=inf&series=rate:a",
+        "/admin/api/history?window_s=-1",
         "/admin/api/history?since_s=inf&series=rate:a",
         "/admin/requests?skip=99999999999999999999",
         "/admin/api/tenants/%00",
@@ -146,16 +112,11 @@ async def test_an_invalid_path_is_refused(
     parts: AdminParts, client: httpx.AsyncClient, path: str
 ) -> None:
     log_in(parts, client)
-    assert (400, "invalid_value") == code_of(await client.get(path))
-
-
-async def test_a_cookie_of_another_port_or_a_planted_one_gives_no_access(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
-    token, _ = parts.sessions.open(Admin("ada"))
-    client.cookies.set("cachesvc_admin_9000", token)
-    client.cookies.set("cachesvc_admin_8000", "planted")
-    assert (401, "login_needed") == code_of(await client.get("/admin/probe"))
+    answer = await client.get(path)
+    assert (400, "invalid_value") == error_of(answer)
+    if "=" in path:
+        name = path.partition("?")[2].partition("=")[0]
+        assert "%00" in path or name in answer.json()["error"]["message"]
 
 
 async def test_history_asks_for_the_named_series(client: httpx.AsyncClient) -> None:
@@ -165,7 +126,7 @@ async def test_history_asks_for_the_named_series(client: httpx.AsyncClient) -> N
     assert ["rate:a", "p50:b"] == list(answer["series"])
 
 
-def test_sessions_end_after_their_time_and_when_idle() -> None:
+def test_sessions_and_links_end_after_their_time_and_when_idle() -> None:
     now = [0.0]
     sessions = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])
     token, _ = sessions.open(Admin("ada"))
@@ -174,8 +135,10 @@ def test_sessions_end_after_their_time_and_when_idle() -> None:
     now[0] = 100.0
     assert sessions.find(token) is None
     idle, _ = sessions.open(Admin("ada"))
+    link, late = (sessions.make_link(Admin("ada"), ttl_s=30) for _ in range(2))
+    assert [Admin("ada"), None] == [sessions.use_link(link) for _ in range(2)]
     now[0] = 130.0
-    assert sessions.find(idle) is None
+    assert sessions.find(idle) is None and sessions.use_link(late) is None
     assert 0 == len(sessions)
 
 
@@ -190,14 +153,3 @@ def test_sessions_are_bounded_and_end_by_name() -> None:
     assert MAX_SESSIONS == sessions.close_all("eve")
     assert sessions.find(last) is None
     assert (None, Admin("ada")) == (sessions.use_link(link), sessions.use_link(other))
-
-
-def test_a_link_logs_in_once_and_in_time() -> None:
-    now = [0.0]
-    sessions = Sessions(clock_s=lambda: now[0])
-    link = sessions.make_link(Admin("ada"), ttl_s=60)
-    late = sessions.make_link(Admin("ada"), ttl_s=60)
-    assert Admin("ada") == sessions.use_link(link)
-    assert sessions.use_link(link) is None
-    now[0] = 60.0
-    assert sessions.use_link(late) is None

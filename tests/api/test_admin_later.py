@@ -12,7 +12,7 @@ from api.admin import router
 from api.admin.later import LaterAdmin
 from api.admin.parts import AdminParts
 from api.app import create_app
-from tests.support.admin import fake_parts
+from tests.support.admin import admin_client, fake_parts
 from tests.support.wire import FakeHouse, fake_house
 
 pytestmark = pytest.mark.anyio
@@ -26,8 +26,14 @@ def house() -> Iterator[FakeHouse]:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[AdminParts]:
-    """The parts of each making of the routes."""
+async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    async with admin_client(fake_parts(), house, host="localhost") as client:
+        yield client
+
+
+async def test_they_are_made_once_by_the_first_requests_for_them_alone(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, make = [], router.admin_router
 
     def counted(parts: AdminParts) -> APIRouter:
@@ -35,39 +41,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[AdminParts]:
         return make(parts)
 
     monkeypatch.setattr(router, "admin_router", counted)
-    return made
-
-
-@pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
-    app = create_app(house.wire, admin=fake_parts())
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with (
-        app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
-    ):
-        yield client
-
-
-async def test_other_requests_do_not_make_them(
-    client: httpx.AsyncClient, made: list[AdminParts]
-) -> None:
     codes = [(await client.get(path)).status_code for path in ("/health", "/adminx", "/v1/models")]
     assert ([200, 404, 200], 0) == (codes, len(made))
-
-
-def test_every_route_is_made_by_the_first_request_for_it(house: FakeHouse) -> None:
-    app = create_app(house.wire, admin=fake_parts())
-    [later] = [route for route in app.router.routes if isinstance(route, LaterAdmin)]
-    paths = {getattr(route, "path", "") for area in router.AREAS for route in area.routes}
-    assert {"/", "/admin", "/admin/api/requests"} <= paths
-    missed = [path for path in paths if later.matches({"path": path})[0] is not Match.FULL]
-    assert not missed
-
-
-async def test_requests_that_come_first_together_make_them_once(
-    client: httpx.AsyncClient, made: list[AdminParts]
-) -> None:
     paths = ["/admin", "/admin/api/tenants", "/admin/nowhere", "/admin"]
     answers = await asyncio.gather(*map(client.get, paths))
     assert [401, 401, 404, 401] == [each.status_code for each in answers]
@@ -75,8 +50,21 @@ async def test_requests_that_come_first_together_make_them_once(
     assert 1 == len(made)
 
 
+async def test_every_route_is_made_by_the_first_request_for_it(house: FakeHouse) -> None:
+    app = create_app(house.wire, admin=fake_parts())
+    [later] = [route for route in app.router.routes if isinstance(route, LaterAdmin)]
+    paths = {getattr(route, "path", "") for area in router.AREAS for route in area.routes}
+    assert {"/", "/admin", "/admin/api/requests"} <= paths
+    assert [] == [path for path in paths if later.matches({"path": path})[0] is not Match.FULL]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://localhost"
+    ) as client:
+        await client.get("/admin/login")
+    assert later not in app.router.routes, "the stand-in is gone once they are there"
+
+
 async def test_the_document_of_all_routes_has_them(
-    client: httpx.AsyncClient, house: FakeHouse, made: list[AdminParts]
+    client: httpx.AsyncClient, house: FakeHouse
 ) -> None:
     document = (await client.get("/openapi.json")).json()
     eager = create_app(house.wire, routers=(router.admin_router(fake_parts()),))
@@ -92,13 +80,3 @@ async def test_they_are_tried_again_after_a_failure(
         assert 500 == (await client.get("/admin/login")).status_code
         assert 200 == (await client.get("/health")).status_code
     assert 200 == (await client.get("/admin/login")).status_code
-
-
-async def test_the_stand_in_is_gone_once_they_are_there(house: FakeHouse) -> None:
-    app = create_app(house.wire, admin=fake_parts())
-    assert any(isinstance(route, LaterAdmin) for route in app.router.routes)
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://localhost"
-    ) as client:
-        await client.get("/admin/login")
-    assert not any(isinstance(route, LaterAdmin) for route in app.router.routes)

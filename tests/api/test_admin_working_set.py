@@ -7,9 +7,8 @@ import pytest
 from billing.accounts import Accounts
 from billing.prices.book import PriceBook
 from tests.api import test_money_routes
-from tests.api.test_admin_access import admin_client
 from tests.api.test_money_routes import House
-from tests.support.admin import OPERATOR_TOKEN, fake_parts
+from tests.support.admin import OPERATOR_TOKEN, admin_client, fake_parts
 from tiers.telemetry.working_set import MissRatioCurve, TierPoint, TrafficReport
 from tiers.tier import TierName
 

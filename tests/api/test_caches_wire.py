@@ -86,12 +86,13 @@ def house(kitchen: Kitchen) -> FakeHouse:
 
 @pytest.fixture
 async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+    """Acme's, unless a header says otherwise."""
     async with running(house) as (_, client):
+        client.headers["authorization"] = "Bearer a"
         yield client
 
 
-def by(key: str, **headers: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}", **headers}
+BOLT = {"Authorization": "Bearer b"}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -102,7 +103,7 @@ async def test_a_cache_is_made_shown_changed_and_deleted(
     client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
 ) -> None:
     body = {"model": "bytes", "name": "law", "ttl": "2h", "messages": [SYSTEM]}
-    made = await client.post(CACHES, json=body, headers=by("a"))
+    made = await client.post(CACHES, json=body)
     assert 200 == made.status_code, made.text
     prompt = len(f"system: {SYSTEM['content']}\n")
     told = made.json()
@@ -117,27 +118,25 @@ async def test_a_cache_is_made_shown_changed_and_deleted(
         pin.name,
         pytest.approx(pin.until_s, abs=60),
     )
-    assert [told["id"]] == [
-        one["id"] for one in (await client.get(CACHES, headers=by("a"))).json()["data"]
-    ]
-    changed = await client.patch(f"{CACHES}/law", json={"ttl": 60}, headers=by("a"))
+    assert [told["id"]] == [one["id"] for one in (await client.get(CACHES)).json()["data"]]
+    changed = await client.patch(f"{CACHES}/law", json={"ttl": 60})
     assert 200 == changed.status_code, changed.text
     [pin] = kitchen.pins("cache")
     assert pytest.approx(kitchen.clock.now_s + 60, abs=60) == pin.until_s
-    gone = await client.delete(f"{CACHES}/law", headers=by("a"))
+    gone = await client.delete(f"{CACHES}/law")
     assert {"id": "law", "object": "cache", "deleted": True} == gone.json()
-    assert 404 == (await client.get(f"{CACHES}/law", headers=by("a"))).status_code
+    assert 404 == (await client.get(f"{CACHES}/law")).status_code
     assert [] == kitchen.cache.operations.pins()
 
 
 async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: Kitchen) -> None:
     body = {"model": "bytes", "name": "law", "prompt": "p" * 64}
-    assert 200 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
-    assert [] == (await client.get(CACHES, headers=by("b"))).json()["data"]
+    assert 200 == (await client.post(CACHES, json=body)).status_code
+    assert [] == (await client.get(CACHES, headers=BOLT)).json()["data"]
     for method, asked in (("GET", None), ("PATCH", {"ttl": 60}), ("DELETE", None)):
-        answer = await client.request(method, f"{CACHES}/law", json=asked, headers=by("b"))
+        answer = await client.request(method, f"{CACHES}/law", json=asked, headers=BOLT)
         assert (404, "cache_not_found") == (answer.status_code, answer.json()["error"]["code"])
-    assert 200 == (await client.post(CACHES, json=body, headers=by("b"))).status_code
+    assert 200 == (await client.post(CACHES, json=body, headers=BOLT)).status_code
     assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.cache.operations.pins()]
     scopes = {pin.scope for pin in kitchen.cache.operations.pins()}
     assert 2 == len(scopes)
@@ -160,7 +159,7 @@ async def test_an_invalid_cache_request_names_the_field(
     client: httpx.AsyncClient, kitchen: Kitchen, fields: dict[str, Any], param: str
 ) -> None:
     body = {"model": "bytes", "prompt": "p" * 64, **fields}
-    answer = await client.post(CACHES, json=body, headers=by("a"))
+    answer = await client.post(CACHES, json=body)
     assert answer.status_code in (400, 404), answer.text
     assert param == answer.json()["error"]["param"]
     assert [] == kitchen.cache.operations.pins()
@@ -172,11 +171,11 @@ async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is
     """100 of 400 blocks may be pinned, and one tenant leaves as many free as it keeps."""
     for name in ("one", "two"):
         body = {"model": "bytes", "name": name, "prompt": name * (BLOCK * 5)}
-        assert 200 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
+        assert 200 == (await client.post(CACHES, json=body)).status_code
     num_asked = len(house.engine.requests)
     for prompt, said in (("x" * BLOCK * 100, "may keep 50 now"), ("tiny", "shorter than one")):
         body = {"model": "bytes", "name": "more", "prompt": prompt}
-        answer = await client.post(CACHES, json=body, headers=by("a"))
+        answer = await client.post(CACHES, json=body)
         assert (409, "cache_not_kept") == (answer.status_code, answer.json()["error"]["code"])
         assert said in answer.json()["error"]["message"]
     assert num_asked == len(house.engine.requests)
@@ -188,7 +187,7 @@ async def test_a_cache_whose_prompt_is_refused_is_not_kept(
 ) -> None:
     house.engine.script = Script(refuse=QueueFull("not now"))
     body = {"model": "bytes", "prompt": "p" * 64}
-    assert 503 == (await client.post(CACHES, json=body, headers=by("a"))).status_code
+    assert 503 == (await client.post(CACHES, json=body)).status_code
     assert [] == kitchen.cache.operations.pins()
 
 
@@ -215,7 +214,7 @@ async def test_breakpoints_pin_what_lies_before_them(
             }
         ],
     }
-    answer = await client.post("/v1/messages", json=body, headers=by("a"))
+    answer = await client.post("/v1/messages", json=body)
     assert 200 == answer.status_code, answer.text
     system = len(f"system: {SYSTEM['content']}\n")
     document = system + len("user: ") + 200
@@ -240,13 +239,13 @@ async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
 ) -> None:
     field = "messages" if "chat" in path else "input"
     body = {"model": "bytes", field: [SYSTEM, USER], "prompt_cache_retention": "24h"}
-    answer = await client.post(path, json=body, headers=by("a"))
+    answer = await client.post(path, json=body)
     assert 200 == answer.status_code, answer.text
     [pin] = kitchen.pins("breakpoint")
     assert len(house.engine.requests[-1].tokens) // BLOCK == len(pin.keys)
     assert kitchen.clock.now_s + 86_400 == pin.until_s
     body["prompt_cache_retention"] = "for ever"
-    answer = await client.post(path, json=body, headers=by("a"))
+    answer = await client.post(path, json=body)
     assert 400 == answer.status_code
     assert "prompt_cache_retention" == answer.json()["error"]["param"]
 
@@ -254,7 +253,7 @@ async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
 async def turn(client: httpx.AsyncClient, text: str, /, **headers: str) -> None:
     message = {"role": "user", "content": text}
     fields = chat(messages=[SYSTEM, message])
-    answer = await client.post("/v1/chat/completions", json=fields, headers=by("a", **headers))
+    answer = await client.post("/v1/chat/completions", json=fields, headers=headers)
     assert 200 == answer.status_code, answer.text
 
 
@@ -284,17 +283,17 @@ async def test_a_session_ends_with_the_request_that_says_so(
     await turn(client, "one", **{"X-Session-Id": "s1"})
     assert 1 == len(kitchen.pins("session"))
     fields = chat(prompt_cache_key="s1", cachesvc={"pause_s": 0})
-    await client.post("/v1/chat/completions", json=fields, headers=by("a"))
+    await client.post("/v1/chat/completions", json=fields)
     assert [] == kitchen.pins("session")
     fields = chat(prompt_cache_key="s2", cachesvc={"pause_s": 1800})
-    await client.post("/v1/chat/completions", json=fields, headers=by("a"))
+    await client.post("/v1/chat/completions", json=fields)
     [pin] = kitchen.pins("session")
     assert kitchen.clock.now_s + 1800 == pin.until_s
-    [kept] = (await client.get(CACHES, headers=by("a"))).json()["data"]
+    [kept] = (await client.get(CACHES)).json()["data"]
     assert "session" == kept["kind"]
-    changed = await client.patch(f"{CACHES}/{kept['id']}", json={"ttl": 60}, headers=by("a"))
+    changed = await client.patch(f"{CACHES}/{kept['id']}", json={"ttl": 60})
     assert 400 == changed.status_code
-    await client.delete(f"{CACHES}/{kept['id']}", headers=by("a"))
+    await client.delete(f"{CACHES}/{kept['id']}")
     assert [] == kitchen.pins("session")
 
 
@@ -319,7 +318,7 @@ async def test_sessions_without_end_cost_their_maker_alone(
 ) -> None:
     """A tenant's new sessions push out its own old ones, not another's."""
     fields = chat(prompt_cache_key="mine")
-    await client.post("/v1/chat/completions", json=fields, headers=by("b"))
+    await client.post("/v1/chat/completions", json=fields, headers=BOLT)
     [theirs] = kitchen.pins("session")
     for number in range(2 * MAX_SESSIONS):
         await turn(client, f"{number} " * 40, **{"X-Session-Id": f"s{number}"})

@@ -2,7 +2,6 @@
 says the same.
 """
 
-import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from typer.testing import CliRunner
 from api.admin.login.sessions import Admin, Role, Sessions
 from api.admin.routes import derived
 from api.admin.routes import ledger as ledger_routes
-from api.admin.routes import prices as price_routes
-from api.app import create_app
 from billing.accounts import Accounts
 from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
@@ -32,11 +29,11 @@ from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url, open_store
 from billing.usage import Usage
 from cachesvc.cli import app as command_line
-from tests.support.admin import OPERATOR_TOKEN, fake_parts
-from tests.support.wire import fake_house
+from tests.support.admin import OPERATOR_TOKEN, admin_client, fake_parts
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # 204,000,000 units under the launch card
 WHY = {"why": "as agreed"}
+EVE = {"authorization": f"Bearer {OPERATOR_TOKEN}", "x-cachesvc-actor": "eve"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,43 +78,50 @@ def house(tmp_path: Path) -> Iterator[House]:
         store.close()
 
 
-@contextlib.asynccontextmanager
-async def serving(**parts: Any) -> AsyncIterator[httpx.AsyncClient]:
-    wire = fake_house()
-    app = create_app(wire.wire, admin=fake_parts(**parts))
-    transport = httpx.ASGITransport(app)
-    try:
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://t/admin/api") as client,
-        ):
-            yield client
-    finally:
-        wire.close()
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """An admin's requests below /admin/api."""
+
+    client: httpx.AsyncClient
+
+    async def get(self, path: str) -> Any:
+        """The answer's JSON."""
+        return self._told(await self.client.get(path))
+
+    async def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
+        """The same of a change, with its reason."""
+        return self._told(await self.client.post(path, json={**WHY, **body}), status)
+
+    async def refused(self, path: str, body: Any = None) -> tuple[int, str, str | None]:
+        """Status, code and parameter of the refusal: of a GET, or of a POST with this body."""
+        asked = self.client.get(path) if body is None else self.client.post(path, json=body)
+        return refusal_of(await asked)
+
+    def _told(self, answer: httpx.Response, status: int = 200) -> Any:
+        assert status == answer.status_code, answer.text
+        return answer.json()
+
+
+def refusal_of(answer: httpx.Response) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    assert {"message", "type", "param", "code"} == set(error)
+    return answer.status_code, error["code"], error["param"]
 
 
 @pytest.fixture
 async def client(house: House) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(books=house.books) as client:
-        client.headers["authorization"] = f"Bearer {OPERATOR_TOKEN}"
-        client.headers["x-cachesvc-actor"] = "eve"
+    async with admin_client(fake_parts(books=house.books), path="/admin/api", **EVE) as client:
         yield client
+
+
+@pytest.fixture
+def ask(client: httpx.AsyncClient) -> Asking:
+    return Asking(client)
 
 
 def last_trail(house: House) -> tuple[str, str, str, str]:
     row = house.books.accounts.trail.newest(1)[0]
     return row["actor"], row["action"], row["subject"], row["reason"]
-
-
-async def ok(answer: httpx.Response, status: int = 200) -> Any:
-    assert status == answer.status_code, answer.text
-    return answer.json()
-
-
-async def refused(answer: httpx.Response) -> tuple[int, str, str | None]:
-    error = answer.json()["error"]
-    assert {"message", "type", "param", "code"} == set(error)
-    return answer.status_code, error["code"], error["param"]
 
 
 SPAN = "since=yesterday&until=today&timezone=Asia/Shanghai"
@@ -145,7 +149,7 @@ READS = [
 def test_every_route_is_documented() -> None:
     page = Path("docs/billing.md").read_text()
     missing = []
-    for area in (derived, price_routes, ledger_routes):
+    for area in (derived, ledger_routes):
         for route in area.router.routes:
             assert isinstance(route, APIRoute)
             if not route.include_in_schema or "admin: cache" in route.tags:
@@ -156,14 +160,14 @@ def test_every_route_is_documented() -> None:
     assert [] == missing
 
 
-async def test_a_route_says_what_the_command_says(client: httpx.AsyncClient, house: House) -> None:
+async def test_a_route_says_what_the_command_says(ask: Asking, house: House) -> None:
     house.books.accounts.create_key("acme", by="test")
     for path, command in READS:
-        assert house.told(*command) == await ok(await client.get(path)), path
+        assert house.told(*command) == await ask.get(path), path
 
 
-async def test_a_tenant_from_its_creation_on(client: httpx.AsyncClient, house: House) -> None:
-    made = await ok(await client.post("/tenants", json={"tenant": "bolt", **WHY}), 201)
+async def test_a_tenant_from_its_creation_on(ask: Asking, house: House) -> None:
+    made = await ask.post("/tenants", 201, tenant="bolt")
     assert ("bolt", "CNY", True, "0.00") == (
         made["tenant"],
         made["currency"],
@@ -171,56 +175,46 @@ async def test_a_tenant_from_its_creation_on(client: httpx.AsyncClient, house: H
         made["balance"],
     )
     assert ("eve", "tenant.create", "bolt", "as agreed") == last_trail(house)
-    limit = {"credit_limit": "12.50", **WHY}
-    assert "12.50" == (await ok(await client.post("/tenants/bolt/limit", json=limit)))["available"]
-    (changed,) = await ok(await client.get("/audit?limit=1"))
-    assert ({"credit_limit": "0.00"}, {"credit_limit": "12.50"}) == (
-        changed["before"],
-        changed["after"],
-    )
-    unlimited = {"credit_limit": None, **WHY}
-    assert None is (await ok(await client.post("/tenants/bolt/limit", json=unlimited)))["available"]
-    assert (await ok(await client.post("/tenants/bolt/suspend", json=WHY)))["suspended"]
-    assert not (await ok(await client.post("/tenants/bolt/resume", json=WHY)))["suspended"]
+    assert "12.50" == (await ask.post("/tenants/bolt/limit", credit_limit="12.50"))["available"]
+    (changed,) = await ask.get("/audit?limit=1")
+    before, after = {"credit_limit": "0.00"}, {"credit_limit": "12.50"}
+    assert (before, after) == (changed["before"], changed["after"])
+    assert None is (await ask.post("/tenants/bolt/limit", credit_limit=None))["available"]
+    assert (await ask.post("/tenants/bolt/suspend"))["suspended"]
     assert ("eve", "tenant.suspend", "bolt", "as agreed") == last_trail(house)
-    (resumed,) = await ok(await client.get("/audit?limit=1"))
+    assert not (await ask.post("/tenants/bolt/resume"))["suspended"]
+    (resumed,) = await ask.get("/audit?limit=1")
     assert ({"suspended": True}, {"suspended": False}) == (resumed["before"], resumed["after"])
-    await ok(await client.post("/tenants/bolt/projects", json={"project": "p1", **WHY}), 201)
-    shown = await ok(await client.get("/tenants/bolt"))
+    await ask.post("/tenants/bolt/projects", 201, project="p1")
+    shown = await ask.get("/tenants/bolt")
     assert (["p1"], False) == (shown["projects"], shown["suspended"])
-    assert (409, "already_exists", None) == await refused(
-        await client.post("/tenants", json={"tenant": "bolt", **WHY})
-    )
+    again = await ask.refused("/tenants", {"tenant": "bolt", **WHY})
+    assert (409, "already_exists", None) == again
 
 
-async def test_a_key_is_shown_once_and_revoked(client: httpx.AsyncClient, house: House) -> None:
-    body = {"tenant": "acme", "name": "ci", "scopes": ["usage"], "expires_in_s": 3600, **WHY}
-    made = await ok(await client.post("/keys", json=body), 201)
+async def test_a_key_is_shown_once_and_revoked(ask: Asking, house: House) -> None:
+    body = {"tenant": "acme", "name": "ci", "scopes": ["usage"], "expires_in_s": 3600}
+    made = await ask.post("/keys", 201, **body)
     assert house.books.accounts.authenticate(made["key"]).tenant == "acme"
-    listed = await ok(await client.get("/keys?tenant=acme"))
+    listed = await ask.get("/keys?tenant=acme")
     assert [{name: made[name] for name in made if name != "key"} | {"last_used": None}] == listed
     assert made["key"] not in json.dumps(house.books.accounts.trail.newest())
-    revoked = await ok(await client.post(f"/keys/{made['prefix']}/revoke", json=WHY))
+    revoked = await ask.post(f"/keys/{made['prefix']}/revoke")
     assert ("revoked", made["id"]) == (revoked["state"], revoked["id"])
     assert ("eve", "key.revoke", made["id"], "as agreed") == last_trail(house)
-    assert (404, "not_found", None) == await refused(
-        await client.post("/keys/key_none/revoke", json=WHY)
-    )
+    assert (404, "not_found", None) == await ask.refused("/keys/key_none/revoke", WHY)
 
 
-async def test_money_is_given_once_for_each_reference(
-    client: httpx.AsyncClient, house: House
-) -> None:
-    body = {"amount": "2.5", "reference": "inv-7", **WHY}
+async def test_money_is_given_once_for_each_reference(ask: Asking, house: House) -> None:
+    body = {"amount": "2.5", "reference": "inv-7"}
     for _ in range(2):
-        shown = await ok(await client.post("/balance/acme/topup", json=body))
+        shown = await ask.post("/balance/acme/topup", **body)
     assert "12.499796" == shown["topped_up"]
-    granted = await ok(await client.post("/balance/acme/grant", json={"amount": "1", **WHY}))
-    assert "1.00" == granted["granted"]
+    assert "1.00" == (await ask.post("/balance/acme/grant", amount="1"))["granted"]
     actor, action, _, why = last_trail(house)
     assert ("eve", "balance.grant", "as agreed") == (actor, action, why)
-    other = body | {"amount": "3"}
-    assert 409 == (await client.post("/balance/acme/topup", json=other)).status_code
+    other = await ask.refused("/balance/acme/topup", {**body, "amount": "3", **WHY})
+    assert 409 == other[0]
 
 
 WRONG: list[tuple[str, Any, str, str | None]] = [
@@ -263,11 +257,11 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
 
 
 async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(
-    client: httpx.AsyncClient, house: House
+    ask: Asking, house: House
 ) -> None:
     before = house.books.accounts.trail.newest()
     for path, body, code, param in WRONG:
-        assert (400, code, param) == await refused(await client.post(path, json=body)), body
+        assert (400, code, param) == await ask.refused(path, body), body
     assert before == house.books.accounts.trail.newest()
 
 
@@ -285,67 +279,61 @@ async def test_a_removed_value_says_what_to_use_instead(client: httpx.AsyncClien
         assert 400 == answer.status_code and "was removed: " in said and instead in said
 
 
-async def test_invalid_json_and_unknown_names_are_refused(client: httpx.AsyncClient) -> None:
-    assert (400, "invalid_json", None) == await refused(
-        await client.post("/tenants", content=b"{", headers={"content-type": "application/json"})
-    )
+async def test_invalid_json_and_unknown_names_are_refused(
+    client: httpx.AsyncClient, ask: Asking
+) -> None:
     as_json = {"content-type": "application/json"}
-    for body in (b"", b"[]", b"\xff", b'"x"', b'{"a":' * 100_000 + b"1" + b"}" * 100_000):
+    deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    for body in (b"{", b"", b"[]", b"\xff", b'"x"', deep):
         answer = await client.post("/tenants", content=body, headers=as_json)
-        assert (400, "invalid_json", None) == await refused(answer), body[:9]
-    named_text = await client.post(
-        "/tenants", content=b"{}", headers={"content-type": "text/plain"}
-    )
-    assert (400, "invalid_json", None) == await refused(named_text)
+        assert (400, "invalid_json", None) == refusal_of(answer), body[:9]
+    as_text = {"content-type": "text/plain"}
+    named_text = await client.post("/tenants", content=b"{}", headers=as_text)
+    assert (400, "invalid_json", None) == refusal_of(named_text)
     assert "application/json" in named_text.json()["error"]["message"]
-    assert (400, "invalid_value", "limit") == await refused(await client.get("/audit?limit=0"))
-    beyond = await client.get(f"/ledger/entries/acme?before={1 << 63}")
-    assert (400, "invalid_value", "before") == await refused(beyond)
+    assert (400, "invalid_value", "limit") == await ask.refused("/audit?limit=0")
+    beyond = await ask.refused(f"/ledger/entries/acme?before={1 << 63}")
+    assert (400, "invalid_value", "before") == beyond
     for path in ("/tenants/nobody", "/balance/nobody", "/usage?tenant=nobody",
                  "/ledger/entries/nobody", "/receipts/acme/none", "/keys?tenant=nobody",
                  "/holds?tenant=nobody", "/usage/session?tenant=nobody",
                  "/ledger/rerate?tenant=nobody"):  # fmt: skip
-        assert (404, "not_found", None) == await refused(await client.get(path)), path
+        assert (404, "not_found", None) == await ask.refused(path), path
     for month in ("2026-13", "0000-01", "9999-12"):
         assert 400 == (await client.get(f"/usage/statement/acme/{month}")).status_code, month
     gone = {"tenant": "acme", "request_id": "none", **WHY}
-    assert (404, "not_found", None) == await refused(
-        await client.post("/ledger/correct", json=gone)
-    )
+    assert (404, "not_found", None) == await ask.refused("/ledger/correct", gone)
 
 
 async def test_a_card_is_linted_planned_and_applied(
-    client: httpx.AsyncClient, house: House
+    client: httpx.AsyncClient, ask: Asking, house: House
 ) -> None:
     toml = shipped_cards()["deepseek-launch"].replace('"2024-08-02"', '"2030"')
     toml = toml.replace("2024-08-02T", "2030-01-01T")
     dearer = toml.replace('output = "2"', 'output = "9"')
-    assert [] == await ok(await client.post("/prices/lint", json={"toml": toml}))
     gamed = toml.replace('hit = "0.1"', 'hit = "5"')
-    found = await ok(await client.post("/prices/lint", json={"toml": gamed}))
+    assert [] == (await client.post("/prices/lint", json={"toml": toml})).json()
+    found = (await client.post("/prices/lint", json={"toml": gamed})).json()
     assert "hit-above-miss" in {finding["rule"] for finding in found}
-    plan = await ok(await client.post("/prices/plan", json={"card": {"toml": dearer}}))
+    plan = (await client.post("/prices/plan", json={"card": {"toml": dearer}})).json()
     assert ["0.000049"] == [row["change"] for row in plan["rows"]]
-    refusal = await client.post("/prices/apply", json={"card": {"toml": gamed}, **WHY})
-    assert (400, "invalid_rate_card", None) == await refused(refusal)
-    applied = await client.post("/prices/apply", json={"card": {"toml": dearer}, **WHY})
-    assert "2030" == (await ok(applied))["version"]
+    refusal = await ask.refused("/prices/apply", {"card": {"toml": gamed}, **WHY})
+    assert (400, "invalid_rate_card", None) == refusal
+    assert "2030" == (await ask.post("/prices/apply", card={"toml": dearer}))["version"]
     assert ("eve", "prices.apply", "deepseek-launch 2030", "as agreed") == last_trail(house)
-    assert 2 == len(await ok(await client.get("/prices")))
-    again = await client.post("/prices/apply", json={"card": {"toml": toml}, **WHY})
-    assert (409, "rate_card_conflict", None) == await refused(again)
+    assert 2 == len(await ask.get("/prices"))
+    again = await ask.refused("/prices/apply", {"card": {"toml": toml}, **WHY})
+    assert (409, "rate_card_conflict", None) == again
     shown = {"name": "deepseek-launch", "version": "2030"}
-    assert dearer == (await ok(await client.post("/prices/show", json=shown)))["toml"]
+    assert dearer == (await client.post("/prices/show", json=shown)).json()["toml"]
     path = {"name": "pyproject.toml"}
-    assert (404, "not_found", None) == await refused(await client.post("/prices/show", json=path))
+    assert (404, "not_found", None) == await ask.refused("/prices/show", path)
 
 
-async def test_an_open_hold_says_its_age_and_what_was_sent(
-    client: httpx.AsyncClient, house: House
-) -> None:
+async def test_an_open_hold_says_its_age_and_what_was_sent(ask: Asking, house: House) -> None:
     hold = house.reserve("r2", 3 * UNITS)
     house.books.ledger.top_up(hold, UNITS, usage=Usage(miss=3, output=1)).result()
-    (open_hold,) = await ok(await client.get("/holds"))
+    (open_hold,) = await ask.get("/holds")
     assert ("r2", "4.00", {"miss": 3, "output": 1}) == (
         open_hold["request_id"],
         open_hold["amount"],
@@ -354,103 +342,89 @@ async def test_an_open_hold_says_its_age_and_what_was_sent(
     assert 0 <= open_hold["age_s"] < 60 < open_hold["expires_in_s"] <= 120
     assert {"r2"} == {row["request_id"] for row in house.told("ledger", "show", "--holds")}
     house.books.ledger.void(hold).result()
-    assert [] == await ok(await client.get("/holds?tenant=acme"))
+    assert [] == await ask.get("/holds?tenant=acme")
 
 
 async def test_a_charge_is_found_corrected_and_proved(
-    client: httpx.AsyncClient, house: House
+    client: httpx.AsyncClient, ask: Asking
 ) -> None:
-    state = await ok(await client.get("/ledger"))
-    assert (2, 0, 1, None) == (
-        state["entries"],
-        state["holds"],
-        state["settled"],
-        state["proof"],
-    )
-    (charge,) = await ok(await client.get("/ledger/entries/acme?request_id=r1"))
+    state = await ask.get("/ledger")
+    told = [state[name] for name in ("entries", "holds", "settled", "proof")]
+    assert [2, 0, 1, None] == told
+    (charge,) = await ask.get("/ledger/entries/acme?request_id=r1")
     assert ("charge", "-0.000204", {"hit_disk": 900, "miss": 100, "output": 7}) == (
         charge["kind"],
         charge["amount"],
         charge["details"]["usage"],
     )
-    body = {"tenant": "acme", "request_id": "r1", "amount": "0.0001", **WHY}
-    corrected = await ok(await client.post("/ledger/correct", json=body))
+    body = {"tenant": "acme", "request_id": "r1", "amount": "0.0001"}
+    corrected = await ask.post("/ledger/correct", **body)
     assert ("0.0001", 2) == (corrected["amount"], corrected["details"]["corrects"])
-    both = await ok(await client.get("/ledger/entries/acme?request_id=r1"))
+    both = await ask.get("/ledger/entries/acme?request_id=r1")
     assert ["charge", "correction"] == [entry["kind"] for entry in both]
-    newest = await ok(await client.get("/ledger/entries/acme?limit=2"))
-    assert [3, 2] == [entry["entry"] for entry in newest]
-    older = await ok(await client.get("/ledger/entries/acme?before=2"))
-    assert [1] == [entry["entry"] for entry in older]
-    proof = await ok(await client.post("/ledger/verify"))
+    newest = await ask.get("/ledger/entries/acme?limit=2")
+    older = await ask.get("/ledger/entries/acme?before=2")
+    assert ([3, 2], [1]) == ([e["entry"] for e in newest], [e["entry"] for e in older])
+    proof = (await client.post("/ledger/verify")).json()
     assert (True, 3, []) == (proof["ok"], proof["entries"], proof["problems"])
-    assert proof == (await ok(await client.get("/ledger")))["proof"]
-    heads = await ok(await client.get("/ledger/heads"))
+    assert proof == (await ask.get("/ledger"))["proof"]
+    heads = await ask.get("/ledger/heads")
     assert {"entry": 3, "hash": corrected["hash"]} == heads.pop("acme")
     assert ["admin trail"] == list(heads)
 
 
-async def test_a_correction_is_made_once_for_each_reference(
-    client: httpx.AsyncClient, house: House
-) -> None:
+async def test_a_correction_is_made_once_for_each_reference(ask: Asking, house: House) -> None:
     """A reference that stands for another correction is refused, not answered with that one."""
-    body = {"tenant": "acme", "request_id": "r1", "amount": "0.0001", **WHY}
-    first = await ok(await client.post("/ledger/correct", json=body))
-    assert first == await ok(await client.post("/ledger/correct", json=body))
-    rest = {name: body[name] for name in body if name != "amount"}
-    for other in (body | {"amount": "0.0002"}, rest):
-        answer = await client.post("/ledger/correct", json=other)
-        assert (409, "already_exists", None) == await refused(answer)
-    last = rest | {"reference": "the rest"}
+    rest = {"tenant": "acme", "request_id": "r1"}
+    first = await ask.post("/ledger/correct", **rest, amount="0.0001")
+    assert first == await ask.post("/ledger/correct", **rest, amount="0.0001")
+    for other in ({**rest, "amount": "0.0002"}, rest):
+        answer = await ask.refused("/ledger/correct", {**other, **WHY})
+        assert (409, "already_exists", None) == answer
     for _ in range(2):
-        corrected = await ok(await client.post("/ledger/correct", json=last))
-        assert ("0.000104", 10 * UNITS) == (
-            corrected["amount"],
-            house.books.accounts.tenant("acme").balance,
-        )
+        corrected = await ask.post("/ledger/correct", **rest, reference="the rest")
+        assert "0.000104" == corrected["amount"]
+        assert 10 * UNITS == house.books.accounts.tenant("acme").balance
 
 
-async def test_statements_and_receipts(client: httpx.AsyncClient, house: House) -> None:
-    month = (await ok(await client.get("/usage?unit=month")))[0]["period"]
+async def test_statements_and_receipts(
+    client: httpx.AsyncClient, ask: Asking, house: House
+) -> None:
+    month = (await ask.get("/usage?unit=month"))[0]["period"]
     path = f"/usage/statement/acme/{month}"
-    assert 1 == (await ok(await client.get(path)))["requests"]
+    assert 1 == (await ask.get(path))["requests"]
     assert 400 == (await client.get(f"{path}?format=html")).status_code
-    assert "hit_disk" in (await client.get(f"{path}?format=csv")).text
-    elsewhere = await ok(await client.get(f"{path}?timezone=Pacific/Auckland"))
+    table = await client.get(f"{path}?format=csv")
+    assert "hit_disk" in table.text and "text/csv" in table.headers["content-type"]
+    elsewhere = await ask.get(f"{path}?timezone=Pacific/Auckland")
     assert "Pacific/Auckland" == elsewhere["timezone"]
-    receipt = await ok(await client.get("/receipts/acme/r1"))
-    assert verify_receipt(receipt, house.books.signer.public_key)
+    assert verify_receipt(await ask.get("/receipts/acme/r1"), house.books.signer.public_key)
 
 
 @pytest.mark.parametrize(
     "query", ["since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe"]
 )
-async def test_an_invalid_span_is_a_400(client: httpx.AsyncClient, query: str) -> None:
+async def test_an_invalid_span_is_a_400(ask: Asking, query: str) -> None:
     for path in ("?unit=day&", "?unit=month&", "/session?"):
-        answer = await refused(await client.get(f"/usage{path}{query}"))
-        assert (400, "invalid_value", None) == answer
-    answer = await refused(await client.get("/usage/session?tenant=nobody"))
-    assert (404, "not_found", None) == answer
+        assert (400, "invalid_value", None) == await ask.refused(f"/usage{path}{query}")
 
 
 async def test_a_reader_looks_and_changes_nothing(house: House) -> None:
     sessions = Sessions()
     token, session = sessions.open(Admin("rita", Role.READER))
-    async with serving(books=house.books, sessions=sessions) as client:
-        client.cookies.set("cachesvc_admin_80", token)
-        client.headers["X-CSRF-Token"] = session.csrf_token
-        await ok(await client.get("/tenants"))
-        await ok(await client.post("/prices/lint", json={"name": "two-tier"}))
-        await ok(await client.post("/ledger/verify"))
+    parts = fake_parts(books=house.books, sessions=sessions)
+    csrf = {"X-CSRF-Token": session.csrf_token}
+    async with admin_client(parts, path="/admin/api", **csrf) as client:
+        assert 401 == (await client.get("/tenants")).status_code
+        assert 401 == (await client.post("/tenants", json=WHY)).status_code
+        client.cookies.set("cachesvc_admin_8000", token)
+        assert 200 == (await client.get("/tenants")).status_code
+        lint = await client.post("/prices/lint", json={"name": "two-tier"})
+        assert 200 == lint.status_code
+        assert 200 == (await client.post("/ledger/verify")).status_code
         before = house.books.accounts.trail.newest()
         for path in ("/tenants", "/keys", "/tenants/acme/suspend", "/balance/acme/grant",
                      "/prices/apply", "/ledger/correct"):  # fmt: skip
             answer = await client.post(path, json={**WHY, "tenant": "acme", "amount": "1"})
             assert 403 == answer.status_code, path
         assert before == house.books.accounts.trail.newest()
-
-
-async def test_without_a_login_nothing_is_said() -> None:
-    async with serving() as client:
-        assert 401 == (await client.get("/tenants")).status_code
-        assert 401 == (await client.post("/tenants", json=WHY)).status_code

@@ -1,17 +1,22 @@
 """Admin parts over fakes, for tests of the pages and routes."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
+
 from api.access.rate_limits import LimitSettings
 from api.admin.login.sessions import Admin, Role, Sessions
 from api.admin.parts import AdminParts
+from api.app import create_app
 from api.journal.journal import Journal
 from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 from billing.prices.book import PriceBook
+from tests.support.wire import FakeHouse, fake_house
 
 OPERATOR_TOKEN = "op-of-the-tests"
 
@@ -27,13 +32,7 @@ class RecordingTrail:
     entries: list[dict[str, Any]] = field(default_factory=list)
 
     def __call__(
-        self,
-        action: str,
-        subject: str,
-        *,
-        by: str,
-        after: Any = None,
-        reason: str = "",
+        self, action: str, subject: str, *, by: str, after: Any = None, reason: str = ""
     ) -> None:
         entry = {"action": action, "subject": subject, "by": by, "after": after}
         self.entries.append(entry | {"reason": reason})
@@ -121,3 +120,30 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "working_set": None,
     }
     return AdminParts(**values | overrides)
+
+
+@contextlib.asynccontextmanager
+async def admin_client(
+    parts: AdminParts, house: FakeHouse | None = None, *, path: str = "", **headers: str
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app with these parts; over `house`, which its caller closes, or one of its
+    own. A relative address is below `path`."""
+    own = house or fake_house()
+    app = create_app(own.wire, admin=parts)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    try:
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(
+                transport=transport, base_url=f"http://test:8000{path}", headers=headers
+            ) as client,
+        ):
+            yield client
+    finally:
+        if house is None:
+            own.close()
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    """Its status, and the code of its error."""
+    return answer.status_code, answer.json()["error"]["code"]

@@ -1,20 +1,23 @@
-"""Passwords of admins: how they are kept, changed and taken away; and the files that pages need."""
+"""Passwords of admins: how they are kept, changed and taken away, by the server and by `cachesvc
+admin`; and the files that pages need."""
 
-import dataclasses
+import json
 import stat
 from pathlib import Path
 
 import pytest
 from argon2 import extract_parameters
 from argon2.exceptions import VerifyMismatchError
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from api.admin.login import passwords as passwords_module
 from api.admin.login.passwords import FILE_NAME, Passwords
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages import assets
 from api.errors import InvalidRequest
+from billing.accounts import Accounts
 from billing.errors import InvalidName
+from billing.store.opening import database_url, open_store
 from cachesvc.cli import app
 
 SECRET = "five words that no one says"
@@ -68,7 +71,7 @@ def test_an_unknown_name_costs_a_whole_check_and_a_start_computes_none(
 def test_weak_passwords_and_odd_names_are_refused(tmp_path: Path) -> None:
     passwords = Passwords(tmp_path)
     with pytest.raises(InvalidRequest, match="12 to 1024"):
-        passwords.set("ada", "short", Role.ADMIN)
+        passwords.set("ada", "x" * 1025, Role.ADMIN)
     with pytest.raises(InvalidName):
         passwords.set("../ada", SECRET, Role.ADMIN)
 
@@ -82,10 +85,46 @@ def test_a_damaged_file_is_named_and_lets_nobody_in(
     (tmp_path / FILE_NAME).write_text(text)
     assert Passwords(tmp_path).verify("ada", SECRET) is None
     assert f"{FILE_NAME} is damaged" in caplog.text
-    told = CliRunner().invoke(app, ["admin", "password", "--list", "--data-dir", str(tmp_path)])
+    told = run(tmp_path, "password", "--list")
     assert (1, True) == (told.exit_code, "is damaged: restore it from a copy" in told.stderr)
     with pytest.raises(InvalidRequest, match="is damaged"):
         Passwords(tmp_path).set("ada", SECRET, Role.ADMIN)
+
+
+def run(data_dir: Path, *args: str, told: str | None = None) -> Result:
+    return CliRunner().invoke(app, ["admin", *args, "--data-dir", str(data_dir)], input=told)
+
+
+def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
+    tmp_path: Path,
+) -> None:
+    data_dir = tmp_path / "data"
+    given = run(data_dir, "password", "bob", "--role", "reader", told=f"{SECRET}\n")
+    assert 0 == given.exit_code, given.output
+    assert SECRET not in given.output
+    assert 0o700 == stat.S_IMODE(data_dir.stat().st_mode)
+    assert Admin("bob", Role.READER) == Passwords(data_dir).verify("bob", SECRET)
+    assert [{"name": "bob", "role": "reader"}] == json.loads(
+        run(data_dir, "password", "--list", "--json").stdout
+    )
+    assert 0 == run(data_dir, "password", "bob", "--remove", "--reason", "left").exit_code
+    assert Passwords(data_dir).verify("bob", SECRET) is None
+    store = open_store(database_url(data_dir))
+    trail = Accounts(store).trail.newest()
+    store.close()
+    assert [("admin.remove", "left"), ("admin.password", "no reason given")] == [
+        (entry["action"], entry["reason"]) for entry in trail
+    ]
+    assert all(SECRET not in str(entry) and "argon2" not in str(entry) for entry in trail)
+
+
+def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path: Path) -> None:
+    short = run(tmp_path, "password", told="short\n")
+    assert (1, True) == (short.exit_code, "12 to 1024" in short.output)
+    nobody = run(tmp_path, "password", "eve", "--remove")
+    assert (1, True) == (nobody.exit_code, "'eve' has no password" in nobody.output)
+    unserved = run(tmp_path, "link")
+    assert (1, True) == (unserved.exit_code, "cachesvc serve" in unserved.output)
 
 
 def test_only_the_reviewed_files_of_packages_are_served() -> None:
@@ -98,7 +137,6 @@ def test_only_the_reviewed_files_of_packages_are_served() -> None:
 
 
 def test_every_asset_has_a_type_and_fits_the_budget() -> None:
-    files = assets.ASSETS.files
+    files = assets.assets()
     assert [] == [name for name in files if Path(name).suffix not in assets.TYPES]
     assert sum(len(each.packed) for each in files.values()) < 80_000
-    assert dataclasses.is_dataclass(next(iter(files.values())))

@@ -24,10 +24,12 @@ class LoginLimits:
 
     async def attempt(self, address: str) -> None:
         """Counts an attempt. Raises RateLimited."""
-        if not await self._limiter.hit(self._address, network_of(address)):
-            raise _too_often(self._address)
-        if not await self._limiter.hit(self._server):
-            raise _too_often(self._server)
+        for item, *whose in ((self._address, network_of(address)), (self._server,)):
+            if not await self._limiter.hit(item, *whose):
+                raise RateLimited(
+                    f"More than {item.amount} attempts to log in within a minute; wait a minute.",
+                    headers={"Retry-After": "60"},
+                )
 
 
 def network_of(address: str) -> str:
@@ -41,13 +43,6 @@ def network_of(address: str) -> str:
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)
     return str(ipaddress.ip_network((parsed, 64), strict=False))
-
-
-def _too_often(item: RateLimitItem) -> RateLimited:
-    return RateLimited(
-        f"More than {item.amount} attempts to log in within a minute; wait a minute.",
-        headers={"Retry-After": "60"},
-    )
 
 
 class LoginForms:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 TOKEN_BYTES = 32
@@ -48,12 +48,6 @@ class LoginSession:
     csrf_token: str = field(default_factory=lambda: secrets.token_urlsafe(TOKEN_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class _Link:
-    admin: Admin
-    ends_s: float
-
-
 class Sessions:
     """Sessions by the digest of their id. Invariant: at most MAX_SESSIONS, none past its end."""
 
@@ -70,7 +64,7 @@ class Sessions:
         self.on_end: Callable[[], None] = lambda: None  # called when a session is ended on purpose
         # Least recently used first.
         self._sessions: OrderedDict[bytes, LoginSession] = OrderedDict()
-        self._links: OrderedDict[bytes, _Link] = OrderedDict()
+        self._links: OrderedDict[bytes, tuple[Admin, float]] = OrderedDict()
 
     def open(self, admin: Admin) -> tuple[str, LoginSession]:
         """A new session and its id, which only the browser keeps."""
@@ -102,7 +96,7 @@ class Sessions:
     def close_all(self, name: str) -> int:
         """End every session of an admin, after a new password, and every link that is not used
         yet. Returns how many sessions there were."""
-        for digest in [digest for digest, link in self._links.items() if link.admin.name == name]:
+        for digest in [digest for digest, (admin, _) in self._links.items() if admin.name == name]:
             del self._links[digest]
         ended = [digest for digest, each in self._sessions.items() if each.admin.name == name]
         for digest in ended:
@@ -118,12 +112,9 @@ class Sessions:
         """
         now = self._clock_s()
         payload = [
-            {
+            asdict(each)
+            | {
                 "digest": digest.hex(),
-                "name": each.admin.name,
-                "role": each.admin.role,
-                "key_id": each.admin.key_id,
-                "csrf_token": each.csrf_token,
                 "ends_s": wall_s + each.ends_s - now,
                 "used_s": wall_s + each.used_s - now,
             }
@@ -140,7 +131,8 @@ class Sessions:
         now = self._clock_s()
         try:
             for each in json.loads(body):
-                admin = Admin(str(each["name"]), Role(each["role"]), each["key_id"])
+                told = each["admin"]
+                admin = Admin(str(told["name"]), Role(told["role"]), told["key_id"])
                 ends_s = now + min(self.lifetime_s, each["ends_s"] - wall_s)
                 used_s = now + min(0.0, each["used_s"] - wall_s)
                 session = LoginSession(admin, ends_s, used_s, each["csrf_token"])
@@ -154,15 +146,15 @@ class Sessions:
     def make_link(self, admin: Admin, ttl_s: float) -> str:
         """A token that logs in once, within `ttl_s` seconds."""
         token = secrets.token_urlsafe(TOKEN_BYTES)
-        self._links[_digest(token)] = _Link(admin, self._clock_s() + ttl_s)
+        self._links[_digest(token)] = admin, self._clock_s() + ttl_s
         while len(self._links) > MAX_LINKS:
             self._links.popitem(last=False)
         return token
 
     def use_link(self, token: str) -> Admin | None:
         """The admin the link was made for, on its first use and in time; None otherwise."""
-        link = self._links.pop(_digest(token), None)
-        return link.admin if link is not None and self._clock_s() < link.ends_s else None
+        admin, ends_s = self._links.pop(_digest(token), (None, 0.0))
+        return admin if self._clock_s() < ends_s else None
 
 
 def _digest(token: str) -> bytes:

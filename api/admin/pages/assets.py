@@ -8,8 +8,7 @@ place. Every file is read and compressed once and addressed by its digest, so br
 import gzip
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -59,42 +58,37 @@ class AssetMissing(Exception):
     """A file of an installed package is missing or has another digest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asset:
+class Asset(NamedTuple):
     """One file as it is sent."""
 
-    name: str
     body: bytes
     packed: bytes
     digest: str
 
-    @property
-    def url(self) -> str:
-        return f"{PREFIX}/{self.name}?v={self.digest[:12]}"
 
-
-class Assets:
-    """All files by name. Read at first use; immutable."""
-
-    @cached_property
-    def files(self) -> Mapping[str, Asset]:
-        found = {path.name: path.read_bytes() for path in sorted(OWN.iterdir())}
-        found |= {name: _vendored(each) for name, each in VENDORED.items()}
-        return {name: _asset(name, body) for name, body in found.items()}
-
-    def url(self, name: str) -> str:
-        """The URL of a file, for templates. Raises KeyError for an unknown name."""
-        return self.files[name].url
-
-
-ASSETS: Final = Assets()
 router = APIRouter(prefix=PREFIX, include_in_schema=False)
+
+
+@cache
+def assets() -> Mapping[str, Asset]:
+    """All files by name. Read at first use."""
+    found = {path.name: path.read_bytes() for path in sorted(OWN.iterdir())}
+    found |= {name: _vendored(each) for name, each in VENDORED.items()}
+    return {
+        name: Asset(body, gzip.compress(body, 9, mtime=0), hashlib.sha256(body).hexdigest())
+        for name, body in found.items()
+    }
+
+
+def url(name: str) -> str:
+    """The URL of a file, for templates. Raises KeyError for an unknown name."""
+    return f"{PREFIX}/{name}?v={assets()[name].digest[:12]}"
 
 
 @router.get("/{name}")
 async def asset(request: Request, name: str) -> Response:
     """Needs no login: the login page uses these files, and they reveal nothing about the server."""
-    found = ASSETS.files.get(name)
+    found = assets().get(name)
     if found is None:
         raise HTTPException(404, "Not Found")
     headers = {"Cache-Control": KEEP, "ETag": f'"{found.digest[:32]}"', "Vary": "Accept-Encoding"}
@@ -104,10 +98,6 @@ async def asset(request: Request, name: str) -> Response:
     if "gzip" in request.headers.get("accept-encoding", ""):
         return Response(found.packed, headers=headers | {"Content-Encoding": "gzip"})
     return Response(found.body, headers=headers)
-
-
-def _asset(name: str, body: bytes) -> Asset:
-    return Asset(name, body, gzip.compress(body, 9, mtime=0), hashlib.sha256(body).hexdigest())
 
 
 def _vendored(wanted: Vendored) -> bytes:

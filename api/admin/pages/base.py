@@ -17,7 +17,7 @@ from starlette.responses import HTMLResponse, Response
 
 from api.admin.access import session_of
 from api.admin.login.sessions import Admin, Role
-from api.admin.pages.assets import ASSETS
+from api.admin.pages import assets
 from api.admin.pages.format import FILTERS
 from api.errors import ErrorAnswer
 from billing.reports.csv import safe_writer
@@ -55,7 +55,7 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-_templates.globals["asset"] = ASSETS.url
+_templates.globals["asset"] = assets.url
 _templates.globals["hit_tokens"] = "+".join(
     f"traffic.prompt_tokens.{each.tier}" for each in TOKEN_CLASSES if each.tier
 )

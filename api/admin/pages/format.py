@@ -95,21 +95,7 @@ def short(key: str | bytes | None) -> str:
     return text[:12] if text else "–"
 
 
+_ALL = (size, count, milliseconds, span, share, hit_mark, moment, moment_ns, amount, money)
 FILTERS: Final[Mapping[str, Callable[..., Any]]] = {
-    function.__name__: function
-    for function in (
-        size,
-        count,
-        milliseconds,
-        span,
-        share,
-        hit_mark,
-        moment,
-        moment_ns,
-        amount,
-        money,
-        rounded,
-        marked,
-        short,
-    )
+    function.__name__: function for function in (*_ALL, rounded, marked, short)
 }

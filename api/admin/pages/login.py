@@ -74,13 +74,7 @@ async def log_out(request: Request, found: MayRead) -> Response:
     parts_of(request).sessions.close(token)
     await _audit(request, "admin.logout", found.name, found.name)
     answer = RedirectResponse("/admin/login", 303)
-    answer.delete_cookie(
-        cookie_name(request),
-        path=_cookie_path(request),
-        secure=is_secure(request),
-        httponly=True,
-        samesite="strict",
-    )
+    answer.delete_cookie(cookie_name(request), **_flags(request))
     return answer
 
 
@@ -119,15 +113,7 @@ async def _enter(request: Request, found: Admin, how: str, answer: Response) -> 
     sessions.close(request.cookies.get(cookie, ""))
     await _audit(request, "admin.login", found.name, found.name, how=how, role=found.role)
     token, _ = sessions.open(found)
-    answer.set_cookie(
-        cookie,
-        token,
-        max_age=int(sessions.lifetime_s),
-        path=_cookie_path(request),
-        httponly=True,
-        secure=is_secure(request),
-        samesite="strict",
-    )
+    answer.set_cookie(cookie, token, max_age=int(sessions.lifetime_s), **_flags(request))
     return answer
 
 
@@ -141,19 +127,15 @@ def _form(request: Request, target: str, message: str = "") -> Response:
         next=target if _NEXT.fullmatch(target) else "/admin",
         message=message,
     )
-    answer.set_cookie(
-        _nonce_cookie(request),
-        nonce,
-        path=_cookie_path(request),
-        httponly=True,
-        secure=is_secure(request),
-        samesite="strict",
-    )
+    answer.set_cookie(_nonce_cookie(request), nonce, **_flags(request))
     return answer
 
 
-def _cookie_path(request: Request) -> str:
-    return "/" if is_secure(request) else "/admin"  # `__Host-` requires the path /
+def _flags(request: Request) -> dict[str, Any]:
+    """Of every cookie: for this server alone, and no script's."""
+    secure = is_secure(request)
+    path = "/" if secure else "/admin"  # `__Host-` requires the path /
+    return {"path": path, "secure": secure, "httponly": True, "samesite": "strict"}
 
 
 def _nonce_cookie(request: Request) -> str:

@@ -1,10 +1,11 @@
 """The overview: running requests, latency, hits and revenue; with filters, what fits of the
-requests that are remembered."""
+requests that are remembered. And the cache: what each tier holds, serves, moves and evicts."""
 
 import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Final
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
@@ -16,8 +17,27 @@ from api.admin.parts import parts_of
 from api.journal.journal import RequestRecord
 from api.shapes.usage import timings_ms
 from billing.money import parse_units
+from tiers.errors import FAULTS, MissReason
 
 router = APIRouter(include_in_schema=False)
+
+MEANINGS: Final = {
+    MissReason.ABSENT: "no tier held the block",
+    MissReason.ARITHMETIC: "held, but computed by another processor, device or torch",
+    MissReason.TAIL: "the last, partly filled block, or the one token that is always computed",
+    MissReason.UNECONOMIC: "computing was faster than loading",
+    MissReason.OVERLOADED: "the queue of loads was full",
+    MissReason.NO_ROOM: "no free memory to load into",
+    MissReason.DISABLED: "the request or the server turned the cache off",
+    MissReason.COLLISION: "the same key, another scope, parent or tokens",
+    MissReason.CHECKSUM: "the payload was not what had been written",
+    MissReason.TORN: "the record was shorter or longer than its header said",
+    MissReason.VERSION: "written by another record format",
+    MissReason.LAYOUT: "written for another block layout",
+    MissReason.IO_ERROR: "the operating system refused the read",
+    MissReason.DECODE: "the payload did not decompress",
+    MissReason.COPY: "the device refused to copy it",
+}
 
 
 @router.get("/admin")
@@ -37,6 +57,18 @@ async def overview(request: Request, found: MayRead, chosen: Asked) -> Response:
         figures=figures(chosen.requests(parts.journal)) if chosen else (),
         max_records=parts.journal.settings.max_requests,
         base_url=str(request.base_url).rstrip("/"),
+    )
+
+
+@router.get("/admin/cache")
+async def cache(request: Request, found: MayRead) -> Response:
+    return render(
+        request,
+        "cache.html",
+        found,
+        stats=parts_of(request).stats(),
+        reasons=list(MEANINGS.items()),
+        faults=FAULTS,
     )
 
 

@@ -18,7 +18,7 @@ from api.admin.access import MayRead
 from api.admin.pages.advice import MONTH_S, CurveTier, advise
 from api.admin.pages.base import render
 from api.admin.parts import AdminParts, parts_of
-from api.admin.routes.answers import json_answer
+from api.admin.routes.stats import json_answer
 from billing.errors import NoPrice
 from billing.money import format_units
 from billing.prices.book import Rates, Terms

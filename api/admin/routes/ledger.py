@@ -1,4 +1,4 @@
-"""/admin/api/ledger: its size, its heads and its proof.
+"""/admin/api/ledger and prices: what the server alone can say, and what a card says.
 
 Reading a proof is cheap; making one reads every entry.
 """
@@ -8,15 +8,17 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.admin.access import Books
+from api.admin.routes.bodies import CardSource
+from billing.operations import prices
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document
 from billing.reports.heads import heads_document, heads_of
 from billing.store import reports as store_reports
 
-router = APIRouter(prefix="/admin/api", tags=["admin: ledger"])
+router = APIRouter(prefix="/admin/api")
 
 
-@router.get("/ledger")
+@router.get("/ledger", tags=["admin: ledger"])
 def ledger(books: Books) -> Document:
     """The ledger's size, its thread's counters and its last proof."""
     with books.store.reading() as connection:
@@ -37,16 +39,28 @@ def ledger(books: Books) -> Document:
     }
 
 
-@router.post("/ledger/verify")
+@router.post("/ledger/verify", tags=["admin: ledger"])
 def verify(books: Books) -> Document | None:
     """Prove the whole ledger now; `ok` is false if anything differs. Changes nothing."""
     return _proved(books.prover.prove())
 
 
-@router.get("/ledger/heads")
+@router.get("/ledger/heads", tags=["admin: ledger"])
 def heads(books: Books) -> Document:
     """The last hash of each tenant and of the admin trail, to store where nobody can change it."""
     return heads_document(heads_of(books.store))
+
+
+@router.post("/prices/show", tags=["admin: prices"])
+def show_card(books: Books, source: CardSource) -> Document:
+    """One card, with its TOML."""
+    return prices.show_card(books, card=source.model_dump())
+
+
+@router.post("/prices/lint", tags=["admin: prices"])
+def lint_card(books: Books, source: CardSource) -> list[Document]:
+    """Warnings on a card: what can be gamed, loses money or is unclear."""
+    return prices.lint_card(books, card=source.model_dump())
 
 
 def _proved(proved: Proved | None) -> Document | None:

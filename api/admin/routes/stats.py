@@ -1,18 +1,33 @@
-"""GET /admin/api/stats, history and alerts: the server's state now and in the recent past."""
+"""The server's state now and in the recent past, and its events as they come."""
 
-from typing import Annotated
+import gzip
+from typing import Annotated, Any
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from api.access.shares import OPERATOR
 from api.admin.access import MayRead
 from api.admin.parts import parts_of
-from api.admin.routes.answers import json_answer
+from api.routes.cache_events import feed_for
 
 router = APIRouter(prefix="/admin/api", tags=["admin"])
 
+MIN_PACKED = 1024  # bytes; compressing less than a packet gains nothing
+LEVEL = 4  # of gzip; numbers compress to a fifth at 60 MB/s
 MAX_SERIES = 100
 MAX_TIME_S = 1e12  # about thirty thousand years; rejects infinity
+
+
+def json_answer(request: Request, value: Any) -> Response:
+    """JSON for the pages' scripts, compressed if it is large enough."""
+    body = orjson.dumps(value)
+    headers = {"Content-Type": "application/json", "Vary": "Accept-Encoding"}
+    if len(body) >= MIN_PACKED and "gzip" in request.headers.get("accept-encoding", ""):
+        body = gzip.compress(body, LEVEL, mtime=0)
+        headers["Content-Encoding"] = "gzip"
+    return Response(body, headers=headers)
 
 
 @router.get("/whoami")
@@ -50,3 +65,9 @@ async def history(
     payload = dict(source.read(series or (), window_s=window_s, since_s=since_s))
     payload["over"] = source.over(over or (), window_s=window_s)
     return json_answer(request, payload)
+
+
+@router.get("/events")
+async def events(request: Request, _: MayRead) -> Response:
+    """Events of every tenant's blocks, as /v1/cache/events streams them."""
+    return feed_for(request, OPERATOR, None)
