@@ -53,7 +53,6 @@ COMMANDS = {
 
 
 def load(name: str) -> Any:
-    """Imports the command."""
     return load_entry(name, COMMANDS[name])
 
 
@@ -68,6 +67,7 @@ REMOVED = {
 # Options by command and name.
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
+    "bench ttft --output": "redirect the output of --json",
     "cache ls --oldest": "`cachesvc cache evict --bytes` takes the least recently used first",
     **dict.fromkeys(
         ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),

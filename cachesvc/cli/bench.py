@@ -1,12 +1,12 @@
 """`cachesvc bench`: time to first token on this machine, for short questions about a long
 document."""
 
-import json as jsonlib
 import logging
 import platform
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,16 +31,13 @@ def _group() -> None:
 @app.command()
 def ttft(
     sizes: Annotated[
-        str, typer.Option(help=("Tokens of the document; separate several with commas"))
-    ] = ("1024,2048,4096"),
+        str, typer.Option(help="Tokens of the document; separate several with commas")
+    ] = "1024,2048,4096",
     repeats: Annotated[int, typer.Option(min=1, help="Questions for each kind of hit")] = 5,
     model: Annotated[str | None, typer.Option(help="An alias, a folder, or a hub id")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="Data type of the KV, such as bfloat16")
-    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Data type of the KV")] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens in a block")] = None,
-    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file")] = None,
     json: AsJson = False,
 ) -> None:
     """Measure the time to first token of a question about a long document, cold and from each tier.
@@ -48,19 +45,13 @@ def ttft(
     Measure on a quiet machine: a busy second core slows arithmetic many times over.
     """
     # torch comes with them, and `--help` does not wait for it
-    from cachesvc.bench import Scenario, as_json
+    from cachesvc.bench import Scenario
     from cachesvc.server.compute import load
 
     logging.disable(logging.WARNING)
     wanted = _sizes(sizes)
-    settings = load_settings(
-        {
-            "model.name": model,
-            "model.device": device,
-            "model.kv_dtype": kv_dtype,
-            "cache.block_size": block_size,
-        }
-    ).settings
+    flags = {"model.name": model, "model.device": device, "model.kv_dtype": kv_dtype}
+    settings = load_settings(flags | {"cache.block_size": block_size}).settings
     with _status() as report, tempfile.TemporaryDirectory(prefix="cachesvc-bench-") as folder:
         report("loading the model")
         loaded = load(settings.model, settings.server.data_dir)
@@ -82,10 +73,8 @@ def ttft(
         "block_size": scenario.layout.block_size,
         "token_bytes": scenario.layout.token_nbytes,
         "machine": _machine(),
-        "results": as_json(results),
+        "results": [asdict(each) for each in results],
     }
-    if output is not None:
-        output.write_text(jsonlib.dumps(result, indent=2) + "\n")
     if json:
         print_json(result)
     else:
@@ -110,24 +99,22 @@ def _status() -> Iterator[Any]:
 
 
 def _print(results: "Sequence[Measured]", title: str) -> None:
-    print_table(
-        ("prompt", "blocks from", "first token", "best", "worst", "hits", "computed", "faster"),
-        [
-            (
-                each.prompt_tokens,
-                each.case,
-                seconds(each.ttft_s),
-                seconds(each.best_s),
-                seconds(each.worst_s),
-                each.hit_tokens,
-                each.computed_tokens,
-                f"{each.ratio:.1f}x",
-            )
-            for each in results
-        ],
-        title=title,
-        right=("prompt", "first token", "best", "worst", "hits", "computed", "faster"),
+    columns = (
+        "prompt",
+        "blocks from",
+        "first token",
+        "best",
+        "worst",
+        "hits",
+        "computed",
+        "faster",
     )
+    rows = []
+    for each in results:
+        times = map(seconds, (each.ttft_s, each.best_s, each.worst_s))
+        tokens = (each.hit_tokens, each.computed_tokens)
+        rows.append((each.prompt_tokens, each.case, *times, *tokens, f"{each.ratio:.1f}x"))
+    print_table(columns, rows, title=title, right=(columns[0], *columns[2:]))
 
 
 def _machine() -> dict[str, str]:

@@ -47,7 +47,6 @@ def show(
 
 
 def settings_by_name(rows: Iterable[Setting]) -> dict[str, tuple[str, str]]:
-    """Each setting's value as shown, and its origin."""
     return {row.name: (shown(row.name, row.value), row.origin) for row in rows}
 
 

@@ -54,8 +54,6 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check, and how to fix a problem."""
-
     check: str
     level: Level
     message: str
@@ -87,7 +85,6 @@ def doctor(data_dir: DataDir = None, json: AsJson = False) -> None:
 
 
 def examine(data_dir: Path) -> Iterator[Finding]:
-    """Every check's findings, in order."""
     from engine.hardware import read_hardware
 
     hardware = read_hardware()
@@ -270,7 +267,6 @@ def check_lock(data_dir: Path) -> Finding:
 
 
 def check_server(data_dir: Path) -> Iterator[Finding]:
-    """Asks the server of this directory, if one runs, whether it serves."""
     try:
         server = find_server(data_dir)
         if server is None:
@@ -288,7 +284,6 @@ def check_server(data_dir: Path) -> Iterator[Finding]:
 
 
 def check_scopes(data_dir: Path) -> Iterator[Finding]:
-    """Checks the list of models by which a purge finds a tenant's blocks."""
     if damage := find_damage(data_dir):
         yield warning("served models", *damage)
 

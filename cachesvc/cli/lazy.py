@@ -74,7 +74,6 @@ def lazy_group(
 
 
 def load(name: str, entry: Command) -> Any:
-    """Imports the command."""
     module, _, attribute = entry.target.partition(":")
     with importing():
         target = getattr(importlib.import_module(module), attribute)

@@ -23,12 +23,10 @@ DataDir = Annotated[
 
 
 def duration(text: str) -> float:
-    """Parses an option like 12h or 7d."""
     return _parsed(parse_duration, text)
 
 
 def size(text: str) -> int:
-    """Parses an option like 4GiB."""
     return _parsed(parse_size, text)
 
 

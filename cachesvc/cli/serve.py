@@ -26,6 +26,7 @@ from cachesvc.server.vllm.arguments import read_options
 logger = logging.getLogger(__name__)
 
 HELP = known_settings()
+SETTING_OF: dict[str, str] = {}  # by the option that overrides it
 TIERS = ("device", "host", "disk")
 ROUNDED = 1 / 16  # a tier may have this part less or more than set, as it holds whole blocks
 
@@ -33,6 +34,7 @@ ROUNDED = 1 / 16  # a tier may have this part less or more than set, as it holds
 def _option(setting: str, *flags: str) -> typer.models.OptionInfo:
     """An option that overrides `setting`. Unset, the environment, the file or the default
     applies."""
+    SETTING_OF[flags[0].partition("/")[0]] = setting
     option: typer.models.OptionInfo = typer.Option(*flags, help=HELP[setting], show_default=False)
     return option
 
@@ -74,26 +76,12 @@ def serve(
     Every setting can also come from --config or from the environment; `cachesvc config show` lists
     each one with its origin.
     """
-    flags = {
-        "model.name": model,
-        "model.adapters": _adapters(adapter) if adapter else None,
-        "model.device": device,
-        "model.dtype": dtype,
-        "model.kv_dtype": kv_dtype,
-        "server.host": host,
-        "server.port": port,
-        "server.data_dir": data_dir,
-        "server.require_keys": require_keys,
-        "cache.device_bytes": device_cache,
-        "cache.host_bytes": host_cache,
-        "cache.disk_bytes": disk_cache,
-        "cache.block_size": block_size,
-        "engine.backend": engine,
-        "engine.vllm": read_options(context.args, _options_of(context)) or None,
-        "engine.max_running": max_running,
-        "engine.chunk_tokens": chunk_tokens,
-        "log.level": log_level,
+    given = {
+        each.opts[0]: context.params[each.name] for each in context.command.params if each.name
     }
+    flags = {setting: given[flag] for flag, setting in SETTING_OF.items()}
+    flags["model.adapters"] = _adapters(adapter) if adapter else None
+    flags["engine.vllm"] = read_options(context.args, _options_of(context)) or None
     loaded = load_settings(flags, config)
     settings = loaded.settings
     configure(settings.log)

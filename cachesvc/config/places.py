@@ -13,13 +13,11 @@ NETWORK_FILE_SYSTEMS = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.ssh
 
 
 def data_home() -> Path:
-    """The user's data folder: `$XDG_DATA_HOME`, or `~/.local/share`."""
     home = os.environ.get("XDG_DATA_HOME")
     return Path(home) if home else Path.home() / ".local" / "share"
 
 
 def default_data_dir() -> Path:
-    """The data directory if a command is given none."""
     chosen = os.environ.get(ENV_DATA_DIR)
     return Path(chosen).expanduser() if chosen else data_home() / "cachesvc"
 
@@ -36,7 +34,6 @@ def has_other_variables() -> bool:
 
 
 def disk_path(data_dir: Path) -> Path:
-    """The folder of a data directory's disk tier."""
     return data_dir / "disk"
 
 
@@ -60,7 +57,6 @@ def found_disk(data_dir: Path) -> Path:
 
 
 def models_path(data_dir: Path) -> Path:
-    """The folder of a data directory's prepared models."""
     return data_dir / "models"
 
 

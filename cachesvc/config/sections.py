@@ -22,7 +22,6 @@ from cachesvc.config.quantities import format_size, parse_duration, parse_size
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 
-
 LEAST_BYTES = 1 << 20  # less means a forgotten unit: the smallest model's block is 1.4 MiB
 
 
@@ -85,8 +84,7 @@ class ServerSection(Section):
         False, description="Answer only requests with an API key; implied once a key exists"
     )
     max_body_bytes: Size = Field(
-        4 << 20,
-        description="Largest request body; parsing takes up to 60 ns a byte",
+        4 << 20, description="Largest request body; parsing takes up to 60 ns a byte"
     )
     cors_origins: list[Annotated[str, AfterValidator(as_sent)]] = Field(
         default_factory=list,
@@ -226,8 +224,7 @@ class EngineSection(Section):
         description="Arguments for vLLM, such as tensor-parallel-size; or use --vllm.NAME VALUE",
     )
     node: Path | None = Field(
-        None,
-        description="Socket of the node below vLLM; unset, the server starts one",
+        None, description="Socket of the node below vLLM; unset, the server starts one"
     )
     max_running: int = Field(64, ge=1, description="Sequences that decode at once")
     max_waiting: int = Field(

@@ -2,48 +2,34 @@
 
 from collections.abc import Callable
 from itertools import chain
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from cachesvc.config import sections
 from cachesvc.config.places import ENV_PREFIX
-from cachesvc.config.sections import (
-    BillingSection,
-    CacheSection,
-    CostsSection,
-    EngineSection,
-    EventsSection,
-    JournalSection,
-    LimitsSection,
-    LogSection,
-    ModelSection,
-    Section,
-    ServerSection,
-    TracingSection,
-)
+from cachesvc.config.sections import Section
 
 ENV_DELIMITER = "__"
 
 
 class Settings(BaseSettings):
-    """All sections."""
-
     model_config = SettingsConfigDict(
         frozen=True, extra="forbid", env_prefix=ENV_PREFIX, env_nested_delimiter=ENV_DELIMITER
     )
 
-    server: ServerSection = Field(default_factory=ServerSection)
-    model: ModelSection = Field(default_factory=ModelSection)
-    cache: CacheSection = Field(default_factory=CacheSection)
-    engine: EngineSection = Field(default_factory=EngineSection)
-    billing: BillingSection = Field(default_factory=BillingSection)
-    limits: LimitsSection = Field(default_factory=LimitsSection)
-    events: EventsSection = Field(default_factory=EventsSection)
-    tracing: TracingSection = Field(default_factory=TracingSection)
-    journal: JournalSection = Field(default_factory=JournalSection)
-    costs: CostsSection = Field(default_factory=CostsSection)
-    log: LogSection = Field(default_factory=LogSection)
+    server: sections.ServerSection = Field(default_factory=sections.ServerSection)
+    model: sections.ModelSection = Field(default_factory=sections.ModelSection)
+    cache: sections.CacheSection = Field(default_factory=sections.CacheSection)
+    engine: sections.EngineSection = Field(default_factory=sections.EngineSection)
+    billing: sections.BillingSection = Field(default_factory=sections.BillingSection)
+    limits: sections.LimitsSection = Field(default_factory=sections.LimitsSection)
+    events: sections.EventsSection = Field(default_factory=sections.EventsSection)
+    tracing: sections.TracingSection = Field(default_factory=sections.TracingSection)
+    journal: sections.JournalSection = Field(default_factory=sections.JournalSection)
+    costs: sections.CostsSection = Field(default_factory=sections.CostsSection)
+    log: sections.LogSection = Field(default_factory=sections.LogSection)
 
     @classmethod
     def settings_customise_sources(
@@ -78,14 +64,8 @@ def parser_of(name: str) -> Callable[..., Any] | None:
 
 
 def env_name(name: str) -> str:
-    """The environment variable that overrides a setting."""
     return ENV_PREFIX + name.upper().replace(".", ENV_DELIMITER)
 
 
 def _sections() -> dict[str, type[Section]]:
-    sections: dict[str, type[Section]] = {}
-    for name, field in Settings.model_fields.items():
-        assert isinstance(field.annotation, type), name
-        assert issubclass(field.annotation, Section), name
-        sections[name] = field.annotation
-    return sections
+    return {name: cast(type[Section], f.annotation) for name, f in Settings.model_fields.items()}

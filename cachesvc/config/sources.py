@@ -28,8 +28,6 @@ _PASSWORD = re.compile(r"(:/{1,2}[^:/@]*:)[^\n]*@")  # also where a slash of the
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting as `cachesvc config show` prints it."""
-
     name: str
     value: Any
     origin: str  # default, flag, env VARIABLE or the file's path
@@ -79,9 +77,16 @@ def load_settings(
 _Layer = dict[str, tuple[Any, str]]
 
 REMOVED = {
+    **dict.fromkeys(
+        ("cache.device_idle_ttl", "cache.host_idle_ttl"),
+        "blocks leave memory for room alone; take it out",
+    ),
+    **dict.fromkeys(
+        ("cache.policy", "cache.disk_order"),
+        "the block that was not used for longest goes first; take it out",
+    ),
+    **dict.fromkeys(("admin.idle", "admin.session"), "a login ends after 12h; take it out"),
     "cache.promotion": "the sizes of the tiers decide now, as `auto` did; take it out",
-    "cache.device_idle_ttl": "blocks leave memory for room alone; take it out",
-    "cache.host_idle_ttl": "blocks leave memory for room alone; take it out",
     "cache.partial_blocks": "partly filled blocks are always reused; take it out",
     "cache.perceptual_digests": "every hit is exact; take it out, and send exact digests",
     "cache.readers": "two threads read; take it out",
@@ -92,41 +97,45 @@ REMOVED = {
     "engine.grammar_timeout": "a grammar is bounded by its size and its work; take it out",
     "billing.alerts_to": "Prometheus alerts, by the rules in ops/prometheus; take it out",
     "billing.hold_lease": "a hold is leased for 2 minutes and renewed; take it out",
-    "events.zmq_keep": "10000 batches are kept for replay; take it out",
     "tracing.service_name": "set OTEL_SERVICE_NAME instead",
-    "admin.idle": "a login ends after 2h without use; take it out",
-    "admin.session": "a login ends after 12h; take it out",
     "server.replay_turns": "use previous_response_id in /v1/responses instead",
     "server.turn_tokens": "a million tokens of recent turns are kept; take it out",
     "model.threads": "set OMP_NUM_THREADS instead",
     "billing.slice_tokens": "a hold covers 256 output tokens at a time; take it out",
     "metrics.vllm_aliases": "vLLM's names are always exposed; take it out",
-    "events.zmq_replay": 'write events.zmq = {endpoint = "...", replay_endpoint = "..."} instead',
-    "events.zmq_topic": 'write events.zmq = {endpoint = "...", topic = "..."} instead',
-    "events.zmq_format": 'write events.zmq = {endpoint = "...", format = "array"} instead',
+    "events.zmq_keep": "10000 batches are kept for replay; take it out",
+    **{
+        f"events.zmq_{key}": f'write events.zmq = {{endpoint = "...", {instead} = "..."}} instead'
+        for key, instead in (
+            ("replay", "replay_endpoint"),
+            ("topic", "topic"),
+            ("format", "format"),
+        )
+    },
     "server.write_timeout": "a client that reads nothing for 1m is disconnected; take it out",
     "server.keepalive": "a comment is streamed after 15s of silence; take it out",
     "cache.disk_dirs": "join the disks into one volume, and put server.data_dir there; take it out",
     "server.drop_lines": "Claude Code leaves the line out with CLAUDE_CODE_ATTRIBUTION_HEADER=0",
     "cache.both_ends": "a prefix on disk is loaded whole or computed; take it out",
     "cache.disk_shards": "a new disk tier has two LMDB files; take it out",
-    "cache.policy": "the block that was not used for longest goes first; take it out",
-    "cache.disk_order": "the block that was not used for longest goes first; take it out",
     "cache.remote_timeout": "the remote tier has 1s to answer; take it out",
     "cache.pinned_share": "pins may take a quarter of the lowest tier; take it out",
-    "cache.tenant_quotas": 'write cache.quotas = {NAME = "SIZE"} instead',
-    "cache.group_quotas": 'write cache.quotas = {"group:NAME" = "SIZE"} instead',
-    "cache.default_quota": 'write cache.quotas = {"*" = "SIZE"} instead',
+    **{
+        f"cache.{old}": f'write cache.quotas = {{"{name}" = "SIZE"}} instead'
+        for old, name in (
+            ("tenant_quotas", "NAME"),
+            ("group_quotas", "group:NAME"),
+            ("default_quota", "*"),
+        )
+    },
     "engine.mixed_chunk_tokens": "it is a quarter of engine.chunk_tokens; take it out",
-    "limits.tenant": 'write limits.tenants."*" = {...} instead',
-    "limits.key": 'write limits.keys."*" = {...} instead',
     "tracing.sample": "set OTEL_TRACES_SAMPLER=parentbased_traceidratio and "
     "OTEL_TRACES_SAMPLER_ARG instead",
     "journal.bytes": "the journal takes 16MiB at most; take it out",
     **{
-        f"limits.{who}_{what}": f'write limits.{who}s."*" = {{{what} = N}} instead'
+        f"limits.{who}{what}": f'write limits.{who}s."*" = {{...}} instead'
         for who in ("tenant", "key")
-        for what in ("requests", "miss_tokens", "output_tokens", "concurrency")
+        for what in ("", "_requests", "_miss_tokens", "_output_tokens", "_concurrency")
     },
     **{
         f"costs.{tier}_gib_month": f'write costs.gib_month = {{{tier} = "N"}} instead'

@@ -10,18 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 _FIRST_ID, _LAST_ID = 100, 4000  # ordinary tokens in the vocabularies of today's models
-_WORDS = (
-    "river",
-    "old",
-    "stone",
-    "light",
-    "number",
-    "seven",
-    "winter",
-    "letter",
-    "music",
-    "silver",
-)
+_WORDS = "river old stone light number seven winter letter music silver".split()  # noqa: SIM905
 _EXTRA = 9  # tokens of a short continuation
 
 
@@ -67,7 +56,6 @@ class Check:
 
 
 def compare(kind: str, question: Question, expected: ServedAnswer, given: ServedAnswer) -> Check:
-    """Compare two answers to one question."""
     pairs = enumerate(zip_longest(expected.tokens, given.tokens))
     at = next((number for number, (one, other) in pairs if one != other), None)
     both = list(zip(expected.logprobs, given.logprobs, strict=False))[:at]

@@ -28,8 +28,6 @@ _Round = tuple[Question, ...]
 
 
 class Suite:
-    """One run against a server."""
-
     def __init__(self, target: Target, rounds: Iterator[_Round], *, clients: int) -> None:
         self._target = target
         self._rounds = rounds
@@ -52,7 +50,6 @@ class Suite:
             clients.shutdown(wait=False, cancel_futures=True)
 
     def _wave(self, wave: Sequence[_Round], clients: ThreadPoolExecutor) -> Iterator[Check]:
-        """Rounds side by side."""
         longest = [max(asked, key=lambda each: len(each.prompt)) for asked in wave]
         for question in chain.from_iterable(wave):
             self._expected[question] = self._target.ask(question, cold=True)
@@ -65,7 +62,6 @@ class Suite:
         yield from clients.map(self._check, mixed)
 
     def _alone(self, asked: _Round) -> list[Check]:
-        """A round in its own order."""
         trunk, *others = asked
         kinds = [("first", trunk), ("repeated", trunk)]
         kinds += [(kind, each) for kind in ("extended", "repeated") for each in others]

@@ -62,7 +62,6 @@ class Alerts:
 
 
 def _firing(answer: Any) -> Iterator[Alert]:
-    """What fires, from an answer of `/api/v1/rules`."""
     for group in answer["data"]["groups"]:
         for rule in group["rules"] if group["name"].startswith(GROUPS) else ():
             for each in rule["alerts"]:

@@ -44,12 +44,9 @@ def published(settings: EventsSection, stream: EventStream) -> Iterator[None]:
     if settings.publisher is None:
         yield
         return
-    publisher = KvEventPublisher(stream, settings.publisher)
-    publisher.start()
-    try:
+    with contextlib.closing(KvEventPublisher(stream, settings.publisher)) as publisher:
+        publisher.start()
         yield
-    finally:
-        publisher.close()
 
 
 class KvEventPublisher:
@@ -82,8 +79,7 @@ class KvEventPublisher:
         except BaseException:
             self._context.destroy(linger=0)
             raise
-        self._number = 0
-        self._missed = 0
+        self._number = self._missed = 0
         self._closing = False
         self._waker, self._woken = socket.socketpair()
         self._waker.setblocking(False)
@@ -162,7 +158,8 @@ class KvEventPublisher:
             self._publish(batch)
 
     def _publish(self, events: list[dict[str, Any]]) -> None:
-        batch = events if self._settings.format == "map" else list(map(as_array, events))
+        is_map = self._settings.format == "map"  # else the fields in order
+        batch = events if is_map else [list(each.values()) for each in events]
         payload = self._pack([time.time(), batch, 0])
         number = self._number.to_bytes(8, "big")
         self._number += 1
@@ -176,16 +173,11 @@ def wire_events(events: Sequence[BlockEvent]) -> Iterator[dict[str, Any]]:
     run: list[BlockEvent] = []
     for event in events:
         if run and not _continues(run[-1], event):
-            yield _stored_message(run)
+            yield _message(run)
             run = []
         run.append(event)
     if run:
-        yield _stored_message(run)
-
-
-def as_array(event: dict[str, Any]) -> list[Any]:
-    """The positional form of vLLM before 0.24, with fields in order."""
-    return list(event.values())
+        yield _message(run)
 
 
 def block_hash(key: PrefixKey) -> int:
@@ -202,7 +194,7 @@ def _continues(before: BlockEvent, event: BlockEvent) -> bool:
     return stores and event.parent == before.key
 
 
-def _stored_message(run: Sequence[BlockEvent]) -> dict[str, Any]:
+def _message(run: Sequence[BlockEvent]) -> dict[str, Any]:
     first = run[0]
     if first.kind is EventKind.CLEARED:
         return {"type": "AllBlocksCleared"}

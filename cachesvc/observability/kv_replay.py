@@ -54,7 +54,6 @@ class KvReplay:
         return RETRY_MS if self._owed else None
 
     def keep(self, payload: bytes) -> None:
-        """The next batch has been published."""
         self._kept.append(payload)
         self._kept_bytes += len(payload)
         self._stop += 1
@@ -74,7 +73,6 @@ class KvReplay:
             self._owed[frames[0]] = int.from_bytes(frames[2], "big")
 
     def send_owed(self) -> None:
-        """Send what the routers' queues take now."""
         for client in list(self._owed):
             if self._is_answered(client):
                 del self._owed[client]

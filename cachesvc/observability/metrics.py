@@ -70,7 +70,6 @@ class Metrics:
         self._last_token_ns: dict[tuple[str, int], int] = {}
 
     def render(self) -> tuple[bytes, str]:
-        """The body of `/metrics` and its content type."""
         return generate_latest(self.registry), CONTENT_TYPE_LATEST
 
     def counters(self) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -189,14 +188,11 @@ _FAMILIES: Mapping[str, type[_Family]] = {
 
 
 def _buckets(spread: Spread) -> list[tuple[str, float]]:
-    """Cumulative counts by upper bound, as Prometheus has them."""
     bounds = [*(repr(float(bound)) for bound in spread.bounds), "+Inf"]
     return list(zip(bounds, accumulate(spread.counts), strict=True))
 
 
 class _SnapshotCollector(Collector):
-    """Turns snapshots into samples at each scrape."""
-
     def __init__(self, read: Callable[[], Iterable[MetricSample]]) -> None:
         self._read = read
 

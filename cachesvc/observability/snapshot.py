@@ -58,7 +58,6 @@ class Sources:
 
 
 def snapshot(sources: Sources, counters: Counters) -> dict[str, Any]:
-    """The current state."""
     now_s = time.time()
     engine = sources.engine()
     engine_state: dict[str, Any] = plain(engine)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import cachesvc
@@ -226,17 +227,7 @@ CACHE = (
     ),
     counter("events_missed", "events_missed", "Block events dropped for slow listeners"),
 )
-
-
-class Shared(NamedTuple):
-    """What an engine's cache and a node tell alike."""
-
-    collisions: int
-    num_pins: int
-    num_listeners: int
-    groups: "Iterable[GroupUse]"
-
-
+# Of an engine's cache and of a node alike.
 SHARED = (
     counter("collisions", "collisions", "Equal keys of different blocks; each was a miss"),
     gauge("pins", "num_pins", "Prefixes that operators pinned"),
@@ -318,7 +309,6 @@ METRICS: Mapping[str, Metric] = {
 
 
 def samples(now: Sources) -> Iterator[MetricSample]:
-    """The samples of a server."""
     engine, money = now.engine(), now.money()
     cache = engine.cache
     yield from _samples(SERVER, now)
@@ -329,8 +319,7 @@ def samples(now: Sources) -> Iterator[MetricSample]:
     for tier in cache.checkpoints:
         yield from _samples(CHECKPOINTS, tier, tier.name)
     yield from _samples(CACHE, cache)
-    told = Shared(cache.collisions, cache.num_pins, cache.num_listeners, cache.groups)
-    yield from _samples(SHARED, told)
+    yield from _samples(SHARED, cache)
     yield from _samples(MONEY, money)
     yield from _samples(LEDGER, money.ledger)
 
@@ -345,8 +334,8 @@ def node_samples(node: "NodeCounters") -> Iterator[MetricSample]:
         yield from _samples(DISK, tier)
     for (name, event), count in node.events().items():
         yield MetricSample("cachesvc_cache_events_total", (name, event), count)
-    total, listeners = node.total, node.num_listeners
-    told = Shared(total("collisions"), total("num_pins"), listeners, node.groups())
+    totals = {name: node.total(name) for name in ("collisions", "num_pins")}
+    told = SimpleNamespace(**totals, num_listeners=node.num_listeners, groups=node.groups())
     yield from _samples(SHARED, told)
 
 

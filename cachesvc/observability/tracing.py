@@ -72,15 +72,12 @@ class RequestTracer:
         self._tracer = self._provider.get_tracer("cachesvc")
 
     def trace(self, record: RequestRecord) -> None:
-        """Sends the spans of an ended request."""
         offset_ns = time.time_ns() - time.monotonic_ns()  # requests are timed by the latter
         timeline = record.served.timeline if record.served is not None else Timeline()
         ended_ns = round((record.ended_s or time.time()) * 1e9)
-        began_ns = (
-            timeline.arrival_ns + offset_ns
-            if timeline.arrival_ns
-            else (round(record.arrived_s * 1e9))
-        )
+        began_ns = round(record.arrived_s * 1e9)
+        if timeline.arrival_ns:
+            began_ns = timeline.arrival_ns + offset_ns
         span = self._tracer.start_span(
             f"{operation(record)} {record.model}",
             context=self._extract({"traceparent": record.trail.trace_parent}),
@@ -110,7 +107,6 @@ def operation(record: RequestRecord) -> str:
 
 
 def attributes(record: RequestRecord) -> Attributes:
-    """The attributes of the request's own span."""
     fields: Attributes = {
         "gen_ai.operation.name": operation(record),
         "gen_ai.provider.name": PROVIDER,

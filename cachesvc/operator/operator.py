@@ -129,7 +129,6 @@ class CacheOperator:
         return signed
 
     async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
-        """A purge's stored receipt, by the time when the purge ended."""
         return await asyncio.to_thread(read_receipt, self._data_dir, finished_ns)
 
     async def _purge(self, roots: Collection[PrefixKey]) -> Done:

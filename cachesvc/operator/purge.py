@@ -35,8 +35,6 @@ RECEIPTS = "receipts"  # folder of the data directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Whose blocks to remove, and who ordered it."""
-
     kind: str  # tenant, group or scope
     name: str
     by: str
@@ -68,6 +66,10 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
     """The signed receipt. Raises PurgeFailed if blocks were left."""
     if done.num_left:
         raise PurgeFailed(f"{done.num_left} blocks of {order.kind} {order.name} were left")
+    states = {
+        tier: {"count": gone.num_blocks, "bytes": gone.stored_bytes}
+        for tier, gone in done.checkpoints.items()
+    }
     receipt = {
         "what": "cache.purge",
         str(order.kind): order.name,
@@ -76,7 +78,7 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
             tier: {"blocks": gone.num_blocks, "bytes": gone.stored_bytes}
             for tier, gone in done.removed.items()
         },
-        **_of_checkpoints(done),
+        **({"checkpoints": states} if states else {}),
         "blocks_in_use": done.in_use,
         "pins_ended": sorted(done.pins),
         "blocks_left": 0,
@@ -89,16 +91,7 @@ def receipt(signer: ReceiptSigner, order: Order, done: Done) -> dict[str, Any]:
     return signer.sign(receipt)
 
 
-def _of_checkpoints(done: Done) -> dict[str, Any]:
-    counts = {
-        tier: {"count": gone.num_blocks, "bytes": gone.stored_bytes}
-        for tier, gone in done.checkpoints.items()
-    }
-    return {"checkpoints": counts} if counts else {}
-
-
 def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
-    """Write a receipt into the data directory; returns its file."""
     folder = data_dir / RECEIPTS
     folder.mkdir(mode=0o700, exist_ok=True)
     path = _receipt_path(data_dir, signed["finished_ns"])
@@ -107,7 +100,6 @@ def keep_receipt(data_dir: Path, signed: Mapping[str, Any]) -> Path:
 
 
 def read_receipt(data_dir: Path, finished_ns: int) -> dict[str, Any] | None:
-    """The receipt of the purge that ended at this time, or None."""
     try:
         signed: dict[str, Any] = json.loads(_receipt_path(data_dir, finished_ns).read_text())
     except FileNotFoundError:

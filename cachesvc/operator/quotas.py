@@ -33,7 +33,6 @@ class QuotaBook:
             self.owners.learn(dict.fromkeys(roots_of(data_dir, name, kind), label(kind, name)))
 
     def add(self, salts: Salts, models: Iterable[ServedModel]) -> None:
-        """Adds the scopes of the served models."""
         for model in models:
             for kind, name in self._names:
                 salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)

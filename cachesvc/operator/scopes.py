@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 
 class ScopeKind(StrEnum):
-    """The kinds of owners."""
-
     TENANT = "tenant"
     GROUP = "group"
 
@@ -171,7 +169,6 @@ def _read(path: Path) -> tuple[list[_Recorded], str]:
 
 
 def _recorded(given: Any) -> _Recorded:
-    """The inverse of `_json`. Raises KeyError, TypeError, ValueError and AttributeError."""
     fields = {name: bytes.fromhex(value) for name, value in given["scope"].items()}
     return _Recorded(str(given["model"]), CacheScope(**fields))
 

@@ -46,8 +46,6 @@ HOUR_S, MINUTE_S = 3600, 60
 MINUTES = HOUR_S // MINUTE_S
 LOOK_S = 60.0  # maximum between two checks: clocks jump, and a ledger may be unreachable
 T = TypeVar("T")
-
-
 Payers = Callable[[], Mapping[PrefixKey, Payer]]
 
 
@@ -194,10 +192,9 @@ class StorageMeter:
         self, pin: Pin[PrefixKey], payer: Payer, currency: str, minute: int
     ) -> PinnedRate | None:
         """The price at the beginning of a pin's minute."""
+        terms, at_ns = Terms(tenant=payer.tenant), _begins_ns(pin, minute)
         try:
-            return self._ledger.book.at(
-                payer.model, _begins_ns(pin, minute), currency, Terms(tenant=payer.tenant)
-            )
+            return self._ledger.book.at(payer.model, at_ns, currency, terms)
         except NoPrice:
             return None
 

@@ -4,7 +4,7 @@ Used by the server and by `cachesvc bench`. `engine.composition` joins the parts
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,6 @@ from engine.errors import ModelError
 from engine.hardware import default_step_tokens, pick_device, run_apart, spare_bytes
 from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.promise import Equal, Promise
-from engine.request import StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tiers.blocks.keys import CacheScope
@@ -54,8 +53,7 @@ def prepare(
     """Does the slow work before the tiers are opened: loads the model, or starts vLLM's node.
 
     Returns the settings with what depends on the device filled in. The backend uses memory that is
-    `taken` by then, or gives it back. Raises ModelError or
-    ConfigError, with the reason, if the model cannot be served.
+    `taken` by then, or gives it back. Raises ModelError or ConfigError, with the reason.
     """
     if settings.engine.url:
         from cachesvc.server.vllm.elsewhere import build_at_url
@@ -94,18 +92,13 @@ def _sized(settings: Settings, device: str) -> Settings:
 
 
 def step_tokens(engine: EngineSection, device: str) -> int:
-    """How many tokens of prompts a step computes."""
     return engine.chunk_tokens or default_step_tokens(device)
 
 
 def over(loaded: LoadedModel, settings: Settings, taken: LazyMemory | None = None) -> MakeBackend:
     """The builder of tiers and embedded engine for a loaded model."""
 
-    def make(
-        on_outputs: Callable[[Sequence[StepOutput]], None],
-        stream: EventStream,
-        shares: QuotaShares | None,
-    ) -> Core:
+    def make(on_outputs: Deliver, stream: EventStream, shares: QuotaShares | None) -> Core:
         if taken is not None and loaded.device != "cpu":
             taken.give_back()  # pinned memory is touched at once, by another mapping
         try:
@@ -138,22 +131,22 @@ def over(loaded: LoadedModel, settings: Settings, taken: LazyMemory | None = Non
 def load(settings: ModelSection, data_dir: Path, progress: Progress | None = None) -> LoadedModel:
     """Loads the model and its adapters. Raises ModelError, with the reason, if they cannot be
     served."""
-    return run_apart(lambda: _load(settings, data_dir, progress))
-
-
-def _load(settings: ModelSection, data_dir: Path, progress: Progress | None) -> LoadedModel:
     cache_dir = models_path(data_dir)
     cache_dir.mkdir(parents=True, exist_ok=True)
-    loaded = load_model(
-        settings.name,
-        device=pick_device(settings.device),
-        dtype=settings.dtype,
-        cache_dir=cache_dir,
-        progress=progress,
-    )
-    for name, source in settings.adapters.items():
-        load_adapter(loaded, name, source)
-    return loaded
+
+    def loading() -> LoadedModel:
+        loaded = load_model(
+            settings.name,
+            device=pick_device(settings.device),
+            dtype=settings.dtype,
+            cache_dir=cache_dir,
+            progress=progress,
+        )
+        for name, source in settings.adapters.items():
+            load_adapter(loaded, name, source)
+        return loaded
+
+    return run_apart(loading)
 
 
 def _tell(promise: Promise, settings: ModelSection) -> None:
@@ -173,7 +166,7 @@ def build(
     cache: CacheSection,
     engine: EngineSection,
     data_dir: Path,
-    on_outputs: Callable[[Sequence[StepOutput]], None],
+    on_outputs: Deliver,
     stream: EventStream | None = None,
     shares: QuotaShares | None = None,
     taken: LazyMemory | None = None,
@@ -191,7 +184,12 @@ def build(
         loaded,
         layout,
         on_outputs,
-        cache=_cache_settings(cache),
+        cache=CacheSettings(
+            device_bytes=cache.device_bytes,
+            host_bytes=cache.host_bytes,
+            write_policy=WritePolicy(cache.write_policy),
+            weigh_loads=cache.weigh_loads,
+        ),
         disk=disk,
         checkpoint_disk=states,
         pin_folder=disk_path(data_dir),
@@ -260,15 +258,6 @@ def _open_disk(
     if remote is None or opened is None:
         return disk
     return stack(disk, layout, opened, remote)
-
-
-def _cache_settings(cache: CacheSection) -> CacheSettings:
-    return CacheSettings(
-        device_bytes=cache.device_bytes,
-        host_bytes=cache.host_bytes,
-        write_policy=WritePolicy(cache.write_policy),
-        weigh_loads=cache.weigh_loads,
-    )
 
 
 def _other_arithmetics(data_dir: Path, loaded: LoadedModel) -> tuple[bytes, ...]:

@@ -211,12 +211,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._stuck = None
 
     def _refuse_framing(self) -> None:
+        status, what = HTTPStatus.BAD_REQUEST, "Trailers or chunk sizes"
         if self._in_head:
-            status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-            self._refuse(status, f"Headers exceed {self.max_head_bytes} bytes.")
-        else:
-            status = HTTPStatus.BAD_REQUEST
-            self._refuse(status, f"Trailers or chunk sizes exceed {self.max_head_bytes} bytes.")
+            status, what = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, "Headers"
+        self._refuse(status, f"{what} exceed {self.max_head_bytes} bytes.")
 
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Sends the reason and ends the connection; in the middle of an answer only ends it."""

@@ -57,8 +57,6 @@ RECENT = {
 
 
 class Dashboard:
-    """The parts of a running server's admin routes."""
-
     def __init__(
         self,
         settings: Settings,

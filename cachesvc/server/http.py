@@ -13,21 +13,16 @@ from typing import Any
 import uvicorn
 
 from cachesvc.observability.metrics import Metrics
-from cachesvc.server.signals import stop_signals
+from cachesvc.server.supervisor import stop_signals
 
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nginx' code for a client that left before the answer
 
 _Message = MutableMapping[str, Any]
-Asgi = Callable[
-    [
-        MutableMapping[str, Any],
-        Callable[[], Awaitable[_Message]],
-        Callable[[_Message], Awaitable[None]],
-    ],
-    Awaitable[None],
-]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+Asgi = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 
 
 class HttpServer(uvicorn.Server):

@@ -61,9 +61,7 @@ class KeptTurns:
         max_entries: int = MAX_ENTRIES,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._max_bytes = max_bytes
-        self._max_age_s = max_age_s
-        self._max_entries = max_entries
+        self._max_bytes, self._max_age_s, self._max_entries = max_bytes, max_age_s, max_entries
         self._clock = clock
         self._num_writes = 0
         self._file = file
@@ -111,8 +109,8 @@ class KeptTurns:
     def write(self, name: bytes, owner: bytes, body: bytes) -> None:
         with self._lock:
             self._add(name, owner)
-            full = len(self._owners) > self._max_entries
-            oldest = next(iter(self._largest())) if full else None
+            largest = max(self._names.values(), key=lambda names: len(names))
+            oldest = next(iter(largest)) if len(self._owners) > self._max_entries else None
         if oldest is not None:
             self.delete(oldest)
         used_s = int(self._clock())
@@ -172,10 +170,6 @@ class KeptTurns:
         with self._lock:
             for name in names:
                 self._remove(name)
-
-    def _largest(self) -> dict[bytes, None]:
-        """The names of the owner with the most."""
-        return max(self._names.values(), key=lambda names: len(names))
 
     def _add(self, name: bytes, owner: bytes) -> None:
         """Adds a name as the last used. The caller holds the lock, as for `_remove`."""

@@ -125,7 +125,6 @@ def check_address(server: ServerSection, *, requires_keys: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -16,15 +16,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from cachesvc.config.sections import LogFormat, LogSection
 
 KEY_PATTERN = re.compile(r"\b(sk-[A-Za-z0-9]{2,8})[A-Za-z0-9_-]{8,}")
-QUIET = (
-    "uvicorn.access",
-    "uvicorn.error",
-    "httpx",
-    "httpcore",
-    "transformers",
-    "urllib3",
-    "filelock",
-)
+QUIET = ("uvicorn", "httpx", "httpcore", "transformers", "urllib3", "filelock")
 
 
 def configure(settings: LogSection, stream: TextIO | None = None) -> None:

@@ -37,7 +37,6 @@ class FullCaches:
 
 
 def of_server(cache: CacheSection, *, on_gpu: bool) -> FullCaches:
-    """Those of a server with the embedded engine."""
     if on_gpu:
         return of_node(cache.host_bytes)
     return FullCaches(_on_cpu(cache, cache.host_bytes), CPU_COPIES_BYTES // 4)

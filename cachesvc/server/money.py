@@ -67,7 +67,6 @@ class Money:
     limits: WindowLimits
     replays: Idempotency
     required: bool
-    lease_s: int
     heads_to: str = ""
     _stats: MoneyStats = field(default_factory=MoneyStats)
 
@@ -90,11 +89,7 @@ class Money:
             _say_currency(self.accounts.book.cards[0])
         for currency in {card.currency for card in self.accounts.book.cards}:
             observe_bill(currency, dict.fromkeys(SOLD, 0), 0)  # exports the counters from the start
-        return LedgerMeter(
-            self.books.ledger,
-            lease_s=self.lease_s,
-            receipts=self._receipt,
-        )
+        return LedgerMeter(self.books.ledger, lease_s=LEASE_S, receipts=self._receipt)
 
     def close(self) -> None:
         self.books.ledger.close()
@@ -142,11 +137,10 @@ class Money:
 
     def keep_heads(self) -> None:
         """Sends the signed heads to their store. Failures are logged."""
-        if not self.heads_to:
-            return
         try:
-            line = signed_heads(self.books.store, self.books.signer, time.time_ns())
-            keep_heads(line, self.heads_to)
+            if self.heads_to:
+                line = signed_heads(self.books.store, self.books.signer, time.time_ns())
+                keep_heads(line, self.heads_to)
         except BillingError as error:
             logger.error(f"{error}; until it can, nothing proves that no tail was cut off")
 
@@ -210,7 +204,6 @@ def open_money(settings: Settings) -> Money:
             limits=_limits(settings.limits, accounts.rate_limits),
             replays=Idempotency(store, owner=settings.billing.server_name),
             required=required,
-            lease_s=LEASE_S,
             heads_to=settings.billing.heads_to,
         )
         opened.pop_all()  # from here on `Money.close` closes them
@@ -218,7 +211,6 @@ def open_money(settings: Settings) -> Money:
 
 
 def _first_card(name_or_path: str) -> RateCard | None:
-    """The first card of a new ledger; None for the built-in one."""
     if not name_or_path:
         return None
     card = find_card(name_or_path)

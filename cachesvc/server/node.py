@@ -11,7 +11,7 @@ from cachesvc.config.sections import EventsSection
 from cachesvc.observability.kv_events import published
 from cachesvc.observability.table import MetricSample, node_samples
 from cachesvc.server.memory_limit import of_node, warn_of_limit
-from cachesvc.server.signals import stop_signals
+from cachesvc.server.supervisor import stop_signals
 from engine.operators.library import Operators
 from tiers.disk.format.planes import use_library
 from tiers.errors import NodeError

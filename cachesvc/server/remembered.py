@@ -34,7 +34,6 @@ class Remembered:
         return [record for (body,) in found if (record := _record(body, known)) is not None]
 
     def read(self, name: str) -> bytes | None:
-        """The value stored under a name."""
         found = self._file.rows("SELECT body FROM states WHERE name = ?", name)
         return zlib.decompress(found[0][0]) if found else None
 

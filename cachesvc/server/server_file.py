@@ -42,8 +42,6 @@ class ServerFoundWrong(LiveError):
 
 @dataclass(frozen=True, slots=True)
 class LiveServer:
-    """A running server with full access to it."""
-
     url: str
     pid: int
     token: str = field(repr=False)
@@ -116,7 +114,6 @@ def find_server(data_dir: Path) -> LiveServer | None:
 
 @contextlib.contextmanager
 def announced(data_dir: Path, url: str, token: str) -> Iterator[None]:
-    """Keeps `server.json` while the block runs."""
     path = data_dir / FILE_NAME
     _write(path, {"url": reachable(url), "pid": os.getpid(), "token": token})
     try:

@@ -40,27 +40,22 @@ class SpareMemory:
 
 def anonymous_bytes() -> int:
     """Resident memory of this process that is no file's; 0 where /proc does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in lines if line.startswith("RssAnon:")]
-    return int(found[0]) << 10 if found else 0
+    return _told("/proc/self/status", "RssAnon:") or 0
 
 
 def available_bytes() -> int | None:
     """What the system could give to processes; None where /proc does not tell."""
-    return _of_machine("MemAvailable:")
+    return _told("/proc/meminfo", "MemAvailable:")
 
 
 def total_bytes() -> int | None:
     """What the machine has; None where /proc does not tell."""
-    return _of_machine("MemTotal:")
+    return _told("/proc/meminfo", "MemTotal:")
 
 
-def _of_machine(name: str) -> int | None:
+def _told(file: str, name: str) -> int | None:
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = Path(file).read_text().splitlines()
     except OSError:
         return None
     found = [line.split()[1] for line in lines if line.startswith(name)]

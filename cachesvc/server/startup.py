@@ -116,8 +116,6 @@ class _Briefly(uvicorn.Server):
 
 
 class _Starting:
-    """The ASGI app of a starting server."""
-
     def __init__(self, startup: Startup) -> None:
         self._startup = startup
 

@@ -11,12 +11,12 @@ not be lost is in the ledger.
 import logging
 import sqlite3
 import threading
-from collections.abc import Hashable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
-
-from cachesvc.server.pending import PendingWrites, Write
 
 logger = logging.getLogger(__name__)
 
@@ -32,38 +32,37 @@ CREATE INDEX IF NOT EXISTS kept_shares ON kept (owner, used_s, size);
 """
 WHAT: Final = "turns, responses and the dashboard's requests"
 BUSY_S = 5.0  # the longest that a write or a query waits for another program
+QUEUE: Final = 10_000  # maximum of pending writes
+QUEUE_BYTES: Final = 64 << 20  # maximum of their bytes together
+GATHER: Final = 500  # maximum of writes in one batch
+GATHER_BYTES: Final = 8 << 20  # a batch ends with the write that reaches this
+
+Write = Callable[[sqlite3.Connection], object]
 
 
 class StateFile:
-    """The file. Any thread may call `rows` and, after `start`, `hand_over`. One thread writes.
+    """The file. Any thread may call `rows` and, after `start`, `hand_over`. One thread writes."""
 
-    Without a `path` it stores nothing.
-    """
-
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._pending = PendingWrites()
         self._thread: threading.Thread | None = None
         self._failed = self._closing = False
-        if path is not None:
-            self._begin(path)
+        self._begin(path)
 
     def rows(self, statement: str, *values: object) -> list[Any]:
         """The result of a query; empty if the file cannot be read."""
-        if self._path is None or self._failed:
+        if self._failed:
             return []
         try:
-            connection = self._connect(self._path)
-            try:
+            with closing(self._connect(self._path)) as connection:
                 return connection.execute(statement, values).fetchall()
-            finally:
-                connection.close()
         except (sqlite3.Error, OSError) as error:
             logger.warning(f"{self._path} cannot be read, so {WHAT} are unknown: {error}")
             return []
 
     def start(self) -> None:
-        if self._path is not None and not self._failed:
+        if not self._failed:
             self._closing = False
             self._pending.begin()
             self._thread = threading.Thread(
@@ -121,7 +120,6 @@ class StateFile:
         return connection
 
     def _write_all(self) -> None:
-        assert self._path is not None
         try:
             connection = self._connect(self._path)
         except (sqlite3.Error, OSError) as error:
@@ -151,3 +149,73 @@ class StateFile:
 
 def _is_locked(error: Exception) -> bool:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY
+
+
+class PendingWrites:
+    """The writes yet to make, in order, bounded by number and by bytes. Any thread may add; one
+    takes batches. After `end` it waits for no more.
+
+    When they are too many, the owner with the most loses its oldest, so no tenant can displace the
+    writes of the others.
+
+    A batch that has been taken counts no longer, so a slow write of one owner takes no room from
+    the others.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._numbers = count()
+        self._writes: OrderedDict[int, tuple[Write, Hashable, int]] = OrderedDict()
+        self._owned: dict[Hashable, OrderedDict[int, None]] = {}  # its writes, oldest first
+        self._owned_bytes: Counter[Hashable] = Counter()
+        self._num_bytes = 0
+        self._ended = False
+
+    def begin(self) -> None:
+        self._ended = False
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._changed.notify()
+
+    def add(self, write: Write, owner: Hashable, nbytes: int) -> None:
+        """Adds a write with `nbytes` of data, unless it alone is too large."""
+        if nbytes > QUEUE_BYTES:
+            return
+        with self._changed:
+            number = next(self._numbers)
+            self._writes[number] = write, owner, nbytes
+            self._owned.setdefault(owner, OrderedDict())[number] = None
+            self._owned_bytes[owner] += nbytes
+            self._num_bytes += nbytes
+            while self._num_bytes > QUEUE_BYTES:
+                self._drop(max(self._owned, key=self._owned_bytes.__getitem__))
+            if len(self._writes) > QUEUE:
+                self._drop(max(self._owned, key=lambda owner: len(self._owned[owner])))
+            self._changed.notify()
+
+    def next_batch(self) -> list[Write]:
+        """The oldest writes, at least one; none at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._writes or self._ended)
+            batch: list[Write] = []
+            gathered = 0
+            while self._writes and len(batch) < GATHER and gathered < GATHER_BYTES:
+                write, nbytes = self._remove(next(iter(self._writes)))
+                batch.append(write)
+                gathered += nbytes
+            return batch
+
+    def _drop(self, owner: Hashable) -> None:
+        self._remove(next(iter(self._owned[owner])))
+
+    def _remove(self, number: int) -> tuple[Write, int]:
+        write, owner, nbytes = self._writes.pop(number)
+        self._num_bytes -= nbytes
+        self._owned_bytes[owner] -= nbytes
+        owned = self._owned[owner]
+        del owned[number]
+        if not owned:
+            del self._owned[owner], self._owned_bytes[owner]
+        return write, nbytes

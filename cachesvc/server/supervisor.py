@@ -1,9 +1,10 @@
-"""Reports the server's state to systemd, if that supervises it (`Type=notify`).
+"""What supervises the server: the signals that end it, and systemd, which hears its state.
 
-The protocol is sd_notify(3): a datagram to the socket named in the environment.
+The protocol is sd_notify(3): a datagram to the socket named in the environment (`Type=notify`).
 """
 
 import contextlib
+import signal
 import socket
 
 from cachesvc.config.places import notify_socket
@@ -20,3 +21,10 @@ def notify(state: str) -> None:
     ):
         to.connect(address)
         to.sendall(state.encode())
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Those that end a server after it has saved what it holds: a closed terminal's too, unless it
+    was told to outlive it (`nohup`)."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *(() if ignored else (signal.SIGHUP,)))

@@ -38,8 +38,6 @@ Any key closes this page."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """Help on keys and columns."""
-
     def compose(self) -> ComposeResult:
         yield Static(HELP, id="help")
 
@@ -51,8 +49,6 @@ SCROLLBAR = 2  # columns
 
 
 class TopApp(App[None]):
-    """One screen that shows the latest reading."""
-
     TITLE = "cachesvc top"
     ENABLE_COMMAND_PALETTE = False
     CSS = """

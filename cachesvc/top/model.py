@@ -13,15 +13,13 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 
 class Column(NamedTuple):
-    """One column of a table. Numbers are sorted by value, not by text."""
+    """One column of a table. Numbers are right."""
 
     name: str
     right: bool = True
 
 
 class Cell(NamedTuple):
-    """A cell's text and its sort key."""
-
     text: str
     rank: float | str
 
@@ -94,7 +92,6 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def alarms(reading: Reading) -> list[str]:
-    """Problems that an operator must see at once."""
     stats = reading.stats
     problems = []
     if stats["engine"].get("failed"):
@@ -108,7 +105,6 @@ def alarms(reading: Reading) -> list[str]:
 
 
 def spark_lines(reading: Reading, width: int) -> list[str]:
-    """A line for each series: name, last value and sparkline."""
     lines = []
     for name, values in reading.history.items():
         last = next((each for each in reversed(values) if each is not None), None)
@@ -144,21 +140,13 @@ def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
             continue
         old = before.stats["cache"]["tiers"].get(name, {}) if before is not None else {}
         elapsed_s = reading.at_s - before.at_s if before is not None else 0.0
+        used, of = tier["used_bytes"], tier["capacity_bytes"]
         rates = [
             _rate(tier[key] - old.get(key, tier[key]), elapsed_s)
             for key in ("hits", "stored", "evicted")
         ]
-        rows.append(
-            [
-                name,
-                str(tier["num_blocks"]),
-                size(tier["used_bytes"]),
-                size(tier["capacity_bytes"]),
-                percent(tier["used_bytes"], tier["capacity_bytes"]),
-                *rates,
-                _idle(tier),
-            ]
-        )
+        sizes = (str(tier["num_blocks"]), size(used), size(of), percent(used, of))
+        rows.append([name, *sizes, *rates, _idle(tier)])
     return rows
 
 

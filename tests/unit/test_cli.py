@@ -27,6 +27,12 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
+def apart(code: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, where nothing else has been imported."""
+    words = [sys.executable, "-c", code]
+    return subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
+
+
 def test_help_lists_every_command() -> None:
     shown = call("--help").stdout
     assert [] == [name for name in COMMANDS if name not in shown]
@@ -47,15 +53,7 @@ def test_help_shows_what_stands_in_brackets(monkeypatch: pytest.MonkeyPatch) -> 
     assert num_found > 15
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_lines_of_help_are_the_terminals_and_not_the_sources(name: str) -> None:
-    command = load(name)
-    texts = [each.help or "" for each in (command, *getattr(command, "commands", {}).values())]
-    assert [] == [text for text in texts if re.search(r"[^\n]\n[^\n]", text)]
-
-
 def test_no_help_but_of_serve_imports_torch() -> None:
-    """In a process of its own, where nothing else has imported it."""
     code = (
         "import importlib, json, sys\n"
         "from cachesvc.cli import COMMANDS\n"
@@ -70,8 +68,7 @@ def test_no_help_but_of_serve_imports_torch() -> None:
         "        break\n"
         "print(json.dumps([guilty, len(entries)]))"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    guilty, num_imported = json.loads(told.stdout)
+    guilty, num_imported = json.loads(apart(code).stdout)
     assert [] == guilty
     assert num_imported > 20
 
@@ -83,19 +80,14 @@ def test_every_command_can_be_loaded_and_has_help(name: str) -> None:
     shown = call(name, "--help")
     assert 0 == shown.exit_code
     assert "Usage" in shown.stdout
+    texts = [each.help or "" for each in (command, *getattr(command, "commands", {}).values())]
+    assert [] == [text for text in texts if re.search(r"[^\n]\n[^\n]", text)], "of the source"
 
 
 def test_a_mistyped_command_is_told_the_nearest() -> None:
     failed = call("serv")
     assert 2 == failed.exit_code
     assert "serve" in failed.stderr
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_command_says_what_to_do_instead(name: str) -> None:
-    failed = call(name, "--json")
-    assert 2 == failed.exit_code
-    assert f"{name} was removed: " in failed.stderr
 
 
 @pytest.mark.parametrize("typed", REMOVED_OPTIONS)
@@ -137,7 +129,7 @@ def test_an_error_beside_torch_is_the_last_word() -> None:
         "sys.argv = ['cachesvc', 'config', 'show', '--config', '/nowhere.toml']\n"
         "main()"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ran = apart(code)
     assert 1 == ran.returncode
     assert ran.stderr.startswith("error: cannot read the config file /nowhere.toml")
     assert "afterwards" not in ran.stderr
@@ -255,33 +247,12 @@ def test_serve_refuses_what_cannot_work_before_it_loads_a_model(
     assert message in failed.stderr
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (1020 << 20, "1020 MiB"),
-        (8 << 40, "8 TiB"),
-    ],
-)
-def test_sizes_read_well(num_bytes: int, text: str) -> None:
-    assert text == size(num_bytes)
-
-
-@pytest.mark.parametrize(
-    ("duration_s", "text"),
-    [
-        (0.00034, "340 µs"),
-        (0.0123, "12.3 ms"),
-        (0.9999, "1000 ms"),
-        (4.2, "4.2 s"),
-        (600, "10 min"),
-        (14400, "4 h"),
-    ],
-)
-def test_durations_read_well(duration_s: float, text: str) -> None:
-    assert text == seconds(duration_s)
+def test_sizes_and_durations_read_well() -> None:
+    sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 1020 << 20: "1020 MiB", 8 << 40: "8 TiB"}
+    assert sizes == {num_bytes: size(num_bytes) for num_bytes in sizes}
+    times = {0.00034: "340 µs", 0.0123: "12.3 ms", 0.9999: "1000 ms", 4.2: "4.2 s"}
+    times |= {600: "10 min", 14400: "4 h"}
+    assert times == {duration_s: seconds(duration_s) for duration_s in times}
 
 
 @pytest.mark.parametrize(
@@ -307,27 +278,25 @@ def test_a_shell_completes_commands_options_and_values(words: str, expected: set
     assert expected <= set(told.stdout.split())
 
 
-def test_commands_about_money_import_what_they_need() -> None:
-    """Settings, PostgreSQL, signatures and pages' templates cost half of such a command's time."""
-    code = (
-        "import importlib, json, sys\n"
-        "from cachesvc.cli import COMMANDS\n"
-        "for name in ('usage', 'tenants', 'keys', 'balance', 'prices'):\n"
-        "    importlib.import_module(COMMANDS[name].target.partition(':')[0])\n"
-        "heavy = {'pydantic_settings', 'jinja2', 'cryptography', 'torch', 'fastapi',\n"
-        "         'sqlalchemy.dialects.postgresql', 'cachesvc.config.settings'}\n"
-        "print(json.dumps(sorted(heavy & set(sys.modules))))"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [] == json.loads(ran.stdout)
+# Settings, PostgreSQL, signatures and pages' templates cost half of such a command's time.
+MONEY = [
+    "sqlalchemy",
+    "pydantic",
+    "api.errors",
+    "pydantic_settings",
+    "jinja2",
+    "cryptography",
+    "torch",
+    "fastapi",
+]
+MONEY += ["sqlalchemy.dialects.postgresql", "cachesvc.config.settings"]
 
 
 @pytest.mark.parametrize(
     ("module", "heavy"),
     [
-        ("cachesvc.cli.money.usage", ["sqlalchemy", "pydantic", "api.errors"]),
-        ("cachesvc.cli.money.tenants", ["sqlalchemy", "pydantic", "api.errors"]),
-        ("cachesvc.cli.money.keys", ["sqlalchemy", "pydantic", "api.errors"]),
+        *((f"cachesvc.cli.money.{name}", MONEY) for name in ("usage", "tenants", "keys")),
+        *((f"cachesvc.cli.money.{name}", MONEY[3:]) for name in ("balance", "prices")),
         ("cachesvc.cli.cache.stats", ["numpy", "zstandard", "rich.progress"]),
         ("cachesvc.server.node", ["transformers", "torch._dynamo"]),
         ("engine.attention.cpu", ["transformers", "torch._dynamo"]),
@@ -337,7 +306,7 @@ def test_a_command_does_not_wait_for_what_it_may_not_need(module: str, heavy: li
     """A running server has the database open; how full a disk is needs no arithmetic, and a node
     has no model, nor have the checks of attention's bits."""
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = apart(code)
     assert "[]" == ran.stdout.strip()
 
 
@@ -350,7 +319,7 @@ def test_a_command_ends_without_looking_through_all_that_it_imported(tmp_path: P
         f"sys.argv = ['cachesvc', 'tenants', 'create', 'a', '--data-dir', {str(tmp_path)!r}]\n"
         "main()"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ran = apart(code)
     assert "True True" == ran.stdout.splitlines()[-1]
 
 
@@ -393,8 +362,8 @@ def test_a_sigterm_ends_what_handles_none_itself() -> None:
         "cli.app = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(60))\n"
         "cli.main()"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert (143, b"", b"") == (ended.returncode, ended.stdout, ended.stderr)
+    ended = apart(code)
+    assert (143, "", "") == (ended.returncode, ended.stdout, ended.stderr)
 
 
 def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path: Path) -> None:
@@ -411,7 +380,7 @@ def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path: Path) -> None:
         f"sys.argv = ['cachesvc', 'serve', '--port', '0', '--data-dir', {str(tmp_path)!r}]\n"
         "cli.main()"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=45)
+    ran = apart(code)
     assert 130 == ran.returncode, ran.stderr
     assert "Traceback" not in ran.stderr
 
@@ -424,7 +393,6 @@ def test_the_public_names_come_from_the_package_and_wait_for_torch() -> None:
         "import engine\n"
         "print(early, LLM is engine.LLM, SamplingParams is engine.SamplingParams)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110)
-    assert "False True True" == done.stdout.strip()
+    assert "False True True" == apart(code).stdout.strip()
     with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
         cachesvc.Nothing  # noqa: B018

@@ -46,18 +46,12 @@ def test_a_broken_layout_fails_the_command(tmp_path: Path, monkeypatch: pytest.M
     assert "fix:" in called.stdout
 
 
-def test_a_clock_that_was_never_set_is_an_error() -> None:
+def test_clock_open_files_and_threads_are_checked() -> None:
     assert doctor.check_clock(0).level is Level.ERROR
     assert doctor.check_clock(doctor.EARLIEST_S + 1).level is Level.OK
-
-
-def test_few_open_files_are_a_warning_with_the_command_that_raises_them() -> None:
     (finding,) = doctor.check_limits(256, 4096)
     assert finding.level is Level.WARNING
     assert "ulimit -n 4096" in finding.fix
-
-
-def test_more_threads_than_cores_are_a_warning() -> None:
     found = {each.check: each for each in doctor.check_compute(Hardware(10_000, "AVX2"))}
     assert found["threads"].level is Level.WARNING
     assert "OMP_NUM_THREADS" in found["threads"].fix

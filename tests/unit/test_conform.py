@@ -246,12 +246,9 @@ def test_wrong_input_is_said_in_a_sentence(arguments: list[str], says: str) -> N
     assert says in told.stderr + str(told.exception)
 
 
-def test_a_server_that_cannot_be_asked_cold_is_refused(serve: Callable[..., Server]) -> None:
+def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve: Callable[..., Server]) -> None:
     told = CliRunner().invoke(app, ["conform", serve("someone", honest).url])
     assert told.exit_code == 1 and "makes a request to 'someone' cold" in told.stderr
-
-
-def test_a_model_that_is_not_served_is_named(serve: Callable[..., Server]) -> None:
     told = CliRunner().invoke(app, ["conform", serve("x", honest).url, "--model", "other"])
     assert told.exit_code == 1 and "does not serve other; it serves m" in told.stderr
 

@@ -28,8 +28,6 @@ DOCKER = OPS / "docker"
 FLUSH_S = 60.0  # `TieredCache.flush`: the longest that a stop writes memory to disk
 SETTINGS = Settings.model_validate({})
 NEEDED_S = SETTINGS.server.drain + FLUSH_S
-
-
 K8S = OPS / "k8s"
 
 
@@ -241,6 +239,7 @@ def test_compose_mounts_what_there_is(compose: dict[str, Any]) -> None:
     assert named == set(compose["volumes"])
     built = compose["services"]["cachesvc"]["build"]
     assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
+    assert ["gpu"] == compose["services"]["cachesvc-gpu"]["profiles"]
 
 
 @pytest.fixture(scope="module")
@@ -268,11 +267,14 @@ def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(
     assert "cp -np /one/secret" in pair["services"]["secret"]["entrypoint"][-1]
 
 
-def test_the_pair_opens_ports_of_this_machine_alone_and_mounts_what_it_names(
-    pair: dict[str, Any],
+def test_ports_are_open_to_this_machine_alone_and_the_pair_mounts_what_it_names(
+    compose: dict[str, Any], pair: dict[str, Any]
 ) -> None:
-    ports = [port for service in pair["services"].values() for port in service.get("ports", ())]
-    assert 2 == len([port for port in ports if port.startswith("127.0.0.1:")]) == len(ports)
+    for document in (compose, pair):
+        services = document["services"].values()
+        ports = [port for service in services for port in service.get("ports", ())]
+        assert ports and [] == [port for port in ports if not port.startswith("127.0.0.1:")]
+    assert 2 == len(ports)
     assert {source for _, source, _ in mounts(pair)} == set(pair["volumes"])
     built = pair["services"]["one"]["build"]
     assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
@@ -306,8 +308,9 @@ def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "board", sorted((OPS / "grafana" / "dashboards").glob("*.json")), ids=lambda path: path.stem
 )
-def test_panels_of_a_board_have_their_own_ids_and_places(board: Path) -> None:
-    panels = json.loads(board.read_text())["panels"]
+def test_panels_have_their_own_ids_and_places_and_are_of_the_chosen_servers(board: Path) -> None:
+    told = json.loads(board.read_text())
+    panels = told["panels"]
     assert len(panels) == len({panel["id"] for panel in panels})
     cells = [
         (x, y)
@@ -318,13 +321,16 @@ def test_panels_of_a_board_have_their_own_ids_and_places(board: Path) -> None:
     ]
     assert len(cells) == len(set(cells)), "two panels overlap"
     assert max(x for x, _ in cells) < 24
-
-
-def test_compose_opens_ports_of_this_machine_alone(compose: dict[str, Any]) -> None:
-    ports = [port for service in compose["services"].values() for port in service.get("ports", ())]
-    assert ports
-    assert [] == [port for port in ports if not port.startswith("127.0.0.1:")]
-    assert ["gpu"] == compose["services"]["cachesvc-gpu"]["profiles"]
+    model, instance = told["templating"]["list"]
+    assert ("model", "instance") == (model["name"], instance["name"])
+    assert "label_values(cachesvc_build_info, model)" == model["query"]["query"]
+    of_model = 'label_values(cachesvc_build_info{model=~"$model"}, instance)'
+    assert of_model == instance["query"]["query"] == instance["definition"]
+    assert "allValue" not in instance, "all servers are all of the chosen models"
+    for panel in told["panels"]:
+        for target in panel["targets"]:
+            metrics = re.findall(r"\bcachesvc[_:][a-z0-9_:]+", target["expr"])
+            assert len(metrics) == target["expr"].count('{instance=~"$instance"'), target["expr"]
 
 
 def test_prometheus_sends_alerts_to_a_service_of_the_compose_file(compose: dict[str, Any]) -> None:
@@ -349,20 +355,3 @@ def test_a_supervisor_hears_that_the_server_is_ready(
         assert b"READY=1" == supervisor.recv(100)
     notify("STOPPING=1")  # it has gone: nothing happens either
     assert "Type=notify" in (OPS / "systemd" / "cachesvc.service").read_text()
-
-
-@pytest.mark.parametrize(
-    "board", sorted((OPS / "grafana" / "dashboards").glob("*.json")), ids=lambda path: path.stem
-)
-def test_every_panel_is_of_the_servers_that_were_chosen(board: Path) -> None:
-    told = json.loads(board.read_text())
-    model, instance = told["templating"]["list"]
-    assert ("model", "instance") == (model["name"], instance["name"])
-    assert "label_values(cachesvc_build_info, model)" == model["query"]["query"]
-    of_model = 'label_values(cachesvc_build_info{model=~"$model"}, instance)'
-    assert of_model == instance["query"]["query"] == instance["definition"]
-    assert "allValue" not in instance, "all servers are all of the chosen models"
-    for panel in told["panels"]:
-        for target in panel["targets"]:
-            metrics = re.findall(r"\bcachesvc[_:][a-z0-9_:]+", target["expr"])
-            assert len(metrics) == target["expr"].count('{instance=~"$instance"'), target["expr"]

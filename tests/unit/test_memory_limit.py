@@ -75,8 +75,8 @@ def test_the_limit_of_version_1_is_found_where_the_groups_path_is_out_of_sight(
     assert GIB == memory_limit()
 
 
-def test_a_start_says_that_full_caches_exceed_the_limit(
-    machine: Machine, caplog: pytest.LogCaptureFixture
+def test_a_start_says_that_full_caches_exceed_the_limit_or_the_machine(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = CacheSection(device_bytes=64 * MIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
@@ -87,13 +87,8 @@ def test_a_start_says_that_full_caches_exceed_the_limit(
     warn_of_limit(of_server(cache, on_gpu=True))
     [said] = caplog.messages
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
-
-
-def test_a_start_says_that_full_caches_exceed_the_machine(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    caplog.clear()
     monkeypatch.setattr("cachesvc.server.memory_limit.total_bytes", lambda: 2 * GIB)
-    machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(4 * GIB))
     warn_of_limit(of_node(3 * GIB))
     [said] = caplog.messages

@@ -108,20 +108,9 @@ def outputs() -> list[StepOutput]:
     return [first, last]
 
 
-def test_the_dashboard_gets_the_same_spans() -> None:
+def test_a_request_is_counted_by_source_reason_and_class() -> None:
     latencies = Latencies()
     seen = metrics(latencies)
-    for output in outputs():
-        seen.observe_outputs([output])
-    spreads = latencies.spreads()
-    assert dict.fromkeys(NAMES, 1) == {name: each.count for name, each in spreads.items()}
-    assert 0.040 == pytest.approx(spreads["ttft"].total)
-    assert 0.030 == pytest.approx(spreads["inter_token"].total)
-    assert 0.070 == pytest.approx(spreads["request"].total)
-
-
-def test_a_request_is_counted_by_source_reason_and_class() -> None:
-    seen = metrics()
     for output in outputs():
         seen.observe_outputs([output])
     assert 64 == value(seen, "cachesvc_prompt_tokens_total", {"source": "host"})
@@ -136,22 +125,15 @@ def test_a_request_is_counted_by_source_reason_and_class() -> None:
     assert 0.005 == pytest.approx(value(seen, "cachesvc_load_seconds_sum"))
     assert 0.025 == pytest.approx(value(seen, "cachesvc_prefill_seconds_sum"))
     assert 0.070 == pytest.approx(value(seen, "cachesvc_request_seconds_sum"))
-
-
-def test_the_prompt_tokens_by_source_sum_to_the_prompt() -> None:
-    seen = metrics()
-    seen.observe_outputs(outputs())
-    by_source = [
-        value(seen, "cachesvc_prompt_tokens_total", {"source": source}) or 0
-        for source in ("device", "host", "disk", "remote", "computed")
-    ]
-    assert 100 == sum(by_source)
-
-
-def test_an_ended_request_leaves_nothing_behind() -> None:
-    seen = metrics()
-    seen.observe_outputs(outputs())
-    assert {} == seen._last_token_ns
+    sources = ("device", "host", "disk", "remote", "computed")
+    name = "cachesvc_prompt_tokens_total"
+    assert 100 == sum(value(seen, name, {"source": each}) or 0 for each in sources)
+    assert {} == seen._last_token_ns, "an ended request leaves nothing behind"
+    spreads = latencies.spreads()  # the dashboard gets the same spans
+    assert dict.fromkeys(NAMES, 1) == {name: each.count for name, each in spreads.items()}
+    assert 0.040 == pytest.approx(spreads["ttft"].total)
+    assert 0.030 == pytest.approx(spreads["inter_token"].total)
+    assert 0.070 == pytest.approx(spreads["request"].total)
 
 
 def test_a_request_aborted_while_waiting_is_counted_without_a_latency() -> None:
@@ -173,16 +155,10 @@ def test_a_prompt_that_was_cut_short_counts_as_far_as_it_is_billed() -> None:
     assert 32 == value(seen, "cachesvc_prompt_tokens_total", {"source": "computed"})
 
 
-@pytest.mark.parametrize(
-    ("counts", "expected"),
-    [
-        (TokenCounts(prompt=10), "cold"),
-        (TokenCounts(prompt=10, hit_device=5), "device"),
-        (TokenCounts(prompt=10, hit_device=5, hit_disk=1), "disk"),
-    ],
-)
-def test_the_hit_class_is_the_slowest_tier_that_served(counts: TokenCounts, expected: str) -> None:
-    assert expected == hit_class(counts)
+def test_the_hit_class_is_the_slowest_tier_that_served() -> None:
+    assert "cold" == hit_class(TokenCounts(prompt=10))
+    assert "device" == hit_class(TokenCounts(prompt=10, hit_device=5))
+    assert "disk" == hit_class(TokenCounts(prompt=10, hit_device=5, hit_disk=1))
 
 
 def test_snapshots_become_samples_at_the_scrape() -> None:

@@ -11,19 +11,10 @@ SERVED, TESTED, FOR_SITE = pinned(SERVING), pinned(TESTING), pinned(SITE)
 PINS = FOR_SITE | TESTED | SERVED
 
 
-def test_all_that_serving_needs_is_pinned() -> None:
+def test_all_that_is_needed_is_pinned_once_and_serving_installs_no_tests() -> None:
     assert needed("cachesvc[all]") <= SERVED.keys()
-
-
-def test_all_that_the_tests_need_is_pinned() -> None:
     assert needed("cachesvc[test]") <= SERVED.keys() | TESTED.keys()
-
-
-def test_no_package_is_pinned_twice() -> None:
     assert len(PINS) == len(SERVED) + len(TESTED) + len(FOR_SITE)
-
-
-def test_serving_installs_no_tests() -> None:
     assert not {"pytest", "moto", "playwright", "schemathesis", "triton"} & SERVED.keys()
 
 

@@ -19,8 +19,7 @@ from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from cachesvc.observability.history import pack
-from cachesvc.server.pending import QUEUE_BYTES
-from cachesvc.server.state_file import FILE_NAME
+from cachesvc.server.state_file import FILE_NAME, QUEUE_BYTES
 from engine.request import FinishReason, Timeline
 from tests.support.state import FiledRemembered, numbers
 from tests.unit.test_history import Clocked

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cachesvc.server import state_file
-from cachesvc.server.pending import QUEUE, QUEUE_BYTES, PendingWrites, Write
-from cachesvc.server.state_file import StateFile
+from cachesvc.server.state_file import QUEUE, QUEUE_BYTES, PendingWrites, StateFile, Write
 from tests.support.state import numbers
 
 LOCKS = (

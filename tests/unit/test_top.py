@@ -3,9 +3,10 @@
 The picture in the README is this screen: the test below draws it and compares.
 """
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,15 +142,24 @@ def quiet(source: Readings) -> TopApp:
     return TopApp(source, interval_s=3600)
 
 
+@contextlib.asynccontextmanager
+async def shown(
+    source: Readings | None = None, *, times: int = 1, size: tuple[int, int] = (80, 24)
+) -> AsyncIterator[tuple[TopApp, Pilot[None]]]:
+    """The app on a terminal of this size, after so many readings."""
+    app = quiet(source or Readings())
+    async with app.run_test(size=size) as pilot:
+        await read(pilot, times)
+        yield app, pilot
+
+
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
 
 
 async def test_the_screen_tells_queues_tiers_tenants_and_rates() -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot, 2)
+    async with shown(times=2) as (app, _pilot):
         assert "cachesvc 0.1.0  smollm2-135m" in text(app, "#headline")
         assert "running 3  waiting 1  loading 1" in text(app, "#summary")
         assert "refused 3" in text(app, "#summary")
@@ -160,14 +170,20 @@ async def test_the_screen_tells_queues_tiers_tenants_and_rates() -> None:
         assert ["acme", "globex", "initech"] == column(app, "#tenants", 0)
         assert ["7.0", "1.0", "0.0"] == column(app, "#tenants", 1)
         assert 4 == len(text(app, "#sparks").splitlines())
+        table = app.query_one("#tenants", DataTable)
+        widths = [each.get_render_width(table) for each in table.ordered_columns]
+        assert sum(widths[:-1]) <= 80, "every column but the last is seen"
+        assert all(len(line) <= 78 for line in text(app, "#summary").splitlines())
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60), (20, 6)])
 async def test_no_size_of_terminal_breaks_it(size: tuple[int, int]) -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=size) as pilot:
-        await read(pilot, 2)
-        await pilot.press("question_mark", "x", "s", "slash", "a", "escape")
+    async with shown(times=2, size=size) as (app, pilot):
+        await pilot.press("question_mark")
+        assert isinstance(app.screen, HelpScreen)
+        await pilot.press("x")
+        assert not isinstance(app.screen, HelpScreen)
+        await pilot.press("s", "slash", "a", "escape")
         for line in text(app, "#sparks").splitlines():
             assert len(line) <= max(32, size[0] - 2)
 
@@ -183,20 +199,8 @@ def test_at_80_columns_every_percentile_is_seen() -> None:
     assert 2 == len(model.summary(reading(), 78))
 
 
-async def test_at_80_columns_every_column_but_the_last_is_seen() -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot, 2)
-        table = app.query_one("#tenants", DataTable)
-        widths = [each.get_render_width(table) for each in table.ordered_columns]
-        assert sum(widths[:-1]) <= 80
-        assert all(len(line) <= 78 for line in text(app, "#summary").splitlines())
-
-
 async def test_tenants_are_sorted_by_the_column_that_keys_and_clicks_choose() -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=(100, 30)) as pilot:
-        await read(pilot, 2)
+    async with shown(times=2, size=(100, 30)) as (app, pilot):
         await pilot.press("r")
         assert ["initech", "globex", "acme"] == column(app, "#tenants", 0)
         await pilot.press("r", "s", "s")
@@ -209,9 +213,7 @@ async def test_tenants_are_sorted_by_the_column_that_keys_and_clicks_choose() ->
 
 
 async def test_a_filter_shows_the_tenants_that_have_its_letters() -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot)
+    async with shown() as (app, pilot):
         await pilot.press("slash", *"LOB")
         assert ["globex"] == column(app, "#tenants", 0)
         await pilot.press("enter")
@@ -224,9 +226,7 @@ async def test_a_filter_shows_the_tenants_that_have_its_letters() -> None:
 
 async def test_paused_it_shows_what_it_showed() -> None:
     source = Readings()
-    app = quiet(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot)
+    async with shown(source) as (app, pilot):
         await pilot.press("p")
         turn = source.turn
         await read(pilot)
@@ -240,9 +240,7 @@ async def test_paused_it_shows_what_it_showed() -> None:
 
 async def test_a_server_that_does_not_answer_is_told_and_asked_again() -> None:
     source = Readings()
-    app = quiet(source)
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot)
+    async with shown(source) as (app, pilot):
         source.down = True
         await read(pilot)
         assert "does not answer: refused; trying again" in text(app, "#alarm")
@@ -259,9 +257,7 @@ async def test_what_must_be_known_at_once_is_on_top() -> None:
         stats = {**seen.stats, "violations": {"ledger": 1}}
         return replace(seen, stats=stats | {"money": {"num_holds": 0, "drift_units": 5}})
 
-    app = quiet(Readings(broken))
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot)
+    async with shown(Readings(broken)) as (app, _pilot):
         told = text(app, "#alarm")
         assert "the engine has failed: CUDA error" in told
         assert "ledger-drift.md" in told and "the invariant ledger is broken" in told
@@ -296,9 +292,7 @@ async def test_a_narrow_screen_cuts_no_figure() -> None:
         usage = [used(long + each, 900, 0.5) for each in "ab"]
         return replace(reading(turn), usage=usage, tenants=[])
 
-    app = quiet(Readings(named))
-    async with app.run_test(size=(60, 30)) as pilot:
-        await read(pilot, 2)
+    async with shown(Readings(named), times=2, size=(60, 30)) as (app, pilot):
         tenants, tiers = (app.query_one(place, DataTable) for place in ("#tenants", "#tiers"))
         for table in (tenants, tiers):
             assert table.virtual_size.width <= 60
@@ -307,16 +301,6 @@ async def test_a_narrow_screen_cuts_no_figure() -> None:
         assert ["customer-…-its-own-a", "customer-…-its-own-b"] == column(app, "#tenants", 0)
         await pilot.press("s")
         assert "prompt▼" in [str(each.label) for each in tenants.ordered_columns]
-
-
-async def test_help_comes_and_goes() -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=(80, 24)) as pilot:
-        await read(pilot)
-        await pilot.press("question_mark")
-        assert isinstance(app.screen, HelpScreen)
-        await pilot.press("x")
-        assert not isinstance(app.screen, HelpScreen)
 
 
 async def test_the_pace_goes_in_steps_and_stops_at_the_ends() -> None:
@@ -330,9 +314,7 @@ async def test_the_pace_goes_in_steps_and_stops_at_the_ends() -> None:
 
 
 async def test_the_picture_in_the_readme_is_this_screen(tmp_path: Path) -> None:
-    app = quiet(Readings())
-    async with app.run_test(size=(80, 20)) as pilot:
-        await read(pilot, 2)
+    async with shown(times=2, size=(80, 20)) as (app, _pilot):
         drawn = picture(app.export_screenshot())
     found = PICTURE.read_text() if PICTURE.exists() else ""
     if drawn != found:

@@ -38,8 +38,6 @@ MOST = 100_000  # blocks that a server returns at once
 
 
 class By(StrEnum):
-    """What `ls` ranks."""
-
     HITS = "hits"
     ROOM = "room"
 

@@ -44,8 +44,6 @@ def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None
 
 @dataclass(slots=True)
 class _Prefix:
-    """A prompt's first block and all blocks that follow it."""
-
     key: PrefixKey
     scope: PrefixKey
     num_blocks: int = 0

@@ -1,7 +1,6 @@
 """`cachesvc usage`: tokens by class, what they cost and what hits saved; statements and exports."""
 
 import os
-from datetime import tzinfo
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -9,14 +8,14 @@ from typing import Annotated, Any, BinaryIO
 import typer
 
 from api.format import number_of, percent
-from billing.errors import InvalidName, InvalidSpan
+from billing.errors import InvalidName
 from billing.gate.entries import Entry
 from billing.operations import usage as usages
 from billing.operations.books import Books
 from billing.operations.usage import StatementForm
-from billing.prices.time_zones import LocalZone, find_zone
+from billing.reports.attribution import check_split
 from billing.reports.documents import Document
-from billing.reports.usage import Unit, parse_query
+from billing.reports.usage import Unit
 from cachesvc.cli.lazy import without
 from cachesvc.cli.money.books import MOST_ROWS, DatabaseUrl, TenantOption, books
 from cachesvc.cli.money.invocation import Invocation, operating
@@ -55,16 +54,14 @@ def usage(
     ] = None,
     tenant: TenantOption = None,
     since: Annotated[
-        str | None,
-        typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d for a week back"),
+        str | None, typer.Option(help="First day: 2026-11-01, today, yesterday, or 7d ago")
     ] = None,
     until: Annotated[str | None, typer.Option(help="Last day, in the same formats")] = None,
     breakdown: Annotated[
         str | None, typer.Option(help="Split days or months by model, project, key, user ...")
     ] = None,
     timezone: Annotated[
-        str | None,
-        typer.Option(help="Where days begin: a name such as Asia/Shanghai, or local  [UTC]"),
+        str | None, typer.Option(help="Where days begin: such as Asia/Shanghai, or local  [UTC]")
     ] = None,
     limit: Annotated[
         int, typer.Option(min=1, max=MOST_ROWS, help="At most this many sessions, latest first")
@@ -87,7 +84,12 @@ def usage(
         by = "day"
     if by not in (None, *PERIODS):
         by, breakdown = None, by
-    zone = _checked_span(since, until, timezone or "UTC", breakdown)
+    try:
+        breakdown is None or check_split(breakdown)
+    except InvalidName as error:
+        fail(f"{error}; --by takes day and month too", 2)
+    # The server's own zone may be another.
+    zone = local_zone_name() if timezone == "local" else timezone or "UTC"
     if statement is not None:
         _print_statement(call, tenant, statement, zone, breakdown, form)
         return
@@ -98,29 +100,6 @@ def usage(
         unit = Unit(by or "all")
         found = call(usages.period_usage, **span, unit=unit, breakdown=breakdown)
     _show(found, call.json)
-
-
-def _checked_span(
-    since: str | None, until: str | None, timezone: str, breakdown: str | None
-) -> str:
-    """The time zone for operations; ends the command for an invalid day, zone or part."""
-    zone = _zone(timezone)
-    try:
-        parse_query(since=since, until=until, zone=zone, split=breakdown)
-    except InvalidName as error:
-        told = f"{error}; --by takes day and month too"
-        raise typer.BadParameter(told, param_hint="--by, --breakdown") from None
-    except InvalidSpan as error:
-        raise typer.BadParameter(str(error), param_hint="--since, --until") from None
-    # The server's own zone may be another.
-    return local_zone_name() if timezone == "local" else timezone
-
-
-def _zone(name: str) -> tzinfo:
-    try:
-        return LocalZone() if name == "local" else find_zone(name)
-    except InvalidName as error:
-        raise typer.BadParameter(f"{error}, or local", param_hint="--timezone") from None
 
 
 def _print_statement(

@@ -6,6 +6,7 @@ One on disk reads and expands as much: a second at 2 GB/s.
 """
 
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.bench.gpu_check.device import TINY, described, random_model, shape
 
 def check(device: str, small: bool) -> dict[str, Any]:
     try:
-        from cachesvc.bench import Scenario, as_json
+        from cachesvc.bench import Scenario
         from cachesvc.config.sections import EngineSection
         from engine.operators.library import Operators
         from tiers.disk.format.planes import use_library
@@ -35,6 +36,6 @@ def check(device: str, small: bool) -> dict[str, Any]:
             largest=sizes[-1],
             repeats=1 if small else 3,
         )
-        found = as_json(scenario.run(sizes, lambda _: None))
+        found = [asdict(each) for each in scenario.run(sizes, lambda _: None)]
     wrong = [each for each in found if each["case"] != "cold" and each["hit_tokens"] == 0]
     return {"what": "hits from every tier", "ok": not wrong, "compiled": compiled, "results": found}
