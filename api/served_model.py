@@ -51,16 +51,6 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
-    def chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> "array[int]": ...
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
