@@ -145,5 +145,8 @@ class Usage:
         """The nonzero classes, as stored and hashed."""
         return {name: count for name in CLASSES if (count := getattr(self, name))}
 
+    def __add__(self, other: "Usage") -> "Usage":
+        return Usage(**{name: getattr(self, name) + getattr(other, name) for name in CLASSES})
+
 
 EMPTY = Usage()

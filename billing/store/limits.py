@@ -53,7 +53,6 @@ def highest(connection: Connection, budget: str, period: str) -> tuple[Spender, 
 
 
 def replace_spending(connection: Connection, found: Rows, budget: str | None = None) -> None:
-    """Replaces the rows of one limit, or of all."""
     mine = delete(spending)
     connection.execute(mine if budget is None else mine.where(spending.c.budget == budget))
     if made := [spending_row(*each) for each in sorted(found.items())]:

@@ -184,7 +184,6 @@ def _adding(dialect: str, table: Any, key: Sequence[str], last: str = "") -> Any
 
 
 def _replacing(dialect: str, table: Any, key: Sequence[str]) -> Any:
-    """An upsert that replaces a row."""
     statement = insert_into(table, dialect)
     changes = {c.name: statement.excluded[c.name] for c in table.c if c.name not in key}
     return statement.on_conflict_do_update(index_elements=list(key), set_=changes)

@@ -1,27 +1,42 @@
-"""Entries of `acme` changed behind the ledger's back, with a chain of hashes that holds."""
+"""Entries of `acme` changed behind the ledger's back, with chains of hashes that hold."""
 
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from billing.gate.entries import digest, genesis
+from billing.proof import audit
+from billing.proof.audit import Heads
+from billing.proof.result import Problem
+from billing.store import trail as store_trail
+from billing.store.opening import open_store
 
 FIELDS = ("tenant", "seq", "kind", "request_id", "at_ns", "currency", "postings", "body")
+TRAIL = ("seq", "at_ns", "actor", "action", "subject", "before", "after", "reason")
+Sql = sqlite3.Connection
+
+
+def copy(source: Path, target: Path) -> Path:
+    with closing(sqlite3.connect(source)) as one, closing(sqlite3.connect(target)) as other:
+        one.backup(other)
+    return target
 
 
 @contextmanager
-def forging(path: Path) -> Iterator[sqlite3.Connection]:
-    """What the block changes of entries stands in the chain afterwards, up to its head."""
+def forging(path: Path, *, rehashed: bool = True) -> Iterator[Sql]:
+    """What the block changes stands in the chains afterwards, up to the account's head."""
     with closing(sqlite3.connect(path)) as plain:
-        plain.execute("DROP TRIGGER entries_no_update")
+        for (trigger,) in plain.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'"):
+            plain.execute(f"DROP TRIGGER {trigger}")
         yield plain
-        rechain(plain)
+        if rehashed:
+            rechain(plain)
         plain.commit()
 
 
-def rechain(plain: sqlite3.Connection) -> None:
-    """Make every hash anew, and the account's head."""
+def rechain(plain: Sql) -> None:
+    """Make every hash anew, of entries and of the trail, and the account's head."""
     head = genesis("acme")
     found = f"SELECT {', '.join(FIELDS)} FROM entries WHERE tenant = 'acme' ORDER BY seq"
     for row in plain.execute(found).fetchall():
@@ -30,15 +45,20 @@ def rechain(plain: sqlite3.Connection) -> None:
             "UPDATE entries SET hash = ? WHERE seq = ? AND tenant = 'acme'", (head, row[1])
         )
     plain.execute("UPDATE accounts SET head = ? WHERE tenant = 'acme'", (head,))
+    head = store_trail.TRAIL_GENESIS
+    for row in plain.execute(f"SELECT {', '.join(TRAIL)} FROM trail ORDER BY seq").fetchall():
+        head = store_trail.trail_hash(head, dict(zip(TRAIL, row, strict=True)))
+        plain.execute("UPDATE trail SET hash = ? WHERE seq = ?", (head, row[0]))
 
 
-def replace_in(
-    plain: sqlite3.Connection, column: str, changes: Mapping[str, str], **where: str | int
-) -> None:
-    """Replace texts in a column of one entry, which must have them."""
-    [(name, value)] = where.items()
-    for old, new in changes.items():
-        statement = f"UPDATE entries SET {column} = replace({column}, ?, ?)"
-        entry = f"WHERE tenant = 'acme' AND {name} = ? AND instr({column}, ?)"
-        done = plain.execute(f"{statement} {entry}", (old, new, value, old))
-        assert 1 == done.rowcount, (old, where)
+def change(plain: Sql, statement: str) -> None:
+    """A statement that changes one row."""
+    assert plain.execute(statement).rowcount == 1, statement
+
+
+def problems(path: Path, *, rebuilt: bool = False, heads: Heads | tuple[()] = ()) -> list[Problem]:
+    """What the proof finds; once balances and rollups are derived again, if the forger did so."""
+    with closing(open_store(f"sqlite:///{path}")) as store:
+        if rebuilt:
+            audit.rebuild(store)
+        return audit.verify(store, heads=heads).problems

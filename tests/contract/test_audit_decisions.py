@@ -1,7 +1,5 @@
 """Entries and decisions are changed, and every hash is made anew: `verify` says what is wrong."""
 
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,10 +8,8 @@ from billing.gate.entries import Kind
 from billing.money import UNITS
 from billing.prices.cards import parse_card
 from billing.proof import audit
-from billing.proof.result import Problem
-from billing.store.opening import open_store
 from billing.usage import Usage
-from tests.contract.forging import forging
+from tests.contract.forging import change, copy, forging, problems
 from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
@@ -47,28 +43,12 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forged(original: Path, tmp_path: Path) -> Path:
-    copy = tmp_path / "forged"
-    with closing(sqlite3.connect(original)) as source, closing(sqlite3.connect(copy)) as target:
-        source.backup(target)
-    return copy
+    return copy(original, tmp_path / "forged")
 
 
-def forge(path: Path, seq: int, change: str) -> None:
-    """Change one entry and write the chain anew behind it, up to the account's head."""
+def forge(path: Path, seq: int, changed: str) -> None:
     with forging(path) as plain:
-        assert plain.execute(f"UPDATE entries SET {change} WHERE seq = {seq}").rowcount == 1
-
-
-def first_problem(path: Path) -> Problem:
-    with closing(open_store(f"sqlite:///{path}")) as store:
-        return audit.verify(store).problems[0]
-
-
-def problems(path: Path) -> list[Problem]:
-    """What is left to find once balances and rollups are derived again from the forgery."""
-    with closing(open_store(f"sqlite:///{path}")) as store:
-        audit.rebuild(store)
-        return audit.verify(store).problems
+        change(plain, f"UPDATE entries SET {changed} WHERE seq = {seq}")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +72,7 @@ def test_a_forged_entry_is_named(
     forged: Path, seq: int, change: str, invariant: str, said: str
 ) -> None:
     forge(forged, seq, change)
-    first = first_problem(forged)
+    first = problems(forged)[0]
     assert (first.tenant, first.seq, first.invariant) == ("acme", seq, invariant)
     assert said in first.message
 
@@ -112,18 +92,15 @@ def test_a_forged_deposit_is_not_what_was_decided(
     forged: Path, seq: int, change: str, said: str
 ) -> None:
     forge(forged, seq, change)
-    (problem,) = problems(forged)
+    (problem,) = problems(forged, rebuilt=True)
     assert (problem.tenant, problem.seq, problem.invariant) == ("acme", seq, "decided")
     assert said in problem.message
 
 
 def test_an_entry_that_nobody_decided_and_a_decision_that_nothing_books(forged: Path) -> None:
-    with closing(sqlite3.connect(forged)) as plain:
-        for name in ("trail_no_update", "trail_no_delete"):
-            plain.execute(f"DROP TRIGGER {name}")
-        plain.execute("UPDATE trail SET subject = 'acme/9' WHERE subject = 'acme/5'")
-        plain.commit()
-    said = [str(problem) for problem in problems(forged)]
+    with forging(forged) as plain:
+        change(plain, "UPDATE trail SET subject = 'acme/9' WHERE subject = 'acme/5'")
+    said = [str(problem) for problem in problems(forged, rebuilt=True)]
     assert any("it has no decision" in each for each in said)
     assert any("acme/9 was decided, but no entry books it" in each for each in said)
 
@@ -147,8 +124,7 @@ def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path: Path) -> No
 
 
 def test_when_a_card_was_applied_is_proved(forged: Path) -> None:
-    with closing(sqlite3.connect(forged)) as plain:
-        plain.execute("UPDATE rate_cards SET applied_ns = applied_ns - 1")
-        plain.commit()
-    (problem,) = problems(forged)
+    with forging(forged) as plain:
+        change(plain, "UPDATE rate_cards SET applied_ns = applied_ns - 1")
+    (problem,) = problems(forged, rebuilt=True)
     assert "its applied_ns is" in problem.message

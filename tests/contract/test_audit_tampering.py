@@ -22,6 +22,7 @@ from billing.proof.result import Head, Proof
 from billing.proof.trail import TRAIL
 from billing.store.opening import open_store
 from billing.usage import Usage
+from tests.contract.forging import copy, forging
 from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)
@@ -79,15 +80,9 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
         proof = audit.verify(house.ledger.store)
         assert proof.problems == []
         heads.update(proof.heads)
-        with (
-            closing(sqlite3.connect(folder / "running")) as source,
-            closing(sqlite3.connect(folder / "original")) as copy,
-        ):
-            source.backup(copy)
-            for (name,) in copy.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'"):
-                copy.execute(f"DROP TRIGGER {name}")
-            copy.commit()
-    return folder / "original"
+        original = copy(folder / "running", folder / "original")
+    with forging(original, rehashed=False):  # without triggers
+        return original
 
 
 @pytest.fixture(scope="module")

@@ -34,11 +34,8 @@ def test_a_message(server: Server, client: anthropic.Anthropic) -> None:
     [block] = message.content
     assert ("text", "Yes.", "end_turn") == (block.type, block.text, message.stop_reason)
     usage = message.usage
-    assert (PROMPT_TOKENS - 12, 12, 5) == (
-        usage.input_tokens,
-        usage.cache_read_input_tokens,
-        usage.output_tokens,
-    )
+    told = (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens)
+    assert (PROMPT_TOKENS - 12, 12, 5) == told
     assert message.id.startswith("msg_")
 
 
@@ -52,10 +49,8 @@ def test_a_stream_ends_with_the_same_message(server: Server, client: anthropic.A
     text, call = message.content
     assert ("Let me look.", "weather", {"city": "Rome"}) == (text.text, call.name, call.input)
     assert "tool_use" == message.stop_reason
-    assert (PROMPT_TOKENS - 3 + len("tools: 1\n"), 3) == (
-        message.usage.input_tokens,
-        message.usage.cache_read_input_tokens,
-    )
+    told = (message.usage.input_tokens, message.usage.cache_read_input_tokens)
+    assert (PROMPT_TOKENS - 3 + len("tools: 1\n"), 3) == told
     assert kinds.count("input_json") > 1
 
 
@@ -81,11 +76,8 @@ def test_stop_sequences_and_max_tokens_are_named(
     ended = client.messages.create(
         model="bytes", max_tokens=50, messages=MESSAGES, stop_sequences=["no", "two"]
     )
-    assert ("stop_sequence", "two", "one ") == (
-        ended.stop_reason,
-        ended.stop_sequence,
-        ended.content[0].text,
-    )
+    told = (ended.stop_reason, ended.stop_sequence, ended.content[0].text)
+    assert ("stop_sequence", "two", "one ") == told
     cut = client.messages.create(model="bytes", max_tokens=3, messages=MESSAGES)
     assert ("max_tokens", "one") == (cut.stop_reason, cut.content[0].text)
 

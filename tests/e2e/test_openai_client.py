@@ -37,11 +37,8 @@ def test_chat(server: Server, client: openai.OpenAI) -> None:
     usage = answer.usage
     assert usage is not None
     assert usage.prompt_tokens_details is not None
-    assert (PROMPT_TOKENS, 7, 12) == (
-        usage.prompt_tokens,
-        usage.completion_tokens,
-        usage.prompt_tokens_details.cached_tokens,
-    )
+    hits = usage.prompt_tokens_details.cached_tokens
+    assert (PROMPT_TOKENS, 7, 12) == (usage.prompt_tokens, usage.completion_tokens, hits)
     assert PROMPT_TOKENS - 12 == usage.model_extra["prompt_cache_miss_tokens"]
 
 

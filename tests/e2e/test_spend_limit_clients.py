@@ -39,16 +39,7 @@ def ask_messages(url: str) -> None:
 
 
 def refusal() -> SpendLimitReached:
-    limit = SpendLimit(
-        name="cap",
-        tenant="acme",
-        amount=5 * UNITS,
-        per="month",
-        of="user",
-        value="*",
-        since_ns=0,
-        version=1,
-    )
+    limit = SpendLimit(name="cap", tenant="acme", amount=5 * UNITS, of="user", value="*")
     spender = Spender("cap", PERIOD, "anna")
     return reached(limit, spender, Spending(5 * UNITS), needed=UNITS, currency="CNY")
 

@@ -149,8 +149,7 @@ def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage:
 @given(USAGES, USAGES)
 def test_a_card_without_a_minimum_rates_the_sum_as_the_sum(one: Usage, two: Usage) -> None:
     pinned = parse_card(shipped_cards()["peak-off-peak"]).pin("m", STANDARD)
-    both = Usage(**{name: getattr(one, name) + getattr(two, name) for name in CLASSES})
-    whole = rate(both, pinned).amount
+    whole = rate(one + two, pinned).amount
     assert whole == rate(one, pinned).amount + rate(two, pinned).amount
 
 
