@@ -117,13 +117,16 @@ async def test_empty_pages_say_what_will_be_there(client: httpx.AsyncClient) -> 
     assert "Nothing fits" in await text(client, "audit?q=nothing-like-it")
 
 
-async def test_a_page_holds_neither_script_nor_style_of_its_own(
+async def test_pages_hold_neither_script_nor_style_of_their_own_and_load_only_ours(
     client: httpx.AsyncClient, cache: Cache
 ) -> None:
     cache.fill()
-    for name in (*PAGES, "tenants/acme"):
-        page = await text(client, name)
+    pages = {name: await text(client, name) for name in (*PAGES, "tenants/acme", "login")}
+    pages["nothing"] = await text(client, "nothing", 404)
+    assert "That did not work" in pages["nothing"]
+    for name, page in pages.items():
         assert not re.search(r"<script(?! src=)|<style|\sstyle=|\son\w+=", page), name
+        assert [] == re.findall(r"(?:src|href)=\"(?!/|#|\?)", page), name
 
 
 async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(

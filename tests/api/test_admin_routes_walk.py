@@ -86,7 +86,11 @@ async def code_of(
     url = re.sub(r"{[^}]*}", "1", path)
     answer = await client.request(method, url, json={}, headers=headers)
     assert POLICY == answer.headers["content-security-policy"], path
-    assert "no-store" in answer.headers["cache-control"] or path in OPEN, path
+    assert "DENY" == answer.headers["x-frame-options"], path
+    assert "nosniff" == answer.headers["x-content-type-options"], path
+    kept = "immutable" in answer.headers["cache-control"]
+    assert kept == (path == "/admin/static/app.js"), path
+    assert kept or "no-store" in answer.headers["cache-control"] or path in OPEN, path
     error = answer.json().get("error") if "json" in answer.headers.get("content-type", "") else {}
     return str(error["code"]) if error else ""
 
@@ -94,6 +98,9 @@ async def code_of(
 async def test_nothing_is_open_but_the_way_in(app: FastAPI, client: httpx.AsyncClient) -> None:
     found = {(m, path): await code_of(client, m, path) for m, path in routes(app)}
     assert 60 < len(found), "the walk finds the routes"
+    assert "not_found" == await code_of(client, "GET", "/admin/nothing")
+    assert "" == await code_of(client, "GET", "/admin/static/app.js")
+    assert "unsafe" not in POLICY
     assert OPEN == {path for (_, path), code in found.items() if code != "login_needed"}
 
 

@@ -18,6 +18,7 @@ from cachesvc.operator.tenant_pins import CachePins
 from engine.errors import QueueFull
 from engine.request import BlockRun, Lookup
 from tests.api.conftest import running
+from tests.support.admin import error_of
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import FakeHouse, Script, fake_house
 from tiers.cache import CacheSettings, TieredCache
@@ -70,8 +71,12 @@ class Kitchen:
             done.set_exception(error)
         return done
 
-    def pins(self, kind: str) -> list[Pin[Any]]:
-        return [pin for pin in self.cache.operations.pins() if pin.kind == kind]
+    def pins(self, kind: str = "") -> list[Pin[Any]]:
+        return [pin for pin in self.cache.operations.pins() if kind in ("", pin.kind)]
+
+    def wait(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.cache.step()
 
 
 @pytest.fixture
@@ -95,51 +100,58 @@ async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
 BOLT = {"Authorization": "Bearer b"}
 
 
-def chat(**fields: Any) -> dict[str, Any]:
-    return {"model": "bytes", "messages": [SYSTEM, USER], "max_tokens": 4, **fields}
+def told(answer: httpx.Response) -> Any:
+    """The answer's JSON."""
+    assert 200 == answer.status_code, answer.text
+    return answer.json()
+
+
+async def keep(client: httpx.AsyncClient, prompt: str, **body: Any) -> httpx.Response:
+    return await client.post(CACHES, json={"model": "bytes", "prompt": prompt, **body})
+
+
+async def turn(client: httpx.AsyncClient, text: str, session: str = "", **fields: Any) -> None:
+    """A chat of acme's with this system message and text."""
+    messages = [SYSTEM, {"role": "user", "content": text}]
+    body = {"model": "bytes", "messages": messages, "max_tokens": 4, **fields}
+    headers = {"X-Session-Id": session} if session else {}
+    told(await client.post("/v1/chat/completions", json=body, headers=headers))
 
 
 async def test_a_cache_is_made_shown_changed_and_deleted(
     client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
 ) -> None:
     body = {"model": "bytes", "name": "law", "ttl": "2h", "messages": [SYSTEM]}
-    made = await client.post(CACHES, json=body)
-    assert 200 == made.status_code, made.text
+    made = told(await client.post(CACHES, json=body))
     prompt = len(f"system: {SYSTEM['content']}\n")
-    told = made.json()
-    assert ("law", "cache", "bytes") == (told["id"], told["kind"], told["model"])
-    assert prompt // BLOCK * BLOCK == told["num_tokens"]
-    assert pytest.approx(time.time() + 7200, abs=60) == told["expires_at"]
-    assert (prompt, 0) == (told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"])
+    assert ("law", "cache", "bytes") == (made["id"], made["kind"], made["model"])
+    assert prompt // BLOCK * BLOCK == made["num_tokens"]
+    assert pytest.approx(time.time() + 7200, abs=60) == made["expires_at"]
+    assert (prompt, 0) == (made["usage"]["prompt_tokens"], made["usage"]["completion_tokens"])
     assert 0 == house.engine.requests[-1].params.max_tokens
     [pin] = kitchen.pins("cache")
-    assert ("acme", "acme:law", kitchen.clock.now_s + 7200) == (
-        pin.owner,
-        pin.name,
-        pytest.approx(pin.until_s, abs=60),
-    )
-    assert [told["id"]] == [one["id"] for one in (await client.get(CACHES)).json()["data"]]
-    changed = await client.patch(f"{CACHES}/law", json={"ttl": 60})
-    assert 200 == changed.status_code, changed.text
+    assert ("acme", "acme:law") == (pin.owner, pin.name)
+    assert kitchen.clock.now_s + 7200 == pytest.approx(pin.until_s, abs=60)
+    assert ["law"] == [one["id"] for one in told(await client.get(CACHES))["data"]]
+    told(await client.patch(f"{CACHES}/law", json={"ttl": 60}))
     [pin] = kitchen.pins("cache")
     assert pytest.approx(kitchen.clock.now_s + 60, abs=60) == pin.until_s
-    gone = await client.delete(f"{CACHES}/law")
-    assert {"id": "law", "object": "cache", "deleted": True} == gone.json()
+    gone = told(await client.delete(f"{CACHES}/law"))
+    assert {"id": "law", "object": "cache", "deleted": True} == gone
     assert 404 == (await client.get(f"{CACHES}/law")).status_code
-    assert [] == kitchen.cache.operations.pins()
+    assert [] == kitchen.pins()
 
 
 async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: Kitchen) -> None:
-    body = {"model": "bytes", "name": "law", "prompt": "p" * 64}
-    assert 200 == (await client.post(CACHES, json=body)).status_code
-    assert [] == (await client.get(CACHES, headers=BOLT)).json()["data"]
+    told(await keep(client, "p" * 64, name="law"))
+    client.headers |= BOLT
+    assert [] == told(await client.get(CACHES))["data"]
     for method, asked in (("GET", None), ("PATCH", {"ttl": 60}), ("DELETE", None)):
-        answer = await client.request(method, f"{CACHES}/law", json=asked, headers=BOLT)
-        assert (404, "cache_not_found") == (answer.status_code, answer.json()["error"]["code"])
-    assert 200 == (await client.post(CACHES, json=body, headers=BOLT)).status_code
-    assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.cache.operations.pins()]
-    scopes = {pin.scope for pin in kitchen.cache.operations.pins()}
-    assert 2 == len(scopes)
+        answer = await client.request(method, f"{CACHES}/law", json=asked)
+        assert (404, "cache_not_found") == error_of(answer)
+    told(await keep(client, "p" * 64, name="law"))
+    assert ["acme:law", "bolt:law"] == [pin.name for pin in kitchen.pins()]
+    assert 2 == len({pin.scope for pin in kitchen.pins()})
 
 
 @pytest.mark.parametrize(
@@ -158,11 +170,10 @@ async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: K
 async def test_an_invalid_cache_request_names_the_field(
     client: httpx.AsyncClient, kitchen: Kitchen, fields: dict[str, Any], param: str
 ) -> None:
-    body = {"model": "bytes", "prompt": "p" * 64, **fields}
-    answer = await client.post(CACHES, json=body)
+    answer = await client.post(CACHES, json={"model": "bytes", "prompt": "p" * 64, **fields})
     assert answer.status_code in (400, 404), answer.text
     assert param == answer.json()["error"]["param"]
-    assert [] == kitchen.cache.operations.pins()
+    assert [] == kitchen.pins()
 
 
 async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is_refused(
@@ -170,25 +181,16 @@ async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is
 ) -> None:
     """100 of 400 blocks may be pinned, and one tenant leaves as many free as it keeps."""
     for name in ("one", "two"):
-        body = {"model": "bytes", "name": name, "prompt": name * (BLOCK * 5)}
-        assert 200 == (await client.post(CACHES, json=body)).status_code
+        told(await keep(client, name * (BLOCK * 5), name=name))
     num_asked = len(house.engine.requests)
     for prompt, said in (("x" * BLOCK * 100, "may keep 50 now"), ("tiny", "shorter than one")):
-        body = {"model": "bytes", "name": "more", "prompt": prompt}
-        answer = await client.post(CACHES, json=body)
-        assert (409, "cache_not_kept") == (answer.status_code, answer.json()["error"]["code"])
+        answer = await keep(client, prompt, name="more")
+        assert (409, "cache_not_kept") == error_of(answer)
         assert said in answer.json()["error"]["message"]
     assert num_asked == len(house.engine.requests)
-    assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.cache.operations.pins()]
-
-
-async def test_a_cache_whose_prompt_is_refused_is_not_kept(
-    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
-) -> None:
     house.engine.script = Script(refuse=QueueFull("not now"))
-    body = {"model": "bytes", "prompt": "p" * 64}
-    assert 503 == (await client.post(CACHES, json=body)).status_code
-    assert [] == kitchen.cache.operations.pins()
+    assert 503 == (await keep(client, "p" * 64)).status_code
+    assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.pins()]
 
 
 async def test_breakpoints_pin_what_lies_before_them(
@@ -200,34 +202,25 @@ async def test_breakpoints_pin_what_lies_before_them(
         answer="x", lookup=Lookup((run,), MissReason.ABSENT, block_size=BLOCK)
     )
     hour = {"type": "ephemeral", "ttl": "1h"}
+    parts = [
+        {"type": "text", "text": "d" * 200, "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "And this?"},
+    ]
     body = {
         "model": "bytes",
         "max_tokens": 4,
         "system": [{"type": "text", "text": SYSTEM["content"], "cache_control": hour}],
-        "messages": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": "d" * 200, "cache_control": {"type": "ephemeral"}},
-                    {"type": "text", "text": "And this?"},
-                ],
-            }
-        ],
+        "messages": [{"role": "user", "content": parts}],
     }
-    answer = await client.post("/v1/messages", json=body)
-    assert 200 == answer.status_code, answer.text
+    usage = told(await client.post("/v1/messages", json=body))["usage"]
     system = len(f"system: {SYSTEM['content']}\n")
     document = system + len("user: ") + 200
     short, long = sorted(kitchen.pins("breakpoint"), key=lambda pin: pin.until_s)
-    assert (document // BLOCK * BLOCK, kitchen.clock.now_s + 300) == (
-        short.num_tokens,
-        short.until_s,
-    )
-    assert kitchen.clock.now_s + 3600 == long.until_s
+    assert document // BLOCK * BLOCK == short.num_tokens
+    assert [300, 3600] == [pin.until_s - kitchen.clock.now_s for pin in (short, long)]
     assert system // BLOCK * BLOCK <= long.num_tokens <= (system + len("user: ")) // BLOCK * BLOCK
     prompt = len(house.engine.requests[-1].tokens)
-    created = answer.json()["usage"]["cache_creation"]
-    assert created == {
+    assert usage["cache_creation"] == {
         "ephemeral_1h_input_tokens": long.num_tokens,
         "ephemeral_5m_input_tokens": prompt // BLOCK * BLOCK - long.num_tokens,
     }
@@ -239,8 +232,7 @@ async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
 ) -> None:
     field = "messages" if "chat" in path else "input"
     body = {"model": "bytes", field: [SYSTEM, USER], "prompt_cache_retention": "24h"}
-    answer = await client.post(path, json=body)
-    assert 200 == answer.status_code, answer.text
+    told(await client.post(path, json=body))
     [pin] = kitchen.pins("breakpoint")
     assert len(house.engine.requests[-1].tokens) // BLOCK == len(pin.keys)
     assert kitchen.clock.now_s + 86_400 == pin.until_s
@@ -250,43 +242,32 @@ async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
     assert "prompt_cache_retention" == answer.json()["error"]["param"]
 
 
-async def turn(client: httpx.AsyncClient, text: str, /, **headers: str) -> None:
-    message = {"role": "user", "content": text}
-    fields = chat(messages=[SYSTEM, message])
-    answer = await client.post("/v1/chat/completions", json=fields, headers=headers)
-    assert 200 == answer.status_code, answer.text
-
-
 async def test_a_session_is_kept_from_turn_to_turn_for_as_long_as_its_tenant_pauses(
     client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
 ) -> None:
-    session = {"X-Session-Id": "s1"}
-    await turn(client, "one", **session)
+    await turn(client, "one", "s1")
     [pin] = kitchen.pins("session")
     assert kitchen.clock.now_s + 60 == pin.until_s  # nothing is learned yet
     for _ in range(20):
         kitchen.clock.now_s += 20
-        await turn(client, "one and more of it" * 3, **session)
+        await turn(client, "one and more of it" * 3, "s1")
     [pin] = kitchen.pins("session")
     assert kitchen.clock.now_s + 25 == pytest.approx(pin.until_s)
     # The answer's blocks are kept with the prompt's.
     answered = len(house.engine.requests[-1].tokens) + 4
     assert answered // BLOCK == len(pin.keys)
-    kitchen.clock.now_s += 26
-    kitchen.cache.step()
+    kitchen.wait(26)
     assert [] == kitchen.pins("session")
 
 
 async def test_a_session_ends_with_the_request_that_says_so(
     client: httpx.AsyncClient, kitchen: Kitchen
 ) -> None:
-    await turn(client, "one", **{"X-Session-Id": "s1"})
+    await turn(client, "one", "s1")
     assert 1 == len(kitchen.pins("session"))
-    fields = chat(prompt_cache_key="s1", cachesvc={"pause_s": 0})
-    await client.post("/v1/chat/completions", json=fields)
+    await turn(client, "hi", prompt_cache_key="s1", cachesvc={"pause_s": 0})
     assert [] == kitchen.pins("session")
-    fields = chat(prompt_cache_key="s2", cachesvc={"pause_s": 1800})
-    await client.post("/v1/chat/completions", json=fields)
+    await turn(client, "hi", prompt_cache_key="s2", cachesvc={"pause_s": 1800})
     [pin] = kitchen.pins("session")
     assert kitchen.clock.now_s + 1800 == pin.until_s
     [kept] = (await client.get(CACHES)).json()["data"]
@@ -300,16 +281,14 @@ async def test_a_session_ends_with_the_request_that_says_so(
 async def test_a_parent_s_prefix_stays_while_its_children_run(
     client: httpx.AsyncClient, kitchen: Kitchen
 ) -> None:
-    await turn(client, "the whole plan", **{"X-Session-Id": "parent"})
+    await turn(client, "the whole plan", "parent")
     [parent] = kitchen.pins("session")
+    client.headers["X-Parent-Session-Id"] = "parent"
     for _ in range(5):
-        kitchen.clock.now_s += 50
-        kitchen.cache.step()
-        headers = {"X-Session-Id": "child", "X-Parent-Session-Id": "parent"}
-        await turn(client, "one part of it", **headers)
+        kitchen.wait(50)
+        await turn(client, "one part of it", "child")
     assert parent.keys in [pin.keys for pin in kitchen.pins("session")]
-    kitchen.clock.now_s += 61
-    kitchen.cache.step()
+    kitchen.wait(61)
     assert [] == kitchen.pins("session")
 
 
@@ -317,14 +296,15 @@ async def test_sessions_without_end_cost_their_maker_alone(
     client: httpx.AsyncClient, kitchen: Kitchen
 ) -> None:
     """A tenant's new sessions push out its own old ones, not another's."""
-    fields = chat(prompt_cache_key="mine")
-    await client.post("/v1/chat/completions", json=fields, headers=BOLT)
+    acme = client.headers["authorization"]
+    client.headers |= BOLT
+    await turn(client, "hi", prompt_cache_key="mine")
     [theirs] = kitchen.pins("session")
+    client.headers["authorization"] = acme
     for number in range(2 * MAX_SESSIONS):
-        await turn(client, f"{number} " * 40, **{"X-Session-Id": f"s{number}"})
+        await turn(client, f"{number} " * 40, f"s{number}")
     standing = kitchen.pins("session")
     assert theirs in standing
     blocks = {key for pin in standing if pin.owner == "acme" for key in pin.keys}
     assert len(blocks) <= 50
-    pauses = kitchen.retention._tenants["acme"]
-    assert MAX_SESSIONS == len(pauses.ended)
+    assert MAX_SESSIONS == len(kitchen.retention._tenants["acme"].ended)

@@ -75,9 +75,7 @@ def test_a_limit_may_be_none(text: str, limit: str | None) -> None:
     ("name", "sent", "words"),
     [
         ("limit", {"credit_limit": " "}, "nothing was given"),
-        ("deposit", {"kind": "gift", "amount": "1"}, "none of topup, grant"),
         ("adjust", {"deposit": "x" * 201, "amount": "1"}, "at most 200 characters"),
-        ("rates", {"limits.requests": "many"}, "not a whole number"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, sent: dict[str, Any], words: str) -> None:
