@@ -127,8 +127,8 @@ class _Ending:
         self._log = log
         self._wire = wire
         self._job = job
-        self._principal = principal
-        self._trail = trail
+        journal = wire.records.journal
+        self._record = journal.record(job, principal, client_id=log.client_id, trail=trail)
         self._usage = EMPTY
         self._held = AsyncExitStack()
         log.add(
@@ -143,28 +143,14 @@ class _Ending:
     ) -> None:
         """Records in the journal a refusal that unwinds the stack."""
         if error is not None:
-            self._wire.records.journal.refuse(
-                self._job,
-                self._principal,
-                error,
-                client_id=self._log.client_id,
-                stream=self._job.stream,
-                trail=self._trail,
-            )
+            self._wire.records.journal.refuse(self._record, error)
 
     async def leave(self, permit: Permit) -> None:
         await permit.close(self._usage)
 
     def begin(self, generation: Generation, held: AsyncExitStack) -> None:
         """The engine has the request. From now on the delivery releases what it holds."""
-        self._wire.records.journal.begin(
-            self._job,
-            self._principal,
-            generation,
-            client_id=self._log.client_id,
-            stream=self._job.stream,
-            trail=self._trail,
-        )
+        self._wire.records.journal.begin(self._record, generation)
         self._held = held.pop_all()
         self._wire.cache.retention.began(self._job)
 

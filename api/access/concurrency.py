@@ -7,16 +7,19 @@ store does not answer, requests are let in. Event loop only.
 """
 
 import asyncio
+import logging
 import secrets
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
-
-from api.access.circuit_breaker import CircuitBreaker
 
 if TYPE_CHECKING:
     from redis.asyncio import ConnectionPool
 
+logger = logging.getLogger(__name__)
+
+PAUSE_S = 3.0
 LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 
@@ -45,6 +48,26 @@ for i, key in ipairs(KEYS) do
   redis.call('EXPIRE', key, math.ceil(ARGV[1]) + 1)
 end
 """
+
+
+class CircuitBreaker:
+    """Leaves a failing store of limits alone for `PAUSE_S` after its latest failure.
+
+    One request waits for the store in vain, instead of every request. Limits are off meanwhile.
+    """
+
+    def __init__(self, *, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._clock_s = clock_s
+        self._until_s = float("-inf")
+
+    @property
+    def lasts(self) -> bool:
+        return self._clock_s() < self._until_s
+
+    def begin(self, error: Exception) -> None:
+        if not self.lasts:
+            logger.warning("limits are off for %s s: their store fails: %s", PAUSE_S, error)
+        self._until_s = self._clock_s() + PAUSE_S
 
 
 class Holder(NamedTuple):

@@ -23,8 +23,7 @@ from limits.aio.strategies import FixedWindowRateLimiter
 from limits.errors import StorageError
 from limits.storage import storage_from_string
 
-from api.access.circuit_breaker import CircuitBreaker
-from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
+from api.access.concurrency import CircuitBreaker, Holder, LocalPlaces, Places, RedisPlaces
 from api.access.end_users import EndUsers
 from api.errors import RateLimited
 from billing.keys import Principal

@@ -56,13 +56,9 @@ class History(Protocol):
         ...
 
 
-class MemoryReader(Protocol):
-    """Blocks above the disk, of the given scopes (None: all), as `tiers.memory.view` reads them.
-
-    Reads in short turns between the engine's steps.
-    """
-
-    async def __call__(self, scopes: frozenset[PrefixKey] | None) -> "Sequence[BlockView]": ...
+# Blocks above the disk, of the given scopes (None: all), as `tiers.memory.view` reads them, in
+# short turns between the engine's steps.
+MemoryReader = Callable[[frozenset[PrefixKey] | None], Awaitable[Sequence["BlockView"]]]
 
 
 class CacheAdmin(Protocol):
@@ -120,7 +116,7 @@ class AdminParts:
     alerts: Callable[[], Awaitable[Sequence[Mapping[str, str]]]]  # firing now
     working_set: "Callable[[], Future[TrafficReport]]"
     books: OpenBooks  # accounts and ledger
-    blocks: "MemoryReader"  # of the tiers in memory
+    blocks: MemoryReader  # of the tiers in memory
     cache: "CacheAdmin"  # to change the tiers
     login_limits: LoginLimits = field(default_factory=LoginLimits)
     login_forms: LoginForms = field(default_factory=LoginForms)

@@ -130,35 +130,38 @@ class Journal:
         for record in records:
             self._add(record)
 
-    def begin(
-        self,
-        job: Job,
-        principal: Principal,
-        generation: Generation,
-        *,
-        client_id: str,
-        stream: bool,
-        trail: RequestTrail = NO_TRAIL,
-    ) -> None:
-        """Records that the engine took the request."""
-        record = self._record(job, principal, client_id, stream, State.RUNNING, trail)
-        self._running[job.request_id] = record, generation
+    def record(
+        self, job: Job, principal: Principal, *, client_id: str, trail: RequestTrail = NO_TRAIL
+    ) -> RequestRecord:
+        """Of a request that arrives now, for `begin` or `refuse`."""
+        return RequestRecord(
+            request_id=job.request_id,
+            client_id=client_id,
+            tenant=principal.tenant,
+            project=principal.project,
+            key_id=principal.key_id,
+            session=job.context.session,
+            model=job.model.name,
+            stream=job.stream,
+            num_choices=job.num_choices,
+            prompt_tokens=job.prompt_tokens,
+            scope=job.scope.root(),
+            arrived_s=time.time(),
+            state=State.RUNNING,
+            trail=trail,
+            prompts=job.prompts if self.settings.keep_prompts else (),
+            promise=job.model.promise,
+        )
 
-    def refuse(
-        self,
-        job: Job,
-        principal: Principal,
-        error: BaseException,
-        *,
-        client_id: str,
-        stream: bool,
-        trail: RequestTrail = NO_TRAIL,
-    ) -> None:
+    def begin(self, record: RequestRecord, generation: Generation) -> None:
+        """Records that the engine took the request."""
+        self._running[record.request_id] = record, generation
+
+    def refuse(self, record: RequestRecord, error: BaseException) -> None:
         """Records that a limit, the balance or the engine refused the request."""
-        if not isinstance(error, Exception):
-            return  # the client left or the server is stopping: no refusal
-        record = self._record(job, principal, client_id, stream, State.REFUSED, trail)
-        self._keep(replace(record, failure=_failure(error), ended_s=time.time()))
+        if isinstance(error, Exception):  # else the client left or the server is stopping
+            failure, ended_s = _failure(error), time.time()
+            self._keep(replace(record, state=State.REFUSED, failure=failure, ended_s=ended_s))
 
     def settle(self, request_id: str, delivered: "Delivered") -> None:
         """Records that the request ended and its charge was posted."""
@@ -196,34 +199,6 @@ class Journal:
         for record, generation in reversed(list(self._running.values())):
             yield _live(record, generation)
         yield from reversed(list(self._ended.values()))
-
-    def _record(
-        self,
-        job: Job,
-        principal: Principal,
-        client_id: str,
-        stream: bool,
-        state: State,
-        trail: RequestTrail,
-    ) -> RequestRecord:
-        return RequestRecord(
-            request_id=job.request_id,
-            client_id=client_id,
-            tenant=principal.tenant,
-            project=principal.project,
-            key_id=principal.key_id,
-            session=job.context.session,
-            model=job.model.name,
-            stream=stream,
-            num_choices=job.num_choices,
-            prompt_tokens=job.prompt_tokens,
-            scope=job.scope.root(),
-            arrived_s=time.time(),
-            state=state,
-            trail=trail,
-            prompts=job.prompts if self.settings.keep_prompts else (),
-            promise=job.model.promise,
-        )
 
     def _keep(self, record: RequestRecord) -> None:
         self._add(record)

@@ -144,7 +144,7 @@ async def test_a_cache_is_made_shown_changed_and_deleted(
 
 async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: Kitchen) -> None:
     told(await keep(client, "p" * 64, name="law"))
-    client.headers |= BOLT
+    client.headers.update(BOLT)
     assert [] == told(await client.get(CACHES))["data"]
     for method, asked in (("GET", None), ("PATCH", {"ttl": 60}), ("DELETE", None)):
         answer = await client.request(method, f"{CACHES}/law", json=asked)
@@ -297,7 +297,7 @@ async def test_sessions_without_end_cost_their_maker_alone(
 ) -> None:
     """A tenant's new sessions push out its own old ones, not another's."""
     acme = client.headers["authorization"]
-    client.headers |= BOLT
+    client.headers.update(BOLT)
     await turn(client, "hi", prompt_cache_key="mine")
     [theirs] = kitchen.pins("session")
     client.headers["authorization"] = acme

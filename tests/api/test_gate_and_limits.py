@@ -12,7 +12,7 @@ from limits.aio.storage import MemoryStorage
 from limits.errors import StorageError
 
 from api.access.auth import KeyGate, Salts, bearer_token
-from api.access.circuit_breaker import CircuitBreaker
+from api.access.concurrency import CircuitBreaker
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_storage
 from api.errors import MissingKey, MissingScope, RateLimited
 from billing.errors import KeyExpired, KeyRevoked, UnknownKey
