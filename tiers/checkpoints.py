@@ -1,7 +1,7 @@
 """Finds where a prefix can be resumed by a model with recurrent states, and keeps checkpoints.
 
 A checkpoint is the state after some block. It has that block's identity, and slots, frames, records
-and an order of its own: `CheckpointCache` is a cache of blocks whose layout is a checkpoint.
+and an order of its own, in a `CacheGroup` whose layout is a checkpoint.
 
     positions of checkpoints, in memory and below ─► the longest ─► its blocks and the checkpoint
          ▲                                                               │ one of them is gone
@@ -11,39 +11,21 @@ Engine thread only. Nothing here waits.
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 from tiers.blocks.chain import Chain
 from tiers.errors import OutOfBlocks
-from tiers.memory.index import BlockIndex
+from tiers.group import CacheGroup
 from tiers.memory.residency import Residency
 from tiers.policy.checkpoints import prompt_end
-from tiers.tables import BlockTables
-from tiers.transfer.mover import HeldJob, Job
+from tiers.transfer.mover import HeldJob
 from tiers.transfer.promotion import Promoter
 from tiers.transfer.ticket import Progress, Resume, Ticket, TicketState
-
-
-class CheckpointCache(Protocol):
-    """The cache of the checkpoints; `tiers.cache.TieredCache` is one."""
-
-    index: BlockIndex
-    tables: BlockTables
-
-    def open(self, chain: Chain) -> Ticket: ...
-
-    def advance(self, ticket: Ticket) -> Progress: ...
-
-    def close_ticket(self, ticket: Ticket) -> None: ...
-
-    def submit(self, job: Job) -> bool:
-        """Ask the tiers below memory. False if there are none, or they are overloaded."""
 
 
 class Checkpoints:
     """Composes the tickets of blocks with those of checkpoints."""
 
-    def __init__(self, group: CheckpointCache, residency: Residency, promoter: Promoter) -> None:
+    def __init__(self, group: CacheGroup, residency: Residency, promoter: Promoter) -> None:
         self._group = group
         self._residency = residency
         self._promoter = promoter
