@@ -20,7 +20,7 @@ from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.memory.block import BlockState
 from tiers.node import pool as pools
-from tiers.node.arena import create, frame_stride
+from tiers.node.arena import SharedArena, create, frame_stride
 from tiers.node.capacity import Capacity
 from tiers.node.messages import engine_layout
 from tiers.node.operations import Operated, PoolOperations
@@ -77,6 +77,7 @@ class Node:
         self.pools = [self._pool(seed, layout) for layout in LAYOUTS]
         self.clients: list[Client] = []
         self.said: Counter[str] = Counter()
+        self.touching: list[tuple[SharedArena, int]] = []
         self.num_clients = 0
 
     def _pool(self, seed: int, layout: Any) -> Shared:
@@ -91,6 +92,13 @@ class Node:
         memory = create(layout, self.capacity.capacity_bytes // frame_stride(layout))
         memory.piece_frames = 2
         pool = Pool(memory, self.capacity, mover)
+        give_back = memory.give_back
+
+        def give_back_unlocked(number: int) -> None:
+            assert not pool.arena.is_locked(number), "a GPU still has this page"
+            give_back(number)
+
+        memory.give_back = give_back_unlocked  # type: ignore[method-assign]
         operations = PoolOperations(pool, tier, None, 20)
         operations.keeper.clock = lambda: self.now_s
         return Shared(pool, tier, mover, operations)
@@ -210,6 +218,9 @@ class Node:
             del arena._locks[piece]
             arena.lock(piece)
         if (number := arena.untouched()) is not None:
+            self.touching.append((arena, number))
+        if self.touching and self.chance.random() < 0.5:  # its frame may be given up by now
+            arena, number = self.touching.pop(0)
             arena.touched(number)
 
     def trouble(self) -> None:

@@ -8,14 +8,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.disk.open import open_disk
-from tiers.memory.block import Block, BlockState
+from tiers.memory.block import Block
 from tiers.node import pool as pool_module
 from tiers.node import spares as spares_module
 from tiers.node.arena import create, frame_stride
@@ -41,6 +38,13 @@ def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
 def pool_of(num_frames: int, mover: Mover | None = None) -> Pool:
     stride = frame_stride(LAYOUT)
     return Pool(create(LAYOUT, num_frames), Capacity(num_frames * stride), mover)
+
+
+def two_pools(num_frames: int) -> tuple[Pool, Pool]:
+    """Pools of two layouts over one capacity, of so many frames of the larger or twice as many."""
+    other = engine_layout(4, 256, 4, "float32")
+    capacity = Capacity(num_frames * frame_stride(other))
+    return Pool(create(LAYOUT, 2 * num_frames), capacity), Pool(create(other, num_frames), capacity)
 
 
 def write(pool: Pool, ids: Sequence[BlockId], client: int = 1) -> list[int]:
@@ -134,10 +138,7 @@ def test_a_leased_block_stays_when_room_is_needed():
 
 
 def test_pools_of_two_layouts_share_one_capacity():
-    other = engine_layout(4, 256, 4, "float32")
-    capacity = Capacity(4 * frame_stride(other))
-    small = Pool(create(LAYOUT, 8), capacity)
-    large = Pool(create(other, 4), capacity)
+    small, large = two_pools(4)
     write(small, prompt(1, 3))
     write(large, prompt(2, 4))
     assert 0 == small.residency.host.num_blocks
@@ -146,10 +147,7 @@ def test_pools_of_two_layouts_share_one_capacity():
 
 
 def test_pinned_blocks_of_one_layout_leave_for_another_that_has_no_room():
-    other = engine_layout(4, 256, 4, "float32")
-    capacity = Capacity(4 * frame_stride(other))
-    small = Pool(create(LAYOUT, 8), capacity)
-    large = Pool(create(other, 4), capacity)
+    small, large = two_pools(4)
     ids = prompt(1, 8)
     write(small, ids)
     small.residency.pinned_keys = {each.key for each in ids}
@@ -169,18 +167,18 @@ def below(tmp_path: Path) -> Iterator[Mover]:
             yield mover
 
 
-def settle_writes(pool: Pool) -> None:
-    while pool.is_writing:
-        pool.work()
+def sink(pool: Pool, ids: Sequence[BlockId], num_others: int) -> None:
+    """Have blocks below memory alone: others took their room."""
+    for each in (ids, prompt(2, num_others)):
+        write(pool, each)
+        while pool.is_writing:
+            pool.work()
 
 
 def test_what_left_memory_rises_from_the_disk(below):
     pool = pool_of(4, below)
     ids = prompt(1, 4)
-    write(pool, ids)
-    settle_writes(pool)
-    write(pool, prompt(2, 4))
-    settle_writes(pool)
+    sink(pool, ids, 4)
     assert 0 == pool.lost
     probe = pool.probe(ids)
     while not probe.is_ready:
@@ -196,10 +194,7 @@ def test_what_left_memory_rises_from_the_disk(below):
 def test_a_fetched_run_is_found_while_it_loads_and_kept_until_it_is_leased(below, monkeypatch):
     pool = pool_of(16, below)
     ids = prompt(1, 4)
-    write(pool, ids)
-    settle_writes(pool)
-    write(pool, prompt(2, 16))
-    settle_writes(pool)
+    sink(pool, ids, 16)
     pool.fetch(ids)
     assert [TierName.DISK] * 4 == pool.probe(ids).tiers
     while pool._loads:
@@ -219,10 +214,7 @@ def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(below, monkeypa
     monkeypatch.setattr(pool_module, "FETCHED_S", seconds)
     pool = pool_of(16, below)
     ids = prompt(1, 6)
-    write(pool, ids)
-    settle_writes(pool)
-    write(pool, prompt(2, 16))
-    settle_writes(pool)
+    sink(pool, ids, 16)
     pool.fetch(ids)
     pool.fetch(ids)
     while pool._loads:
@@ -234,10 +226,7 @@ def test_a_fetched_run_that_nobody_leases_does_not_stay_for_good(below, monkeypa
 def test_readers_share_a_run_in_a_bounded_number_of_jobs(below, monkeypatch):
     pool = pool_of(40, below)
     ids = prompt(1, 40)
-    write(pool, ids)
-    settle_writes(pool)
-    write(pool, prompt(2, 40))
-    settle_writes(pool)
+    sink(pool, ids, 40)
     jobs: list[int] = []
     submit = below.submit
 
@@ -257,10 +246,7 @@ def test_readers_share_a_run_in_a_bounded_number_of_jobs(below, monkeypatch):
 def test_two_clients_wait_for_one_load(below):
     pool = pool_of(4, below)
     ids = prompt(1, 4)
-    write(pool, ids)
-    settle_writes(pool)
-    write(pool, prompt(2, 4))
-    settle_writes(pool)
+    sink(pool, ids, 4)
     first, second = pool.lease(ids), pool.lease(ids)
     assert finished(pool, first) == finished(pool, second)
     assert 4 == pool.counts.hits[TierName.DISK]
@@ -270,10 +256,7 @@ def test_two_clients_wait_for_one_load(below):
 def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below):
     pool = pool_of(4, below)
     ids = prompt(1, 4)
-    write(pool, ids)
-    settle_writes(pool)
-    write(pool, prompt(2, 4))
-    settle_writes(pool)
+    sink(pool, ids, 4)
     lease = pool.lease(ids)
     pool.give_up(lease)
     while not lease.is_ready:
@@ -326,9 +309,7 @@ def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else():
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_locked_frame_is_not_given_up_for_another_layout_which_has_the_rest(pinned):
     """Its memory would not go there, so every block of its layout would leave for nothing."""
-    other = engine_layout(4, 256, 4, "float32")
-    capacity = Capacity(5 * frame_stride(other))
-    small, large = Pool(create(LAYOUT, 10), capacity), Pool(create(other, 5), capacity)
+    small, large = two_pools(5)
     small.memory.piece_frames = 4
     ids = prompt(1, 10)
     write(small, ids)
@@ -367,9 +348,8 @@ def test_free_frames_of_a_locked_piece_count_and_are_taken_first():
 
 
 def test_spare_frames_are_taken_first_and_leave_for_another_layout():
-    other = engine_layout(4, 256, 4, "float32")
-    capacity = Capacity(4 * frame_stride(other))
-    small, large = Pool(create(LAYOUT, 8), capacity), Pool(create(other, 4), capacity)
+    small, large = two_pools(4)
+    capacity = small.capacity
     frames = [small.arena.untouched(), small.arena.untouched()]
     assert small.arena.untouched() is None, "a quarter of the capacity"
     stride = small.arena.stride
@@ -436,103 +416,3 @@ def test_a_full_disk_takes_no_blocks_of_another_layout():
     assert 2 == tiers[1].stats().num_blocks
     for each in (pool, other):
         each.check()
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """Any order of requests of three clients, against what was written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = pool_of(6)
-        self.pool.memory.piece_frames = 2
-        self.touching: list[int] = []
-        self.locked: list[int] = []
-        give_back = self.pool.memory.give_back
-
-        def give_back_unlocked(number: int) -> None:
-            assert number // 2 not in self.locked, "a GPU still has this page"
-            give_back(number)
-
-        self.pool.memory.give_back = give_back_unlocked  # type: ignore[method-assign]
-        self.leased: list[tuple[list[BlockId], list[int]]] = []
-        self.filling: list[tuple[list[BlockId], list[tuple[int, int]]]] = []
-
-    @rule(number=st.integers(0, 4), size=st.integers(1, 4), client=st.integers(1, 3))
-    def reserve(self, number: int, size: int, client: int) -> None:
-        ids = prompt(number, size)
-        pairs = self.pool.reserve(ids)
-        for position, frame in pairs:
-            self.pool.memory.rows[frame, :16] = bytes_of(ids[position].key)
-        if pairs:
-            self.filling.append((ids, pairs))
-
-    @rule(data=st.data(), keep=st.booleans())
-    def finish(self, data: st.DataObject, keep: bool) -> None:
-        if self.filling:
-            at = data.draw(st.integers(0, len(self.filling) - 1))
-            _, pairs = self.filling.pop(at)
-            frames = [frame for _, frame in pairs]
-            (self.pool.commit if keep else self.pool.abandon)(frames)
-
-    @rule(number=st.integers(0, 4), size=st.integers(1, 4), client=st.integers(1, 3))
-    def lease(self, number: int, size: int, client: int) -> None:
-        ids = prompt(number, size)
-        probed = len(self.pool.probe(ids).tiers)
-        frames = self.pool.settle(self.pool.lease(ids))
-        assert probed == len(frames)
-        if frames:
-            self.leased.append((ids, frames))
-
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        if self.leased:
-            at = data.draw(st.integers(0, len(self.leased) - 1))
-            self.pool.release(self.leased.pop(at)[1])
-
-    @rule()
-    def touch(self) -> None:
-        number = self.pool.arena.untouched()
-        if number is not None:
-            self.touching.append(number)
-
-    @rule()
-    def touched(self) -> None:
-        if self.touching:
-            self.pool.arena.touched(self.touching.pop())
-
-    @rule(piece=st.integers(0, 2))
-    def lock(self, piece: int) -> None:
-        if self.pool.arena.lock(piece):
-            self.locked.append(piece)
-
-    @rule(data=st.data())
-    def unlock(self, data: st.DataObject) -> None:
-        if self.locked:
-            piece = self.locked.pop(data.draw(st.integers(0, len(self.locked) - 1)))
-            self.pool.arena.unlock(piece)
-
-    @rule(other=st.booleans())
-    def purge(self, other: bool) -> None:
-        root = OTHER if other else ROOT
-        purge(self.pool, root)
-        assert [] == of_scopes(self.pool, root)
-
-    @rule(number=st.integers(0, 4), size=st.integers(1, 4))
-    def pin(self, number: int, size: int) -> None:
-        self.pinned = {each.key for each in prompt(number, size)}
-        self.pool.residency.pinned_keys = self.pinned
-        for block in of_scopes(self.pool, ROOT, OTHER):
-            if block.state is BlockState.READY:
-                residency = self.pool.residency
-                (residency.pin if block.key in self.pinned else residency.unpin)(block)
-
-    @invariant()
-    def frames_are_conserved_and_leases_hold_their_bytes(self) -> None:
-        self.pool.check()
-        for ids, frames in self.leased:
-            for block, frame in zip(ids, frames, strict=False):
-                assert block.key == read(self.pool, frame)
-
-
-TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
