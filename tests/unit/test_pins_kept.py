@@ -217,22 +217,27 @@ def test_pins_may_not_fill_the_device():
     assert bench.serve(pinned) == 6
 
 
-def test_a_pin_that_ends_lets_its_blocks_go():
-    for end in ("unpin", "expire"):
-        bench = Bench()
-        pinned = bench.chain(0, 6)
-        bench.serve(pinned)
-        bench.operations.pin("system", pinned, bench.clock.now_s + 100)
-        bench.scan(100)
-        if end == "unpin":
-            assert bench.operations.unpin("system")
-            assert not bench.operations.unpin("system")
-        else:
-            bench.settle(101)
-        assert bench.operations.pins() == []
-        bench.scan(400)
-        assert not any(bench.stands(pinned)), end
-        bench.cache.residency.check()
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("expires", [False, True])
+def test_a_pin_that_ends_lets_its_blocks_go(session, expires):
+    bench = Bench(disk=0, host=60) if session else Bench()
+    pinned = bench.chain(0, 6)
+    bench.serve(pinned)
+    if session:
+        retain(bench, pinned, "p")
+    else:
+        bench.operations.pin("p", pinned, bench.clock.now_s + 60)
+    bench.scan(100)
+    assert all(bench.stands(pinned))
+    if expires:
+        bench.settle(61)
+    else:
+        assert bench.operations.unpin("p")
+        assert not bench.operations.unpin("p")
+    assert bench.operations.pins() == []
+    bench.scan(400)
+    assert not any(bench.stands(pinned))
+    bench.cache.residency.check()
 
 
 def test_pins_hold_after_a_restart(tmp_path):
@@ -305,22 +310,6 @@ def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers():
     assert [True] * 5 == bench.stands(session)
     assert not any(bench.stands(other))
     bench.cache.residency.check()
-
-
-def test_the_blocks_of_a_session_leave_together_when_it_ends():
-    for end in ("unpin", "expire"):
-        bench = Bench(disk=0, host=60)
-        session = bench.chain(0, 5)
-        bench.serve(session)
-        retain(bench, session, "s")
-        bench.scan(400)
-        if end == "unpin":
-            assert bench.operations.unpin("s")
-        else:
-            bench.settle(61)
-        bench.scan(400)
-        assert not any(bench.stands(session)), end
-        bench.cache.residency.check()
 
 
 def test_of_pinned_blocks_the_tail_leaves_before_the_head():

@@ -154,33 +154,23 @@ def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server, objects):
     assert load(two, blocks(count=6)) == Loaded(4, MissReason.ABSENT, mixed)
 
 
-def test_only_what_is_reused_is_sent(server, objects):
-    tier = server("one", RemoteWrites.REUSED)
-    store(tier, blocks())
-    assert not objects.held
-    load(tier, blocks()[:2])
-    assert not objects.held
-    load(tier, blocks()[:2])
-    assert tier.remote.drain(10)
-    assert set(objects.held) == {object_name(b.scope, b.key) for b in blocks()[:2]}
-
-
-def test_what_was_hit_above_is_sent_once_it_is_on_disk(server, objects):
-    tier = server("one", RemoteWrites.REUSED)
+def test_only_what_is_reused_or_pinned_is_sent_and_once_it_is_on_disk(server, objects):
+    tier, ids = server("one", RemoteWrites.REUSED), blocks()
+    names = [object_name(block.scope, block.key) for block in ids]
     for _ in range(2):
-        tier.used([blocks()[0].key])
+        tier.used([ids[0].key])  # hit above
     assert tier.remote.drain(10)
     assert not objects.held
-    store(tier, blocks())
-    assert set(objects.held) == {object_name(blocks()[0].scope, blocks()[0].key)}
-
-
-def test_what_is_pinned_is_sent(server, objects):
-    tier = server("one", RemoteWrites.REUSED)
-    store(tier, blocks())
-    tier.keep([blocks()[1].key])
+    store(tier, ids)
+    assert names[:1] == [*objects.held]
+    tier.keep([ids[3].key])
     assert tier.remote.drain(10)
-    assert set(objects.held) == {object_name(blocks()[1].scope, blocks()[1].key)}
+    assert [names[0], names[3]] == [*objects.held]
+    load(tier, ids[1:3])
+    assert 2 == len(objects.held)
+    load(tier, ids[1:3])
+    assert tier.remote.drain(10)
+    assert {*names} == {*objects.held}
 
 
 def test_every_byte_of_a_remote_record_is_guarded(server, objects):
@@ -262,27 +252,10 @@ def test_a_store_that_fails_is_left_alone_and_asked_again(server, objects):
     assert breaker.num_opened == 1
 
 
-def test_a_slow_publisher_holds_nobody_up(server, objects):
-    tier = server("one")
-    gate = threading.Event()
-    put = objects.put
-
-    def slow(name: str, data: bytes) -> None:
-        assert gate.wait(20)
-        put(name, data)
-
-    objects.put = slow  # type: ignore[method-assign]
-    for frame, block in zip(FRAMES, blocks(), strict=False):
-        fill(frame, block)
-    tier.store(blocks(), FRAMES[:4])
-    assert load(tier, blocks()) == Loaded(4, None, (DISK,) * 4)
-    assert not objects.held
-    gate.set()
-    assert tier.remote.drain(10)
-    assert len(objects.held) == 4
-
-
-def test_what_is_evicted_while_it_is_sent_does_not_stay_in_the_store(server, objects):
+@pytest.mark.parametrize("evicts", [False, True])
+def test_a_slow_publisher_holds_nobody_up_and_leaves_nothing_that_is_evicted(
+    server, objects, evicts
+):
     tier, keys = server("one"), [block.key for block in blocks()]
     sending, gate, put = threading.Event(), threading.Event(), objects.put
 
@@ -296,13 +269,15 @@ def test_what_is_evicted_while_it_is_sent_does_not_stay_in_the_store(server, obj
         fill(frame, block)
     tier.store(blocks(), FRAMES[:4])
     assert sending.wait(20)
-    evicting = threading.Thread(target=tier.discard, args=(keys,))
+    assert load(tier, blocks()) == Loaded(4, None, (DISK,) * 4)
+    assert not objects.held
+    evicting = threading.Thread(target=tier.discard, args=(keys if evicts else [],))
     evicting.start()
     evicting.join(0.2)
     gate.set()
     evicting.join(20)
     assert tier.remote.drain(10)
-    assert not objects.held
+    assert (0 if evicts else 4) == len(objects.held)
 
 
 def test_loading_what_is_computed_faster_is_not_worth_it(server):
@@ -349,9 +324,6 @@ def test_a_url_or_key_that_cannot_work_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="has 2 bytes, not 32"):
         read_seal(tmp_path / "key")
     assert shown_url("redis://:secret@host:1/0") == "redis://host:1/0"
-
-
-def test_a_url_without_a_scheme_is_named_without_its_password():
     with pytest.raises(ConfigurationError, match="no remote tier uses 'host:6379'"):
         open_objects("//me:geheim@host:6379", 1.0)
 

@@ -3,7 +3,8 @@ tails."""
 
 import gc
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,12 @@ from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.unit.test_pins_kept import Bench
 from tiers.blocks.chain import Chain
-from tiers.blocks.frames import Frame
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.memory.block import Below, Block
 from tiers.memory.losses import LossLog
 from tiers.policy.admission import WritePolicy
 from tiers.telemetry.events import CacheEvent
-from tiers.tier import Age, TierName
+from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.promotion import BLOCKS_PER_LIFT
 
@@ -34,6 +34,18 @@ def lost(bench: Bench) -> int:
 
 def lost_of(events: Mapping[tuple[TierName, CacheEvent], int]) -> int:
     return sum(count for (_, event), count in events.items() if event is CacheEvent.LOST)
+
+
+def drop_at_the_next_store(bench: Bench, chain: Chain) -> None:
+    """Have the disk give up a chain's blocks just before it writes others."""
+    store = bench.tier.store
+
+    def drop_first(*written: Any) -> list[PrefixKey]:
+        bench.tier.store = store  # type: ignore[method-assign]
+        bench.tier.discard(chain.keys)
+        return [*store(*written), *chain.keys]
+
+    bench.tier.store = drop_first  # type: ignore[method-assign]
 
 
 def test_no_block_is_lost_while_the_disk_keeps_up():
@@ -134,15 +146,7 @@ def test_a_copy_that_the_disk_gave_up_first_is_written_again():
     bench.scan(60)
     assert bench.serve(chain) == 6  # from the disk
     store = bench.tier.store
-
-    def drop_first(
-        ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age]
-    ) -> list[PrefixKey]:
-        bench.tier.store = store  # type: ignore[method-assign]
-        bench.tier.discard(chain.keys)
-        return [*store(ids, frames, ages), *chain.keys]
-
-    bench.tier.store = drop_first  # type: ignore[method-assign]
+    drop_at_the_next_store(bench, chain)
     bench.scan(4, first=90_000)
     assert bench.tier.store == store
     bench.scan(60, first=120_000)
@@ -160,15 +164,7 @@ def test_a_copy_unused_since_its_write_is_written_again_once_the_disk_evicts_it(
     blocks = [bench.cache.index.get(key) for key in chain.keys]
     assert all(block and block.slot is None and block.below is Below.HELD for block in blocks)
     store = bench.tier.store
-
-    def drop_first(
-        ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age]
-    ) -> list[PrefixKey]:
-        bench.tier.store = store  # type: ignore[method-assign]
-        bench.tier.discard(chain.keys)
-        return [*store(ids, frames, ages), *chain.keys]
-
-    bench.tier.store = drop_first  # type: ignore[method-assign]
+    drop_at_the_next_store(bench, chain)
     bench.scan(60, first=90_000)
     assert bench.tier.store == store
     assert lost(bench) == 0
@@ -247,13 +243,7 @@ def num_blocks() -> int:
 
 def test_what_the_disk_refuses_is_lost_once_memory_gives_it_up(monkeypatch):
     bench = Bench(device=20, host=30, disk=400)
-
-    def refuse(
-        ids: Sequence[BlockId], frames: Sequence[Frame], ages: Sequence[Age]
-    ) -> list[PrefixKey]:
-        return [block.key for block in ids]
-
-    monkeypatch.setattr(bench.tier, "store", refuse)
+    monkeypatch.setattr(bench.tier, "store", lambda ids, *_: [block.key for block in ids])
     for chain in prompts(bench, 8):
         bench.serve(chain)
     in_memory = len({block.key for block in bench.cache.index})
