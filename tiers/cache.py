@@ -37,9 +37,7 @@ MIN_SLOTS = 4  # of checkpoints
 
 class TieredCache(CacheGroup):
     """Device, host and disk as one cache of blocks keyed by prefix, with their checkpoints.
-
-    `operations` is what operators ask of it; see `tiers.operations.face`.
-    """
+    `operations` is what operators ask of it; see `tiers.operations.face`."""
 
     def __init__(
         self,

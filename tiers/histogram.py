@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A snapshot. `counts[i]` counts values in (bounds[i - 1], bounds[i]]; the last counts those
-    above."""
+    """A snapshot. `counts[i]` counts values in (bounds[i - 1], bounds[i]], the last those above."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]

@@ -13,8 +13,7 @@ from tiers.blocks.packing import cut_evenly, pack_blocks
 
 
 class KeyedPrefix(NamedTuple):
-    """A prefix of which only the keys are known: its scope's root and its blocks from the first
-    on."""
+    """A prefix of which only the root and the keys of its blocks are known."""
 
     root: PrefixKey
     keys: Sequence[PrefixKey]

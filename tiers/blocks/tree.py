@@ -25,11 +25,8 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeQuery:
-    """What to show, within bounds.
-
-    `roots` are scopes' roots or keys of blocks to begin at; empty means every scope. Raises
-    ConfigurationError for bounds that show nothing.
-    """
+    """What to show, within bounds. `roots` are scopes' roots or keys of blocks to begin at; empty
+    means every scope. Raises ConfigurationError for bounds that show nothing."""
 
     roots: tuple[PrefixKey, ...] = ()
     depth: int = 8  # levels of nodes below each root
@@ -50,10 +47,8 @@ class TreeQuery:
 
 @dataclass(slots=True)
 class TreeNode:
-    """A run of blocks without a branch. Immutable once the tree is built.
-
-    A root represents a scope or the requested prefix, and has no blocks of its own.
-    """
+    """A run of blocks without a branch. Immutable once the tree is built. A root represents a scope
+    or the requested prefix, and has no blocks of its own."""
 
     key: PrefixKey | None  # of the first block; None if it is partly filled
     last: PrefixKey | None  # of the last
@@ -84,10 +79,8 @@ class TreeNode:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Of `num_blocks` blocks in all, `num_seen` are in nodes below the roots.
-
-    If no node omits anything, the others are unreachable: a block before them is gone.
-    """
+    """Of `num_blocks` blocks in all, `num_seen` are in nodes below the roots. If no node omits
+    anything, the others are unreachable: a block before them is gone."""
 
     roots: list[TreeNode]
     num_blocks: int

@@ -69,8 +69,7 @@ class ShardBusy(ShardDamaged):
 
 
 class Shard:
-    """An open environment in folder `path`. Its file never exceeds `map_bytes`, and does not grow
-    beyond `limit_bytes`."""
+    """An open environment. Its file does not grow beyond `map_bytes` and `limit_bytes`."""
 
     def __init__(
         self,

@@ -203,10 +203,8 @@ def _reserve_lock(path: Path) -> None:
 
 
 class PageBuffer:
-    """Page-aligned memory for one record, as direct reads require.
-
-    Grows to the largest record requested, and belongs to one thread at a time.
-    """
+    """Page-aligned memory for one record, as direct reads require. Grows to the largest record
+    requested, and belongs to one thread at a time."""
 
     def __init__(self) -> None:
         self._view = memoryview(mmap.mmap(-1, mmap.PAGESIZE))

@@ -71,8 +71,7 @@ class Databases(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A block or a window part to write. `data` is header and payload, MIN_RECORD bytes or
-    more."""
+    """What to write. `data` is header and payload, MIN_RECORD bytes or more."""
 
     key: PrefixKey
     scope: PrefixKey

@@ -14,10 +14,8 @@ from tiers.tier import Cause, TierName
 
 
 class Evictor:
-    """Takes blocks off their tiers. The policy of the tier has forgotten the block before.
-
-    A block whose last copy in memory has left is removed from the index.
-    """
+    """Takes blocks off their tiers. The policy of the tier has forgotten the block before. A block
+    whose last copy in memory has left is removed from the index."""
 
     def __init__(
         self, index: BlockIndex, device: DeviceTier, host: HostTier, counters: MemoryCounters

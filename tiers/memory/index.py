@@ -14,10 +14,8 @@ from tiers.memory.past_hits import PastHits
 
 
 class BlockIndex:
-    """Blocks by key. A block stores its own continuations, because most have only one.
-
-    Invariant: a block is here exactly while it has a key; at most one block has a given key.
-    """
+    """Blocks by key. A block stores its own continuations, because most have only one. Invariant: a
+    block is here exactly while it has a key; at most one block has a given key."""
 
     def __init__(self) -> None:
         self._blocks: dict[PrefixKey, Block] = {}

@@ -7,10 +7,8 @@ from tiers.memory.block import Block
 
 
 class PassedWindows:
-    """A tier's unused blocks whose last use did not need their windows; oldest first.
-
-    `is_spare` says whether a block is still one of them, and has its windows in the tier.
-    """
+    """A tier's unused blocks whose last use did not need their windows; oldest first. `is_spare`
+    says whether a block is still one of them, and has its windows in the tier."""
 
     def __init__(self, is_spare: Callable[[Block], bool]) -> None:
         self._is_spare = is_spare

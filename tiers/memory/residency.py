@@ -34,9 +34,7 @@ REFUSED = Below.REFUSED
 
 class Residency:
     """Each call changes one fact about a block, and the tiers make the resulting transitions.
-
-    `MemoryCounters` is told of every move.
-    """
+    `MemoryCounters` is told of every move."""
 
     def __init__(
         self,

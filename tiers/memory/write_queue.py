@@ -10,8 +10,7 @@ from tiers.memory.block import BELOW_MOVES, Below, Block, BlockState, HostState
 
 
 class WriteQueue:
-    """Invariant: an unused block is WAITING exactly while it is `worth` writing and has a frame
-    that is not in use."""
+    """Invariant: an unused block is WAITING exactly while it is `worth` writing and idle."""
 
     def __init__(self) -> None:
         self.worth: Callable[[Block], bool] = lambda block: False  # set by the write policy

@@ -33,8 +33,7 @@ def piece_frames(layout: BlockLayout) -> int:
 
 
 class SharedMemory:
-    """`num_frames` frames in a mapping of an open memory file. The node and each client have
-    one."""
+    """`num_frames` frames in a mapping of a memory file. Node and clients have one each."""
 
     def __init__(
         self, file: int, layout: BlockLayout, num_frames: int, piece_frames: int = 0

@@ -18,8 +18,7 @@ _KEYS = ("key", "parent", "scope")
 
 
 class Listener:
-    """One client's place in the stream, from its first poll until it leaves, and the pending answer
-    to its last poll."""
+    """One client's place in the stream, and the pending answer to its last poll."""
 
     def __init__(self, stream: EventStream, wake: Callable[[], None]) -> None:
         self._stream = stream

@@ -15,8 +15,7 @@ from tiers.transfer.mover import Mover
 
 
 class Evictions:
-    """Nobody finds an evicted block any more. One that is just being written or copied keeps its
-    frame until that has ended."""
+    """Nobody finds an evicted block any more. One that is written or copied keeps its frame."""
 
     def __init__(self, residency: Residency, mover: Mover | None) -> None:
         self._residency = residency

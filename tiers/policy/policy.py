@@ -19,10 +19,8 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One request's use of its chain of blocks. The same object is passed for each block.
-
-    Within one policy, `time_s` never runs backwards by more than rounding.
-    """
+    """One request's use of its chain of blocks. The same object is passed for each block. Within
+    one policy, `time_s` never runs backwards by more than rounding."""
 
     time_s: float
     tenant: Hashable = None

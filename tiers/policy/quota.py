@@ -77,10 +77,8 @@ class QuotaShares:
 
 
 class Quotas:
-    """The bytes that each group was promised and uses in one tier of `capacity_bytes`.
-
-    If a group is over its share while the tier is full, another is under its own.
-    """
+    """The bytes that each group was promised and uses in one tier of `capacity_bytes`. If a group
+    is over its share while the tier is full, another is under its own."""
 
     def __init__(self, shares: QuotaShares, capacity_bytes: int) -> None:
         self.shares = shares

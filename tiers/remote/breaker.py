@@ -11,8 +11,7 @@ MOST_PAUSE_S = 60.0
 
 
 class StoreBreaker:
-    """Closed, or open until a given time. Then one call is let through, and its outcome decides.
-    Any thread."""
+    """Closed, or open until a given time. Then the outcome of one call decides. Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -24,11 +24,8 @@ class RemoteError(TierError):
 
 
 class ObjectStore(Protocol):
-    """Bytes under names. Each method raises RemoteError.
-
-    `num_failed` counts failures that raised nothing: one node of several failed, the others
-    answered.
-    """
+    """Bytes under names. Each method raises RemoteError. `num_failed` counts failures that raised
+    nothing: one node of several failed, the others answered."""
 
     num_failed: int
 

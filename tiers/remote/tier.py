@@ -60,8 +60,7 @@ def object_name(scope: PrefixKey, key: PrefixKey) -> str:
 
 
 class RemoteTier:
-    """Verified records in an `ObjectStore`. `read_record` returns the scope and record of a
-    block."""
+    """Verified records in an `ObjectStore`. `read_record` returns a block's scope and record."""
 
     name = TierName.REMOTE
 

@@ -26,8 +26,7 @@ class TierPlan:
 
 @dataclass(slots=True)
 class TierReplay:
-    """What one tier hit, took and gave up. A block still held below costs no write when it is
-    demoted again."""
+    """What one tier hit, took and gave up. A block still held below costs no write."""
 
     name: str
     capacity_blocks: int
@@ -74,10 +73,8 @@ class _Level:
 
 
 class Hierarchy:
-    """A stack of tiers. Each demotes what it evicts to the one below.
-
-    The top tier takes every block of a request, whether computed or promoted.
-    """
+    """A stack of tiers. Each demotes what it evicts to the one below. The top tier takes every
+    block of a request, whether computed or promoted."""
 
     def __init__(
         self,

@@ -30,8 +30,7 @@ _POINTS_PER_OCTAVE = 8  # a curve's capacities are 9 % apart
 
 @dataclass(frozen=True, slots=True)
 class MissRatioCurve:
-    """`hit_rates[i]` is the share of block uses that an LRU of `capacities[i]` blocks would have
-    hit."""
+    """`hit_rates[i]` is the share of uses that an LRU of `capacities[i]` blocks would have hit."""
 
     capacities: tuple[int, ...]
     hit_rates: tuple[float, ...]
@@ -44,10 +43,8 @@ class MissRatioCurve:
 
 
 class WorkingSet:
-    """The curve of all uses so far. A use that is not followed costs one hash (0.3 us).
-
-    A followed use costs O(log max_samples). Memory: about 300 bytes for each of `max_samples`.
-    """
+    """The curve of all uses so far. A use that is not followed costs one hash (0.3 us). A followed
+    use costs O(log max_samples). Memory: about 300 bytes for each of `max_samples`."""
 
     def __init__(self, max_samples: int = 4096) -> None:
         self._max_samples = max_samples
@@ -192,8 +189,7 @@ MAX_WAITING = 1024  # lookups; a step rarely has more than a few
 
 @dataclass(frozen=True, slots=True)
 class TierPoint:
-    """A tier and all tiers above it as one cache: its size in blocks, and an LRU's hit rate at
-    it."""
+    """A tier and all above it as one cache: its size, and an LRU's hit rate at it."""
 
     tier: TierName
     capacity_blocks: int

@@ -96,8 +96,7 @@ class LoadJob:
 
 @dataclass(slots=True, eq=False)
 class StoreJob:
-    """Write the blocks `ids` from `frames`. `dropped` are the keys that the tier does not hold
-    afterwards."""
+    """Write the blocks `ids` from `frames`. The tier does not hold those `dropped` afterwards."""
 
     ids: Sequence[BlockId]
     frames: Sequence[Frame]
@@ -118,10 +117,8 @@ class StoreJob:
 
 @dataclass(slots=True, eq=False)
 class WriterTask(Generic[T]):
-    """Any other work on the tier by the writer thread, in order with the stores.
-
-    Never refused, because such tasks are few. `result` also carries a failure.
-    """
+    """Any other work on the tier by the writer thread, in order with the stores. Never refused,
+    because such tasks are few. `result` also carries a failure."""
 
     work: Callable[[ManagedTier], T]
     result: "Future[T]" = field(default_factory=Future)

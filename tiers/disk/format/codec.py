@@ -57,10 +57,8 @@ def bound(logical_nbytes: int) -> int:
 
 
 class Codec:
-    """Encodes and decodes blocks of items of `item_bytes` (1: stored raw, 2 or 4: planes).
-
-    Owns scratch memory, so one instance belongs to one thread at a time.
-    """
+    """Encodes and decodes blocks of items of `item_bytes` (1: stored raw, 2 or 4: planes). Owns
+    scratch memory, so one instance belongs to one thread at a time."""
 
     def __init__(self, item_bytes: int) -> None:
         assert item_bytes in (1, 2, 4), item_bytes
