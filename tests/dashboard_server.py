@@ -5,11 +5,6 @@ Without Chromium the tests are skipped, and fail with CI=true.
 """
 
 import json
-import os
-import re
-import shutil
-import signal
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from cachesvc.server.server_file import LiveServer, find_server
-from tests.children import Program
-from tests.patience import PATIENCE_S
+from tests.live_server import ForkedServer
+from tests.patience import installed
 from tests.support.models import save_tiny_model
 
 MODEL = "demo"
-READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 ARTIFACTS = Path(__file__).parents[1] / "artifacts" / "dashboard"
 FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--force-color-profile=srgb")
 SIZES = {"narrow": (320, 720), "wide": (1440, 900)}
@@ -70,46 +63,36 @@ class Served:
         return self.url + path
 
 
+class DashboardServer(ForkedServer):
+    """With tiers so small that much is evicted; `more` are further arguments."""
+
+    more: tuple[str, ...] = ()
+
+    def command(self) -> list[Any]:
+        sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
+        return [*super().command(), *sizes, *self.more]
+
+
 @contextmanager
-def serving(data_dir: Path, *arguments: str) -> Iterator[Served]:
-    """`cachesvc serve` on `data_dir`, until the block ends."""
-    log = data_dir / "serve.log"
-    save_tiny_model(data_dir / MODEL)
-    sizes = ("--device-cache", "1MiB", "--host-cache", "1MiB", "--disk-cache", "64MiB")
-    command = ["serve", "--port", "0", "--model", MODEL, "--data-dir", str(data_dir)]
-    command += ["--block-size", "16", *sizes, *arguments]
-    log.write_bytes(b"")
-    process = Program(command, cwd=data_dir, env=os.environ, log=log)
+def serving(folder: Path, *arguments: str) -> Iterator[Served]:
+    """`cachesvc serve` on `folder`, until the block ends."""
+    save_tiny_model(folder / MODEL)
+    server = DashboardServer(folder, folder / MODEL)
+    server.data_dir, server.more = folder, arguments
     try:
-        url = _url(process, log)
-        live = find_server(data_dir)
-        assert live is not None, log.read_text()
-        yield Served(url, data_dir, live)
+        url = server.start()
+        live = find_server(folder)
+        assert live is not None, server.log
+        yield Served(url, folder, live)
     finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(PATIENCE_S)
-
-
-def _url(process: Program, log: Path) -> str:
-    give_up = time.monotonic() + PATIENCE_S
-    while time.monotonic() < give_up:
-        found = READY.search(log.read_text())
-        if found:
-            return found[1]
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.1)
-    raise AssertionError(f"not ready: {log.read_text()}")
+        if server.runs:
+            server.stop()
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Debian's Chromium, headless."""
-    path = shutil.which("chromium")
-    if path is None:
-        reason = "no chromium in PATH"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    path = installed("chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
         try:

@@ -1,3 +1,45 @@
-"""How long the tests wait for a real program. It ends a test that hangs, and asserts no speed."""
+"""How the tests find real programs, and how long they wait for them."""
 
-PATIENCE_S = 600.0  # beside twenty busy processes on two cores, importing torch took 70 s
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# It ends a test that hangs, and asserts no speed. Beside twenty busy processes on two cores,
+# importing torch took 70 s.
+PATIENCE_S = 600.0
+
+
+def installed(name: str) -> str:
+    """The program's path. Without it the test is skipped, and fails with CI=true."""
+    path = shutil.which(name)
+    if path is None:
+        give_up = pytest.fail if os.environ.get("CI") == "true" else pytest.skip
+        give_up(f"no {name} in PATH")
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def until_ready(
+    ready: Callable[[], object], process: "subprocess.Popen[bytes]", log: Path, *errors: type
+) -> None:
+    """Call `ready` until it raises none of the `errors`. Fails when the program ends before."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            ready()
+            return
+        except errors:
+            if process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"{process.args} did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.03)

@@ -7,20 +7,17 @@ Where neither is there the tests are skipped, and fail with CI=true.
 import os
 import pwd
 import shutil
-import socket
 import subprocess
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
-from tests.patience import PATIENCE_S
+from tests.patience import free_port, installed, until_ready
 
 URL_VARIABLE = "CACHESVC_TEST_POSTGRES_URL"
 
@@ -32,13 +29,7 @@ def postgres_server() -> Iterator[str]:
     if given:
         yield given
         return
-    initdb, postgres = shutil.which("initdb"), shutil.which("postgres")
-    if not initdb or not postgres:
-        reason = f"no initdb and postgres in PATH, and {URL_VARIABLE} is not set"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    yield from _run(initdb, postgres)
+    yield from _run(installed("initdb"), installed("postgres"))
 
 
 def _run(initdb: str, postgres: str) -> Iterator[str]:
@@ -51,7 +42,7 @@ def _run(initdb: str, postgres: str) -> Iterator[str]:
     try:
         make = [initdb, "-D", str(data), "-A", "trust", "-U", "ledger", "-E", "UTF8", "--no-locale"]
         subprocess.run([*make, "--no-sync"], check=True, capture_output=True, cwd=folder, **owner)
-        port = _free_port()
+        port = free_port()
         serve = [postgres, "-D", str(data), "-h", "127.0.0.1", "-p", str(port), "-k", str(folder)]
         with (folder / "log").open("wb") as log:
             server = subprocess.Popen(
@@ -59,36 +50,15 @@ def _run(initdb: str, postgres: str) -> Iterator[str]:
             )
         try:
             url = f"postgresql+psycopg://ledger@127.0.0.1:{port}/postgres"
-            _wait(url, server, folder / "log")
+            engine = create_engine(url)
+            until_ready(lambda: engine.connect().close(), server, folder / "log", OperationalError)
+            engine.dispose()
             yield url
         finally:
             server.terminate()
             server.wait(20)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wait(url: str, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    engine = create_engine(url)
-    try:
-        while True:
-            try:
-                with engine.connect():
-                    return
-            except OperationalError:
-                if server.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"PostgreSQL did not start: {log.read_text()[-2000:]}")
-                time.sleep(0.05)
-    finally:
-        engine.dispose()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

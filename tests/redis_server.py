@@ -1,61 +1,28 @@
-"""A private Redis in memory, for the tests of what servers share through it.
+"""A private Redis in memory, for the tests of what servers share through it: `redis-server` of this
+machine."""
 
-Uses `redis-server` of this machine; where it is not installed the tests are skipped, and fail with
-CI=true.
-"""
-
-import os
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, free_port, installed, until_ready
+
+NODES = 3
+SLOTS = 16384
 
 
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
     """The URL of a server that keeps nothing."""
-    program = _program()
-    port = _free_port()
-    options = ["--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    with (folder / "redis.log").open("wb") as log:
-        server = subprocess.Popen([program, *options], stdout=log, stderr=log)
-    try:
-        _wait(port, server, folder / "redis.log")
+    port = free_port()
+    with _running(folder, port):
         yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        server.kill()
-        server.wait(20)
-
-
-def _wait(port: int, server: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            if server.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"Redis did not start: {log.read_text()[-2000:]}")
-            time.sleep(0.02)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-NODES = 3
-SLOTS = 16384
 
 
 @contextmanager
@@ -66,35 +33,19 @@ def redis_cluster(folder: Path) -> Iterator[tuple[str, list["subprocess.Popen[by
     """
     import redis
 
-    program = _program()
-    ports = [_free_port() for _ in range(NODES)]
-    nodes: list[subprocess.Popen[bytes]] = []
-    try:
-        for port in ports:
-            options = [
-                "--port",
-                str(port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--dir",
-                str(folder),
-            ]
-            options += ["--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf"]
-            options += ["--cluster-port", str(_free_port()), "--cluster-node-timeout", "1000"]
-            options += ["--cluster-require-full-coverage", "no"]
-            log_path = folder / f"redis-{port}.log"
-            with log_path.open("wb") as log:
-                nodes.append(subprocess.Popen([program, *options], stdout=log, stderr=log))
-            _wait(port, nodes[-1], log_path)
+    ports, buses = ([free_port() for _ in range(NODES)] for _ in range(2))
+    with ExitStack() as scope:
+        nodes = []
+        for port, bus in zip(ports, buses, strict=True):
+            options = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf")
+            options += ("--cluster-port", str(bus), "--cluster-node-timeout", "1000")
+            options += ("--cluster-require-full-coverage", "no")
+            nodes.append(scope.enter_context(_running(folder, port, *options)))
         clients = [redis.Redis(port=port, socket_timeout=5) for port in ports]
         for number, client in enumerate(clients):
             first, end = number * SLOTS // NODES, (number + 1) * SLOTS // NODES
             client.execute_command("CLUSTER", "ADDSLOTSRANGE", str(first), str(end - 1))
-        for port, node in zip(ports[1:], nodes[1:], strict=True):
-            assert node.poll() is None
-            bus = clients[ports.index(port)].config_get("cluster-port")["cluster-port"]
+        for port, bus in zip(ports[1:], buses[1:], strict=True):
             clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", str(port), str(bus))
         deadline = time.monotonic() + PATIENCE_S
         while any(_cluster_state(client) != ("ok", NODES) for client in clients):
@@ -104,23 +55,28 @@ def redis_cluster(folder: Path) -> Iterator[tuple[str, list["subprocess.Popen[by
         for client in clients:
             client.close()
         yield f"redis+cluster://127.0.0.1:{ports[0]}", nodes
+
+
+@contextmanager
+def _running(folder: Path, port: int, *options: str) -> Iterator["subprocess.Popen[bytes]"]:
+    command = [installed("redis-server"), "--port", str(port), "--bind", "127.0.0.1"]
+    command += ["--save", "", "--dir", str(folder), *options]
+    path = folder / f"redis-{port}.log"
+    with path.open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+
+        def connect() -> None:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+
+        until_ready(connect, server, path, OSError)
+        yield server
     finally:
-        for node in nodes:
-            node.kill()
-            node.wait(20)
+        server.kill()
+        server.wait(20)
 
 
 def _cluster_state(client: Any) -> tuple[str, int]:
     told = client.execute_command("CLUSTER", "INFO").decode().split()
     info = dict(line.split(":", 1) for line in told)
     return info["cluster_state"], int(info["cluster_known_nodes"])
-
-
-def _program() -> str:
-    program = shutil.which("redis-server")
-    if not program:
-        reason = "no redis-server in PATH"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    return program

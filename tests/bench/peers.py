@@ -21,7 +21,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -38,6 +37,7 @@ import httpx
 
 from engine.models.files import DEFAULT_MODEL
 from tests.bench.report import arguments, tell
+from tests.patience import free_port
 
 LENGTHS = (1024, 2048, 4096)
 NEW, DECODED, CACHED = 10, 32, 129
@@ -238,14 +238,8 @@ def _processors() -> tuple[float, float]:
     return total - (ticks[3] + ticks[4]) / TICKS, total
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _servers(given: argparse.Namespace, data_dir: Path) -> Iterator[Server]:
-    port, program = _free_port(), Path(sys.executable).with_name("cachesvc")
+    port, program = free_port(), Path(sys.executable).with_name("cachesvc")
     sizes = ("--device-cache", given.device_cache, "--host-cache", "0", "--disk-cache", "0")
     command = [str(program), "serve", "--port", str(port), "--data-dir", str(data_dir), *sizes]
     command += ["--model", given.ours]
@@ -253,12 +247,12 @@ def _servers(given: argparse.Namespace, data_dir: Path) -> Iterator[Server]:
     bounds = {"start_s": given.start_s, "threads": given.threads}
     yield Server("cachesvc", [*command, "--dtype", given.dtype], port, given.ours, **bounds)
     if given.vllm:
-        port = _free_port()
+        port = free_port()
         options = ("--port", str(port), "--dtype", given.dtype, "--max-model-len", str(longest))
         command = [given.vllm, "serve", given.model, *options, *shlex.split(given.vllm_options)]
         yield Server("vllm", command, port, given.model, **bounds)
     if given.llama:
-        port = _free_port()
+        port = free_port()
         options = ("--port", str(port), "-c", "65536", "-np", "8", "-t", str(given.threads))
         command = [given.llama, "-m", given.gguf, *options]
         yield Server("llama.cpp", command, port, "default", **bounds)

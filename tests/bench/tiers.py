@@ -1,9 +1,8 @@
 """How fast the disk tier is beside what it could be: `python -m tests.bench.tiers`.
 
-One run, one machine, the same blocks for every row: memory, codec alone, raw device, one file per
-block, LMDB without codec, and our tier, cold and warm, with one and two readers. GB/s are of
-logical KV (bytes of blocks as attention reads them); CPU seconds are of the whole process, per
-logical GB.
+One run, one machine, the same blocks for every row: memory, codec alone, raw device, and our tier,
+cold and warm, with one and two readers. GB/s are of logical KV (bytes of blocks as attention reads
+them); CPU seconds are of the whole process, per logical GB.
 
 The blocks are gaussian with a scale per channel, from a fixed seed; the codec makes 1.45 of them in
 bfloat16 and 1.18 in float32, as of real KV of SmolLM2-135M (1.451 and 1.184).
@@ -23,7 +22,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import torch
 import xxhash
@@ -36,7 +34,6 @@ from tiers.blocks.layout import BlockLayout
 from tiers.disk.format.codec import Codec, bound
 from tiers.disk.open import open_disk
 
-SYNC_BYTES = 64 << 20
 RUN = 32  # blocks of one prefix, loaded at once
 
 
@@ -201,75 +198,6 @@ def raw(bench: Bench) -> float:
     return direct
 
 
-def files(bench: Bench) -> None:
-    """One file per block, named by its key."""
-    folder = bench.folder / "files"
-
-    def write() -> None:
-        folder.mkdir()
-        for ids in bench.chains:
-            for block, frame in zip(ids, bench.source, strict=True):
-                with (folder / block.key.hex()).open("wb", buffering=0) as file:
-                    file.write(frame.buffer)
-        os.sync()
-
-    def read() -> None:
-        for ids in bench.chains:
-            for block, frame in zip(ids, bench.frames[0], strict=True):
-                with (folder / block.key.hex()).open("rb", buffering=0) as file:
-                    file.readinto(frame.buffer)
-
-    again = lambda: shutil.rmtree(folder, ignore_errors=True)  # noqa: E731
-    bench.measure("one file per block: write", write, before=again)
-    bench.measure("one file per block: read warm", read)
-    bench.measure("one file per block: read cold", read, before=lambda: drop(folder))
-    shutil.rmtree(folder)
-
-
-def lmdb_alone(bench: Bench) -> None:
-    """LMDB with a block per commit and values as they are, read through the map."""
-    folder = bench.folder / "lmdb"
-    env = None
-
-    def write() -> None:
-        nonlocal env
-        env = lmdb.open(str(folder), map_size=2 * bench.logical_bytes, sync=False, readahead=False)
-        unsynced = 0
-        for ids in bench.chains:
-            for block, frame in zip(ids, bench.source, strict=True):
-                with env.begin(write=True) as txn:
-                    txn.put(block.key, frame.buffer)
-                unsynced += bench.layout.nbytes
-                if unsynced >= SYNC_BYTES:
-                    env.sync(True)
-                    unsynced = 0
-        env.sync(True)
-
-    def again() -> None:
-        if env is not None:
-            env.close()
-        shutil.rmtree(folder, ignore_errors=True)
-
-    def read() -> None:
-        assert env is not None
-        for ids in bench.chains:
-            with env.begin(buffers=True) as txn:
-                for block, frame in zip(ids, bench.frames[0], strict=True):
-                    frame.buffer[:] = txn.get(block.key)
-
-    def chill() -> None:
-        nonlocal env
-        assert env is not None
-        env.close()
-        drop(folder)
-        env = lmdb.open(str(folder), map_size=2 * bench.logical_bytes, sync=False, readahead=False)
-
-    bench.measure("LMDB without codec: write", write, before=again)
-    bench.measure("LMDB without codec: read warm", read)
-    bench.measure("LMDB without codec: read cold", read, before=chill, times=1)
-    again()
-
-
 def our_tier(bench: Bench, *, raw: bool = False) -> None:
     """The disk tier as it serves, with compressed records or `raw` ones."""
     root = bench.folder / "tier"
@@ -343,8 +271,6 @@ def main() -> None:
         memory(bench)
         ratio = codec(bench)
         direct = raw(bench)
-        files(bench)
-        lmdb_alone(bench)
         our_tier(bench)
         our_tier(bench, raw=True)
     could_be = estimates(bench, ratio, direct)

@@ -12,13 +12,10 @@ a new prompt of each length is asked of each contestant in turn: cold, then from
               remote  after the node was restarted with an empty disk: from a Redis on this machine
     example   files   vLLM's ExampleConnector, which keeps each prompt's KV in files
     offload   host    vLLM's OffloadingConnector with its tier of files; on CUDA only
-    lmcache   host    LMCache's server in a process of its own, as our node is
 
 At the end the engines are started anew (the node too), and the last round's prompts asked again:
 `restarted`. `same` counts the hits whose token and its logprob, to the last bit, are those of the
-contestant's first hit. LMCache comes into an environment of its own, with vLLM's CPU build as in
-`tests/vllm/requirements.txt`: `pip install --no-deps lmcache sortedcontainers nvtx`, and
-`--lmcache-python` names its python. A contestant that answers without a hit ends the run.
+contestant's first hit. A contestant that answers without a hit ends the run.
 
 On a GPU, with a model's folder, without Redis, and with what else vLLM is told:
 
@@ -34,16 +31,13 @@ socket, 94 MB at 1 GB/s.
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -168,46 +162,6 @@ class Ours(Contestant):
         self._node.until_on_disk()
 
 
-@contextmanager
-def lmcache_server(python: Path, block: int, log: Path) -> Iterator[int]:
-    """LMCache's server and its port. It counts and reports nothing to anybody."""
-    ports = []
-    for _ in range(2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(int(probe.getsockname()[1]))
-    options = {
-        "host": "127.0.0.1",
-        "port": ports[0],
-        "http-host": "127.0.0.1",
-        "http-port": ports[1],
-        "l1-size-gb": 2,
-        "chunk-size": block,
-        "eviction-policy": "LRU",
-        "supported-transfer-mode": "auto",  # the default serves CUDA alone
-    }
-    told = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    command = [python.with_name("lmcache"), "server", "--disable-observability", *told]
-    quiet = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
-    with log.open("wb") as written:
-        server = subprocess.Popen(command, stdout=written, stderr=written, env=quiet)
-    try:
-        give_up = time.monotonic() + START_S
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", ports[1]), timeout=1).close()
-                break
-            except OSError:
-                if server.poll() is not None or time.monotonic() > give_up:
-                    said = log.read_text()[-2000:]
-                    raise SystemExit(f"LMCache did not start: {said}") from None
-                time.sleep(0.2)
-        yield ports[0]
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
 def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> list[Contestant]:
     model = asked.model or find(DEFAULT_MODEL, folder / "models", lambda what, part: None)[0]
     more: tuple[str, ...] = ()
@@ -220,11 +174,9 @@ def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> li
     usual = {"block_size": asked.block, **asked.vllm}
 
     def starts(name: str, node: Path | None = None, **options: Any) -> Callable[[], Engine]:
-        python = asked.lmcache_python if name == "lmcache" else asked.python
-
         def start() -> Engine:
             log = folder / f"{name}-{time.time_ns()}.log"
-            started = Engine(model, node, log, python, **usual, **options)
+            started = Engine(model, node, log, asked.python, **usual, **options)
             stack.callback(started.kill)
             return started
 
@@ -239,13 +191,6 @@ def contestants(stack: ExitStack, folder: Path, asked: argparse.Namespace) -> li
         sizes = {"cpu_bytes_to_use": asked.memory << 30, "secondary_tiers": [files]}
         offload = other_connector("OffloadingConnector", spec_name="TieringOffloadingSpec", **sizes)
         found.append(lambda: Contestant("offload", starts("offload", **offload), asked))
-    if "lmcache" in asked.beside:
-        port = stack.enter_context(
-            lmcache_server(asked.lmcache_python, asked.block, folder / "lmcache.log")
-        )
-        where = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-        beside = other_connector("LMCacheMPConnector", **where)
-        found.append(lambda: Contestant("lmcache", starts("lmcache", **beside), asked))
     return at_once(found)
 
 
@@ -293,7 +238,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_024, 2_048, 3_968])
     parser.add_argument("--beside", type=lambda text: text.split(","), default=[])
-    parser.add_argument("--lmcache-python", type=Path, help="of an environment with LMCache")
     parser.add_argument("--rest", type=float, default=1.0, help="seconds before a question")
     parser.add_argument("--model", type=Path, help="a model's folder; the default model without")
     parser.add_argument("--python", type=Path, default=PYTHON, help="of an environment with vLLM")
@@ -302,8 +246,6 @@ def main() -> None:
     parser.add_argument("--memory", type=int, default=1, help="GiB, of the node and of offload")
     parser.add_argument("--no-remote", dest="remote", action="store_false", help="without Redis")
     asked = parser.parse_args()
-    if "lmcache" in asked.beside and asked.lmcache_python is None:
-        parser.error("--beside lmcache needs --lmcache-python")
     times, same = measure(asked)
     medians = {
         length: {way: round(statistics.median(ms), 1) for way, ms in ways.items()}

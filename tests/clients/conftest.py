@@ -29,7 +29,7 @@ class DefaultServer(LiveServer):
     def limit(self, user: str) -> None:
         """A hard limit of this user that any request would pass."""
         script = Path(sys.executable).with_name("cachesvc")
-        of = ("--hard", "--of", "user", "--value", user, "--reason", "test")
+        of = ("--of", "user", "--value", user, "--reason", "test")
         command = [script, "tenants", "budget", "cap", "default", "0.000000001", *of]
         subprocess.run([*command, "--data-dir", self.data_dir], check=True, timeout=self.start_s)
 

@@ -7,6 +7,7 @@ come in every phase of a request, and who was cancelled is often asked for again
 import itertools
 import math
 import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -53,6 +54,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (-1, 1 << 70),
 }
 MAX_TURNS = 2000  # that any request may take, whoever comes and goes beside it
+
+
+def more_seeds(live: Callable[[int], object]) -> None:
+    """Lives seeds from FIRST up to LAST, the last two words of the command; tells which fail."""
+    for seed in range(*map(int, sys.argv[-2:])):
+        try:
+            live(seed)
+        except Exception as error:  # noqa: BLE001 - told, and the next one is tried
+            print(f"seed {seed}: {error!r}", flush=True)
 
 
 def root_of(tenant: bytes) -> PrefixKey:
@@ -122,13 +132,13 @@ class Life:
         self.world.cache.operations.evict(chain.keys)
 
     def evict_idle(self) -> None:
-        """Idle blocks leave memory: the device, and the host where the disk has them."""
-        cache = self.world.cache
+        """Idle blocks leave the device, and mostly those that the disk has the host as well."""
+        cache, below = self.world.cache, self.chance.random() < 0.8
         for block in [*cache.index]:
             if block.slot is not None and not block.ref_count:
                 cache.residency.evict_device(block)
             idle = not (block.ref_count or block.busy or block.pinned)
-            if block.frame is not None and block.held_below and idle:
+            if below and block.frame is not None and block.held_below and idle:
                 cache.residency.evict_host(block)
 
     def purge(self) -> None:
@@ -139,6 +149,23 @@ class Life:
     def break_step(self) -> None:
         """Now and then: the next step fails, and none of those who run in it."""
         self.world.runner.broken = self.chance.random() < 0.2
+
+    def preempt(self) -> None:
+        scheduler = self.world.engine._scheduler
+        if scheduler.running:
+            scheduler._preempt(self.chance.choice(scheduler.running))
+
+    def lose(self) -> None:
+        """The disk loses a few blocks, and tells nobody."""
+        self.world.disk_loses = True
+        keys = list(self.world.tier._blocks)
+        self.world.tier.discard(
+            self.chance.sample(keys, min(len(keys), self.chance.randrange(1, 6)))
+        )
+
+    def jump(self) -> None:
+        """The clock does."""
+        self.world.now_s += self.chance.choice((-3600, 3600, -5, 60))
 
     def trouble_disk(self) -> None:
         """From now on the disk fails always, now and then, or never."""

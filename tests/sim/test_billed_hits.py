@@ -66,11 +66,9 @@ def test_a_client_leaving_while_preempted_is_billed_for_the_computed_prompt() ->
 def test_a_block_that_failed_to_load_is_a_miss() -> None:
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
     prompt = [*range(20), 7]
-    world.submit("cold", prompt, max_tokens=1)
-    world.run()
+    world.ask("cold", prompt, max_tokens=1)
     for number in range(7):
-        world.submit(f"flood{number}", [40 + number] * 40)
-        world.run()
+        world.ask(f"flood{number}", [40 + number] * 40)
         world.mover.run(10)
     world.tier.fault_rate = 1.0
     world.submit("again", prompt, max_tokens=1)

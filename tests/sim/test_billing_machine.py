@@ -5,14 +5,13 @@ any two statements of a transaction, restarts, price changes and clock jumps, on
 share one database.
 """
 
-import itertools
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,7 +47,7 @@ from billing.store.schema import metadata
 from billing.store.store import LedgerStore
 from billing.usage import EMPTY, Usage
 from tests.postgres_server import fresh_database
-from tests.support.billing import ManualClock
+from tests.support.billing import ManualClock, fresh_ledger
 
 LEASE_S = 60
 AMOUNT = st.integers(0, 3_000_000)
@@ -117,57 +116,36 @@ class Model:
         return self.paid_in - sum(amount for amount, _, _ in self.charges.values())
 
 
-class Databases(Protocol):
-    """Where an example finds an empty ledger, opened by two servers."""
-
-    def fresh(self) -> AbstractContextManager[list[LedgerStore]]: ...
+Databases = Callable[[], AbstractContextManager[list[LedgerStore]]]  # an empty one, opened twice
 
 
-class SqliteFiles:
-    """A copy of one empty file for each example."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._names = itertools.count()
-        open_store(f"sqlite:///{folder / 'empty'}").close()
-
-    @contextmanager
-    def fresh(self) -> Iterator[list[LedgerStore]]:
-        path = self._folder / str(next(self._names))
-        shutil.copy(self._folder / "empty", path)
-        with ExitStack() as scope:
-            url = f"sqlite:///{path}"
-            yield [scope.enter_context(closing(open_store(url))) for _ in range(2)]
+@contextmanager
+def sqlite_file(folder: Path) -> Iterator[list[LedgerStore]]:
+    """A new file for each example."""
+    url = fresh_ledger(folder / str(len(list(folder.iterdir()))) / "ledger")
+    with ExitStack() as scope:
+        yield [scope.enter_context(closing(open_store(url))) for _ in range(2)]
 
 
-class PostgresDatabase:
+@contextmanager
+def emptied(stores: list[LedgerStore]) -> Iterator[list[LedgerStore]]:
     """One database, emptied for each example."""
-
-    def __init__(self, url: str) -> None:
-        self.stores = [open_store(url) for _ in range(2)]
-
-    @contextmanager
-    def fresh(self) -> Iterator[list[LedgerStore]]:
-        names = ", ".join(table.name for table in metadata.sorted_tables)
-        with self.stores[0].writing() as connection:
-            connection.execute(text(f"TRUNCATE {names}"))
-        yield self.stores
-
-    def close(self) -> None:
-        for store in self.stores:
-            store.close()
+    names = ", ".join(table.name for table in metadata.sorted_tables)
+    with stores[0].writing() as connection:
+        connection.execute(text(f"TRUNCATE {names}"))
+    yield stores
 
 
 class LedgerMachine(RuleBasedStateMachine):
     """One tenant, two servers, each with connections of its own."""
 
-    databases: ClassVar[Databases]
+    databases: ClassVar[Databases]  # as a static method
 
     @initialize()
     def begin(self) -> None:
         self.scope = ExitStack()
         self.clock = ManualClock()
-        self.stores = self.scope.enter_context(self.databases.fresh())
+        self.stores = self.scope.enter_context(self.databases())
         self.accounts = Accounts(self.stores[0], clock_ns=self.clock)
         self.accounts.prepare(default_card())
         self.accounts.create_tenant("acme", "CNY", by="test")
@@ -346,25 +324,19 @@ class LedgerMachine(RuleBasedStateMachine):
     # -- money and prices --------------------------------------------------------------------------
 
     @rule(amount=st.integers(1, 9_000_000), kind=st.sampled_from([Kind.GRANT, Kind.TOPUP]),
-          die_at=st.integers(0, 8))  # fmt: skip
-    def deposit(self, amount: int, kind: Kind, die_at: int) -> None:
+          ends_in=st.sampled_from([None, -1, 0, 1]), die_at=st.integers(0, 8))  # fmt: skip
+    def deposit(self, amount: int, kind: Kind, ends_in: int | None, die_at: int) -> None:
+        """Money that is paid, or granted for ever or for a time."""
         self.names += 1
-        command = Deposit("acme", kind, f"d{self.names}", amount, "test", "")
+        name, expires_ns = f"d{self.names}", 0
+        if kind is Kind.GRANT and ends_in is not None:
+            expires_ns = self.clock() + ends_in * 150 * NS + self.names  # no two at once
+        command = Deposit("acme", kind, name, amount, "test", "", expires_ns)
         self.apply(0, command, die_at)
         self.apply(1, command)
         self.model.paid_in += amount
         if kind is Kind.GRANT:
-            self.model.grants[f"d{self.names}"] = (NEVER, amount)
-
-    @rule(amount=st.integers(1, 9_000_000), days=st.integers(-1, 1), die_at=st.integers(0, 8))
-    def grant_for_a_time(self, amount: int, days: int, die_at: int) -> None:
-        self.names += 1
-        expires_ns = self.clock() + days * 150 * NS + self.names  # no two at once
-        command = Deposit("acme", Kind.GRANT, f"d{self.names}", amount, "test", "", expires_ns)
-        self.apply(0, command, die_at)
-        self.apply(1, command)
-        self.model.paid_in += amount
-        self.model.grants[f"d{self.names}"] = (expires_ns, amount)
+            self.model.grants[name] = (expires_ns or NEVER, amount)
 
     @rule(server=st.integers(0, 1), again=st.booleans())
     def expire(self, server: int, again: bool) -> None:
@@ -486,12 +458,12 @@ class dying:
 QUIET = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def check(databases: Databases, *, examples: int, steps: int) -> None:
+def check(databases: Databases, *, examples: int) -> None:
     run_state_machine_as_test(
-        type("Machine", (LedgerMachine,), {"databases": databases}),
+        type("Machine", (LedgerMachine,), {"databases": staticmethod(databases)}),
         settings=settings(
             max_examples=examples,
-            stateful_step_count=steps,
+            stateful_step_count=40,
             deadline=None,
             suppress_health_check=QUIET,
         ),
@@ -501,12 +473,13 @@ def check(databases: Databases, *, examples: int, steps: int) -> None:
 @pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_the_ledger_does_what_the_model_says(tmp_path: Path, examples: int) -> None:
-    check(SqliteFiles(tmp_path), examples=examples, steps=40)
+    check(partial(sqlite_file, tmp_path), examples=examples)
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_two_servers_on_postgresql_do_what_the_model_says(postgres: str, examples: int) -> None:
-    with fresh_database(postgres) as url, closing(PostgresDatabase(url)) as database:
-        check(database, examples=examples, steps=40)
+    with fresh_database(postgres) as url, ExitStack() as scope:
+        stores = [scope.enter_context(closing(open_store(url))) for _ in range(2)]
+        check(partial(emptied, stores), examples=examples)

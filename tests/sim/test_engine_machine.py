@@ -18,70 +18,6 @@ from tiers.blocks.contents import Content
 from tiers.errors import MissReason
 from tiers.memory.tails import MAX_CANDIDATES
 from tiers.policy.admission import WritePolicy
-from tiers.tier import TierName
-
-
-@pytest.mark.parametrize("write_policy", list(WritePolicy))
-@pytest.mark.parametrize("share_tails", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_interleaving_is_exact(seed: int, share_tails: bool, write_policy: WritePolicy) -> None:
-    chance = random.Random(seed * 7919)
-    world = World(
-        device_blocks=chance.choice((14, 24, 60)),
-        host_blocks=chance.choice((0, 16, 40)),
-        disk_blocks=chance.choice((10, 300)),
-        fault_rate=(0.0, 0.1, 0.4)[seed],
-        seed=seed,
-        share_tails=share_tails,
-        write_policy=write_policy,
-        late_copies=seed == 1,
-    )
-    life = Life(world, chance)
-    life.run(60, (life.break_step, life.trouble_disk) if seed else ())
-    world.check()
-    world.check_idle()
-    world.check_still()
-    assert world.runner.num_checked > 30
-
-
-@pytest.mark.parametrize("window", [2, 6, 9])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_interleaving_is_exact_where_windows_are_left_behind(seed: int, window: int) -> None:
-    """Windows of less than a block, and of several: what of a block was not loaded is noise. Below
-    memory, the windows of some blocks are gone."""
-    chance = random.Random(seed * 6007 + window)
-    world = World(
-        device_blocks=chance.choice((14, 24, 60)),
-        host_blocks=chance.choice((16, 40)),
-        disk_blocks=chance.choice((10, 300)),
-        fault_rate=(0.0, 0.1, 0.4)[seed],
-        seed=seed,
-        late_copies=seed == 1,
-        window=window,
-        windowed=1 + seed,
-        window_loss=(0.0, 0.3, 0.9)[(seed + window) % 3],
-    )
-    life = Life(world, chance)
-
-    def sink() -> None:
-        """Idle blocks leave the device, and those that the disk has, the host as well."""
-        residency, below = world.cache.residency, chance.random() < 0.7
-        for block in [*world.cache.index]:
-            if block.slot is not None and not block.ref_count:
-                residency.evict_device(block)
-            idle = not (block.ref_count or block.busy or block.pinned)
-            if below and block.frame is not None and block.held_below and idle:
-                residency.evict_host(block)
-
-    acts = (life.pin, life.unpin, life.evict, life.trouble_disk, life.break_step)
-    life.run(120, (*acts, sink, sink, sink))
-    world.check()
-    world.check_idle()
-    world.check_still()
-    assert world.runner.num_checked > 30
-    lifted = world.cache.stats().transfers[TierName.HOST, TierName.DEVICE]
-    whole = lifted.num_blocks * world.cache.layout.nbytes
-    assert lifted.nbytes < whole if window == 2 else lifted.nbytes <= whole
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -98,7 +34,6 @@ def test_each_token_is_computed_once_whichever_client_leaves(seed: int) -> None:
     life = Life(world, chance, plain=True)
     life.run(100)
     world.check()
-    world.check_idle()
     assert {1} == set(world.runner.rows.values())
     assert life.cancelled
 
@@ -128,9 +63,7 @@ def test_forced_tokens_change_no_answer_and_save_a_step_each() -> None:
                 seed=number,
                 grammar=RandomGrammar(number),
             )
-        world.run()
         world.check()
-        world.check_idle()
         answers.append([world.tokens(f"r{n}", i) for n in range(6) for i in range(1 + n % 2)])
         steps.append(world.engine.stats().num_steps)
         jumped = sum(o.num_jumped for outputs in world.outputs.values() for o in outputs)
@@ -145,8 +78,7 @@ def test_each_forced_token_saves_a_decode_step() -> None:
     steps = {}
     for jump_forward in (True, False):
         world = World(device_blocks=60, step_tokens=64, jump_forward=jump_forward)
-        world.submit("alone", [1, 2, 3], max_tokens=40, grammar=RandomGrammar(3))
-        world.run()
+        world.ask("alone", [1, 2, 3], max_tokens=40, grammar=RandomGrammar(3))
         world.check()
         stats = world.engine.stats()
         steps[jump_forward] = stats.num_steps
@@ -163,12 +95,10 @@ def test_a_grammar_that_allows_nothing_ends_its_request_alone() -> None:
 
     world = World(device_blocks=60)
     world.submit("good", [1, 2, 3])
-    world.submit("dead", [1, 2, 3], grammar=Dead(1), n=2)
-    world.run()
+    world.ask("dead", [1, 2, 3], grammar=Dead(1), n=2)
     [output] = world.outputs.pop("dead")
     assert (FinishReason.UNMATCHED, "nothing can follow") == (output.finish, output.error)
     world.check()
-    world.check_idle()
 
 
 def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
@@ -177,7 +107,6 @@ def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
     prefix = list(range(30))
     for number in range(8):
         world.submit(f"r{number}", [*prefix, 40 + number, 3], max_tokens=1)
-    world.run()
     world.check()
     assert world.runner.computed == len(prefix) + 8 * 2
     assert world.engine.stats().prompt_tokens_computed == len(prefix) + 8 * 2
@@ -192,7 +121,6 @@ def test_a_waiter_takes_over_when_the_producer_is_cancelled() -> None:
     world.submit("second", prompt)
     world.step()
     world.engine.abort("first")
-    world.run()
     world.check()
     assert world.counts("second").hit_device >= 8
 
@@ -201,11 +129,9 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
     for length in (16, 18):
         world = World(device_blocks=100)
         prompt = list(range(length))
-        world.submit("cold", prompt, max_tokens=1)
-        world.run()
+        world.ask("cold", prompt, max_tokens=1)
         computed = world.runner.computed
-        world.submit("warm", prompt, max_tokens=1)
-        world.run()
+        world.ask("warm", prompt, max_tokens=1)
         world.check()
         assert world.runner.computed == computed
         assert world.counts("warm").miss == 1 and world.counts("warm").hit_device == length - 1
@@ -215,9 +141,7 @@ def test_a_pool_too_small_for_all_serves_all() -> None:
     world = World(device_blocks=14, host_blocks=16, max_running=6)
     for number in range(12):
         world.submit(f"r{number}", [number] * 20, max_tokens=10)
-    world.run()
     world.check()
-    world.check_idle()
     assert world.engine.stats().num_preemptions > 0
 
 
@@ -225,25 +149,18 @@ def test_hits_come_from_each_tier_and_are_counted_there() -> None:
     """The same prompt from the device, then from the host, then from the disk."""
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
     prompt = [*range(20), 7]
-    world.submit("cold", prompt)
-    world.run()
-    world.submit("device", prompt)
-    world.run()
+    world.ask("cold", prompt)
+    world.ask("device", prompt)
     assert world.counts("device").hit_device == 20
-    world.submit("flood0", [45] * 40)
-    world.run()
-    world.submit("host", prompt)
-    world.run()
+    world.ask("flood0", [45] * 40)
+    world.ask("host", prompt)
     assert world.counts("host").hit_host >= 16
     for number in range(1, 6):
-        world.submit(f"flood{number}", [number] * 40)
-        world.run()
+        world.ask(f"flood{number}", [number] * 40)
         world.mover.run(10)
-    world.submit("disk", prompt)
-    world.run()
+    world.ask("disk", prompt)
     assert world.counts("disk").hit_disk == 20
     world.check()
-    world.check_idle()
 
 
 def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together() -> None:
@@ -253,18 +170,10 @@ def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together(
     prompts = [[1] * BLOCK + [10 + number] * (3 * BLOCK + 1) for number in range(4)]
     for number, prompt in enumerate(prompts):
         world.submit(f"cold{number}", prompt, max_tokens=1)
-    world.run()
-    world.check_idle()
-    for block in [*world.cache.index]:
-        if block.slot is not None:
-            world.cache.residency.evict_device(block)
-        if block.key is not None and block.frame is not None:
-            world.cache.residency.evict_host(block)
+    world.sink()
     for number, prompt in enumerate(prompts):
         world.submit(f"warm{number}", prompt, max_tokens=1)
-    world.run()
     world.check()
-    world.check_idle()
     for number in range(4):
         assert world.counts(f"warm{number}").hit == 4 * BLOCK
         assert world.counts(f"warm{number}").hit_disk >= 3 * BLOCK
@@ -274,11 +183,9 @@ def test_generated_tokens_are_cached_as_well_as_prompts() -> None:
     """Turn two of a chat brings the first answer back; only what is new is computed."""
     world = World(device_blocks=100)
     prompt = list(range(10))
-    world.submit("turn1", prompt, max_tokens=12)
-    world.run()
+    world.ask("turn1", prompt, max_tokens=12)
     answer = world.tokens("turn1")
-    world.submit("turn2", [*prompt, *answer, 3, 4], max_tokens=1)
-    world.run()
+    world.ask("turn2", [*prompt, *answer, 3, 4], max_tokens=1)
     world.check()
     # The last answered token was never computed: nobody had asked what follows it.
     assert world.counts("turn2").hit_device == len(prompt) + len(answer) - 1
@@ -298,7 +205,6 @@ def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch: pytest.MonkeyPa
         world.submit(f"r{number}", [*first, number % 50], max_tokens=2)
         if number % 3 == 0:
             world.run()
-    world.run()
     world.check()
     assert world.cache.index.collisions > 10
     assert any(outputs[-1].counts.hit for outputs in world.outputs.values())
@@ -307,19 +213,31 @@ def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch: pytest.MonkeyPa
 def _tail_world() -> tuple[World, list[int]]:
     """A prompt of two blocks and two tokens, served once; its tail is in the cache."""
     world = World(device_blocks=100)
-    prompt = list(range(2 * BLOCK + 2))
-    world.submit("first", prompt, max_tokens=1)
-    world.run()
-    return world, prompt
+    world.ask("first", TAILED, max_tokens=1)
+    return world, TAILED
 
 
-def test_tail_without_a_candidate_takes_a_new_block() -> None:
-    world, prompt = _tail_world()
-    computed = world.runner.computed
-    world.submit("other", [*prompt[:8], 40, 41], max_tokens=1)
-    world.run()
+TAILED = list(range(2 * BLOCK + 2))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "computed", "blocks"),
+    [
+        pytest.param([*TAILED[:8], 40, 41], 2, 1, id="nothing matches: a new block"),
+        pytest.param([*TAILED, 30], 1, 0, id="all matches: extended in place"),
+        pytest.param([*TAILED[:-1], 33, 34], 2, 1, id="the beginning matches: copied"),
+    ],
+)
+def test_a_tail_is_taken_as_far_as_it_matches(
+    prompt: list[int], computed: int, blocks: int
+) -> None:
+    world, _ = _tail_world()
+    before, free = world.runner.computed, world.cache.pool.num_free
+    counts = world.ask("next", prompt, max_tokens=1)
+    assert (len(prompt) - computed, computed) == (counts.hit_device, counts.miss)
+    assert (computed, blocks) == (world.runner.computed - before, free - world.cache.pool.num_free)
+    assert 1 == world.ask("first again", TAILED, max_tokens=1).miss
     world.check()
-    assert world.runner.computed - computed == 2
 
 
 def test_tail_still_being_computed_is_waited_for() -> None:
@@ -327,7 +245,6 @@ def test_tail_still_being_computed_is_waited_for() -> None:
     prompt = list(range(2 * BLOCK + 2))
     for name in ("a", "b", "c"):
         world.submit(name, prompt, max_tokens=1)
-    world.run()
     world.check()
     assert world.runner.computed == len(prompt)
 
@@ -337,10 +254,8 @@ def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
     world, prompt = _tail_world()
     world.submit("x", prompt, max_tokens=6, seed=1)
     world.submit("y", prompt, max_tokens=6, seed=2)
-    world.submit("z", prompt, max_tokens=6, seed=3, n=3)
-    world.run()
+    world.ask("z", prompt, max_tokens=6, seed=3, n=3)
     world.check()
-    world.check_idle()
     assert world.tokens("x") != world.tokens("y")
     assert world.counts("x").miss == world.counts("y").miss == 1
 
@@ -353,7 +268,6 @@ def test_a_computed_tail_is_not_waited_for_while_its_request_runs() -> None:
     for _ in range(3):
         world.step()
     assert ["long"] == world.live() and len(world.tokens("long")) < BLOCK
-    world.run()
     world.check()
 
 
@@ -361,39 +275,29 @@ def test_tail_candidates_of_one_prefix_are_few_and_none_says_what_another_does()
     world = World(device_blocks=100)
     prefix = list(range(2 * BLOCK))
     for length in (1, 2, 3):
-        world.submit(f"longer {length}", [*prefix, *[40] * length], max_tokens=1)
-        world.run()
+        world.ask(f"longer {length}", [*prefix, *[40] * length], max_tokens=1)
     assert 1 == world.cache.index.num_partials
     for number in range(2 * MAX_CANDIDATES):
-        world.submit(f"divergence {number}", [*prefix, 10 + number], max_tokens=1)
-        world.run()
+        world.ask(f"divergence {number}", [*prefix, 10 + number], max_tokens=1)
     assert MAX_CANDIDATES == world.cache.index.num_partials
-    world.submit("twice", [*prefix, 49], max_tokens=2, n=2)
-    world.run()
+    world.ask("twice", [*prefix, 49], max_tokens=2, n=2)
     assert MAX_CANDIDATES == world.cache.index.num_partials
     partials = [block.tokens for block in world.cache.index.iter_partials()]
     assert len(partials) == len(set(partials))
     for max_tokens in (4, 2):  # what fills a block leaves nothing to say for its beginning
-        world.submit(f"full {max_tokens}", [*prefix, 5], max_tokens=max_tokens)
-        world.run()
+        world.ask(f"full {max_tokens}", [*prefix, 5], max_tokens=max_tokens)
         full = [b.tokens for b in world.cache.index]
         partials = [block.tokens for block in world.cache.index.iter_partials()]
         assert not any(tokens.startswith(p) for p in partials for tokens in full)
     world.check()
-    world.check_idle()
 
 
 def test_tail_of_a_block_that_is_still_loading_is_computed() -> None:
     """Two reads bring the whole prompt up, and the second is slow; a shorter prompt ends in it."""
     world = World(device_blocks=100, write_policy=WritePolicy.WRITE_THROUGH)
     prompt = list(range(6 * BLOCK + 1))
-    world.submit("cold", prompt, max_tokens=1)
-    world.run()
-    world.settle()
-    for block in [*world.cache.index]:
-        if block.slot is not None:
-            world.cache.residency.evict_device(block)
-        world.cache.residency.evict_host(block)
+    world.ask("cold", prompt, max_tokens=1)
+    world.sink()
     world.submit("whole", prompt, max_tokens=1)
     world.turn()
     world.step()
@@ -403,34 +307,7 @@ def test_tail_of_a_block_that_is_still_loading_is_computed() -> None:
     world.turn()
     assert ["whole"] == world.live()
     assert (4 * BLOCK, 2) == (world.counts("part").hit, world.counts("part").miss)
-    world.run()
     world.check()
-    world.check_idle()
-
-
-def test_tail_whose_tokens_all_match_is_extended_in_place() -> None:
-    world, prompt = _tail_world()
-    used = world.cache.pool.num_free
-    computed = world.runner.computed
-    world.submit("longer", [*prompt, 30], max_tokens=1)
-    world.run()
-    world.check()
-    assert world.runner.computed - computed == 1
-    assert world.cache.pool.num_free == used
-
-
-def test_tail_that_parts_in_the_middle_is_copied_up_to_there() -> None:
-    world, prompt = _tail_world()
-    computed = world.runner.computed
-    world.submit("divergence", [*prompt[:-1], 33, 34], max_tokens=1)
-    world.run()
-    world.check()
-    assert world.counts("divergence").hit_device == len(prompt) - 1
-    assert world.runner.computed - computed == 2
-    world.submit("first again", prompt, max_tokens=1)
-    world.run()
-    world.check()
-    assert world.counts("first again").miss == 1
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -450,9 +327,7 @@ def test_equal_placeholders_of_other_pictures_do_not_meet(
                 world.submit(f"{name}{length}{again}", tokens, max_tokens, contents=contents)
                 if not together:
                     world.run()
-        world.run()
-    world.check()
-    world.check_idle()
+        world.check()
     for name in ("cat", "dog"):
         assert world.counts(f"{name}3").hit <= place and world.counts(f"{name}8").hit <= place
         assert world.counts(f"{name}8 again").hit_device >= (place + 8) // BLOCK * BLOCK
@@ -461,11 +336,9 @@ def test_equal_placeholders_of_other_pictures_do_not_meet(
 def test_a_load_that_fails_is_a_miss_with_its_reason_and_the_request_succeeds() -> None:
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
     prompt = [*range(20), 7]
-    world.submit("cold", prompt)
-    world.run()
+    world.ask("cold", prompt)
     for number in range(7):
-        world.submit(f"flood{number}", [40 + number] * 40)
-        world.run()
+        world.ask(f"flood{number}", [40 + number] * 40)
         world.mover.run(10)
     world.tier.fault_rate = 1.0
     world.submit("again", prompt)

@@ -1,11 +1,8 @@
 """Operators evict blocks while these are loaded: memory knows at the end what is below it."""
 
-import random
-
 import pytest
 
-from tests.sim.life import Life
-from tests.sim.test_prefetch import OLD, sink
+from tests.sim.test_prefetch import OLD
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
@@ -21,9 +18,8 @@ def world() -> World:
     """OLD stands on disk alone."""
     world = World(device_blocks=60, write_policy=WritePolicy.WRITE_THROUGH)
     world.mover._fail_rate = 0.0
-    world.submit("old", OLD, max_tokens=1)
-    world.run()
-    sink(world)
+    world.ask("old", OLD, max_tokens=1)
+    world.sink()
     return world
 
 
@@ -38,8 +34,7 @@ def test_blocks_loaded_before_the_disk_has_dropped_them_are_written_again(world:
     world.settle()
     assert {TierName.DEVICE: 0, TierName.HOST: 0, TierName.DISK: 4} == removed.result()
     world.check()
-    world.check_idle()
-    sink(world)
+    world.sink()
     assert [True] * 4 == world.tier.held(CHAIN.keys)
 
 
@@ -61,7 +56,6 @@ def test_blocks_dropped_while_they_load_are_not_taken_to_be_below(world: World) 
     world.run()
     assert 4 * BLOCK == world.counts("again").hit_disk
     world.check()
-    world.check_idle()
 
 
 def test_blocks_evicted_while_they_load_for_nobody_are_the_disk_s_alone(world: World) -> None:
@@ -76,27 +70,3 @@ def test_blocks_evicted_while_they_load_for_nobody_are_the_disk_s_alone(world: W
     assert {TierName.DEVICE: 0, TierName.HOST: 0, TierName.DISK: 4} == removed.result()
     world.check_idle()
     assert not world.cache.index.match(CHAIN)
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_any_interleaving_is_exact_while_operators_evict(seed: int) -> None:
-    chance = random.Random(seed * 4801)
-    world = World(
-        device_blocks=chance.choice((14, 24, 60)),
-        host_blocks=chance.choice((16, 40)),
-        disk_blocks=chance.choice((10, 60, 300)),
-        fault_rate=(0.0, 0.1)[seed % 2],
-        seed=seed,
-        write_policy=chance.choice(list(WritePolicy)),
-        late_copies=seed % 3 > 0,
-        share_tails=seed % 2 == 1,
-        window=chance.choice((None, None, 6)),
-    )
-    life = Life(world, chance)
-
-    acts = (life.pin, life.unpin, life.purge, life.trouble_disk)
-    life.run(100, (*acts, *[life.evict] * 4, *[life.evict_idle] * 4))
-    world.runner.copies_fail |= bool(life.purges)
-    world.check()
-    world.check_idle()
-    world.check_still()

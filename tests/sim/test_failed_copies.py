@@ -3,38 +3,15 @@
 Each run is repeated with the first copy refused, then the second, and so on, to the last.
 """
 
-import random
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Container
 
 import pytest
-import torch
 
-from tests.sim.life import Life
+from tests.sim.watched import Refusing
 from tests.sim.world import World
 from tiers.errors import MissReason
-from tiers.memory.device import DevicePool
 
 SHARED = [7] * 14
-
-
-class Refusing:
-    """Counts a pool's copies, and refuses those whose numbers it is told."""
-
-    def __init__(self, pool: DevicePool, refused: Container[int]) -> None:
-        self.num_copies = self.num_refused = 0
-        self._put = pool._put
-        self._refused = refused
-        pool._put = self.put  # type: ignore[method-assign]
-
-    def put(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], *how: Any) -> None:
-        """As the pool does, with one target that is not there."""
-        number = self.num_copies
-        self.num_copies += 1
-        if number not in self._refused:
-            return self._put(pairs, *how)
-        self.num_refused += 1
-        return self._put([*list(pairs)[:-1], (torch.empty(2), torch.empty(3))], *how)
 
 
 def lived(refused: Container[int], *, window: int | None = None) -> Refusing:
@@ -50,10 +27,8 @@ def lived(refused: Container[int], *, window: int | None = None) -> Refusing:
                 world.run()
         world.run()
     for number in range(3):
-        world.submit(f"short {number}", SHARED[: 6 + 3 * number], max_tokens=6)
-        world.run()
+        world.ask(f"short {number}", SHARED[: 6 + 3 * number], max_tokens=6)
     world.check()
-    world.check_idle()
     world.cache.residency.check()
     stats = world.cache.stats()
     counted = [tier.faults.get(MissReason.COPY, 0) for tier in (stats.device, stats.host)]
@@ -75,36 +50,10 @@ def test_a_device_that_refuses_every_copy_computes_everything(window: int | None
     assert refusing.num_refused == refusing.num_copies > 10
 
 
-@pytest.mark.parametrize("window", [None, 2, 6])
-@pytest.mark.parametrize("seed", range(4))
-def test_any_interleaving_is_exact_where_copies_fail(seed: int, window: int | None) -> None:
-    chance = random.Random(seed)
-    world = World(
-        device_blocks=chance.choice((14, 24)),
-        host_blocks=16,
-        disk_blocks=chance.choice((10, 300)),
-        fault_rate=0.1,
-        seed=seed,
-        window=window,
-        late_copies=seed % 2 == 1,
-    )
-    world.runner.copies_fail = True
-    share = chance.choice((2, 5, 20))
-    refusing = Refusing(
-        world.cache.pool, {n for n in range(20_000) if chance.randrange(share) == 0}
-    )
-    life = Life(world, chance)
-    life.run(100, (life.pin, life.unpin, life.evict, life.trouble_disk, life.break_step))
-    world.check()
-    world.check_idle()
-    assert refusing.num_refused > 3
-
-
 def test_the_tokens_that_a_failed_copy_cost_are_missed_for_that_reason() -> None:
     world = World(device_blocks=14, host_blocks=40, disk_blocks=1)
     for number in range(4):
-        world.submit(f"{number}", [number] * 33)
-        world.run()
+        world.ask(f"{number}", [number] * 33)
     Refusing(world.cache.pool, range(1 << 30))
     world.runner.copies_fail = True
     residency = world.cache.residency
@@ -112,8 +61,7 @@ def test_the_tokens_that_a_failed_copy_cost_are_missed_for_that_reason() -> None
         if block.slot is not None and block.frame is not None and not block.ref_count:
             residency.evict_device(block)
     before = {block: (block.slot, block.frame) for block in world.cache.index}
-    world.submit("again", [0] * 33)
-    world.run()
+    world.ask("again", [0] * 33)
     world.check()
     assert 32 == world.outputs["again"][0].miss_reasons[MissReason.COPY]
     held = [(block.frame, frame) for block, (slot, frame) in before.items() if slot is None]

@@ -7,7 +7,6 @@ own bytes for as long as it is leased, and nothing of a purged scope is served u
 """
 
 import random
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sim.life import more_seeds
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
 from tiers.memory.block import BlockState
@@ -284,8 +284,12 @@ def _bytes(key: bytes) -> torch.Tensor:
     return torch.tensor(list(key), dtype=torch.uint8)
 
 
-def lived(seed: int, monkeypatch: pytest.MonkeyPatch, num_acts: int = 600) -> Counter[str]:
-    node = Node(seed, monkeypatch)
+def lived(seed: int, num_acts: int = 600) -> Counter[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        return _live(Node(seed, patch), num_acts)
+
+
+def _live(node: "Node", num_acts: int) -> Counter[str]:
     often = [node.reserve, node.commit, node.lease, node.release, node.fetch, node.probe]
     acts = [*often * 3, *[node.step] * 8, node.come, node.come, node.leave]
     acts += [node.pin, node.unpin, node.evict, node.purge, *[node.open] * 4]
@@ -301,23 +305,10 @@ def lived(seed: int, monkeypatch: pytest.MonkeyPatch, num_acts: int = 600) -> Co
 
 
 @pytest.mark.parametrize("first", [0, 10, 20, 530])
-def test_whoever_comes_and_goes_gets_its_own_bytes(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeds = range(first, first + 10)
-    said = sum((lived(seed, monkeypatch) for seed in seeds), Counter[str]())
+def test_whoever_comes_and_goes_gets_its_own_bytes(first: int) -> None:
+    said = sum(map(lived, range(first, first + 10)), Counter[str]())
     assert said["leased"] > 100 and said["purged"] > 10, said
 
 
-def main() -> None:
-    first, last = map(int, sys.argv[1:])
-    for seed in range(first, last):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            try:
-                lived(seed, monkeypatch)
-            except Exception as error:  # noqa: BLE001 - told, and the next one is tried
-                print(f"seed {seed}: {error!r}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    more_seeds(lived)

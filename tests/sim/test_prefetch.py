@@ -19,25 +19,13 @@ def loaded(device_blocks: int = 60) -> World:
         device_blocks=device_blocks,
         write_policy=WritePolicy.WRITE_THROUGH,
     )
-    world.submit("old", OLD, max_tokens=1)
-    world.run()
-    sink(world)
+    world.ask("old", OLD, max_tokens=1)
+    world.sink()
     for number in range(PLACES):
         world.submit(f"long{number}", [40, number, 3], max_tokens=60)
     while any(world.phase(f"long{number}") != SequenceState.DECODE for number in range(PLACES)):
         world.step()
     return world
-
-
-def sink(world: World) -> None:
-    world.settle()
-    for block in [*world.cache.index, *world.cache.index.iter_partials()]:
-        if block.slot is not None:
-            world.cache.residency.evict_device(block)
-    world.settle()
-    for block in [*world.cache.index]:
-        if block.frame is not None:
-            world.cache.residency.evict_host(block)
 
 
 def on_device(world: World, prompt: list[int]) -> int:
@@ -54,7 +42,6 @@ def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
         world.step()
     assert 4 == on_device(world, OLD)
     assert {"long0", "long1", "again"} == set(world.live())
-    world.run()
     world.check()
     assert (4 * BLOCK, 1) == (world.counts("again").hit_disk, world.counts("again").miss)
     world.check_idle()
@@ -63,9 +50,8 @@ def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
 def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_others() -> None:
     """One place in eight is for shares of which nothing runs: it is open, and not to these two."""
     world = World(max_running=8, device_blocks=140, write_policy=WritePolicy.WRITE_THROUGH)
-    world.submit("old", OLD, max_tokens=1)
-    world.run()
-    sink(world)
+    world.ask("old", OLD, max_tokens=1)
+    world.sink()
     for number in range(7):
         world.submit(f"long{number}", [40, number, 3], max_tokens=60, share="ab"[number % 2])
     while any(world.phase(f"long{number}") != SequenceState.DECODE for number in range(7)):
@@ -75,7 +61,6 @@ def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_oth
         world.step()
     assert 4 == on_device(world, OLD)
     assert 7 == world.engine.stats().num_running
-    world.run()
     world.check()
     assert 4 * BLOCK == world.counts("again").hit_disk
     world.check_idle()
@@ -95,8 +80,7 @@ def test_no_lookup_happens_while_the_device_has_nothing_to_spare() -> None:
     candidates, scheduler.waiting.candidates = scheduler.waiting.candidates, looked_up
     scheduler._admission.bring_up()
     scheduler.waiting.candidates = candidates
-    world.run()
-    world.check_idle()
+    world.check()
 
 
 def test_only_the_next_requests_are_promoted() -> None:
@@ -108,9 +92,7 @@ def test_only_the_next_requests_are_promoted() -> None:
         world.step()
     tickets = [s for s in world.engine._scheduler.waiting if s.ticket is not None]
     assert 2 == len(tickets)
-    world.run()
     world.check()
-    world.check_idle()
 
 
 def test_running_requests_get_room_before_waiting_ones() -> None:
@@ -122,7 +104,6 @@ def test_running_requests_get_room_before_waiting_ones() -> None:
     for _ in range(3):
         world.step()
         assert [None] == [s.ticket for s in world.engine._scheduler.waiting]
-    world.run()
     world.check()
     assert 0 == world.engine.stats().num_preemptions
     world.check_idle()

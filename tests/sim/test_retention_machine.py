@@ -9,59 +9,14 @@ import random
 import pytest
 
 from engine.request import FinishReason
-from tests.sim.life import Life, root_of
+from tests.sim.life import root_of
+from tests.sim.test_lives import check_quotas
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.chain import Chain
 from tiers.policy.admission import WritePolicy
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
-
-
-def check_quotas(world: World) -> None:
-    """What the groups have of each tier is what the tier holds."""
-    stats = world.cache.stats()
-    for tier in (stats.device, stats.host, stats.disk):
-        assert tier is not None
-        uses = [use.used_bytes for use in stats.groups if use.tier is tier.name]
-        held = tier.num_blocks * world.cache.layout.nbytes
-        assert not uses or sum(uses) == held, tier.name
-
-
-@pytest.mark.parametrize("host_moves", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_interleaving_with_an_operator_is_exact(seed: int, host_moves: bool) -> None:
-    chance = random.Random(seed * 104_729)
-    world = World(
-        device_blocks=chance.choice((16, 24, 60)),
-        host_blocks=chance.choice((16, 40)),
-        disk_blocks=chance.choice((40, 300)),
-        fault_rate=(0.0, 0.05, 0.0)[seed],
-        seed=seed,
-        write_policy=chance.choice(list(WritePolicy)),
-        host_moves=host_moves,
-        quotas={root_of(b"other"): 0.3} if seed else None,
-    )
-    life = Life(world, chance)
-    life.run(
-        60,
-        (
-            life.break_step,
-            life.trouble_disk,
-            life.pin,
-            life.pin,
-            life.pin,
-            life.unpin,
-            life.evict,
-            life.purge,
-        ),
-    )
-    world.check()
-    world.check_idle()
-    world.check_still()
-    check_quotas(world)
-    for purge in life.purges:
-        assert purge.result(0).num_left == 0
 
 
 @pytest.mark.parametrize("host_moves", [False, True])
@@ -77,23 +32,19 @@ def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> 
     )
     prompts = [[tenth * 5 + n % 5 for n in range(18)] for tenth in range(4)]
     for number, prompt in enumerate(prompts):
-        world.submit(f"acme{number}", prompt, max_tokens=1, tenant=b"acme")
-        world.run()
+        world.ask(f"acme{number}", prompt, max_tokens=1, tenant=b"acme")
     keys = [key for p in prompts for key in Chain(root_of(b"acme"), p, BLOCK).keys]
     chance = random.Random(1)
     for number in range(200):
         scan = [chance.randrange(50) for _ in range(30)]
-        world.submit(f"scan{number}", scan, max_tokens=1, tenant=b"scan")
-        world.run()
+        world.ask(f"scan{number}", scan, max_tokens=1, tenant=b"scan")
         world.settle()
     blocks = [world.cache.index.get(key) for key in keys]
     assert all(block is not None and block.slot is not None for block in blocks)
     for number, prompt in enumerate(prompts):
-        world.submit(f"again{number}", prompt, max_tokens=1, tenant=b"acme")
-        world.run()
+        world.ask(f"again{number}", prompt, max_tokens=1, tenant=b"acme")
         assert world.counts(f"again{number}").hit_device == 17
     world.check()
-    world.check_idle()
     check_quotas(world)
     used = {(use.tier, use.group): use for use in world.cache.operations.quotas()}
     assert used[TierName.DEVICE, None].used_bytes > used[TierName.DEVICE, None].share_bytes * 0.9
@@ -102,17 +53,14 @@ def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> 
 def test_a_purged_tenants_running_request_finishes_and_is_not_kept() -> None:
     world = World(device_blocks=60, host_blocks=40, disk_blocks=200)
     prompt = list(range(30))
-    world.submit("before", prompt, max_tokens=2, tenant=b"acme")
-    world.run()
-    world.submit("other", prompt, max_tokens=2, tenant=b"other")
-    world.run()
+    world.ask("before", prompt, max_tokens=2, tenant=b"acme")
+    world.ask("other", prompt, max_tokens=2, tenant=b"other")
     world.submit("running", [*prompt, 7], max_tokens=10, tenant=b"acme", n=2)
     world.submit("waiting", [*prompt, 8], max_tokens=10, tenant=b"acme")
     for _ in range(3):
         world.step()
     done = world.cache.operations.purge([root_of(b"acme")])
-    world.submit("meanwhile", [*prompt, 9], max_tokens=2, tenant=b"acme")
-    world.run()
+    world.ask("meanwhile", [*prompt, 9], max_tokens=2, tenant=b"acme")
     world.settle()
     purged = done.result(0)
     assert (purged.num_left, purged.roots) == (0, (root_of(b"acme"),))
@@ -123,19 +71,15 @@ def test_a_purged_tenants_running_request_finishes_and_is_not_kept() -> None:
     assert world.tier.count([root_of(b"acme")]) == 0
     assert world.tier.count([root_of(b"other")]) + len(world.cache.index) > 0
     world.check()
-    world.check_idle()
-    world.submit("after", prompt, max_tokens=2, tenant=b"acme")
-    world.run()
+    world.ask("after", prompt, max_tokens=2, tenant=b"acme")
     assert world.counts("after").hit == 0
-    world.submit("again", prompt, max_tokens=2, tenant=b"acme")
-    world.run()
+    world.ask("again", prompt, max_tokens=2, tenant=b"acme")
     assert world.counts("again").hit == len(prompt) - 1
 
 
 def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays() -> None:
     world = World(device_blocks=60, write_policy=WritePolicy.WRITE_THROUGH)
-    world.submit("before", list(range(9)), max_tokens=1, tenant=b"acme")
-    world.run()
+    world.ask("before", list(range(9)), max_tokens=1, tenant=b"acme")
     world.settle()
     chain = Chain(root_of(b"acme"), list(range(8)), BLOCK)
     evicted = world.cache.operations.evict(chain.keys)
@@ -148,8 +92,7 @@ def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays() -
 def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() -> None:
     """It reads no cached block, and may not leave any either."""
     world = World(device_blocks=60)
-    world.submit("before", list(range(30)), max_tokens=1, tenant=b"acme")
-    world.run()
+    world.ask("before", list(range(30)), max_tokens=1, tenant=b"acme")
     done = world.cache.operations.purge([root_of(b"acme")])
     world.submit("scored", list(range(30)), max_tokens=1, tenant=b"acme", prompt_logprobs=0)
     world.engine.turn()
@@ -158,17 +101,14 @@ def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() ->
     assert 0 == done.result(0).num_left
     assert 0 == sum(block.scope == root_of(b"acme") for block in world.cache.index)
     world.check()
-    world.check_idle()
 
 
 def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
     world = World(device_blocks=12, host_blocks=16, disk_blocks=200)
     prompt = list(range(40))
-    world.submit("cold", prompt, max_tokens=1, tenant=b"acme")
-    world.run()
+    world.ask("cold", prompt, max_tokens=1, tenant=b"acme")
     for number in range(8):
-        world.submit(f"flood{number}", [40 + number % 9] * 36, max_tokens=1)
-        world.run()
+        world.ask(f"flood{number}", [40 + number % 9] * 36, max_tokens=1)
         world.mover.run(10)
     world.submit("loading", prompt, max_tokens=1, tenant=b"acme")
     world.engine.turn()
@@ -185,7 +125,6 @@ def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
     assert world.cache.residency.counters.events[TierName.DISK, CacheEvent.PURGED] == num_on_disk
     assert num_on_disk > 4
     world.check()
-    world.check_idle()
 
 
 def test_a_purge_that_the_disk_refuses_says_so() -> None:
@@ -199,6 +138,5 @@ def test_a_purge_that_the_disk_refuses_says_so() -> None:
     world.settle()
     with pytest.raises(OSError, match="the disk is gone"):
         done.result(0)
-    world.submit("after", [1] * 9, max_tokens=1, tenant=b"acme")
-    world.run()
+    world.ask("after", [1] * 9, max_tokens=1, tenant=b"acme")
     assert world.outputs["after"][-1].finish is FinishReason.LENGTH

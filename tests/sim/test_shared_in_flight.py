@@ -48,9 +48,7 @@ def finish_of(world: World, name: str) -> FinishReason | None:
 def test_waiters_wait_for_the_one_that_computes_their_prefix(share_tails: bool) -> None:
     world = halfway(num_waiters=5, share_tails=share_tails)
     assert ["producer"] == [s.request.request_id for s in running(world)]
-    world.run()
     world.check()
-    world.check_idle()
     assert unique_tokens(5) == world.runner.computed
 
 
@@ -59,9 +57,7 @@ def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for
     world.engine.abort("producer")
     take_over(world)
     assert 1 == len(running(world))
-    world.run()
     world.check()
-    world.check_idle()
     assert unique_tokens(5) == world.runner.computed
 
 
@@ -73,12 +69,9 @@ def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it() ->
     take_over(world)
     assert 0 < world.runner.computed < len(PREFIX)
     world.engine.abort("producer")
-    world.submit("other", PREFIX, max_tokens=1)
-    world.run()
-    world.submit("next", prompt, max_tokens=1)
-    world.run()
+    world.ask("other", PREFIX, max_tokens=1)
+    world.ask("next", prompt, max_tokens=1)
     world.check()
-    world.check_idle()
     assert FinishReason.LENGTH == finish_of(world, "next")
 
 
@@ -89,9 +82,7 @@ def test_the_last_of_many_producers_still_finishes() -> None:
         (producer,) = running(world)
         world.engine.abort(producer.request.request_id)
         take_over(world)
-    world.run()
     world.check()
-    world.check_idle()
     done = [name for name in world.outputs if finish_of(world, name) is FinishReason.LENGTH]
     assert 1 == len(done)
     assert unique_tokens(1) == world.runner.computed
@@ -104,7 +95,6 @@ def test_a_waiter_takes_over_from_a_producer_whose_step_failed() -> None:
     assert finish_of(world, "producer") is FinishReason.ERROR
     del world.outputs["producer"]
     world.check()
-    world.check_idle()
     assert {1} == set(world.runner.rows.values())
 
 
@@ -112,9 +102,7 @@ def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix() -> None:
     world = halfway(num_waiters=4)
     (producer,) = running(world)
     world.engine._scheduler._preempt(producer)
-    world.run()
     world.check()
-    world.check_idle()
     assert unique_tokens(4) == world.runner.computed
 
 
@@ -131,7 +119,6 @@ def test_waiting_requests_do_not_delay_computing_ones() -> None:
             turns += 1
         assert "producer" in world.live()
         served_after.append(turns)
-        world.run()
         world.check()
     alone, beside_waiters = served_after
     assert alone == beside_waiters
@@ -148,7 +135,6 @@ def test_no_lookup_happens_while_all_places_are_taken(monkeypatch: pytest.Monkey
     world.step()
     monkeypatch.undo()
     assert [] == looked_up
-    world.run()
     world.check()
 
 
@@ -162,7 +148,6 @@ def test_a_preempted_sequence_is_next() -> None:
     scheduler = world.engine._scheduler
     scheduler._preempt(first)
     assert first is scheduler.waiting.candidates(1, lambda s: 40 - s.start)[0]
-    world.run()
     world.check()
 
 
@@ -172,9 +157,7 @@ def test_a_preempted_request_is_loaded_from_below_and_not_recomputed() -> None:
     prompts = [[number] * 2 * BLOCK for number in range(3)]
     for number, prompt in enumerate(prompts):
         world.submit(f"r{number}", prompt, max_tokens=30)
-    world.run()
     world.check()
-    world.check_idle()
     preemptions = world.engine.stats().num_preemptions
     assert preemptions > 0
     events = world.cache.stats().events
@@ -194,11 +177,9 @@ def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
     """
     world = World(device_blocks=16, host_blocks=200)
     prompt = list(range(2 * BLOCK + 3))
-    world.submit("twin", prompt, max_tokens=4, seed=1)
-    world.run()
+    world.ask("twin", prompt, max_tokens=4, seed=1)
     for number in range(2):
-        world.submit(f"flood{number}", [48 + number] * 14 * BLOCK, max_tokens=1)
-        world.run()
+        world.ask(f"flood{number}", [48 + number] * 14 * BLOCK, max_tokens=1)
     (twin,) = (b for b in world.cache.index if b.tokens[:4] == bytes([8, 0, 0, 0]))
     assert twin.slot is None and twin.frame is not None
     world.submit("samples", prompt, max_tokens=8, n=2, seed=1)
@@ -206,12 +187,9 @@ def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
         world.step()
     first, second = running(world)
     assert first.blocks[2] is second.blocks[2] and twin.slot is None
-    world.submit("crowd", [48] * 8 * BLOCK, max_tokens=1)
-    world.run()
+    world.ask("crowd", [48] * 8 * BLOCK, max_tokens=1)
     world.submit("again", [*prompt, *world.tokens("twin")], max_tokens=4)
-    world.run()
     world.check()
-    world.check_idle()
 
 
 def test_a_row_that_one_sample_filled_is_not_written_by_another() -> None:
@@ -221,10 +199,8 @@ def test_a_row_that_one_sample_filled_is_not_written_by_another() -> None:
     answer = replay(prompt, 1, seed=1)
     world.submit("samples", prompt, max_tokens=6, n=2, seed=1)
     world.step()
-    world.submit("next", [*prompt, *answer, 48, 49, 48, 49, 48], max_tokens=1)
-    world.run()
+    world.ask("next", [*prompt, *answer, 48, 49, 48, 49, 48], max_tokens=1)
     world.check()
-    world.check_idle()
     assert world.tokens("samples", 0) != world.tokens("samples", 1)
 
 
@@ -232,10 +208,8 @@ def test_nobody_waits_for_a_tail_that_was_copied_from_the_host() -> None:
     """It stands as it comes: there is nothing to compute."""
     world = World(device_blocks=12, host_blocks=200)
     prompt = list(range(2 * BLOCK + 1))
-    world.submit("before", prompt, max_tokens=4)
-    world.run()
-    world.submit("flood", [48] * 10 * BLOCK, max_tokens=1)
-    world.run()
+    world.ask("before", prompt, max_tokens=4)
+    world.ask("flood", [48] * 10 * BLOCK, max_tokens=1)
     (tail,) = (b for b in world.cache.index if b.tokens[0] == 2 * BLOCK)
     assert tail.slot is None and tail.frame is not None
     world.submit("long", prompt, max_tokens=12)
@@ -243,6 +217,4 @@ def test_nobody_waits_for_a_tail_that_was_copied_from_the_host() -> None:
     world.step()
     world.step()
     assert ["long"] == world.live()
-    world.run()
     world.check()
-    world.check_idle()

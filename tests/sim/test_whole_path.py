@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import random
-import sys
 import time
 import zlib
 from collections import Counter, defaultdict
@@ -51,6 +50,7 @@ from engine.structure import GrammarSource, StructuredOutputs, source_of
 from tests.api.bank import Bank
 from tests.api.conftest import quiet
 from tests.api.driver import Visit
+from tests.sim.life import more_seeds
 from tests.sim.random_grammar import EOS, RandomGrammar
 from tests.support.chain_runner import ChainRunner, chain_layout, replay
 from tests.support.memory_tier import MemoryTier
@@ -451,18 +451,11 @@ async def test_whoever_comes_is_answered_exactly_and_billed_once(
     assert {200, 400, 402, 429} <= statuses.keys(), statuses
 
 
-def main() -> None:
-    first, last = map(int, sys.argv[1:])
-    logging.disable()
-    statuses: Counter[int] = Counter()
-    for seed in range(first, last):
-        with TemporaryDirectory() as folder:
-            try:
-                statuses += asyncio.run(lived(seed, Path(folder)))
-            except Exception as error:  # noqa: BLE001 - told, and the next one is tried
-                print(f"seed {seed}: {error!r}", flush=True)
-    print(dict(statuses))
+def _live(seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        asyncio.run(lived(seed, Path(folder)))
 
 
 if __name__ == "__main__":
-    main()
+    logging.disable()
+    more_seeds(_live)

@@ -7,9 +7,10 @@ makes copies between device and host arrive when they please.
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -224,3 +225,22 @@ class LateCopies:
         late = self._pool._arriving.pop(self._pool.places.whole_of(slot), None)
         if late is not None:
             late.arrive()  # type: ignore[attr-defined]
+
+
+class Refusing:
+    """Counts a pool's copies, and refuses those whose numbers it is told."""
+
+    def __init__(self, pool: DevicePool, refused: Container[int]) -> None:
+        self.num_copies = self.num_refused = 0
+        self._put = pool._put
+        self._refused = refused
+        pool._put = self.put  # type: ignore[method-assign]
+
+    def put(self, pairs: Seq[tuple[torch.Tensor, torch.Tensor]], *how: Any) -> None:
+        """As the pool does, with one target that is not there."""
+        number = self.num_copies
+        self.num_copies += 1
+        if number not in self._refused:
+            return self._put(pairs, *how)
+        self.num_refused += 1
+        return self._put([*list(pairs)[:-1], (torch.empty(2), torch.empty(3))], *how)

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.bounds import check_params
 from engine.engine import Engine
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
+from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
 from engine.scheduling.group import seed_of
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.settings import SchedulerSettings
@@ -67,9 +67,10 @@ class World:
         window: int | None = None,
         windowed: int = 1,
         window_loss: float = 0.0,
+        tier: MemoryTier | None = None,
     ) -> None:
         """`quotas` are parts of every tier, by scope; with a `window` a second layer has it,
-        or `windowed` ones."""
+        or `windowed` ones. `tier`: a disk that another world has left."""
         layout = chain_layout(BLOCK, window, windowed=windowed)
         self.now_s = 1_000_000.0
         shares = None
@@ -77,15 +78,15 @@ class World:
             shares = QuotaShares(
                 1_000_000, {root: int(1e6 * part) for root, part in quotas.items()}
             )
-        tier = MemoryTier(
+        tier = tier or MemoryTier(
             disk_blocks,
-            fault_rate=fault_rate,
             seed=seed,
             block_bytes=layout.nbytes,
             lasting_bytes=layout.lasting_nbytes,
             shares=shares,
             window_loss=window_loss,
         )
+        tier.fault_rate = fault_rate
         self.tier = tier
         self.mover = SteppedMover(tier, seed=seed, late_rate=0.3 * late_copies)
         self.cache = TieredCache(
@@ -222,11 +223,19 @@ class World:
     def tokens(self, name: str, index: int = 0) -> list[int]:
         return [t for o in self.outputs[name] if o.index == index for t in o.tokens]
 
-    def counts(self, name: str):  # type: ignore[no-untyped-def]
+    def counts(self, name: str) -> TokenCounts:
         return self.outputs[name][-1].counts
 
+    def ask(self, name: str, prompt: Seq[int], **asked: Any) -> TokenCounts:
+        """Submit a request, run until every one has ended, and give its counts."""
+        self.submit(name, prompt, **asked)
+        self.run()
+        return self.counts(name)
+
     def check(self) -> None:
-        """Every request got a cold run's tokens, or a beginning of them if it was aborted."""
+        """Run to the end. Every request got a cold run's tokens, or a beginning of them if it was
+        aborted, and nothing is left."""
+        self.run()
         for name, outputs in self.outputs.items():
             for index in range(self.requests[name].params.n):
                 expected = self._cold(self.requests[name], index)
@@ -258,6 +267,7 @@ class World:
                 _check_lookup(outputs[0])
             for index in range(self.requests[name].params.n):
                 _check_times([output for output in outputs if output.index == index])
+        self.check_idle()
 
     def _check_prompt_logprobs(self, name: str) -> None:
         """They are told once, of every prompt token but the first, from the true prefix."""
@@ -301,6 +311,19 @@ class World:
         while self.cache.is_moving or self.cache.residency.copies:
             self.mover.run(1000)
             self.cache.step()
+
+    def sink(self) -> None:
+        """Run to the end, and leave everything on the disk alone."""
+        residency = self.cache.residency
+        self.run()
+        self.settle()
+        for block in [*self.cache.index, *self.cache.index.iter_partials()]:
+            if block.slot is not None:
+                residency.evict_device(block)
+        self.settle()
+        for block in [*self.cache.index]:
+            if block.frame is not None:
+                residency.evict_host(block)
 
     def stands(self, keys: Seq[PrefixKey]) -> list[bool]:
         """Whether the KV of each block is in any tier."""

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from engine.batch import Batch, Sampled, Span
 from engine.request import TokenLogprob
 from engine.structure import GrammarState
-from tests.support.stateless_runner import StatelessRunner
 from tiers.blocks.contents import Content
 from tiers.blocks.layout import BlockLayout, LayerLayout
 
@@ -35,6 +34,25 @@ def chain_layout(
 
 class WrongKv(AssertionError):
     """A row of a block table is not the KV of the sequence's prefix."""
+
+
+class StatelessRunner:
+    """The part of a runner that is about recurrent states, of which there are none."""
+
+    def fork(self, sequence_id: int, twin_id: int) -> None:
+        raise AssertionError("this model has no recurrent states")
+
+    def holds(self, sequence_id: int, position: int) -> bool:
+        return False
+
+    def save(self, sequence_id: int, position: int, slot: int) -> None:
+        raise AssertionError("this model has no recurrent states")
+
+    def resume(self, sequence_id: int, position: int, slot: int) -> None:
+        raise AssertionError("this model has no recurrent states")
+
+    def probe(self) -> None:
+        pass
 
 
 class ChainRunner(StatelessRunner):

@@ -9,14 +9,14 @@ of it takes a minute. One thread.
 from array import array
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from engine.batch import Batch, Sampled
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from tests.support.stateless_runner import StatelessRunner
+from tests.support.chain_runner import StatelessRunner
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.layout import BlockLayout
 from tiers.cache import CacheSettings, TieredCache
@@ -45,7 +45,6 @@ class SimulatedAnswer:
     number: int  # its position in the trace
     arrival_s: float
     begun_s: float  # when it left the queue
-    first_token_s: float
     prompt_tokens: int
     hit_tokens: int
 
@@ -59,8 +58,6 @@ class SimulatedRun:
     """Every request of a trace, in the order of leaving the queue."""
 
     served: Sequence[SimulatedAnswer]
-    seconds: float
-    num_preemptions: int
 
     @property
     def hit_rate(self) -> float:
@@ -104,7 +101,6 @@ class _TimedRunner(StatelessRunner):
     clock: _Clock
     server: SimulatedServer
     tokens_per_token: float  # trace tokens per simulated token
-    forgotten: int = field(default=0)
 
     def step(self, batch: Batch) -> list[Sampled]:
         num_prefill = batch.num_tokens - sum(len(span.tokens) == 1 for span in batch.spans)
@@ -113,7 +109,7 @@ class _TimedRunner(StatelessRunner):
         return [Sampled(span.sequence_id, 0 if span.sample else None) for span in batch.spans]
 
     def forget(self, sequence_id: int) -> None:
-        self.forgotten += 1
+        pass
 
 
 def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
@@ -151,7 +147,7 @@ def simulate(trace: Trace, server: SimulatedServer) -> SimulatedRun:
     assert len(finished) == len(trace.requests), "a request was not answered"
     cache.residency.check()
     served = sorted(map(_served, finished.values()), key=lambda one: (one.begun_s, one.number))
-    return SimulatedRun(served, clock.now_ns / 1e9, engine.stats().num_preemptions)
+    return SimulatedRun(served)
 
 
 def _drive(engine: Engine, clock: _Clock, coming: deque[Request]) -> None:
@@ -196,7 +192,6 @@ def _served(output: StepOutput) -> SimulatedAnswer:
         number=int(output.request_id),
         arrival_s=line.arrival_ns / 1e9,
         begun_s=line.loaded_ns / 1e9,
-        first_token_s=line.first_token_ns / 1e9,
         prompt_tokens=output.counts.prompt,
         hit_tokens=output.counts.hit,
     )

@@ -44,7 +44,7 @@ from billing.money import UNITS
 from billing.prices.book import RateRef
 from billing.store.store import LedgerStore
 from billing.tenants import Tenant
-from billing.usage import EMPTY, Usage
+from billing.usage import Usage
 from engine.errors import RequestError
 from engine.request import (
     FinishReason,
@@ -369,13 +369,6 @@ class CountingMeter:
     @property
     def last(self) -> CountingCharge:
         return self.charges[-1]
-
-    @property
-    def usage_billed(self) -> int:
-        """Output tokens over all settled requests."""
-        return sum(
-            (charge.served.usage if charge.served else EMPTY).output for charge in self.charges
-        )
 
 
 def byte_model(

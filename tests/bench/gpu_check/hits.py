@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
-
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
-from engine.models.load import LoadedModel, describe, load_adapter, load_model
+from engine.models.load import LoadedModel, load_adapter, load_model
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
@@ -46,7 +44,7 @@ class Case:
 
 def check(device: str, small: bool) -> dict[str, Any]:
     cases: dict[str, Callable[[str, Path], Case]] = {
-        "bfloat16": _bfloat16,
+        "bfloat16": lambda device, _: _plain(moved(tiny_model(dtype="bfloat16"), device)),
         "states": lambda device, _: _plain(moved(served("lfm2"), device)),
         "recurrent": lambda device, _: _plain(moved(served("qwen3_next"), device)),
         "lora": _lora,
@@ -202,24 +200,6 @@ def _plain(loaded: LoadedModel, **asked: Any) -> Case:
     """Its answer ends within the prompt's last block: where that block is full, a hit reads the KV
     that the cold request computed for it, and a hit after eviction its own."""
     return Case(loaded, [(7 * i * i + 3) % loaded.vocab_size for i in range(70)], asked)
-
-
-def _bfloat16(device: str, folder: Path) -> Case:
-    small = tiny_model(dtype="bfloat16")
-    if device == "cpu":
-        return _plain(small)
-    model: Any = AutoModelForCausalLM.from_config(small.model.config, dtype=small.model.dtype)
-    model = model.to(device).eval().requires_grad_(False)
-    return _plain(
-        describe(
-            "bfloat16",
-            model,
-            small.tokenizer,
-            weights_digest=small.weights_digest,
-            dtype="bfloat16",
-            device=device,
-        )
-    )
 
 
 def _lora(device: str, folder: Path) -> Case:

@@ -5,7 +5,6 @@ from array import array
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import AutoModelForCausalLM
 
 from engine.batch import Batch, Span
@@ -64,12 +63,12 @@ def moved(loaded: LoadedModel, device: str) -> LoadedModel:
     """A tiny model described anew for the device; packed for a CPU it is used as it is."""
     if device == "cpu":
         return loaded
-    model: Any = AutoModelForCausalLM.from_config(loaded.model.config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(loaded.model.config, dtype=loaded.model.dtype)
     return describe(
         loaded.name,
         model.to(device).eval().requires_grad_(False),
         loaded.tokenizer,
         weights_digest=loaded.weights_digest,
-        dtype="float32",
+        dtype=loaded.dtype,
         device=device,
     )

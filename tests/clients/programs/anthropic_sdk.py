@@ -3,21 +3,12 @@
 import uuid
 
 import anthropic
-from cells import MODEL, QUESTION, SPENT, URL, cell, main, told
+from cells import ABOUT, ASKED, MODEL, SCHEMA, SPENT, URL, cell, main, told
 from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key="any", max_retries=0, timeout=300)
 GREEDY = {"extra_body": {"temperature": 0}}  # the client no longer names the field
-ASKED = [{"role": "user", "content": QUESTION}]
-TOOL = {
-    "name": "weather",
-    "description": "The weather in a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"enum": ["rome", "paris"]}},
-        "required": ["city"],
-    },
-}
+TOOL = {**ABOUT, "input_schema": SCHEMA}
 RULES = f"These are the rules of {uuid.uuid4()}. " + " ".join(
     f"Rule {number}: be brief about subject {number}." for number in range(30)
 )

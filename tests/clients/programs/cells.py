@@ -11,17 +11,40 @@ import inspect
 import json
 import sys
 import traceback
+import uuid
+from functools import partial
 from importlib.metadata import version
 
 CELLS = {}
 URL, MODEL = sys.argv[1:3]  # the server's URL, without /v1
 QUESTION = "What is the capital of France?"
+ASKED = [{"role": "user", "content": QUESTION}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["rome", "paris"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ABOUT = {"name": "weather", "description": "The weather in a city."}
+TOOL = {"type": "function", "function": {**ABOUT, "parameters": SCHEMA}}
 SPENT = "spent-out"  # a user whose hard limit any request would pass
 
 
 def cell(function):
     CELLS[function.__name__] = function
     return function
+
+
+def table(by, **functions):
+    """A cell for each protocol and thing to do. `by` says what a protocol's cells are given."""
+    for protocol, given in by.items():
+        for what, function in functions.items():
+            CELLS[f"{protocol}_{what}"] = partial(function, given)
+
+
+def rules():
+    """Instructions that nobody has sent before."""
+    return f"These are the rules of {uuid.uuid4()}. " + "Be brief. " * 60
 
 
 def told(limit, code, headers):

@@ -1,10 +1,9 @@
 """langchain-openai: chat completions and Responses."""
 
-import uuid
 from typing import Literal
 
 import openai
-from cells import MODEL, QUESTION, SPENT, URL, cell, main, told
+from cells import MODEL, QUESTION, SPENT, URL, cell, main, rules, table, told
 from langchain_core.messages import HumanMessage, SystemMessage, ToolMessage
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -16,77 +15,33 @@ class Place(BaseModel):
     city: Literal["rome", "paris"]
 
 
-def model(**fields):
+def model(fields, max_tokens=60):
     return ChatOpenAI(
         model=MODEL,
         base_url=f"{URL}/v1",
         api_key="any",
         temperature=0,
-        max_tokens=fields.pop("max_tokens", 60),
+        max_tokens=max_tokens,
         max_retries=0,
         timeout=300,
         **fields,
     )
 
 
-def usage(**fields):
-    """What a first and a second answer say of the cache."""
-    chosen = model(max_tokens=16, **fields)
-    rules = f"These are the rules of {uuid.uuid4()}. " + "Be brief. " * 60
-    asked = [SystemMessage(rules), HumanMessage(QUESTION)]
-    first, second = chosen.invoke(asked), chosen.invoke(asked)
-    assert first.text == second.text
-    wrote = first.usage_metadata["input_token_details"]
-    read = second.usage_metadata["input_token_details"]
-    assert wrote["cache_creation"] >= 64 and read["cache_creation"] == 0
-    assert read["cache_read"] == second.usage_metadata["input_tokens"] - 1
-    return f"{wrote['cache_creation']} tokens written, then {read['cache_read']} read"
+def said(fields):
+    answer = model(fields, 16).invoke(QUESTION)
+    assert "Paris" in answer.text
+    return answer.text
 
 
-def limit(**fields):
-    try:
-        model(**fields).invoke(QUESTION, user=SPENT)
-    except openai.RateLimitError as error:
-        return told(error.body["limit"], error.code, error.response.headers)
-    raise AssertionError("it was not refused")
-
-
-@cell
-def chat_answer():
-    answer = model(max_tokens=16).invoke(QUESTION)
-    assert "Paris" in answer.content
-    return answer.content
-
-
-@cell
-def chat_usage():
-    return usage()
-
-
-@cell
-def chat_limit():
-    return limit()
-
-
-@cell
-def responses_usage():
-    return usage(use_responses_api=True)
-
-
-@cell
-def responses_limit():
-    return limit(use_responses_api=True)
-
-
-@cell
-def chat_stream():
-    chunks = list(model(max_tokens=16, stream_usage=True).stream(QUESTION))
-    assert "Paris" in "".join(chunk.content for chunk in chunks)
+def streamed(fields):
+    chunks = list(model(fields, 16).stream(QUESTION))
+    assert "Paris" in "".join(chunk.text for chunk in chunks)
     return f"{len(chunks)} chunks"
 
 
-def called(chosen):
-    asked = HumanMessage("Which city is warmer?")
+def called(fields):
+    chosen, asked = model(fields), HumanMessage("Which city is warmer?")
     first, *others = chosen.bind_tools([Place], tool_choice="any").stream([asked])
     for chunk in others:
         first = first + chunk
@@ -98,37 +53,37 @@ def called(chosen):
     return f"{call['name']}({call['args']}), streamed; an answer to its result"
 
 
-@cell
-def chat_tools():
-    return called(model())
+def usage(fields):
+    """What a first and a second answer say of the cache."""
+    chosen = model(fields, 16)
+    asked = [SystemMessage(rules()), HumanMessage(QUESTION)]
+    first, second = chosen.invoke(asked), chosen.invoke(asked)
+    assert first.text == second.text
+    wrote = first.usage_metadata["input_token_details"]
+    read = second.usage_metadata["input_token_details"]
+    assert wrote["cache_creation"] >= 64 and read["cache_creation"] == 0
+    assert read["cache_read"] == second.usage_metadata["input_tokens"] - 1
+    return f"{wrote['cache_creation']} tokens written, then {read['cache_read']} read"
+
+
+def limit(fields):
+    try:
+        model(fields).invoke(QUESTION, user=SPENT)
+    except openai.RateLimitError as error:
+        return told(error.body["limit"], error.code, error.response.headers)
+    raise AssertionError("it was not refused")
 
 
 @cell
 def chat_structured():
     for method in ("function_calling", "json_schema"):
-        chain = model().with_structured_output(Place, method=method)
+        chain = model({}).with_structured_output(Place, method=method)
         assert isinstance(chain.invoke("Which city is warmer?"), Place)
     return "by function_calling and by json_schema"
 
 
-@cell
-def responses_answer():
-    answer = model(max_tokens=16, use_responses_api=True).invoke(QUESTION)
-    assert "Paris" in answer.text
-    return answer.text
-
-
-@cell
-def responses_stream():
-    chunks = list(model(max_tokens=16, use_responses_api=True).stream(QUESTION))
-    assert "Paris" in "".join(chunk.text for chunk in chunks)
-    return f"{len(chunks)} chunks"
-
-
-@cell
-def responses_tools():
-    return called(model(use_responses_api=True))
-
+BY = {"chat": {"stream_usage": True}, "responses": {"use_responses_api": True}}
+table(BY, answer=said, stream=streamed, tools=called, usage=usage, limit=limit)
 
 if __name__ == "__main__":
     main("langchain-openai", "langchain-core")

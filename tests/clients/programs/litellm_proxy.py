@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import httpx
-from cells import MODEL, QUESTION, SPENT, URL, cell, main
+from cells import ASKED, MODEL, QUESTION, SPENT, TOOL, URL, cell, main
 
-ASKED = [{"role": "user", "content": QUESTION}]
 CONFIG = {
     "model_list": [
         {
@@ -94,16 +93,10 @@ def chat_stream():
 
 @cell
 def chat_tools():
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["rome", "paris"]}},
-        "required": ["city"],
-    }
-    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     answer = posted(
         "/v1/chat/completions",
         messages=ASKED,
-        tools=[tool],
+        tools=[TOOL],
         tool_choice="required",
         temperature=0,
         max_tokens=60,

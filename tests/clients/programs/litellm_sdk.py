@@ -2,26 +2,15 @@
 
 import json
 import os
-import uuid
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # fetches nothing
 
 import litellm
-from cells import MODEL, QUESTION, SPENT, URL, cell, main
+from cells import ASKED, MODEL, QUESTION, SCHEMA, SPENT, TOOL, URL, cell, main, rules
 from litellm.responses.utils import ResponsesAPIRequestUtils
 
 litellm.suppress_debug_info = True
-ASKED = [{"role": "user", "content": QUESTION}]
 TO = {"model": f"openai/{MODEL}", "api_base": f"{URL}/v1", "api_key": "any", "timeout": 300}
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["rome", "paris"]}},
-    "required": ["city"],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": "The weather.", "parameters": SCHEMA},
-}
 
 
 @cell
@@ -29,11 +18,6 @@ def chat_answer():
     answer = litellm.completion(messages=ASKED, temperature=0, max_tokens=16, **TO)
     assert "Paris" in answer.choices[0].message.content
     return answer.choices[0].message.content
-
-
-def rules():
-    """Instructions that nobody has sent before."""
-    return f"These are the rules of {uuid.uuid4()}. " + "Be brief. " * 60
 
 
 def told(error):

@@ -11,7 +11,7 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, URL, main, table
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
@@ -75,45 +75,13 @@ async def decided(kind):
     return answer.final_output.model_dump_json()
 
 
-@cell
-def responses_answer():
-    return said(OpenAIResponsesModel)
-
-
-@cell
-def responses_stream():
-    return streamed(OpenAIResponsesModel)
-
-
-@cell
-def responses_tools():
-    return called(OpenAIResponsesModel)
-
-
-@cell
-def responses_structured():
-    return decided(OpenAIResponsesModel)
-
-
-@cell
-def chat_answer():
-    return said(OpenAIChatCompletionsModel)
-
-
-@cell
-def chat_stream():
-    return streamed(OpenAIChatCompletionsModel)
-
-
-@cell
-def chat_tools():
-    return called(OpenAIChatCompletionsModel)
-
-
-@cell
-def chat_structured():
-    return decided(OpenAIChatCompletionsModel)
-
+table(
+    {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel},
+    answer=said,
+    stream=streamed,
+    tools=called,
+    structured=decided,
+)
 
 if __name__ == "__main__":
     main("openai-agents", "openai")

@@ -1,32 +1,16 @@
 """The openai client: chat completions and Responses."""
 
 import json
+from functools import partial
 from typing import Literal
 
 import openai
-from cells import MODEL, QUESTION, SPENT, URL, cell, main, told
+from cells import ABOUT, ASKED, MODEL, QUESTION, SCHEMA, SPENT, TOOL, URL, cell, main, table, told
 from pydantic import BaseModel, Field
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=300)
-ASKED = [{"role": "user", "content": QUESTION}]
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"enum": ["rome", "paris"]}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-DESCRIPTION = "The weather in a city."
-TOOL = {
-    "type": "function",
-    "function": {"name": "weather", "description": DESCRIPTION, "parameters": SCHEMA},
-}
-FLAT_TOOL = {
-    "type": "function",
-    "name": "weather",
-    "description": DESCRIPTION,
-    "parameters": SCHEMA,
-    "strict": True,
-}
+FLAT_TOOL = {"type": "function", **ABOUT, "parameters": SCHEMA, "strict": True}
+GREEDY = {"model": MODEL, "temperature": 0}
 
 
 class Place(BaseModel):
@@ -36,13 +20,10 @@ class Place(BaseModel):
 
 @cell
 def chat_answer():
-    answer = client.chat.completions.create(
-        model=MODEL, messages=ASKED, temperature=0, max_tokens=16
+    answer, again = (
+        client.chat.completions.create(messages=ASKED, max_tokens=16, **GREEDY) for _ in range(2)
     )
     assert "Paris" in answer.choices[0].message.content
-    again = client.chat.completions.create(
-        model=MODEL, messages=ASKED, temperature=0, max_tokens=16
-    )
     details = again.usage.prompt_tokens_details
     cached = details.cached_tokens
     assert cached == again.usage.prompt_tokens - 1 and details.cache_write_tokens == 0
@@ -53,12 +34,11 @@ def chat_answer():
 def chat_stream():
     chunks = list(
         client.chat.completions.create(
-            model=MODEL,
             messages=ASKED,
-            temperature=0,
             max_tokens=16,
             stream=True,
             stream_options={"include_usage": True},
+            **GREEDY,
         )
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -69,7 +49,7 @@ def chat_stream():
 @cell
 def chat_tools():
     asked = [{"role": "user", "content": "Is it warm in Paris?"}]
-    forced = {"model": MODEL, "tools": [TOOL], "temperature": 0, "max_tokens": 60}
+    forced = {"tools": [TOOL], "max_tokens": 60, **GREEDY}
     with client.chat.completions.stream(messages=asked, tool_choice="required", **forced) as stream:
         message = stream.get_final_completion().choices[0].message
     [call] = message.tool_calls
@@ -91,28 +71,29 @@ def chat_structured():
     return answer.choices[0].message.content
 
 
-@cell
-def chat_limit():
+def limit(create):
     try:
-        client.chat.completions.create(model=MODEL, messages=ASKED, max_tokens=8, user=SPENT)
+        create(model=MODEL, user=SPENT)
     except openai.RateLimitError as error:
         return told(error.body["limit"], error.code, error.response.headers)
     raise AssertionError("it was not refused")
 
 
+table(
+    {
+        "chat": partial(client.chat.completions.create, messages=ASKED, max_tokens=8),
+        "responses": partial(client.responses.create, input=QUESTION, max_output_tokens=16),
+    },
+    limit=limit,
+)
+
+
 @cell
 def responses_answer():
-    first = client.responses.create(
-        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=16
-    )
+    asked = {"max_output_tokens": 16, **GREEDY}
+    first = client.responses.create(input=QUESTION, **asked)
     assert "Paris" in first.output_text
-    second = client.responses.create(
-        model=MODEL,
-        input="And of Italy?",
-        previous_response_id=first.id,
-        temperature=0,
-        max_output_tokens=16,
-    )
+    second = client.responses.create(input="And of Italy?", previous_response_id=first.id, **asked)
     stood = first.usage.input_tokens + first.usage.output_tokens - 1
     assert second.usage.input_tokens_details.cached_tokens >= stood
     return f"previous_response_id: all {stood} tokens of the last turn hit"
@@ -120,9 +101,7 @@ def responses_answer():
 
 @cell
 def responses_stream():
-    with client.responses.stream(
-        model=MODEL, input=QUESTION, temperature=0, max_output_tokens=16
-    ) as stream:
+    with client.responses.stream(input=QUESTION, max_output_tokens=16, **GREEDY) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_response()
     assert "Paris" in final.output_text and "response.output_text.delta" in kinds
@@ -131,7 +110,7 @@ def responses_stream():
 
 @cell
 def responses_tools():
-    asked = {"model": MODEL, "tools": [FLAT_TOOL], "temperature": 0, "max_output_tokens": 60}
+    asked = {"tools": [FLAT_TOOL], "max_output_tokens": 60, **GREEDY}
     first = client.responses.create(input="Is it warm in Paris?", tool_choice="required", **asked)
     [call] = [item for item in first.output if item.type == "function_call"]
     assert json.loads(call.arguments)["city"] in ("rome", "paris")
@@ -153,18 +132,9 @@ def responses_structured():
 
 
 @cell
-def responses_limit():
-    try:
-        client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=16, user=SPENT)
-    except openai.RateLimitError as error:
-        return told(error.body["limit"], error.code, error.response.headers)
-    raise AssertionError("it was not refused")
-
-
-@cell
 def responses_diagnostics():
     rules = " ".join(f"Rule {number}: be brief about it." for number in range(40))
-    asked = {"model": MODEL, "instructions": rules, "temperature": 0, "max_output_tokens": 16}
+    asked = {"instructions": rules, "max_output_tokens": 16, **GREEDY}
     first = client.responses.create(input=QUESTION, **asked)
     named = {"comparison_response_id": first.id}
     same = client.responses.create(input=QUESTION, prompt_cache_options=named, **asked)

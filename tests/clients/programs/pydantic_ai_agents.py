@@ -3,7 +3,7 @@
 from typing import Literal
 
 from anthropic import AsyncAnthropic
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, URL, main, table
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput
@@ -21,19 +21,14 @@ class Place(BaseModel):
     city: Literal["rome", "paris"]
 
 
-def chat_model():
-    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=300)
-    return OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client))
-
-
-def responses_model():
-    client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=300)
-    return OpenAIResponsesModel(MODEL, provider=OpenAIProvider(openai_client=client))
-
-
-def messages_model():
-    client = AsyncAnthropic(base_url=URL, api_key="any", max_retries=0, timeout=300)
-    return AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
+openai_client = AsyncOpenAI(base_url=f"{URL}/v1", api_key="any", max_retries=0, timeout=300)
+openai_provider = OpenAIProvider(openai_client=openai_client)
+anthropic_client = AsyncAnthropic(base_url=URL, api_key="any", max_retries=0, timeout=300)
+OPENAI = {
+    "chat": OpenAIChatModel(MODEL, provider=openai_provider),
+    "responses": OpenAIResponsesModel(MODEL, provider=openai_provider),
+}
+ANTHROPIC = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=anthropic_client))
 
 
 async def said(model):
@@ -49,7 +44,7 @@ async def streamed(model):
     return f"{len(parts)} parts"
 
 
-async def decided(model, output):
+async def decided(model, output=Place):
     answer = await Agent(model, output_type=output, model_settings=SETTINGS).run(
         "Which city is warmer?"
     )
@@ -57,60 +52,12 @@ async def decided(model, output):
     return answer.output.model_dump_json()
 
 
-@cell
-def chat_answer():
-    return said(chat_model())
+def structured(model):
+    return decided(model, NativeOutput(Place))
 
 
-@cell
-def chat_stream():
-    return streamed(chat_model())
-
-
-@cell
-def chat_tools():
-    return decided(chat_model(), Place)
-
-
-@cell
-def chat_structured():
-    return decided(chat_model(), NativeOutput(Place))
-
-
-@cell
-def responses_answer():
-    return said(responses_model())
-
-
-@cell
-def responses_stream():
-    return streamed(responses_model())
-
-
-@cell
-def responses_tools():
-    return decided(responses_model(), Place)
-
-
-@cell
-def responses_structured():
-    return decided(responses_model(), NativeOutput(Place))
-
-
-@cell
-def messages_answer():
-    return said(messages_model())
-
-
-@cell
-def messages_stream():
-    return streamed(messages_model())
-
-
-@cell
-def messages_tools():
-    return decided(messages_model(), Place)
-
+table(OPENAI | {"messages": ANTHROPIC}, answer=said, stream=streamed, tools=decided)
+table(OPENAI, structured=structured)
 
 if __name__ == "__main__":
     main("pydantic-ai-slim", "openai", "anthropic")

@@ -1,6 +1,6 @@
 """smolagents: its model class, and the agent that calls tools."""
 
-from cells import MODEL, QUESTION, URL, cell, main
+from cells import MODEL, QUESTION, SCHEMA, URL, cell, main
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 from smolagents.models import ChatMessage, MessageRole
 
@@ -58,12 +58,7 @@ def chat_tools():
 
 @cell
 def chat_structured():
-    schema = {
-        "type": "object",
-        "properties": {"city": {"enum": ["rome", "paris"]}},
-        "required": ["city"],
-    }
-    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
     answer = model().generate(asked("Which city is warmer?"), response_format=form)
     assert answer.content in ('{"city": "rome"}', '{"city": "paris"}')
     return answer.content
