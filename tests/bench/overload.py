@@ -112,9 +112,12 @@ def serve(port: int, *, bounded: bool) -> None:
         max_wait_s=MAX_WAIT_S if bounded else math.inf,
         max_in_flight=1024 if bounded else 1 << 20,
     )
-    wire = {name: getattr(house.wire, name) for name in house.wire.__dataclass_fields__}
-    wire |= {"engine": engine, "bridge": bridge, "queue": bound}
-    app = create_app(type(house.wire)(**wire))
+    wire = replace(
+        house.wire,
+        access=replace(house.wire.access, queue=bound),
+        inference=replace(house.wire.inference, engine=engine, bridge=bridge),
+    )
+    app = create_app(wire)
     engine.start()
     uvicorn.run(app, port=port, loop="uvloop", http=BoundedConnection, log_config=None)
 
