@@ -119,10 +119,8 @@ def test_a_lapsed_hold_is_settled_from_its_progress_and_the_late_word_wins(
     house: TestLedger,
 ) -> None:
     house.fund(UNITS)
-    hold = house.reserve("r1", UNITS // 2, ttl_s=0)
-    sent = Usage(hit_disk=900, miss=100, output=3)
-    house.ledger.top_up(hold, usage=sent, ttl_s=0).result()
-    assert house.ledger.sweeper.sweep() == 1
+    hold = house.reserve("r1", UNITS // 2)
+    house.lapse(hold, Usage(hit_disk=900, miss=100, output=3))
     assert house.account().held == 0
     late = house.settle(hold, USAGE)
     assert (late.repeated, late.charge.amount) == (True, PRICE)
@@ -136,9 +134,8 @@ def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(
     house: TestLedger, by_admin: bool
 ) -> None:
     house.fund(UNITS)
-    hold = house.reserve("r1", UNITS // 2, ttl_s=0)
-    house.ledger.top_up(hold, usage=USAGE, ttl_s=0).result()
-    house.ledger.sweeper.sweep()
+    hold = house.reserve("r1", UNITS // 2)
+    house.lapse(hold, USAGE)
     if by_admin:
         house.correct("r1", "c")
     house.settle(hold, EMPTY, Outcome.FAILED)

@@ -240,8 +240,7 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
 ) -> None:
     limit(house, 9)
     hold = house.reserve("r1", 5 * TOKEN)
-    house.ledger.top_up(hold, 0, usage=Usage(output=2), ttl_s=0).result()
-    house.ledger.sweeper.sweep()
+    house.lapse(hold, Usage(output=2))
     assert {"2025-01/": (2, 0)} == spent(house)
     house.settle(hold, Usage(output=4))
     assert {"2025-01/": (4, 0)} == spent(house)

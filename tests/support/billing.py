@@ -91,6 +91,12 @@ class TestLedger:
     ) -> Settled:
         return self.ledger.settle(hold, usage, outcome, delivered=delivered).result()
 
+    def lapse(self, hold: Hold, usage: Usage) -> None:
+        """Records this progress and ends the hold's lease, which is then swept."""
+        self.ledger.top_up(hold, usage=usage).result()
+        self.ledger._leases[hold.key] = 0.0
+        self.ledger.sweeper.sweep()
+
 
 def fresh_ledger(file: Path) -> str:
     """The URL of a SQLite database with the schema and nothing in it, or of the one that is there.

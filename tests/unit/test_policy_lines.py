@@ -16,12 +16,12 @@ SECTIONS = (
 )
 STORE, WIRE = "tests/contract/test_ledger_store.py", "tests/api/test_money_wire.py"
 POLICY, RETRIES = "tests/unit/test_billing_policy.py", "tests/e2e/test_openai_retries.py"
-CLAIMS, HITS = "tests/contract/test_idempotency_store.py", "tests/sim/test_billed_hits.py"
+CLAIMS, HITS = "tests/contract/test_retries_paid_once.py", "tests/sim/test_billed_hits.py"
 WIRE_RETRIES = "tests/api/test_money_retries.py"
 RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
 KILLS, MACHINE = "tests/crash/test_serve_kill.py", "tests/sim/test_billing_machine.py"
 RATER = "tests/contract/test_independent_rater.py"
-SHAPES, FAULTS = "tests/unit/test_billing_shapes.py", "tests/contract/test_ledger_faults.py"
+SHAPES, FAULTS = "tests/unit/test_billing_cards.py", "tests/contract/test_ledger_faults.py"
 COLUMNS = "test_a_change_of_any_column_is_named"
 SYNC, TAMPERING = "tests/unit/test_ledger_sync.py", "tests/contract/test_audit_tampering.py"
 ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/sim/test_two_servers.py"
@@ -65,10 +65,10 @@ LINES: dict[str, list[str]] = {
     ],
     "A request whose hold does not fit": [
         f"{WIRE}::test_without_balance_nothing_is_computed",
-        f"{POLICY}::test_a_refused_request_leaves_nothing",
+        f"{STORE}::test_the_gate_refuses_what_the_balance_does_not_cover",
     ],
     "A request that was admitted is settled exactly once": [
-        f"{POLICY}::test_every_way_out_ends_the_hold_and_leaves_one_charge",
+        f"{POLICY}::test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold",
         f"{WIRE}::test_every_way_out_is_in_the_ledger_once",
     ],
     "| `finished`": [f"{WAYS}::test_finished", f"{WIRE}::test_a_charge_is_exact"],
@@ -88,12 +88,14 @@ LINES: dict[str, list[str]] = {
     ],
     "Progress is recorded with each top-up": [f"{WIRE}::test_the_journal_says_what_was_sent"],
     "If a server thought dead comes back": [
-        f"{STORE}::test_a_late_word_that_bills_less_gives_the_difference_back"
+        f"{STORE}::test_a_late_word_that_bills_less_gives_back_what_no_admin_has"
     ],
     "An answer that the server could not write": [
         f"{WIRE}::test_an_answer_that_we_fail_to_write_costs_nothing"
     ],
-    "What was used and not billed stays": [f"{POLICY}::test_what_was_not_billed_is_on_the_record"],
+    "What was used and not billed stays": [
+        f"{POLICY}::test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold"
+    ],
     "A prepaid balance can go below zero only": [
         f"{POLICY}::test_an_overdraft_is_at_most_what_was_made_beyond_the_hold",
         f"{MACHINE}::test_the_ledger_does_what_the_model_says",
@@ -107,12 +109,14 @@ LINES: dict[str, list[str]] = {
     "Clients retry silently": [
         f"{RETRIES}::test_an_answer_that_never_came_is_not_paid_when_its_retry_comes",
         f"{RETRIES}::test_without_a_key_what_was_sent_counts_as_delivered",
-        "tests/contract/test_undelivered.py::test_a_retry_a_day_later_is_a_request_of_its_own",
+        f"{CLAIMS}::test_a_retry_a_day_later_is_a_request_of_its_own",
+        f"{CLAIMS}::test_an_answer_and_its_retry_are_paid_once",
     ],
     "1. Granted money": [
         f"{RATER}::test_an_independent_rater_agrees_with_every_charge",
         f"{STORE}::test_granted_money_is_spent_first_and_debt_is_paid_first",
-        f"{STORE}::test_a_correction_names_its_charge_and_gives_back_no_more_than_is_left",
+        f"{STORE}::test_a_correction_gives_back_no_more_than_is_left_of_its_charge",
+        f"{POLICY}::test_a_correction_gives_back_paid_money_first_and_granted_money_last",
     ],
     "Money that is paid in settles": [
         f"{STORE}::test_granted_money_is_spent_first_and_debt_is_paid_first",
@@ -122,9 +126,9 @@ LINES: dict[str, list[str]] = {
     ],
     "`cachesvc ledger verify` needs only": [
         f"{STORE}::test_verify_names_the_first_entry_that_differs",
-        f"{STORE}::test_a_cut_tail_is_found_by_a_head_that_was_written_down",
+        f"{TAMPERING}::test_a_tail_that_was_cut_is_found_by_its_head",
     ],
-    "The admin trail proves": [f"{STORE}::test_a_changed_rate_card_and_a_changed_trail_are_found"],
+    "The admin trail proves": [f"{TAMPERING}::{COLUMNS}"],
     "The proof does not cover what is not money yet": [f"{TAMPERING}::{COLUMNS}"],
     "the owner, lease and progress": [f"{TAMPERING}::{COLUMNS}"],
     "stored answers, and notes": [f"{TAMPERING}::{COLUMNS}"],
@@ -135,7 +139,7 @@ LINES: dict[str, list[str]] = {
     "SQLite": [f"{SYNC}::test_a_settlement_waits_for_the_disk_and_a_hold_does_not"],
     "The ledger closes if": [
         f"{SYNC}::test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart",
-        f"{SYNC}::test_a_database_that_is_removed_or_replaced_is_not_written_on",
+        f"{SYNC}::test_files_that_are_removed_or_cut_close_the_ledger",
         f"{SYNC}::test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room",
     ],
     "The log is extended": [f"{SYNC}::test_a_lengthened_log_is_read_like_any_other"],
