@@ -332,7 +332,7 @@ async def test_a_hold_that_lapses_is_the_servers_failure(tmp_path: Path, stream:
             headers = bank.customer(UNITS)
             visit = Visit(app, CHAT, HELLO | {"stream": stream}, **headers).start()
             await begun(house, tokens=1)
-            assert 1 == await asyncio.to_thread(bank.ledger.sweep)
+            assert 1 == await asyncio.to_thread(bank.ledger.sweeper.sweep)
             await visit.task
             assert (200 if stream else 500) == visit.messages[0]["status"]
             assert '"code":"generation_failed"' in visit.text
