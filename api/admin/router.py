@@ -4,40 +4,23 @@ from collections.abc import Callable
 
 from fastapi import APIRouter, Depends, Request
 
-from api.admin.pages import assets, login
-from api.admin.pages import audit as pages_audit
-from api.admin.pages import explorer as pages_explorer
-from api.admin.pages import front as pages_front
-from api.admin.pages import keys as pages_keys
-from api.admin.pages import money as pages_money
-from api.admin.pages import overview as pages_overview
-from api.admin.pages import pins as pages_keeping
-from api.admin.pages import requests as pages_requests
-from api.admin.pages import tenants as pages_tenants
-from api.admin.pages import working_set as pages_working_set
-from api.admin.parts import AdminParts
-from api.admin.routes import derived, stats
-from api.admin.routes import ledger as ledger_routes
-from api.admin.routes import prompts as prompt_routes
-
-AREAS = (
-    assets.router,
-    login.router,
-    derived.router,
-    ledger_routes.router,
-    prompt_routes.router,
-    pages_audit.router,
-    pages_explorer.router,
-    pages_front.router,
-    pages_keeping.router,
-    pages_keys.router,
-    pages_money.router,
-    pages_overview.router,
-    pages_requests.router,
-    pages_tenants.router,
-    pages_working_set.router,
-    stats.router,
+from api.admin.pages import (
+    assets,
+    explorer,
+    front,
+    keys,
+    login,
+    money,
+    overview,
+    requests,
+    tenants,
+    working_set,
 )
+from api.admin.parts import AdminParts
+from api.admin.routes import derived, ledger, prompts, stats
+
+_PAGES = (assets, login, explorer, front, keys, money, overview, requests, tenants, working_set)
+AREAS = tuple(area.router for area in (derived, ledger, prompts, stats, *_PAGES))
 
 
 def admin_router(parts: AdminParts) -> APIRouter:

@@ -13,6 +13,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from api.admin.parts import AdminParts
 from api.app import create_app
 from tests.api.bank import Bank
 from tests.support.wire import FakeHouse, fake_house
@@ -24,9 +25,11 @@ def anyio_backend() -> str:
 
 
 @contextlib.asynccontextmanager
-async def running(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+async def running(
+    house: FakeHouse, admin: AdminParts | None = None
+) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
     """The app started, and a client; ends with the checks that hold after every test."""
-    app = create_app(house.wire)
+    app = create_app(house.wire, admin=admin)
     transport = httpx.ASGITransport(app)
     try:
         async with (

@@ -8,7 +8,7 @@ from billing.accounts import Accounts
 from billing.prices.book import PriceBook
 from tests.api import test_money_routes
 from tests.api.test_money_routes import House
-from tests.support.admin import OPERATOR_TOKEN, admin_client, fake_parts
+from tests.support.admin import OPERATOR_TOKEN, admin_client, called, fake_parts
 from tiers.telemetry.working_set import MissRatioCurve, TierPoint, TrafficReport
 from tiers.tier import TierName
 
@@ -37,9 +37,7 @@ STATS = {
 
 
 def report() -> "Future[TrafficReport]":
-    future: Future[TrafficReport] = Future()
-    future.set_result(REPORT)
-    return future
+    return called(lambda _: REPORT, None)
 
 
 async def test_advice_is_priced_by_the_card_and_the_measured_traffic(house: House) -> None:

@@ -18,7 +18,7 @@ from cachesvc.operator.tenant_pins import CachePins
 from engine.errors import QueueFull
 from engine.request import BlockRun, Lookup
 from tests.api.conftest import running
-from tests.support.admin import error_of
+from tests.support.admin import called, error_of
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import FakeHouse, Script, fake_house
 from tiers.cache import CacheSettings, TieredCache
@@ -64,12 +64,7 @@ class Kitchen:
         self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
 
     def _call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
-        done: Future[Any] = Future()
-        try:
-            done.set_result(function(self.cache.operations))
-        except Exception as error:  # noqa: BLE001  as the engine hands it on
-            done.set_exception(error)
-        return done
+        return called(function, self.cache.operations)
 
     def pins(self, kind: str = "") -> list[Pin[Any]]:
         return [pin for pin in self.cache.operations.pins() if kind in ("", pin.kind)]

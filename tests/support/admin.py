@@ -1,7 +1,8 @@
 """Admin parts over fakes, for tests of the pages and routes."""
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +148,13 @@ async def admin_client(
 def error_of(answer: httpx.Response) -> tuple[int, str]:
     """Its status, and the code of its error."""
     return answer.status_code, answer.json()["error"]["code"]
+
+
+def called(function: Callable[[Any], Any], cache: Any) -> "Future[Any]":
+    """What `function` returns or raises, as `Engine.call` gives it."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(function(cache))
+    except Exception as error:  # noqa: BLE001  as the engine hands it on
+        future.set_exception(error)
+    return future

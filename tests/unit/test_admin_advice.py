@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from api.admin.pages.advice import GIB, CurveTier, advise, hit_rate
+from api.admin.pages.working_set import GIB, CurveTier, advise, hit_rate
 from billing.prices.book import Rates
 from tiers.telemetry.working_set import MissRatioCurve, WorkingSet
 from tiers.tier import TierName

@@ -1,9 +1,11 @@
-"""The prefix explorer under /admin/explorer: all tiers as one tree, and one block.
+"""The prefix explorer under /admin/explorer: all tiers as one tree, and one block; pins, evictions
+and purges.
 
-Actions are in `api.admin.pages.pins`. Tokens are decoded only when an admin asks, and that leaves
-an audit entry.
+Forms work without a script. Each asks for a reason and leaves an audit entry. Tokens are decoded
+only when an admin asks, and that leaves an audit entry too.
 """
 
+import json
 import time
 from array import array
 from dataclasses import replace
@@ -12,16 +14,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request
 from starlette.responses import RedirectResponse, Response
 
+from api.admin import cache
 from api.admin.access import MayChange, MayRead
-from api.admin.cache import must_be_known
 from api.admin.login.sessions import Admin, Role
 from api.admin.pages.base import csv_answer, render
 from api.admin.pages.filters import Filter
-from api.admin.pages.operation_forms import DONE, FORMS
+from api.admin.pages.operation_forms import DONE, FORMS, Sent
 from api.admin.pages.prefix_rows import COLUMNS, OUTLINE_TOKENS, ScopeRows, rows_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Grown, Room
-from api.errors import InvalidRequest
+from api.errors import ApiError, InvalidRequest, RecordNotFound
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
 from tiers.tier import TierName
@@ -48,7 +50,7 @@ async def tree(
     """The prefixes of all tiers as a tree: of one tenant, or below one block if `below` is its
     key."""
     if tenant:
-        await must_be_known(request, tenant)
+        await cache.must_be_known(request, tenant)
     roots = (key_of(below),) if below else ()
     grown = await parts_of(request).explorer.tree(TreeQuery(roots=roots, depth=depth), tenant)
     payload = tree_json(grown.tree)
@@ -146,6 +148,67 @@ async def text_page(request: Request, key: str, admin: MayChange) -> Response:
     await add_audit_entry(request, admin.name, "block.read", key)
     text = parts_of(request).decode(array("i", detail.block.tokens))
     return await show_block(request, admin, key_of(key), text=text)
+
+
+@router.post("/admin/explorer/{key}/pin", include_in_schema=False)
+async def pin(request: Request, key: str, admin: MayChange, sent: Sent) -> Response:
+    """Keep the prefix that ends with this block."""
+    try:
+        given = FORMS["pin"].given(sent, key=key_of(key).hex(), name=f"pin-{key[:12]}")
+        await cache.pin(request, **given, by=admin.name)
+    except ApiError as error:
+        return await show_block(request, admin, key_of(key), wrong=str(error))
+    return RedirectResponse(f"/admin/explorer/{key}?done=pin", 303)
+
+
+@router.post("/admin/explorer-pins/{name}/end", include_in_schema=False)
+async def unpin(request: Request, name: str, admin: MayChange) -> Response:
+    """End a pin by its name; the prefix may be evicted again."""
+    await cache.unpin(request, name=name, by=admin.name, why="ended on the page of prefixes")
+    return RedirectResponse("/admin/explorer?done=unpin", 303)
+
+
+@router.post("/admin/explorer/{key}/evict", include_in_schema=False)
+async def evict(request: Request, key: str, admin: MayChange, sent: Sent) -> Response:
+    """Remove the block (or the run that it ends) and all its continuations from every tier."""
+    try:
+        given = FORMS["evict"].given(sent)
+        whole_run = sent.get("what", "run") == "run"
+        keys = await parts_of(request).explorer.below(key_of(key), whole_run=whole_run)
+        removed = await cache.evict_blocks(request, keys, key, **given, by=admin.name)
+    except ApiError as error:
+        return await show_block(request, admin, key_of(key), wrong=str(error))
+    done = "evict" if any(removed.values()) else "kept"
+    return RedirectResponse(f"/admin/explorer?done={done}", 303)
+
+
+@router.post("/admin/explorer-purge", include_in_schema=False)
+async def purge(request: Request, admin: MayChange, sent: Sent) -> Response:
+    """Remove every block of a tenant or group (`tenant:NAME`, `group:NAME`) from every tier."""
+    kind, _, name = str(sent.get("owner", "")).partition(":")
+    confirm = str(sent.get("confirm", ""))
+    if kind not in ("tenant", "group") or not name or confirm.strip() != name:
+        raise InvalidRequest(
+            f"To purge, type the name '{name[:64]}' into the second field; it had "
+            f"'{confirm[:64]}'. Nothing was removed."
+        )
+    given = FORMS["purge"].given(sent, kind=kind, name=name)
+    signed = await cache.purge(request, **given, by=admin.name)
+    return RedirectResponse(f"/admin/explorer?done=purge&receipt={signed['finished_ns']}", 303)
+
+
+@router.get("/admin/explorer-receipts/{finished_ns}.json", include_in_schema=False)
+async def receipt(request: Request, finished_ns: int, _: MayRead) -> Response:
+    """The signed receipt of a purge, as a file to download."""
+    signed = await parts_of(request).cache.receipt(finished_ns)
+    if signed is None:
+        raise RecordNotFound(f"No purge that ended at {finished_ns} has a receipt here.")
+    name = f"purge-{finished_ns}.json"
+    return Response(
+        json.dumps(signed, indent=1) + "\n",
+        media_type="application/json",
+        headers={"Content-Disposition": f'attachment; filename="{name}"'},
+    )
 
 
 def key_of(text: str) -> PrefixKey:

@@ -1,4 +1,5 @@
-"""The money page: revenue, savings, balances, holds, the proof, and the prices.
+"""The money page: revenue, savings, balances, holds, the proof, and the prices. And the audit log:
+who changed what, before and after, and why.
 
 Plain functions: the server runs them on its thread pool, because they read the ledger's database.
 """
@@ -11,11 +12,17 @@ from starlette.responses import RedirectResponse, Response
 
 from api.admin.access import MayRead
 from api.admin.pages.base import render
-from api.admin.pages.filters import Asked
+from api.admin.pages.filters import Asked, Before, Filter
 from api.admin.parts import books_of, parts_of
 from billing.operations.books import Books
 from billing.prices.book import RateCard
-from billing.reports.documents import RATES, card_document, hold_document, proof_document
+from billing.reports.documents import (
+    RATES,
+    card_document,
+    hold_document,
+    proof_document,
+    trail_document,
+)
 from billing.reports.revenue import REVENUE_CLASSES, Revenue, revenue
 from billing.store import reports as store_reports
 
@@ -23,6 +30,7 @@ router = APIRouter(prefix="/admin", include_in_schema=False)
 
 DAYS = 31
 MAX_HOLDS = 50
+MAX_ENTRIES = 50
 
 
 @router.get("/money")
@@ -75,6 +83,34 @@ def verify(request: Request, _: MayRead) -> Response:
     """Prove the whole ledger now. Changes nothing."""
     books_of(request).prover.prove()
     return RedirectResponse("/admin/money#proof", 303)
+
+
+@router.get("/audit")
+def audit_page(
+    request: Request,
+    admin: MayRead,
+    actor: Filter = "",
+    action: Filter = "",
+    q: Filter = "",
+    before: Before = None,
+) -> Response:
+    """The newest entries first. `before` is the number of the oldest entry already seen."""
+    accounts = books_of(request).accounts
+    rows = accounts.trail.newest(
+        MAX_ENTRIES + 1, before=before, actor=actor, action=action, text=q.strip()
+    )
+    return render(
+        request,
+        "audit.html",
+        admin,
+        entries=[trail_document(row) for row in rows[:MAX_ENTRIES]],
+        older=rows[MAX_ENTRIES - 1]["seq"] if len(rows) > MAX_ENTRIES else None,
+        actor=actor,
+        action=action,
+        q=q,
+        before=before,
+        actions=accounts.trail.actions(),
+    )
 
 
 def _sums(days: list[Revenue]) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 Functions on the books are plain: the server runs them on its thread pool, because they read and
 write the ledger's database. Those on the cache run on the event loop. Every change leaves an audit
-entry, on the books in its own transaction.
+entry, on the books in its own transaction. Types of bodies are strict and unknown fields are
+refused.
 """
 
 import inspect
@@ -16,15 +17,49 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from fastapi import APIRouter, Depends, Path, Query, Request
-from pydantic import BaseModel, BeforeValidator, Field, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+)
 from starlette.responses import Response
 
 from api.admin.access import Books, MayChange, MayRead, reader
-from api.admin.routes.bodies import FIELDS, AdminBody, CardSource, StrictBody
 from api.admin.routes.operation_table import PREFIX, REMOVED, REMOVED_VALUES, TABLE, Operation
 from api.errors import NotServed
 
+Name = Annotated[str, Field(min_length=1, max_length=64)]
 _TAGS = {"cache": "cache", "prices": "prices", "usage": "ledger", "ledger": "ledger"}
+
+
+class StrictBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class AdminBody(StrictBody):
+    why: Annotated[str, Field(min_length=1, max_length=500, description="Kept in the audit log")]
+
+    @field_validator("why")
+    @classmethod
+    def _says_something(cls, why: str) -> str:
+        if not any(map(str.isalnum, why)):
+            raise ValueError("say why; the audit log keeps it")
+        return why.strip()
+
+
+class CardSource(StrictBody):
+    """A rate card: its TOML, or the name of a built-in or applied card."""
+
+    toml: Annotated[str, Field(max_length=100_000)] | None = None
+    name: Name | None = None
+    version: Name | None = Field(None, description="Of a card that was applied")
+
+
+# Arguments of operations that are mappings. Here they get their fields.
+FIELDS: Mapping[str, type[BaseModel]] = {"card": CardSource}
 
 
 def routes_of(table: Iterable[Operation]) -> APIRouter:

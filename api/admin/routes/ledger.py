@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from api.admin.access import Books
-from api.admin.routes.bodies import CardSource
+from api.admin.routes.derived import CardSource
 from billing.operations import prices
 from billing.proof.prover import Proved
 from billing.reports.documents import Document, proof_document

@@ -18,7 +18,7 @@ from api.access.shares import OPERATOR
 from api.admin.access import MayChange, MayRead
 from api.admin.cache import must_be_known, must_exist
 from api.admin.parts import parts_of
-from api.admin.routes.bodies import Name, StrictBody
+from api.admin.routes.derived import Name, StrictBody
 from api.collaborators import Collaborators
 from api.context import Arrival, request_log_of, wire_of
 from api.errors import InvalidRequest, RecordNotFound
