@@ -44,7 +44,6 @@ def test_free_space_is_given_back_and_blocks_and_their_order_stay(tmp_path):
     tier = opened(tmp_path)
     assert {} == tier.stats().faults
     assert load(tier, blocks(79)) == 4
-    tier.close()
 
 
 def test_pages_that_a_reader_sees_are_not_given_back(tmp_path):
@@ -60,7 +59,6 @@ def test_pages_that_a_reader_sees_are_not_given_back(tmp_path):
             assert kept == dict(snapshot.rows("data"))
         before, after = give_back(view.shards)
     assert after < before / 4
-    tier.close()
 
 
 def test_the_lock_file_of_a_shard_has_its_room(tmp_path):
@@ -95,7 +93,6 @@ def test_a_lowered_capacity_keeps_the_newest(tmp_path):
     assert not stats.faults
     assert load(tier, blocks(99)) == 4
     assert tier.probe(blocks(0)) == 0
-    tier.close()
 
 
 def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path):
@@ -122,7 +119,6 @@ def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path):
         assert verify_all(view.shards).sound
     store(tier, blocks(200))
     assert load(tier, blocks(200)) == 4
-    tier.close()
 
 
 def test_a_raised_capacity_is_used(tmp_path):
@@ -137,7 +133,6 @@ def test_a_raised_capacity_is_used(tmp_path):
     assert tier.stats().evicted == 0
     meta = read_meta(tmp_path)
     assert meta.map_bytes > CAPACITY
-    tier.close()
 
 
 def test_a_reader_left_open_does_not_break_the_bound(tmp_path):
@@ -153,7 +148,6 @@ def test_a_reader_left_open_does_not_break_the_bound(tmp_path):
     for seed in range(200, 204):
         store(tier, blocks(seed))
     assert load(tier, blocks(203)) == 4
-    tier.close()
 
 
 def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path):
@@ -168,7 +162,6 @@ def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path):
     lock.rmdir()
     tier = opened(tmp_path)
     assert 4 == load(tier, blocks(1))
-    tier.close()
 
 
 def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them():
@@ -249,7 +242,6 @@ def test_others_that_fill_the_disk_get_room_and_leave_it_again(tmp_path):
     assert used <= 14 << 20 and free >= 8 << 20
     with tier.view() as view:
         assert verify_all(view.shards).sound
-    tier.close()
 
 
 class Unwilling(OtherDisk):
@@ -270,7 +262,6 @@ def test_a_shard_that_cannot_shrink_is_emptied(tmp_path):
     assert tier.stats().used_bytes < 1 << 20
     store(tier, blocks(900))
     assert load(tier, blocks(900)) == 4
-    tier.close()
 
 
 def test_fewer_shards_are_opened_where_the_capacity_is_too_small_for_more(tmp_path):
@@ -281,4 +272,3 @@ def test_fewer_shards_are_opened_where_the_capacity_is_too_small_for_more(tmp_pa
     assert 1 == len(tier.stats().shards)
     store(tier, blocks(0))
     assert load(tier, blocks(0)) == 4
-    tier.close()

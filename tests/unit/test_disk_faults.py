@@ -16,6 +16,7 @@ import pytest
 
 from cachesvc.config.quantities import parse_size
 from tests.children import in_child
+from tests.support.disks import closed_later
 from tests.support.faulty_storage import (
     FaultyStorage,
     LyingStorage,
@@ -54,7 +55,7 @@ SPARE = FRAMES[8]
 
 
 def opened(root: Path, storage: Storage | None = None, layout: BlockLayout = LAYOUT) -> DiskTier:
-    return open_disk(root, layout, CAPACITY, storage=storage)
+    return closed_later(open_disk(root, layout, CAPACITY, storage=storage))
 
 
 def blocks(count: int = 4, seed: int = 0) -> list[BlockId]:
@@ -137,7 +138,6 @@ def test_a_disk_that_always_fails_is_only_misses(tmp_path, operation):
     storage.arm(0)
     store(tier, ids)
     assert load(tier, ids) == Loaded(4, None)
-    tier.close()
 
 
 def test_every_field_of_a_record_is_guarded(tmp_path):
@@ -163,7 +163,6 @@ def test_every_field_of_a_record_is_guarded(tmp_path):
             assert tier.probe(ids) == 0, "an unreadable record is deleted by the next write"
             store(tier, ids)
     assert sum(tier.stats().faults.values()) == misses > 100
-    tier.close()
 
 
 @pytest.mark.parametrize("cut", [4096, 7000])
@@ -173,7 +172,6 @@ def test_a_torn_record_is_a_miss(tmp_path, cut):
     store(tier, blocks())
     lying.cut = cut
     assert load(tier, blocks()) == Loaded(0, MissReason.TORN)
-    tier.close()
 
 
 def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path):
@@ -188,7 +186,6 @@ def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path):
     assert tier.stats().faults == {MissReason.CHECKSUM: 1}
     store(tier, ids)
     assert load(tier, ids) == Loaded(4, None)
-    tier.close()
 
 
 def test_a_torn_page_on_disk_is_a_miss(tmp_path):
@@ -201,7 +198,6 @@ def test_a_torn_page_on_disk_is_a_miss(tmp_path):
         file.seek(offset - 16 + 4096)
         file.write(bytes(4096))
     assert load(tier, ids) == Loaded(0, MissReason.CHECKSUM)
-    tier.close()
 
 
 @pytest.mark.parametrize("harm", ["truncate", "delete file", "delete folder"])
@@ -221,7 +217,6 @@ def test_a_shard_harmed_under_us_is_replaced(tmp_path, harm):
     store(tier, blocks(seed=3))
     assert load(tier, blocks(seed=3)) == Loaded(4, None)
     assert path.exists()
-    tier.close()
 
 
 @pytest.mark.parametrize("nbytes", [0, 100, 4096, 8192, 40_960])
@@ -234,7 +229,6 @@ def test_a_shard_cut_while_closed_is_dropped(tmp_path, nbytes):
     assert load(tier, blocks()) == Loaded(0, MissReason.ABSENT)
     store(tier, blocks())
     assert load(tier, blocks()) == Loaded(4, None)
-    tier.close()
 
 
 def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path):
@@ -245,7 +239,6 @@ def test_garbage_in_place_of_a_shard_is_dropped_and_counted(tmp_path):
     tier = opened(tmp_path)
     assert tier.stats().faults == {MissReason.TORN: 4}
     assert tier.probe(blocks()) == 0
-    tier.close()
 
 
 def test_another_format_version_is_cleared_and_counted(tmp_path):
@@ -258,7 +251,6 @@ def test_another_format_version_is_cleared_and_counted(tmp_path):
     tier = opened(tmp_path)
     assert tier.stats().faults == {MissReason.VERSION: 4}
     assert load(tier, blocks()) == Loaded(0, MissReason.ABSENT)
-    tier.close()
 
 
 def test_another_layout_is_never_served(tmp_path):
@@ -272,7 +264,6 @@ def test_another_layout_is_never_served(tmp_path):
     assert other.nbytes == LAYOUT.nbytes
     tier = opened(tmp_path, layout=other)
     assert tier.load(blocks(), FRAMES[:4]) == Loaded(0, MissReason.LAYOUT)
-    tier.close()
 
 
 def test_a_second_server_is_refused_and_told_of_the_first(tmp_path):
@@ -293,10 +284,9 @@ def test_a_capacity_too_small_says_what_would_do(tmp_path):
     with pytest.raises(ConfigurationError, match="give it ") as refused:
         open_disk(tmp_path, LAYOUT, 100_000)
     enough = parse_size(str(refused.value).split("give it ")[1].split()[0])
-    tier = open_disk(tmp_path, LAYOUT, enough)
+    tier = closed_later(open_disk(tmp_path, LAYOUT, enough))
     store(tier, blocks())
     assert load(tier, blocks()) == Loaded(4, None)
-    tier.close()
 
 
 class RacingStorage(Storage):
@@ -326,7 +316,6 @@ def test_a_block_evicted_while_it_is_read_is_absent(tmp_path):
     racing.meanwhile = reuse
     assert tier.load(ids, FRAMES[:4]) == Loaded(0, MissReason.ABSENT)
     assert not tier.stats().faults
-    tier.close()
 
 
 def test_cold_blocks_are_read_past_the_page_cache(tmp_path):
@@ -340,7 +329,6 @@ def test_cold_blocks_are_read_past_the_page_cache(tmp_path):
     os.close(fd)
     tier = opened(tmp_path)
     assert [load(tier, blocks(seed=seed)).num_blocks for seed in range(20)] == [4] * 20
-    tier.close()
 
 
 def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path):
@@ -354,7 +342,6 @@ def test_a_condemned_record_is_deleted_though_a_write_fails_between(tmp_path):
     tier.flush()
     store(tier, ids)
     assert load(tier, ids) == Loaded(1, None)
-    tier.close()
 
 
 def test_close_waits_for_a_reader(tmp_path):
@@ -387,7 +374,6 @@ def test_a_file_system_without_direct_reads_will_do(tmp_path):
     tier = opened(tmp_path, CachedOnly())
     store(tier, blocks())
     assert load(tier, blocks()) == Loaded(4, None)
-    tier.close()
 
 
 def write_beyond_the_limit(root: Path) -> None:
@@ -409,7 +395,6 @@ def test_a_disk_that_is_really_full(tmp_path):
     assert load(tier, blocks()) == Loaded(4, None)
     store(tier, blocks(seed=3))
     assert load(tier, blocks(seed=3)) == Loaded(4, None)
-    tier.close()
 
 
 def test_a_directory_that_turns_read_only_is_counted(tmp_path, caplog):
@@ -432,7 +417,6 @@ def test_a_directory_that_turns_read_only_is_counted(tmp_path, caplog):
     assert {""} == failing(tier)
     assert f"{tmp_path / 'shard-000'} takes blocks again" in caplog.text
     tier.flush()
-    tier.close()
 
 
 def test_a_capacity_beyond_the_address_space_names_its_option(tmp_path):
@@ -455,7 +439,6 @@ def test_a_full_disk_is_said_where_lmdb_says_input_output_error(tmp_path, monkey
     assert said.endswith("Input/output error; its file system is full")
     assert said in caplog.text
     storage.arm(0)
-    tier.close()
 
 
 def failing(tier: DiskTier) -> set[str]:

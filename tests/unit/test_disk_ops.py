@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.support.disks import closed_later
 from tests.support.faulty_storage import (
     SCOPE,
     chain,
@@ -58,7 +59,7 @@ def opened(
     storage: Storage | None = None,
     **settings: object,
 ) -> DiskTier:
-    return open_disk(
+    tier = open_disk(
         root,
         LAYOUT,
         capacity_bytes,
@@ -68,6 +69,7 @@ def opened(
         clock=clock or Clock(),
         check_s=60,  # a busy machine is no reason to check a shard in another process
     )
+    return closed_later(tier)
 
 
 def blocks(seed: int = 0, count: int = 4, scope: CacheScope = SCOPE) -> list[BlockId]:
@@ -90,10 +92,8 @@ def load(tier: DiskTier, ids: list[BlockId]) -> int:
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = opened(tmp_path / "disk")
-    yield tier
-    tier.close()
+def tier(tmp_path: Path) -> DiskTier:
+    return opened(tmp_path / "disk")
 
 
 def harm(tier_root: Path, block: BlockId) -> None:
@@ -196,7 +196,6 @@ def test_verify_finds_and_repairs(tmp_path):
         assert verify(shards[0]).sound
     tier = opened(tmp_path)
     assert load(tier, ids) == 2
-    tier.close()
 
 
 def test_purge_removes_a_scope_from_every_shard(tmp_path):
@@ -210,7 +209,6 @@ def test_purge_removes_a_scope_from_every_shard(tmp_path):
     assert [load(tier, blocks(seed)) for seed in range(4)] == [4] * 4
     with tier.view() as view:
         assert set(view.accounts()) == {SCOPE.root()}
-    tier.close()
 
 
 def test_remove_takes_the_oldest_first_and_no_more_than_asked(tier):
@@ -235,7 +233,6 @@ def test_the_order_of_eviction_survives_a_restart(tmp_path):
         load(tier, blocks(0))
     assert tier.probe(blocks(0)) == 4
     assert tier.probe(blocks(1)) < 4
-    tier.close()
 
 
 def test_a_prefix_outlives_what_follows_it(tier):
@@ -265,7 +262,6 @@ def test_idle_blocks_expire(tmp_path):
     dropped = store(tier, blocks(2))
     assert set(dropped) == {block.key for block in blocks(0)}
     assert load(tier, blocks(1)) == 4
-    tier.close()
 
 
 def test_the_write_budget_is_a_day_s(tmp_path):
@@ -278,7 +274,6 @@ def test_the_write_budget_is_a_day_s(tmp_path):
     clock.now_s += DAY_S
     store(tier, blocks(7))
     assert load(tier, blocks(7)) == 4
-    tier.close()
 
 
 def test_wear_is_counted_by_day(tmp_path):
@@ -295,7 +290,6 @@ def test_wear_is_counted_by_day(tmp_path):
         written = tier.stats().written_bytes
         assert [day.written_bytes for day in days] == [written, 0]
         assert [day.num_hits for day in days] == [0, 8]
-    tier.close()
 
 
 def test_a_folder_without_a_tier_says_so(tmp_path):
@@ -370,4 +364,3 @@ def test_blocks_of_another_size_are_announced_once_and_not_served(tmp_path, capl
         assert all(text in line for text, line in zip(expected, said, strict=True))
     tier = opened(tmp_path)
     assert 4 == load(tier, blocks())
-    tier.close()

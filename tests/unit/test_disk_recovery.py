@@ -8,6 +8,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from tests.support.disks import closed_later
 from tests.support.faulty_storage import FaultyStorage, chain, fill, holds, map_full, take, wipe
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, PrefixKey
@@ -35,7 +36,7 @@ FRAMES = take(FrameArena(LAYOUT, 9), 9)
 
 
 def opened(root: Path, storage: Storage | None = None, check_s: float = 10) -> DiskTier:
-    return open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=check_s)
+    return closed_later(open_disk(root, LAYOUT, CAPACITY, storage=storage, check_s=check_s))
 
 
 def blocks(seed: int) -> list[BlockId]:
@@ -107,7 +108,6 @@ def test_a_shard_too_large_to_check_at_once_is_served_meanwhile(filled):
     assert tier.stats().faults == {}
     assert store(tier, 10) == []
     assert [load(tier, seed) for seed in range(11)] == [Loaded(8, None)] * 11
-    tier.close()
 
 
 def test_what_is_stored_during_a_check_is_refused_and_said(filled, monkeypatch):
@@ -119,7 +119,6 @@ def test_what_is_stored_during_a_check_is_refused_and_said(filled, monkeypatch):
         tier.purge([blocks(0)[0].scope])
     with tier.view() as view:
         assert view.shards == []
-    tier.close()
 
 
 def test_a_broken_shard_is_given_up_when_its_check_ends(filled):
@@ -131,7 +130,6 @@ def test_a_broken_shard_is_given_up_when_its_check_ends(filled):
     assert tier.stats().faults[MissReason.TORN] >= 1
     store(tier, 1)
     assert load(tier, 1) == Loaded(8, None)
-    tier.close()
 
 
 def test_a_check_that_finds_much_ends_all_the_same(filled):
@@ -148,7 +146,6 @@ def test_a_check_that_finds_much_ends_all_the_same(filled):
     wait_for_check(tier)
     assert load(tier, 5) == Loaded(8, None)
     assert store(tier, 10) == []
-    tier.close()
 
 
 def test_closing_does_not_wait_for_a_check(filled):
@@ -156,7 +153,6 @@ def test_closing_does_not_wait_for_a_check(filled):
     tier.close()
     tier = opened(filled)
     assert load(tier, 5) == Loaded(8, None)
-    tier.close()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +173,6 @@ def test_an_error_of_lmdb_in_a_sound_shard_costs_no_block(filled, operation, err
     assert [load(tier, seed).num_blocks for seed in (0, 2, 10)] == [8, 8, 8]
     assert tier.stats().shards[0].ready
     assert MissReason.TORN not in tier.stats().faults
-    tier.close()
 
 
 def test_a_shard_that_fails_again_and_again_is_replaced(filled):
@@ -189,7 +184,6 @@ def test_a_shard_that_fails_again_and_again_is_replaced(filled):
         store(tier, 10)
     assert tier.stats().faults[MissReason.TORN] == 80
     assert load(tier, 10) == Loaded(8, None)
-    tier.close()
 
 
 def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled):
@@ -203,7 +197,6 @@ def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled):
     assert tier.stats().faults[MissReason.TORN] == 80
     store(tier, 1)
     assert load(tier, 1) == Loaded(8, None)
-    tier.close()
 
 
 def test_a_record_whose_page_header_is_gone_can_be_evicted(filled):
@@ -240,7 +233,6 @@ def test_one_torn_page_of_the_last_commit_costs_that_commit(filled):
     assert [load(tier, seed).num_blocks for seed in range(11)] == [8] * 11
     store(tier, 11)
     assert load(tier, 11) == Loaded(8, None)
-    tier.close()
 
 
 def contradict(root: Path) -> None:
@@ -266,7 +258,6 @@ def test_entries_that_contradict_each_other_are_taken_out(filled):
     with tier.view() as view:
         assert verify_all(view.shards).sound
         assert [account.num_blocks for account in view.accounts().values()] == [79]
-    tier.close()
 
 
 @pytest.mark.parametrize("operation", ["delete", "put", "commit"])
@@ -280,7 +271,6 @@ def test_a_shard_without_room_for_its_repair_is_replaced(filled, operation):
     assert tier.stats().faults[MissReason.TORN] >= 1
     assert store(tier, 3) == []
     assert load(tier, 3) == Loaded(8, None)
-    tier.close()
 
 
 def test_a_list_of_free_pages_may_have_several_levels(filled):
@@ -319,6 +309,5 @@ def test_commands_refuse_a_damaged_shard_and_repair_replaces_it(filled):
 
 
 def test_repair_leaves_a_folder_to_its_server(filled):
-    tier = opened(filled)
+    opened(filled)
     assert repair_folder(filled) == []
-    tier.close()

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.disks import closed_later
 from tests.support.faulty_storage import chain, fill, take
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
@@ -42,9 +43,8 @@ def open_tier(
     clock: Clock | None = None,
 ) -> DiskTier:
     shares = QuotaShares(1000, {ACME.root(): int(1000 * quota)}) if quota else None
-    return open_disk(
-        root, LAYOUT, CAPACITY, shares=shares, settings=settings, clock=clock or Clock(), check_s=60
-    )
+    given = {"shares": shares, "settings": settings, "clock": clock or Clock()}
+    return closed_later(open_disk(root, LAYOUT, CAPACITY, check_s=60, **given))
 
 
 def store(tier: DiskTier, frames: list[Frame], scope: CacheScope, seed: int) -> list[BlockId]:
@@ -69,7 +69,6 @@ def test_a_scan_leaves_a_tenant_its_share_of_the_disk(tmp_path, frames):
     assert [8] * 4 == [tier.probe(ids) for ids in mine]
     assert tier.quotas()[ACME.root()] == (used, share)
     assert set(tier.stats().lives.causes) == {Cause.QUOTA}
-    tier.close()
 
 
 def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path, frames):
@@ -82,7 +81,6 @@ def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path, frames):
     used, share = tier.quotas()[ACME.root()]
     assert 0.8 * share < used <= share
     assert tier.stats().num_blocks > 40
-    tier.close()
 
 
 def test_what_each_group_has_is_counted_again_at_start(tmp_path, frames):
@@ -96,7 +94,6 @@ def test_what_each_group_has_is_counted_again_at_start(tmp_path, frames):
     assert before[COMMON][0] == 2 * before[ACME.root()][0]
     tier.purge([ACME.root()])
     assert tier.quotas()[ACME.root()][0] == 0
-    tier.close()
 
 
 def test_what_was_read_leaves_first_where_the_tier_moves(tmp_path, frames):
@@ -106,7 +103,6 @@ def test_what_was_read_leaves_first_where_the_tier_moves(tmp_path, frames):
     assert tier.load(read, frames[:8]).num_blocks == 8
     scan(tier, frames, 4, first=2000)
     assert (tier.probe(read), tier.probe(other)) == (0, 8)
-    tier.close()
 
 
 def test_what_the_tiers_above_gave_up_was_used_until_then(tmp_path, frames):
@@ -118,7 +114,6 @@ def test_what_the_tiers_above_gave_up_was_used_until_then(tmp_path, frames):
         scan(tier, frames, 1, first=seed)
         seed += 1
     assert tier.probe(old) == 8
-    tier.close()
 
 
 def test_what_the_tiers_above_gave_up_is_no_longer_first(tmp_path, frames):
@@ -129,7 +124,6 @@ def test_what_the_tiers_above_gave_up_is_no_longer_first(tmp_path, frames):
     tier.demoted([block.key for block in read], [0.0] * 8)
     scan(tier, frames, 4, first=2000)
     assert tier.probe(read) == 8
-    tier.close()
 
 
 def test_of_what_was_read_the_tail_leaves_before_the_head(tmp_path, frames):
@@ -145,7 +139,6 @@ def test_of_what_was_read_the_tail_leaves_before_the_head(tmp_path, frames):
         assert held == sorted(held, reverse=True), "the head left before the tail"
         seen = min(seen, sum(held))
     assert seen < 8
-    tier.close()
 
 
 def test_idle_blocks_leave_and_pinned_ones_stay(tmp_path, frames):
@@ -157,4 +150,3 @@ def test_idle_blocks_leave_and_pinned_ones_stay(tmp_path, frames):
     tier.flush()
     assert (tier.probe(idle), tier.probe(pinned)) == (0, 8)
     assert tier.stats().lives.causes == {Cause.AGE: 8}
-    tier.close()

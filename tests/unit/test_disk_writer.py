@@ -2,11 +2,11 @@
 
 import errno
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.disks import closed_later
 from tests.support.faulty_storage import FaultyStorage, map_full
 from tests.unit.test_disk_ops import CAPACITY, LAYOUT, Clock, blocks, load, opened, store
 from tests.unit.test_disk_retention import ACME
@@ -21,10 +21,8 @@ NUM_CHAINS = 60  # more than the tier holds
 
 
 @pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = opened(tmp_path / "disk")
-    yield tier
-    tier.close()
+def tier(tmp_path: Path) -> DiskTier:
+    return opened(tmp_path)
 
 
 def keys(ids: list[BlockId]) -> list[PrefixKey]:
@@ -66,7 +64,7 @@ def test_after_a_collision_the_block_stored_last_stays(tier):
 def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path):
     storage = FaultyStorage()
     shares = QuotaShares(1000, {ACME.root(): 400})
-    tier = open_disk(tmp_path, LAYOUT, CAPACITY, shares=shares, storage=storage)
+    tier = closed_later(open_disk(tmp_path, LAYOUT, CAPACITY, shares=shares, storage=storage))
     store(tier, blocks(0, scope=ACME))
     before = tier.quotas()
     storage.arm(1, operations=["commit"])
@@ -74,23 +72,21 @@ def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path):
     assert store(tier, lost) == keys(lost)
     assert storage.num_failed == 1
     assert tier.quotas() == before
-    tier.close()
 
 
 def test_a_panic_keeps_what_was_on_disk(tmp_path):
     storage = FaultyStorage(error=lambda: Panic("MDB_PANIC"))
-    tier = open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage)
+    tier = closed_later(open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage))
     store(tier, blocks(0))
     storage.arm(1, operations=["commit"])
     store(tier, blocks(1))
     assert storage.num_failed == 1
     assert (load(tier, blocks(0)), load(tier, blocks(1))) == (4, 4)
-    tier.close()
 
 
 def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path):
     storage = FaultyStorage(error=map_full)
-    tier = open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage)
+    tier = closed_later(open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage))
     fill_up(tier)
     held = [tier.stats().num_blocks]
     for num_times in (1, 40):
@@ -102,7 +98,6 @@ def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path):
         fill_up(tier, first=2000)
         held.append(tier.stats().num_blocks)
     assert held[0] > held[1] > held[2] > held[0] // 2
-    tier.close()
 
 
 def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path):
@@ -112,7 +107,6 @@ def test_where_the_old_end_has_no_places_before_it_nothing_is_lent(tmp_path):
     store(tier, blocks(1))
     assert oldest_first(tier) == keys(blocks(0))[::-1] + keys(blocks(1))[::-1]
     assert agrees(tier)
-    tier.close()
 
 
 def test_room_is_found_behind_many_pinned_blocks(tier):
@@ -149,7 +143,6 @@ def test_idle_blocks_behind_pinned_ones_expire_a_few_at_a_time(tmp_path):
             gone.append(len(writer.evicted))
     assert gone == [3, 1, 0]
     assert oldest_first(tier) == keys(blocks(0))[::-1]
-    tier.close()
 
 
 def test_shards_are_written_side_by_side_and_fail_alone(tmp_path):
@@ -161,7 +154,9 @@ def test_shards_are_written_side_by_side_and_fail_alone(tmp_path):
                 raise OSError(errno.EIO, "bad")
             super().put(txn, key, value, db)
 
-    tier = open_disk(tmp_path, LAYOUT, 4 * CAPACITY, num_shards=4, storage=OneBadShard())
+    tier = closed_later(
+        open_disk(tmp_path, LAYOUT, 4 * CAPACITY, num_shards=4, storage=OneBadShard())
+    )
     ids = [block for seed in range(8) for block in blocks(seed)]
     refused = set()
     for start in range(0, len(ids), 4):
@@ -171,4 +166,3 @@ def test_shards_are_written_side_by_side_and_fail_alone(tmp_path):
     assert refused == bad
     assert tier.stats().num_blocks == len(ids) - len(bad)
     assert all(load(tier, [block]) for block in ids if block.key not in bad)
-    tier.close()
