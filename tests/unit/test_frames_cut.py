@@ -24,26 +24,6 @@ def test_how_many_go_into_a_frame():
     assert 8 == BlockLayout((SLIDING, SLIDING), 16, "float32").num_lesser, "of windows alone"
 
 
-def test_a_frame_is_cut_when_needed_and_whole_when_empty():
-    arena = FrameArena(LAYOUT, 2)
-    whole, *lesser = arena.take(), *(arena.take(lesser=True) for _ in range(4))
-    assert arena.take() is arena.take(lesser=True) is None
-    assert (0, 5) == (arena.num_free, arena.num_taken)
-    for frame in lesser[1:]:
-        assert frame is not None and frame.part is Part.LASTING
-        arena.give(frame)
-    assert arena.take() is None
-    assert lesser[0] is not None and whole is not None
-    arena.give(lesser[0])
-    assert (1, 1) == (arena.num_free, arena.num_taken)
-    number = whole.number
-    smaller = arena.lessen(whole)
-    assert smaller.is_lesser and smaller.part is Part.LASTING and number == smaller.number
-    whole = arena.reuse(smaller)
-    assert whole is not None and not whole.is_lesser
-    assert (1, 1) == (arena.num_free, arena.num_taken)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed):
     chance = random.Random(seed)
@@ -64,7 +44,8 @@ def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed):
             frame = chance.choice(list(held))
             data = held.pop(frame)
             if act < 0.6 and not frame.is_lesser:
-                frame = arena.lessen(frame)
+                number, frame = frame.number, arena.lessen(frame)
+                assert number == frame.number
                 held[frame] = data[: LAYOUT.lasting_nbytes]
             elif act < 0.75:
                 other = arena.reuse(frame, lesser=chance.random() < 0.5)
@@ -73,6 +54,8 @@ def test_frames_of_both_sizes_never_overlap_and_none_is_lost(seed):
             else:
                 arena.give(frame)
         assert len(held) == arena.num_taken
+        parts = {frame.is_lesser: frame.part for frame in held}
+        assert parts.items() <= {True: Part.LASTING, False: Part.WHOLE}.items()
         assert all(bytes(frame.buffer) == data for frame, data in held.items())
         assert all(frame.tensor.numel() * 4 == len(frame.buffer) for frame in held)
     for frame in held:

@@ -411,7 +411,8 @@ def test_a_prefix_is_found_by_its_last_block_in_memory_and_on_disk():
     chain = bench.chain(0, 6)
     bench.serve(chain)
     assert bench.operations.prefix_of(chain.keys[3]).result(0) == (ROOT, chain.keys[:4])
-    bench.scan(20)
+    bench.scan(40)
+    assert bench.cache.index.get(chain.keys[0]) is None
     later = bench.operations.prefix_of(chain.keys[5])
     bench.mover.run(10)
     assert later.result(0) == (ROOT, chain.keys)

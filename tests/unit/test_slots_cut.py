@@ -50,24 +50,6 @@ def test_only_a_pool_of_windows_is_cut_and_no_block_takes_more_memory_than_it_ne
         assert 12 * layout.num_lesser == len(DevicePool(layout, 12).tensor)
 
 
-def test_a_slot_is_cut_when_needed_and_whole_when_empty():
-    pool = DevicePool(LAYOUT, 2)
-    whole, *lesser = taken(pool.take()), *(taken(pool.take(lesser=True)) for _ in range(4))
-    assert pool.take() is pool.take(lesser=True) is None
-    assert (0, 5, 1) == (pool.num_free, pool.places.num_taken, pool.places.num_cut)
-    for slot in lesser[1:]:
-        pool.give(slot)
-    assert pool.take() is None and pool.num_lesser_free == 3
-    pool.give(lesser[0])
-    assert (1, 1, 0) == (pool.num_free, pool.places.num_taken, pool.places.num_cut)
-    owner = pool.owners[whole]
-    pool.lessen(whole)
-    assert pool.places.is_lesser(whole) and owner == pool.owners[whole]
-    assert 3 == pool.num_lesser_free
-    assert whole == pool.reuse(whole) and not pool.places.is_lesser(whole)
-    assert (1, 1) == (pool.num_free, pool.places.num_taken)
-
-
 def test_a_copy_that_gives_other_numbers_is_not_used_and_a_refused_one_fails():
     pool, (frame,) = DevicePool(LAYOUT, 1), [FrameArena(LAYOUT, 1).take()]
     frame.tensor.fill_(1)
@@ -117,7 +99,8 @@ def test_slots_of_both_sizes_never_overlap_and_none_is_lost(operators, seed, lay
             if act < 0.6 and not lesser:
                 if to is not None:
                     pool.give(to)
-                pool.lessen(slot)
+                owner = pool.owners[slot]
+                assert slot == pool.lessen(slot) and owner == pool.owners[slot]
                 held[slot] = rows[: pool._lasting]
             elif to is not None:
                 pool.move(slot, to)
