@@ -162,11 +162,7 @@ class Engine:
         self._post(lambda: self._add(request, at_s))
 
     def predicted_wait_s(self, share: str, num_tokens: int) -> float:
-        """How long a request of `share` would wait before it begins, if it were submitted now.
-
-        Computed from the waiting work and the recent rate at which such work began. 0 while the
-        rate is unknown. Callers use it to refuse early rather than let a client wait in vain.
-        """
+        """See `Intake.predicted_wait_s`."""
         return self._intake.predicted_wait_s(share, num_tokens)
 
     def abort(

@@ -1,19 +1,4 @@
-"""What can go wrong in the engine.
-
-EngineError
-├── RequestError            this request cannot be served; the others continue
-│   ├── PromptTooLong       more tokens than the model or the pool can hold
-│   ├── EmptyPrompt
-│   ├── InvalidParameter    a sampling parameter out of its range; names it
-│   ├── InvalidImage        an unusable image, or none where one is expected
-│   ├── StructureUnavailable structured output needs a package that is not installed
-│   └── UnknownAdapter
-├── QueueFull               too many requests are waiting; try later
-├── EngineFailed            the step loop died; every request fails with its cause
-├── EngineClosed            submitted after close
-└── ModelError              a model that cannot be loaded or is not supported; raised at start-up
-    └── AdapterError        the same for a LoRA adapter
-"""
+"""What can go wrong in the engine: a request that cannot be served, or the engine, or a model."""
 
 
 class EngineError(Exception):
@@ -31,7 +16,7 @@ class RequestError(EngineError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt does not fit the model's context or the device pool."""
+    """More tokens than the model's context or the device pool holds."""
 
 
 class EmptyPrompt(RequestError):
@@ -56,7 +41,7 @@ class UnknownAdapter(RequestError):
 
 
 class QueueFull(EngineError):
-    """The queue is full."""
+    """Too many requests are waiting; try later."""
 
 
 class EngineFailed(EngineError):
@@ -68,7 +53,7 @@ class EngineClosed(EngineError):
 
 
 class ModelError(EngineError):
-    """A model that cannot be loaded, or whose attention cannot be paged. The message says why."""
+    """A model that cannot be loaded, or whose attention cannot be paged. Raised at start-up."""
 
 
 class AdapterError(ModelError):

@@ -15,7 +15,6 @@ blocks takes it over, and only the rest is filled. The pool tells which blocks a
 each owner of a slot has a unique number. Engine thread only.
 """
 
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -311,16 +310,13 @@ class FreeRanges:
         return None
 
     def give(self, start: int, size: int) -> None:
-        insort(self._ranges, (start, start + size))
-        place = self._ranges.index((start, start + size))
-        low, high = max(0, place - 1), place + 2
         joined: list[tuple[int, int]] = []
-        for first, end in self._ranges[low:high]:
+        for first, end in sorted([*self._ranges, (start, start + size)]):
             if joined and joined[-1][1] == first:
                 joined[-1] = joined[-1][0], end
             else:
                 joined.append((first, end))
-        self._ranges[low:high] = joined
+        self._ranges = joined
 
 
 def _lazy_memory(num_bytes: int) -> LazyMemory:

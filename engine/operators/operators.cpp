@@ -278,15 +278,9 @@ int64_t weigh_rows(const float* weights, const float* values, int64_t dim, int64
   for (; at + C * kLanes <= dim; at += C * kLanes)
     for (int64_t r = 0, groups = (rows + kRows - 1) / kRows; groups > 0; --groups) {
       const int64_t size = (rows - r + groups - 1) / groups;
-      const auto some = [&](auto R) {
+      with_constant<kRows>(size, [&](auto R) {
         weigh<R(), C>(weights + r, values + at, dim, count, is_first, output + r * dim + at);
-      };
-      if (size == 1) some(std::integral_constant<int, 1>());
-      if (size == 2) some(std::integral_constant<int, 2>());
-      if (size == 3) some(std::integral_constant<int, 3>());
-      if (size == 4) some(std::integral_constant<int, 4>());
-      if (size == 5) some(std::integral_constant<int, 5>());
-      if (size == 6) some(std::integral_constant<int, 6>());
+      });
       r += size;
     }
   return at;

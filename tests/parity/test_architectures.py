@@ -23,7 +23,7 @@ from engine.promise import Equal
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.architectures import ARCHITECTURES, VOCAB_SIZE
-from tests.parity.test_engine_tiers import BLOCK, House
+from tests.parity.test_engine_tiers import BLOCK, House, from_every_tier
 from tests.support.models import new_pool
 
 NUM_OUT = 8  # as many as a House generates
@@ -58,30 +58,21 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     """75 tokens: beyond every window, and beyond the border of LongRoPE's tables."""
     tokens = prompt(4 * BLOCK + 11, seed=1)
     expected = stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
-    first = House(loaded, tmp_path)
-    try:
-        served = [first.ask([tokens], cache=False), first.ask([tokens]), first.ask([tokens])]
-        first.sink(to_disk=False)
-        served.append(first.ask([tokens]))
-        first.sink(to_disk=True)
-        served.append(first.ask([tokens]))
-        # Side by side in chunks: a short one, one that shares a prefix, one of its own.
+
+    def side_by_side(house: House) -> None:
+        """In chunks: a short one, one that shares a prefix, one of its own."""
         others = [tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(90, seed=3)]
-        together = first.ask([tokens, *others])
-        alone = [first.ask([each], cache=False)[0][0] for each in others]
-    finally:
-        first.close()
-    second = House(loaded, tmp_path)
-    try:
-        served.append(second.ask([tokens]))
-    finally:
-        second.close()
-    assert [expected] * 6 == [answer for [(answer, _)] in served]
-    hits = [counts for [(_, counts)] in served]
-    assert [0, 0] == [counts.hit for counts in hits[:2]]
-    tiers = [hits[2].hit_device, hits[3].hit_host, hits[4].hit_disk, hits[5].hit_disk]
-    assert 4 * BLOCK <= min(tiers), tiers
-    assert [expected, *alone] == [answer for answer, _ in together]
+        together = house.ask([tokens, *others])
+        alone = [house.ask([each], cache=False)[0][0] for each in others]
+        assert [expected, *alone] == [answer for answer, _ in together]
+
+    answers, hits = from_every_tier(
+        lambda: House(loaded, tmp_path),
+        lambda house, **asked: house.ask([tokens], **asked),
+        side_by_side,
+    )
+    assert [expected] * 6 == answers
+    assert [0, 0] == hits[:2] and 4 * BLOCK <= min(hits[2:]), hits
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
 
 

@@ -1,12 +1,13 @@
 """DeepSeek-V4: attention over a window and over compressed entries.
 
-That it answers as transformers does from every tier is in `test_architectures`.
+That it answers as transformers does from every tier is in `test_architectures`, and that its steps,
+samples and adapters leave open entries alone is in `test_states`.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,74 +104,6 @@ def test_prompts_of_every_length_answer_as_transformers_does(house: House) -> No
         for cache in (False, True, True):
             [(answer, _)] = house.ask([tokens[:length]], cache=cache)
             assert expected == answer
-
-
-def test_prompts_that_part_anywhere_resume_where_a_block_ends(house: House) -> None:
-    tokens = prompt(4 * BLOCK, seed=2)
-    house.ask([tokens])
-    for length in range(BLOCK - 1, 3 * BLOCK + 2):
-        [(expected, _)] = house.ask([tokens[:length]], cache=False)
-        [(answer, counts)] = house.ask([tokens[:length]])
-        assert expected == answer
-        assert min(length // BLOCK * BLOCK, length - 1) == counts.hit
-
-
-def test_samples_of_one_prompt_part_within_an_entry(house: House) -> None:
-    tokens = prompt(2 * BLOCK + 5, seed=1)
-    [(expected, _)] = house.ask([tokens], cache=False)
-    for _ in range(2):
-        [(answers, _)] = house.ask([tokens], n=BLOCK + 6)
-        assert expected * (BLOCK + 6) == answers
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_fails_leaves_the_rows_of_open_entries(
-    late: bool, house: House, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is tried again, one sequence at a time, whether it failed before its end or after."""
-    asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
-    expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
-    runner: Any = house.engine._runner
-    owner, name = (runner._sampler, "sample") if late else (runner._attention, "finish")
-    whole, calls = getattr(owner, name), count()
-
-    def failing(*arguments: Any) -> Any:
-        if next(calls) % 5 == 3:
-            raise RuntimeError("a step fails")
-        return whole(*arguments)
-
-    monkeypatch.setattr(owner, name, failing)
-    assert expected == [answer for answer, _ in house.ask(asked)]
-    assert next(calls) > 8
-
-
-# Adapters.
-
-
-def test_a_sequence_answers_with_its_own_adapter_beside_others(
-    loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Of the compressors' and the index's layers, too."""
-    targets = ["q_b_proj", "kv_proj", "gate_proj", "weights_proj", "o_b_proj"]
-    for number in range(2):
-        folder = tmp_path_factory.mktemp("adapter")
-        save_adapter(folder, architectures.stock(KIND), seed=number, r=4, target_modules=targets)
-        load_adapter(loaded, f"a{number}", str(folder))
-    names = ("a0", None, "a1", "a0")
-    asked = [prompt(50, seed=1)] * 3 + [prompt(20, seed=2)]
-    house = House(loaded, tmp_path_factory.mktemp("house"), step_tokens=BLOCK)
-    try:
-        alone = [
-            house.ask([tokens], cache=False, adapters=[name])[0][0]
-            for tokens, name in zip(asked, names, strict=True)
-        ]
-        for _ in range(2):
-            assert alone == [answer for answer, _ in house.ask(asked, adapters=names)]
-    finally:
-        house.close()
-        for number in range(2):
-            loaded.adapters.remove(f"a{number}")
-    assert 3 == len({tuple(answer) for answer in alone[:3]})
 
 
 def test_an_adapter_of_the_grouped_output_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:

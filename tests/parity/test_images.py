@@ -24,7 +24,7 @@ from engine.offline.prompts import Prompt as OfflinePrompt
 from engine.request import Picture, SamplingParams
 from engine.vision.tower import FAMILIES
 from tests.parity import architectures
-from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, from_every_tier
 from tests.support.models import IMAGE, save_tiny_model, save_tiny_vision_model
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content, block_contents
@@ -107,34 +107,26 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     shown = prompt(loaded, *files)
     expected = stock_tokens(folder, shown[0], files)
     assert expected != stock_tokens(folder, shown[0], (drawing(3), files[1])), "it sees nothing"
-    first = House(loaded, tmp_path)
-    try:
-        served = [ask(first, shown, cache=False), ask(first, shown), ask(first, shown)]
-        first.sink(to_disk=False)
-        served.append(ask(first, shown))
-        first.sink(to_disk=True)
-        served.append(ask(first, shown))
+    other, encoded = prompt(loaded, drawing(4)), list[int]()
+
+    def together(house: House) -> None:
         plain = prompt(loaded, text="No image here, and more than a chunk of it. " * 3)
-        together = ask(first, shown, plain, prompt(loaded, drawing(4)))
-        assert stock_tokens(folder, plain[0], ()) == together[1][0]
-        num_tiles = sum(picture.num_tiles for picture in shown[2])
-        # Twice for the first two; never again, though asked five times more.
-        assert 2 * num_tiles + prompt(loaded, drawing(4))[2][0].num_tiles == first.num_encoded
-    finally:
-        first.close()
-    second = House(loaded, tmp_path)
-    try:
-        served.append(ask(second, shown))
-        assert second.num_encoded == 0
-    finally:
-        second.close()
-    assert [expected] * 6 == [answer for [(answer, _)] in served]
-    assert expected == together[0][0]
-    hits = [counts for [(_, counts)] in served]
-    assert [0, 0] == [counts.hit for counts in hits[:2]]
-    tiers = [hits[2].hit_device, hits[3].hit_host, hits[4].hit_disk, hits[5].hit_disk]
-    assert len(shown[0]) // BLOCK * BLOCK <= min(tiers), tiers
-    assert len(shown[0]) == hits[0].prompt
+        [(again, _), (words, _), _] = ask(house, shown, plain, other)
+        assert (expected, stock_tokens(folder, plain[0], ())) == (again, words)
+        encoded.append(house.num_encoded)
+
+    def asked(house: House, **how: Any) -> list[tuple[list[int], Any]]:
+        told = ask(house, shown, **how)
+        encoded.append(house.num_encoded)
+        return told
+
+    answers, hits = from_every_tier(lambda: House(loaded, tmp_path), asked, together)
+    # Twice for the first two; never again, though asked five times more.
+    num_tiles = sum(picture.num_tiles for picture in shown[2])
+    twice = 2 * num_tiles
+    assert [num_tiles, *[twice] * 4, twice + other[2][0].num_tiles, 0] == encoded
+    assert [expected] * 6 == answers
+    assert [0, 0] == hits[:2] and len(shown[0]) // BLOCK * BLOCK <= min(hits[2:]), hits
     page = architectures.PAGE.read_text(encoding="utf-8")
     assert architectures.seeing_row(folder.name, loaded) in page.splitlines()
 

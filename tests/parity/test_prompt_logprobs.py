@@ -1,68 +1,29 @@
 """Log-probabilities of a prompt are those of a plain forward, however the prompt was computed."""
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from engine.batch import Batch, Span
-from engine.engine import Engine
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduling.settings import SchedulerSettings
-from engine.settings import EngineSettings
+from engine.request import FinishReason, SamplingParams
+from tests.parity.turned import BLOCK, TurnedEngine
 from tests.support.models import ARCHITECTURES, tiny_model
-from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 
-BLOCK = 16
 PROMPT = list(b"What is asked of a prompt is how likely each of its tokens was, after the others. ")
 
 
-class House:
-    """An engine without a thread over a tiny model; small chunks, so that a prompt is many."""
-
-    def __init__(self, loaded: LoadedModel, *, blocks: int = 40) -> None:
-        layout = loaded.layout(BLOCK)
-        settings = CacheSettings(device_bytes=blocks * layout.nbytes, host_bytes=0)
-        self.cache = TieredCache(layout, settings)
-        self.engine = Engine(
-            ModelRunner(loaded, self.cache.pool.tensor, owners=self.cache.pool.owners),
-            self.cache,
-            EngineSettings(
-                scheduler=SchedulerSettings(step_tokens=32, mixed_step_tokens=32),
-                eos_token_ids=frozenset(),
-            ),
-            self._take,
-        )
-        self.outputs: list[StepOutput] = []
-
-    def ask(self, *asked: tuple[Sequence[int], SamplingParams]) -> list[list[StepOutput]]:
-        self.outputs.clear()
-        for number, (prompt, params) in enumerate(asked):
-            scope = CacheScope(layout=self.cache.layout.digest())
-            tokens = array("i", prompt)
-            self.engine.submit(
-                Request(request_id=str(number), tokens=tokens, params=params, scope=scope)
-            )
-        while sum(output.last for output in self.outputs) < len(asked):
-            self.engine.turn()
-        self.cache.residency.check()
-        return [
-            [o for o in self.outputs if o.request_id == str(number)] for number in range(len(asked))
-        ]
-
-    def _take(self, outputs: Sequence[StepOutput]) -> None:
-        self.outputs += outputs
+def house(loaded: LoadedModel) -> TurnedEngine:
+    """Small chunks, so that a prompt is many."""
+    return TurnedEngine(loaded, blocks=40, step_tokens=32)
 
 
 def expected_logprobs(loaded: LoadedModel, prompt: Sequence[int]) -> list[dict[int, float]]:
     """After each beginning of the prompt, the most likely tokens as a sampling step tells them."""
-    house = House(loaded)
-    runner = ModelRunner(loaded, house.cache.pool.tensor)
+    runner = ModelRunner(loaded, house(loaded).cache.pool.tensor)
     rows = []
     params = SamplingParams(temperature=0, logprobs=20)
     for end in range(1, len(prompt)):
@@ -84,8 +45,8 @@ def test_they_are_what_a_sampled_token_would_have_had(
     loaded = tiny_model(architecture)
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=5)
     plain = SamplingParams(temperature=0, max_tokens=20)
-    [told, other] = House(loaded).ask((PROMPT, params), (PROMPT[:20], plain))
-    [alone] = House(loaded).ask((PROMPT[:20], plain))
+    [told, other] = house(loaded).ask((PROMPT, params), (PROMPT[:20], plain))
+    [alone] = house(loaded).ask((PROMPT[:20], plain))
     assert [o.tokens for o in alone] == [o.tokens for o in other]
     entries = told[0].prompt_logprobs
     assert PROMPT[1:] == [entry.token for entry in entries]
@@ -102,34 +63,34 @@ def test_they_are_what_a_sampled_token_would_have_had(
 
 
 def test_the_cache_is_not_read_for_them_and_is_filled_by_them() -> None:
-    house = House(tiny_model())
+    asked = house(tiny_model())
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
-    [first] = house.ask((PROMPT, params))
-    [again] = house.ask((PROMPT, params))
+    [first] = asked.ask((PROMPT, params))
+    [again] = asked.ask((PROMPT, params))
     assert first[0].prompt_logprobs == again[0].prompt_logprobs
     assert (0, {MissReason.DISABLED: len(PROMPT) // BLOCK * BLOCK}) == (
         again[0].counts.hit,
         {MissReason.DISABLED: again[0].miss_reasons[MissReason.DISABLED]},
     )
-    [plain] = house.ask((PROMPT, SamplingParams(temperature=0, max_tokens=2)))
+    [plain] = asked.ask((PROMPT, SamplingParams(temperature=0, max_tokens=2)))
     assert len(PROMPT) - 1 == plain[0].counts.hit
     assert first[-1].tokens == plain[-1].tokens
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_nothing_is_generated_where_nothing_is_asked_for(n: int) -> None:
-    house = House(tiny_model())
+    asked = house(tiny_model())
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, n=n)
-    [outputs] = house.ask((PROMPT, params))
+    [outputs] = asked.ask((PROMPT, params))
     assert [FinishReason.LENGTH] * n == [output.finish for output in outputs]
     assert {()} == {output.tokens for output in outputs}
     assert [len(PROMPT) - 1] + [0] * (n - 1) == [len(o.prompt_logprobs) for o in outputs]
     assert 0 == outputs[-1].counts.output
-    [plain] = house.ask((PROMPT, SamplingParams(max_tokens=0)))
+    [plain] = asked.ask((PROMPT, SamplingParams(max_tokens=0)))
     assert len(PROMPT) - 1 == plain[0].counts.hit
 
 
 def test_a_prompt_of_one_token_has_none() -> None:
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
-    [outputs] = House(tiny_model()).ask(([65], params))
+    [outputs] = house(tiny_model()).ask(([65], params))
     assert () == outputs[0].prompt_logprobs

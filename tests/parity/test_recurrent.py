@@ -2,7 +2,6 @@
 
 import logging
 from inspect import Parameter, Signature
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,10 @@ from engine.attention.recurrent import (
     StateCache,
     StatePort,
 )
-from engine.models.load import LoadedModel, load_adapter
+from engine.models.load import LoadedModel
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
-from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
-from tests.support.models import save_adapter
+from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, from_every_tier
 from tiers.policy.checkpoints import worth_blocks
 
 
@@ -50,30 +48,22 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     model_type = loaded.name.removeprefix("tiny-")
     expected = stock_tokens(model_type, tokens)
     assert expected == generated_tokens(model_type, tokens)
-    first = House(loaded, tmp_path, step_tokens=2 * BLOCK)
-    try:
-        served = [first.ask([tokens], cache=False), first.ask([tokens]), first.ask([tokens])]
-        for to_disk in (False, True):
-            first.sink(to_disk=to_disk)
-            served.append(first.ask([tokens]))
+
+    def next_turn(house: House) -> None:
         longer = tokens + expected + prompt(20, seed=4)
-        [(turn, counts)] = first.ask([longer])
+        [(turn, counts)] = house.ask([longer])
         assert stock_tokens(model_type, longer) == turn
-        layout = first.cache.layout
+        layout = house.cache.layout
         pays = worth_blocks(layout.checkpoint.nbytes, layout.nbytes) == 1
         assert (5 if pays else 4) * BLOCK == counts.hit_device  # the answer before it has one block
-    finally:
-        first.close()
-    second = House(loaded, tmp_path, step_tokens=2 * BLOCK)
-    try:
-        served.append(second.ask([tokens]))
-    finally:
-        second.close()
-    assert [expected] * 6 == [answer for [(answer, _)] in served]
-    hits = [counts for [(_, counts)] in served]
-    assert [0, 0] == [counts.hit for counts in hits[:2]]
-    tiers = [hits[2].hit_device, hits[3].hit_host, hits[4].hit_disk, hits[5].hit_disk]
-    assert [4 * BLOCK] * 4 == tiers
+
+    answers, hits = from_every_tier(
+        lambda: House(loaded, tmp_path, step_tokens=2 * BLOCK),
+        lambda house, **asked: house.ask([tokens], **asked),
+        next_turn,
+    )
+    assert [expected] * 6 == answers
+    assert [0, 0] + [4 * BLOCK] * 4 == hits
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
 
 
@@ -93,74 +83,6 @@ def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> 
                 assert expected == answer
                 if seed > 3:
                     assert shared == counts.hit
-    finally:
-        house.close()
-
-
-@pytest.mark.parametrize(
-    ("model_type", "targets"),
-    [
-        ("qwen3_next", ["in_proj_qkvz", "out_proj", "q_proj"]),
-        ("bamba", ["in_proj", "q_proj"]),
-        ("minimax", ["qkv_proj", "out_proj", "q_proj"]),
-    ],
-)
-def test_a_sequence_answers_with_its_own_adapter_beside_others(
-    model_type: str,
-    targets: list[str],
-    tmp_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """Each sequence's adapter updates the layers of the recurrent modules too."""
-    loaded = architectures.served(model_type)
-    for number in range(2):
-        folder = tmp_path_factory.mktemp("adapter")
-        save_adapter(
-            folder,
-            architectures.stock(model_type),
-            seed=number,
-            r=4,
-            target_modules=targets,
-        )
-        load_adapter(loaded, f"a{number}", str(folder))
-    names = ("a0", None, "a1", "a0")
-    asked = [prompt(30, seed=1)] * 3 + [prompt(20, seed=2)]
-    house = House(loaded, tmp_path, step_tokens=BLOCK)
-    try:
-        alone = [
-            house.ask([tokens], cache=False, adapters=[name])[0][0]
-            for tokens, name in zip(asked, names, strict=True)
-        ]
-        together = house.ask(asked, adapters=names)
-    finally:
-        house.close()
-        for number in range(2):
-            loaded.adapters.remove(f"a{number}")
-    assert 3 == len({tuple(answer) for answer in alone[:3]})
-    assert alone == [answer for answer, _ in together]
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_step_that_fails_leaves_the_states_as_they_were(
-    late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is tried again, one sequence at a time, whether it failed before its end or after."""
-    house = House(architectures.served("qwen3_next"), tmp_path, step_tokens=BLOCK)
-    asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
-    try:
-        expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
-        runner: Any = house.engine._runner
-        owner, name = (runner._sampler, "sample") if late else (runner._recurrent, "finish")
-        whole, calls = getattr(owner, name), count()
-
-        def failing(*arguments: Any) -> Any:
-            if next(calls) % 5 == 3:
-                raise RuntimeError("a step fails")
-            return whole(*arguments)
-
-        monkeypatch.setattr(owner, name, failing)
-        assert expected == [answer for answer, _ in house.ask(asked)]
-        assert next(calls) > 8
     finally:
         house.close()
 

@@ -1,10 +1,12 @@
-"""Layers that keep a state where a block ends: LFM2's short convolutions.
+"""Layers that keep a state: LFM2's short convolutions, DeepSeek-V4's open entries, recurrent ones.
 
-That LFM2 answers as transformers does from every tier is in `test_architectures`.
+That they answer as transformers does from every tier is in `test_architectures`.
 """
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,11 +15,12 @@ import torch
 from engine.attention.base import ReferenceAttention
 from engine.attention.states import StatefulAttention, windows_of
 from engine.batch import Span
-from engine.models.load import LoadedModel
+from engine.models.load import load_adapter
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt
 from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House
+from tests.support.models import save_adapter
 from tiers.blocks.layout import BlockLayout, LayerLayout
 from tiers.memory.device import DevicePool
 
@@ -28,20 +31,15 @@ LAYERS = (
 )
 
 
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return architectures.served("lfm2")
-
-
-@pytest.fixture
-def house(loaded: LoadedModel, tmp_path: Path) -> Iterator[House]:
-    house = House(loaded, tmp_path, step_tokens=BLOCK)
+@pytest.fixture(params=["lfm2", "deepseek_v4"])
+def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
+    house = House(architectures.served(request.param), tmp_path, step_tokens=BLOCK)
     yield house
     house.close()
 
 
-def test_of_a_long_prefix_the_last_states_alone_are_needed(loaded: LoadedModel) -> None:
-    layout = loaded.layout(BLOCK)
+def test_of_a_long_prefix_the_last_states_alone_are_needed() -> None:
+    layout = architectures.served("lfm2").layout(BLOCK)
     states = 3 * WIDTH * 64 * 4  # three layers, three rows of 64 numbers, whatever the block size
     assert (1, True) == (layout.reach, layout.has_states)
     assert layout.nbytes - states == layout.lasting_nbytes == BLOCK * 2 * 2 * 16 * 4
@@ -60,12 +58,75 @@ def test_prompts_that_end_anywhere_in_a_block_answer_as_cold(house: House) -> No
     """A prefix is taken up where a block ends: never within one, and also right at the end."""
     tokens = prompt(4 * BLOCK, seed=2)
     house.ask([tokens])
-    for length in range(2 * BLOCK - 1, 3 * BLOCK + 2, 2):
+    for length in range(BLOCK - 1, 3 * BLOCK + 2):
         [(expected, _)] = house.ask([tokens[:length]], cache=False)
         [(answer, counts)] = house.ask([tokens[:length]])
         assert expected == answer
         assert min(length // BLOCK * BLOCK, length - 1) == counts.hit
     assert len(expected) == NUM_OUT
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v4"])
+def test_a_step_that_fails_leaves_the_states_as_they_were(
+    model_type: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent ones, and the rows of open entries. It is tried again, one sequence at a time,
+    whether it failed before its end or after."""
+    house = House(architectures.served(model_type), tmp_path, step_tokens=BLOCK)
+    asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
+    try:
+        expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
+        runner: Any = house.engine._runner
+        states = runner._recurrent or runner._attention
+        owner, name = (runner._sampler, "sample") if late else (states, "finish")
+        whole, calls = getattr(owner, name), count()
+
+        def failing(*arguments: Any) -> Any:
+            if next(calls) % 5 == 3:
+                raise RuntimeError("a step fails")
+            return whole(*arguments)
+
+        monkeypatch.setattr(owner, name, failing)
+        assert expected == [answer for answer, _ in house.ask(asked)]
+        assert next(calls) > 8
+    finally:
+        house.close()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "targets"),
+    [
+        ("qwen3_next", ["in_proj_qkvz", "out_proj", "q_proj"]),
+        ("bamba", ["in_proj", "q_proj"]),
+        ("minimax", ["qkv_proj", "out_proj", "q_proj"]),
+        ("deepseek_v4", ["q_b_proj", "kv_proj", "gate_proj", "weights_proj", "o_b_proj"]),
+    ],
+)
+def test_a_sequence_answers_with_its_own_adapter_beside_others(
+    model_type: str, targets: list[str], tmp_path: Path
+) -> None:
+    """Its adapter updates the layers of recurrent modules, of compressors and of an index too."""
+    loaded = architectures.served(model_type)
+    for number in range(2):
+        folder, stock = tmp_path / f"a{number}", architectures.stock(model_type)
+        save_adapter(folder, stock, seed=number, r=4, target_modules=targets)
+        load_adapter(loaded, f"a{number}", str(folder))
+    names = ("a0", None, "a1", "a0")
+    asked = [prompt(50, seed=1)] * 3 + [prompt(20, seed=2)]
+    house = House(loaded, tmp_path / "house", step_tokens=BLOCK)
+    try:
+        alone = [
+            house.ask([tokens], cache=False, adapters=[name])[0][0]
+            for tokens, name in zip(asked, names, strict=True)
+        ]
+        for _ in range(2):
+            assert alone == [answer for answer, _ in house.ask(asked, adapters=names)]
+    finally:
+        house.close()
+        for number in range(2):
+            loaded.adapters.remove(f"a{number}")
+    assert 3 == len({tuple(answer) for answer in alone[:3]})
 
 
 def span(start: int, count: int, *, write_kv: bool = True) -> Span:

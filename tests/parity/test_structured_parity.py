@@ -4,25 +4,18 @@ Alone, batched, sampled `n` times, greedy and by seed, in small chunks, preempte
 """
 
 import json
-from array import array
 from collections.abc import Mapping, Sequence
 from functools import cache
 
 import pytest
 
-from engine.engine import Engine
-from engine.execution.runner import ModelRunner
 from engine.grammar.compiler import compiler_for
 from engine.models.load import LoadedModel
-from engine.request import FinishReason, Request, SamplingParams, StepOutput
-from engine.scheduling.settings import SchedulerSettings
-from engine.settings import EngineSettings
+from engine.request import FinishReason, SamplingParams
 from engine.structure import Grammar, StructuredOutputs, source_of
+from tests.parity.turned import BLOCK, TurnedEngine
 from tests.support.models import EOS, tiny_model
-from tiers.blocks.keys import CacheScope
-from tiers.cache import CacheSettings, TieredCache
 
-BLOCK = 16
 PERSON = {
     "type": "object",
     "properties": {
@@ -45,52 +38,29 @@ def person() -> Grammar:
     return compiler_for(model()).compile(source_of(StructuredOutputs(json=PERSON)))
 
 
-class House:
-    """An engine without a thread over the tiny model."""
+class House(TurnedEngine):
+    """Answers about persons."""
 
     def __init__(self, *, jump: bool, blocks: int = 60, step_tokens: int = 64) -> None:
-        layout = model().layout(BLOCK)
-        self.cache = TieredCache(
-            layout, CacheSettings(device_bytes=blocks * layout.nbytes, host_bytes=0)
-        )
-        scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
-        settings = EngineSettings(
-            scheduler=scheduler,
+        super().__init__(
+            model(),
+            blocks=blocks,
+            step_tokens=step_tokens,
             max_context=1024,
             eos_token_ids=model().eos_token_ids,
             jump_forward=jump,
         )
-        runner = ModelRunner(model(), self.cache.pool.tensor, owners=self.cache.pool.owners)
-        self.engine = Engine(runner, self.cache, settings, self._take)
-        self.outputs: list[StepOutput] = []
 
-    def ask(
+    def told(
         self, params: SamplingParams, prompts: Sequence[Sequence[int]] = PROMPTS
     ) -> Mapping[tuple[str, int], tuple[tuple[int, ...], FinishReason | None]]:
         """Tokens and end by prompt and sample."""
-        self.outputs.clear()
-        for number, prompt in enumerate(prompts):
-            self.engine.submit(
-                Request(
-                    request_id=str(number),
-                    tokens=array("i", prompt),
-                    params=params,
-                    scope=CacheScope(layout=self.cache.layout.digest()),
-                    grammar=person(),
-                )
-            )
-        while sum(output.last for output in self.outputs) < len(prompts):
-            self.engine.turn()
-        self.cache.residency.check()
-        names = sorted({(o.request_id, o.index) for o in self.outputs})
-        return {name: self._answer(*name) for name in names}
-
-    def _answer(self, name: str, index: int) -> tuple[tuple[int, ...], FinishReason | None]:
-        mine = [o for o in self.outputs if (o.request_id, o.index) == (name, index)]
-        return tuple(token for o in mine for token in o.tokens), mine[-1].finish
-
-    def _take(self, outputs: Sequence[StepOutput]) -> None:
-        self.outputs += outputs
+        self.ask(*((prompt, params) for prompt in prompts), grammar=person())
+        answers: dict[tuple[str, int], tuple[tuple[int, ...], FinishReason | None]] = {}
+        for output in self.outputs:
+            tokens, _ = answers.get((output.request_id, output.index), ((), None))
+            answers[output.request_id, output.index] = tokens + output.tokens, output.finish
+        return answers
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
@@ -109,9 +79,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=200)
 )
 def test_an_answer_is_the_same_with_and_without_jump_forward(params: SamplingParams) -> None:
     plain, jumping = House(jump=False), House(jump=True)
-    expected = plain.ask(params)
-    assert expected == jumping.ask(params)
-    assert expected == jumping.ask(params)  # from the cache
+    expected = plain.told(params)
+    assert expected == jumping.told(params)
+    assert expected == jumping.told(params)  # from the cache
     for tokens, finish in expected.values():
         assert FinishReason.STOP is finish
         assert EOS == tokens[-1]
@@ -123,10 +93,10 @@ def test_an_answer_is_the_same_with_and_without_jump_forward(params: SamplingPar
 
 
 def test_chunks_preemption_and_small_pools_change_nothing() -> None:
-    expected = House(jump=False).ask(GREEDY)
-    assert expected == House(jump=True, step_tokens=BLOCK).ask(GREEDY)
+    expected = House(jump=False).told(GREEDY)
+    assert expected == House(jump=True, step_tokens=BLOCK).told(GREEDY)
     crowded = House(jump=True, blocks=14)
-    answers = crowded.ask(GREEDY, PROMPTS * 3)
+    answers = crowded.told(GREEDY, PROMPTS * 3)
     assert crowded.engine.stats().num_preemptions > 0
     for (name, index), answer in answers.items():
         assert expected[str(int(name) % 2), index] == answer
@@ -135,15 +105,15 @@ def test_chunks_preemption_and_small_pools_change_nothing() -> None:
 def test_the_length_ends_a_forced_run_where_it_is_reached() -> None:
     house = House(jump=True)
     for limit in (1, 5, 20):
-        answers = house.ask(SamplingParams(temperature=0, max_tokens=limit))
+        answers = house.told(SamplingParams(temperature=0, max_tokens=limit))
         for tokens, finish in answers.values():
             assert (limit, FinishReason.LENGTH) == (len(tokens), finish)
 
 
 def test_logprobs_are_of_every_token_and_so_nothing_is_jumped() -> None:
     house = House(jump=True)
-    expected = house.ask(GREEDY)
+    expected = house.told(GREEDY)
     params = SamplingParams(temperature=0, max_tokens=200, logprobs=1)
-    assert expected == house.ask(params)
+    assert expected == house.told(params)
     assert 0 == sum(output.num_jumped for output in house.outputs)
     assert all(len(o.tokens) == len(o.logprobs) for o in house.outputs)

@@ -65,26 +65,39 @@ def forward(runner: ModelRunner, step: list[Span]) -> torch.Tensor | None:
     return logits
 
 
+def two_runners(loaded: LoadedModel) -> tuple[ModelRunner, ModelRunner, list[torch.Tensor]]:
+    """Over equal pools."""
+    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
+    pools[1].copy_(pools[0])
+    return ModelRunner(loaded, pools[0]), ModelRunner(loaded, pools[1]), pools
+
+
+def check_logits(own: ModelRunner, other: ModelRunner, *steps: list[Span]) -> None:
+    """Both compute the same bits, by default in all steps."""
+    for step in steps or STEPS:
+        with torch.inference_mode():
+            expected, actual = forward(own, step), forward(other, step)
+        assert expected is not None and actual is not None
+        assert torch.equal(expected, actual)
+
+
+def check_kv(pools: list[torch.Tensor]) -> None:
+    assert torch.equal(*(pool.nan_to_num(7) for pool in pools)), "nobody's blocks hold NaN"
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_and_kv_are_those_of_the_models_own_forward(
     architecture: str, fused: bool, operators: Operators
 ) -> None:
     loaded = tiny_model(architecture)
-    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
-    pools[1].copy_(pools[0])
-    own, traced = (ModelRunner(loaded, pool) for pool in pools)
+    own, traced, pools = two_runners(loaded)
     traced._traced = TracedForward(loaded.model, fused=fused)
     if fused:
         for attention in traced._picked:
             attention.fuse()
-    for step in STEPS:
-        with torch.inference_mode():
-            expected = forward(own, step)
-            actual = forward(traced, step)
-        assert expected is not None and actual is not None
-        assert torch.equal(expected, actual)
-    assert torch.equal(*(pool.nan_to_num(7) for pool in pools)), "nobody's blocks hold NaN"
+    check_logits(own, traced)
+    check_kv(pools)
 
 
 def test_the_default_path_of_a_warm_runner_is_the_recorded_one() -> None:
@@ -233,9 +246,7 @@ def test_operators_are_not_compared_with_what_threads_divide(operators: Operator
 def test_one_row_alone_has_the_bits_that_it_has_beside_another(
     narrow: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools = [new_pool(narrow, 40, BLOCK) for _ in range(2)]
-    pools[1].copy_(pools[0])
-    alone, beside = (ModelRunner(narrow, pool) for pool in pools)
+    alone, beside, pools = two_runners(narrow)
     for each in (alone, beside):
         each.record()
     assert alone._traced is not None and beside._traced is not None
@@ -248,29 +259,18 @@ def test_one_row_alone_has_the_bits_that_it_has_beside_another(
         return run(rows, *others)
 
     monkeypatch.setattr(alone._traced, "_graph", graph)
-    for step in (*STEPS, [span(1, 38, 1, 0)]):
-        with torch.inference_mode():
-            expected, actual = forward(beside, step), forward(alone, step)
-        assert expected is not None and actual is not None
-        assert torch.equal(expected, actual)
-    assert torch.equal(*(pool.nan_to_num(7) for pool in pools))
+    check_logits(beside, alone, *STEPS, [span(1, 38, 1, 0)])
+    check_kv(pools)
     assert sizes == [(37, 1), (21, 2), (2, 2), (6, 2), (1, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("dim", [192, 256, 512])
 def test_wide_heads_have_the_bits_of_the_models_own_forward(dim: int, operators: Operators) -> None:
     """Whether the operator attends them or not, which depends on the processor."""
-    loaded = narrow_model(operators, head_dim=dim)
-    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
-    pools[1].copy_(pools[0])
-    own, fused = (ModelRunner(loaded, pool) for pool in pools)
+    own, fused, pools = two_runners(narrow_model(operators, head_dim=dim))
     fused.record()
-    for step in STEPS:
-        with torch.inference_mode():
-            expected, actual = forward(own, step), forward(fused, step)
-        assert expected is not None and actual is not None
-        assert torch.equal(expected, actual)
-    assert torch.equal(*(pool.nan_to_num(7) for pool in pools))
+    check_logits(own, fused)
+    check_kv(pools)
 
 
 def test_packed_layers_compute_two_rows_at_least(operators: Operators) -> None:
@@ -349,20 +349,15 @@ def test_an_error_in_attention_comes_out_as_it_is() -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_step_with_working_copies_does_not_return_to_python(architecture: str) -> None:
     loaded = tiny_model(architecture)
-    pools = [new_pool(loaded, 40, BLOCK) for _ in range(2)]
-    pools[1].copy_(pools[0])
-    own, warm = (ModelRunner(loaded, pool) for pool in pools)
+    own, warm, _ = two_runners(loaded)
     warm._traced = TracedForward(loaded.model)
 
     def burn(call: AttentionCall) -> torch.Tensor:
         raise Burning(f"layer {call.layer}")
 
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm._attention, "attend", burn)
-        for step in STEPS:
-            expected, actual = forward(own, step), forward(warm, step)
-            assert expected is not None and actual is not None
-            assert torch.equal(expected, actual)
+        check_logits(own, warm)
 
 
 def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_not() -> None:
@@ -376,16 +371,14 @@ def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_no
         seen += 1
         return attend(call)
 
-    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(warm._attention, "attend", count)
         for number, step in enumerate(STEPS):
+            before = seen
             with pytest.MonkeyPatch.context() as full:
                 if number % 2:
                     full.setattr(WorkingCopies, "open", lambda self, span, busy: None)
-                before, expected = seen, forward(own, step)
-                actual = forward(warm, step)
-            assert expected is not None and actual is not None
-            assert torch.equal(expected, actual)
+                check_logits(own, warm, step)
             assert (seen > before) == bool(number % 2)
 
 
@@ -410,16 +403,13 @@ def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
     traced._traced = TracedForward(loaded.model)
     save_tiny_adapter(tmp_path)
     load_adapter(loaded, "own", str(tmp_path))
-    for step in (
+    check_logits(
+        plain,
+        traced,
         [span(1, 0, 9, 0, adapter="own")],
         [span(1, 9, 1, 0, adapter="own"), span(2, 0, 5, 10)],
         [span(2, 5, 1, 10)],
-    ):
-        with torch.inference_mode():
-            expected = forward(plain, step)
-            actual = forward(traced, step)
-        assert expected is not None and actual is not None
-        assert torch.equal(expected, actual)
+    )
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "jetmoe", "longcat_flash"])
@@ -464,7 +454,8 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(
 ) -> None:
     with caplog.at_level(logging.INFO):
         traced = trace(tiny_model("llama").model, fused=True)
-    kinds = Counter(node.kind() for node in traced._graph.graph.nodes())
+    assert traced is not None
+    kinds = _kinds(traced)
     layers = 3
     expected = {"norm": 2 * layers + 1, "rotate": 2 * layers, "silu_mul": layers}
     assert f"calls compiled operators {sum(expected.values())} times" in caplog.text
@@ -474,7 +465,7 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(
 
 def test_norms_of_heads_that_lie_apart_are_taken_too(operators: Operators) -> None:
     """Gemma 3 turns heads before their norms, of which each layer has six in all."""
-    kinds = _kinds("gemma3_text")
+    kinds = _kinds(TracedForward(architectures.served("gemma3_text").model, fused=True))
     assert (6 * 2 + 1, 0) == (kinds["cachesvc::norm"], kinds["aten::rsqrt"])
 
 
@@ -486,21 +477,19 @@ def test_gates_of_other_models_are_taken_too(
     architecture: str, name: str, by_torch: str, operators: Operators
 ) -> None:
     """GELU's approximation; and gates that lie apart, by which their factors are multiplied."""
-    kinds = _kinds(architecture)
+    kinds = _kinds(TracedForward(architectures.served(architecture).model, fused=True))
     assert (2, 0) == (kinds[f"cachesvc::{name}"], kinds[by_torch])
 
 
 def test_gelu_itself_is_left_to_torch(operators: Operators) -> None:
-    model = narrow_model(operators, hidden_act="gelu").model
-    traced = TracedForward(model, fused=True)
-    kinds = Counter(node.kind() for node in traced._graph.graph.nodes())
+    traced = TracedForward(narrow_model(operators, hidden_act="gelu").model, fused=True)
+    kinds = _kinds(traced)
     assert (3, 7) == (kinds["aten::gelu"], kinds["cachesvc::norm"])
     assert not traced.activates_by_row
 
 
-def _kinds(architecture: str) -> Counter[str]:
-    """The calls of its recorded forward with operators, which gives the bits of its own."""
-    traced = TracedForward(architectures.served(architecture).model, fused=True)
+def _kinds(traced: TracedForward) -> Counter[str]:
+    """The calls of a recorded forward."""
     return Counter(node.kind() for node in traced._graph.graph.nodes())
 
 
@@ -521,8 +510,7 @@ def test_activations_that_end_within_torchs_vectors_are_left_to_it(
 ) -> None:
     """Rows of 96 numbers, and vectors of 64."""
     monkeypatch.setattr(fusing, "_VECTORS", 64)
-    graph = TracedForward(tiny_model("llama").model, fused=True)._graph.graph
-    kinds = Counter(node.kind() for node in graph.nodes())
+    kinds = _kinds(TracedForward(tiny_model("llama").model, fused=True))
     assert (3, 0, 7) == tuple(
         kinds[kind] for kind in ("aten::silu", "cachesvc::silu_mul", "cachesvc::norm")
     )
