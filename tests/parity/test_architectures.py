@@ -5,6 +5,7 @@ found.
 """
 
 import logging
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,13 +139,10 @@ def test_rounded_kv_answers_the_same_cold_and_from_every_tier(
 ) -> None:
     """Kept in bfloat16 under a model in float32: cold and hit read the same rounded numbers."""
     tokens = prompt(4 * BLOCK + 11, seed=1)
-    house = House(architectures.served(model_type), tmp_path, kv_dtype="bfloat16")
-    try:
+    with closing(House(architectures.served(model_type), tmp_path, kv_dtype="bfloat16")) as house:
         served = [house.ask([tokens], cache=False), house.ask([tokens]), house.ask([tokens])]
         for to_disk in (False, True):
             house.sink(to_disk=to_disk)
             served.append(house.ask([tokens]))
-    finally:
-        house.close()
     assert 1 == len({tuple(answer) for [(answer, _)] in served})
     assert served[-1][0][1].hit_disk == 4 * BLOCK

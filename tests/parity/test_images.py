@@ -7,6 +7,7 @@ image processor and `generate` say what is right.
 import base64
 import io
 from array import array
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,15 +137,12 @@ def test_another_image_misses_from_its_first_block_on(loaded: LoadedModel, tmp_p
     assert one[0] == other[0], "the tokens alone do not tell them apart"
     before = one[1][0].start // BLOCK * BLOCK
     assert before >= BLOCK
-    house = House(loaded, tmp_path)
-    try:
+    with closing(House(loaded, tmp_path)) as house:
         [(_, cold)] = ask(house, one)
         [(seen, counts)] = ask(house, other)
         [(alone, _)] = ask(house, other, cache=False)
         named = tuple(Content(c.start, c.length, c.digest) for c in one[1])
         [(_, claimed)] = house.ask([one[0]], contents=[named])
-    finally:
-        house.close()
     assert (0, before) == (cold.hit, counts.hit)
     assert alone == seen
     assert before == claimed.hit, "a client named the server's own digest"
@@ -152,14 +150,11 @@ def test_another_image_misses_from_its_first_block_on(loaded: LoadedModel, tmp_p
 
 def test_two_at_once_share_the_tower_and_leave_nothing(loaded: LoadedModel, tmp_path: Path) -> None:
     shown = prompt(loaded, drawing(1))
-    house = House(loaded, tmp_path)
-    try:
+    with closing(House(loaded, tmp_path)) as house:
         [(first, _), (second, _)] = ask(house, shown, shown)
         assert shown[2][0].num_tiles == house.num_encoded
         assert house.encoder is not None
         assert {} == house.encoder._entries, "rows are kept beyond their use"
-    finally:
-        house.close()
     assert first == second
 
 
@@ -169,16 +164,13 @@ def test_a_hit_that_ends_within_an_image_computes_the_image_again(
     """And no other one: the image before it is cached."""
     shown = prompt(loaded, drawing(1), drawing(2))
     middle = shown[1][7].start // BLOCK  # within the second image
-    house = House(loaded, tmp_path)
-    try:
+    with closing(House(loaded, tmp_path)) as house:
         [(cold, _)] = ask(house, shown)
         chain = Chain(root(house), shown[0], BLOCK, block_contents(shown[1], BLOCK))
         house.engine.call(lambda cache: cache.evict(chain.keys[middle:])).result(60)
         before = house.num_encoded
         [(again, counts)] = ask(house, shown)
         assert shown[2][1].num_tiles == house.num_encoded - before
-    finally:
-        house.close()
     assert cold == again
     assert middle * BLOCK == counts.hit
 
@@ -234,9 +226,8 @@ def test_what_the_tower_cannot_compute_fails_its_request_alone(
 ) -> None:
     """And the next one of that image is tried again."""
     shown, plain = prompt(loaded, drawing(1)), prompt(loaded)
-    house = House(loaded, tmp_path)
     assert loaded.tower is not None
-    try:
+    with closing(House(loaded, tmp_path)) as house:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loaded.tower, "rows", lambda tile: 1 / 0)
             with pytest.raises(AssertionError, match="an image could not be computed"):
@@ -244,8 +235,6 @@ def test_what_the_tower_cannot_compute_fails_its_request_alone(
             assert house.engine.failure is None
             ask(house, plain)
         [(answer, _)] = ask(house, shown)
-    finally:
-        house.close()
     assert NUM_OUT == len(answer)
     assert "an image cannot be computed" in caplog.text
 
@@ -256,11 +245,8 @@ def test_two_images_of_one_prompt_are_in_their_places(
     files = (drawing(5), drawing(6), drawing(5))
     shown = prompt(loaded, *files)
     assert 3 * 5 * 4 == shown[0].count(IMAGE)
-    house = House(loaded, tmp_path, step_tokens=32)
-    try:
+    with closing(House(loaded, tmp_path, step_tokens=32)) as house:
         [(answer, _)] = ask(house, shown)
-    finally:
-        house.close()
     assert stock_tokens(folder, shown[0], files) == answer
 
 

@@ -1,5 +1,6 @@
 """Sequences that are preempted beside others answer as alone, whatever their layers keep."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,9 @@ def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
 ) -> None:
     """Twelve blocks for four requests of one to six."""
     loaded = architectures.served(kind)
-    house = House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)
     tokens = prompt(4 * BLOCK + 11, seed=1)
     asked = [tokens, tokens[:40], tokens[:50] + prompt(30, seed=2), prompt(1, seed=3)]
-    try:
+    with closing(House(loaded, tmp_path, device_blocks=12, step_tokens=2 * BLOCK)) as house:
         alone = [house.ask([each], cache=False)[0][0] for each in asked]
         for _ in range(3):
             assert alone == [answer for answer, _ in house.ask(asked)]
-    finally:
-        house.close()

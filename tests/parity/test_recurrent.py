@@ -1,6 +1,7 @@
 """Models with recurrent states answer exactly as transformers does, however they are served."""
 
 import logging
+from contextlib import closing
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,8 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
 def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> None:
     """At the second sight the prompt's own part is computed; a third one resumes there."""
     loaded = architectures.served("qwen3_next")
-    house = House(loaded, tmp_path, device_blocks=200, step_tokens=2 * BLOCK)
     trunk = prompt(6 * BLOCK, seed=1)
-    try:
+    with closing(House(loaded, tmp_path, device_blocks=200, step_tokens=2 * BLOCK)) as house:
         house.ask([trunk + prompt(20, seed=2)])
         for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 7, 6 * BLOCK):
             shared = length // BLOCK * BLOCK
@@ -83,20 +83,15 @@ def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> 
                 assert expected == answer
                 if seed > 3:
                     assert shared == counts.hit
-    finally:
-        house.close()
 
 
 def test_samples_of_one_prompt_continue_its_states(loaded: LoadedModel, tmp_path: Path) -> None:
-    house = House(loaded, tmp_path, step_tokens=2 * BLOCK)
     tokens = prompt(2 * BLOCK + 5, seed=1)
-    try:
+    with closing(House(loaded, tmp_path, step_tokens=2 * BLOCK)) as house:
         [(expected, _)] = house.ask([tokens], cache=False)
         for cache in (False, True, True):
             [(answers, _)] = house.ask([tokens], n=5, cache=cache)
             assert expected * 5 == answers
-    finally:
-        house.close()
 
 
 @pytest.mark.parametrize("name", ["cache_params", "past_key_values", "cache"])

@@ -104,32 +104,6 @@ def test_tokens_are_those_of_transformers(
     assert sequence.generated == stock_tokens(loaded, tokens)
 
 
-def test_batched_is_alone_and_chunked_is_whole(loaded: LoadedModel) -> None:
-    prompts = [prompt(length, seed=length) for length in (1, 33, 64, 90)]
-    alone = []
-    for tokens in prompts:
-        sequence = Sequence(1, tokens, 0)
-        generate(runner(loaded), [sequence])
-        alone.append(sequence.generated)
-    together = [Sequence(n, tokens, 10 * n) for n, tokens in enumerate(prompts)]
-    generate(runner(loaded), together, chunk=2 * BLOCK)
-    assert [sequence.generated for sequence in together] == alone
-
-
-@pytest.mark.parametrize("shared", [BLOCK, 3 * BLOCK, 50])
-def test_a_hit_is_cold(loaded: LoadedModel, shared: int) -> None:
-    """A second sequence that starts after a prefix standing in the pool gets the same tokens."""
-    tokens = prompt(60)
-    shared_runner = runner(loaded)
-    cold = Sequence(1, tokens, 0)
-    generate(shared_runner, [cold])
-    shared_runner.forget(1)
-    hit = Sequence(2, tokens, 0)
-    hit.computed = shared
-    generate(shared_runner, [hit])
-    assert hit.generated == cold.generated
-
-
 def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded: LoadedModel) -> None:
     tokens = prompt(4 * BLOCK)
     pool = new_pool(loaded, NUM_BLOCKS, BLOCK)

@@ -5,6 +5,7 @@ That such models answer as transformers does from every tier is in `test_archite
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -54,16 +55,13 @@ def test_prompts_of_every_length_answer_as_transformers_does(
 ) -> None:
     """Around the number of keys that the index picks, and around blocks: cold and from a hit."""
     top_k = loaded.model.config.index_topk
-    house = House(loaded, tmp_path, step_tokens=BLOCK)
     tokens = prompt(6 * BLOCK, seed=5)
-    try:
+    with closing(House(loaded, tmp_path, step_tokens=BLOCK)) as house:
         for length in (1, top_k - 9, top_k - 1, top_k, top_k + 1, 2 * BLOCK, 5 * BLOCK + 3):
             expected = stock_tokens(loaded.name.removeprefix("tiny-"), tokens[:length])
             for cache in (False, True, True):
                 [(answer, _)] = house.ask([tokens[:length]], cache=cache)
                 assert expected == answer
-    finally:
-        house.close()
 
 
 def test_index_keys_are_a_part_of_every_block() -> None:

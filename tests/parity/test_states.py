@@ -4,6 +4,7 @@ That they answer as transformers does from every tier is in `test_architectures`
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,8 @@ def test_a_step_that_fails_leaves_the_states_as_they_were(
 ) -> None:
     """Recurrent ones, and the rows of open entries. It is tried again, one sequence at a time,
     whether it failed before its end or after."""
-    house = House(architectures.served(model_type), tmp_path, step_tokens=BLOCK)
     asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
-    try:
+    with closing(House(architectures.served(model_type), tmp_path, step_tokens=BLOCK)) as house:
         expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
         runner: Any = house.engine._runner
         states = runner._recurrent or runner._attention
@@ -90,8 +90,6 @@ def test_a_step_that_fails_leaves_the_states_as_they_were(
         monkeypatch.setattr(owner, name, failing)
         assert expected == [answer for answer, _ in house.ask(asked)]
         assert next(calls) > 8
-    finally:
-        house.close()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tests.parity.test_engine_tiers import BLOCK, House
 from tests.support.models import bytes_tokenizer
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame, FrameArena
-from tiers.blocks.keys import BlockId
+from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.places import BlockPlaces
 from tiers.disk.format.record import window_key
 from tiers.disk.tier import DiskTier
@@ -73,22 +73,9 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def open_house(tmp_path: Path) -> Iterator[Callable[..., House]]:
     houses: list[House] = []
 
-    def build(
-        loaded: LoadedModel,
-        *,
-        share_tails: bool = False,
-        device_blocks: int = 60,
-        host_blocks: int = 64,
-    ) -> House:
-        houses.append(
-            House(
-                loaded,
-                tmp_path,
-                device_blocks=device_blocks,
-                host_blocks=host_blocks,
-                share_tails=share_tails,
-            )
-        )
+    def build(loaded: LoadedModel, **settings: Any) -> House:
+        given = {"share_tails": False, "device_blocks": 60, **settings}
+        houses.append(House(loaded, tmp_path, **given))
         return houses[-1]
 
     yield build
@@ -122,6 +109,15 @@ def moved(house: House) -> dict[Any, int]:
     stats = house.engine.call(lambda _: house.cache.stats()).result(60)
     told = {lane: transfer.nbytes for lane, transfer in stats.transfers.items()}
     return {**told, "read": stats.disk.read_bytes}
+
+
+def check(house: House) -> None:
+    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+
+
+def root_of(disk: DiskTier) -> PrefixKey:
+    with disk.view() as view:
+        return next(iter(view.blocks())).scope
 
 
 def needed(house: House, num_blocks: int) -> int:
@@ -229,9 +225,7 @@ def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
     chance = random.Random(loaded.name)
     house.ask([LONG])
     sink(house, to_disk=True)
-    with disk.view() as view:
-        infos = list(view.blocks())
-    root = infos[0].scope
+    root = root_of(disk)
     partial = 0
     for _ in range(6):
         asked = LONG[: chance.randint(2, NUM_BLOCKS) * BLOCK + 3]
@@ -264,9 +258,7 @@ def test_blocks_in_memory_end_where_their_windows_are_below(
     house.ask([LONG])
     sink(house, to_disk=True)
     house.ask([LONG])  # all but the last blocks are in memory without their windows
-    with disk.view() as view:
-        root = next(iter(view.blocks())).scope
-    ids = Chain(root, LONG, BLOCK).block_ids(0, NUM_BLOCKS)
+    ids = Chain(root_of(disk), LONG, BLOCK).block_ids(0, NUM_BLOCKS)
     keys = [block.key for block in ids]
     house.engine.call(lambda _: disk.discard([window_key(keys[8])])).result(60)
     [(expected, _)] = house.ask([SHORT], cache=False)
@@ -303,9 +295,7 @@ def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_com
 
     house.engine.call(drop).result(60)
     sink(house, to_disk=True)
-    with disk.view() as view:
-        root = next(iter(view.blocks())).scope
-    ids = Chain(root, LONG, BLOCK).block_ids(0, NUM_BLOCKS)
+    ids = Chain(root_of(disk), LONG, BLOCK).block_ids(0, NUM_BLOCKS)
     assert [False] * (NUM_BLOCKS - reach) + [True] * reach == disk.have_windows(ids)
     [(answer, counts)] = house.ask([LONG])
     assert (cold[0], NUM_BLOCKS * BLOCK) == (answer, counts.hit_disk)
@@ -336,7 +326,7 @@ def test_the_host_holds_more_blocks_than_frames_where_windows_are_not_needed(
         assert (expected, NUM_BLOCKS * BLOCK) == (answer, counts.hit)
         hits += counts.hit_host
     assert hits == 2 * NUM_BLOCKS * BLOCK, "of 40 blocks in 26 frames"
-    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+    check(house)
 
 
 def test_the_device_holds_more_blocks_than_slots_where_windows_are_not_needed(
@@ -353,7 +343,7 @@ def test_the_device_holds_more_blocks_than_slots_where_windows_are_not_needed(
         for tokens, expected in zip(prompts, cold, strict=True):
             [(answer, counts)] = house.ask([tokens])
             assert (expected, NUM_BLOCKS * BLOCK) == (answer, counts.hit_device)
-    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+    check(house)
 
 
 def test_a_block_gets_its_windows_back_while_another_request_reads_it(
@@ -372,7 +362,7 @@ def test_a_block_gets_its_windows_back_while_another_request_reads_it(
     assert expected == [answer for answer, _ in told]
     assert [NUM_BLOCKS * BLOCK, 10 * BLOCK, 15 * BLOCK] == [counts.hit for _, counts in told]
     assert house.cache.num_moved == 2 * house.cache.layout.reach
-    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+    check(house)
 
 
 def test_windows_that_no_use_needed_leave_the_host_before_any_block(
@@ -390,4 +380,4 @@ def test_windows_that_no_use_needed_leave_the_host_before_any_block(
         sink(house, to_disk=False)
     [(answer, counts)] = house.ask([LONG])
     assert (cold, NUM_BLOCKS * BLOCK) == (answer, counts.hit_host)
-    house.engine.call(lambda _: house.cache.residency.check()).result(60)
+    check(house)
