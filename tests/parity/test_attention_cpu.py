@@ -135,26 +135,20 @@ def test_a_forgotten_sequence_is_read_from_the_pool_again() -> None:
     torch.testing.assert_close(run(fast, [span(1, 40, 1, 0)], options, seed=2), expected)
 
 
-def test_a_step_that_failed_half_way_is_computed_again() -> None:
+@pytest.mark.parametrize(
+    ("length", "failed", "spans"),
+    [(20, span(1, 20, 8, 0), [span(1, 20, 8, 0)]), (30, span(1, 10, 8, 0), [span(1, 30, 1, 0)])],
+    ids=["half way", "further back"],
+)
+def test_a_step_that_failed_leaves_nothing_in_the_copy(
+    length: int, failed: Span, spans: list[Span]
+) -> None:
     pool = new_pool(torch.float32)
     fast, options = CpuAttention(pool), OPTIONS["plain"]
-    run(fast, [span(1, 0, 20, 0)], options, seed=1)
-    spans = [span(1, 20, 8, 0)]
-    fast.begin(spans)
+    run(fast, [span(1, 0, length, 0)], options, seed=1)
+    fast.begin([failed])
     noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
     fast.attend(AttentionCall(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options))
-    expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
-    torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
-
-
-def test_a_failed_step_further_back_leaves_nothing_in_the_copy() -> None:
-    pool = new_pool(torch.float32)
-    fast, options = CpuAttention(pool), OPTIONS["plain"]
-    run(fast, [span(1, 0, 30, 0)], options, seed=1)
-    fast.begin([span(1, 10, 8, 0)])
-    noise = torch.ones(8, KV_HEADS * GROUPS, DIM)
-    fast.attend(AttentionCall(0, noise, noise[:, :KV_HEADS], noise[:, :KV_HEADS], options))
-    spans = [span(1, 30, 1, 0)]
     expected = run(ReferenceAttention(pool.clone()), spans, options, seed=2)
     torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
 

@@ -70,50 +70,62 @@ def span(sequence_id: int, start: int, count: int, table: list[int], **fields: b
 
 
 def run(
-    attention: PagedAttention, spans: list[Span], groups: int, dim: int, options: AttentionOptions
+    attention: PagedAttention,
+    spans: list[Span],
+    heads: int,
+    dim: int,
+    options: AttentionOptions,
+    *,
+    rank: int | None = None,
 ) -> torch.Tensor:
+    """Of latents if they have a `rank`, `heads` in all."""
     generator = torch.Generator().manual_seed(5)
     total = sum(len(span.tokens) for span in spans) + 1  # one row of padding
+    kv_heads = KV_HEADS if rank is None else 1
     attention.begin(spans)
     outputs = []
     for layer in range(LAYERS):
-        query = torch.randn(total, KV_HEADS * groups, dim, generator=generator)
-        key, value = torch.randn(2, total, KV_HEADS, dim, generator=generator)
-        outputs.append(
-            attention.attend(AttentionCall(layer, query, key, value, options))[: total - 1]
-        )
+        query = torch.randn(total, heads, dim, generator=generator)
+        key, value = torch.randn(2, total, kv_heads, dim, generator=generator)
+        if rank is not None:
+            value = key[..., :rank]
+        call = AttentionCall(layer, query, key, value, options)
+        outputs.append(attention.attend(call)[: total - 1])
     attention.finish()
     return torch.cat(outputs)
 
 
+def options_of(
+    scaling: float, window: int | None, scores: str | None, heads: int
+) -> AttentionOptions:
+    return AttentionOptions(
+        scaling,
+        window=window,
+        softcap=4.0 if scores == "cap" else None,
+        sinks=torch.linspace(-2, 9, heads) if scores == "sinks" else None,
+    )
+
+
 @in_child
 @pytest.mark.parametrize(
-    ("groups", "dim", "window", "softcap", "dtype"),
+    ("groups", "dim", "window", "scores", "dtype"),
     [
         (4, 16, 21, "sinks", torch.float32),
         (3, 32, None, None, torch.float32),
         (1, 16, None, None, torch.float32),
         (4, 24, None, None, torch.float32),  # neither a power of two nor a multiple of 16
         (3, 32, 21, None, torch.float32),
-        (3, 32, None, 4.0, torch.float32),
-        (3, 32, 70, 4.0, torch.bfloat16),
+        (3, 32, None, "cap", torch.float32),
+        (3, 32, 70, "cap", torch.bfloat16),
     ],
 )
 def test_decode_and_prefill_agree_with_the_reference(
-    groups: int,
-    dim: int,
-    window: int | None,
-    softcap: float | str | None,
-    dtype: torch.dtype,
+    groups: int, dim: int, window: int | None, scores: str | None, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     pool = torch.randn(30, LAYERS, 2, BLOCK, KV_HEADS, dim, generator=generator).to(dtype)
     pools = pool.clone(), pool.clone()
-    options = AttentionOptions(scaling=dim**-0.5, window=window)
-    if softcap == "sinks":
-        options = options._replace(sinks=torch.linspace(-2, 9, KV_HEADS * groups))
-    elif isinstance(softcap, float):
-        options = options._replace(softcap=softcap)
+    options = options_of(dim**-0.5, window, scores, KV_HEADS * groups)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -123,32 +135,10 @@ def test_decode_and_prefill_agree_with_the_reference(
         span(6, 130, 19, [0, 10, 11, 12, 13, 14, 15, 16, 18, 19]),
         span(7, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
     ]
-    expected = run(ReferenceAttention(pools[0]), spans, groups, dim, options)
-    actual = run(paged.TritonAttention(pools[1]), spans, groups, dim, options)
+    expected = run(ReferenceAttention(pools[0]), spans, KV_HEADS * groups, dim, options)
+    actual = run(paged.TritonAttention(pools[1]), spans, KV_HEADS * groups, dim, options)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
-
-
-def run_latents(
-    attention: PagedAttention,
-    spans: list[Span],
-    shape: tuple[int, int, int],
-    options: AttentionOptions,
-) -> torch.Tensor:
-    """shape: heads, numbers of a latent and of its rotated key."""
-    heads, rank, rotated = shape
-    generator = torch.Generator().manual_seed(5)
-    total = sum(len(span.tokens) for span in spans) + 1  # one row of padding
-    attention.begin(spans)
-    outputs = []
-    for layer in range(LAYERS):
-        query = torch.randn(total, heads, rank + rotated, generator=generator)
-        key = torch.randn(total, 1, rank + rotated, generator=generator)
-        outputs.append(
-            attention.attend(AttentionCall(layer, query, key, key[..., :rank], options))[:-1]
-        )
-    attention.finish()
-    return torch.cat(outputs)
 
 
 @in_child
@@ -170,11 +160,7 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(
     generator = torch.Generator().manual_seed(1)
     pool = torch.randn(45, LAYERS, 1, BLOCK, 1, rank + rotated, generator=generator).to(dtype)
     pools = pool.clone(), pool.clone()
-    options = AttentionOptions(scaling=0.2, window=window)
-    if scores == "sinks":
-        options = options._replace(sinks=torch.linspace(-2, 9, heads))
-    elif scores == "cap":
-        options = options._replace(softcap=4.0)
+    options = options_of(0.2, window, scores, heads)
     spans = [
         span(1, 0, 1, [3]),
         span(2, 140, 1, [9, 2, 17, 4, 5, 6, 7, 8, 1]),
@@ -184,8 +170,10 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(
         span(6, 0, 65, [25, 26, 27, 28, 29]),  # too long for the kernel
         span(7, 600, 1, [*range(5, 43)]),  # split
     ]
-    expected = run_latents(ReferenceAttention(pools[0], layers), spans, shape, options)
-    actual = run_latents(paged.TritonAttention(pools[1], layers), spans, shape, options)
+    paths = ReferenceAttention(pools[0], layers), paged.TritonAttention(pools[1], layers)
+    expected, actual = (
+        run(path, spans, heads, rank + rotated, options, rank=rank) for path in paths
+    )
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1]), "both paths write the same latents"
 
@@ -199,13 +187,8 @@ def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
     pool = torch.randn(12, LAYERS, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
     pools = pool.clone(), pool.clone()
     spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
-    outputs = [
-        run_latents(path, spans, (8, 16, 8), AttentionOptions(scaling=0.2))
-        for path in (
-            ReferenceAttention(pools[0], layers),
-            paged.TritonAttention(pools[1], layers),
-        )
-    ]
+    paths = ReferenceAttention(pools[0], layers), paged.TritonAttention(pools[1], layers)
+    outputs = [run(path, spans, 8, 24, AttentionOptions(scaling=0.2), rank=16) for path in paths]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
     assert torch.equal(pools[0], pools[1])
 
@@ -226,14 +209,12 @@ def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(
         return attend_dense(query, key, *others)
 
     monkeypatch.setattr(paged, "attend_dense", noted)
-    options = AttentionOptions(0.3, window=window, softcap=4.0 if scores == "cap" else None)
-    if scores == "sinks":
-        options = options._replace(sinks=torch.linspace(-2, 9, KV_HEADS * 3))
+    options = options_of(0.3, window, scores, KV_HEADS * 3)
     pool = torch.randn(12, LAYERS, 2, BLOCK, KV_HEADS, 16)
     pools = pool.clone(), pool.clone()
     spans = [span(1, 25, 70, [3, 1, 2, 4, 5, 6]), span(2, 0, 66, [7, 8, 9, 10, 11])]
-    expected = run(ReferenceAttention(pools[0]), spans, 3, 16, options)
-    actual = run(paged.TritonAttention(pools[1]), spans, 3, 16, options)
+    expected = run(ReferenceAttention(pools[0]), spans, KV_HEADS * 3, 16, options)
+    actual = run(paged.TritonAttention(pools[1]), spans, KV_HEADS * 3, 16, options)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert len(sizes) > 20 and max(sizes) <= limit
 

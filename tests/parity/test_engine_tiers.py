@@ -255,21 +255,6 @@ def test_more_requests_than_the_device_holds_are_all_right(
     assert [tokens for tokens, _ in tight.ask(prompts)] == expected
 
 
-def test_kv_kept_as_bfloat16_answers_the_same_cold_and_from_each_tier(
-    house: Callable[..., House],
-) -> None:
-    """Cold and hit read the same rounded pool, so they agree with one another exactly."""
-    loaded = tiny_model("llama")
-    rounded = house(loaded, kv_dtype="bfloat16")
-    (prompt,) = prompts_over(loaded, 1)
-    [(cold, _)] = rounded.ask([prompt], cache=False)
-    for to_disk in (False, True):
-        rounded.ask([prompt])
-        rounded.sink(to_disk=to_disk)
-        [(hit, counts)] = rounded.ask([prompt])
-        assert hit == cold and counts.hit >= 4 * BLOCK
-
-
 def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
     house: Callable[..., House], tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -27,6 +27,8 @@ from tests.parity.architectures import served
 from tests.support.models import new_pool
 from tests.support.torch_calls import Recorder as Calls
 
+triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
+
 
 class Stream:
     """Waits for nothing."""
@@ -113,6 +115,12 @@ def _graphs(
     )
 
 
+def triton_runner(name: str) -> ModelRunner:
+    loaded = served(name)
+    pool = new_pool(loaded, 8).nan_to_num(0.5)
+    return ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+
+
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"}  # for values of a tensor
 
 
@@ -123,15 +131,12 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A capture refuses to wait, and then a model is served without graphs."""
-    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
 
     def attend(query: torch.Tensor, *_: object, rank: int | None) -> torch.Tensor:
         return query if rank is None else query[..., :rank]
 
     monkeypatch.setattr(triton, "attend_paged", attend)
-    loaded = served(name)
-    pool = new_pool(loaded, 8)
-    runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+    runner = triton_runner(name)
     assert cuda_graphs(runner._attention, torch.device("cuda"))
     graphs = _graphs(runner, (2,), scratch=7)
     params = SamplingParams(temperature=0)
@@ -144,10 +149,7 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(
 @pytest.mark.parametrize("name", ["deepseek_v32", "qwen3_next"])
 def test_models_whose_steps_the_host_shapes_get_no_graphs(name: str) -> None:
     """An index picks keys by sequence, and a recurrent state is a tensor of its sequence."""
-    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
-    loaded = served(name)
-    pool = new_pool(loaded, 8)
-    runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+    runner = triton_runner(name)
     assert not cuda_graphs(runner._attention, torch.device("cuda"))
 
 
@@ -174,11 +176,8 @@ def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(
     captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In that are operators, unlike in the model's own layers."""
-    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
-    loaded = served("qwen3")
-    pool = new_pool(loaded, 8).nan_to_num(0.5)
-    runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+    runner = triton_runner("qwen3")
 
     def record(work: Work) -> Work:
         if runner._captured is not None and not captured:
@@ -189,13 +188,13 @@ def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(
     params = SamplingParams(temperature=0)
     spans = [Span(n, np.array([40], np.int32), 20, [n, 3 + n], True, params) for n in (1, 2)]
     own = graphs.run(spans)
-    runner._captured = trace(loaded.model)
+    runner._captured = trace(runner._model)
     graphs.forget()
     runner._graphs = graphs
     runner.warm_up()
     assert captured != ("graphs do without it" in caplog.text)
     if captured:
-        for layer in loaded.model.base_model.layers:
+        for layer in runner._model.base_model.layers:
             monkeypatch.setattr(layer, "forward", None)
     assert graphs.takes(spans) and torch.equal(own, graphs.run(spans))
 
@@ -209,7 +208,6 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(
 ) -> None:
     """A question after a cached prompt, beside a sequence that decodes. Each of its rows sees the
     ones before it, and what is not to be written stays as it is."""
-    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
     loaded = served("qwen3")
     pool = new_pool(loaded, 6 + 2 * beside)
@@ -262,13 +260,10 @@ def test_tables_begin_where_those_of_launched_steps_do(width: int) -> None:
 def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many rows, too many keys to read again for each row, or states that enter the pool at a
     step's end."""
-    triton = pytest.importorskip("engine.attention.triton", reason="triton is not installed")
     params = SamplingParams(temperature=0)
 
     def graphs(name: str) -> StepGraphs:
-        loaded = served(name)
-        pool = new_pool(loaded, 8)
-        runner = ModelRunner(loaded, pool, triton.TritonAttention(pool, loaded.layers))
+        runner = triton_runner(name)
         attention = runner._attention
         assert cuda_graphs(attention, torch.device("cuda"))
         sizes = batch_sizes(4, tails=attention.sees_its_step)
