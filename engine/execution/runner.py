@@ -114,7 +114,7 @@ class ModelRunner:
         self._shrinking = Shrinking(self._step, kv.block_size)
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
-        self._recorded = False
+        self._is_recorded = False
         self._captured: TracedForward | None = None  # what graphs are of; None: the model's own
         self._graphs: StepGraphs | None = None
         if scratch is not None and cuda_graphs(self._attention, self._device):
@@ -176,9 +176,9 @@ class ModelRunner:
 
     def record(self) -> None:
         """Record the model's forward, once, on any thread before steps."""
-        if self._recorded:
+        if self._is_recorded:
             return
-        self._recorded = True
+        self._is_recorded = True
         if self._fuses:
             for each in self._on_cpu:
                 each.fuse()
@@ -308,19 +308,19 @@ class ModelRunner:
         """What the layers put out."""
         if self._traced is None or self._adapters.in_use:
             return self._model.base_model(**arguments)
-        return self._traced.layers(
-            self._attention,
-            arguments["position_ids"],
-            tokens=arguments.get("input_ids"),
-            rows=arguments.get("inputs_embeds"),
-        )
+        return self._recorded(self._traced, arguments["position_ids"].new_empty(0), arguments)[1]
 
     def _logits(self, keep: torch.Tensor, arguments: dict[str, Any]) -> torch.Tensor:
         """Logits [1, K, vocabulary] after the rows `keep` [K]."""
         if self._traced is None or self._adapters.in_use:
             logits: torch.Tensor = self._model(logits_to_keep=keep, **arguments).logits
             return logits
-        return self._traced(
+        return self._recorded(self._traced, keep, arguments)[0]
+
+    def _recorded(
+        self, traced: TracedForward, keep: torch.Tensor, arguments: dict[str, Any]
+    ) -> tuple[torch.Tensor, Any]:
+        return traced(
             self._attention,
             arguments["position_ids"],
             keep,
@@ -391,7 +391,7 @@ class ModelRunner:
             ).logits
         else:
             keep = torch.arange(tokens.shape[1], device=tokens.device)
-            logits = self._captured(self._attention, positions, keep, tokens=tokens)
+            logits, _ = self._captured(self._attention, positions, keep, tokens=tokens)
         self._adapters.finish()
         rows: torch.Tensor = logits[0].float()
         return rows

@@ -183,32 +183,21 @@ class TracedForward:
 
     def __call__(
         self,
-        attention: PagedAttention | _Alone,
+        attention: PagedAttention,
         positions: torch.Tensor,
         keep: torch.Tensor,
         *,
         tokens: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Logits [1, K, vocabulary] after the rows `keep` [K], the same as the model's own forward.
+    ) -> tuple[torch.Tensor, Any]:
+        """Logits [1, K, vocabulary] after the rows `keep` [K], and what the layers put out, as the
+        model's own forward gives them.
 
         The input is either `tokens` [1, T] or embedded `rows` [1, T, hidden], at `positions` [1,
         T]. Raises what `attention` raises, and RuntimeError where another call of the graph fails.
         """
-        return self._run(attention, positions, keep, tokens, rows)[0]
-
-    def layers(
-        self,
-        attention: PagedAttention,
-        positions: torch.Tensor,
-        *,
-        tokens: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
-    ) -> Any:
-        """What the layers put out, as the model's own return it, without logits."""
-        none = positions.new_empty(0)
-        states = self._run(attention, positions, none, tokens, rows)[1]
-        return self._kind(last_hidden_state=states)
+        logits, states = self._run(attention, positions, keep, tokens, rows)
+        return logits, self._kind(last_hidden_state=states)
 
     def _run(
         self,
