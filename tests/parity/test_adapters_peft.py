@@ -16,6 +16,7 @@ from engine.request import SamplingParams
 from tests.support.models import (
     ARCHITECTURES,
     VOCAB_SIZE,
+    greedy_tokens,
     new_pool,
     save_tiny_adapter,
     stock_model,
@@ -57,12 +58,7 @@ def peft_tokens(
     model: Any = PeftModel.from_pretrained(base, str(folder)).eval()
     if merged:
         model = model.merge_and_unload()
-    ids = torch.from_numpy(tokens).long()[None]
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
-            ids = torch.cat([ids, best[None]], 1)
-    return ids[0, len(tokens) :].tolist()
+    return greedy_tokens(model, tokens.tolist(), NEW_TOKENS)
 
 
 def run(

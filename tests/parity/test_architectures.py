@@ -24,7 +24,7 @@ from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.architectures import ARCHITECTURES, VOCAB_SIZE
 from tests.parity.test_engine_tiers import BLOCK, House, from_every_tier
-from tests.support.models import new_pool
+from tests.support.models import greedy_tokens, new_pool
 
 NUM_OUT = 8  # as many as a House generates
 
@@ -44,12 +44,7 @@ def stock_tokens(model_type: str, tokens: list[int]) -> list[int]:
     """transformers' own greedy tokens, with eager attention, computed whole for every token."""
     model = architectures.stock(model_type)
     model.set_attn_implementation("eager")
-    ids = torch.tensor([tokens])
-    with torch.inference_mode():
-        for _ in range(NUM_OUT):
-            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
-            ids = torch.cat([ids, best[None]], 1)
-    return ids[0, len(tokens) :].tolist()
+    return greedy_tokens(model, tokens, NUM_OUT)
 
 
 def test_tokens_are_those_of_transformers_cold_and_from_every_tier(

@@ -14,7 +14,7 @@ from engine.models.gguf_config import ARCHITECTURES
 from engine.models.load import load_model
 from engine.request import SamplingParams
 from tests.support.gguf_files import KINDS, fields_of, stock, tensors_of, write_gguf
-from tests.support.models import VOCAB_SIZE, new_pool, save_model
+from tests.support.models import VOCAB_SIZE, greedy_tokens, new_pool, save_model
 
 TRAINED = 128  # the context before it was stretched
 PROMPT = 300
@@ -113,13 +113,8 @@ def greedy(loaded: Any, prompt: torch.Tensor) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@torch.inference_mode()
 def expected(model: Any, prompt: torch.Tensor) -> list[int]:
-    ids = prompt[None]
-    for _ in range(8):
-        best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
-        ids = torch.cat([ids, best[None]], 1)
-    return ids[0, len(prompt) :].tolist()
+    return greedy_tokens(model, prompt.tolist(), 8)
 
 
 def prompt_of(length: int) -> torch.Tensor:

@@ -60,13 +60,17 @@ def drawing(seed: int, size: tuple[int, int] = (50, 40), kind: str = "PNG") -> b
 TEXT = "A prefix of text before an image, longer than a block. "
 
 
+def chat_of(loaded: LoadedModel, num_images: int, text: str = TEXT) -> str:
+    parts = [{"type": "text", "text": text}, *({"type": "image"} for _ in range(num_images))]
+    parts.append({"type": "text", "text": " What is it?"})
+    return loaded.tokenizer.render([{"role": "user", "content": parts}])
+
+
 def prompt(loaded: LoadedModel, *files: bytes, text: str = TEXT) -> Prompt:
     """A chat that shows the images after the text, as the api makes it."""
     assert loaded.tower is not None
     reader = loaded.tower.reader
-    parts = [{"type": "text", "text": text}, *({"type": "image"} for _ in files)]
-    parts.append({"type": "text", "text": " What is it?"})
-    shown = loaded.tokenizer.render([{"role": "user", "content": parts}])
+    shown = chat_of(loaded, len(files), text)
     pictures = tuple(reader.read(data) for data in files)
     tokens = loaded.tokenizer.encode(reader.expanded(shown, pictures), add_special_tokens=False)
     return tokens, reader.contents(tokens, pictures), pictures
@@ -261,20 +265,10 @@ def test_the_prompt_is_that_of_transformers_processor(folder: Path, loaded: Load
     sizes = [(50, 40), (20, 60), (1, 300), (300, 1), (8, 8), (64, 32)]
     files = [drawing(n, size) for n, size in enumerate(sizes)]
     tokens, _, _ = prompt(loaded, *files)
-    text = loaded.tokenizer.render(
-        [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "text", "text": TEXT},
-                    *({"type": "image"} for _ in files),
-                    {"type": "text", "text": " What is it?"},
-                ],
-            }
-        ]
-    )
     images = [Image.open(io.BytesIO(data)) for data in files]
-    expected = processor(text=text, images=[images], add_special_tokens=False)["input_ids"][0]
+    expected = processor(
+        text=chat_of(loaded, len(files)), images=[images], add_special_tokens=False
+    )["input_ids"][0]
     assert list(tokens) == expected
 
 

@@ -1,14 +1,10 @@
 """The runner against transformers' own forward, for each architecture."""
 
-import copy
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import xxhash
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from engine.attention.base import PagedAttention, ReferenceAttention
 from engine.attention.cpu import CpuAttention
@@ -17,7 +13,14 @@ from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel
 from engine.models.packing import PackedLinear, has_bfloat16
 from engine.request import SamplingParams
-from tests.support.models import ARCHITECTURES, VOCAB_SIZE, new_pool, tiny_model
+from tests.support.models import (
+    ARCHITECTURES,
+    VOCAB_SIZE,
+    greedy_tokens,
+    new_pool,
+    stock_model,
+    tiny_model,
+)
 
 GREEDY = SamplingParams(temperature=0)
 BLOCK, NUM_BLOCKS, NEW_TOKENS = 16, 40, 12
@@ -32,20 +35,11 @@ def prompt(length: int, seed: int = 0) -> NDArray[np.int32]:
     return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length, dtype=np.int32)
 
 
-def stock_tokens(loaded: LoadedModel, tokens: NDArray[np.int32]) -> list[int]:
-    """Greedy tokens of an untouched transformers model, recomputed whole for every token."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: Any = AutoModelForCausalLM.from_config(
-            copy.deepcopy(loaded.model.config), dtype=torch.float32, attn_implementation="eager"
-        )
-    model.eval()
-    ids = torch.from_numpy(tokens).long()[None]
-    with torch.inference_mode():
-        for _ in range(NEW_TOKENS):
-            best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
-            ids = torch.cat([ids, best[None]], 1)
-    return ids[0, len(tokens) :].tolist()
+def stock_tokens(architecture: str, tokens: NDArray[np.int32]) -> list[int]:
+    """Greedy tokens of an untouched transformers model."""
+    model = stock_model(architecture)
+    model.set_attn_implementation("eager")
+    return greedy_tokens(model, tokens.tolist(), NEW_TOKENS)
 
 
 class Sequence:
@@ -101,7 +95,7 @@ def test_tokens_are_those_of_transformers(
     tokens = prompt(70)
     sequence = Sequence(1, tokens, 0)
     generate(runner(loaded, attention), [sequence])
-    assert sequence.generated == stock_tokens(loaded, tokens)
+    assert sequence.generated == stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
 
 
 def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded: LoadedModel) -> None:
@@ -145,7 +139,7 @@ def test_a_prefix_that_a_short_prompt_left_serves_a_long_one() -> None:
     hit = Sequence(2, tokens, 0)
     hit.computed = 2 * BLOCK
     generate(both, [hit])
-    assert hit.generated == cold.generated == stock_tokens(loaded, tokens)
+    assert hit.generated == cold.generated == stock_tokens("phi3", tokens)
 
 
 def test_the_table_is_part_of_the_weights_digest() -> None:

@@ -211,6 +211,17 @@ def stock_model(architecture: str = "llama", seed: int = 0, **shape: int) -> Any
     return model.eval().requires_grad_(False)
 
 
+@torch.inference_mode()
+def greedy_tokens(model: Any, tokens: Sequence[int], count: int) -> list[int]:
+    """transformers' own, with the whole computed for every token."""
+    ids = torch.tensor([list(tokens)])
+    for _ in range(count):
+        best = model(input_ids=ids, use_cache=False).logits[:, -1].argmax(-1)
+        ids = torch.cat([ids, best[None]], 1)
+    found: list[int] = ids[0, len(tokens) :].tolist()
+    return found
+
+
 def _bytes_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     alphabet = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(alphabet)}

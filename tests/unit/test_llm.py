@@ -153,22 +153,15 @@ def test_a_stop_token_counts_and_is_no_text(llm: LLM) -> None:
     assert stopped.outputs[0].finish_reason == "stop"
 
 
-def test_token_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
-    [by_text] = llm.generate(PROMPT, GREEDY)
-    [by_ids] = llm.generate([list(PROMPT.encode())], GREEDY)
-    assert by_ids.prompt is None
-    assert by_ids.outputs == by_text.outputs
-    assert by_ids.num_cached_tokens == len(PROMPT) - 1
-
-
 def test_prompt_dictionaries_are_the_same_prompts(llm: LLM) -> None:
-    """As vLLM takes them: by text, by ids, by both, one alone, and among strings."""
+    """As vLLM takes them: by text, by ids, by both, one alone, and among strings and lists."""
     ids = list(PROMPT.encode())
     [by_text] = llm.generate(PROMPT, GREEDY)
-    given = [{"prompt": PROMPT}, {"prompt_token_ids": ids}, PROMPT]
+    given = [{"prompt": PROMPT}, {"prompt_token_ids": ids}, PROMPT, ids]
     outputs = llm.generate([*given, {"prompt": "shown", "prompt_token_ids": ids}], GREEDY)
-    assert [by_text.outputs] * 4 == [output.outputs for output in outputs]
-    assert [PROMPT, None, PROMPT, "shown"] == [output.prompt for output in outputs]
+    assert [by_text.outputs] * 5 == [output.outputs for output in outputs]
+    assert [PROMPT, None, PROMPT, None, "shown"] == [output.prompt for output in outputs]
+    assert [len(PROMPT) - 1] * 5 == [output.num_cached_tokens for output in outputs]
     [alone] = llm.generate({"prompt_token_ids": ids, "multi_modal_data": None}, GREEDY)
     assert by_text.outputs == alone.outputs
 

@@ -330,10 +330,7 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(
 ) -> None:
     folder = _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     compiling = Operators(folder)
-    deadline = time.monotonic() + PATIENCE_S
-    while not (child := _read(tmp_path / "child")) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert psutil.pid_exists(int(child))
+    child = _child_of(tmp_path)
     if closed:
         compiling.close()
         with caplog.at_level(logging.INFO):
@@ -341,9 +338,7 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(
         assert "the C++ compiler was ended at its work" in caplog.text
     else:
         del compiling
-    while psutil.pid_exists(int(child)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(int(child))
+    _until(lambda: not psutil.pid_exists(child))
     assert not list(folder.iterdir())
 
 
@@ -360,14 +355,9 @@ def test_a_compiler_ends_with_a_process_that_is_killed(
         "time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (child := _read(tmp_path / "child")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert psutil.pid_exists(int(child))
+        child = _child_of(tmp_path)
         process.kill()
-    while psutil.pid_exists(int(child)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not psutil.pid_exists(int(child))
+    _until(lambda: not psutil.pid_exists(child))
 
 
 def test_what_a_killed_start_was_compiling_is_removed_by_the_next(
@@ -412,5 +402,17 @@ def _models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str) -> P
     return folder
 
 
-def _read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
+def _child_of(tmp_path: Path) -> int:
+    """The number of the process that a compiler's script has written down and waits for."""
+    written = tmp_path / "child"
+    _until(lambda: written.exists() and written.read_text() != "")
+    child = int(written.read_text())
+    assert psutil.pid_exists(child)
+    return child
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -201,20 +201,6 @@ def test_penalties_and_bias_by_hand() -> None:
     assert chosen.logprob.top[0][0] == 5
 
 
-def test_min_tokens_forbids_the_end_until_reached() -> None:
-    logits = torch.zeros(1, VOCAB_SIZE)
-    logits[0, EOS], logits[0, 4], logits[0, 3] = 9.0, 8.0, 7.0
-    params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=(4,))
-    assert sample(logits, span(params, sampled_before=1)) == [3]
-    assert sample(logits, span(params, sampled_before=2)) == [EOS]
-
-
-def test_a_mask_leaves_only_what_it_allows() -> None:
-    allowed = np.zeros(VOCAB_SIZE // 32, np.int32)
-    allowed[1] = 1 << 3  # token 35
-    assert sample(rows(1), span(SamplingParams(seed=1), allowed=allowed)) == [35]
-
-
 HOSTILE_ROWS = {
     "an overflow": torch.tensor([math.inf, *[1.0] * (VOCAB_SIZE - 1)]),
     "two overflows": torch.tensor([math.inf, math.inf, *[-math.inf] * (VOCAB_SIZE - 2)]),
