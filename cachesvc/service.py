@@ -38,7 +38,6 @@ from cachesvc.operator.quotas import QuotaBook
 from cachesvc.operator.scopes import note_scopes, payers
 from cachesvc.operator.storage_meter import StorageMeter
 from cachesvc.operator.survey import CacheSurvey
-from cachesvc.operator.tenant_pins import CachePins
 from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
@@ -119,7 +118,7 @@ class Service:
             ),
             records=self._memory.records,
             cache=CacheParts(
-                retention=Retention(CachePins(engine.call, self._operator)),
+                retention=Retention(self._operator),
                 quotes=Quotes(engine, meter, CacheSurvey(engine.call, core.operations, block_size)),
                 feeds=self._feeds,
                 publisher=BlockPublisher(engine.call, block_size) if core.is_shared else None,

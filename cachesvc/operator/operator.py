@@ -5,13 +5,17 @@ answer means that the change is durable.
 """
 
 import asyncio
+import logging
 import time
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
 from api.cache.explorer import Caller
+from api.errors import CacheNotKept, CacheNotPaid
+from api.job import Kept
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.purge import (
     Done,
@@ -29,9 +33,11 @@ from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
 from tiers.operations.face import CacheOperations
-from tiers.policy.retention import Pin, PinError
+from tiers.policy.retention import Pin, PinError, PinKind
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 class UnpaidPin(PinError):
@@ -39,7 +45,7 @@ class UnpaidPin(PinError):
 
 
 class CacheOperator:
-    """Pins, evictions and purges on one engine; see `api.admin.parts.CacheAdmin`."""
+    """Pins, evictions and purges on one engine: a `CacheAdmin` and a `TenantPins`."""
 
     def __init__(
         self,
@@ -99,10 +105,6 @@ class CacheOperator:
     async def pins(self) -> Sequence[Pin[PrefixKey]]:
         return await self._call(lambda cache: cache.pins())
 
-    async def pins_now(self) -> tuple[float, Sequence[Pin[PrefixKey]]]:
-        """The pins, and the current time of the clock by which they end."""
-        return await self._call(lambda cache: (cache.now_s, cache.pins()))
-
     async def prefix_of(self, key: PrefixKey) -> KeyedPrefix:
         """The prefix that ends with this block; no keys if a block is missing."""
         return await self._done(lambda cache: cache.prefix_of(key))
@@ -130,6 +132,57 @@ class CacheOperator:
 
     async def receipt(self, finished_ns: int) -> Mapping[str, Any] | None:
         return await asyncio.to_thread(read_receipt, self._data_dir, finished_ns)
+
+    # The pins of tenants: durable ones for their caches, and soft ones for their requests.
+
+    def retain(
+        self,
+        name: str,
+        root: PrefixKey,
+        tokens: "array[int]",
+        for_s: float,
+        *,
+        owner: str,
+        kind: PinKind,
+    ) -> None:
+        def set_pin(cache: CacheOperations) -> object:
+            chain = Chain(root, tokens, self.block_size)
+            return cache.retain(name, chain, cache.now_s + for_s, owner=owner, kind=kind)
+
+        self._in_passing(set_pin)
+
+    def renew(self, name: str, for_s: float) -> None:
+        self._in_passing(lambda cache: cache.renew(name, cache.now_s + for_s))
+
+    def release(self, name: str) -> None:
+        self._in_passing(lambda cache: cache.unpin(name))
+
+    async def keep(
+        self, name: str, prefix: Chain | KeyedPrefix, for_s: float, *, owner: str
+    ) -> Kept:
+        until_s = time.time() + for_s
+        try:
+            pin = await self.pin(name, prefix, until_s, "", owner=owner)
+        except UnpaidPin:
+            raise CacheNotPaid(
+                "The balance does not cover the cache's first hour; it is not kept."
+            ) from None
+        except PinError as error:
+            raise CacheNotKept(f"The cache cannot be kept: {error}.") from None
+        return _kept(pin, until_s)
+
+    async def end(self, name: str, *, owner: str) -> bool:
+        if all(kept.pin.name != name for kept in await self.of_owner(owner)):
+            return False
+        return await self.unpin(name)
+
+    async def of_owner(self, owner: str) -> Sequence[Kept]:
+        now_s, pins = await self._call(lambda cache: (cache.now_s, cache.pins()))
+        wall_s = time.time()
+        return [_kept(pin, wall_s + pin.until_s - now_s) for pin in pins if pin.owner == owner]
+
+    def _in_passing(self, work: Callable[[CacheOperations], object]) -> None:
+        self._call_engine(work).add_done_callback(_log_failure)
 
     async def _purge(self, roots: Collection[PrefixKey]) -> Done:
         await self._settle_storage()
@@ -167,3 +220,12 @@ class CacheOperator:
     async def _saved(self) -> None:
         """Waits until the current pins are on disk. Raises NotSaved."""
         await self._done(lambda cache: cache.saved())
+
+
+def _kept(pin: Pin[PrefixKey], expires_s: float) -> Kept:
+    return Kept(pin, pin.name.removeprefix(f"{pin.owner}:"), expires_s)
+
+
+def _log_failure(done: "Future[object]") -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        logger.error("a prefix is not kept", exc_info=error)

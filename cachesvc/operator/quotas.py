@@ -13,7 +13,7 @@ from api.access.auth import Salts
 from api.served_model import ServedModel
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import CacheSection
-from cachesvc.operator.scopes import ScopeKind, roots_of
+from cachesvc.operator.scopes import ScopeKind, roots_of, salt_of
 from tiers.errors import ConfigurationError
 from tiers.policy.owners import ScopeOwners
 from tiers.policy.quota import QuotaShares
@@ -35,8 +35,7 @@ class QuotaBook:
     def add(self, salts: Salts, models: Iterable[ServedModel]) -> None:
         for model in models:
             for kind, name in self._names:
-                salt = salts.of_tenant(name) if kind is ScopeKind.TENANT else salts.group_salt(name)
-                root = replace(model.scope, tenant=salt).root()
+                root = replace(model.scope, tenant=salt_of(salts, name, kind)).root()
                 self.owners.learn({root: label(kind, name)})
 
     def _shares(self, cache: CacheSection) -> QuotaShares | None:

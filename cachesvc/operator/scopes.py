@@ -13,11 +13,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from api.access.auth import Salts
 from cachesvc.operator.secret import has_secret, read_secret
 from tiers.blocks.keys import CacheScope, PrefixKey
+
+if TYPE_CHECKING:
+    from api.served_model import ServedModel
 
 FILE_NAME = "scopes.json"
 DAMAGED = f"{FILE_NAME}.damaged"  # how the names of those that were set aside begin
@@ -37,16 +40,6 @@ class Payer(NamedTuple):
     model: str
 
 
-class Scoped(Protocol):
-    """The part of a served model that determines its scope."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def scope(self) -> CacheScope: ...
-
-
 class _Recorded(NamedTuple):
     """A model's name, and its scope without a tenant's salt."""
 
@@ -58,7 +51,7 @@ MAX_OTHERS = 4  # arithmetics that a miss is looked up under
 MAX_SCOPES = 200  # of models served over time; the oldest are dropped
 
 
-def note_scopes(data_dir: Path, models: Iterable[Scoped]) -> None:
+def note_scopes(data_dir: Path, models: "Iterable[ServedModel]") -> None:
     """Adds the scopes of these models, without a tenant's salt, to the directory's list.
 
     A damaged list is set aside, because it would be overwritten. Until somebody has removed that

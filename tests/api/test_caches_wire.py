@@ -14,7 +14,6 @@ from billing.errors import UnknownKey
 from billing.keys import Principal, Scope
 from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.operator import CacheOperator
-from cachesvc.operator.tenant_pins import CachePins
 from engine.errors import QueueFull
 from engine.request import BlockRun, Lookup
 from tests.api.conftest import running
@@ -60,7 +59,7 @@ class Kitchen:
         settings = CacheSettings(device_bytes=size, host_bytes=size)
         self.cache = TieredCache(LAYOUT, settings, wall_clock=self.clock)
         operator = CacheOperator(self._call, BLOCK, folder, ReceiptSigner.open(folder))
-        self.retention = Retention(CachePins(self._call, operator), clock=self.clock)
+        self.retention = Retention(operator, clock=self.clock)
         self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
 
     def _call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":

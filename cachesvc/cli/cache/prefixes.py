@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None
         for block in blocks
         if block.parent == block.scope and wanted(block.scope)
     ]
-    found.sort(key=lambda prefix: -prefix.stored_bytes)
+    found.sort(key=lambda prefix: -prefix["stored_bytes"])
     now_s = time.time()
     columns: dict[str, Column] = {
         "prefix": lambda each: each["key"][:KEY_DIGITS],
@@ -36,36 +35,22 @@ def list_by_room(path: Path, tenant: str | None, limit: int, json: bool) -> None
         "branches": "num_leaves",
         "last used": lambda each: ago(now_s - each["used_s"]),
     }
-    shown = [prefix.as_json() for prefix in found[:limit]]
-    print_documents(shown, json, columns, right=tuple(columns)[2:])
+    print_documents(found[:limit], json, columns, right=tuple(columns)[2:])
     if len(found) > limit and not json:
         note(f"{limit} of {len(found)} prefixes; -n shows more")
 
 
-@dataclass(slots=True)
-class _Prefix:
-    key: PrefixKey
-    scope: PrefixKey
-    num_blocks: int = 0
-    num_tokens: int = 0
-    stored_bytes: int = 0
-    num_leaves: int = 0
-    used_s: int = 0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"key": self.key.hex(), "scope": self.scope.hex()}
-
-
-def _prefix(root: BlockInfo, children: Mapping[PrefixKey, Sequence[BlockInfo]]) -> _Prefix:
-    total = _Prefix(root.key, root.scope)
-    waiting = [root]
-    while waiting:
-        block = waiting.pop()
-        below = children.get(block.key, ())
-        total.num_blocks += 1
-        total.num_tokens += block.num_tokens
-        total.stored_bytes += block.stored_bytes
-        total.num_leaves += not below
-        total.used_s = max(total.used_s, block.used_s)
-        waiting += below
-    return total
+def _prefix(root: BlockInfo, children: Mapping[PrefixKey, Sequence[BlockInfo]]) -> dict[str, Any]:
+    """A prompt's first block and all blocks that follow it."""
+    blocks = [root]
+    for block in blocks:  # which grows meanwhile
+        blocks += children.get(block.key, ())
+    return {
+        "key": root.key.hex(),
+        "scope": root.scope.hex(),
+        "num_blocks": len(blocks),
+        "num_tokens": sum(block.num_tokens for block in blocks),
+        "stored_bytes": sum(block.stored_bytes for block in blocks),
+        "num_leaves": sum(block.key not in children for block in blocks),
+        "used_s": max(block.used_s for block in blocks),
+    }
