@@ -29,8 +29,6 @@ TIMEOUT_S = 300.0
 
 
 class Case(StrEnum):
-    """Where the document's blocks are when the question comes."""
-
     COLD = "cold"
     DEVICE = "device"
     HOST = "host"

@@ -103,7 +103,6 @@ def serve(
 
 
 def _with_capacities(settings: Settings, cache: "CacheStats") -> Settings:
-    """The settings with what the tiers have of their sizes."""
     found = {
         "device_bytes": cache.device.capacity_bytes,
         "host_bytes": cache.host.capacity_bytes,

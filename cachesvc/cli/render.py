@@ -18,7 +18,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs")]
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Say what went wrong on standard error and exit."""
     Console(stderr=True, highlight=False).print(
         f"[red]error:[/] {_escape(message)}", soft_wrap=True
     )

@@ -43,7 +43,6 @@ class StartupBar:
         self.stop()
 
     def show(self, what: str, part: float | None) -> None:
-        """Shows the current work `what` and, if known, the done `part` of it."""
         if self._bar is None:
             if what not in self._said:
                 self._said.add(what)

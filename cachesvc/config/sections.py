@@ -70,8 +70,6 @@ class Section(BaseModel):
 
 
 class ServerSection(Section):
-    """The server's address and what it accepts."""
-
     host: str = Field(
         "127.0.0.1", description="Address to listen on; any address but loopback requires keys"
     )
@@ -111,8 +109,6 @@ class ServerSection(Section):
 
 
 class ModelSection(Section):
-    """The served model and its arithmetic."""
-
     name: str = Field(
         "smollm2-135m",
         description="Model: an alias, a folder with safetensors or GGUF, or a hub id",
@@ -152,8 +148,6 @@ class ModelSection(Section):
 
 
 class CacheSection(Section):
-    """The tiers: their sizes and how blocks move between them."""
-
     block_size: int = Field(
         0,
         ge=0,
@@ -212,8 +206,6 @@ class CacheSection(Section):
 
 
 class EngineSection(Section):
-    """The engine, and how requests share it."""
-
     backend: Annotated[str, AfterValidator(an_engine)] = Field(
         "embedded",
         description="Engine: embedded, vllm with a cachesvc node below it, or the URL of a vLLM or "
@@ -254,8 +246,6 @@ class EngineSection(Section):
 
 
 class BillingSection(Section):
-    """Prices and the ledger."""
-
     database_url: str = Field(
         "", description="Ledger database; empty is SQLite in the data directory"
     )
@@ -353,8 +343,6 @@ class LogFormat(StrEnum):
 
 
 class LogSection(Section):
-    """The log's level and format."""
-
     level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Lowest level of log lines to write"
     )

@@ -23,7 +23,6 @@ class Question:
     seed: int | None = None
 
     def body(self, model: str) -> dict[str, Any]:
-        """The body of `POST /v1/completions`."""
         prompt = self.prompt if isinstance(self.prompt, str) else list(self.prompt)
         body = {"model": model, "prompt": prompt, "max_tokens": self.max_tokens, "logprobs": 1}
         if self.seed is None:

@@ -14,8 +14,6 @@ NAMES = ("ttft", "inter_token", "request", "queue", "load", "prefill")
 
 
 class Latencies:
-    """Histograms by name, from 0.5 ms to 524 s."""
-
     def __init__(self) -> None:
         self._histograms = {name: Histogram(BOUNDS_S) for name in NAMES}
 

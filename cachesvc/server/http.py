@@ -74,8 +74,6 @@ class HttpServer(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Pure ASGI middleware that counts responses by route and code."""
-
     app: Asgi
     metrics: Metrics
 

@@ -68,7 +68,6 @@ def _takes_colours(out: TextIO) -> bool:
 
 
 def mask_keys(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Cuts API keys to the prefix that may be shown."""
     return {
         key: KEY_PATTERN.sub(r"\1***", value) if isinstance(value, str) else value
         for key, value in event.items()

@@ -75,18 +75,14 @@ def test_a_small_host_tier_beside_a_large_gpu_is_a_warning(
     assert [] == found(79, 129, device_bytes=4 << 30)
 
 
-def test_a_running_server_is_named(tmp_path: Path) -> None:
-    path = disk_path(tmp_path)
+def test_a_data_directory_that_is_served_or_is_none_is_named(tmp_path: Path) -> None:
+    absent, file, path = tmp_path / "mistyped", tmp_path / "file", disk_path(tmp_path)
     path.mkdir(parents=True)
     lock = DirectoryLock(path)
     try:
         assert "served by pid" in doctor.check_lock(tmp_path).message
     finally:
         lock.release()
-
-
-def test_a_data_directory_that_is_none_is_named(tmp_path: Path) -> None:
-    absent, file = tmp_path / "mistyped", tmp_path / "file"
     assert f"{absent} does not exist yet; a start makes it" == doctor.check_lock(absent).message
     assert f"a start makes {absent} for its owner alone" == doctor.check_privacy(absent).message
     file.touch()

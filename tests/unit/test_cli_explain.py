@@ -38,9 +38,6 @@ def test_the_caret_stands_under_the_first_token_that_differs() -> None:
     said, one, other, caret = _diff_lines(told, "a.json", "b.json")
     assert "12 tokens are the same, of 40 and 41" == said
     assert ("M", "T", "^") == (one[caret.index("^")], other[caret.index("^")], caret.strip())
-
-
-def test_equal_prompts_are_said_to_be() -> None:
     assert ["the same prompt, 7 tokens"] == _diff_lines({"same": True, "at_token": 7}, "a", "b")
 
 

@@ -21,6 +21,7 @@ from cachesvc.conform.report import faults, summary
 from cachesvc.conform.suite import KINDS
 
 Answers = Callable[[list[int], dict[str, Any], int], list[int]]
+Serve = Callable[..., "Server"]
 
 
 def tokens_of(prompt: list[int], body: dict[str, Any]) -> list[int]:
@@ -101,7 +102,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
+def serve() -> Iterator[Serve]:
     servers: list[Server] = []
 
     def start(*given: Any, **options: Any) -> Server:
@@ -124,16 +125,14 @@ def conform(url: str, *options: str) -> tuple[int, dict[str, Any]]:
     return told.exit_code, json.loads(told.stdout)
 
 
-def test_an_honest_server_conforms_in_every_way_of_asking(serve: Callable[..., Server]) -> None:
+def test_an_honest_server_conforms_in_every_way_of_asking(serve: Serve) -> None:
     code, told = conform(serve("cachesvc", honest).url, "--cases", "150", "--bits")
     assert (code, told["flips"], told["moves"], told["faults"]) == (0, 0, 0, [])
     assert told["cases"] >= 150 and set(told["kinds"]) == set(KINDS)
     assert told["tiers"]["device"] > 0
 
 
-def test_a_hit_that_changes_an_answer_is_found_with_its_place(
-    serve: Callable[..., Server],
-) -> None:
+def test_a_hit_that_changes_an_answer_is_found_with_its_place(serve: Serve) -> None:
     def at_a_border(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
         tokens = tokens_of(prompt, body)
         return tokens if known != 16 else [*tokens[:2], 0, *tokens[3:]]
@@ -145,9 +144,7 @@ def test_a_hit_that_changes_an_answer_is_found_with_its_place(
     assert {flip["given"]["cached"] for flip in told["first_flips"]} == {16}
 
 
-def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(
-    serve: Callable[..., Server],
-) -> None:
+def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(serve: Serve) -> None:
     server = serve("cachesvc", honest, logprob=-1.000001)
     code, told = conform(server.url, "--cases", "60")
     assert code == 0 and told["moves"] > 0 and told["largest_move"] == pytest.approx(1e-6)
@@ -155,9 +152,7 @@ def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(
     assert code == 1 and told["faults"][0].startswith("log-probabilities moved in")
 
 
-def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(
-    serve: Callable[..., Server],
-) -> None:
+def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(serve: Serve) -> None:
     def forgets(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
         return tokens_of(prompt, body | ({"seed": 0} if known and "seed" in body else {}))
 
@@ -167,7 +162,7 @@ def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(
 
 
 def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(
-    serve: Callable[..., Server],
+    serve: Serve,
 ) -> None:
     def by_batch(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
         other = body.get("cachesvc") and len(prompt) > 8 and next(draws) % 2
@@ -182,7 +177,7 @@ def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(
 
 
 def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform(
-    serve: Callable[..., Server],
+    serve: Serve,
 ) -> None:
     server = serve("cachesvc", honest)
     server.cached_in_usage = lambda known, cold: 0
@@ -198,7 +193,7 @@ def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform
 
 
 def test_a_busy_server_is_asked_again_and_one_that_fails_ends_the_run(
-    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cachesvc.conform.target.BUSY_S", 0.001)
     server = serve("cachesvc", honest)
@@ -226,7 +221,7 @@ def test_a_node_that_an_own_server_started_ends_with_it(tmp_path: Path) -> None:
         node.wait()
 
 
-def test_by_text_the_prompts_are_words(serve: Callable[..., Server]) -> None:
+def test_by_text_the_prompts_are_words(serve: Serve) -> None:
     code, told = conform(serve("cachesvc", honest).url, "--cases", "20", "--text")
     assert code == 0 and told["cases"] >= 20
 
@@ -246,7 +241,7 @@ def test_wrong_input_is_said_in_a_sentence(arguments: list[str], says: str) -> N
     assert says in told.stderr + str(told.exception)
 
 
-def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve: Callable[..., Server]) -> None:
+def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve: Serve) -> None:
     told = CliRunner().invoke(app, ["conform", serve("someone", honest).url])
     assert told.exit_code == 1 and "makes a request to 'someone' cold" in told.stderr
     told = CliRunner().invoke(app, ["conform", serve("x", honest).url, "--model", "other"])

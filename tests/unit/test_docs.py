@@ -48,8 +48,10 @@ def test_links_between_documents_lead_somewhere(document: Path) -> None:
     assert [] == [link for link in local if not (document.parent / link).exists()]
 
 
-def test_the_readme_names_every_folder_of_the_house() -> None:
+def test_the_readme_names_every_folder_of_the_house_and_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages_there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert set() == {page for page in pages_there if page not in readme}
     assert [] == [folder for folder in FOLDERS if f"{folder}/" not in readme]
 
 
@@ -71,12 +73,6 @@ def test_a_folder_of_the_house_is_small_and_says_what_lives_there(package: str) 
     for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
         assert 23 >= len(list(folder.glob("[!_]*.py"))), f"{folder} is crowded"
         assert (folder / "__init__.py").read_text(encoding="utf-8").strip(), folder
-
-
-def test_the_readme_leads_to_every_page() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    pages_there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
-    assert set() == {page for page in pages_there if page not in readme}
 
 
 def test_every_command_that_a_document_names_is_there() -> None:

@@ -24,6 +24,10 @@ ANYWHERE = "tcp://127.0.0.1:*"
 POLL_MS = 5000
 
 
+Publish = Callable[..., KvEventPublisher]
+Route = Callable[..., "Router"]
+
+
 class Router:
     """Keeps what each medium holds, as a router does: by the fields that vLLM documents."""
 
@@ -112,7 +116,7 @@ def named(event: list[Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def open_router() -> Iterator[Callable[..., Router]]:
+def route() -> Iterator[Route]:
     opened: list[Router] = []
 
     def open_one(publisher: KvEventPublisher, topic: bytes = b"kv-events") -> Router:
@@ -125,7 +129,7 @@ def open_router() -> Iterator[Callable[..., Router]]:
 
 
 @pytest.fixture
-def open_publisher() -> Iterator[Callable[..., KvEventPublisher]]:
+def publish() -> Iterator[Publish]:
     opened: list[KvEventPublisher] = []
 
     def open_one(stream: EventStream, **settings: Any) -> KvEventPublisher:
@@ -139,14 +143,12 @@ def open_publisher() -> Iterator[Callable[..., KvEventPublisher]]:
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-def test_a_router_knows_what_a_real_cache_holds(
-    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router], form: str
-) -> None:
+def test_a_router_knows_what_a_real_cache_holds(publish: Publish, route: Route, form: str) -> None:
     """Requests at random through a small engine; a router that reads every batch agrees with it."""
     world = World(device_blocks=20, host_blocks=24)
-    publisher = open_publisher(world.cache.stream, format=form)
+    publisher = publish(world.cache.stream, format=form)
     publisher.start()
-    router = open_router(publisher)
+    router = route(publisher)
     chance = random.Random(3)
     trunk = [chance.randrange(50) for _ in range(20)]
     for number in range(30):
@@ -179,22 +181,22 @@ def store(stream: EventStream, number: int) -> None:
     ("form", "topic", "ends"), [("map", [b"kv-events"], [b""]), ("array", [], [])]
 )
 def test_a_router_that_comes_late_asks_for_what_it_missed(
-    open_publisher: Callable[..., KvEventPublisher],
-    open_router: Callable[..., Router],
+    publish: Publish,
+    route: Route,
     form: str,
     topic: list[bytes],
     ends: list[bytes],
 ) -> None:
     stream = EventStream()
-    publisher = open_publisher(stream, format=form)
+    publisher = publish(stream, format=form)
     publisher.start()
-    early = open_router(publisher)
+    early = route(publisher)
     early.replay(0)
     for number in range(3):
         store(stream, number)
         while number not in early.held["GPU"]:
             early.receive()
-    late = open_router(publisher)
+    late = route(publisher)
     assert list(range(early.last + 1)) == late.replay(0)
     assert [*[topic] * (early.last + 1), ends] == late.topics
     assert early.held == late.held
@@ -203,13 +205,13 @@ def test_a_router_that_comes_late_asks_for_what_it_missed(
 
 
 def test_a_router_that_reads_slowly_gets_every_kept_batch_and_the_end(
-    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+    publish: Publish, route: Route
 ) -> None:
-    publisher = open_publisher(EventStream())
+    publisher = publish(EventStream())
     removed = {"type": "BlockRemoved", "block_hashes": [0] * 6000, "medium": "GPU"}
     for _ in range(1 + KEPT_BATCHES):
         publisher._publish([removed])
-    slow, other = open_router(publisher), open_router(publisher)
+    slow, other = route(publisher), route(publisher)
     publisher.start()
     slow.req.send_multipart((b"", (0).to_bytes(8, "big")))
     assert slow.req.poll(POLL_MS)  # begun; nothing is read yet
@@ -223,13 +225,13 @@ def test_a_router_that_reads_slowly_gets_every_kept_batch_and_the_end(
 
 
 def test_a_router_that_never_reads_is_sent_a_short_queue_until_it_goes(
-    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+    publish: Publish, route: Route
 ) -> None:
-    publisher = open_publisher(EventStream())
+    publisher = publish(EventStream())
     for _ in range(KEPT_BATCHES):
         publisher._publish([{"type": "BlockRemoved", "block_hashes": [0] * 6000, "medium": "GPU"}])
     publisher.start()
-    stuck, other = open_router(publisher), open_router(publisher)
+    stuck, other = route(publisher), route(publisher)
     other.last = KEPT_BATCHES
     stuck.req.send_multipart((b"", (0).to_bytes(8, "big")))
     assert stuck.req.poll(POLL_MS)
@@ -243,10 +245,8 @@ def test_a_router_that_never_reads_is_sent_a_short_queue_until_it_goes(
         other.replay(KEPT_BATCHES)
 
 
-def test_what_is_kept_for_replays_is_bounded_in_bytes(
-    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
-) -> None:
-    publisher = open_publisher(EventStream())
+def test_what_is_kept_for_replays_is_bounded_in_bytes(publish: Publish, route: Route) -> None:
+    publisher = publish(EventStream())
     large = {"type": "BlockStored", "token_ids": [1 << 20] * 200_000}  # 5 bytes each
     for _ in range(KEPT_BYTES // 1_000_000 + 3):
         publisher._publish([large])
@@ -256,10 +256,10 @@ def test_what_is_kept_for_replays_is_bounded_in_bytes(
 
 
 def test_a_replay_request_of_any_length_is_not_held_in_memory(
-    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
+    publish: Publish, route: Route
 ) -> None:
-    publisher = open_publisher(EventStream())
-    loud, router = open_router(publisher), open_router(publisher)
+    publisher = publish(EventStream())
+    loud, router = route(publisher), route(publisher)
     watched = loud.req.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     loud.req.send(bytes(1 << 20))
     assert watched.poll(POLL_MS), "it was read"
@@ -269,27 +269,22 @@ def test_a_replay_request_of_any_length_is_not_held_in_memory(
     assert [0] == router.replay(0)
 
 
-def test_a_new_server_begins_with_nothing_known(
-    open_publisher: Callable[..., KvEventPublisher],
-    open_router: Callable[..., Router],
-) -> None:
-    publisher = open_publisher(EventStream(), topic="other")
+def test_a_new_server_begins_with_nothing_known(publish: Publish, route: Route) -> None:
+    publisher = publish(EventStream(), topic="other")
     publisher.start()
-    router = open_router(publisher, b"other")
+    router = route(publisher, b"other")
     router.replay(0)
     assert [[{"type": "AllBlocksCleared"}]] == router.batches
 
 
-def test_lost_events_void_what_routers_know(
-    open_publisher: Callable[..., KvEventPublisher], open_router: Callable[..., Router]
-) -> None:
+def test_lost_events_void_what_routers_know(publish: Publish, route: Route) -> None:
     stream = EventStream()
-    publisher = open_publisher(stream)
+    publisher = publish(stream)
     publisher._subscription._capacity = 4
     for number in range(10):
         store(stream, number)
     publisher.start()
-    router = open_router(publisher)
+    router = route(publisher)
     while router.last < 2:
         router.replay(router.last + 1)
     assert 2 == router.num_cleared

@@ -44,12 +44,9 @@ def test_json_has_a_result_for_each_capacity(trace):
     assert unlimited["hit_rate"] == 0.5
     assert unlimited["cost"] == "0.005632"  # 5,120 misses at 1 and as many hits at 0.1 a million
     assert unlimited["saved"] == "0.004608"
-
-
-def test_prices_are_exact_decimals(trace):
     prices = ("--hit-price", "0.028", "--miss-price", "0.28")
     (one,) = results(trace, "--capacity-blocks", "10", *prices)
-    assert one["cost"] == "0.00157696"
+    assert one["cost"] == "0.00157696", "prices are exact decimals"
 
 
 def test_tiers_show_hits_and_writes_of_each(trace):
@@ -84,9 +81,4 @@ def test_bad_input_is_told_what_was_wrong(trace, arguments, message):
     assert outcome.exit_code == 2
     words = " ".join(outcome.output.replace("│", " ").split())
     assert message in words
-
-
-def test_a_missing_trace_is_told_without_a_traceback():
-    outcome = run("/no/such/trace.jsonl")
-    assert outcome.exit_code == 2
-    assert "No such file" in outcome.output
+    assert "No such file" in run("/no/such/trace.jsonl").output
