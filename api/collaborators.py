@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from api.access.rate_limits import WindowLimits
     from api.journal.journal import Journal
     from api.requests.bridge import OutputBridge
-    from api.requests.metering import Meter
+    from api.requests.metering import LedgerMeter
     from api.requests.publishing import Publisher
     from api.requests.quote import Quotes
     from api.requests.retention import Retention
@@ -86,7 +86,7 @@ class Inference:
 class Bookkeeping:
     """What requests cost, and who has how much left."""
 
-    meter: "Meter"
+    meter: "LedgerMeter"
     balances: Callable[[str], Tenant]  # by tenant; may read a store: called off the loop
     store: "LedgerStore"
     receipt_keys: Mapping[str, str]  # public keys in hex, by id

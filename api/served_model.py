@@ -3,13 +3,16 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from api.errors import ContextLengthExceeded, ModelNotFound
 from engine.promise import Promise
-from engine.request import FinishReason, Picture, Request
-from tiers.blocks.contents import Content
+from engine.request import FinishReason, Request
+from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
+
+if TYPE_CHECKING:
+    from engine.vision.pictures import PictureReader
 
 
 class EngineClient(Protocol):
@@ -64,41 +67,12 @@ class Tokenizer(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
-class Detokenizer(Protocol):
-    """Turns one sequence's ids into text that is safe to send; finds stop strings."""
-
-    stopped: bool
-    stop_string: str | None
-
-    def feed(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
 class NewDetokenizer(Protocol):
     """Makes a detokenizer from stop strings and the special tokens to show as text."""
 
-    def __call__(self, stop: Sequence[str], *, shown: Sequence[str] = ()) -> Detokenizer: ...
-
-
-class ImageReader(Protocol):
-    """How a model reads images; see `engine.vision.pictures`. Thread-safe."""
-
-    @property
-    def tile_tokens(self) -> int: ...
-
-    @property
-    def mark(self) -> str:
-        """What a chat template writes in place of an image."""
-        ...
-
-    def read(self, data: bytes) -> Picture: ...
-
-    def expanded(self, text: str, pictures: Sequence[Picture]) -> str: ...
-
-    def contents(
-        self, tokens: Sequence[int], pictures: Sequence[Picture]
-    ) -> tuple[Content, ...]: ...
+    def __call__(
+        self, stop: Sequence[str], *, shown: Sequence[str] = ()
+    ) -> IncrementalDetokenizer: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +89,7 @@ class ServedModel:
     scope: CacheScope
     max_context: int
     vocab_size: int
-    images: ImageReader | None = None  # None: the model takes no images
+    images: "PictureReader | None" = None  # None: the model takes no images
     adapter: str | None = None
     parent: str | None = None
     created: int = 0  # Unix seconds

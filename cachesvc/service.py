@@ -27,7 +27,7 @@ from api.collaborators import (
 )
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
-from api.requests.metering import Meter
+from api.requests.metering import LedgerMeter
 from api.requests.quote import Quotes
 from api.requests.retention import Retention
 from cachesvc.config.places import disk_path
@@ -89,7 +89,7 @@ class Service:
         self._encoders = encoder_pool()
         self._feeds = Feeds(stream)
 
-    def app(self, meter: Meter) -> Asgi:
+    def app(self, meter: LedgerMeter) -> Asgi:
         core, money = self.core, self._money
         engine, server, block_size = core.engine, self._settings.server, core.layout.block_size
         bounds = self._settings.engine

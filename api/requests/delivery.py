@@ -32,7 +32,7 @@ from api.errors import (
 from api.headers import EVENT_STREAM
 from api.job import Asked, Bill, Delivered, Delta, Served
 from api.requests.generation import Generation
-from api.requests.metering import RunningCharge
+from api.requests.metering import LedgerCharge
 from api.requests.publishing import PUBLISHED, Publisher
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
@@ -78,7 +78,7 @@ class Delivery:
     """The delivery of one answer. `ended` is called once, after settlement and the last byte."""
 
     generation: Generation
-    charge: RunningCharge
+    charge: LedgerCharge
     wire: WireFormat
     stream: bool
     asked: Asked

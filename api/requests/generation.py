@@ -14,8 +14,8 @@ from operator import add
 
 from api.job import Delta, Job, Served, Transcript
 from api.requests.bridge import OutputBridge
-from api.requests.metering import RunningCharge
-from api.served_model import Detokenizer, EngineClient
+from api.requests.metering import LedgerCharge
+from api.served_model import EngineClient
 from billing.errors import GateError
 from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, Usage
@@ -28,6 +28,7 @@ from engine.request import (
     TokenCounts,
     TokenLogprob,
 )
+from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.errors import MissReason
 
 ANSWERED = frozenset({FinishReason.STOP, FinishReason.LENGTH})  # the reasons clients see
@@ -38,7 +39,7 @@ class _Choice:
     """One sequence's text side."""
 
     number: int
-    detokenizer: Detokenizer
+    detokenizer: IncrementalDetokenizer
     num_tokens: int = 0
     finish: FinishReason | None = None
     ended_here: bool = False  # by a stop string or lack of money; the engine does not know yet
@@ -94,7 +95,7 @@ class Generation:
     """Submits a `Job`, yields its text and reports its result. Used once."""
 
     def __init__(
-        self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: RunningCharge
+        self, job: Job, *, engine: EngineClient, bridge: OutputBridge, coverage: LedgerCharge
     ) -> None:
         self.job = job
         self._engine = engine

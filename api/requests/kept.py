@@ -72,51 +72,38 @@ class _Nothing:
 NOTHING: KeptBodies = _Nothing()
 
 
-class RecentBodies:
-    """The latest bodies of a store in memory, at most `max_bytes`; the least recently used leave
-    first."""
+class Recent(Generic[Value]):
+    """Values by name, at most `most` in weight; the least recently used leave first."""
 
-    def __init__(self, max_bytes: int, kept: KeptBodies) -> None:
-        self._max_bytes = max_bytes
-        self._kept = kept
-        self._bodies: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # owner, body
-        self.num_bytes = 0
+    def __init__(self, most: int, weigh: Callable[[Value], int]) -> None:
+        self._most = most
+        self._weigh = weigh
+        self._values: OrderedDict[bytes, tuple[bytes, Value]] = OrderedDict()  # owner, value
+        self.weight = 0
 
-    def put(self, name: bytes, owner: bytes, body: bytes) -> None:
-        self._remember(name, owner, body)
-        self._kept.write(name, owner, body)
+    def __contains__(self, name: object) -> bool:
+        return name in self._values
 
-    async def get(self, name: bytes, owner: bytes) -> bytes | None:
-        found = self._bodies.get(name)
-        if found is not None:
-            self._bodies.move_to_end(name)
-            return found[1]
-        body = await self._kept.read(name)
-        if body is not None:
-            self._remember(name, owner, body)
-        return body
+    def get(self, name: bytes) -> Value | None:
+        if (found := self._values.get(name)) is None:
+            return None
+        self._values.move_to_end(name)
+        return found[1]
 
-    def delete(self, name: bytes) -> None:
-        self._drop(name)
-        self._kept.delete(name)
+    def put(self, name: bytes, owner: bytes, value: Value) -> None:
+        self.drop(name)
+        self._values[name] = owner, value
+        self.weight += self._weigh(value)
+        while self.weight > self._most:
+            self.drop(next(iter(self._values)))
+
+    def drop(self, name: bytes) -> None:
+        if (found := self._values.pop(name, None)) is not None:
+            self.weight -= self._weigh(found[1])
 
     def forget(self, owner: bytes) -> None:
-        """Find no body of one owner any more, here or on disk."""
-        for name in [name for name, (other, _) in self._bodies.items() if other == owner]:
-            self._drop(name)
-        self._kept.forget(owner)
-
-    def _remember(self, name: bytes, owner: bytes, body: bytes) -> None:
-        self._drop(name)
-        self._bodies[name] = owner, body
-        self.num_bytes += len(body)
-        while self.num_bytes > self._max_bytes:
-            self._drop(next(iter(self._bodies)))
-
-    def _drop(self, name: bytes) -> None:
-        found = self._bodies.pop(name, None)
-        if found is not None:
-            self.num_bytes -= len(found[1])
+        for name in [name for name, (other, _) in self._values.items() if other == owner]:
+            self.drop(name)
 
 
 class KeptAnswers(Generic[Value]):
@@ -131,29 +118,38 @@ class KeptAnswers(Generic[Value]):
     ) -> None:
         self._what = what
         self._make = make
-        self._bodies = RecentBodies(max_bytes, kept)
+        self._recent = Recent[bytes](max_bytes, len)
+        self._kept = kept
 
     @property
     def num_bytes(self) -> int:
-        return self._bodies.num_bytes
+        return self._recent.weight
 
     def put(self, salt: bytes, answer_id: str, value: Any) -> None:
         body = orjson.dumps([getattr(value, each.name) for each in fields(value)])
-        self._bodies.put(self._name(salt, answer_id), owner_of(salt), body)
+        name, owner = self._name(salt, answer_id), owner_of(salt)
+        self._recent.put(name, owner, body)
+        self._kept.write(name, owner, body)
 
     async def get(self, salt: bytes, answer_id: str) -> Value | None:
-        body = await self._bodies.get(self._name(salt, answer_id), owner_of(salt))
+        name = self._name(salt, answer_id)
+        body = self._recent.get(name)
+        if body is None and (body := await self._kept.read(name)) is not None:
+            self._recent.put(name, owner_of(salt), body)
         try:
             return self._make(*orjson.loads(body)) if body is not None else None
         except (ValueError, TypeError):
             return None
 
     def delete(self, salt: bytes, answer_id: str) -> None:
-        self._bodies.delete(self._name(salt, answer_id))
+        name = self._name(salt, answer_id)
+        self._recent.drop(name)
+        self._kept.delete(name)
 
     def forget(self, owner: bytes) -> None:
         """Find no value of one owner any more, here or on disk."""
-        self._bodies.forget(owner)
+        self._recent.forget(owner)
+        self._kept.forget(owner)
 
     def _name(self, salt: bytes, answer_id: str) -> bytes:
         return xxhash.xxh3_128_digest(f"{self._what}\0".encode() + salt + answer_id.encode())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from api.errors import GenerationFailed
 from api.job import Bill, Job, Priced, Served
@@ -35,63 +35,11 @@ SLICE_TOKENS = 256  # output tokens of one choice held at a time
 RENEWALS_PER_LEASE = 4
 
 
-class RunningCharge(Protocol):
-    """One request's money. `settle` or else `void` ends it."""
-
-    async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
-        """How many of `output_tokens` are paid for.
-
-        `progress` returns what has been sent so far, for settling after a crash.
-        """
-        ...
-
-    @property
-    def refusal(self) -> GateError | None:
-        """Why no more tokens are covered: InsufficientBalance or SpendLimitReached."""
-        ...
-
-    async def settle(self, served: Served, *, delivered: bool) -> Bill:
-        """Posts the cost of `served` and releases the rest of the hold; durable on return.
-
-        `delivered` is False only if no byte of the answer reached the client.
-        """
-        ...
-
-    async def lost(self, served: Served) -> None:
-        """Called after `settle`: no byte of the answer reached the client after all."""
-        ...
-
-    async def give_back(self) -> None:
-        """Called after `settle`: the server could not send the answer."""
-        ...
-
-    async def void(self) -> None:
-        """Releases the hold. Does nothing after `settle`."""
-        ...
-
-
-class Meter(Protocol):
-    """Opens charges.
-
-    Raises InsufficientBalance when the balance does not cover one, and SpendLimitReached.
-    """
-
-    def check(self) -> None:
-        """Raises LedgerUnavailable if no charge can be opened, before limits count the request."""
-        ...
-
-    async def admit(self, principal: Principal, job: Job) -> RunningCharge: ...
-
-    def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
-        """The price of the prompt by `usage`, and of the largest output. Raises NoPrice."""
-        ...
-
-
 Receipts = Callable[[Settled], Mapping[str, Any]]
 
 
 class LedgerMeter:
-    """A `Meter` on a running ledger. `receipts` signs the receipt of a settled request."""
+    """Opens charges on a running ledger. `receipts` signs the receipt of a settled request."""
 
     def __init__(
         self,
@@ -109,10 +57,14 @@ class LedgerMeter:
         self._clock_ns = clock_ns
 
     def check(self) -> None:
+        """Raises LedgerUnavailable if no charge can be opened, before limits count the request."""
         self._ledger.check()
 
     async def admit(self, principal: Principal, job: Job) -> "LedgerCharge":
-        """Fixes the current price and takes the first hold."""
+        """Fixes the current price and takes the first hold.
+
+        Raises InsufficientBalance if the balance does not cover it, and SpendLimitReached.
+        """
         now_ns = self._clock_ns()  # one instant, so the proof finds the same window as the price
         pinned = self._pinned(principal, job, now_ns)
         slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
@@ -141,6 +93,7 @@ class LedgerMeter:
         )
 
     def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
+        """The price of the prompt by `usage`, and of the largest output. Raises NoPrice."""
         pinned = self._pinned(principal, job, self._clock_ns())
         prompt = rate(usage, pinned).amount
         whole = rate(replace(usage, output=job.max_output), pinned).amount
@@ -161,7 +114,10 @@ class LedgerMeter:
 
 
 class LedgerCharge:
-    """The `RunningCharge` of one hold."""
+    """One request's money. `settle` or else `void` ends it.
+
+    `refusal` is why no more tokens are covered: InsufficientBalance or SpendLimitReached.
+    """
 
     def __init__(
         self,
@@ -187,6 +143,10 @@ class LedgerCharge:
         self._renew_at = time.monotonic() + lease_s / RENEWALS_PER_LEASE
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
+        """How many of `output_tokens` are paid for.
+
+        `progress` returns what has been sent so far, for settling after a crash.
+        """
         while True:
             self._take_in()
             if output_tokens + self._slice // 2 >= self._covered or self._lease_is_old:
@@ -196,6 +156,10 @@ class LedgerCharge:
             await asyncio.wait([self._asked])
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
+        """Posts the cost of `served` and releases the rest of the hold; durable on return.
+
+        `delivered` is False only if no byte of the answer reached the client.
+        """
         self._ended = True
         await self._let_slice_end()
         settling = self._ledger.settle(
@@ -217,10 +181,12 @@ class LedgerCharge:
         )
 
     async def lost(self, served: Served) -> None:
+        """Called after `settle`: no byte of the answer reached the client after all."""
         usage, outcome = served.usage, served.outcome
         await durable(self._ledger.settle(self._hold, usage, outcome, delivered=False))
 
     async def give_back(self) -> None:
+        """Called after `settle`: the server could not send the answer."""
         hold, reason = self._hold, "the server could not send the answer"
         name = f"failed:{hold.request_id}"
         await durable(
@@ -230,6 +196,7 @@ class LedgerCharge:
         )
 
     async def void(self) -> None:
+        """Releases the hold. Does nothing after `settle`."""
         if self._ended:
             return
         self._ended = True

@@ -9,7 +9,6 @@ tenant's salt, and reports at which token a new turn diverged and why. Answers a
 """
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -20,7 +19,7 @@ import orjson
 import xxhash
 
 from api.job import Divergence, DivergenceReason, Transcript, Turn
-from api.requests.kept import NOTHING, KeptBodies, owner_of
+from api.requests.kept import NOTHING, KeptBodies, Recent, owner_of
 from api.served_model import Tokenizer
 from tiers.blocks.keys import CacheScope
 
@@ -40,19 +39,18 @@ class _Left:
     tokens: "array[int]"
     num_tokens: int
     rest: str | None = None
-    owner: bytes = b""
 
     def packed(self) -> bytes:
         head = orjson.dumps([self.num_tokens, self.rest])
         return head + b"\n" + self.tokens.tobytes()
 
     @classmethod
-    def unpacked(cls, body: bytes, owner: bytes) -> "_Left | None":
+    def unpacked(cls, body: bytes) -> "_Left | None":
         """None for a body that this version cannot read."""
         try:
             head, _, tokens = body.partition(b"\n")
             num_tokens, rest = orjson.loads(head)
-            left = cls(array("i", tokens), int(num_tokens), rest, owner)
+            left = cls(array("i", tokens), int(num_tokens), rest)
         except (ValueError, TypeError):
             return None
         return left if 0 <= left.num_tokens <= len(left.tokens) else None
@@ -98,10 +96,12 @@ class Conversations:
     """Recent turns by key, at most `max_tokens` in all; the least recently used leave first."""
 
     def __init__(self, max_tokens: int = MAX_TOKENS, kept: KeptBodies = NOTHING) -> None:
-        self._max_tokens = max_tokens
         self._kept = kept
-        self._turns: OrderedDict[bytes, _Left] = OrderedDict()
-        self.num_tokens = 0
+        self._turns = Recent[_Left](max_tokens, _weight)
+
+    @property
+    def num_tokens(self) -> int:
+        return self._turns.weight
 
     async def recall(self, turn: Turn) -> None:
         """Load the conversation's latest answer from disk if it is not in memory."""
@@ -110,15 +110,14 @@ class Conversations:
                 return
             if key in self._kept:
                 body = await self._kept.read(key)
-                left = _Left.unpacked(body, owner_of(turn.salt)) if body is not None else None
+                left = _Left.unpacked(body) if body is not None else None
                 if left is not None:
-                    self._keep(key, left)
+                    self._turns.put(key, owner_of(turn.salt), left)
                     return
 
     def forget(self, owner: bytes) -> None:
         """Find no turn of one owner any more, here or on disk."""
-        for key in [key for key, left in self._turns.items() if left.owner == owner]:
-            self._forget(key)
+        self._turns.forget(owner)
         self._kept.forget(owner)
 
     def divergence(
@@ -144,7 +143,6 @@ class Conversations:
                 continue
             left = self._turns.get(turn.keys[place])
             if left is not None and left.rest is not None:
-                self._turns.move_to_end(turn.keys[place])
                 return TurnReplay(place, left.tokens[: left.num_tokens], left.rest)
         return None
 
@@ -158,13 +156,13 @@ class Conversations:
     ) -> None:
         """Remember a served turn: its prompt, and its prompt with each answer."""
         owner = owner_of(turn.salt)
-        self._keep(turn.keys[-1], _Left(prompt, len(prompt), owner=owner))
+        self._turns.put(turn.keys[-1], owner, _Left(prompt, len(prompt)))
         for answer in answers:
             key = _continued(turn.answered_key, message_of(answer.text))
             tokens = prompt + array("i", answer.tokens)
             num_told, rest = _num_spelled(tokenizer, answer)
-            left = _Left(tokens, len(prompt) + num_told, rest, owner)
-            self._keep(key, left)
+            left = _Left(tokens, len(prompt) + num_told, rest)
+            self._turns.put(key, owner, left)
             self._kept.write(key, owner, left.packed())
         for key in [key for key in turn.keys if key in self._kept][:-1]:
             self._kept.delete(key)  # superseded by later turns
@@ -177,23 +175,10 @@ class Conversations:
         """
         following = [*turn.roles[1:], None]
         for key, role, after in reversed(list(zip(turn.keys, turn.roles, following, strict=True))):
-            left = self._turns.get(key)
-            if left is not None and "assistant" in (role, after):
-                self._turns.move_to_end(key)
+            left = self._turns.get(key) if "assistant" in (role, after) else None
+            if left is not None:
                 return left
         return None
-
-    def _keep(self, key: bytes, left: _Left) -> None:
-        self._forget(key)
-        self._turns[key] = left
-        self.num_tokens += _weight(left)
-        while self.num_tokens > self._max_tokens:
-            self._forget(next(iter(self._turns)))
-
-    def _forget(self, key: bytes) -> None:
-        old = self._turns.pop(key, None)
-        if old is not None:
-            self.num_tokens -= _weight(old)
 
 
 def _continued(key: bytes, message: Mapping[str, Any]) -> bytes:

@@ -60,10 +60,11 @@ async def chat_of(
     replays: bool = False,
     limit: str | None = None,
 ) -> Chat:
-    """The chat of a body. Raises what is wrong with it, by field.
+    """The chat of a body, in stages: find the model, render, tokenise, limit, keep.
 
-    `marks` are the points up to which the prompt is to be kept. `replays` continues from the last
-    turn's tokens. `limit` is the protocol's own name of the body's.
+    Raises what is wrong with the body, by field. `marks` are the points up to which the prompt is
+    to be kept. `replays` continues from the last turn's tokens. `limit` is the protocol's own name
+    of the body's.
     """
     wire, log, tenant = arrival.wire, arrival.log, arrival.principal.tenant
     if ignored := body.check(wire.settings.max_choices):

@@ -113,9 +113,8 @@ class MessagesFormat:
             "type": "message_delta",
             "delta": reason,
             "usage": anthropic_usage(bill.usage, bill.service_tier),
+            **vendor_block(served, bill, asked),
         }
-        block = vendor_block(served, bill, asked)
-        ended |= {"cachesvc": block} if block else {}
         return self._close() + _event(ended) + _event({"type": "message_stop"})
 
     def error(self, answer: ErrorAnswer) -> bytes:
@@ -141,8 +140,7 @@ class MessagesFormat:
         message = self._message(
             content, self._reason(), anthropic_usage(bill.usage, bill.service_tier)
         )
-        block = vendor_block(served, bill, asked)
-        return message | ({"cachesvc": block} if block else {})
+        return message | vendor_block(served, bill, asked)
 
     def _message(
         self, content: list[dict[str, Any]], reason: str | None, usage: dict[str, Any]

@@ -113,8 +113,7 @@ class ResponsesFormat:
         if cut:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         self._keep(dict(response), message_of(self._reply))
-        block = vendor_block(served, bill, asked)
-        return response | ({"cachesvc": block} if block else {})
+        return response | vendor_block(served, bill, asked)
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
         payload = None if usage is None else _usage(usage, self._reply.reasoning_tokens)

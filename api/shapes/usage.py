@@ -53,14 +53,12 @@ def closing(
     served: Served, bill: Bill, asked: Asked, *, reasoning_tokens: int = 0
 ) -> dict[str, Any]:
     """The closing fields of an answer: `usage` and the optional vendor block."""
-    block = vendor_block(served, bill, asked)
-    usage = wire_usage(bill.usage, reasoning_tokens)
-    return {"usage": usage} | ({"cachesvc": block} if block else {})
+    return {"usage": wire_usage(bill.usage, reasoning_tokens)} | vendor_block(served, bill, asked)
 
 
-def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | None:
-    """The `cachesvc` object of an answer: the requested details, and the reason if it ended
-    early."""
+def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any]:
+    """The field `cachesvc` of an answer, if it has something to say: the requested details, and
+    the reason if it ended early."""
     block: dict[str, Any] = {}
     if served.refusal is not None:
         block |= ended_by(served.refusal)
@@ -85,7 +83,7 @@ def vendor_block(served: Served, bill: Bill, asked: Asked) -> dict[str, Any] | N
             }
     if asked.receipt and bill.receipt is not None:
         block["receipt"] = bill.receipt()
-    return block or None
+    return {"cachesvc": block} if block else {}
 
 
 def timings_ms(timeline: Timeline, output_tokens: int) -> dict[str, float | None]:

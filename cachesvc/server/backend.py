@@ -6,9 +6,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from api.served_model import Detokenizer, EngineClient, ImageReader
+from api.served_model import EngineClient, NewDetokenizer
 from engine.engine import EngineStats
 from engine.promise import Promise
 from engine.request import StepOutput
@@ -20,6 +20,9 @@ from tiers.disk.inspection.view import DiskView
 from tiers.operations.face import CacheOperations
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
+
+if TYPE_CHECKING:
+    from engine.vision.pictures import PictureReader
 
 T = TypeVar("T")
 
@@ -63,7 +66,7 @@ class Weights(Protocol):
     def adapters(self) -> AdapterDigests: ...
 
     @property
-    def images(self) -> ImageReader | None: ...
+    def images(self) -> "PictureReader | None": ...
 
 
 class Backend(Protocol):
@@ -110,7 +113,8 @@ class Backend(Protocol):
 
     def close(self) -> int: ...
 
-    def detokenizer(self, stop: Sequence[str], *, shown: Sequence[str] = ()) -> Detokenizer: ...
+    @property
+    def detokenizer(self) -> NewDetokenizer: ...
 
 
 Deliver = Callable[[Sequence[StepOutput]], None]

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from api.admin.parts import AdminParts
 from api.app import create_app
+from billing.keys import Principal, Scope
 from tests.api.bank import Bank
 from tests.support.wire import FakeHouse, fake_house
 
@@ -51,6 +52,21 @@ async def running(
 async def serving(bank: Bank) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient, FakeHouse]]:
     async with running(bank.house) as (app, client):
         yield app, client, bank.house
+
+
+class GateOf:
+    """Lets each request in as the next of these tenants."""
+
+    def __init__(self, *tenants: str) -> None:
+        self._tenants = iter(tenants)
+
+    async def identify(self, authorization: str | None) -> Principal:
+        return Principal(next(self._tenants), key_id="k", scopes=frozenset(Scope))
+
+
+def refusal(answer: httpx.Response) -> tuple[int, str]:
+    """The status and the code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 async def quiet(house: FakeHouse, app: FastAPI) -> None:

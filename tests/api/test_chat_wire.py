@@ -58,15 +58,10 @@ async def test_hits_and_misses_make_up_the_prompt(
             "cached_tokens_details": {"device": 4, "host": 3, "disk": 2},
         },
     } == usage
-
-
-async def test_the_remote_tier_is_named_only_where_it_served(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
     house.engine.script = Script(answer="x", hits={"hit_remote": 5})
     usage = (await client.post(CHAT, json=HELLO)).json()["usage"]
     tiers = usage["prompt_tokens_details"]["cached_tokens_details"]
-    assert {"device": 0, "host": 0, "disk": 0, "remote": 5} == tiers
+    assert {"device": 0, "host": 0, "disk": 0, "remote": 5} == tiers, "named where it served"
 
 
 async def test_a_stream_opens_with_the_role_and_closes_with_done(
@@ -108,14 +103,9 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == len("one two")
     assert [FinishReason.STOP] == [reason for _, reason, _ in house.engine.aborts]
-
-
-async def test_tokens_of_the_same_step_after_a_stop_string_are_not_billed(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
     house.engine.script = Script(answer="one two three", tokens_per_step=100)
     answer = (await client.post(CHAT, json=HELLO | {"stop": " two"})).json()
-    assert answer["usage"]["completion_tokens"] == len("one two")
+    assert answer["usage"]["completion_tokens"] == len("one two"), "of the same step"
 
 
 async def test_one_choice_may_stop_while_the_others_go_on(
@@ -155,44 +145,15 @@ async def test_logprobs_come_by_token(client: httpx.AsyncClient, house: FakeHous
 
 
 async def test_parameters_reach_the_engine(client: httpx.AsyncClient, house: FakeHouse) -> None:
-    body = HELLO | {
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.1,
-        "seed": 7,
-        "presence_penalty": 1,
-        "frequency_penalty": -1,
-        "repetition_penalty": 1.1,
-        "logit_bias": {"65": 10},
-        "ignore_eos": True,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "stop_token_ids": [66],
-        "user": "someone",
-        "an_unknown_field": {"is": "accepted"},
-    }
+    same = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7}
+    same |= {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1}
+    same |= {"ignore_eos": True, "max_tokens": 9, "min_tokens": 2}
+    other = {"logit_bias": {"65": 10}, "stop_token_ids": [66], "user": "someone"}
+    body = HELLO | same | other | {"an_unknown_field": {"is": "accepted"}}
     assert (await client.post(CHAT, json=body)).status_code == 200
     params = house.engine.requests[0].params
-    assert (0.5, 0.9, 5, 0.1, 7) == (
-        params.temperature,
-        params.top_p,
-        params.top_k,
-        params.min_p,
-        params.seed,
-    )
-    assert (1, -1, 1.1) == (
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-    )
-    assert ({65: 10}, True, 9, 2, (66,)) == (
-        params.logit_bias,
-        params.ignore_eos,
-        params.max_tokens,
-        params.min_tokens,
-        params.stop_token_ids,
-    )
+    assert same == {name: getattr(params, name) for name in same}
+    assert ({65: 10}, (66,)) == (params.logit_bias, params.stop_token_ids)
 
 
 async def test_nulls_mean_defaults(client: httpx.AsyncClient, house: FakeHouse) -> None:

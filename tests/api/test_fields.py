@@ -26,62 +26,19 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 # api-docs.deepseek.com, "Create Chat Completion" and "Rate Limit & Isolation", 2026
-DEEPSEEK = [
-    "messages",
-    "model",
-    "thinking",
-    "reasoning_effort",
-    "frequency_penalty",
-    "max_tokens",
-    "presence_penalty",
-    "response_format",
-    "stop",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-    "tools",
-    "tool_choice",
-    "logprobs",
-    "top_logprobs",
-    "user_id",
-]
+DEEPSEEK = """
+    messages model thinking reasoning_effort frequency_penalty max_tokens presence_penalty
+    response_format stop stream stream_options temperature top_p tools tool_choice logprobs
+    top_logprobs user_id
+""".split()  # noqa: SIM905  a list of words
 # alibabacloud.com, Model Studio, "OpenAI Chat", 2026
-QWEN = [
-    "model",
-    "messages",
-    "stream",
-    "stream_options",
-    "modalities",
-    "audio",
-    "temperature",
-    "top_p",
-    "top_k",
-    "presence_penalty",
-    "response_format",
-    "max_tokens",
-    "max_completion_tokens",
-    "vl_high_resolution_images",
-    "n",
-    "enable_thinking",
-    "preserve_thinking",
-    "thinking_budget",
-    "enable_code_interpreter",
-    "seed",
-    "logprobs",
-    "top_logprobs",
-    "stop",
-    "tools",
-    "tool_choice",
-    "parallel_tool_calls",
-    "enable_search",
-    "search_options",
-    "skill",
-    "tool_stream",
-    "max_input_tokens",
-    "asr_options",
-    "translation_options",
-]
+QWEN = """
+    model messages stream stream_options modalities audio temperature top_p top_k
+    presence_penalty response_format max_tokens max_completion_tokens vl_high_resolution_images
+    n enable_thinking preserve_thinking thinking_budget enable_code_interpreter seed logprobs
+    top_logprobs stop tools tool_choice parallel_tool_calls enable_search search_options skill
+    tool_stream max_input_tokens asr_options translation_options
+""".split()  # noqa: SIM905  a list of words
 PROVIDERS = [
     (CHAT, openai_chat.CompletionCreateParamsStreaming.__annotations__),
     (CHAT, DEEPSEEK),
@@ -196,13 +153,42 @@ async def test_the_table_is_what_the_routes_do(client: httpx.AsyncClient, protoc
         answer = await client.post(protocol.path, json=body | {name: {"x": 1}})
         if handling is Handling.REFUSED:
             assert 400 == answer.status_code, name
-            assert name in answer.text
-            assert why in answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            assert ("unsupported_parameter", name) == (error.get("code"), error["param"])
+            assert f"{name} is not served; {why}." == error["message"]
         else:
             assert (200, name) == (answer.status_code, answer.headers["x-cachesvc-ignored"])
     answer = await client.post(protocol.path, json=body | {"no_such_field": 1, "a b\n": 2})
     assert (200, "no_such_field") == (answer.status_code, answer.headers["x-cachesvc-ignored"])
     assert "x-cachesvc-ignored" not in (await client.post(protocol.path, json=body)).headers
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda each: each.path)
+async def test_values_that_change_nothing_are_served(
+    client: httpx.AsyncClient, protocol: Any
+) -> None:
+    for name, field in protocol.refused.items():
+        for value in (None, *field.neutral):
+            answer = await client.post(protocol.path, json=BODIES[protocol.path] | {name: value})
+            assert 200 == answer.status_code, (name, value, answer.text)
+
+
+async def test_what_has_no_effect_is_named(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = HELLO | {"store": True, "stream": True, "stream_options": options}
+    answer = await client.post(CHAT, json=asked)
+    named = answer.headers["x-cachesvc-ignored"].split(", ")
+    assert (200, ["store", "stream_options.continuous_usage_stats"]) == (answer.status_code, named)
+
+
+async def test_a_refusal_in_parts_is_its_text(client: httpx.AsyncClient, house: FakeHouse) -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    user = HELLO["messages"]
+    answer = await client.post(CHAT, json=HELLO | {"messages": [*user, said, *user]})
+    assert 200 == answer.status_code, answer.text
+    assert b"assistant: No." in bytes(list(house.engine.requests[-1].tokens))
+    answer = await client.post(CHAT, json=HELLO | {"messages": [said | {"role": "user"}]})
+    assert (400, "messages[0].content[0]") == (answer.status_code, answer.json()["error"]["param"])
 
 
 async def test_a_salt_or_an_end_user_keeps_blocks_apart(

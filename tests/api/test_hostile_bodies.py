@@ -10,13 +10,7 @@ from pydantic import ValidationError
 from api.errors import NotJson
 from api.routes.tokenize import DetokenizeBody
 from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, parse
-from api.shapes.schemas import (
-    BIASES_MAX,
-    IDS_MAX,
-    STOP_CHARS_MAX,
-    ChatBody,
-    CompletionBody,
-)
+from api.shapes.schemas import BIASES_MAX, IDS_MAX, STOP_CHARS_MAX, ChatBody, CompletionBody
 from engine.structure import MAX_DEPTH, MAX_VALUES
 from tests.support.wire import byte_model
 
@@ -83,12 +77,6 @@ async def test_more_than_is_served_is_refused_by_name(
     assert 400 == answer.status_code
     assert error["param"].startswith(param)
     assert len(error["message"]) < 400
-
-
-@pytest.mark.parametrize("retries", [b"\xb2", b"9" * 5000, b"-1", b"", b"0"])
-async def test_any_count_of_retries_is_answered(client: httpx.AsyncClient, retries: bytes) -> None:
-    headers = [(b"x-stainless-retry-count", retries)]
-    assert 200 == (await client.post(CHAT, json=chat(), headers=headers)).status_code
 
 
 async def test_as_much_as_is_served_is_served(client: httpx.AsyncClient) -> None:

@@ -11,8 +11,7 @@ import pytest
 from api.access.body_bound import BODIES_AT_ONCE
 from api.app import create_app
 from api.collaborators import WireSettings
-from billing.keys import Principal, Scope
-from tests.api.conftest import begun, running
+from tests.api.conftest import GateOf, begun, refusal, running
 from tests.api.driver import Visit
 from tests.support.admin import OPERATOR_TOKEN, fake_parts
 from tests.support.wire import FakeHouse, Script, fake_house
@@ -59,7 +58,7 @@ async def test_no_route_reads_a_body_beyond_the_bound(
     headers = {"content-type": kind, "host": "localhost", "origin": "http://localhost"}
     for content in (b"x" * (BOUND + 1), endless()):
         answer = await client.post(path, content=content, headers=headers)
-        assert (413, "request_too_large") == (answer.status_code, answer.json()["error"]["code"])
+        assert (413, "request_too_large") == refusal(answer)
         assert "server.max_body_bytes" in answer.json()["error"]["message"]
         assert "close" == answer.headers["connection"]
     assert BOUND < num_read <= BOUND + 200
@@ -67,13 +66,10 @@ async def test_no_route_reads_a_body_beyond_the_bound(
 
 async def test_all_bodies_together_are_bounded_and_tenants_share_the_room() -> None:
     """A tenant's bodies that are still on their way leave room for another tenant's."""
-    tenants = iter(["greedy"] * 20 + ["polite"])
-
-    class Gate:
-        async def identify(self, authorization: str | None) -> Principal:
-            return Principal(next(tenants), key_id="k", scopes=frozenset(Scope))
-
-    house = fake_house(gatekeeper=Gate(), settings=WireSettings(max_body_bytes=BOUND))
+    house = fake_house(
+        gatekeeper=GateOf(*["greedy"] * 20 + ["polite"]),
+        settings=WireSettings(max_body_bytes=BOUND),
+    )
     app = create_app(house.wire)
     go_on = asyncio.Event()
 
@@ -121,7 +117,7 @@ async def test_a_header_that_decides_who_pays_is_read_one_way_only(
 ) -> None:
     twice = [(name, "Bearer one"), (name.lower(), "Bearer two")]
     answer = await client.post(CHAT, json=HELLO, headers=twice)
-    assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
+    assert (400, "invalid_value") == refusal(answer)
     assert f"{name} was sent 2 times" in answer.json()["error"]["message"]
     assert [] == house.engine.requests
 
@@ -168,7 +164,7 @@ async def test_a_client_leaving_while_sending_is_not_a_server_error(
 async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncClient) -> None:
     """A redirect would name the Host header's host, and send a prompt there in plain text."""
     answer = await client.post(f"{CHAT}/", json=HELLO)
-    assert (404, "not_found") == (answer.status_code, answer.json()["error"]["code"])
+    assert (404, "not_found") == refusal(answer)
     page = await client.get("/admin/", headers={"accept": "text/html"})
     assert (303, "/admin/login?next=/admin/") == (page.status_code, page.headers["location"])
 

@@ -125,14 +125,8 @@ async def test_every_protocol_asks_the_same(client: httpx.AsyncClient, house: Fa
     first, *others = house.engine.requests
     for other in others:
         assert (first.tokens, first.contents) == (other.tokens, other.contents)
-    again = await client.post(
-        "/v1/responses",
-        json={
-            "model": "eyes",
-            "input": "Sure?",
-            "previous_response_id": responses[2].json()["id"],
-        },
-    )
+    more = {"input": "Sure?", "previous_response_id": responses[2].json()["id"]}
+    again = await client.post("/v1/responses", json={"model": "eyes", **more})
     assert 200 == again.status_code, again.text
     assert first.pictures == house.engine.requests[-1].pictures
     counted = await client.post(
@@ -228,15 +222,8 @@ def _bodies_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     "host",
     [
-        "127.0.0.1",
-        "[::1]",
-        "[::ffff:127.0.0.1]",
-        "2130706433",
-        "0177.0.0.1",
-        "0x7f.1",
-        "localhost",
-        "169.254.169.254",
-        "rebound.example",
+        *("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]", "2130706433", "0177.0.0.1", "0x7f.1"),
+        *("localhost", "169.254.169.254", "rebound.example"),
     ],
 )
 async def test_no_address_in_a_request_is_looked_up_or_opened(

@@ -29,16 +29,20 @@ SOUGHT = {"type": "search_result", "source": "a.example", "title": "A"} | {
 REFUSED = {"tool_addition", "tool_removal"}
 
 
+def block(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"type": kind, **fields}
+
+
 def used(kind: str, **fields: Any) -> dict[str, Any]:
-    return {"type": kind, "id": "s1", "name": "look", "input": {"q": "x"}, **fields}
+    return block(kind, id="s1", name="look", input={"q": "x"}) | fields
 
 
 def ran(kind: str, content: Any) -> dict[str, Any]:
-    return {"type": kind, "tool_use_id": "s1", "content": content}
+    return block(kind, tool_use_id="s1", content=content)
 
 
 def document(source: Any, **fields: Any) -> dict[str, Any]:
-    return {"type": "document", "source": source, **fields}
+    return block("document", source=source, **fields)
 
 
 # A block, and its text in a prompt; None for a user's block that only history may hold.
@@ -53,57 +57,27 @@ OF_USER: list[tuple[dict[str, Any], str]] = [
     (SOUGHT, "A\na.example\nfound"),
     ({"type": "container_upload", "file_id": "f1"}, "[file f1 not shown]"),
 ]
+SEARCHED = block("web_search_result", title="T", url="u", encrypted_content="x")
+FETCHED = block("web_fetch_result", url="u", content=document(PDF))
+MADE = [block("bash_code_execution_output", file_id="f")]
+OUTPUT = block("bash_code_execution_result", stdout="out", stderr="", return_code=0, content=MADE)
+NAMED = [block("tool_reference", tool_name="t")]
+FOUND = block("tool_search_tool_search_result", tool_references=NAMED)
 OF_ASSISTANT: list[tuple[dict[str, Any], str]] = [
     (used("server_tool_use"), '[called look {"q":"x"}]'),
     (used("mcp_tool_use", server_name="s"), '[called look {"q":"x"}]'),
-    (ran("mcp_tool_result", [{"type": "text", "text": "told"}]), "told"),
+    (ran("mcp_tool_result", [block("text", text="told")]), "told"),
+    (ran("web_search_tool_result", [SEARCHED]), "T\nu"),
     (
-        ran(
-            "web_search_tool_result",
-            [{"type": "web_search_result", "title": "T", "url": "u", "encrypted_content": "x"}],
-        ),
-        "T\nu",
+        ran("web_search_tool_result", block("web_search_tool_result_error", error_code="many")),
+        "[error many]",
     ),
-    (
-        ran(
-            "web_search_tool_result",
-            {"type": "web_search_tool_result_error", "error_code": "too_many"},
-        ),
-        "[error too_many]",
-    ),
-    (
-        ran(
-            "web_fetch_tool_result",
-            {"type": "web_fetch_result", "url": "u", "content": document(PDF)},
-        ),
-        "u\n[document not shown]",
-    ),
-    (
-        ran(
-            "bash_code_execution_tool_result",
-            {
-                "type": "bash_code_execution_result",
-                "stdout": "out",
-                "stderr": "",
-                "return_code": 0,
-                "content": [{"type": "bash_code_execution_output", "file_id": "f"}],
-            },
-        ),
-        "out\n[file f]",
-    ),
-    (
-        ran(
-            "tool_search_tool_result",
-            {
-                "type": "tool_search_tool_search_result",
-                "tool_references": [{"type": "tool_reference", "tool_name": "t"}],
-            },
-        ),
-        "[tool t]",
-    ),
-    ({"type": "compaction", "content": "so far"}, "so far"),
-    ({"type": "compaction", "content": None}, ""),
-    ({"type": "redacted_thinking", "data": "x"}, ""),
+    (ran("web_fetch_tool_result", FETCHED), "u\n[document not shown]"),
+    (ran("bash_code_execution_tool_result", OUTPUT), "out\n[file f]"),
+    (ran("tool_search_tool_result", FOUND), "[tool t]"),
+    (block("compaction", content="so far"), "so far"),
+    (block("compaction", content=None), ""),
+    (block("redacted_thinking", data="x"), ""),
 ]
 OF_RESULT: list[tuple[Any, str]] = [
     ("words", "words"),
@@ -124,6 +98,9 @@ def called(*content: Any) -> list[dict[str, Any]]:
     return [HI, {"role": "assistant", "content": [call]}, told]
 
 
+OTHER_FIELDS = {"cache_control", "citations", "caller", "state_changes", "tool", "input_schema"}
+
+
 def types_of(hint: Any, seen: set[Any]) -> Iterator[str]:
     """The types of all blocks that a type of the client names, at any depth."""
     if not is_typeddict(hint):
@@ -133,14 +110,7 @@ def types_of(hint: Any, seen: set[Any]) -> Iterator[str]:
         seen.add(hint)
         fields = get_type_hints(hint, include_extras=True)
         yield from get_args(get_type_hints(hint).get("type"))
-        for name in fields.keys() - {
-            "cache_control",
-            "citations",
-            "caller",
-            "state_changes",
-            "tool",
-            "input_schema",
-        }:
+        for name in fields.keys() - OTHER_FIELDS:
             yield from types_of(fields[name], seen)
 
 
@@ -216,11 +186,7 @@ async def test_a_block_of_a_tools_result(
         ("user", result({"type": "hologram"}), ".content[0]"),
         ("user", result(result("x")), ".content[0]"),
         ("user", document({"type": "hologram"}), ".source"),
-        (
-            "user",
-            document({"type": "content", "content": [used("tool_use")]}),
-            ".source.content[0]",
-        ),
+        ("user", document(block("content", content=[used("tool_use")])), ".source.content[0]"),
         ("assistant", ran("web_search_tool_result", [{"type": "hologram"}]), ".content[0]"),
         ("user", {"type": "text"}, ".text"),
         ("user", result(5), ".content[0]"),
@@ -246,18 +212,12 @@ async def test_a_block_without_end_is_refused(client: httpx.AsyncClient) -> None
     for block in ({"type": "search_result", "content": deep}, used("server_tool_use", input=deep)):
         turn = {"role": "assistant" if "input" in block else "user", "content": [block]}
         answer = await client.post(MESSAGES, json=body(messages=[HI, turn, GO_ON]))
-        assert (400, "messages[1].content[0]") == (
-            answer.status_code,
-            answer.json()["error"]["param"],
-        )
+        told = answer.status_code, answer.json()["error"]["param"]
+        assert (400, "messages[1].content[0]") == told
 
 
 async def test_system_messages_in_the_middle(client: httpx.AsyncClient, house: FakeHouse) -> None:
-    steer = {
-        "role": "system",
-        "content": [{"type": "text", "text": "French."}],
-        "clear_at": "never",
-    }
+    steer = {"role": "system", "content": [block("text", text="French.")], "clear_at": "never"}
     said = {"role": "assistant", "content": "ok"}
     for turns in ([HI, steer], [HI, said, steer, GO_ON], [HI, said, GO_ON, steer], [steer, HI]):
         assert "system: French.\n" in await answered(client, house, turns)
@@ -309,19 +269,14 @@ async def test_an_overflow_is_worded_as_agents_look_for_it() -> None:
 
 
 BEGUN = {"role": "assistant", "content": "Once"}
+BEGUN_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "Once"}]}
 
 
 @pytest.mark.parametrize(
     ("path", "asked"),
     [
         (MESSAGES, {"messages": [HI, BEGUN], "max_tokens": 50}),
-        (
-            MESSAGES,
-            {
-                "messages": [HI, {**BEGUN, "content": [{"type": "text", "text": "Once"}]}],
-                "max_tokens": 50,
-            },
-        ),
+        (MESSAGES, {"messages": [HI, BEGUN_IN_PARTS], "max_tokens": 50}),
         ("/v1/responses", {"input": [HI, BEGUN]}),
         ("/v1/chat/completions", {"messages": [HI, BEGUN | {"prefix": True}]}),
     ],
@@ -340,22 +295,18 @@ async def test_a_last_message_of_the_assistant_is_continued(
 
 CALL = {"type": "tool_use", "id": "t1", "name": "f", "input": {}}
 TOOL = {"name": "f", "input_schema": {"type": "object"}}
+THOUGHT, FORM = block("thinking", thinking="a"), block("json_schema", schema={})
+CALLED = block("function_call", name="f", call_id="c", arguments="{}")
 
 
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"messages": [HI, {"role": "assistant", "content": [CALL]}]}, "messages"),
-        (
-            {"messages": [HI, {**BEGUN, "content": [{"type": "thinking", "thinking": "a"}]}]},
-            "messages",
-        ),
+        ({"messages": [HI, {**BEGUN, "content": [THOUGHT]}]}, "messages"),
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}}, "tool_choice"),
-        (
-            {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-            "output_config.format",
-        ),
+        ({"output_config": {"format": FORM}}, "output_config.format"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ],
 )
@@ -378,15 +329,7 @@ async def test_what_cannot_go_on_is_refused_by_name(fields: dict[str, Any], para
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        (
-            {
-                "input": [
-                    HI,
-                    {"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"},
-                ]
-            },
-            "input",
-        ),
+        ({"input": [HI, CALLED]}, "input"),
         ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}, "tool_choice"),
     ],

@@ -14,7 +14,7 @@ from billing.gate.entries import Kind
 from billing.money import UNITS
 from engine.errors import QueueFull
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
-from tests.api.conftest import begun, quiet, serving
+from tests.api.conftest import begun, quiet, refusal, serving
 from tests.api.driver import Visit
 from tests.support.wire import Script
 
@@ -107,10 +107,7 @@ async def test_a_key_gets_the_first_answer_again_and_pays_once(bank: Bank, strea
         assert first.headers["content-type"] == again.headers["content-type"]
         assert "true" == again.headers["idempotent-replayed"]
         other = await client.post(CHAT, json=body | {"seed": 1}, headers=headers)
-        assert (409, "idempotency_key_reused") == (
-            other.status_code,
-            other.json()["error"]["code"],
-        )
+        assert (409, "idempotency_key_reused") == refusal(other)
         unfit = await client.post(CHAT, json=body, headers=headers | {"Idempotency-Key": "a b"})
         assert 400 == unfit.status_code
         assert 1 == len(house.engine.requests)
@@ -153,7 +150,7 @@ async def test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free(bank
         await begun(house, requests=1)
         raw = json.dumps(HELLO)
         busy = await client.post(CHAT, content=raw, headers=headers)
-        assert (409, "idempotency_key_busy") == (busy.status_code, busy.json()["error"]["code"])
+        assert (409, "idempotency_key_busy") == refusal(busy)
         assert "1" == busy.headers["retry-after"]
         visit.leave()
         await visit.task

@@ -1,16 +1,31 @@
-"""Models, tokens, health, metrics, request ids, and the one log line of a request."""
+"""Models, tokens, health, metrics, request ids, the log line; routes that are direct, refused or
+documented."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
+import pytest
 import structlog.testing
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
+from starlette.routing import Match, Route
 
-from api.app import create_app
+from api.app import AREAS, create_app
 from api.collaborators import Readiness
+from api.errors import ROUTE_CODES, TABLE, UNEXPECTED
+from api.routes.unserved import UNSERVED
+from api.shapes.schemas import ChatBody, CompletionBody, Extension
 from tests.api.conftest import running
 from tests.support.wire import FakeHouse, Script, byte_model, fake_house
 
+ROOT = Path(__file__).parents[2]
+README, PAGE = (ROOT / "README.md").read_text("utf-8"), (ROOT / "docs" / "api.md").read_text()
+NOT_TOLD = {"cachesvc", "stream_options"}
+ANSWERS = {  # the framework's search for a route and for parameters is left out
+    *("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completions"),
+    *("/v1/messages", "/v1/responses", "/responses"),
+}
 CHAT = "/v1/chat/completions"
 SECRET = "never to be logged"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": SECRET}]}
@@ -143,3 +158,70 @@ async def test_refusals_are_logged_too(client: httpx.AsyncClient) -> None:
     assert {"status": 400, "error": "InvalidRequest", "param": "temperature"}.items() <= (
         lines[0].items()
     )
+
+
+async def test_the_first_routes_are_those_to_answers(app: FastAPI) -> None:
+    first = app.router.routes[: len(ANSWERS)]
+    assert ANSWERS == {route.path for route in first if type(route) is Route}
+
+
+async def test_each_of_them_goes_where_the_framework_would_have_gone(app: FastAPI) -> None:
+    own = {route.path: route for area in AREAS for route in area.router.routes}
+    for path in ANSWERS:
+        scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+        found = next(route for route in app.router.routes if route.matches(scope)[0] is Match.FULL)
+        assert isinstance(found, Route)
+        assert own[path].endpoint is found.endpoint
+
+
+async def test_another_method_of_an_answers_route_is_refused(client: httpx.AsyncClient) -> None:
+    for path in ANSWERS:
+        assert 405 == (await client.get(path)).status_code
+
+
+@pytest.mark.parametrize("base", ["/v1", ""])
+@pytest.mark.parametrize("name", UNSERVED)
+async def test_a_route_of_other_servers_is_refused_by_name(
+    client: httpx.AsyncClient, name: str, base: str
+) -> None:
+    for method, path in (("POST", name), ("GET", f"{name}/some-id"), ("DELETE", f"{name}/a/b")):
+        answer = await client.request(method, f"{base}/{path}")
+        assert 404 == answer.status_code
+        assert (
+            f"/v1/{name} is not served here: {UNSERVED[name]}. This server has "
+            "/v1/chat/completions, /v1/responses, /v1/messages and /v1/completions, with 'bytes'."
+        ) == answer.json()["error"]["message"]
+
+
+async def test_refused_routes_do_not_hide_what_is_served(client: httpx.AsyncClient) -> None:
+    assert 200 == (await client.get("/v1/models")).status_code
+    answer = await client.get("/v1/models/files")
+    assert "files" in answer.text
+    assert "is not served here; served: 'bytes'" in answer.text
+
+
+def test_the_first_page_names_what_is_not_served() -> None:
+    said = re.search(r"It serves no ([^.]*)\(", README)
+    assert said is not None
+    for name in ("embeddings", "audio", "images", "files", "batches", "moderations", "reranking"):
+        assert name in said[1]
+
+
+def test_the_error_table_is_the_code() -> None:
+    told = set(re.findall(r"^\| (\d{3}) \| `(\w+)` \|", PAGE, re.MULTILINE))
+    rows = {(str(row.status), row.code) for row in [*TABLE.values(), UNEXPECTED]}
+    routes = {(str(status), code) for status, code in ROUTE_CODES.items()}
+    assert rows | routes == told
+
+
+async def test_every_route_is_documented(app: FastAPI) -> None:
+    paths = set(app.openapi()["paths"])
+    told = {path for _, path in re.findall(r"^\| `(GET|POST) (/\S+)` \|", PAGE, re.MULTILINE)}
+    assert paths == told
+
+
+def test_every_field_is_documented() -> None:
+    fields = {*ChatBody.model_fields, *CompletionBody.model_fields} - NOT_TOLD
+    missing = {name for name in fields if f"`{name}`" not in PAGE and f"`{name}:" not in PAGE}
+    assert not missing
+    assert all(f"`{name}:" in PAGE for name in Extension.model_fields)

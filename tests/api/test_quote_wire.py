@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from api.job import Job, Served
-from api.requests.forecast import Forecast
+from api.requests.quote import Forecast
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import Timeline

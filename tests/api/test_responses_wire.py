@@ -192,22 +192,17 @@ async def test_events_are_numbered_in_the_order_of_the_wire(
     house.engine.script = Script(
         answer="one two", fail_after=fail_after, tokens_per_step=tokens_per_step, step_s=0.01
     )
-    text = (await client.post(RESPONSES, json=body(stream=True))).text
+    response = await client.post(RESPONSES, json=body(stream=True))
+    text = response.text
+    fails = fail_after is not None and tokens_per_step < 1000
+    if fails and response.status_code == 200:  # 500 on a machine that stalls: nothing had gone out
+        assert "event: response.failed" in text
     numbers = [
         json.loads(line.removeprefix("data: "))["sequence_number"]
         for line in text.splitlines()
         if line.startswith("data: ")
     ]
     assert list(range(len(numbers))) == numbers, text
-
-
-async def test_a_failure_in_a_stream_is_a_failed_response(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
-    house.engine.script = Script(answer="one two", fail_after=3, step_s=0.05)
-    response = await client.post(RESPONSES, json=body(stream=True))
-    nothing_had_gone_out = response.status_code == 500  # on a machine that stalls
-    assert nothing_had_gone_out or "event: response.failed" in response.text
 
 
 async def test_the_oldest_response_makes_room() -> None:

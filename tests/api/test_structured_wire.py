@@ -9,7 +9,7 @@ import pytest
 
 from engine.errors import InvalidParameter, StructureUnavailable
 from engine.structure import GrammarSource
-from tests.api.conftest import running
+from tests.api.conftest import refusal, running
 from tests.api.real_service import served
 from tests.api.test_chat_wire import events
 from tests.support.models import save_tiny_model
@@ -127,7 +127,7 @@ async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_mon
     house = fake_house(grammars=compiler)
     async with running(house) as (_, client):
         answer = await client.post(CHAT, json=chat(regex="(a"))
-        assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
+        assert (400, "invalid_value") == refusal(answer)
         compiler.refuse = StructureUnavailable("install llguidance")
         answer = await client.post(CHAT, json=chat(regex="(a"))
         assert "unsupported_parameter" == answer.json()["error"]["code"]

@@ -38,22 +38,15 @@ def chat(**fields: Any) -> dict[str, Any]:
 async def test_a_call_is_parsed_from_the_answer(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:
-    house.engine.script = Script(answer=CALL)
-    [choice] = (await client.post(CHAT, json=chat())).json()["choices"]
-    message = choice["message"]
-    [call] = message["tool_calls"]
-    assert ("tool_calls", "Let me look.") == (choice["finish_reason"], message["content"])
+    """Without text beside it, the message has no content."""
+    for answer, text in ((CALL.removeprefix("Let me look.\n"), None), (CALL, "Let me look.")):
+        house.engine.script = Script(answer=answer)
+        [choice] = (await client.post(CHAT, json=chat())).json()["choices"]
+        assert ("tool_calls", text) == (choice["finish_reason"], choice["message"]["content"])
+    [call] = choice["message"]["tool_calls"]
     assert {"name": "weather", "arguments": '{"city": "Rome"}'} == call["function"]
     assert "function" == call["type"]
     assert call["id"].startswith("call_")
-
-
-async def test_a_message_that_only_calls_has_no_content(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
-    house.engine.script = Script(answer=CALL.removeprefix("Let me look.\n"))
-    [choice] = (await client.post(CHAT, json=chat())).json()["choices"]
-    assert choice["message"]["content"] is None
 
 
 async def test_a_streams_arguments_come_in_pieces(
@@ -189,8 +182,8 @@ async def test_an_unsupported_request_is_refused_with_its_field(
     assert (400, param) == (response.status_code, response.json()["error"]["param"])
 
 
-async def asked_with(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, str]:
-    """The message of the answer under a model of that chat template, and the prompt it had."""
+async def answered(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, str]:
+    """The answer under a model of that chat template, and the prompt it had."""
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = template
     model = byte_model(tokenizer=tokenizer)
@@ -200,7 +193,13 @@ async def asked_with(template: str, answer: str, body: dict[str, Any]) -> tuple[
         response = await client.post(CHAT, json=body)
         assert 200 == response.status_code, response.text
         prompt = tokenizer.decode(house.engine.requests[0].tokens)
-        return response.json()["choices"][0]["message"], prompt
+        return response.json(), prompt
+
+
+async def asked_with(template: str, answer: str, body: dict[str, Any]) -> tuple[Any, str]:
+    """The message of the answer, and the prompt it had."""
+    told, prompt = await answered(template, answer, body)
+    return told["choices"][0]["message"], prompt
 
 
 async def test_a_model_whose_template_knows_no_tools_is_taught_them() -> None:
@@ -252,7 +251,9 @@ async def test_the_style_is_chosen_from_the_template(template: str, answer: str)
 async def test_reasoning_is_apart_from_the_text() -> None:
     template = "{{ tools }}<tool_call>{{ enable_thinking }}<think></think>"
     body = chat(chat_template_kwargs={"enable_thinking": True})
-    message, prompt = await asked_with(template, f"<think>\nHm.\n</think>\n\n{CALL}", body)
+    told, prompt = await answered(template, f"<think>\nHm.\n</think>\n\n{CALL}", body)
+    message, usage = told["choices"][0]["message"], told["usage"]
+    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
     assert ("Hm.", "Let me look.") == (message["reasoning_content"], message["content"])
     assert "enable_thinking: True" in prompt
 
@@ -262,22 +263,3 @@ async def test_thinking_is_passed_in_the_templates_own_terms() -> None:
     body = chat(tools=None, thinking={"type": "disabled"})
     _, prompt = await asked_with(template, "x", body)
     assert "thinking: False" in prompt
-
-
-async def test_reasoning_tokens_are_counted_apart(client: httpx.AsyncClient) -> None:
-    tokenizer = ByteTokenizer()
-    tokenizer.chat_template = "<think></think>"
-    house = fake_house(models=[byte_model(tokenizer=tokenizer)])
-    house.engine.script = Script(answer="<think>Hm.</think>Yes.")
-    async with running(house) as (_, other):
-        usage = (await other.post(CHAT, json=chat(tools=None))).json()["usage"]
-    assert 0 < usage["completion_tokens_details"]["reasoning_tokens"] < usage["completion_tokens"]
-
-
-async def test_the_last_message_is_continued(client: httpx.AsyncClient, house: FakeHouse) -> None:
-    house.engine.script = Script(answer=" Rome")
-    messages = [USER, {"role": "assistant", "content": "In"}]
-    body = chat(messages=messages, tools=None, continue_final_message=True)
-    assert 200 == (await client.post(CHAT, json=body)).status_code
-    prompt = ByteTokenizer().decode(house.engine.requests[0].tokens)
-    assert prompt.endswith("assistant: In")

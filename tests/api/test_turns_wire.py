@@ -19,24 +19,15 @@ CHAT = "/v1/chat/completions"
 ASK = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "and?"}
 FIRST = "user: hi\nassistant: "
+Messages = Sequence[dict[str, Any]]
 
 
 class StrippingTokenizer(ByteTokenizer):
     """Its template leaves the reasoning out of old answers, as reasoning models' do."""
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **_: Any,
-    ) -> str:
-        plain = [
-            {**message, "content": re.sub("<think>.*</think>", "", message["content"])}
-            for message in messages
-        ]
-        return super().render(plain, add_generation_prompt=add_generation_prompt, tools=tools)
+    def render(self, messages: Messages, **options: Any) -> str:
+        plain = [m | {"content": re.sub("<think>.*</think>", "", m["content"])} for m in messages]
+        return super().render(plain, **options)
 
 
 class PairingTokenizer(ByteTokenizer):
@@ -48,14 +39,7 @@ class PairingTokenizer(ByteTokenizer):
     def token_bytes(self, token: int) -> bytes:
         return b"ab" if token == 255 else super().token_bytes(token)
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **_: Any,
-    ) -> str:
+    def render(self, messages: Messages, *, add_generation_prompt: bool = True, **_: Any) -> str:
         text = "".join(f"{m['role'][0]}:{m['content']}|" for m in messages)
         return text + ("a:" if add_generation_prompt else "")
 
@@ -199,15 +183,9 @@ class HeadedTokenizer(ByteTokenizer):
 
     chat_template = "{{ reasoning_effort }}"
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        template_arguments: Mapping[str, Any] | None = None,
-        **arguments: Any,
-    ) -> str:
+    def render(self, messages: Messages, *, template_arguments: Any = None, **options: Any) -> str:
         effort = (template_arguments or {}).get("reasoning_effort", "medium")
-        return f"effort: {effort}\n" + super().render(messages, **arguments)
+        return f"effort: {effort}\n" + super().render(messages, **options)
 
 
 @pytest.mark.parametrize("effort", ["low", "high"])

@@ -10,7 +10,7 @@ from billing.gate.limits import SpendLimit
 from billing.keys import Scope
 from billing.money import UNITS, format_units
 from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
-from tests.api.conftest import serving
+from tests.api.conftest import refusal, serving
 
 MONTH = datetime.now(UTC).strftime("%Y-%m")
 TODAY = datetime.now(UTC).date().isoformat()
@@ -108,10 +108,7 @@ async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank: Bank) -> No
         headers = bank.customer(UNITS, scopes=frozenset({Scope.INFERENCE}))
         for path in ("", "/sessions", "/entries", "/account", f"/statement/{MONTH}"):
             answer = await client.get(f"/v1/usage{path}", headers=headers)
-            assert (403, "insufficient_scope") == (
-                answer.status_code,
-                answer.json()["error"]["code"],
-            )
+            assert (403, "insufficient_scope") == refusal(answer)
             assert 401 == (await client.get(f"/v1/usage{path}")).status_code
 
 

@@ -30,7 +30,7 @@ from api.job import Bill, Job, Priced, Served
 from api.journal.journal import Journal
 from api.requests.bridge import OutputBridge
 from api.requests.encoders import encoder_pool
-from api.requests.metering import Meter
+from api.requests.metering import LedgerCharge, LedgerMeter
 from api.requests.quote import Quotes, Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
@@ -94,9 +94,6 @@ class ByteTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < EOS else b"<eos>"
-
-    def chat(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> "array[int]":
-        return self.encode(self.render(messages, **arguments))
 
     def render(
         self,
@@ -293,7 +290,7 @@ def _prompt_logprobs(request: Request) -> tuple[TokenLogprob, ...]:
     return tuple(TokenLogprob(t, -0.25, ((t, -0.25),)[:wanted], 1) for t in request.tokens[1:])
 
 
-class CountingCharge:
+class CountingCharge(LedgerCharge):
     """Money that only counts. Covers `budget` output tokens, or all of them."""
 
     def __init__(self, meter: "CountingMeter", principal: Principal, job: Job) -> None:
@@ -304,15 +301,12 @@ class CountingCharge:
         self.delivered: bool | None = None
         self.num_settled = 0
         self.num_voided = 0
+        self.refusal = meter.refusal
         self._ended = False
 
     async def cover(self, output_tokens: int, progress: Callable[[], Usage]) -> int:
         budget = self._meter.budget
         return output_tokens if budget is None else min(output_tokens, budget)
-
-    @property
-    def refusal(self) -> GateError | None:
-        return self._meter.refusal
 
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
         self._ended = True
@@ -342,8 +336,8 @@ class CountingCharge:
             self.num_voided += 1
 
 
-class CountingMeter:
-    """A `Meter` that records its charges."""
+class CountingMeter(LedgerMeter):
+    """A meter without a ledger that records its charges."""
 
     def __init__(self) -> None:
         self.charges: list[CountingCharge] = []
@@ -422,7 +416,7 @@ def fake_house(
     *,
     models: Sequence[ServedModel] = (),
     gatekeeper: Gatekeeper | None = None,
-    meter: Meter | None = None,
+    meter: LedgerMeter | None = None,
     limits: WindowLimits | None = None,
     salts: Salts | None = None,
     settings: WireSettings | None = None,

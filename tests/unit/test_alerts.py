@@ -91,52 +91,29 @@ def spent(before: float, after: float) -> str:
 
 
 FAILED = 'cachesvc_ledger_failed_commits_total{instance="a"}'
+SKEW = 'cachesvc_ledger_clock_skew_seconds{instance="a"}'
+BROKEN = 'cachesvc_invariant_violations_total{instance="a", invariant="blocks"}'
+FAULTS = 'cachesvc_tier_faults_total{instance="a", tier="disk", reason="checksum"}'
+SHARDS = 'cachesvc_disk_shards{instance="a", state="checking"}'
+HELD, WAITING = 'cachesvc_hold_age_seconds{instance="a"}', 'cachesvc_waiting_requests{instance="a"}'
 CASES = [
     gauge('cachesvc_ledger_drift_units{instance="a"}', 5, -3, "LedgerDrift"),
     gauge(FAILED, 3, 9, "LedgerFails"),
     gauge(FAILED, 3, 2),
     gauge(FAILED, 20, 9),
-    gauge(
-        'cachesvc_ledger_clock_skew_seconds{instance="a"}',
-        2,
-        -121,
-        "ClockSkew",
-    ),
-    gauge('cachesvc_ledger_clock_skew_seconds{instance="a"}', 2, 119),
-    gauge(
-        'cachesvc_invariant_violations_total{instance="a", invariant="blocks"}',
-        30,
-        1,
-        "InvariantBroken",
-    ),
-    gauge(
-        'cachesvc_invariant_violations_total{instance="a", invariant="blocks"}',
-        90,
-        1,
-    ),
-    gauge(
-        'cachesvc_tier_faults_total{instance="a", tier="disk", reason="checksum"}',
-        10,
-        2,
-        "TierFaults",
-    ),
-    gauge(
-        'cachesvc_tier_faults_total{instance="a", tier="disk", reason="checksum"}',
-        20,
-        2,
-    ),
-    gauge(
-        'cachesvc_disk_shards{instance="a", state="checking"}',
-        35,
-        1,
-        "DiskShardNotReady",
-    ),
-    gauge('cachesvc_disk_shards{instance="a", state="checking"}', 20, 1),
-    gauge('cachesvc_hold_age_seconds{instance="a"}', 8, 3700, "HoldTooOld"),
-    gauge('cachesvc_hold_age_seconds{instance="a"}', 3, 3700),
-    gauge('cachesvc_waiting_requests{instance="a"}', 15, 51, "QueueGrows"),
-    gauge('cachesvc_waiting_requests{instance="a"}', 6, 51),
-    gauge('cachesvc_waiting_requests{instance="a"}', 15, 50),
+    gauge(SKEW, 2, -121, "ClockSkew"),
+    gauge(SKEW, 2, 119),
+    gauge(BROKEN, 30, 1, "InvariantBroken"),
+    gauge(BROKEN, 90, 1),
+    gauge(FAULTS, 10, 2, "TierFaults"),
+    gauge(FAULTS, 20, 2),
+    gauge(SHARDS, 35, 1, "DiskShardNotReady"),
+    gauge(SHARDS, 20, 1),
+    gauge(HELD, 8, 3700, "HoldTooOld"),
+    gauge(HELD, 3, 3700),
+    gauge(WAITING, 15, 51, "QueueGrows"),
+    gauge(WAITING, 6, 51),
+    gauge(WAITING, 15, 50),
     traffic(3, 200),
     traffic(6, 200),
     traffic(3, 50),
