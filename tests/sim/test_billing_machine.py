@@ -141,8 +141,8 @@ class LedgerMachine(RuleBasedStateMachine):
 
     databases: ClassVar[Databases]  # as a static method
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(paid=st.integers(0, 30_000_000))
+    def begin(self, paid: int) -> None:
         self.scope = ExitStack()
         self.clock = ManualClock()
         self.stores = self.scope.enter_context(self.databases())
@@ -153,8 +153,10 @@ class LedgerMachine(RuleBasedStateMachine):
             Ledger(store, self.accounts, owner=f"s{number}", clock_ns=self.clock)
             for number, store in enumerate(self.stores)
         ]
-        self.model = Model()
+        self.model = Model(paid_in=paid)
         self.names = 0
+        if paid:
+            self.apply(0, Deposit("acme", Kind.TOPUP, "first", paid, "test", ""))
 
     def teardown(self) -> None:
         if not hasattr(self, "stores"):
@@ -181,24 +183,29 @@ class LedgerMachine(RuleBasedStateMachine):
 
     # -- requests ----------------------------------------------------------------------------------
 
-    @rule(server=st.integers(0, 1), amount=AMOUNT, fingerprint=st.sampled_from(["", "f", "g"]),
-          retry=st.booleans(), user=st.sampled_from(["", "anna"]),
-          die_at=st.integers(0, 8))  # fmt: skip
+    @rule(server=st.integers(0, 1), amounts=st.lists(AMOUNT, min_size=1, max_size=4),
+          fingerprint=st.sampled_from(["", "f", "g"]), retry=st.booleans(),
+          user=st.sampled_from(["", "anna"]), die_at=st.integers(0, 8))  # fmt: skip
     def reserve(
         self,
         server: int,
-        amount: int,
+        amounts: list[int],
         fingerprint: str,
         retry: bool,
         user: str,
         die_at: int,
     ) -> None:
-        self.names += 1
-        name = f"r{self.names}"
-        pinned = self.accounts.book.at("m", self.clock(), "CNY")
+        """Several come at once, or no other rule would find many that are open."""
         context = RequestContext(
             fingerprint=fingerprint, is_retry=retry, admitted_ns=self.clock(), user=user
         )
+        for amount in amounts:
+            self._reserve(server, amount, context, die_at)
+
+    def _reserve(self, server: int, amount: int, context: RequestContext, die_at: int) -> None:
+        self.names += 1
+        name = f"r{self.names}"
+        pinned = self.accounts.book.at("m", self.clock(), "CNY")
         hold = Hold("acme", name, pinned, context)
         expires_ns = self.clock() + LEASE_S * NS
         command = Reserve(hold, amount, expires_ns, f"s{server}", "b")
@@ -215,9 +222,13 @@ class LedgerMachine(RuleBasedStateMachine):
             self.model.open[name] = Open(hold, server, amount, expires_ns)
 
     @precondition(lambda self: self.model.open)
-    @rule(pick=PICK, amount=AMOUNT, usage=USAGE, die_at=st.integers(0, 8))
-    def top_up(self, pick: int, amount: int, usage: Usage, die_at: int) -> None:
-        request = self._pick(pick)
+    @rule(amount=AMOUNT, usage=USAGE, die_at=st.integers(0, 8))
+    def top_up(self, amount: int, usage: Usage, die_at: int) -> None:
+        """Of every open request, one after another."""
+        for request in list(self.model.open.values()):
+            self._top_up(request, amount, usage, die_at)
+
+    def _top_up(self, request: Open, amount: int, usage: Usage, die_at: int) -> None:
         expires_ns = self.clock() + LEASE_S * NS
         fits = amount <= self.model.worth - self.model.held
         limited = self.model.limited(request.hold, amount)
