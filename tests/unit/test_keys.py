@@ -1,12 +1,25 @@
-"""Prefix keys are the same in every process, on every machine: golden values hold them."""
+"""Prefix keys are the same in every process, on every machine, and tell contents apart row by row.
+Packed ids come back, and equal ids are equal bytes."""
 
+import random
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tiers.blocks.chain import Chain
+from tiers.blocks.contents import Content, block_contents, refusal
 from tiers.blocks.keys import CacheScope, block_ids, child_key, prefix_keys, token_bytes
+from tiers.blocks.packing import (
+    low_halves,
+    may_begin,
+    may_share,
+    num_packed,
+    pack,
+    pack_blocks,
+    unpack,
+)
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=40)
 
@@ -67,3 +80,134 @@ def test_a_child_key_depends_on_parent_tokens_and_content():
     root = CacheScope().root()
     keys = {child_key(root, b"abcd"), child_key(root, b"abce"), child_key(root, b"abcd", b"!")}
     assert len(keys | {child_key(child_key(root, b"abcd"), b"abcd")}) == 4
+
+
+ROOT = CacheScope().root()
+CAT, DOG = b"c" * 32, b"d" * 32
+
+
+def keys(*contents: Content, size: int = 4, tokens: int = 16) -> list[bytes]:
+    return list(Chain(ROOT, array("i", [7] * tokens), size, block_contents(contents, size)).keys)
+
+
+def test_only_blocks_that_content_covers_carry_it():
+    blocks = block_contents([Content(5, 2, CAT), Content(11, 2, DOG)], 4)
+    assert [False, True, True, True] == [bool(one) for one in blocks]
+    assert CAT in blocks[1] and DOG in blocks[2] and DOG in blocks[3]
+    assert [] == block_contents([], 4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Content(5, 6, DOG),
+        Content(4, 6, CAT),
+        Content(5, 5, CAT),
+        Content(5, 6, CAT, native=True),
+        Content(5, 6, CAT[:16]),
+    ],
+)
+def test_another_content_parts_where_it_begins(other):
+    """By what it is, where it lies, how long it is, and how it is named."""
+    plain, one, two = keys(), keys(Content(5, 6, CAT)), keys(other)
+    assert plain[:1] == one[:1] == two[:1]
+    assert not {*plain[1:]} & {*one[1:]} and not {*one[1:]} & {*two[1:]}
+    assert one == keys(Content(5, 6, CAT))
+
+
+def test_content_of_several_blocks_is_told_apart_by_its_part():
+    assert 4 == len(set(block_contents([Content(0, 16, CAT)], 4)))
+
+
+def test_equal_bytes_mean_equal_content_in_every_row():
+    """Random contents over one block: its bytes are equal just where every row is."""
+    chance = random.Random(3)
+    seen: dict[bytes, list[object]] = {}
+    for _ in range(3000):
+        start = chance.randrange(-3, 4)
+        row, contents = max(start, 0), []
+        while row < 4 and chance.random() < 0.8:
+            row += chance.randrange(2)
+            contents.append(
+                Content(4 + row, chance.randrange(1, 6), chance.choice((b"a", b"b", b"ab")))
+            )
+            row = contents[-1].end - 4
+        rows: list[object] = [None] * 4
+        for content in contents:
+            for position in range(content.start, min(content.end, 8)):
+                rows[position - 4] = (content.digest, position - content.start, content.length)
+        blocks = block_contents(contents, 4)
+        assert rows == seen.setdefault(blocks[1] if len(blocks) > 1 else b"", rows)
+    assert len(seen) > 100
+
+
+@pytest.mark.parametrize(
+    ("contents", "said"),
+    [
+        ([Content(8, 3, CAT)], "covers tokens 8 to 11, and the prompt has 10"),
+        ([Content(0, 0, CAT)], "covers tokens 0 to 0"),
+        ([Content(0, 4, CAT), Content(3, 2, DOG)], "starts at token 3, before the one ahead ends"),
+        ([Content(-1, 2, CAT)], "starts at token -1"),
+        ([Content(0, 1, b"")], "digest of 0 bytes"),
+        ([Content(0, 1, b"x" * 65)], "digest of 65 bytes; 1 to 64"),
+        ([Content(n, 1, CAT) for n in range(1025)], "one too many: a prompt may have 1024"),
+    ],
+)
+def test_what_does_not_fit_the_prompt_is_refused(contents, said):
+    wrong = refusal(contents, 10 if len(contents) < 9 else 2000)
+    assert wrong is not None and said in wrong[1]
+    assert wrong[0] == len(contents) - 1
+
+
+def test_what_fits_is_not_refused():
+    assert refusal([Content(0, 4, CAT), Content(4, 6, DOG)], 10) is None
+
+
+NARROW, MIDDLE, WIDE = (1 << 16) - 1, (1 << 24) - 1, (1 << 31) - 1
+ids = st.one_of(st.integers(0, NARROW), st.integers(0, MIDDLE), st.integers(-1, WIDE))
+
+
+@given(st.lists(ids, max_size=40))
+def test_what_is_packed_comes_back(tokens):
+    data = token_bytes(tokens)
+    assert data == unpack(pack(data))
+    assert len(tokens) == num_packed(pack(data))
+
+
+@given(st.lists(st.lists(ids, min_size=4, max_size=4), max_size=6))
+def test_many_blocks_are_packed_as_each_alone(blocks):
+    data = [token_bytes(block) for block in blocks]
+    assert [pack(block) for block in data] == list(pack_blocks(b"".join(data), 4))
+
+
+@pytest.mark.parametrize(
+    ("largest", "width"),
+    [(0, 2), (NARROW, 2), (NARROW + 1, 3), (MIDDLE, 3), (MIDDLE + 1, 4), (-1, 4)],
+)
+def test_an_id_has_the_bytes_that_the_largest_needs(largest, width):
+    assert 1 + 64 * width == len(pack(token_bytes([*range(63), largest])))
+
+
+@given(st.lists(ids, min_size=1, max_size=9), st.integers(1, 9))
+def test_what_begins_alike_is_not_passed_over(tokens, count):
+    assert may_begin(pack(token_bytes(tokens)), token_bytes(tokens[:count]))
+
+
+@given(st.lists(ids, max_size=9), st.lists(ids, max_size=9), st.integers(1, 9))
+def test_ids_that_are_shared_are_not_passed_over(shared, other, count):
+    packed, low = pack(token_bytes(shared + other)), low_halves(token_bytes(shared))
+    assert may_share(packed, low, count) or count > len(shared)
+    if count <= len(shared):
+        changed = [*shared[: count - 1], shared[count - 1] ^ 1, *other]
+        assert not may_share(pack(token_bytes(changed)), low, count)
+
+
+def test_a_chain_that_grows_packs_each_block_once():
+    chain = Chain(CacheScope().root(), array("i", range(40)), 16)
+    first = chain.packed()[0]
+    twin = chain.copy()
+    for token in range(NARROW, NARROW + 8):
+        chain.append(token)
+    assert [pack(chunk) for chunk in chain.chunks] == chain.packed()
+    assert chain.packed()[0] is first
+    assert 2 == len(twin.packed())
