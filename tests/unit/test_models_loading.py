@@ -34,6 +34,18 @@ def load(name: object, tmp_path: Path, **arguments: str) -> object:
     return load_model(str(name), cache_dir=tmp_path / "cache", **given)
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny model as users have it, with a tokenizer."""
+    save_tiny_model(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def set_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def test_a_folder_is_loaded_and_described(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model", "qwen3")
     loaded = load_model(
@@ -75,16 +87,15 @@ def test_bfloat16_is_recommended_where_the_weights_and_the_processor_have_it(
     dtype: str,
     supported: bool,
     says: bool,
+    folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr("engine.models.load.has_bfloat16", lambda: supported)
-    save_tiny_model(tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": published}))
+    set_config(folder, dtype=published)
     with caplog.at_level("INFO"):
-        load(tmp_path / "model", tmp_path, dtype=dtype)
+        load(folder, tmp_path, dtype=dtype)
     assert ("--dtype bfloat16" in caplog.text) == says
 
 
@@ -106,12 +117,11 @@ def test_what_cannot_be_found_says_what_could_be(tmp_path: Path) -> None:
         load("smollm2-135m", tmp_path, dtype="int8")
 
 
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path / "model")
-    for file in (tmp_path / "model").glob("*token*"):
+def test_a_folder_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("*token*"):
         file.unlink()
     with pytest.raises(ModelError, match="tokenizer"):
-        load(tmp_path / "model", tmp_path)
+        load(folder, tmp_path)
 
 
 def shards(folder: Path, weights: dict[str, torch.Tensor]) -> None:
@@ -160,10 +170,11 @@ UP = "model.layers.1.mlp.up_proj.weight"
     ],
 )
 def test_weights_that_are_not_the_models_are_refused(
-    damage: Callable[[Path, dict[str, torch.Tensor]], None], said: str, tmp_path: Path
+    damage: Callable[[Path, dict[str, torch.Tensor]], None],
+    said: str,
+    folder: Path,
+    tmp_path: Path,
 ) -> None:
-    folder = tmp_path / "model"
-    save_tiny_model(folder)
     damage(folder, load_file(folder / "model.safetensors"))
     with pytest.raises(ModelError, match=said) as refused:
         load(folder, tmp_path)
@@ -199,10 +210,8 @@ LINEAR = {"factor": 2.0}
     ],
 )
 def test_each_spelling_of_a_rope_is_served_or_refused(
-    config: dict[str, object], said: str | None, tmp_path: Path
+    config: dict[str, object], said: str | None, folder: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "model"
-    save_tiny_model(folder)
     path = folder / "config.json"
     given = json.loads(path.read_text())
     del given["rope_parameters"]
@@ -227,12 +236,11 @@ def test_each_spelling_of_a_rope_is_served_or_refused(
     ],
 )
 def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
-    tmp_path: Path, model_type: str, said: str
+    folder: Path, tmp_path: Path, model_type: str, said: str
 ) -> None:
-    save_tiny_model(tmp_path / "model")
-    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ModelError, match=said) as refused:
-        load(tmp_path / "model", tmp_path)
+        load(folder, tmp_path)
     assert len(str(refused.value)) < 200
 
 
@@ -245,33 +253,32 @@ def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
     ids=["bloom", "mpt"],
 )
 def test_a_model_without_position_embeddings_is_refused(
-    tmp_path: Path, config: PreTrainedConfig
+    folder: Path, tmp_path: Path, config: PreTrainedConfig
 ) -> None:
     """Its config names no longest context, and it computes attention by itself."""
-    save_tiny_model(tmp_path / "model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     with pytest.raises(ModelError, match="attention interface"):
-        load(tmp_path / "model", tmp_path)
+        load(folder, tmp_path)
 
 
 @pytest.mark.parametrize(("installed", "says"), [("5.17.0", True), ("5.24.1", False)])
 @pytest.mark.parametrize("model_type", ["t5", "bloom"])
 def test_a_refusal_under_another_transformers_names_the_versions(
+    folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     installed: str,
     says: bool,
     model_type: str,
 ) -> None:
-    save_tiny_model(tmp_path / "model")
     if model_type == "t5":  # refused by its config, the other by its modules
-        (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "t5"}))
+        (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
     else:
         config = BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     monkeypatch.setattr(versions.transformers, "__version__", installed)
     with pytest.raises(ModelError) as refused:
-        load(tmp_path / "model", tmp_path)
+        load(folder, tmp_path)
     assert says == ("pip install 'transformers>=5.23,<5.25'" in str(refused.value))
 
 
@@ -299,15 +306,11 @@ def test_a_model_whose_attention_is_not_what_we_compute_is_refused() -> None:
         prepare(model)
 
 
-def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
+def test_kimi_k2_is_deepseek_v3_under_another_name(folder: Path, tmp_path: Path) -> None:
     """Its repository names a type of its own, and brings DeepSeek's code along."""
-    folder = tmp_path / "model"
-    save_tiny_model(folder)  # for its tokenizer
     architectures.stock("deepseek_v3").save_pretrained(folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"model_type": "kimi_k2"}
-    config["auto_map"] = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
-    path.write_text(json.dumps(config))
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    set_config(folder, model_type="kimi_k2", auto_map=code)
     loaded = load_model(str(folder), device="cpu", dtype="auto", cache_dir=tmp_path)
     assert "DeepseekV3ForCausalLM" == type(loaded.model).__name__
     assert loaded.layers == (LayerLayout(1, 40, 32, shared=True),) * 2
@@ -315,10 +318,8 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
 def test_of_images_and_text_the_text_is_served(
-    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_type: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tmp_path / "model"
-    save_tiny_model(folder)  # for its tokenizer
     (folder / "model.safetensors").unlink()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -339,16 +340,12 @@ def test_of_images_and_text_the_text_is_served(
 
 
 def quantized_by(folder: Path, method: str, **settings: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, **settings}
-    (folder / "config.json").write_text(json.dumps(config))
+    set_config(folder, quantization_config={"quant_method": method, **settings})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_weights_in_blocks_are_dequantized(tmp_path: Path, dtype: str) -> None:
+def test_fp8_weights_in_blocks_are_dequantized(folder: Path, tmp_path: Path, dtype: str) -> None:
     """As DeepSeek's checkpoints come: float8 and a scale for each block of 128 by 128."""
-    folder = tmp_path / "model"
-    save_tiny_model(folder)
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     for each in [each for each in weights if each.endswith("proj.weight")]:
@@ -365,26 +362,22 @@ def test_fp8_weights_in_blocks_are_dequantized(tmp_path: Path, dtype: str) -> No
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
-def test_other_quantizations_are_refused_by_name(tmp_path: Path, method: str) -> None:
-    save_tiny_model(tmp_path / "model")
-    quantized_by(tmp_path / "model", method, bits=4)
+def test_other_quantizations_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
+    quantized_by(folder, method, bits=4)
     with pytest.raises(ModelError, match=f"quantized by {method}; served are fp8, mxfp4"):
-        load(tmp_path / "model", tmp_path)
+        load(folder, tmp_path)
 
 
 def test_a_repository_with_code_of_its_own_is_refused_and_nobody_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers would ask on stdin whether to run it."""
-    save_tiny_model(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    config = json.loads(path.read_text()) | {"model_type": "own"}
-    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    path.write_text(json.dumps(config))
-    (tmp_path / "model" / "code.py").write_text("raise SystemExit('it was run')")
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    set_config(folder, model_type="own", auto_map=code)
+    (folder / "code.py").write_text("raise SystemExit('it was run')")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asked"))
     with pytest.raises(ModelError, match=r"cannot be loaded|no usable tokenizer"):
-        load(tmp_path / "model", tmp_path)
+        load(folder, tmp_path)
 
 
 def fp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -399,12 +392,9 @@ def fp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mxfp4_experts_are_dequantized(tmp_path: Path, dtype: str) -> None:
+def test_mxfp4_experts_are_dequantized(folder: Path, tmp_path: Path, dtype: str) -> None:
     """As gpt-oss comes."""
-    model = architectures.stock("gpt_oss")
-    folder = tmp_path / "model"
-    save_tiny_model(folder)  # for its tokenizer
-    model.save_pretrained(folder)
+    architectures.stock("gpt_oss").save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
     expected = {}
