@@ -41,7 +41,9 @@ pytestmark = pytest.mark.anyio
 
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)
-FORM = {"owner": "tenant:acme", "confirm": "acme", "why": "the customer asked"}
+ORDER = {"name": "acme", "why": "the customer asked"}
+FORM = {"owner": "tenant:acme", "confirm": "acme", "why": ORDER["why"]}
+PIN = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme"}
 HEADERS = {"Authorization": f"Bearer {OPERATOR_TOKEN}", "X-Cachesvc-Actor": "ada"}
 
 
@@ -121,7 +123,7 @@ async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx
     assert isinstance(disk, DiskTier)
     explorer = Explorer(running.engine.call, owners, disk.view, block_bytes=LAYOUT.nbytes)
     parts = fake_parts(cache=running.cache_admin, record=trail, explorer=explorer)
-    async with admin_client(parts, running.house, **HEADERS) as client:
+    async with admin_client(parts, running.house, path="/admin/", **HEADERS) as client:
         yield client
 
 
@@ -130,24 +132,32 @@ def pin_names(running: Running) -> list[str]:
     return [pin.name for pin in load_pins(disk_path(running.data_dir))]
 
 
-async def test_a_prefix_is_pinned_by_its_prompt_and_by_its_last_block(
+async def test_a_prefix_is_pinned_by_its_prompt_by_its_last_block_and_on_its_page(
     client: httpx.AsyncClient, running: Running, trail: RecordingTrail
 ) -> None:
     prompt = list(range(18))
     chain = running.serve("r1", prompt)
-    body = {"name": "house", "for_s": 60, "why": "hot", "tenant": "acme", "prompt": prompt}
-    by_prompt = (await client.post("/admin/api/cache/pin", json=body)).json()
     key = chain.keys[3].hex()
-    body = {"name": "house2", "for_s": 60, "why": "hot", "key": key}
-    by_key = (await client.post("/admin/api/cache/pin", json=body)).json()
+    by_prompt = (await client.post("api/cache/pin", json={**PIN, "prompt": prompt})).json()
+    body = {"name": "by-key", "for_s": 60, "why": "hot", "key": key}
+    by_key = (await client.post("api/cache/pin", json=body)).json()
+    form = {"name": "on-page", "for_s": "1", "why": "hot"}
+    pinned = await client.post(f"explorer/{key}/pin", data=form)
+    assert pinned.headers["location"] == f"/admin/explorer/{key}?done=pin"
     assert (by_prompt["num_tokens"], by_prompt["key"]) == (16, key)
     assert {by_key[name] for name in ("key", "scope")} == {key, chain.root.hex()}
-    told = (await client.get("/admin/api/cache/pins")).json()
-    assert ["house", "house2"] == [pin["name"] for pin in told] == pin_names(running)
-    gone = await client.post("/admin/api/cache/unpin", json={"name": "house", "why": "done"})
-    assert gone.json() == {"name": "house", "pinned": False}
-    assert ["house2"] == pin_names(running)
-    assert trail.actions == [("cache.pin", "ada"), ("cache.pin", "ada"), ("cache.unpin", "ada")]
+    told = (await client.get("api/cache/pins")).json()
+    names = ["p", "by-key", "on-page"]
+    assert sorted(names) == sorted(pin["name"] for pin in told) == sorted(pin_names(running))
+    (pin,) = [each for each in load_pins(disk_path(running.data_dir)) if each.name == "on-page"]
+    assert (pin.scope, pin.num_tokens) == (chain.root, 16)
+    assert 3600 == pytest.approx(pin.until_s - time.time(), abs=60)
+    gone = await client.post("api/cache/unpin", json={"name": "p", "why": "done"})
+    assert gone.json() == {"name": "p", "pinned": False}
+    await client.post("explorer-pins/on-page/end")
+    assert ["by-key"] == pin_names(running)
+    did = ["cache.pin"] * 3 + ["cache.unpin"] * 2
+    assert trail.actions == [(action, "ada") for action in did]
 
 
 @pytest.mark.parametrize(
@@ -165,30 +175,36 @@ async def test_a_prefix_is_pinned_by_its_prompt_and_by_its_last_block(
 async def test_a_pin_that_cannot_be_set_is_explained(
     client: httpx.AsyncClient, changed: dict[str, Any], status: int, says: str
 ) -> None:
-    body = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme", "prompt": list(range(9))}
-    answer = await client.post("/admin/api/cache/pin", json=body | changed)
+    body = PIN | {"prompt": list(range(9))}
+    answer = await client.post("api/cache/pin", json=body | changed)
     assert answer.status_code == status and says in answer.text
-    assert (await client.get("/admin/api/cache/pins")).json() == []
-    missing = await client.post("/admin/api/cache/unpin", json={"name": "p", "why": "w"})
+    assert (await client.get("api/cache/pins")).json() == []
+    missing = await client.post("api/cache/unpin", json={"name": "p", "why": "w"})
     assert missing.status_code == 404
 
 
+@pytest.mark.parametrize("by_page", [False, True])
 async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
-    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
+    client: httpx.AsyncClient, running: Running, trail: RecordingTrail, by_page: bool
 ) -> None:
-    mine, theirs = list(range(18)), list(range(20, 38))
-    chain = running.serve("r1", mine)
-    other = running.serve("r2", theirs, tenant="bolt")
+    """The page has the receipt to download."""
+    chain = running.serve("r1", list(range(18)))
+    other = running.serve("r2", list(range(20, 38)), tenant="bolt")
     running.engine.call(lambda _: running.cache.flush()).result(5)
-    body = {"name": "p", "for_s": 60, "why": "w", "tenant": "acme", "prompt": mine}
-    await client.post("/admin/api/cache/pin", json=body)
-    order = {"name": "acme", "why": "the customer asked"}
-    signed = (await client.post("/admin/api/cache/purge", json=order)).json()
+    await client.post("api/cache/pin", json={**PIN, "prompt": list(range(18))})
+    if by_page:
+        done = await client.post("explorer-purge", data=FORM)
+        page = await client.get(done.headers["location"].removeprefix("/admin/"))
+        (link,) = re.findall(r"/admin/(explorer-receipts/\d+\.json)", page.text)
+        signed = (await client.get(link)).json()
+        assert (await client.get("explorer-receipts/1.json")).status_code == 404
+    else:
+        signed = (await client.post("api/cache/purge", json=ORDER)).json()
     assert verify_receipt(signed, running.signer.public_key)
     assert not verify_receipt(signed | {"blocks_left": 1}, running.signer.public_key)
     assert signed["scopes"] == [chain.root.hex()]
     assert signed["tiers"]["disk"]["blocks"] == 4
-    assert (signed["tenant"], signed["by"], signed["why"]) == ("acme", "ada", order["why"])
+    assert (signed["tenant"], signed["by"], signed["why"]) == ("acme", "ada", ORDER["why"])
     assert (signed["blocks_left"], signed["pins_ended"]) == (0, ["p"])
     assert (running.stands(chain), running.stands(other)) == (0, 4)
     assert pin_names(running) == []
@@ -202,27 +218,13 @@ async def test_nobody_is_purged_while_models_served_before_are_unknown(
     """A receipt would say that nothing is left, and blocks of those models were not looked for."""
     chain = running.serve("r1", list(range(18)))
     (running.data_dir / f"{DAMAGED}-1").write_text("[")
-    order = {"name": "acme", "why": "the customer asked"}
-    refused = await client.post("/admin/api/cache/purge", json=order)
+    refused = await client.post("api/cache/purge", json=ORDER)
     assert (409, "purge_failed") == (refused.status_code, refused.json()["error"]["code"])
     assert f"{DAMAGED}-1" in refused.json()["error"]["message"]
-    page = await client.post("/admin/explorer-purge", data=FORM, headers={"accept": "text/html"})
+    page = await client.post("explorer-purge", data=FORM, headers={"accept": "text/html"})
     assert (409, True) == (page.status_code, "restore" in page.text)
     assert running.stands(chain) == 4
     assert not trail.actions
-
-
-async def test_the_page_pins_durably(client: httpx.AsyncClient, running: Running) -> None:
-    chain = running.serve("r1", list(range(18)))
-    last = chain.keys[3].hex()
-    form = {"name": "house", "for_s": "1", "why": "hot"}
-    pinned = await client.post(f"/admin/explorer/{last}/pin", data=form)
-    assert pinned.headers["location"] == f"/admin/explorer/{last}?done=pin"
-    (pin,) = load_pins(disk_path(running.data_dir))
-    assert (pin.name, pin.scope, pin.num_tokens) == ("house", chain.root, 16)
-    assert 3600 == pytest.approx(pin.until_s - time.time(), abs=60)
-    await client.post("/admin/explorer-pins/house/end")
-    assert pin_names(running) == []
 
 
 @pytest.mark.parametrize("by_page", [False, True])
@@ -235,10 +237,10 @@ async def test_evicted_blocks_leave_every_tier(
     keys = [key.hex() for key in chain.keys]
     if by_page:
         form = {"what": "block", "why": "w"}
-        answer = await client.post(f"/admin/explorer/{keys[0]}/evict", data=form)
+        answer = await client.post(f"explorer/{keys[0]}/evict", data=form)
         assert answer.headers["location"] == "/admin/explorer?done=evict"
     else:
-        answer = await client.post("/admin/api/cache/evict", json={"keys": keys, "why": "w"})
+        answer = await client.post("api/cache/evict", json={"keys": keys, "why": "w"})
         assert answer.json() == {"removed": {"device": 4, "host": 4, "disk": 4}}
     entry = trail.entries[-1]
     assert entry["after"] == {"device": 4, "host": 4, "disk": 4}
@@ -246,26 +248,11 @@ async def test_evicted_blocks_leave_every_tier(
     assert running.stands(chain) == 0
 
 
-async def test_a_purge_by_the_page_has_its_receipt_to_download(
-    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
-) -> None:
-    chain = running.serve("r1", list(range(18)))
-    done = await client.post("/admin/explorer-purge", data=FORM)
-    page = await client.get(done.headers["location"])
-    (link,) = re.findall(r"/admin/explorer-receipts/\d+\.json", page.text)
-    signed = (await client.get(link)).json()
-    assert verify_receipt(signed, running.signer.public_key)
-    assert (signed["tenant"], signed["by"], signed["why"]) == ("acme", "ada", FORM["why"])
-    assert trail.entries[-1]["after"] == signed
-    assert running.stands(chain) == 0
-    assert (await client.get("/admin/explorer-receipts/1.json")).status_code == 404
-
-
 @pytest.mark.parametrize(
     ("route", "body"),
     [
         ("purge", {"name": "amce", "why": "w"}),
-        ("pin", {"name": "p", "for_s": 60, "why": "w", "tenant": "amce", "prompt": [1] * 8}),
+        ("pin", {**PIN, "tenant": "amce", "prompt": [1] * 8}),
     ],
 )
 async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
@@ -276,12 +263,12 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
         store = ledger.accounts.store
         books = OpenBooks(store, ledger.accounts, ledger.ledger, Prover(store), running.signer)
         parts = fake_parts(cache=running.cache_admin, record=trail, books=books)
-        async with admin_client(parts, running.house, **HEADERS) as client:
-            answer = await client.post(f"/admin/api/cache/{route}", json=body)
+        async with admin_client(parts, running.house, path="/admin/", **HEADERS) as client:
+            answer = await client.post(f"api/cache/{route}", json=body)
             assert answer.status_code == 404
             assert "no tenant is named 'amce'" in answer.json()["error"]["message"]
             right = {key: "acme" if value == "amce" else value for key, value in body.items()}
-            assert (await client.post(f"/admin/api/cache/{route}", json=right)).is_success
+            assert (await client.post(f"api/cache/{route}", json=right)).is_success
 
 
 def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -> None:
@@ -298,8 +285,8 @@ def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -
 async def test_a_number_that_no_machine_counts_to_is_refused(client: httpx.AsyncClient) -> None:
     """JSON has no bound on integers, and what writes the answer has."""
     far = 1 << 70
-    days = await client.post("/admin/api/prices/plan", json={"toml": "", "days": far})
+    days = await client.post("api/prices/plan", json={"toml": "", "days": far})
     pair = {"a": {"model": "bytes", "prompt": "a", "seed": far}, "b": {"prompt": "b"}}
-    compared = await client.post("/admin/api/cache/diff", json=pair)
-    quoted = await client.post("/admin/api/cache/quote", json={"request": pair["a"]})
+    compared = await client.post("api/cache/diff", json=pair)
+    quoted = await client.post("api/cache/quote", json={"request": pair["a"]})
     assert [400] * 3 == [answer.status_code for answer in (days, compared, quoted)], days.text
