@@ -68,7 +68,7 @@ class Explorer:
         block_bytes: int,
     ) -> None:
         self._call = call
-        self._owners = owners
+        self.owners = owners
         self._disk_view = disk_view
         self._disk = DiskBlocks()
         self._disk_read_s = 0.0
@@ -79,7 +79,7 @@ class Explorer:
         """The tree below the query's roots, or of all scopes, or of one tenant's or group's
         scopes."""
         disk = await self.fresh_disk()
-        owners = await asyncio.to_thread(self._owners.by_root)
+        owners = await asyncio.to_thread(self.owners.by_root)
 
         def grow(cache: CacheOperations) -> Tree:
             forest = TierForest(cache.index, disk)
@@ -105,7 +105,7 @@ class Explorer:
             raise BlockNotFound(
                 f"No tier holds the block {key.hex()} any more; it was evicted or purged."
             )
-        owners = await asyncio.to_thread(self._owners.by_root)
+        owners = await asyncio.to_thread(self.owners.by_root)
         return found, owners.get(found.block.scope) if found.block.scope else None
 
     async def below(self, key: PrefixKey, *, whole_run: bool = False) -> list[PrefixKey]:
@@ -135,14 +135,14 @@ class Explorer:
             )
         )
         rows, sibling = await asyncio.to_thread(same_start, disk, absence, seed)
-        owners = await asyncio.to_thread(self._owners.by_root)
+        owners = await asyncio.to_thread(self.owners.by_root)
         named = [owners[root].label for root in roots if root in owners]
         strangers = ["a scope of no tenant here"] if len(named) < len(roots) else []
         return MissFinding(rows, sibling.hex() if sibling else None, (*named, *strangers))
 
     async def room(self, blocks: Iterable[BlockView]) -> list[Room]:
         """Bytes of each owner in each tier, largest first. `blocks` are those above the disk."""
-        owners = await asyncio.to_thread(self._owners.by_root)
+        owners = await asyncio.to_thread(self.owners.by_root)
         taken: Counter[tuple[PrefixKey, TierName]] = Counter()
         for block in blocks:
             for tier in set(block.tiers) - {TierName.DISK}:

@@ -5,9 +5,9 @@ The command line has a request in a file and asks before sending it. Quotes and 
 admins only: if the journal keeps prompts, these routes can show any tenant's.
 """
 
+import asyncio
 import json
 from array import array
-from dataclasses import replace
 from heapq import nlargest
 from typing import Annotated, Any
 
@@ -19,7 +19,6 @@ from api.admin.access import MayChange, MayRead
 from api.admin.cache import must_be_known, must_exist
 from api.admin.parts import parts_of
 from api.admin.routes.derived import Name, StrictBody
-from api.collaborators import Collaborators
 from api.context import Arrival, request_log_of, wire_of
 from api.errors import InvalidRequest, RecordNotFound
 from api.job import Job
@@ -54,9 +53,11 @@ async def blocks(
     `tenant` is a tenant or a sharing group. `key` is the beginning of a key, `idle_s` the minimum
     time since last use; `tokens` adds token ids.
     """
+    parts, roots = parts_of(request), None
     if tenant:
         await must_be_known(request, tenant)
-    found = await parts_of(request).blocks(_scopes_of(wire_of(request), tenant) if tenant else None)
+        roots = await asyncio.to_thread(parts.explorer.owners.roots_of, tenant)
+    found = await parts.blocks(frozenset(roots) if roots is not None else None)
     wanted = [
         block
         for block in found
@@ -70,16 +71,6 @@ async def blocks(
         "num_blocks": len(wanted),
         "blocks": [block_json(block, tokens=tokens) for block in shown],
     }
-
-
-def _scopes_of(wire: Collaborators, name: str) -> frozenset[PrefixKey]:
-    """The roots of the tenant and of the sharing group with this name."""
-    salts = (wire.access.salts.of_tenant(name), wire.access.salts.group_salt(name))
-    return frozenset(
-        replace(model.scope, tenant=salt).root()
-        for model in wire.inference.models.values()
-        for salt in salts
-    )
 
 
 class Tokens(BaseModel):
