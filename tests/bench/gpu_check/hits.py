@@ -144,19 +144,18 @@ class House:
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""
 
-        def down(cache: TieredCache) -> None:
-            if cache.group is not None:
-                down(cache.group)
+        def down() -> None:
             if to_disk:
-                cache.flush()
-            for block in list(cache.index):
-                if block.slot is not None:
-                    cache.residency.evict_device(block)
-            for block in list(cache.index):
-                if to_disk and block.frame is not None and not block.busy:
-                    cache.residency.evict_host(block)
+                self.cache.flush()
+            for cache in (self.cache, self.cache.group) if self.cache.group else (self.cache,):
+                for block in list(cache.index):
+                    if block.slot is not None:
+                        cache.residency.evict_device(block)
+                for block in list(cache.index):
+                    if to_disk and block.frame is not None and not block.busy:
+                        cache.residency.evict_host(block)
 
-        self.engine.call(lambda _: down(self.cache)).result(GIVE_UP_S)
+        self.engine.call(lambda _: down()).result(GIVE_UP_S)
 
     def close(self) -> None:
         self.engine.close()
