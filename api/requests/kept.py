@@ -72,37 +72,37 @@ class _Nothing:
 NOTHING: KeptBodies = _Nothing()
 
 
-class Recent(Generic[Value]):
-    """Values by name, at most `most` in weight; the least recently used leave first."""
+class Recent(OrderedDict[bytes, tuple[bytes, Value]]):
+    """An owner and a value by name, at most `most` in weight; the least recently used leave first.
+
+    Change it by its own methods alone, so that `weight` is the sum of its values'.
+    """
 
     def __init__(self, most: int, weigh: Callable[[Value], int]) -> None:
+        super().__init__()
         self._most = most
         self._weigh = weigh
-        self._values: OrderedDict[bytes, tuple[bytes, Value]] = OrderedDict()  # owner, value
         self.weight = 0
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._values
-
-    def get(self, name: bytes) -> Value | None:
-        if (found := self._values.get(name)) is None:
+    def find(self, name: bytes) -> Value | None:
+        if name not in self:
             return None
-        self._values.move_to_end(name)
-        return found[1]
+        self.move_to_end(name)
+        return self[name][1]
 
     def put(self, name: bytes, owner: bytes, value: Value) -> None:
         self.drop(name)
-        self._values[name] = owner, value
+        self[name] = owner, value
         self.weight += self._weigh(value)
         while self.weight > self._most:
-            self.drop(next(iter(self._values)))
+            self.drop(next(iter(self)))
 
     def drop(self, name: bytes) -> None:
-        if (found := self._values.pop(name, None)) is not None:
+        if (found := self.pop(name, None)) is not None:
             self.weight -= self._weigh(found[1])
 
     def forget(self, owner: bytes) -> None:
-        for name in [name for name, (other, _) in self._values.items() if other == owner]:
+        for name in [name for name, (other, _) in self.items() if other == owner]:
             self.drop(name)
 
 
@@ -133,7 +133,7 @@ class KeptAnswers(Generic[Value]):
 
     async def get(self, salt: bytes, answer_id: str) -> Value | None:
         name = self._name(salt, answer_id)
-        body = self._recent.get(name)
+        body = self._recent.find(name)
         if body is None and (body := await self._kept.read(name)) is not None:
             self._recent.put(name, owner_of(salt), body)
         try:

@@ -141,7 +141,7 @@ class Conversations:
         for place in reversed(range(len(turn.keys))):
             if turn.roles[place] != "assistant":
                 continue
-            left = self._turns.get(turn.keys[place])
+            left = self._turns.find(turn.keys[place])
             if left is not None and left.rest is not None:
                 return TurnReplay(place, left.tokens[: left.num_tokens], left.rest)
         return None
@@ -175,7 +175,7 @@ class Conversations:
         """
         following = [*turn.roles[1:], None]
         for key, role, after in reversed(list(zip(turn.keys, turn.roles, following, strict=True))):
-            left = self._turns.get(key) if "assistant" in (role, after) else None
+            left = self._turns.find(key) if "assistant" in (role, after) else None
             if left is not None:
                 return left
         return None
