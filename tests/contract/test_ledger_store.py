@@ -193,11 +193,26 @@ def test_amounts_beyond_64_bits_stay_exact(house: TestLedger) -> None:
     assert usage_report.total(house.ledger.store, "acme")[0].amount == 10**21 + 2_000_000
 
 
-@pytest.mark.parametrize("statement", ["UPDATE entries SET body = ''", "DELETE FROM entries"])
-def test_the_database_refuses_to_change_an_entry(house: TestLedger, statement: str) -> None:
+OTHERS = "kind, request_id, at_ns, currency, postings, body, hash"
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("UPDATE entries SET body = ''", "append-only"),
+        ("DELETE FROM entries", "append-only"),
+        (
+            f"INSERT INTO entries (tenant, seq, {OTHERS}) SELECT tenant, 9, {OTHERS} FROM entries",
+            "(?i)unique",
+        ),
+    ],
+)
+def test_the_database_refuses_to_change_an_entry_and_to_repeat_one(
+    house: TestLedger, statement: str, said: str
+) -> None:
     house.fund(1)
     with (
-        pytest.raises(DBAPIError, match="append-only"),
+        pytest.raises(DBAPIError, match=said),
         house.ledger.store.writing() as connection,
     ):
         connection.execute(text(statement))
