@@ -81,12 +81,15 @@ def test_a_hold_that_was_taken_by_a_try_that_did_not_hear_of_it_is_the_same(
 
 
 def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house: TestLedger) -> None:
+    """A top-up renews its lease."""
     house.fund(100)
     hold = house.reserve("r1", 60)
     with pytest.raises(DuplicateRequest):
         house.reserve("r1", 1)
     assert house.ledger.sweeper.sweep() == 0
-    assert house.ledger.top_up(hold, 1).result() == 61
+    before = house.ledger._leases[hold.key]
+    assert house.ledger.top_up(hold, 1, ttl_s=600).result() == 61
+    assert house.ledger._leases[hold.key] > before + 300
     house.ledger.void(hold).result()
 
 
@@ -111,14 +114,6 @@ def test_a_batch_moves_every_account_that_it_touches(house: TestLedger) -> None:
     house.ledger.store.apply(settling, house.ledger.book, house.clock)
     accounts = [house.account(name) for name in ("acme", "other")]
     assert [(0, UNITS - PRICE), (0, -PRICE)] == [(it.held, it.balance) for it in accounts]
-
-
-def test_a_top_up_renews_the_lease(house: TestLedger) -> None:
-    hold = house.reserve("r1", 0, ttl_s=60)
-    before = house.ledger._leases[hold.key]
-    house.ledger.top_up(hold, ttl_s=600).result()
-    assert house.ledger._leases[hold.key] > before + 300
-    house.ledger.void(hold).result()
 
 
 def test_a_queue_that_is_full_refuses_at_once(

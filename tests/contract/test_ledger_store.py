@@ -152,6 +152,8 @@ def test_a_restart_settles_what_the_last_run_left(url: str) -> None:
         account = house.account()
         assert (account.held, account.topup) == (0, UNITS - PRICE)
         assert house.ledger.stats().recovered == 2
+        charged = [entry for entry in entries(house.ledger.store) if entry.kind is Kind.CHARGE]
+        assert {Outcome.CRASHED} == {entry.details["outcome"] for entry in charged}
         assert audit.verify(house.ledger.store).ok
 
 

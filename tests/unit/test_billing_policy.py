@@ -133,15 +133,6 @@ def test_days_begin_at_midnight_of_utc(house: TestLedger) -> None:
     assert days == [20_089, 20_090]  # days since 1970
 
 
-def test_a_charge_that_a_crash_left_says_so(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'crashed.sqlite3'}"
-    with running_ledger(url) as house:
-        house.reserve("r1", 0)
-    with running_ledger(url) as house, house.ledger.store.reading() as connection:
-        charged = store_reports.find_request(connection, "acme", "r1")
-    assert charged is not None and charged.details["outcome"] == Outcome.CRASHED
-
-
 def test_a_hold_that_its_server_renewed_is_not_ended_by_another(house: TestLedger) -> None:
     hold = house.reserve("r1", 10)
     expired_at_ns = house.clock() + 60 * NS  # as the other read it

@@ -59,7 +59,7 @@ LINES: dict[str, list[str]] = {
         f"{RATING}::test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage"
     ],
     "A hold is taken for the whole prompt": [
-        f"{WIRE}::test_an_answer_ends_where_the_money_does",
+        f"{WIRE}::test_an_answer_ends_where_the_money_or_the_limit_does",
         f"{POLICY}::test_the_price_is_that_of_the_admission",
         f"{SERVERS}::test_two_processes_spend_one_balance_to_its_end_and_not_beyond",
     ],
@@ -72,7 +72,7 @@ LINES: dict[str, list[str]] = {
         f"{WIRE}::test_every_way_out_is_in_the_ledger_once",
     ],
     "| `finished`": [f"{WAYS}::test_finished", f"{WIRE}::test_a_charge_is_exact"],
-    "| `budget`": [f"{WIRE}::test_an_answer_ends_where_the_money_does"],
+    "| `budget`": [f"{WIRE}::test_an_answer_ends_where_the_money_or_the_limit_does"],
     "| `client_gone`": [f"{WIRE}::test_a_client_that_leaves_pays_for_what_was_made"],
     "| `failed`": [f"{WIRE}::test_a_failure_before_the_first_token_costs_nothing"],
     "| `crashed`": [
