@@ -89,6 +89,9 @@ class GrammarState(Protocol):
 class Grammar(Protocol):
     """A compiled grammar. Any thread."""
 
+    @property
+    def source(self) -> GrammarSource: ...
+
     def begin(self, min_tokens: int) -> GrammarState:
         """The state before the first token. While the grammar can continue, the end is not allowed
         before `min_tokens`."""

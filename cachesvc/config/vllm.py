@@ -1,4 +1,4 @@
-"""The environment in which vLLM starts."""
+"""The environments in which vLLM and a node start."""
 
 import os
 
@@ -9,16 +9,16 @@ _DEFAULTS = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "PYTHONWARNINGS": "ignore",  # those of its imports, in our log
+    # Its route that empties the prefix cache. Only this user reaches its socket.
+    "VLLM_SERVER_DEV_MODE": "1",
 }
 
 
-def prepare_vllm_environment(*, exact: bool) -> None:
-    """Sets variables that vLLM reads at import, unless the user set them. Call before importing
-    vLLM. `exact` chooses its kernels that do not depend on the number of rows."""
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    if exact:
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+def vllm_environment(*, exact: bool) -> dict[str, str]:
+    """Ours, with what vLLM reads unless the user set it. `exact` chooses its kernels that do not
+    depend on the number of rows."""
+    return _DEFAULTS | os.environ | ({"VLLM_BATCH_INVARIANT": "1"} if exact else {})
 
 
 def node_environment(remote: RemoteSettings | None) -> dict[str, str]:

@@ -55,27 +55,20 @@ def prepare(
     Returns the settings with what depends on the device filled in. The backend uses memory that is
     `taken` by then, or gives it back. Raises ModelError or ConfigError, with the reason.
     """
-    if settings.engine.url:
-        from cachesvc.server.vllm.elsewhere import build_at_url
+    if settings.engine.backend != "embedded":
+        from cachesvc.server.vllm.elsewhere import build as build_elsewhere
 
-        none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
-        bare = settings.model_copy(update={"cache": none})
+        elsewhere = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
+        if settings.engine.url:
+            none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
+            elsewhere = settings.model_copy(update={"cache": none})
 
-        def make_at_url(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
-            return build_at_url(bare, on_outputs, stream, progress)
-
-        return bare, make_at_url
-    if settings.engine.backend == "vllm":
-        from cachesvc.server.vllm.core import build as build_vllm
-
-        sized = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
-
-        def make_over_vllm(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
+        def make_elsewhere(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
             if taken is not None:
                 taken.give_back()
-            return build_vllm(sized, on_outputs, stream, progress)
+            return build_elsewhere(elsewhere, on_outputs, stream, progress)
 
-        return sized, make_over_vllm
+        return elsewhere, make_elsewhere
     loaded = load(settings.model, settings.server.data_dir, progress)
     sized = _sized(settings, loaded.device)
     warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))

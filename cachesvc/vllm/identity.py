@@ -82,13 +82,8 @@ def adapter_digest(path: str) -> bytes:
     return _digest(path, _ADAPTER_FILES)
 
 
-def salt_of(tenant: bytes) -> str:
-    """The vLLM `cache_salt` for a tenant's salt."""
-    return _HEX + tenant.hex()
-
-
 def tenant_of(salt: str) -> bytes:
-    """The inverse of `salt_of`. Any other salt is used as it is."""
+    """The tenant's salt in a vLLM `cache_salt` of our server. Any other salt is used as it is."""
     with contextlib.suppress(ValueError):
         if salt.startswith(_HEX):
             return bytes.fromhex(salt.removeprefix(_HEX))

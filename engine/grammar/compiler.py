@@ -91,7 +91,7 @@ class GrammarCompiler:
             raise _refused(source, f"it has no answer: {first.stuck}")
         if first.cpu_s > FIRST_LOOK_S:
             raise _refused(source, "it is too ambiguous: its first token takes too long")
-        return CompiledGrammar(matcher, first, vocabulary, self._threads)
+        return CompiledGrammar(source, matcher, first, vocabulary, self._threads)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -112,6 +112,7 @@ class GrammarCompiler:
 class CompiledGrammar:
     """A matcher before its first token, of which each sequence gets a copy."""
 
+    source: GrammarSource
     matcher: Any
     first: Look
     vocabulary: Vocabulary

@@ -59,15 +59,17 @@ class _Answer:
 
 
 class EngineHttp:
-    """The engine at `url`, such as http://10.0.0.5:8000. Every call raises RemoteFault."""
+    """The engine at `url`: http://10.0.0.5:8000, or unix:/run/vllm.sock. All calls raise
+    RemoteFault."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
+        self._socket = parts.path if parts.scheme == "unix" else None
         self.url = url
         self._host = parts.hostname or ""
         self._is_tls = parts.scheme == "https"
         self._port = parts.port or (443 if self._is_tls else 80)
-        self._folder = parts.path.rstrip("/")
+        self._folder = "" if self._socket else parts.path.rstrip("/")
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, up to its `[DONE]`, or the answer that comes whole."""
@@ -109,7 +111,12 @@ class EngineHttp:
         context = ssl.create_default_context() if self._is_tls else None
         try:
             async with asyncio.timeout(CONNECT_S):
-                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=context)
+                if self._socket is not None:
+                    reader, writer = await asyncio.open_unix_connection(self._socket)
+                else:
+                    reader, writer = await asyncio.open_connection(
+                        self._host, self._port, ssl=context
+                    )
         except OSError as error:  # also a timeout
             raise self._fault(path, repr(error), "it cannot be reached") from None
         try:

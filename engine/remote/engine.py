@@ -239,6 +239,7 @@ class RemoteEngine:
                     self._counters = counters_in(str(text))
             await asyncio.sleep(LOOK_S)
             self._measure()
+            self._requests.take_reports()
 
     def _measure(self) -> None:
         with self._lock:

@@ -82,10 +82,14 @@ async def _found(http: EngineHttp, meant: Meant) -> Found:
 async def _vllm(http: EngineHttp, meant: Meant, version: str) -> Found:
     model, max_tokens, adapters = await _served(http, meant)
     await _same_tokenizer(http, meant, model)
-    status, _ = await http.ask("POST", Generate.path, {})
-    kind = Generate if status in (400, 422) else Completions  # 403: off; 404: older
-    asked = {"model": model, "prompt": meant.tokenizer.encode("one").tolist(), "max_tokens": 1}
-    status, answer = await http.ask("POST", Completions.path, {**asked, "return_token_ids": True})
+    tokens = meant.tokenizer.encode("one").tolist()
+    asked = {"model": model, "prompt": tokens, "max_tokens": 1}
+    kind: type[Completions] = Generate
+    whole = {"model": model, "token_ids": tokens, "sampling_params": {"max_tokens": 1}}
+    status, answer = await http.ask("POST", Generate.path, whole)
+    if status != 200:  # 403: off; 404: older
+        kind, whole = Completions, {**asked, "return_token_ids": True}
+        status, answer = await http.ask("POST", Completions.path, whole)
     if status != 200 or not answer["choices"][0].get("token_ids"):
         raise ModelError(
             f"the engine at {http.url} gives no token ids ({status}); vLLM does from 0.10.2 on"

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from typing import Protocol as TypingProtocol
 
@@ -55,7 +56,6 @@ class _Running:
 
     answer: RunningAnswer
     tasks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)  # sequences whose task has taken its first step
     ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
     done: set[int] = field(default_factory=set)  # the engine has said how they end
     is_arriving: bool = True  # its prompt has not begun
@@ -107,9 +107,14 @@ class RemoteRequests:
         running = self._running[request.request_id] = _Running(answer)
         self._shares.enter(request.share)
         if failed is not None:  # accepted just before the engine failed
-            self._end_all(running, FinishReason.ERROR, f"the engine failed: {failed}")
+            self._end(running, 0, FinishReason.ERROR, f"the engine failed: {failed}")
             return
         self._spawn(running, 0)
+
+    def take_reports(self) -> None:
+        """Reads what the connector sent: what nobody reads fills its socket."""
+        if self._reports is not None:
+            self._reports.take()
 
     def fail(self, error: str) -> None:
         """Ends every running request with an error."""
@@ -137,47 +142,48 @@ class RemoteRequests:
             running.ended.setdefault(each, reason)
             if each in running.tasks:
                 running.tasks[each].cancel()
-            if each in running.begun:
-                continue
-            if len(running.answer.live) > 1:  # its coroutine will not run: report its end here
+            else:  # it waits for the first one
                 running.answer.end(each)
-            else:
-                self._end(running, each, reason, running.error)
 
     def _end_all(self, running: _Running, reason: FinishReason, error: str) -> None:
         running.error = error
         self.abort(running.answer.request.request_id, reason, None)
 
     def _spawn(self, running: _Running, index: int) -> None:
-        running.tasks[index] = self._loop.create_task(self._serve(running, index))
+        task = self._loop.create_task(self._serve(running, index))
+        running.tasks[index] = task
+        task.add_done_callback(partial(self._served, running, index))
 
     async def _serve(self, running: _Running, index: int) -> None:
         """Serves one sequence to its end."""
-        running.begun.add(index)
-        answer = running.answer
-        ask = self._ask(answer.request, index)
+        ask = self._ask(running.answer.request, index)
         if self._reports is not None:
             self._reports.expect(ask.name)
-        finish = FinishReason.ERROR
-        error: str | None = "the engine ended the request without saying why"
         try:
             if (held := await self._told(running, ask)) is not None:
-                finish = held.finish or finish
                 self._tell(running, ask, held)
         except asyncio.CancelledError:
-            finish, error = running.ended.get(index, FinishReason.ABORT), running.error
-            if not answer.has_begun:
-                answer.cut_short(await self._last_report(ask.name))
-        except RemoteFault as fault:
-            error = running.error or str(fault)
-        except Exception:
-            logger.exception(f"request {answer.request.request_id} cannot be read")
-            error = "the engine failed in this request: its answer cannot be read; see the log"
+            if not running.answer.has_begun:
+                running.answer.cut_short(await self._last_report(ask.name))
+            raise
         finally:
             if self._reports is not None:
                 self._reports.forget(ask.name)
-        if index in answer.live:
-            self._end(running, index, finish, error)
+
+    def _served(self, running: _Running, index: int, task: "asyncio.Task[None]") -> None:
+        """The task of a sequence is over. Tells its end, unless the engine's was told."""
+        fault = None if task.cancelled() else task.exception()
+        if index not in running.answer.live:
+            return
+        if task.cancelled():
+            finish = running.ended.get(index, FinishReason.ABORT)
+            self._end(running, index, finish, running.error)
+            return
+        error = str(fault or "it ended without saying why")
+        if fault is not None and not isinstance(fault, RemoteFault):
+            logger.error("an answer of the engine cannot be read", exc_info=fault)
+            error = "its answer cannot be read; see the log"
+        self._end(running, index, FinishReason.ERROR, running.error or error)
 
     def _ask(self, request: Request, index: int) -> Ask:
         remote = self._remote

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.remote.grammars import grammar_text
 from engine.remote.protocol import Ask, Told, finish_of
 from engine.request import Request, TokenLogprob
 
@@ -149,7 +148,7 @@ def _sampling(ask: Ask) -> dict[str, Any]:
         "prompt_logprobs": ask.prompt_logprobs,
     }
     if ask.request.grammar is not None:
-        fields["structured_outputs"] = {"grammar": grammar_text(ask.request.grammar)}
+        fields["structured_outputs"] = {"grammar": ask.request.grammar.source.text}
     return fields
 
 

@@ -218,6 +218,20 @@ async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(
         assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
 
 
+async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(
+    probe: list[int], model: Path, tmp_path: Path
+) -> None:
+    about = vllm_about(probe, "tiny", scale_out=True)
+    with served(RemoteEngineServer(about, "/inference/v1/generate")) as engine:
+        engine.script = ANSWER
+        async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+            answer = await client.post("/v1/completions", json=body(seed=5))
+            assert "H" == answer.json()["choices"][0]["text"]
+            assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
+            (asked,) = engine.asked
+            assert (40, 5) == (len(asked["token_ids"]), asked["sampling_params"]["seed"])
+
+
 async def test_sglang_tells_its_hits_with_each_event(
     probe: list[int], model: Path, tmp_path: Path
 ) -> None:

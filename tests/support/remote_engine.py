@@ -142,7 +142,7 @@ def vllm_about(
         "/v1/models": {"data": [card]},
         "/tokenize": {"tokens": tokens},
         "/v1/completions": one,
-        "/inference/v1/generate": (400 if scale_out else 403, {"error": "no"}),
+        "/inference/v1/generate": one if scale_out else (403, {"error": "no"}),
         "/metrics": config + "vllm:kv_cache_usage_perc 0.5\n",
     }
 

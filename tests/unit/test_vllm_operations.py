@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,9 @@ class Vllm:
         self.forgets = [False, True]
         self.asked = threading.Event()
 
-    def forget(self) -> "Future[bool]":
-        done: Future[bool] = Future()
-        done.set_result(self.forgets.pop(0))
+    def forget(self) -> bool:
         self.asked.set()
-        return done
+        return self.forgets.pop(0)
 
     def in_flight(self) -> frozenset[str]:
         return self.running

@@ -303,17 +303,18 @@ def test_a_server_over_vllm_bills_by_tier_what_it_served(
 
 
 def core_of(pid: int) -> int:
-    """vLLM's engine core: the child of the server that calls itself so."""
-    for child in Path("/proc").iterdir():
-        if not child.name.isdigit():
-            continue
+    """vLLM's engine core: it calls itself so, in the session of a child of the server."""
+    found = {}
+    for child in Path("/proc").glob("[0-9]*"):
         try:
-            stat = (child / "stat").read_text().rpartition(")")[2].split()
+            _, parent, _, session = (child / "stat").read_text().rpartition(")")[2].split()[:4]
             name = (child / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(stat[1]) == pid and b"EngineCore" in name:
-            return int(child.name)
+        found[int(child.name)] = int(parent), int(session), b"EngineCore" in name
+    for each, (_, session, is_core) in found.items():
+        if is_core and session in found and found[session][0] == pid:
+            return each
     raise AssertionError("no engine core runs")
 
 

@@ -1,12 +1,12 @@
 """vLLM's own arguments, from `--vllm.NAME VALUE` or the file, and those set by the server.
 
-vLLM's own parser reads them, so they mean the same as in `vllm serve`.
+They go to the `vllm serve` that the server starts, as they are.
 """
 
 import difflib
 import importlib.util
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from cachesvc.config.errors import ConfigError, WrongOption
 
@@ -23,6 +23,7 @@ OURS: Mapping[str, str] = {
     "structured-outputs-config": "llguidance, which the server sets",
     "host": "--host",
     "port": "--port",
+    "uds": "--port",
     "api-key": "cachesvc keys",
 }
 
@@ -41,11 +42,17 @@ def check_installed() -> None:
 def vllm_flags(given: Mapping[str, Any]) -> list[str]:
     """vLLM's command line for these settings. Raises ConfigError for an argument that the server
     sets."""
-    flags: list[str] = []
-    for name, value in given.items():
+    for name in given:
         plain = name.replace("_", "-")
         if plain in OURS:
             raise ConfigError(f"engine.vllm has {name}, which this server sets: use {OURS[plain]}")
+    return flags_of(given)
+
+
+def flags_of(arguments: Mapping[str, Any]) -> list[str]:
+    flags: list[str] = []
+    for name, value in arguments.items():
+        plain = name.replace("_", "-")
         if value is True or value == "":
             flags.append(f"--{plain}")
         elif value is False:
@@ -53,22 +60,6 @@ def vllm_flags(given: Mapping[str, Any]) -> list[str]:
         else:
             flags += [f"--{plain}", str(value)]
     return flags
-
-
-def engine_arguments(given: Mapping[str, Any], ours: Mapping[str, Any]) -> Any:
-    """vLLM's `AsyncEngineArgs`. Raises ConfigError for arguments that vLLM rejects."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    class RefusingParser(FlexibleArgumentParser):  # type: ignore[misc]
-        def error(self, message: str) -> NoReturn:
-            raise ConfigError(f"vLLM does not take these arguments: {message}")
-
-    parser = AsyncEngineArgs.add_cli_args(RefusingParser(prog="--vllm.*", add_help=False))
-    parsed = parser.parse_args(vllm_flags(given))
-    for name, value in ours.items():
-        setattr(parsed, name, value)
-    return AsyncEngineArgs.from_cli_args(parsed)
 
 
 def read_options(rest: Sequence[str], options: Sequence[str]) -> dict[str, Any]:

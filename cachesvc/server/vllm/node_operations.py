@@ -19,6 +19,7 @@ from cachesvc.server.vllm.node_pins import NodePins
 from cachesvc.server.vllm.node_prefixes import KvParts, block_of
 from cachesvc.vllm.groups import KvGroup
 from engine.errors import EngineError
+from engine.remote.client import RemoteFault
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -80,7 +81,7 @@ class NodeOperations:
         groups: Sequence[KvGroup],
         num_ranks: int,
         *,
-        forget: Callable[[], "Future[bool]"],
+        forget: Callable[[], bool],
         in_flight: Callable[[], frozenset[str]],
     ) -> None:
         self._socket = socket
@@ -184,10 +185,10 @@ class NodeOperations:
         give_up = time.monotonic() + FORGET_S
         while True:
             try:
-                if self._forget().result(FORGET_S):
+                if self._forget():
                     return
                 why = "its blocks are in use"
-            except Exception as error:  # noqa: BLE001 - vLLM's errors have no common root
+            except RemoteFault as error:
                 why = str(error)
             if time.monotonic() > give_up:
                 raise ElsewhereError(f"vLLM did not empty its own cache: {why}; purge again")

@@ -1,94 +1,98 @@
-"""The engine's face over vLLM: one `last` output for whatever ends a request, and a dead core.
+"""The engine's face over one at a URL: one `last` output for whatever ends a request.
 
-vLLM itself is a stand-in here that has its `generate`, `errored` and `shutdown`; the real one runs
-in `tests/vllm`.
+HTTP is a stand-in here that has what the engine uses of it.
 """
 
 import asyncio
 import queue
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import closing
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cachesvc.server.vllm.engine import VllmEngine
-from cachesvc.server.vllm.generate import VllmSettings
 from engine.errors import EngineFailed, InvalidParameter, PromptTooLong, UnknownAdapter
+from engine.remote.engine import RemoteEngine, counters_in, labels_in
+from engine.remote.requests import Remote
+from engine.remote.vllm import TAG, Completions
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
+from tiers.errors import MissReason
 
 WAIT_S = 30.0
+Event = dict[str, Any]
+Script = Callable[[str], AsyncGenerator[Event]]
 
 
-class Llm:
-    """What the engine uses of AsyncLLM. Each sequence is answered by `script`."""
+class Http:
+    """Each sequence is answered by `script`."""
 
-    def __init__(self, script: Callable[[str], AsyncIterator[Any]]) -> None:
+    url = "http://engine"
+
+    def __init__(self, script: Script) -> None:
         self.script = script
-        self.errored = False
-        self.dead_error = RuntimeError("the core is dead")
-        self.asked: list[tuple[str, int, Any]] = []
-        self.vllm_config = SimpleNamespace(
-            model_config=SimpleNamespace(max_model_len=100),
-            cache_config=SimpleNamespace(block_size=16),
-            scheduler_config=SimpleNamespace(policy="priority"),
-        )
+        self.asked: list[tuple[str, Mapping[str, Any]]] = []
 
-    def shutdown(self, timeout: float) -> None:
-        self.errored = False
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[Event]:
+        name = body["kv_transfer_params"][TAG]["id"]
+        self.asked.append((name, body))
+        async for event in self.script(name):
+            yield event
 
-
-def generate(llm: Llm, request: Request, index: int, name: str, priority: int) -> Any:
-    """Asks the stand-in without vLLM's classes."""
-    llm.asked.append((name, priority, request))
-    return llm.script(name)
+    async def ask(self, method: str, path: str) -> tuple[int, str]:
+        return 200, ""
 
 
-def made(tokens: list[int], finish: str | None = None, cached: int = 0) -> Any:
-    part = SimpleNamespace(token_ids=tokens, finish_reason=finish, logprobs=None)
-    return SimpleNamespace(outputs=[part], num_cached_tokens=cached, prompt_logprobs=None)
+def made(tokens: list[int], finish: str | None = None) -> Event:
+    return {"choices": [{"token_ids": tokens, "finish_reason": finish}]}
 
 
-async def two_tokens(name: str) -> AsyncIterator[Any]:
-    yield made([1], cached=16)
+def usage(prompt: int, cached: int) -> Event:
+    details = {"cached_tokens": cached}
+    return {"choices": [], "usage": {"prompt_tokens": prompt, "prompt_tokens_details": details}}
+
+
+async def two_tokens(name: str) -> AsyncGenerator[Event]:
+    yield made([1])
     yield made([2], "stop")
+    yield usage(32, 16)
 
 
-async def for_ever(name: str) -> AsyncIterator[Any]:
+async def for_ever(name: str) -> AsyncGenerator[Event]:
     yield made([1])
     while True:
         await asyncio.sleep(0.01)
         yield made([2])
 
 
-async def nothing_yet(name: str) -> AsyncIterator[Any]:
+async def nothing_yet(name: str) -> AsyncGenerator[Event]:
     await asyncio.sleep(WAIT_S)
     yield made([1], "stop")
 
 
-async def faulty(name: str) -> AsyncIterator[Any]:
+async def faulty(name: str) -> AsyncGenerator[Event]:
     yield made([1])
     raise ValueError("a bug")
 
 
 class House:
-    def __init__(self, script: Callable[[str], AsyncIterator[Any]]) -> None:
+    def __init__(self, script: Script) -> None:
         self.outputs: queue.Queue[StepOutput] = queue.Queue()
-        self.llm = Llm(script)
-        settings = VllmSettings(
-            max_waiting=4,
-            eos_token_ids=frozenset({0}),
-            check_params=lambda params: None,
-            adapters={},
+        self.http = Http(script)
+        remote = Remote(
+            protocol=Completions(priorities=True, grammars=False, tagged=True),
+            model="m",
+            max_tokens=100,
+            block_size=16,
+            end=frozenset({0}),
         )
-        self.engine = VllmEngine(
-            lambda logger: self.llm, settings, self._hear, reports=None, generate=generate
+        http: Any = self.http
+        self.engine = RemoteEngine(
+            http, remote, self._hear, max_waiting=4, check_params=lambda params: None
         )
-        self.engine.open()
+        self.engine.start()
 
     def _hear(self, outputs: Any) -> None:
         for output in outputs:
@@ -129,10 +133,10 @@ def test_every_sequence_is_answered_and_the_prompt_is_counted_once(house: House)
     heard = house.until_last()
     tokens = {i: [t for o in heard if o.index == i for t in o.tokens] for i in range(3)}
     assert {0: [1, 2], 1: [1, 2], 2: [1, 2]} == tokens
-    assert {(32, 16)} == {(o.counts.prompt, o.counts.hit) for o in heard}
-    assert 6 == heard[-1].counts.output
-    assert [True] == [bool(o.miss_reasons) for o in heard if o.miss_reasons]
-    assert ["r:0", "r:1", "r:2"] == [name for name, _, _ in house.llm.asked]
+    assert {32} == {o.counts.prompt for o in heard}
+    assert (16, 6) == (heard[-1].counts.hit, heard[-1].counts.output)
+    assert [{MissReason.TAIL: 16}] == [o.miss_reasons for o in heard if o.miss_reasons]
+    assert ["r:0", "r:1", "r:2"] == [name for name, _ in house.http.asked]
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
@@ -143,6 +147,7 @@ def test_an_abort_ends_a_request_and_counts_what_it_was_given(house: House) -> N
     last = house.until_last()[-1]
     assert (FinishReason.ABORT, 32) == (last.finish, last.counts.prompt)
     assert last.counts.output >= first.counts.output == 1
+    assert {MissReason.UNREPORTED: 32} == last.miss_reasons
     house.engine.abort("r")  # what has ended already is ignored
     house.engine.submit(asked())  # and its name is free again
     house.outputs.get(timeout=WAIT_S)
@@ -178,16 +183,16 @@ def test_a_fault_in_one_request_fails_that_request(house: House) -> None:
     house.engine.submit(asked())
     last = house.until_last()[-1]
     assert FinishReason.ERROR is last.finish
-    assert "ValueError" in (last.error or "")
+    assert "cannot be read" in (last.error or "")
     assert house.engine.failure is None
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
-def test_a_dead_core_fails_everything_and_the_engine(house: House) -> None:
+def test_an_engine_that_has_ended_fails_everything_and_the_engine(house: House) -> None:
     house.engine.submit(asked("one", n=2))
     house.engine.submit(asked("two"))
     house.outputs.get(timeout=WAIT_S)
-    house.llm.errored = True
+    house.engine.fail(dead := RuntimeError("the core is dead"))
     last: set[str] = set()
     while last != {"one", "two"}:
         output = house.outputs.get(timeout=WAIT_S)
@@ -195,7 +200,7 @@ def test_a_dead_core_fails_everything_and_the_engine(house: House) -> None:
             assert FinishReason.ERROR is output.finish
             assert "dead" in (output.error or "")
             last.add(output.request_id)
-    assert house.engine.failure is house.llm.dead_error
+    assert house.engine.failure is dead
     with pytest.raises(EngineFailed):
         house.engine.submit(asked("three"))
 
@@ -212,9 +217,9 @@ def test_a_close_ends_what_runs(house: House) -> None:
 def test_who_asks_much_waits_behind_who_asks_little(house: House) -> None:
     for name, share in (("r1", "much"), ("r2", "much"), ("r3", "much"), ("r4", "little")):
         house.engine.submit(asked(name, 90, share=share))
-    while len(house.llm.asked) < 4:
+    while len(house.http.asked) < 4:
         pass
-    priorities = {name: priority for name, priority, _ in house.llm.asked}
+    priorities = {name: body["priority"] for name, body in house.http.asked}
     assert priorities["r1:0"] < priorities["r2:0"] < priorities["r3:0"]
     assert priorities["r4:0"] < priorities["r2:0"]
 
@@ -228,3 +233,9 @@ def test_what_cannot_be_served_is_refused_by_name(house: House) -> None:
     content = Content(start=0, length=4, digest=b"x" * 16)
     with pytest.raises(InvalidParameter, match="embedded"):
         house.engine.submit(asked(contents=(content,)))
+
+
+def test_an_engines_counters_are_summed_over_its_labels() -> None:
+    text = '# HELP a\na{x="1",y="16"} 2.0\na{x="2"} 3\nb 1e3\nc NaN-ish x\n'
+    assert {"a": 5.0, "b": 1000.0} == counters_in(text)
+    assert {"x": "1", "y": "16"} == labels_in(text, "a")

@@ -1,12 +1,12 @@
-"""A request as vLLM answers it becomes the engine's outputs: counts by tier, lookups, logprobs."""
+"""A request as an engine elsewhere answers it: counts by tier, lookups, reasons."""
 
 from array import array
-from types import SimpleNamespace
 
 import pytest
 
-from cachesvc.server.vllm.answer import RunningAnswer, finish_of, logprobs_of
 from cachesvc.vllm.reports import RequestReport
+from engine.remote.answer import RunningAnswer
+from engine.remote.protocol import finish_of
 from engine.request import BlockRun, FinishReason, Request, SamplingParams
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
 from tiers.errors import MissReason
@@ -28,7 +28,8 @@ def request(num_tokens: int, *, n: int = 1, cache: bool = True) -> Request:
 
 def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> RunningAnswer:
     answer = RunningAnswer(request(num_tokens), SIZE, now_ns=10)
-    answer.admit(report, num_cached, now_ns=20)
+    answer.begin(report, now_ns=20)
+    answer.count(num_cached)
     return answer
 
 
@@ -90,9 +91,31 @@ def test_the_reasons_sum_to_the_miss(cached: int) -> None:
     assert output.counts.miss == sum(output.miss_reasons.values())
 
 
+def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told() -> None:
+    answer = RunningAnswer(request(64), SIZE, now_ns=1)
+    answer.begin(None, now_ns=2)
+    first = answer.output(0, 3, tokens=[7])
+    assert (64, 0, None, {}) == (
+        first.counts.prompt, first.counts.hit, first.lookup, first.miss_reasons,
+    )  # fmt: skip
+    answer.count(48)
+    last = answer.output(0, 4, tokens=[8], finish=FinishReason.STOP)
+    assert (48, {MissReason.TAIL: 16}) == (last.counts.hit, last.miss_reasons)
+    assert last.lookup is not None
+
+
+def test_what_is_never_told_stays_a_miss_that_nobody_reported() -> None:
+    answer = RunningAnswer(request(64), SIZE, now_ns=1)
+    answer.begin(None, now_ns=2)
+    last = answer.output(0, 3, tokens=[7], finish=FinishReason.ABORT)
+    assert (64, {MissReason.UNREPORTED: 64}) == (last.counts.miss, last.miss_reasons)
+    assert last.lookup is not None and last.lookup.stop is MissReason.UNREPORTED
+
+
 def test_a_request_without_the_cache_says_so() -> None:
     answer = RunningAnswer(request(64, cache=False), SIZE, now_ns=1)
-    answer.admit(None, 0, now_ns=2)
+    answer.begin(None, now_ns=2)
+    answer.count(None)
     output = answer.output(0, 3)
     assert {MissReason.DISABLED: 64} == output.miss_reasons
     assert output.lookup is not None
@@ -125,7 +148,7 @@ def test_a_prompt_that_was_cut_short_counts_what_was_done(
 
 def test_only_the_last_sequence_ends_the_request() -> None:
     answer = RunningAnswer(request(20, n=3), SIZE, now_ns=1)
-    answer.admit(None, 0, now_ns=2)
+    answer.begin(None, now_ns=2)
     assert not answer.output(1, 3, tokens=[1], finish=FinishReason.STOP).last
     answer.end(2)
     last = answer.output(0, 3, tokens=[1, 2], finish=FinishReason.LENGTH)
@@ -136,15 +159,3 @@ def test_finish_reasons_that_we_do_not_share_are_errors() -> None:
     assert [None, FinishReason.STOP, FinishReason.ERROR, FinishReason.ERROR] == [
         finish_of(reason) for reason in (None, "stop", "error", "repetition")
     ]
-
-
-def test_logprobs_are_the_tokens_own_and_the_likely_ones_in_order() -> None:
-    entry = {
-        5: SimpleNamespace(logprob=-3.0, rank=9),
-        1: SimpleNamespace(logprob=-0.5, rank=1),
-        2: SimpleNamespace(logprob=-1.0, rank=2),
-    }
-    [told] = logprobs_of([5], [entry], 2)
-    assert (5, -3.0, ((1, -0.5), (2, -1.0)), 9) == (told.token, told.logprob, told.top, told.rank)
-    assert ((), -3.0) == (logprobs_of([5], [entry], 0)[0].top, told.logprob)
-    assert [] == logprobs_of([5], [entry], None)
