@@ -26,6 +26,7 @@ from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
+from tiers.group import CacheGroup
 from tiers.tier import Tier
 
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2"]
@@ -140,19 +141,19 @@ class House:
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""
 
-        def down(cache: TieredCache) -> None:
-            if cache.group is not None:
-                down(cache.group)
-            if to_disk:
-                assert cache.flush() == 0
-            for block in [*cache.index, *cache.index.iter_partials()]:
-                if block.slot is not None:
-                    cache.residency.evict_device(block)
-            for block in [*cache.index]:
-                if to_disk and block.frame is not None:
-                    cache.residency.evict_host(block)
+        def down(groups: list[CacheGroup]) -> None:
+            for group in groups:
+                if to_disk:
+                    assert group.flush() == 0
+                for block in [*group.index, *group.index.iter_partials()]:
+                    if block.slot is not None:
+                        group.residency.evict_device(block)
+                for block in [*group.index]:
+                    if to_disk and block.frame is not None:
+                        group.residency.evict_host(block)
 
-        self.engine.call(lambda _: down(self.cache)).result(60)
+        groups = [group for group in (self.cache.group, self.cache) if group is not None]
+        self.engine.call(lambda _: down(groups)).result(60)
 
 
 Answer = tuple[list[int], TokenCounts]
