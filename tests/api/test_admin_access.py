@@ -153,3 +153,20 @@ def test_sessions_are_bounded_and_end_by_name() -> None:
     assert MAX_SESSIONS == sessions.close_all("eve")
     assert sessions.find(last) is None
     assert (None, Admin("ada")) == (sessions.use_link(link), sessions.use_link(other))
+
+
+def test_a_restored_session_ends_when_it_was_to_and_none_lasts_longer_than_a_new_one() -> None:
+    now = [0.0]
+    sessions = Sessions(lifetime_s=100, clock_s=lambda: now[0])
+    token, _ = sessions.open(Admin("ada", Role.READER, "key"))
+    now[0] = 60.0
+    body = sessions.dump(wall_s=1000)
+    for wall_s, ends_s in ((1000, 40.0), (500, 100.0)):  # the second time, the clock was set back
+        now[0] = 0.0
+        sessions = Sessions(lifetime_s=100, clock_s=lambda: now[0])
+        sessions.restore(body, wall_s)
+        now[0] = ends_s - 1
+        found = sessions.find(token)
+        assert found is not None and Admin("ada", Role.READER, "key") == found.admin
+        now[0] = ends_s
+        assert sessions.find(token) is None

@@ -214,6 +214,7 @@ async def test_the_number_of_listeners_is_bounded(house: FakeHouse, app: FastAPI
     for listener in listeners:
         await listener.gone()
     again = await Listener(app, "sk-admin").opened()
+    assert 200 == again.messages[0]["status"], "those who left gave their places back"
     await again.gone()
 
 

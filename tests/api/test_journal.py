@@ -35,11 +35,8 @@ async def test_a_finished_request_is_reported_in_full(
     told = (await client.get(f"/v1/cache/requests/{answer['id']}")).json()
     assert answer["id"] == f"chatcmpl-{told['id']}"
     assert answer["usage"] == told["usage"]
-    assert ("finished", "finished", ["stop"]) == (
-        told["state"],
-        told["outcome"],
-        told["finish_reasons"],
-    )
+    assert ("finished", "finished") == (told["state"], told["outcome"])
+    assert ["stop"] == told["finish_reasons"]
     assert ("0.000012", "CNY") == (told["bill"]["amount"], told["bill"]["currency"])
     assert {"queue", "load", "prefill", "decode", "ttft", "total"} <= told["timings_ms"].keys()
     assert told["delivered"] is True
@@ -99,11 +96,8 @@ async def test_a_refused_request_says_with_what(
     )
     await client.post(CHAT, json=HELLO, headers={"X-Request-Id": "poor"})
     told = (await client.get("/v1/cache/requests/poor")).json()
-    assert ("refused", 402, "insufficient_balance") == (
-        told["state"],
-        told["error"]["status"],
-        told["error"]["code"],
-    )
+    assert "refused" == told["state"]
+    assert (402, "insufficient_balance") == (told["error"]["status"], told["error"]["code"])
 
 
 @pytest.mark.parametrize(

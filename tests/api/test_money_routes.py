@@ -167,12 +167,8 @@ async def test_a_route_says_what_the_command_says(ask: Asking, house: House) -> 
 
 async def test_a_tenant_from_its_creation_on(ask: Asking, house: House) -> None:
     made = await ask.post("/tenants", 201, tenant="bolt")
-    assert ("bolt", "CNY", True, "0.00") == (
-        made["tenant"],
-        made["currency"],
-        made["prepaid"],
-        made["balance"],
-    )
+    told = [made[name] for name in ("tenant", "currency", "prepaid", "balance")]
+    assert ["bolt", "CNY", True, "0.00"] == told
     assert ("eve", "tenant.create", "bolt", "as agreed") == last_trail(house)
     assert "12.50" == (await ask.post("/tenants/bolt/limit", credit_limit="12.50"))["available"]
     (changed,) = await ask.get("/audit?limit=1")
@@ -322,11 +318,8 @@ async def test_an_open_hold_says_its_age_and_what_was_sent(ask: Asking, house: H
     hold = house.reserve("r2", 3 * UNITS)
     house.books.ledger.top_up(hold, UNITS, usage=Usage(miss=3, output=1)).result()
     (open_hold,) = await ask.get("/holds")
-    assert ("r2", "4.00", {"miss": 3, "output": 1}) == (
-        open_hold["request_id"],
-        open_hold["amount"],
-        open_hold["sent"],
-    )
+    told = [open_hold[name] for name in ("request_id", "amount", "sent")]
+    assert ["r2", "4.00", {"miss": 3, "output": 1}] == told
     assert 0 <= open_hold["age_s"] < 60 < open_hold["expires_in_s"] <= 120
     assert {"r2"} == {row["request_id"] for row in house.told("ledger", "show", "--holds")}
     house.books.ledger.void(hold).result()
@@ -340,11 +333,8 @@ async def test_a_charge_is_found_corrected_and_proved(
     told = [state[name] for name in ("entries", "holds", "settled", "proof")]
     assert [2, 0, 1, None] == told
     (charge,) = await ask.get("/ledger/entries/acme?request_id=r1")
-    assert ("charge", "-0.000204", {"hit_disk": 900, "miss": 100, "output": 7}) == (
-        charge["kind"],
-        charge["amount"],
-        charge["details"]["usage"],
-    )
+    assert ("charge", "-0.000204") == (charge["kind"], charge["amount"])
+    assert {"hit_disk": 900, "miss": 100, "output": 7} == charge["details"]["usage"]
     body = {"tenant": "acme", "request_id": "r1", "amount": "0.0001"}
     corrected = await ask.post("/ledger/correct", **body)
     assert ("0.0001", 2) == (corrected["amount"], corrected["details"]["corrects"])
