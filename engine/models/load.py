@@ -38,7 +38,8 @@ from engine.models.describe import load_tokenizer
 from engine.models.elementwise import Watch
 from engine.models.files import find
 from engine.models.gguf import Progress, convert_again
-from engine.models.packing import has_bfloat16
+from engine.models.narrow_file import NarrowFile
+from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, num_probed, prepare, probe_logits
 from engine.models.rope import check_settings, fix_tables
 from engine.models.unfilled import Unfilled
@@ -174,10 +175,12 @@ def load_model(
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()  # what it warns of is refused here
     folder, content = find(name, cache_dir, report)
-    operators = None
+    operators = kept = None
     num_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if num_bytes >= _COMPILED_FROM_BYTES:
         operators = Operators(cache_dir)  # compiled while the model loads
+        if _may_fuse(device, dtype):
+            kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
     tower = None
@@ -198,6 +201,7 @@ def load_model(
         device=device,
         tower=tower,
         operators=operators,
+        kept=kept,
     )
 
 
@@ -211,8 +215,10 @@ def describe(
     device: str,
     tower: VisionTower | None = None,
     operators: Operators | None = None,
+    kept: NarrowFile | None = None,
 ) -> LoadedModel:
-    """Pack `model` for its device, check that paged attention works for it, and describe it."""
+    """Pack `model` for its device, check that paged attention works for it, and describe it.
+    `kept` has its narrow weights, or takes them for later starts."""
     attention.register()
     attend_without_plans(device)
     config: Any = model.config
@@ -223,9 +229,14 @@ def describe(
         weights_digest = xxhash.xxh3_128_digest(weights_digest + b"rope:%d" % max_context)
     port = page_recurrent(model)
     narrow = operators is not None and operators.load() and _may_fuse(device, dtype)
+    if not narrow or not can_pack(model):
+        kept = None
+    placed = kept is not None and kept.place(model)
     with naming_versions():
         watch = Watch(num_probed(model))
         layers = prepare(model, max_context, port, narrow=narrow, watch=watch)
+    if kept is not None and not placed:
+        kept.write(model)
     arithmetic = arithmetic_of(model, device, watch.calls)
     adapters = AdapterBank(model, device)
     if port is not None:

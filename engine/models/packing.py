@@ -34,6 +34,7 @@ for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_name, str(_MAX_KERNELS))  # noqa: TID251  written for them, never read
 
 MIN_ROWS = 2  # with fewer, oneDNN uses kernels that sum in another order
+_PANEL_OUTPUTS = _GROUP_INPUTS = 32  # of narrow weights
 _COMPARED_ROWS = 5  # of each shape, by both kernels
 _OTHER_CHAINS = (512, 2048, 4096, 256, 128, 64)  # lengths that another oneDNN may have
 MORE_ROWS = 4  # what a step of fewer rows computes where that takes less time than `MIN_ROWS`
@@ -46,7 +47,8 @@ class PackedLinear(nn.Module):
     equal bits, whatever rows are beside them.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, packed: torch.Tensor | None = None) -> None:
+        """packed: the weight, if it is packed already."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
@@ -54,7 +56,9 @@ class PackedLinear(nn.Module):
         self._bias = linear.bias
         self._plain: torch.Tensor | None = None  # the weight, once it is requested
         self._packed: torch.Tensor
-        self.register_buffer("_packed", self._pack(linear.weight.detach()), persistent=False)
+        if packed is None:
+            packed = self._pack(linear.weight.detach())
+        self.register_buffer("_packed", packed, persistent=False)
         self._linear: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
     @property
@@ -114,10 +118,22 @@ class NarrowLinear(PackedLinear):
 
     chain = 1024  # as in oneDNN's kernels for AVX2
 
+    @staticmethod
+    def fits(linear: nn.Linear, stored: torch.Tensor) -> bool:
+        """Whether these bytes store a weight of the layer's shape."""
+        _, panels, groups = _head(stored)
+        shape = panels * _PANEL_OUTPUTS, groups * _GROUP_INPUTS
+        return shape == (linear.out_features, linear.in_features)
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The bytes in which the weight is stored."""
+        return self._packed
+
     @property
     def kind(self) -> int:
         """The number of the way in which the operators store it."""
-        return int(self._packed[:8].view(torch.int64))
+        return _head(self._packed)[0]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         rows = rows if rows.is_contiguous() else rows.contiguous()
@@ -137,6 +153,23 @@ class NarrowLinear(PackedLinear):
         return weight
 
 
+def _plain(layer: nn.Linear | NarrowLinear) -> nn.Linear:
+    """The layer of which narrow weights were made, again."""
+    if isinstance(layer, nn.Linear):
+        return layer
+    linear = nn.Linear(1, 1, bias=False)  # filling a large one with numbers would take time
+    linear.weight = nn.Parameter(torch.ops.cachesvc.widen(layer.stored), requires_grad=False)
+    linear.register_parameter("bias", layer.bias)
+    linear.in_features, linear.out_features = layer.in_features, layer.out_features
+    return linear
+
+
+def _head(stored: torch.Tensor) -> tuple[int, int, int]:
+    """The kind, panels and groups of narrow weights."""
+    kind, panels, groups = stored[:24].view(torch.int64).tolist()
+    return kind, panels, groups
+
+
 class CannotNarrow(Exception):
     """A weight has no narrower form, or its products would have other bits."""
 
@@ -150,25 +183,28 @@ class Packing:
         # By shape, whether there is a bias, and kind. None: oneDNN adds in another order.
         self._chains: dict[tuple[int, int, bool, int], int | None] = {}
 
-    def __call__(self, linear: nn.Linear, *, alone: bool) -> PackedLinear:
+    def __call__(self, linear: nn.Linear | NarrowLinear, *, alone: bool) -> PackedLinear:
         """The packed layer. `alone`: it may be given a single row."""
         try:
             return self._narrowed(linear)
         except CannotNarrow:
-            return PaddedLinear(linear) if alone else PackedLinear(linear)
+            return PaddedLinear(_plain(linear)) if alone else PackedLinear(_plain(linear))
 
-    def _narrowed(self, linear: nn.Linear) -> NarrowLinear:
-        if not self._narrow or linear.weight.dtype != torch.float32:
-            raise CannotNarrow
-        narrow = NarrowLinear(linear)
+    def _narrowed(self, linear: nn.Linear | NarrowLinear) -> NarrowLinear:
+        narrow = linear if isinstance(linear, NarrowLinear) else self._found(linear)
         known = narrow.in_features, narrow.out_features, narrow.bias is not None, narrow.kind
         if known not in self._chains:
-            self._chains[known] = _find_chain(narrow, PackedLinear(linear))
+            self._chains[known] = _find_chain(narrow, PackedLinear(_plain(linear)))
         chain = self._chains[known]
         if chain is None:
             raise CannotNarrow
         narrow.chain = chain
         return narrow
+
+    def _found(self, linear: nn.Linear) -> NarrowLinear:
+        if not self._narrow or linear.weight.dtype != torch.float32:
+            raise CannotNarrow
+        return NarrowLinear(linear)
 
 
 @torch.inference_mode()
@@ -214,7 +250,8 @@ def can_pack(model: Any) -> bool:
 
 
 def pack(model: nn.Module, alone: Iterable[nn.Module] = (), *, narrow: bool = False) -> int:
-    """Replace every `nn.Linear` of `model` by its packed form. Returns how many there were.
+    """Replace every `nn.Linear` of `model` by its packed form, and check those that are narrow
+    already. Returns how many there were.
 
     Those within the modules `alone` may be given a single row. `narrow`: there are compiled
     operators, which keep weights in fewer bits where that loses nothing.
@@ -224,7 +261,7 @@ def pack(model: nn.Module, alone: Iterable[nn.Module] = (), *, narrow: bool = Fa
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if type(child) is nn.Linear or isinstance(child, NarrowLinear)
     ]
     packed = Packing(narrow=narrow)
     with torch.inference_mode():

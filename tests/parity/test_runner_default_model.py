@@ -78,8 +78,15 @@ def test_its_weights_are_kept_in_the_bits_of_the_file(loaded: LoadedModel) -> No
     assert sum(each._packed.nbytes for each in packed) < 112 << 20
 
 
-def test_it_is_converted_once(loaded: LoadedModel, cache_dir: Path, stages: list[str]) -> None:
+def test_it_is_converted_once(
+    loaded: LoadedModel, cache_dir: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "dequantising the weights" in stages
+
+    def find(layer: NarrowLinear, weight: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("narrow weights are found again")
+
+    monkeypatch.setattr(NarrowLinear, "_pack", find)
     again: list[str] = []
     second = load_model(
         DEFAULT_MODEL,
@@ -93,8 +100,12 @@ def test_it_is_converted_once(loaded: LoadedModel, cache_dir: Path, stages: list
     assert second.tokenizer.digest == loaded.tokenizer.digest
     left = [each.name.partition("-")[0] for each in cache_dir.iterdir()]
     compiled = loaded.operators is not None and loaded.operators.loaded is not None
-    expected = ["gguf", "operators"] if compiled else ["gguf"]
+    expected = ["gguf", "narrow", "operators"] if compiled else ["gguf"]
     assert sorted(left) == expected, "nothing half-written is left behind"
+    for layer, other in zip(loaded.model.modules(), second.model.modules(), strict=True):
+        assert type(layer) is type(other)
+        if isinstance(layer, NarrowLinear) and isinstance(other, NarrowLinear):
+            assert torch.equal(layer.stored, other.stored) and layer.chain == other.chain
 
 
 def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
