@@ -1,7 +1,7 @@
 """The protocol of an eviction policy: an order over the blocks of one tier, and nothing else.
 
-A policy holds no tensor, lock or clock. Each `Use` carries the time. The engine thread drives one
-policy for the device pool and one for the host arena.
+A policy holds no tensor, lock or clock. Each `Use` carries the time. The owner of a tier's
+blocks drives one: the engine's thread or a node's.
 
     insert ──► candidate ──victim()──► forgotten (some policies keep a ghost: the key alone)
                  │   ▲

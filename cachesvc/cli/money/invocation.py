@@ -92,7 +92,7 @@ _SHARED: Mapping[str, Parameter] = {
 def operating(
     *options: str, create: bool = False
 ) -> Callable[[Callable[Concatenate[Invocation, ...], None]], Callable[..., None]]:
-    """Below `app.command()`: gives the function an `Invocation`, and the command its options.
+    """Gives the function an `Invocation`, and the command its options.
 
     `options` are "reason" or "why" (must be given), "yes" and "json"; a place to work on is always
     one. `create` creates the ledger if there is none.
