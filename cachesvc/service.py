@@ -47,7 +47,7 @@ from cachesvc.server.money import Money
 from cachesvc.server.request_memory import RequestMemory
 from cachesvc.server.served_models import served_models
 from cachesvc.server.server_file import announced
-from cachesvc.server.watch import Watch
+from cachesvc.server.watch import ServerWatch
 from engine.errors import EngineFailed
 from engine.request import StepOutput
 from tiers.disk.pin_file import load_pins
@@ -71,7 +71,7 @@ class Service:
         note_scopes(settings.server.data_dir, self._models.values())
         quotas.add(money.salts, self._models.values())
         self.core.tell_owners(quotas.owners.names())
-        self._watch = Watch(self.core, money)
+        self._watch = ServerWatch(self.core, money)
         self.metrics = self._watch.metrics
         self._storage = self._storage_meter()
         self._operator = CacheOperator(

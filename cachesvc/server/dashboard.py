@@ -31,7 +31,7 @@ from cachesvc.server.backend import Backend
 from cachesvc.server.money import Money, limit_settings
 from cachesvc.server.request_memory import RequestMemory
 from cachesvc.server.server_file import new_token, reachable
-from cachesvc.server.watch import Watch
+from cachesvc.server.watch import ServerWatch
 from engine.text.outline import Outline
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Dashboard:
         core: Backend,
         models: Mapping[str, ServedModel],
         memory: RequestMemory,
-        watch: Watch,
+        watch: ServerWatch,
         operator: CacheOperator,
     ) -> None:
         self._remembered, self._core = memory.remembered, core
@@ -169,5 +169,5 @@ class Dashboard:
         self._remembered.keep("sessions", self.parts.sessions.dump(time.time()))
 
 
-def _snapshot(watch: Watch) -> dict[str, Any]:
+def _snapshot(watch: ServerWatch) -> dict[str, Any]:
     return snapshot(watch.sources, watch.metrics.counters())

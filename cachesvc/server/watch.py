@@ -26,7 +26,7 @@ MONEY_S = 10.0  # interval of checks on holds and balances
 AUDIT_EVERY = 360  # of these checks, one proves the whole ledger
 
 
-class Watch:
+class ServerWatch:
     """`sources` is the current state, for metrics and dashboard."""
 
     def __init__(self, core: Backend, money: Money) -> None:

@@ -29,7 +29,7 @@ from engine.errors import (
 )
 from engine.remote.answer import RunningAnswer
 from engine.remote.client import EngineHttp, RemoteFault
-from engine.remote.requests import Remote, RemoteRequests, Reports
+from engine.remote.requests import PromptReports, Remote, RemoteRequests
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.shares import BeginRate
 from tiers.operations.face import CacheOperations
@@ -52,7 +52,7 @@ class RemoteEngine:
         *,
         max_waiting: int,
         check_params: Callable[[SamplingParams], None],
-        reports: Reports | None = None,
+        reports: PromptReports | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`reports` come from a connector; None if the engine runs without it."""

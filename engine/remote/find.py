@@ -44,7 +44,7 @@ class Meant:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundEngine:
     """An engine that serves what is meant. `num_blocks` is the size of its cache, if it says."""
 
     kind: str
@@ -53,7 +53,7 @@ class Found:
     num_blocks: int
 
 
-async def find(http: EngineHttp, meant: Meant) -> Found:
+async def find(http: EngineHttp, meant: Meant) -> FoundEngine:
     try:
         found = await _found(http, meant)
     except RemoteFault as fault:
@@ -66,7 +66,7 @@ async def find(http: EngineHttp, meant: Meant) -> Found:
     return found
 
 
-async def _found(http: EngineHttp, meant: Meant) -> Found:
+async def _found(http: EngineHttp, meant: Meant) -> FoundEngine:
     for path in ("/server_info", "/get_server_info"):
         status, about = await http.ask("GET", path)
         if status == 200 and isinstance(about, dict) and "tokenizer_path" in about:
@@ -79,7 +79,7 @@ async def _found(http: EngineHttp, meant: Meant) -> Found:
     return await _vllm(http, meant, str(about["version"]))
 
 
-async def _vllm(http: EngineHttp, meant: Meant, version: str) -> Found:
+async def _vllm(http: EngineHttp, meant: Meant, version: str) -> FoundEngine:
     model, max_tokens, adapters = await _served(http, meant)
     await _same_tokenizer(http, meant, model)
     tokens = meant.tokenizer.encode("one").tolist()
@@ -107,17 +107,17 @@ async def _vllm(http: EngineHttp, meant: Meant, version: str) -> Found:
     protocol = kind(priorities=priorities == 200, grammars=grammars == 200, tagged=meant.tagged)
     block_size, num_blocks = (cache.get(name, "") for name in ("block_size", "num_gpu_blocks"))
     remote = _remote(http, meant, protocol, model, max_tokens, block_size, adapters)
-    return Found("vLLM", version, remote, int(num_blocks) if num_blocks.isdigit() else 0)
+    return FoundEngine("vLLM", version, remote, int(num_blocks) if num_blocks.isdigit() else 0)
 
 
-async def _sglang(http: EngineHttp, meant: Meant, about: Mapping[str, Any]) -> Found:
+async def _sglang(http: EngineHttp, meant: Meant, about: Mapping[str, Any]) -> FoundEngine:
     model, max_tokens, adapters = await _served(http, meant)
     await _same_tokenizer(http, meant, model)
     protocol = SGLang(deterministic=bool(about.get("enable_deterministic_inference")))
     page = int(about.get("page_size") or 1)
     remote = _remote(http, meant, protocol, model, max_tokens, str(page), adapters)
     num_blocks = int(about.get("max_total_num_tokens") or 0) // page
-    return Found("SGLang", str(about.get("version", "")), remote, num_blocks)
+    return FoundEngine("SGLang", str(about.get("version", "")), remote, num_blocks)
 
 
 def _remote(

@@ -20,7 +20,7 @@ _FINISHES: Mapping[str, FinishReason] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class SequenceAsk:
     """One sequence of a request. `room` is how many tokens fit the context after the prompt, `end`
     the model's end-of-answer ids. `salt` separates what must not share a prefix."""
 
@@ -81,9 +81,9 @@ class Protocol(TypingProtocol):
         """Raises InvalidParameter, by name, for what this engine cannot do."""
         ...
 
-    def body(self, ask: Ask) -> dict[str, Any]: ...
+    def body(self, ask: SequenceAsk) -> dict[str, Any]: ...
 
-    def told(self, event: Mapping[str, Any], ask: Ask, num_tokens: int) -> Told:
+    def told(self, event: Mapping[str, Any], ask: SequenceAsk, num_tokens: int) -> Told:
         """Reads an event of the answer, of which `num_tokens` are known. Raises KeyError, TypeError
         or ValueError for what it does not understand."""
         ...

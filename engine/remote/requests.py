@@ -19,7 +19,7 @@ from typing import Protocol as TypingProtocol
 
 from engine.remote.answer import Report, RunningAnswer
 from engine.remote.client import RemoteFault
-from engine.remote.protocol import Ask, Protocol, Told, cached_of
+from engine.remote.protocol import Protocol, SequenceAsk, Told, cached_of
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.shares import ServedShares
 
@@ -29,7 +29,7 @@ REPORT_S = 2.0  # how long an aborted prompt waits for its progress report
 Events = Callable[[str, Mapping[str, Any]], AsyncGenerator[dict[str, Any]]]
 
 
-class Reports(TypingProtocol):
+class PromptReports(TypingProtocol):
     """What a connector beside the engine's scheduler says, by the names that we gave."""
 
     def expect(self, name: str) -> None: ...
@@ -76,7 +76,7 @@ class RemoteRequests:
         remote: Remote,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         *,
-        reports: Reports | None,
+        reports: PromptReports | None,
         clock_ns: Callable[[], int],
         on_begun: Callable[[Request, bool], None],
         on_over: Callable[[RunningAnswer], None],
@@ -185,14 +185,14 @@ class RemoteRequests:
             error = "its answer cannot be read; see the log"
         self._end(running, index, FinishReason.ERROR, running.error or error)
 
-    def _ask(self, request: Request, index: int) -> Ask:
+    def _ask(self, request: Request, index: int) -> SequenceAsk:
         remote = self._remote
         priority = int(self._shares[request.share])
         self._shares.charge(request.share, len(request.tokens))
         model = remote.model if request.adapter is None else remote.adapters[request.adapter]
         # A request that must not be cached gets a salt of its own.
         tenant = request.scope.tenant if request.cache else os.urandom(16)
-        return Ask(
+        return SequenceAsk(
             request=request,
             index=index,
             name=f"{request.request_id}:{index}",
@@ -203,7 +203,7 @@ class RemoteRequests:
             salt=salt_of(tenant) if tenant else None,
         )
 
-    async def _told(self, running: _Running, ask: Ask) -> Told | None:
+    async def _told(self, running: _Running, ask: SequenceAsk) -> Told | None:
         """Passes on what the engine says. Returns its end, which waits for the usage that comes
         after it."""
         protocol, num_tokens, usage = self._remote.protocol, 0, None
@@ -225,7 +225,7 @@ class RemoteRequests:
             running.answer.count(cached_of(usage, len(ask.request.tokens)))
         return held
 
-    def _begin(self, running: _Running, ask: Ask) -> None:
+    def _begin(self, running: _Running, ask: SequenceAsk) -> None:
         """The prompt is complete. The other sequences begin now and hit it in the cache."""
         report = None
         if self._reports is not None:
@@ -237,7 +237,7 @@ class RemoteRequests:
             if index not in running.tasks:
                 self._spawn(running, index)
 
-    def _tell(self, running: _Running, ask: Ask, told: Told) -> None:
+    def _tell(self, running: _Running, ask: SequenceAsk, told: Told) -> None:
         """Queues what was told, if it is anything."""
         nothing = ask.request.params.max_tokens == 0  # one was generated, as it must
         tokens = () if nothing else told.tokens

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.remote.protocol import Ask, Told, finish_of
+from engine.remote.protocol import SequenceAsk, Told, finish_of
 from engine.request import Request, SamplingParams, TokenLogprob
 
 _SAME_NAME = (
@@ -37,7 +37,7 @@ class SGLang:
             if is_asked:
                 raise InvalidParameter(f"{name} is not served by this engine, SGLang", param=name)
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: SequenceAsk) -> dict[str, Any]:
         params = ask.request.params
         sampling: dict[str, Any] = {
             **{field: getattr(params, field) for field in _SAME_NAME},
@@ -65,7 +65,7 @@ class SGLang:
             body["lora_path"] = ask.model
         return body
 
-    def told(self, event: Mapping[str, Any], ask: Ask, num_tokens: int) -> Told:
+    def told(self, event: Mapping[str, Any], ask: SequenceAsk, num_tokens: int) -> Told:
         about = event["meta_info"]
         ended = about["finish_reason"] or {}
         num_new = about["completion_tokens"] - num_tokens

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.errors import InvalidParameter
-from engine.remote.protocol import Ask, Told, finish_of
+from engine.remote.protocol import SequenceAsk, Told, finish_of
 from engine.request import Request, TokenLogprob
 
 TAG = "cachesvc"  # of our connector in `kv_transfer_params`
@@ -46,7 +46,7 @@ class Completions:
                 param="structured_outputs",
             )
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: SequenceAsk) -> dict[str, Any]:
         return {
             **self._common(ask),
             **_sampling(ask),
@@ -55,7 +55,7 @@ class Completions:
             "return_tokens_as_token_ids": True,
         }
 
-    def _common(self, ask: Ask) -> dict[str, Any]:
+    def _common(self, ask: SequenceAsk) -> dict[str, Any]:
         stream = ask.prompt_logprobs is None
         body: dict[str, Any] = {"model": ask.model, "stream": stream}
         if stream:
@@ -69,7 +69,7 @@ class Completions:
             body["kv_transfer_params"] = {TAG: tag}
         return body
 
-    def told(self, event: Mapping[str, Any], ask: Ask, num_tokens: int) -> Told:
+    def told(self, event: Mapping[str, Any], ask: SequenceAsk, num_tokens: int) -> Told:
         choices = event["choices"]
         if not choices:
             return Told(usage=event.get("usage"))
@@ -110,7 +110,7 @@ class Generate(Completions):
 
     path = "/inference/v1/generate"
 
-    def body(self, ask: Ask) -> dict[str, Any]:
+    def body(self, ask: SequenceAsk) -> dict[str, Any]:
         sampling = {
             **_sampling(ask),
             "skip_reading_prefix_cache": None if ask.request.cache else True,
@@ -134,7 +134,7 @@ class Generate(Completions):
         )
 
 
-def _sampling(ask: Ask) -> dict[str, Any]:
+def _sampling(ask: SequenceAsk) -> dict[str, Any]:
     """What both take under vLLM's names."""
     params = ask.request.params
     fields: dict[str, Any] = {
@@ -152,7 +152,7 @@ def _sampling(ask: Ask) -> dict[str, Any]:
     return fields
 
 
-def _prompt_logprobs(ask: Ask, entries: Any) -> tuple[TokenLogprob, ...]:
+def _prompt_logprobs(ask: SequenceAsk, entries: Any) -> tuple[TokenLogprob, ...]:
     """Of every token of the prompt but the first, whose entry is null."""
     most = ask.prompt_logprobs
     if most is None:

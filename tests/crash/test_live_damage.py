@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from cachesvc.service import _degraded
+from cachesvc.server.watch import _degraded
 from tests.children import in_child
 from tests.crash.test_disk_damage import (
     CAPACITY,

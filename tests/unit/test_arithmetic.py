@@ -12,7 +12,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from cachesvc.config.sections import ModelSection
-from cachesvc.config.vllm import prepare_vllm_environment
+from cachesvc.config.vllm import vllm_environment
 from cachesvc.operator.scopes import FILE_NAME, other_arithmetics
 from cachesvc.server.compute import _tell
 from engine.attention.base import KEPT
@@ -192,11 +192,9 @@ def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
 
 
 def test_vllm_is_started_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "environ", environ := {})
-    prepare_vllm_environment(exact=False)
-    assert "VLLM_BATCH_INVARIANT" not in environ
-    prepare_vllm_environment(exact=True)
-    assert environ["VLLM_BATCH_INVARIANT"] == "1"
+    monkeypatch.setattr(os, "environ", {})
+    assert "VLLM_BATCH_INVARIANT" not in vllm_environment(exact=False)
+    assert vllm_environment(exact=True)["VLLM_BATCH_INVARIANT"] == "1"
 
 
 @with_vectors

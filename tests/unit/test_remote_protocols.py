@@ -8,7 +8,7 @@ import pytest
 from cachesvc.vllm.identity import tenant_of
 from engine.bounds import MAX_SEED
 from engine.errors import InvalidParameter
-from engine.remote.protocol import Ask, cached_of
+from engine.remote.protocol import SequenceAsk, cached_of
 from engine.remote.requests import salt_of
 from engine.remote.sglang import SGLang
 from engine.remote.vllm import TAG, Completions, Generate
@@ -20,7 +20,7 @@ COMPLETIONS = Completions(priorities=True, grammars=True, tagged=True)
 GENERATE = Generate(priorities=False, grammars=True)
 
 
-def ask(index: int = 0, cache: bool = True, room: int = 50, **params: Any) -> Ask:
+def ask(index: int = 0, cache: bool = True, room: int = 50, **params: Any) -> SequenceAsk:
     request = Request(
         request_id="r",
         tokens=array("i", [1, 2, 3]),
@@ -29,7 +29,9 @@ def ask(index: int = 0, cache: bool = True, room: int = 50, **params: Any) -> As
         cache=cache,
     )
     end = frozenset({0})
-    return Ask(request=request, index=index, name="r:0", model="m", end=end, room=room, salt="s")
+    return SequenceAsk(
+        request=request, index=index, name="r:0", model="m", end=end, room=room, salt="s"
+    )
 
 
 def fields(index: int = 0, **params: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from cachesvc.config.sections import ServerSection
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.http import Timed
 from cachesvc.server.listen import bind, check_address, is_loopback, make_data_dir
-from cachesvc.server.watch import Watch
+from cachesvc.server.watch import ServerWatch
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
 
@@ -176,7 +176,7 @@ def test_a_server_whose_engine_is_dead_ends() -> None:
     http: Any = SimpleNamespace(should_exit=False)
 
     async def watch() -> None:
-        watching = asyncio.create_task(Watch.engine(watch_, http))
+        watching = asyncio.create_task(ServerWatch.engine(watch_, http))
         await asyncio.sleep(0)
         assert not http.should_exit
         engine.failure = RuntimeError("the device is gone")

@@ -37,7 +37,7 @@ from engine.models.describe import Spoken, describe_folder
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.engine import RemoteEngine
-from engine.remote.find import Found, Meant, find
+from engine.remote.find import FoundEngine, Meant, find
 from engine.request import StepOutput
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -363,7 +363,7 @@ def _ready(reports: Reports | None) -> Ready | None:
     return reports.engine
 
 
-def _facts(engine: RemoteEngine, found: Found, layout: BlockLayout) -> Mapping[str, str]:
+def _facts(engine: RemoteEngine, found: FoundEngine, layout: BlockLayout) -> Mapping[str, str]:
     """As those of the embedded engine."""
     _, about = engine.ask("GET", "/server_info?config_format=json").result()
     config = about["vllm_config"]
