@@ -1,4 +1,4 @@
-"""Composes a loaded model, its tiers and the engine over both, for the server and for `LLM`.
+"""Composes a loaded model, its tiers and the engine over both, for the server.
 
 Nothing starts before `start`. `close` undoes it.
 """

@@ -1,4 +1,4 @@
 """Converts token ids to text and back, and renders chat templates.
 
-The engine itself handles only token ids. `api` and the offline class call this folder.
+The engine itself handles only token ids. `api` calls this folder.
 """

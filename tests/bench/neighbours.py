@@ -27,9 +27,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,16 @@ PERIOD_US = 100_000
 REST_S = 2.0  # vLLM's threads poll for a second after an answer
 BUSY = "while True: pass"
 
+Answer = Callable[[list[int], int], None]  # a prompt, with so many tokens
+
 
 # The process that computes.
 
 
 def compute(package: str, options: Mapping[str, Any]) -> None:
     """Answer each line of standard input, `[seed]`, with the milliseconds of each case."""
-    module = import_module(package)
     begun = time.perf_counter()
-    llm = module.LLM(**options)
+    answer = _vllm(options) if package == "vllm" else _cachesvc(Path(options["cache_dir"]))
     _tell({"start_s": round(time.perf_counter() - begun, 2)})
     for line in sys.stdin:
         draw = random.Random(line)
@@ -55,9 +55,8 @@ def compute(package: str, options: Mapping[str, Any]) -> None:
         longer = [*prompt, *(draw.randrange(100, 40_000) for _ in range(NEW))]
 
         def ask(tokens: list[int], count: int) -> float:
-            params = module.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
             asked = time.perf_counter()
-            llm.generate([{"prompt_token_ids": tokens}], params, **_quietly(package))
+            answer(tokens, count)
             return (time.perf_counter() - asked) * 1e3
 
         cold, hit, first = ask(prompt, 1), ask(longer, 1), ask(longer, 1)
@@ -65,8 +64,32 @@ def compute(package: str, options: Mapping[str, Any]) -> None:
         _tell({"cold_ms": cold, "hit_ms": hit, "token_ms": token})
 
 
-def _quietly(package: str) -> dict[str, bool]:
-    return {"use_tqdm": False} if package == "vllm" else {}
+def _vllm(options: Mapping[str, Any]) -> Answer:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**options)
+
+    def answer(tokens: list[int], count: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+
+    return answer
+
+
+def _cachesvc(folder: Path) -> Answer:
+    from engine.models.files import DEFAULT_MODEL
+    from engine.models.load import load_model
+    from engine.request import SamplingParams
+    from tests.support.composed import Composed
+
+    loaded = load_model(DEFAULT_MODEL, device="cpu", dtype="float32", cache_dir=folder)
+    composed = Composed(loaded, folder, device_bytes=1 << 30, host_bytes=0)
+
+    def answer(tokens: list[int], count: int) -> None:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        composed.ask(tokens, params)
+
+    return answer
 
 
 def _tell(value: Mapping[str, float]) -> None:
@@ -163,13 +186,13 @@ def quota(cores: float) -> Iterator[list[str]]:
 
 
 def ways(given: argparse.Namespace) -> list[Way]:
-    ours: dict[str, Any] = {"cache_dir": str(given.cache_dir), "host_cache_bytes": 0}
+    ours: dict[str, Any] = {"cache_dir": str(given.cache_dir)}
     found = [
-        Way("cachesvc", sys.executable, "engine", ours, {}),
-        Way("one thread", sys.executable, "engine", ours, {"OMP_NUM_THREADS": "1"}),
+        Way("cachesvc", sys.executable, "cachesvc", ours, {}),
+        Way("one thread", sys.executable, "cachesvc", ours, {"OMP_NUM_THREADS": "1"}),
     ]
     if given.before:
-        found.append(Way("before", sys.executable, "engine", ours, {}, given.before.absolute()))
+        found.append(Way("before", sys.executable, "cachesvc", ours, {}, given.before.absolute()))
     if given.vllm:
         theirs = {"model": given.model, "dtype": "float32", "max_model_len": 4096}
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"}

@@ -4,11 +4,9 @@ Tiny models of each family that sees, saved as users have them; transformers' ow
 image processor and `generate` say what is right.
 """
 
-import base64
 import io
 from array import array
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +16,16 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 from engine.batch import Batch
-from engine.errors import InvalidImage, InvalidParameter
 from engine.models.load import LoadedModel, load_model
-from engine.offline.llm import LLM
-from engine.offline.prompts import Prompt as OfflinePrompt
-from engine.request import Picture, SamplingParams
+from engine.request import Picture
 from engine.vision.tower import FAMILIES
 from tests.parity import architectures
 from tests.parity.test_engine_tiers import BLOCK, NUM_OUT, House, from_every_tier
-from tests.support.models import IMAGE, save_tiny_model, save_tiny_vision_model
+from tests.support.models import IMAGE, save_tiny_vision_model
 from tiers.blocks.chain import Chain
 from tiers.blocks.contents import Content, block_contents
 from tiers.blocks.keys import CacheScope, PrefixKey
 
-SMALL: dict[str, Any] = {"device_cache_bytes": 4 << 20, "host_cache_bytes": 4 << 20}
 Prompt = tuple["array[int]", tuple[Content, ...], tuple[Picture, ...]]
 
 
@@ -207,24 +201,6 @@ def test_a_preempted_answer_computes_its_image_again_where_its_blocks_have_gone(
     assert (0, len(shown[0])) == (counts.hit, counts.prompt)
 
 
-def test_samples_and_prompt_logprobs_of_a_prompt_with_an_image(folder: Path) -> None:
-    shown = {
-        "prompt": "<|im_start|>user\nSee <image> here<|im_end|>\n<|im_start|>assistant\n",
-        "multi_modal_data": {"image": drawing(1)},
-    }
-    params = SamplingParams(n=2, temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=1)
-    with LLM(str(folder), cache_dir=folder / "cache", block_size=BLOCK, **SMALL) as llm:
-        [told] = llm.generate(shown, params)
-        [again] = llm.generate(shown, replace(params, prompt_logprobs=None))
-        [other] = llm.generate({**shown, "multi_modal_data": {"image": drawing(2)}}, params)
-    assert told.outputs[0].token_ids == told.outputs[1].token_ids == again.outputs[0].token_ids
-    assert told.prompt_logprobs is not None and other.prompt_logprobs is not None
-    assert len(told.prompt_token_ids) == len(told.prompt_logprobs)
-    before = told.prompt_token_ids.index(IMAGE)
-    assert told.prompt_logprobs[:before] == other.prompt_logprobs[:before]
-    assert told.prompt_logprobs[-1] != other.prompt_logprobs[-1]
-
-
 def test_what_the_tower_cannot_compute_fails_its_request_alone(
     loaded: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -270,60 +246,3 @@ def test_the_prompt_is_that_of_transformers_processor(folder: Path, loaded: Load
         text=chat_of(loaded, len(files)), images=[images], add_special_tokens=False
     )["input_ids"][0]
     assert list(tokens) == expected
-
-
-def test_the_offline_class_takes_images_as_vllm_does(folder: Path, tmp_path: Path) -> None:
-    """Pillow's images, files and data: URLs are one image; a chat and a text with its marks are one
-    prompt."""
-    file = tmp_path / "a cat.png"
-    file.write_bytes(drawing(1))
-    url = "data:image/png;base64," + base64.b64encode(drawing(1)).decode()
-    params = SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True)
-
-    def chat(shown: str) -> list[dict[str, Any]]:
-        parts = [
-            {"type": "text", "text": "See "},
-            {"type": "image_url", "image_url": {"url": shown}},
-        ]
-        return [{"role": "user", "content": parts}]
-
-    with LLM(str(folder), cache_dir=tmp_path / "cache", block_size=BLOCK, **SMALL) as llm:
-        [cold] = llm.chat(chat(url), params)
-        [again] = llm.chat(chat(file.as_uri()), params)
-        text = "<|im_start|>user\nSee <image><|im_end|>\n<|im_start|>assistant\n"
-        bytes_given = {"prompt": text, "multi_modal_data": {"image": drawing(1)}}
-        pillows = {"prompt": text, "multi_modal_data": {"image": [Image.open(file)]}}
-        other = {"prompt": text, "multi_modal_data": {"image": drawing(2)}}
-        answers = llm.generate([bytes_given, pillows, other], params)
-        for wrong, said in [
-            ({"prompt": text}, None),
-            ({"prompt": text, "multi_modal_data": {"image": []}}, None),
-            ({"prompt": "no mark", "multi_modal_data": {"image": drawing(1)}}, "0 marks"),
-            ({"prompt": text, "multi_modal_data": {"image": b"none"}}, "cannot be read"),
-            ({"prompt": text, "multi_modal_data": {"image": "a.png"}}, "is str"),
-            ({"prompt": text, "multi_modal_data": {"video": b""}}, "image alone"),
-            ({"prompt_token_ids": [1], "multi_modal_data": {"image": b""}}, "as text"),
-        ]:
-            if said is None:
-                assert 1 == len(llm.generate(wrong, params))
-                continue
-            with pytest.raises(InvalidParameter, match=said):
-                llm.generate(wrong, params)
-        with pytest.raises(InvalidParameter, match=r"messages\[0\].content\[1\].*fetched"):
-            llm.chat(chat("http://localhost/cat.png"), params)
-    assert len(cold.prompt_token_ids) // BLOCK * BLOCK <= again.num_cached_tokens
-    texts = [one.outputs[0].token_ids for one in (cold, again, *answers)]
-    assert [texts[0]] * 3 == texts[:3]
-    assert texts[0] == texts[3] != texts[4]
-    assert text == answers[0].prompt and cold.prompt_token_ids == answers[0].prompt_token_ids
-
-
-def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
-    save_tiny_model(tmp_path)
-    shown = {"prompt": "<image>", "multi_modal_data": {"image": drawing(1)}}
-    with LLM(str(tmp_path), cache_dir=tmp_path, **SMALL) as llm:
-        with pytest.raises(InvalidParameter, match="sees none"):
-            llm.generate(shown)
-        request = llm._request(OfflinePrompt(None, array("i", [1])), SamplingParams(), None)
-        with pytest.raises(InvalidImage, match="sees no images"):
-            llm._engine.submit(replace(request, pictures=(Picture(b"", b"", 1, 1),)))

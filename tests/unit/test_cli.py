@@ -383,16 +383,3 @@ def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path: Path) -> None:
     ran = apart(code)
     assert 130 == ran.returncode, ran.stderr
     assert "Traceback" not in ran.stderr
-
-
-def test_the_public_names_come_from_the_package_and_wait_for_torch() -> None:
-    code = (
-        "import sys, cachesvc\n"
-        "early = 'torch' in sys.modules\n"
-        "from cachesvc import LLM, SamplingParams\n"
-        "import engine\n"
-        "print(early, LLM is engine.LLM, SamplingParams is engine.SamplingParams)"
-    )
-    assert "False True True" == apart(code).stdout.strip()
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        cachesvc.Nothing  # noqa: B018

@@ -1,0 +1,108 @@
+"""A composed engine: what a failed start and a close leave behind, and what compiling gives it."""
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+
+from engine.execution.runner import ModelRunner
+from engine.models import load
+from engine.models.load import LoadedModel, load_model
+from engine.operators import library
+from engine.request import SamplingParams
+from tests.support.composed import Composed
+from tests.support.models import save_tiny_model
+from tiers.disk.format import planes
+from tiers.errors import ConfigurationError
+
+PROMPT = list(b"the quick brown fox jumps over the lazy dog; " * 3)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_model(folder)
+    return folder
+
+
+def loaded(model: Path, dtype: str = "float32") -> LoadedModel:
+    return load_model(str(model), device="cpu", dtype=dtype, cache_dir=model)
+
+
+def test_a_closed_engine_leaves_no_memory_behind(model: Path, tmp_path: Path) -> None:
+    with Composed(loaded(model), tmp_path) as composed:
+        composed.ask(PROMPT, GREEDY)
+        parts = [weakref.ref(part) for part in (composed.core.engine, composed.core.loaded.model)]
+    del composed
+    gc.collect()
+    assert [None, None] == [part() for part in parts]
+
+
+def test_an_engine_that_cannot_be_made_closes_its_tiers(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ModelRunner) -> None:
+        raise MemoryError
+
+    before = {*threading.enumerate()}
+    with monkeypatch.context() as failing:
+        failing.setattr(ModelRunner, "record", fail)
+        with pytest.raises(MemoryError):
+            Composed(loaded(model), tmp_path, disk_bytes=16 << 20)
+    with pytest.raises(ConfigurationError, match="holds 0 blocks"):
+        Composed(loaded(model), tmp_path, device_bytes=10, disk_bytes=16 << 20)
+    assert {*threading.enumerate()} <= before
+    Composed(loaded(model), tmp_path, disk_bytes=16 << 20).close()  # the directory is free again
+
+
+def test_closing_ends_a_compiler_that_is_at_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "c++"
+    program.write_text("#!/bin/sh\nsleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(library, "COMPILERS", (str(program),))
+    monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
+    monkeypatch.setattr(library.Operators, "load", lambda self: False)
+    with Composed(loaded(model), tmp_path) as composed:
+        operators = composed.core.loaded.operators
+        assert operators is not None
+        if operators.missing is not None:
+            pytest.skip(operators.missing)
+        compiling = operators._compiling
+        assert compiling is not None and compiling.end.alive
+    assert not compiling.end.alive
+
+
+@pytest.mark.parametrize(("dtype", "fuses"), [("float32", True), ("bfloat16", False)])
+def test_compiled_functions_expand_records_of_every_dtype(
+    model: Path,
+    tmp_path: Path,
+    operators: library.Operators,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    fuses: bool,
+) -> None:
+    """A forward calls operators in float32 alone, and the disk's records have any dtype."""
+    monkeypatch.setattr(load, "_COMPILED_FROM_BYTES", 0)
+    monkeypatch.setattr(load, "Operators", lambda folder: operators)
+    monkeypatch.setattr(planes, "_compiled", {})
+    with Composed(loaded(model, dtype), tmp_path, disk_bytes=64 << 20) as composed:
+        composed.ask(PROMPT, GREEDY)
+        assert {2, 4} == planes._compiled.keys()
+        assert fuses == composed.core.loaded.fuses
+        traced = composed.core.runner._traced
+        assert traced is not None and fuses == (traced.num_operators > 0)
+
+
+def test_the_values_of_a_request_import_no_torch() -> None:
+    script = (
+        "import sys, engine.request, engine.structure, cachesvc; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
