@@ -29,7 +29,6 @@ from api.errors import ApiError, ErrorAnswer, NotJson, answer_to, log_untold
 from api.request_log import RequestLogger
 from api.routes import (
     account,
-    cache_events,
     caches,
     chat,
     completions,
@@ -60,7 +59,6 @@ AREAS = (
     tokenize,
     account,
     usage,
-    cache_events,
     health,
 )
 SEND_JSON = "The body is no JSON object; send one, as application/json."

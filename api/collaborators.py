@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from api.cache.feeds import Feeds
 from api.requests.fingerprints import Fingerprints
 from api.requests.kept import Purges
 from api.requests.responses import StoredResponses
@@ -110,7 +109,6 @@ class CacheParts:
 
     retention: "Retention"
     quotes: "Quotes"
-    feeds: Feeds = field(default_factory=Feeds)  # subscribers to block events
     publisher: "Publisher | None" = None  # None: no store is shared with other servers
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 import cachesvc
 from api.access.overload import QueueBound
 from api.app import create_app
-from api.cache.feeds import Feeds
 from api.collaborators import (
     Access,
     Bookkeeping,
@@ -87,7 +86,6 @@ class Service:
         )
         self._memory.start()
         self._encoders = encoder_pool()
-        self._feeds = Feeds(stream)
 
     def app(self, meter: LedgerMeter) -> Asgi:
         core, money = self.core, self._money
@@ -120,7 +118,6 @@ class Service:
             cache=CacheParts(
                 retention=Retention(self._operator),
                 quotes=Quotes(engine, meter, CacheSurvey(engine.call, core.operations, block_size)),
-                feeds=self._feeds,
                 publisher=BlockPublisher(engine.call, block_size) if core.is_shared else None,
             ),
             settings=WireSettings(
@@ -189,7 +186,6 @@ class Service:
 
     def _begin_drain(self) -> None:
         self._watch.closing = True
-        self._feeds.close()  # feeds never end by themselves
 
     def _on_outputs(self, outputs: Sequence[StepOutput]) -> None:
         """Delivers outputs, then counts them. Engine thread."""

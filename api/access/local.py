@@ -2,8 +2,8 @@
 
 Such a server trusts everyone who reaches it. Any web page can reach it through its visitor's
 browser, with a cross-origin request or under a name that it has pointed at this machine (DNS
-rebinding). With such a name it can read the answers too, including other clients' tokens at
-/v1/cache/events. Programs send no Origin and name an address or localhost. Event loop only.
+rebinding). With such a name it can read the answers too. Programs send no Origin and name an
+address or localhost. Event loop only.
 """
 
 import ipaddress

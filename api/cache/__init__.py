@@ -1,4 +1,4 @@
-"""The cache as the wire shows it: the prefix explorer, owners of scopes, event feeds.
+"""The cache as the wire shows it: the prefix explorer, owners of scopes.
 
 The cache itself is in `tiers`.
 """

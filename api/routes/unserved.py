@@ -19,6 +19,7 @@ UNSERVED: Final[Mapping[str, str]] = {
     "assistants": _NO_STORE,
     "audio": "no model here hears or speaks; send text",
     "batches": "send the requests one by one; X-Session-Id groups them",
+    "cache/events": "routers read block events at `events.zmq`, in vLLM's format",
     "classify": "ask a chat for one of several answers, with structured_outputs.choice",
     "containers": "run the model's tool calls yourself",
     "conversations": _NO_STORE,

@@ -28,7 +28,6 @@ COMMANDS = {
     "serve": Command("cachesvc.cli.serve:serve", "Serve a model over HTTP"),
     "node": Command("cachesvc.cli.node:node", "Keep KV blocks for the engines of this machine"),
     "top": Command("cachesvc.cli.top:top", "Watch the running server on one screen"),
-    "monitor": Command("cachesvc.cli.monitor:monitor", "Print block events as they happen"),
     "explain": Command("cachesvc.cli.explain:explain", "Show why a prompt missed or would miss"),
     "doctor": Command("cachesvc.cli.doctor:doctor", "Check this machine and say what to fix"),
     "cache": Command("cachesvc.cli.cache.app:app", "Inspect and maintain the disk tier"),
@@ -61,6 +60,7 @@ REMOVED = {
     "invoice": "the billing system that `cachesvc usage export` feeds issues invoices; "
     "`cachesvc usage` has its statements",
     "diff": "`cachesvc explain`, with two requests",
+    "monitor": "block events are published at `events.zmq`, in vLLM's format; see docs/events.md",
     "latency": "`cachesvc top` and the dashboard show percentiles, GET /metrics has them",
 }
 

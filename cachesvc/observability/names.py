@@ -51,7 +51,6 @@ ROUTES = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/models",
-        "/v1/cache/events",
         "/health",
         "/health/ready",
         "/metrics",

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,35 +54,14 @@ class LiveServer:
         """The JSON answer of `path` to `body`. Raises LiveError."""
         return self._ask("POST", path, body, timeout_s)
 
-    def follow(self, path: str, query: Query) -> Iterator[tuple[str, Any]]:
-        """The server-sent events at `path`, as name and JSON, until the server ends them.
-
-        Raises LiveError, also after `TIMEOUT_S` without even a comment.
-        """
-        with contextlib.closing(self._connection(TIMEOUT_S)) as connection:
-            try:
-                connection.request("GET", path + _asked(query), headers=self._headers())
-                response = connection.getresponse()
-                if response.status != 200:
-                    _taken(response.status, response.read())
-                yield from _events(response)
-            except (OSError, http.client.HTTPException) as error:
-                raise LiveError(f"the server at {self.url} went away: {error}") from None
-
-    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        at = urlsplit(self.url)
-        return http.client.HTTPConnection(at.hostname or "", at.port, timeout=timeout_s)
-
-    def _headers(self) -> dict[str, str]:
-        return {"Authorization": f"Bearer {self.token}", "X-Cachesvc-Actor": actor()}
-
     def _ask(self, method: str, path: str, body: Any, timeout_s: float) -> Any:
-        headers = self._headers()
-        payload = None
+        headers = {"Authorization": f"Bearer {self.token}", "X-Cachesvc-Actor": actor()}
+        payload, at = None, urlsplit(self.url)
         if body is not None:
             payload = json.dumps(body).encode()
             headers["Content-Type"] = "application/json"
-        with contextlib.closing(self._connection(timeout_s)) as connection:
+        connection = http.client.HTTPConnection(at.hostname or "", at.port, timeout=timeout_s)
+        with contextlib.closing(connection):
             try:
                 connection.request(method, path, payload, headers)
                 response = connection.getresponse()
@@ -165,19 +144,6 @@ def _asked(query: Query) -> str:
     pairs = query.items() if isinstance(query, Mapping) else query
     given = [(name, value) for name, value in pairs if value is not None]
     return f"?{urlencode(given)}" if given else ""
-
-
-def _events(lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
-    name, data = "message", ""
-    for line in lines:
-        text = line.decode().rstrip("\r\n")
-        if not text and data:
-            yield name, json.loads(data)
-            name, data = "message", ""
-        elif text.startswith("event: "):
-            name = text.removeprefix("event: ")
-        elif text.startswith("data: "):
-            data += text.removeprefix("data: ")
 
 
 def _taken(status: int, text: bytes) -> Any:

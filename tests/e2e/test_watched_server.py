@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.error
 import urllib.parse
@@ -276,13 +275,3 @@ def test_the_shipped_scrape_configuration_is_correct() -> None:
         timeout=60,
     )
     assert checked.returncode == 0, checked.stderr
-
-
-def test_a_stop_ends_an_open_stream_of_events(watched: Prometheus, server: str) -> None:
-    """The fixture's end holds the server to a clean exit while this client still listens."""
-    stream = urllib.request.urlopen(f"{server}/v1/cache/events?kind=stored", timeout=60)
-    assert stream.readline().startswith(b": listening")
-    ask(server, "a prompt that nobody has sent before, for an event to come " * 4)
-    told = next(line for line in stream if line.startswith(b"event: "))
-    assert b"event: stored\n" == told
-    threading.Thread(target=stream.read, daemon=True).start()

@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -44,8 +42,6 @@ from tiers.disk.directory import DirectoryLock
 from tiers.disk.open import open_disk
 from tiers.explore import DiskBlocks, TierForest
 from tiers.memory.block import BlockState
-from tiers.telemetry.events import EventKind
-from tiers.tier import TierName
 
 
 def call(*arguments: str) -> Result:
@@ -151,7 +147,7 @@ def test_doctor_says_why_a_running_server_does_not_serve(data_dir, server, monke
 
 @pytest.mark.parametrize(
     "command",
-    [("top",), ("monitor",), ("cache", "ls", "--tier", "host")],
+    [("top",), ("cache", "ls", "--tier", "host")],
 )
 def test_without_a_server_commands_about_one_say_what_to_do(data_dir, command):
     failed = call(*command, "--data-dir", str(data_dir))
@@ -193,42 +189,6 @@ def test_stats_of_a_running_server_tell_who_takes_the_room(server, world):
     assert [each["owner"] for each in told["owners"]] == [
         name for name in ("acme", "no tenant here") if name in shown
     ]
-
-
-def test_monitor_prints_events_as_they_come(server):
-    stream = server.house.wire.cache.feeds.stream
-    scope = PrefixKey(b"s" * 16)
-
-    def publish() -> None:
-        while not stream.num_subscribers:
-            time.sleep(0.005)
-        for kind in (EventKind.STORED, EventKind.REMOVED):
-            key = PrefixKey(b"k" * 16)
-            stream.publish(kind, TierName.HOST, key=key, parent=scope, scope=scope, nbytes=2048)
-
-    publisher = threading.Thread(target=publish)
-    publisher.start()
-    shown = call("monitor", "-c", "2", "--data-dir", str(server.data_dir))
-    publisher.join()
-    first, second = shown.stdout.splitlines()
-    assert "stored    host     6b6b6b6b6b6b6b6b  after (root)" in first
-    assert "2 KiB" in first and "removed" in second
-
-
-def test_monitor_ends_when_the_server_stops(server):
-    feeds = server.house.wire.cache.feeds
-
-    def stop() -> None:
-        while not feeds.stream.num_subscribers:
-            time.sleep(0.005)
-        feeds.close()
-
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    ended = call("monitor", "--json", "--data-dir", str(server.data_dir))
-    stopper.join()
-    assert 0 == ended.exit_code
-    assert "the server stops" in ended.stderr
 
 
 def test_hot_tells_the_blocks_with_the_most_hits(server, world):

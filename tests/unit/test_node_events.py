@@ -140,7 +140,7 @@ def test_an_event_is_read_as_it_was_told():
     subscription = stream.subscribe()
     block = prompt(1)[1]
     event = BlockEvent(
-        1, EventKind.REMOVED, TierName.HOST, 0.0, block.key, block.parent, block.scope,
+        EventKind.REMOVED, TierName.HOST, block.key, block.parent, block.scope,
         b"", 4096, None, Cause.QUOTA,
     )  # fmt: skip
     publish_fields(stream, event_fields(event))

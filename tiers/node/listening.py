@@ -41,7 +41,7 @@ class Listener:
 
 
 def event_fields(event: BlockEvent) -> dict[str, Any]:
-    """An event as JSON. Its number is left out, since each stream numbers its own."""
+    """An event as JSON."""
     fields: dict[str, Any] = {"kind": str(event.kind), "tier": str(event.tier)}
     for name in (*_KEYS, "tokens"):
         if value := getattr(event, name):

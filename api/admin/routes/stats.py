@@ -1,4 +1,4 @@
-"""The server's state now and in the recent past, and its events as they come."""
+"""The server's state now and in the recent past."""
 
 import gzip
 from typing import Annotated, Any
@@ -7,10 +7,8 @@ import orjson
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from api.access.shares import OPERATOR
 from api.admin.access import MayRead
 from api.admin.parts import parts_of
-from api.routes.cache_events import feed_for
 
 router = APIRouter(prefix="/admin/api", tags=["admin"])
 
@@ -65,9 +63,3 @@ async def history(
     payload = dict(source.read(series or (), window_s=window_s, since_s=since_s))
     payload["over"] = source.over(over or (), window_s=window_s)
     return json_answer(request, payload)
-
-
-@router.get("/events")
-async def events(request: Request, _: MayRead) -> Response:
-    """Events of every tenant's blocks, as /v1/cache/events streams them."""
-    return feed_for(request, OPERATOR, None)

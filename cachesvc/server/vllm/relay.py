@@ -1,7 +1,7 @@
 """Block events of the node, repeated in the server's own stream.
 
-With it the events route, `cachesvc monitor` and the publisher for routers show host and disk as
-with the embedded engine. The node is polled only while somebody listens here. One thread.
+With it the publisher for routers shows host and disk as with the embedded engine. The node is
+polled only while somebody listens here. One thread.
 """
 
 import logging
