@@ -1,8 +1,7 @@
 """A storm and a polite tenant before the real engine, in simulated time.
 
 What two tenants get of one engine is decided by its scheduler, so a clock that only the model's
-declared time moves shows it without the noise of a machine. For `tests/bench/overload.py` and the
-tests; one thread.
+declared time moves shows it without the noise of a machine. For the tests; one thread.
 """
 
 import random
