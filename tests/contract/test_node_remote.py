@@ -110,11 +110,11 @@ def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(tmp_pat
 def test_an_invalid_remote_tier_is_refused_at_the_start(tmp_path):
     sizes = {"socket": tmp_path / "node.sock", "host_bytes": 1 << 20}
     with pytest.raises(ConfigurationError, match="needs a disk"):
-        NodeServer(NodeSettings(**sizes, remote=RemoteSettings("redis://127.0.0.1:1/0"))).open()  # type: ignore[arg-type]
+        NodeServer(NodeSettings(**sizes, remote=RemoteSettings("redis://127.0.0.1:1/0"))).open()
     with pytest.raises(ConfigurationError, match="memcached"):
         NodeServer(
             NodeSettings(
-                **sizes,  # type: ignore[arg-type]
+                **sizes,
                 disk_dir=tmp_path / "disk",
                 disk_bytes=64 << 20,
                 remote=RemoteSettings("memcached://somewhere"),

@@ -85,11 +85,11 @@ def run(
 
 def runner_of(loaded: LoadedModel, attention: type[PagedAttention] | None = None) -> ModelRunner:
     pool = new_pool(loaded, 64)
-    return ModelRunner(loaded, pool, attention(pool) if attention else None)  # type: ignore[call-arg]
+    return ModelRunner(loaded, pool, attention(pool) if attention else None)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_an_adapter_answers_as_it_does_in_peft(name: str, tmp_path: Path) -> None:
+def test_an_adapter_answers_as_it_does_in_peft(name, tmp_path):
     save_tiny_adapter(tmp_path, **CONFIGS[name])
     loaded = tiny_model()
     load_adapter(loaded, "own", str(tmp_path))
@@ -101,7 +101,7 @@ def test_an_adapter_answers_as_it_does_in_peft(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture_takes_adapters(architecture: str, tmp_path: Path) -> None:
+def test_every_architecture_takes_adapters(architecture, tmp_path):
     save_tiny_adapter(tmp_path, architecture, r=4, target_modules="all-linear")
     loaded = tiny_model(architecture)
     load_adapter(loaded, "own", str(tmp_path))
@@ -111,7 +111,7 @@ def test_every_architecture_takes_adapters(architecture: str, tmp_path: Path) ->
     assert reference == adapted
 
 
-def test_a_mixed_batch_answers_as_each_does_alone(tmp_path: Path) -> None:
+def test_a_mixed_batch_answers_as_each_does_alone(tmp_path):
     """Rows of three adapters and of none, in one step, as listed rows and as runs."""
     loaded = tiny_model()
     for number, rank in enumerate((1, 4, 16)):
@@ -125,7 +125,7 @@ def test_a_mixed_batch_answers_as_each_does_alone(tmp_path: Path) -> None:
     assert len({tuple(tokens) for tokens in alone}) > 3
 
 
-def test_the_base_model_keeps_its_bits_beside_adapters(tmp_path: Path) -> None:
+def test_the_base_model_keeps_its_bits_beside_adapters(tmp_path):
     """Its logits are those of a model that never heard of adapters, alone and in a mixed step."""
     save_tiny_adapter(tmp_path, r=4, target_modules=ALL_LINEAR)
     loaded = tiny_model()
@@ -142,7 +142,7 @@ def test_the_base_model_keeps_its_bits_beside_adapters(tmp_path: Path) -> None:
     assert alone is not None and torch.equal(alone[0], beside[1])
 
 
-def test_a_replaced_or_removed_adapter_is_no_longer_served(tmp_path: Path) -> None:
+def test_a_replaced_or_removed_adapter_is_no_longer_served(tmp_path):
     loaded = tiny_model()
     for number in range(2):
         save_tiny_adapter(tmp_path / str(number), seed=number, r=4)

@@ -6,7 +6,6 @@ found.
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,9 +46,7 @@ def stock_tokens(model_type: str, tokens: list[int]) -> list[int]:
     return greedy_tokens(model, tokens, NUM_OUT)
 
 
-def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_transformers_cold_and_from_every_tier(loaded, tmp_path):
     """75 tokens: beyond every window, and beyond the border of LongRoPE's tables."""
     tokens = prompt(4 * BLOCK + 11, seed=1)
     expected = stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
@@ -72,9 +69,7 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_where_bits_are_promised_chunks_and_rows_beside_move_none(
-    loaded: LoadedModel, num_threads: int
-) -> None:
+def test_where_bits_are_promised_chunks_and_rows_beside_move_none(loaded, num_threads):
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -115,7 +110,7 @@ def kept(
     return pool[:8]
 
 
-def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None:
+def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models():
     text = architectures.PAGE.read_text(encoding="utf-8")
     rows = architectures.between(text, "architectures").splitlines()[2:]
     assert [f"| `{each}`" for each in (*ARCHITECTURES, *architectures.SEEING)] == [
@@ -129,9 +124,7 @@ def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models() -> None
     "model_type",
     ["llama", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gpt_oss", "gemma4_text", "lfm2"],
 )
-def test_rounded_kv_answers_the_same_cold_and_from_every_tier(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_rounded_kv_answers_the_same_cold_and_from_every_tier(model_type, tmp_path):
     """Kept in bfloat16 under a model in float32: cold and hit read the same rounded numbers."""
     tokens = prompt(4 * BLOCK + 11, seed=1)
     answers, hits = from_every_tier(

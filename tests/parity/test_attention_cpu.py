@@ -80,9 +80,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("budget", [1 << 30, 0], ids=["ample", "none"])
 @pytest.mark.parametrize("layers", SHAPES.values(), ids=SHAPES)
-def test_layers_of_other_shapes_agree_with_the_reference(
-    layers: tuple[LayerLayout, ...], dtype: torch.dtype, budget: int
-) -> None:
+def test_layers_of_other_shapes_agree_with_the_reference(layers, dtype, budget):
     generator = torch.Generator().manual_seed(1)
     layout = BlockLayout(layers, BLOCK, "float32")
     pool = torch.randn(40, *layout.shape, generator=generator).to(dtype)
@@ -111,9 +109,7 @@ def test_layers_of_other_shapes_agree_with_the_reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("budget", [1 << 30, 500_000, 0], ids=["ample", "one copy", "none"])
-def test_working_copies_agree_with_the_reference(
-    options: AttentionOptions, dtype: torch.dtype, budget: int
-) -> None:
+def test_working_copies_agree_with_the_reference(options, dtype, budget):
     pools = new_pool(dtype), new_pool(dtype)
     reference = ReferenceAttention(pools[0])
     fast = CpuAttention(pools[1], budget_bytes=budget)
@@ -124,7 +120,7 @@ def test_working_copies_agree_with_the_reference(
     assert torch.equal(pools[0], pools[1]), "both paths write the same KV"
 
 
-def test_a_forgotten_sequence_is_read_from_the_pool_again() -> None:
+def test_a_forgotten_sequence_is_read_from_the_pool_again():
     """Another sequence under an old id, and an old one after preemption, see the pool's values."""
     pool = new_pool(torch.float32)
     fast, options = CpuAttention(pool), OPTIONS["plain"]
@@ -140,9 +136,7 @@ def test_a_forgotten_sequence_is_read_from_the_pool_again() -> None:
     [(20, span(1, 20, 8, 0), [span(1, 20, 8, 0)]), (30, span(1, 10, 8, 0), [span(1, 30, 1, 0)])],
     ids=["half way", "further back"],
 )
-def test_a_step_that_failed_leaves_nothing_in_the_copy(
-    length: int, failed: Span, spans: list[Span]
-) -> None:
+def test_a_step_that_failed_leaves_nothing_in_the_copy(length, failed, spans):
     pool = new_pool(torch.float32)
     fast, options = CpuAttention(pool), OPTIONS["plain"]
     run(fast, [span(1, 0, length, 0)], options, seed=1)
@@ -153,7 +147,7 @@ def test_a_step_that_failed_leaves_nothing_in_the_copy(
     torch.testing.assert_close(run(fast, spans, options, seed=2), expected)
 
 
-def test_a_token_gets_the_same_bits_alone_and_beside_others() -> None:
+def test_a_token_gets_the_same_bits_alone_and_beside_others():
     """Neighbouring spans of one token are written together; one that writes nothing is between."""
     spans = [span(1, 30, 1, 0), span(2, 65, 1, 20), span(3, 7, 1, 0, write_kv=False)]
     pool, options = new_pool(torch.float32), OPTIONS["plain"]
@@ -170,7 +164,7 @@ def test_a_token_gets_the_same_bits_alone_and_beside_others() -> None:
 
 
 @pytest.mark.parametrize("budget", [1 << 30, 0], ids=["ample", "none"])
-def test_bfloat16_queries_are_attended_in_float32(budget: int) -> None:
+def test_bfloat16_queries_are_attended_in_float32(budget):
     """The answer is rounded once, at the end."""
     pool = new_pool(torch.bfloat16)
     spans = [span(1, 45, 20, 20), span(2, 33, 1, 0)]
@@ -187,7 +181,7 @@ def test_bfloat16_queries_are_attended_in_float32(budget: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts a process's threads")
-def test_the_thread_that_makes_it_gets_no_team_of_threads() -> None:
+def test_the_thread_that_makes_it_gets_no_team_of_threads():
     """Beside a second team the threads of the engine's sleep at each region: 46 ms a token, not 28
     (docs/measurements, "Threads")."""
     tasks, counts = Path("/proc/self/task"), []

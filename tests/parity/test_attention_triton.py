@@ -51,7 +51,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_nothing_that_varies_in_service_recompiles_the_kernel() -> None:
+def test_nothing_that_varies_in_service_recompiles_the_kernel():
     from engine.attention.kernels import _paged_kernel
 
     strides = {f"query_{of}_stride" for of in ("sequence", "row", "head")}
@@ -61,7 +61,7 @@ def test_nothing_that_varies_in_service_recompiles_the_kernel() -> None:
 
 @in_parent
 @pytest.mark.timeout(TIMEOUT_S)
-def test_the_kernel_under_the_interpreter() -> None:
+def test_the_kernel_under_the_interpreter():
     assert "33 passed" in run_in_child(__file__, loops=True)
 
 
@@ -119,9 +119,7 @@ def options_of(
         (3, 32, 70, "cap", torch.bfloat16),
     ],
 )
-def test_decode_and_prefill_agree_with_the_reference(
-    groups: int, dim: int, window: int | None, scores: str | None, dtype: torch.dtype
-) -> None:
+def test_decode_and_prefill_agree_with_the_reference(groups, dim, window, scores, dtype):
     generator = torch.Generator().manual_seed(1)
     pool = torch.randn(30, LAYERS, 2, BLOCK, KV_HEADS, dim, generator=generator).to(dtype)
     pools = pool.clone(), pool.clone()
@@ -152,9 +150,7 @@ def test_decode_and_prefill_agree_with_the_reference(
         ((20, 16, 8), 70, None, torch.bfloat16),
     ],
 )
-def test_latents_are_read_in_place_as_the_reference_reads_them(
-    shape: tuple[int, int, int], window: int | None, scores: str | None, dtype: torch.dtype
-) -> None:
+def test_latents_are_read_in_place_as_the_reference_reads_them(shape, window, scores, dtype):
     heads, rank, rotated = shape
     layers = (LayerLayout(1, rank + rotated, rank, shared=True),) * LAYERS
     generator = torch.Generator().manual_seed(1)
@@ -179,9 +175,7 @@ def test_latents_are_read_in_place_as_the_reference_reads_them(
 
 
 @in_child
-def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(monkeypatch):
     monkeypatch.setattr(paged, "_TILE_SCORES", 8 * 40)
     layers = (LayerLayout(1, 24, 16, shared=True),) * LAYERS
     pool = torch.randn(12, LAYERS, 1, BLOCK, 1, 24, generator=torch.Generator().manual_seed(1))
@@ -196,9 +190,7 @@ def test_long_spans_of_latents_are_gathered_a_few_queries_at_a_time(
 @in_child
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("scores", ["cap", "sinks"])
-def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(
-    scores: str, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(scores, window, monkeypatch):
     """All at once are 6 GB for a chunk of 512 over 32k keys of 32 heads."""
     limit = 6 * 100 * 3
     monkeypatch.setattr(paged, "_TILE_SCORES", limit)
@@ -222,8 +214,8 @@ def test_long_spans_with_caps_or_sinks_compute_few_scores_at_once(
 @in_child
 @pytest.mark.parametrize("name", ["deepseek_v3", "lfm2", "gemma4_text"])
 def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launches(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    name, monkeypatch
+):
     from tests.parity.architectures import served
 
     launched = set()
@@ -272,9 +264,7 @@ def test_models_of_latents_states_or_unlike_layers_decode_by_graphs_as_by_launch
 @in_child
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_sequence_cut_into_pieces_is_the_whole(
-    window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sequence_cut_into_pieces_is_the_whole(window, sinks, monkeypatch):
     """Beside short ones, with several queries each, and where a window leaves little to see."""
     generator = torch.Generator().manual_seed(2)
     pool = torch.randn(40, 2, BLOCK, KV_HEADS, 16, generator=generator)
@@ -298,7 +288,7 @@ def test_a_sequence_cut_into_pieces_is_the_whole(
 
 @in_child
 @pytest.mark.parametrize("start", [0, 37])
-def test_a_long_span_attends_like_the_reference_whatever_part_of_it_is_cached(start: int) -> None:
+def test_a_long_span_attends_like_the_reference_whatever_part_of_it_is_cached(start):
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(50 - start, 6, 16, generator=generator)
     key, value = torch.randn(2, 50, KV_HEADS, 16, generator=generator)
@@ -309,7 +299,7 @@ def test_a_long_span_attends_like_the_reference_whatever_part_of_it_is_cached(st
 
 
 @in_child
-def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
+def test_decode_steps_from_tensors_equal_those_from_spans():
     """The graphs' way in, recorded by calling the work again; batches are filled up to a size."""
     loaded = tiny_model("qwen3")
     pools = [new_pool(loaded, 24) for _ in range(2)]
@@ -348,9 +338,7 @@ def test_decode_steps_from_tensors_equal_those_from_spans() -> None:
 
 
 @in_child
-def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(monkeypatch):
     """What is compiled in service stops everybody."""
     loaded = tiny_model()
     pool = new_pool(loaded, 4)
@@ -367,9 +355,7 @@ def test_the_warm_up_launches_the_kernel_in_both_of_its_forms(
 
 
 @in_child
-def test_a_kernel_that_does_not_fit_is_given_up_before_serving(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_kernel_that_does_not_fit_is_given_up_before_serving(monkeypatch, caplog):
     def too_large(*_: Any, **__: Any) -> torch.Tensor:
         raise OutOfResources(106_752, 101_376, "shared memory")
 
@@ -391,7 +377,7 @@ def test_a_kernel_that_does_not_fit_is_given_up_before_serving(
 
 
 @in_child
-def test_a_step_that_no_graph_can_compute_is_launched_kernel_by_kernel() -> None:
+def test_a_step_that_no_graph_can_compute_is_launched_kernel_by_kernel():
     failing = StepGraphs(
         lambda *_: torch.zeros(1, 1),
         _Told(),
@@ -424,7 +410,7 @@ def _refuse(work: Work) -> Work:
 
 
 @in_child
-def test_varlen_is_asked_for_what_its_signature_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_varlen_is_asked_for_what_its_signature_says(monkeypatch):
     """Its stand-in obeys the documented meaning of the arguments, by the reference."""
     if not attention_varlen.has_block_tables():
         pytest.skip("this torch's varlen_attn takes no block table")
@@ -465,9 +451,7 @@ def _zeros(query: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("stand_in", "reason"), [(_refused, "page size 16"), (_zeros, "off the reference")]
 )
-def test_a_prefill_that_gathers_says_why(
-    stand_in: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prefill_that_gathers_says_why(stand_in, reason, monkeypatch, caplog):
     if not attention_varlen.has_block_tables():
         pytest.skip("this torch's varlen_attn takes no block table")
     monkeypatch.setattr(attention_varlen.varlen, "varlen_attn", stand_in)

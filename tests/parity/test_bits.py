@@ -9,28 +9,23 @@ import torch
 
 from engine.attention import agreement, cpu, dense, latent
 from engine.attention.dense import onednn_product
-from engine.operators.library import Operators
-from tests.parity.bits import FEW, Shape, computed, differing
+from tests.parity.bits import FEW, computed, differing
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)
-def test_a_row_has_the_same_bits_however_its_prompt_is_cut(shape: Shape) -> None:
+def test_a_row_has_the_same_bits_however_its_prompt_is_cut(shape):
     assert list(differing(shape, lengths=(40, 330))) == []
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)
-def test_compiled_operators_give_the_bits_of_torchs_calls(
-    shape: Shape, operators: Operators
-) -> None:
+def test_compiled_operators_give_the_bits_of_torchs_calls(shape, operators):
     assert list(differing(shape, lengths=(40, 330), fused=True)) == []
 
 
 @pytest.mark.parametrize("shape", FEW, ids=str)
-def test_the_same_holds_where_onednn_multiplies(
-    shape: Shape, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_holds_where_onednn_multiplies(shape, monkeypatch):
     by_blas = computed(shape, 330, [330], torch.float32)
     monkeypatch.setattr(cpu, "needs_onednn", lambda *_: True)
     assert list(differing(shape, lengths=(40, 330))) == []
@@ -39,9 +34,7 @@ def test_the_same_holds_where_onednn_multiplies(
 
 
 @pytest.mark.parametrize(("left", "needed"), [(8, True), (7, False)])
-def test_onednn_multiplies_where_few_rows_have_other_bits(
-    left: int, needed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onednn_multiplies_where_few_rows_have_other_bits(left, needed, monkeypatch):
     """As MKL has for rows that its kernels leave over on Intel processors without AVX-512."""
     product = torch.mm
 
@@ -57,8 +50,8 @@ def test_onednn_multiplies_where_few_rows_have_other_bits(
 @pytest.mark.parametrize("unsteady", [False, True])
 @pytest.mark.parametrize("width", [(16, 32), (64, 256), (512, 128)])
 def test_a_row_times_the_matrix_of_its_head_has_the_same_bits_among_any_number(
-    width: tuple[int, int], unsteady: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    width, unsteady, monkeypatch
+):
     """Where a product of few rows is summed backwards, oneDNN multiplies."""
     product = torch.bmm
 
@@ -95,16 +88,16 @@ assert whole.isfinite().all()
 """
 
 
-def test_a_build_of_torch_without_onednn_attends() -> None:
+def test_a_build_of_torch_without_onednn_attends():
     """As for Apple's processors."""
     subprocess.run([sys.executable, "-c", WITHOUT_ONEDNN], cwd=ROOT, check=True)
 
 
-def test_the_same_holds_in_bfloat16() -> None:
+def test_the_same_holds_in_bfloat16():
     assert list(differing(FEW[0], lengths=(330,), dtype=torch.bfloat16)) == []
 
 
-def test_the_check_finds_rows_that_are_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_rows_that_are_not_padded(monkeypatch):
     """A reduction whose order depends on the number of rows, as many libraries have."""
     product, by_onednn = torch.bmm, onednn_product
 

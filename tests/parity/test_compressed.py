@@ -53,7 +53,7 @@ def house(loaded: LoadedModel, tmp_path: Path) -> Iterator[House]:
     house.close()
 
 
-def test_a_block_has_an_entry_for_every_rate_tokens(loaded: LoadedModel) -> None:
+def test_a_block_has_an_entry_for_every_rate_tokens(loaded):
     """Of three layers with entries, two have an index as well."""
     layout = loaded.layout(BLOCK)
     sparse, heavy, index = BLOCK // 4 * 16, BLOCK // 8 * 16, BLOCK // 4 * 16
@@ -63,7 +63,7 @@ def test_a_block_has_an_entry_for_every_rate_tokens(loaded: LoadedModel) -> None
     assert (2, True) == (layout.reach, layout.has_states)
 
 
-def test_bytes_of_the_published_model_are_those_of_the_page() -> None:
+def test_bytes_of_the_published_model_are_those_of_the_page():
     config = CONFIG_MAPPING[KIND]()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -87,7 +87,7 @@ def test_bytes_of_the_published_model_are_those_of_the_page() -> None:
         assert f"{gib:.2f} GiB" in page
 
 
-def test_blocks_that_would_cut_an_entry_are_refused_in_a_sentence(loaded: LoadedModel) -> None:
+def test_blocks_that_would_cut_an_entry_are_refused_in_a_sentence(loaded):
     assert 0 == loaded.layout().block_size % 8
     with pytest.raises(
         ModelError, match="blocks of 20 would cut; set the block size to a multiple of 8"
@@ -95,7 +95,7 @@ def test_blocks_that_would_cut_an_entry_are_refused_in_a_sentence(loaded: Loaded
         loaded.layout(20)
 
 
-def test_prompts_of_every_length_answer_as_transformers_does(house: House) -> None:
+def test_prompts_of_every_length_answer_as_transformers_does(house):
     """Around entries, the window, the number of entries that are picked, and blocks."""
     tokens = prompt(6 * BLOCK, seed=5)
     for length in (1, 3, 4, 5, 8, 15, 16, 23, 24, 27, 28, 29, 2 * BLOCK, 5 * BLOCK + 3):
@@ -106,7 +106,7 @@ def test_prompts_of_every_length_answer_as_transformers_does(house: House) -> No
             assert expected == answer
 
 
-def test_an_adapter_of_the_grouped_output_is_refused(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_an_adapter_of_the_grouped_output_is_refused(loaded, tmp_path):
     """Its layer multiplies each group of heads by weights of its own."""
     save_adapter(tmp_path, architectures.stock(KIND), r=4, target_modules=["o_a_proj"])
     with pytest.raises(AdapterError, match="is not computed for every token"):
@@ -196,7 +196,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @torch.inference_mode()
-def test_any_cut_into_steps_makes_the_same_entries_and_attends_to_them(threads: int) -> None:
+def test_any_cut_into_steps_makes_the_same_entries_and_attends_to_them(threads):
     """Alone, in chunks on both sides of entries and blocks, beside another, after a step that
     failed, and a last token again."""
     rows = Rows()

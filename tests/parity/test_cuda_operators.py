@@ -36,12 +36,12 @@ ROUNDED = [torch.float32, torch.float16]
 
 @in_parent
 @pytest.mark.timeout(TIMEOUT_S)
-def test_the_operators_under_the_interpreter() -> None:
+def test_the_operators_under_the_interpreter():
     assert "31 passed" in run_in_child(__file__)
 
 
 @in_parent
-def test_nothing_that_varies_in_service_recompiles_a_kernel() -> None:
+def test_nothing_that_varies_in_service_recompiles_a_kernel():
     """The number of tokens is no argument, and all others are of the model."""
     names = {"x", "cos", "sin", "output", "head_stride", "token_stride", "num_heads"}
     assert names | {"DIM", "PADDED", "HEADS"} == set(kernels.rotate_kernel.arg_names)
@@ -52,7 +52,7 @@ def test_nothing_that_varies_in_service_recompiles_a_kernel() -> None:
 @in_parent
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_patterns_are_found_in_every_precision(architecture: str, dtype: str) -> None:
+def test_the_patterns_are_found_in_every_precision(architecture, dtype):
     graph = TracedForward(tiny_model(architecture, dtype=dtype).model)._graph.graph
     fuse(graph, OPERATORS["cuda"])
     kinds = Counter(node.kind() for node in graph.nodes())
@@ -103,9 +103,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("tokens", "heads", "dim"), [(5, 6, 16), (1, 1, 64), (3, 20, 128), (2, 3, 80)]
 )
-def test_a_rotation_has_the_bits_of_torchs_calls(
-    tokens: int, heads: int, dim: int, dtype: torch.dtype, launches: list[str]
-) -> None:
+def test_a_rotation_has_the_bits_of_torchs_calls(tokens, heads, dim, dtype, launches):
     x, (cos, sin) = queries(tokens, heads, dim, dtype), angles(tokens, dim, dtype)
     actual, expected = kernels.rotate(x, cos, sin), rotated(x, cos, sin)
     assert torch.equal(expected, actual) and expected.dtype == actual.dtype
@@ -114,7 +112,7 @@ def test_a_rotation_has_the_bits_of_torchs_calls(
 
 
 @in_child
-def test_a_rotation_in_bfloat16_is_as_near_as_the_interpreter_rounds() -> None:
+def test_a_rotation_in_bfloat16_is_as_near_as_the_interpreter_rounds():
     x, (cos, sin) = queries(5, 3, 32, torch.bfloat16), angles(5, 32, torch.bfloat16)
     torch.testing.assert_close(
         kernels.rotate(x, cos, sin), rotated(x, cos, sin), rtol=2**-6, atol=2**-5
@@ -123,7 +121,7 @@ def test_a_rotation_in_bfloat16_is_as_near_as_the_interpreter_rounds() -> None:
 
 @in_child
 @pytest.mark.parametrize("of", ["batch", "width", "dtype", "angles"])
-def test_a_rotation_that_no_kernel_takes_is_torchs(of: str, launches: list[str]) -> None:
+def test_a_rotation_that_no_kernel_takes_is_torchs(of, launches):
     dim = 24 if of == "width" else 32
     x, (cos, sin) = queries(5, 3, dim, torch.float32), angles(5, dim, torch.float32)
     if of == "batch":
@@ -148,9 +146,7 @@ def activated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ROUNDED)
 @pytest.mark.parametrize("width", [96, 1040])
 @pytest.mark.parametrize("halves", [False, True])
-def test_an_activation_is_rounded_before_its_product(
-    width: int, halves: bool, dtype: torch.dtype, launches: list[str]
-) -> None:
+def test_an_activation_is_rounded_before_its_product(width, halves, dtype, launches):
     """Of tensors of their own, and of two halves of one."""
     random = torch.Generator().manual_seed(width)
     whole = (4 * torch.randn(1, 5, 2 * width, generator=random)).to(dtype)
@@ -164,7 +160,7 @@ def test_an_activation_is_rounded_before_its_product(
 
 
 @in_child
-def test_an_activation_that_no_kernel_takes_is_torchs(launches: list[str]) -> None:
+def test_an_activation_that_no_kernel_takes_is_torchs(launches):
     gate = torch.linspace(-9, 9, 5 * 40).view(1, 5, 40)
     for one, other in ((gate, gate), (gate[..., ::2], gate[..., 1::2]), (gate, gate[:, :1])):
         assert torch.equal(silu(one) * other, kernels.silu_mul(one, other))
@@ -189,13 +185,8 @@ def on_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
 def test_a_model_whose_activation_has_other_bits_is_rotated_by_the_operator(
-    architecture: str,
-    dtype: str,
-    on_cpu: None,
-    launches: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    architecture, dtype, on_cpu, launches, monkeypatch, caplog
+):
     attempts = [{"norm"}, {"norm", "rotate"}, {"norm", "silu_mul"}]
     monkeypatch.setattr(traced, "_attempts", lambda model: attempts)
     caplog.set_level(logging.INFO)
@@ -206,7 +197,7 @@ def test_a_model_whose_activation_has_other_bits_is_rotated_by_the_operator(
     assert "compiled operators 6 times" in caplog.text
 
 
-def test_an_operator_that_gives_other_bits_is_named() -> None:
+def test_an_operator_that_gives_other_bits_is_named():
     for name, wrong in {"rotate": rotated, "silu_mul": lambda gate, up: silu(gate) * up}.items():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             assert compare(name, wrong, dtype, CPU) is None
@@ -218,7 +209,7 @@ def test_an_operator_that_gives_other_bits_is_named() -> None:
     assert reason is not None and "of 65536 numbers differ from torch's" in reason
 
 
-def test_an_operator_that_cannot_be_launched_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operator_that_cannot_be_launched_is_named(monkeypatch):
     def refuse(*_: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("Failed to find C compiler")
 
@@ -239,10 +230,6 @@ def test_an_operator_that_cannot_be_launched_is_named(monkeypatch: pytest.Monkey
         ({"silu_mul": "no", "rotate": "no"}, []),
     ],
 )
-def test_operators_are_left_out_one_by_one(
-    refused: dict[str, str],
-    expected: list[set[str]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_operators_are_left_out_one_by_one(refused, expected, caplog):
     assert expected == traced._choices(refused)
     assert len(refused) == len(caplog.records)

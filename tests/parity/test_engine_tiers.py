@@ -197,7 +197,7 @@ def house(tmp_path: Path) -> Iterator[Callable[..., House]]:
     houses: list[House] = []
 
     def build(loaded: LoadedModel, **settings: object) -> House:
-        houses.append(House(loaded, tmp_path, **settings))  # type: ignore[arg-type]
+        houses.append(House(loaded, tmp_path, **settings))
         return houses[-1]
 
     yield build
@@ -217,9 +217,7 @@ def prompts_over(loaded: LoadedModel, count: int, length: int = 75) -> list[list
 
 
 @pytest.mark.parametrize("share_tails", [True, False])
-def test_a_hit_from_each_tier_answers_as_the_cache_turned_off(
-    loaded: LoadedModel, house: Callable[..., House], share_tails: bool
-) -> None:
+def test_a_hit_from_each_tier_answers_as_the_cache_turned_off(loaded, house, share_tails):
     prompts = prompts_over(loaded, 1)
     answers, hits = from_every_tier(
         lambda: house(loaded, share_tails=share_tails),
@@ -230,9 +228,7 @@ def test_a_hit_from_each_tier_answers_as_the_cache_turned_off(
     assert min(hits[2:4]) >= 4 * BLOCK
 
 
-def test_batched_is_alone_and_chunked_is_whole(
-    loaded: LoadedModel, house: Callable[..., House], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_batched_is_alone_and_chunked_is_whole(loaded, house, tmp_path_factory):
     """Together in chunks of a block, and one by one in one piece with the cache off."""
     prompts = prompts_over(loaded, 5)
     alone = house(loaded, step_tokens=512)
@@ -245,9 +241,7 @@ def test_batched_is_alone_and_chunked_is_whole(
         together.close()
 
 
-def test_more_requests_than_the_device_holds_are_all_right(
-    loaded: LoadedModel, house: Callable[..., House]
-) -> None:
+def test_more_requests_than_the_device_holds_are_all_right(loaded, house):
     """Twelve blocks for eight requests of six: they wait, give way, come back, and are right."""
     prompts = prompts_over(loaded, 8)
     tight = house(loaded, device_blocks=12)
@@ -256,9 +250,7 @@ def test_more_requests_than_the_device_holds_are_all_right(
     assert [tokens for tokens, _ in tight.ask(prompts)] == expected
 
 
-def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
-    house: Callable[..., House], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(house, tmp_path_factory):
     """Base and two adapters ask the same at once: each computes it, each hits its own alone."""
     folders = [tmp_path_factory.mktemp("adapter") for _ in range(2)]
     loaded = tiny_model("llama")
@@ -295,9 +287,7 @@ def test_an_adapter_hits_its_own_blocks_in_every_tier_and_nobody_elses(
     assert 0 == counts.hit
 
 
-def test_equal_placeholders_of_other_pictures_meet_in_no_tier(
-    house: Callable[..., House],
-) -> None:
+def test_equal_placeholders_of_other_pictures_meet_in_no_tier(house):
     """Each finds its own blocks on the device, the host, the disk, and after a restart.
 
     From the picture on: the block before it is the same for all three.
@@ -322,7 +312,7 @@ def test_equal_placeholders_of_other_pictures_meet_in_no_tier(
     assert second.cache.index.collisions == 0
 
 
-def test_an_adapter_unknown_to_the_engine_is_refused_by_name(house: Callable[..., House]) -> None:
+def test_an_adapter_unknown_to_the_engine_is_refused_by_name(house):
     loaded = tiny_model("llama")
     engine = house(loaded).engine
     request = Request(

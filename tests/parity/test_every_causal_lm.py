@@ -20,7 +20,7 @@ from tests.support.models import bytes_tokenizer
 LONGEST = 300  # characters of a refusal
 
 
-def test_every_type_is_in_the_table_or_refused() -> None:
+def test_every_type_is_in_the_table_or_refused():
     """A type whose config is another's is that one in a checkpoint too."""
     known = {*ARCHITECTURES, *SEEING, *REFUSED}
     assert not REFUSED.keys() & ARCHITECTURES.keys()
@@ -34,7 +34,7 @@ def test_every_type_is_in_the_table_or_refused() -> None:
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_a_type_that_is_not_exact_is_refused_in_one_sentence(model_type: str) -> None:
+def test_a_type_that_is_not_exact_is_refused_in_one_sentence(model_type):
     logging.getLogger("transformers").setLevel(logging.ERROR)
     reason, own = REFUSED[model_type]
     with pytest.raises(ModelError, match=reason) as refused:
@@ -44,7 +44,7 @@ def test_a_type_that_is_not_exact_is_refused_in_one_sentence(model_type: str) ->
     assert "meta tensors" not in said, "give it a config, so that it computes"
 
 
-def test_zamba_2_with_several_groups_of_heads_is_refused() -> None:
+def test_zamba_2_with_several_groups_of_heads_is_refused():
     """transformers' own logits differ between its whole forward and one from its states."""
     _, own = ARCHITECTURES["zamba2"]
     with pytest.raises(ModelError, match="gives other logits in chunks than alone"):

@@ -122,7 +122,7 @@ def prompt_of(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_each_architecture_has_transformers_tokens(kind: str, tmp_path: Path) -> None:
+def test_each_architecture_has_transformers_tokens(kind, tmp_path):
     model = stock(kind)
     write_gguf(tmp_path / "m.gguf", kind, fields_of(kind, model), tensors_of(kind, model))
     loaded = served(tmp_path / "m.gguf", tmp_path)
@@ -133,9 +133,7 @@ def test_each_architecture_has_transformers_tokens(kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_each_rope_has_transformers_tokens_past_its_trained_context(
-    name: str, tmp_path: Path
-) -> None:
+def test_each_rope_has_transformers_tokens_past_its_trained_context(name, tmp_path):
     """As a GGUF file and as a folder of safetensors. A rope that is dropped has other tokens."""
     kind, fields, tables, config = CASES[name]
     model, plain = stock(kind, **config), stock(kind)
@@ -155,7 +153,7 @@ def test_each_rope_has_transformers_tokens_past_its_trained_context(
     assert (tokens == expected(plain, prompt)) == (name == "none")
 
 
-def test_llama31_is_told_by_its_factors(tmp_path: Path) -> None:
+def test_llama31_is_told_by_its_factors(tmp_path):
     """They are in a tensor, with no field that names them."""
     context = {"max_position_embeddings": 32768}
     scaling = rope("llama3", **LLAMA3, original_max_position_embeddings=8192)
@@ -182,8 +180,8 @@ def test_llama31_is_told_by_its_factors(tmp_path: Path) -> None:
     ],
 )
 def test_what_gguf_calls_llama_is_what_its_fields_and_tensors_say(
-    model_type: str, config: dict[str, Any], fields: dict[str, Any], tmp_path: Path
-) -> None:
+    model_type, config, fields, tmp_path
+):
     model = stock("llama", model_type, **config)
     own = {f"llama.{field}": value for field, value in fields.items()}
     given = fields_of("llama", model) | own

@@ -47,7 +47,7 @@ def differences(capability: str, isa: str, blas: str, *options: str) -> str:
 
 
 @pytest.mark.parametrize(("capability", "isa", "blas"), list(zip(TORCH, ONEDNN, MKL, strict=True)))
-def test_a_sample_has_equal_bits_under_a_limit(capability: str, isa: str, blas: str) -> None:
+def test_a_sample_has_equal_bits_under_a_limit(capability, isa, blas):
     assert differences(capability, isa, blas, "--few", "--threads", "1", "2", "3") == ""
 
 
@@ -57,7 +57,5 @@ def test_a_sample_has_equal_bits_under_a_limit(capability: str, isa: str, blas: 
     ("capability", "isa", "blas"),
     [(*each, MKL[ONEDNN.index(each[1])]) for each in product(TORCH, ONEDNN)],
 )
-def test_every_shape_has_equal_bits_under_every_limit(
-    capability: str, isa: str, blas: str, dtype: str
-) -> None:
+def test_every_shape_has_equal_bits_under_every_limit(capability, isa, blas, dtype):
     assert differences(capability, isa, blas, "--every", "--dtype", dtype) == ""

@@ -48,9 +48,7 @@ def asked(loaded: LoadedModel, folder: Path, *, older: bool = False) -> StepOutp
 
 
 @pytest.mark.parametrize("older", [False, True])
-def test_blocks_of_another_processor_or_version_are_misses_with_a_reason(
-    tmp_path: Path, older: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_of_another_processor_or_version_are_misses_with_a_reason(tmp_path, older, caplog):
     mine = tiny_model()
     theirs = replace(mine, arithmetic=Arithmetic((("vendor_id", "another"),)))
     first = asked(mine if older else theirs, tmp_path, older=older)

@@ -36,7 +36,7 @@ def small(runner: ModelRunner, max_tokens: int) -> list[int]:
         computed.append(count)
         return forward(spans)
 
-    runner._forward = limited  # type: ignore[method-assign]
+    runner._forward = limited
     return computed
 
 
@@ -46,7 +46,7 @@ def pair() -> tuple[list[ModelRunner], list[torch.Tensor]]:
     return [ModelRunner(loaded, pool) for pool in pools], pools
 
 
-def test_a_batch_is_halved_until_it_fits_and_long_spans_at_borders_of_blocks() -> None:
+def test_a_batch_is_halved_until_it_fits_and_long_spans_at_borders_of_blocks():
     (whole, limited), pools = pair()
     spans = [span(0, 0, 70), span(1, 0, 5), span(2, 0, 33), span(3, 0, 21, sample=False)]
     computed = small(limited, 40)
@@ -56,7 +56,7 @@ def test_a_batch_is_halved_until_it_fits_and_long_spans_at_borders_of_blocks() -
     torch.testing.assert_close(pools[1], pools[0], rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
-def test_the_next_steps_do_not_try_what_did_not_fit_until_many_fitted() -> None:
+def test_the_next_steps_do_not_try_what_did_not_fit_until_many_fitted():
     tried: list[int] = []
     limit = 40
 
@@ -82,7 +82,7 @@ def test_the_next_steps_do_not_try_what_did_not_fit_until_many_fitted() -> None:
     assert [64] == tried
 
 
-def test_a_sequence_that_cannot_compute_one_block_fails_alone() -> None:
+def test_a_sequence_that_cannot_compute_one_block_fails_alone():
     (_, limited), _ = pair()
     small(limited, 3)
     results = limited.step(Batch([span(0, 0, 2), span(1, 0, 20), span(2, 0, 3)]))
@@ -90,7 +90,7 @@ def test_a_sequence_that_cannot_compute_one_block_fails_alone() -> None:
     assert results[0].token is not None and results[2].token is not None
 
 
-def test_the_parts_have_their_own_targets_and_embedded_rows() -> None:
+def test_the_parts_have_their_own_targets_and_embedded_rows():
     given: list[Span] = []
 
     def compute(spans: Sequence[Span]) -> list[Sampled]:
@@ -130,7 +130,7 @@ def test_the_parts_have_their_own_targets_and_embedded_rows() -> None:
     assert {**{4 + 3 + n: n for n in range(20)}, 43: 0} == seen
 
 
-def test_other_errors_are_not_retried() -> None:
+def test_other_errors_are_not_retried():
     def compute(spans: Sequence[Span]) -> list[Sampled]:
         raise RuntimeError("another fault")
 
@@ -138,9 +138,7 @@ def test_other_errors_are_not_retried() -> None:
         Shrinking(compute, BLOCK)([span(0, 0, 64)])
 
 
-def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_again(monkeypatch):
     """The step is computed once."""
     loaded = architectures.served("lfm2")
     pools = [new_pool(loaded, 40) for _ in range(2)]
@@ -164,8 +162,8 @@ def test_a_choice_that_runs_out_of_memory_is_made_in_halves_without_computing_ag
 
 @pytest.mark.parametrize("model_type", ["lfm2", "deepseek_v4"])
 def test_a_step_that_fails_at_its_choice_is_computed_again_from_the_states_before(
-    model_type: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model_type, monkeypatch
+):
     """Of several tokens within a block, as a grammar forces them. Their rows replace those that the
     first of them reads."""
     loaded = architectures.served(model_type)
@@ -187,9 +185,7 @@ def test_a_step_that_fails_at_its_choice_is_computed_again_from_the_states_befor
     assert torch.equal(pools[0].nan_to_num(), pools[1].nan_to_num())
 
 
-def test_a_sequence_whose_token_alone_cannot_be_chosen_fails_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_sequence_whose_token_alone_cannot_be_chosen_fails_alone(monkeypatch):
     (_, limited), _ = pair()
     choose = limited._sampler.sample
 

@@ -1,7 +1,6 @@
 """Sequences that are preempted beside others answer as alone, whatever their layers keep."""
 
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
@@ -13,9 +12,7 @@ INDEXED = ("deepseek_v32", "glm_moe_dsa", "dots3_note_text")
 
 
 @pytest.mark.parametrize("kind", [*sorted(architectures.RECURRENT), *INDEXED, "deepseek_v4"])
-def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(
-    kind: str, tmp_path: Path
-) -> None:
+def test_prompts_beside_others_answer_as_alone_though_some_are_preempted(kind, tmp_path):
     """Twelve blocks for four requests of one to six."""
     loaded = architectures.served(kind)
     tokens = prompt(4 * BLOCK + 11, seed=1)

@@ -37,9 +37,7 @@ def expected_logprobs(loaded: LoadedModel, prompt: Sequence[int]) -> list[dict[i
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_they_are_what_a_sampled_token_would_have_had(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_what_a_sampled_token_would_have_had(architecture, monkeypatch):
     """Also where the head is done a few rows at a time, beside others that decode."""
     monkeypatch.setattr("engine.execution.runner.LOGITS_BYTES", 5 * 4 * 258)
     loaded = tiny_model(architecture)
@@ -62,7 +60,7 @@ def test_they_are_what_a_sampled_token_would_have_had(
             assert entry.rank > 20
 
 
-def test_the_cache_is_not_read_for_them_and_is_filled_by_them() -> None:
+def test_the_cache_is_not_read_for_them_and_is_filled_by_them():
     asked = house(tiny_model())
     params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
     [first] = asked.ask((PROMPT, params))
@@ -78,7 +76,7 @@ def test_the_cache_is_not_read_for_them_and_is_filled_by_them() -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_nothing_is_generated_where_nothing_is_asked_for(n: int) -> None:
+def test_nothing_is_generated_where_nothing_is_asked_for(n):
     asked = house(tiny_model())
     params = SamplingParams(max_tokens=0, prompt_logprobs=0, n=n)
     [outputs] = asked.ask((PROMPT, params))
@@ -90,7 +88,7 @@ def test_nothing_is_generated_where_nothing_is_asked_for(n: int) -> None:
     assert len(PROMPT) - 1 == plain[0].counts.hit
 
 
-def test_a_prompt_of_one_token_has_none() -> None:
+def test_a_prompt_of_one_token_has_none():
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
     [outputs] = house(tiny_model()).ask(([65], params))
     assert () == outputs[0].prompt_logprobs

@@ -40,7 +40,7 @@ def spread(cache: TieredCache) -> None:
 def quoted(house: House, prompt: list[int]) -> Any:
     job = Job(
         request_id="quoted",
-        model=None,  # type: ignore[arg-type]
+        model=None,
         prompts=(array("i", prompt),),
         params=SamplingParams(),
         scope=CacheScope(layout=house.cache.layout.digest(), adapter=b""),
@@ -48,7 +48,7 @@ def quoted(house: House, prompt: list[int]) -> Any:
     return asyncio.run(CacheSurvey(house.engine.call, house.cache.operations, BLOCK)(job))
 
 
-def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house: House) -> None:
+def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house):
     (prompt,) = prompts_over(LOADED, 1)
     house.ask([prompt])
     house.engine.call(lambda _: spread(house.cache)).result(60)
@@ -58,12 +58,12 @@ def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house:
     assert (BLOCK, BLOCK, 2 * BLOCK) == (counts.hit_device, counts.hit_host, counts.hit_disk)
 
 
-def test_the_last_token_of_a_fully_cached_prompt_is_not_quoted(house: House) -> None:
+def test_the_last_token_of_a_fully_cached_prompt_is_not_quoted(house):
     prompt = prompts_over(LOADED, 1)[0][: 3 * BLOCK]
     house.ask([prompt])
     house.engine.call(lambda _: spread(house.cache)).result(60)
     assert [{"device": BLOCK, "host": BLOCK, "disk": BLOCK - 1}] == quoted(house, prompt)
 
 
-def test_what_never_was_asked_is_quoted_as_a_miss(house: House) -> None:
+def test_what_never_was_asked_is_quoted_as_a_miss(house):
     assert [{}] == quoted(house, prompts_over(LOADED, 1)[0])

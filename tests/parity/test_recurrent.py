@@ -3,7 +3,6 @@
 import logging
 from contextlib import closing
 from inspect import Parameter, Signature
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,9 +41,7 @@ def generated_tokens(model_type: str, tokens: list[int]) -> list[int]:
     return generated[0, len(tokens) :].tolist()
 
 
-def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
+def test_tokens_are_those_of_transformers_cold_and_from_every_tier(loaded, tmp_path):
     tokens = prompt(4 * BLOCK + 11, seed=1)
     model_type = loaded.name.removeprefix("tiny-")
     expected = stock_tokens(model_type, tokens)
@@ -68,7 +65,7 @@ def test_tokens_are_those_of_transformers_cold_and_from_every_tier(
     assert architectures.row(loaded) in architectures.PAGE.read_text(encoding="utf-8").splitlines()
 
 
-def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> None:
+def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path):
     """At the second sight the prompt's own part is computed; a third one resumes there."""
     loaded = architectures.served("qwen3_next")
     trunk = prompt(6 * BLOCK, seed=1)
@@ -85,7 +82,7 @@ def test_prompts_that_part_anywhere_resume_where_they_parted(tmp_path: Path) -> 
                     assert shared == counts.hit
 
 
-def test_samples_of_one_prompt_continue_its_states(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_samples_of_one_prompt_continue_its_states(loaded, tmp_path):
     tokens = prompt(2 * BLOCK + 5, seed=1)
     with closing(House(loaded, tmp_path, step_tokens=2 * BLOCK)) as house:
         [(expected, _)] = house.ask([tokens], cache=False)
@@ -95,7 +92,7 @@ def test_samples_of_one_prompt_continue_its_states(loaded: LoadedModel, tmp_path
 
 
 @pytest.mark.parametrize("name", ["cache_params", "past_key_values", "cache"])
-def test_a_module_gets_the_states_under_the_name_that_it_has_for_them(name: str) -> None:
+def test_a_module_gets_the_states_under_the_name_that_it_has_for_them(name):
     """transformers 5.24 renamed both names, and ignores what it does not know."""
     given: list[Any] = []
 
@@ -106,7 +103,7 @@ def test_a_module_gets_the_states_under_the_name_that_it_has_for_them(name: str)
     known = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD, default=None)
              for each in ("self", "hidden_states", name)]  # fmt: skip
     ignored = Parameter("kwargs", Parameter.VAR_KEYWORD)
-    forward.__signature__ = Signature([*known, ignored])  # type: ignore[attr-defined]
+    forward.__signature__ = Signature([*known, ignored])
     port = StatePort()
     port.states = RecurrentStates()
     port.states.begin([Piece(sequence_id=0, start=0, num_tokens=3)])

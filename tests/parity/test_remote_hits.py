@@ -58,7 +58,7 @@ def drained(house: House) -> RemoteTier:
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2", "deepseek_v4"])
-def test_the_second_servers_first_request_hits_remotely(model: str, server: Build) -> None:
+def test_the_second_servers_first_request_hits_remotely(model, server):
     """Its answer equals a computed one, and the loaded blocks go on to its own disk, also those
     that are loaded without their windows."""
     one, two = server("one", model=model), server("two", model=model)
@@ -83,7 +83,7 @@ def test_the_second_servers_first_request_hits_remotely(model: str, server: Buil
     assert not drained(two).stats().faults
 
 
-def test_by_default_blocks_hit_twice_are_shared(server: Build) -> None:
+def test_by_default_blocks_hit_twice_are_shared(server):
     """One use shares nothing; the second hit does, from whichever tier it comes."""
     one, two = server("one", RemoteWrites.REUSED), server("two", RemoteWrites.REUSED)
     prompt, other = prompts_over(tiny_model("llama"), 2)

@@ -69,7 +69,7 @@ def answer(
     return generated
 
 
-def test_its_weights_are_kept_in_the_bits_of_the_file(loaded: LoadedModel) -> None:
+def test_its_weights_are_kept_in_the_bits_of_the_file(loaded):
     assert loaded.operators is not None
     if loaded.operators.loaded is None:
         pytest.skip("there are no compiled operators here")
@@ -78,9 +78,7 @@ def test_its_weights_are_kept_in_the_bits_of_the_file(loaded: LoadedModel) -> No
     assert sum(each._packed.nbytes for each in packed) < 112 << 20
 
 
-def test_it_is_converted_once(
-    loaded: LoadedModel, cache_dir: Path, stages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_converted_once(loaded, cache_dir, stages, monkeypatch):
     assert "dequantising the weights" in stages
 
     def find(layer: NarrowLinear, weight: torch.Tensor) -> torch.Tensor:
@@ -108,7 +106,7 @@ def test_it_is_converted_once(
             assert torch.equal(layer.stored, other.stored) and layer.chain == other.chain
 
 
-def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
+def test_its_tokenizer_is_the_models_own(loaded):
     """What transformers' GGUF conversion gets wrong: EOS, the BOS, the digit split."""
     tokenizer = loaded.tokenizer
     assert loaded.eos_token_ids == {EOS}
@@ -128,7 +126,7 @@ def test_its_tokenizer_is_the_models_own(loaded: LoadedModel) -> None:
     )
 
 
-def test_paris_cold_and_after_a_hit(loaded: LoadedModel) -> None:
+def test_paris_cold_and_after_a_hit(loaded):
     question = [{"role": "user", "content": "What is the capital of France?"}]
     text = loaded.tokenizer.render(question)
     prompt = np.array(loaded.tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -140,9 +138,7 @@ def test_paris_cold_and_after_a_hit(loaded: LoadedModel) -> None:
     assert answer(runner, 2, prompt, computed=32) == cold
 
 
-def test_a_random_adapter_computes_what_it_does_in_peft(
-    loaded: LoadedModel, cache_dir: Path, tmp_path: Path
-) -> None:
+def test_a_random_adapter_computes_what_it_does_in_peft(loaded, cache_dir, tmp_path):
     """Logits of a prompt and greedy tokens, alone and in a step with the model's own rows."""
     from peft import PeftModel
 

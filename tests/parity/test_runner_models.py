@@ -89,16 +89,14 @@ def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = Non
 
 
 @pytest.mark.parametrize("attention", [ReferenceAttention, None], ids=["reference", "fast"])
-def test_tokens_are_those_of_transformers(
-    loaded: LoadedModel, attention: type[ReferenceAttention] | None
-) -> None:
+def test_tokens_are_those_of_transformers(loaded, attention):
     tokens = prompt(70)
     sequence = Sequence(1, tokens, 0)
     generate(runner(loaded, attention), [sequence])
     assert sequence.generated == stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
 
 
-def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded: LoadedModel) -> None:
+def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded):
     tokens = prompt(4 * BLOCK)
     pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
     model = ModelRunner(loaded, pool)
@@ -111,7 +109,7 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded: Loa
     assert torch.equal(pool.nan_to_num(), before.nan_to_num())
 
 
-def test_only_asked_for_spans_get_a_token(loaded: LoadedModel) -> None:
+def test_only_asked_for_spans_get_a_token(loaded):
     tokens = prompt(2 * BLOCK)
     table = list(range(4))
     first = Span(1, tokens[:BLOCK], 0, table, False, GREEDY)
@@ -120,13 +118,13 @@ def test_only_asked_for_spans_get_a_token(loaded: LoadedModel) -> None:
     assert model.step(Batch([])) == []
 
 
-def test_warming_up_writes_nothing(loaded: LoadedModel) -> None:
+def test_warming_up_writes_nothing(loaded):
     pool = new_pool(loaded, 2, BLOCK)
     ModelRunner(loaded, pool).warm_up()
     assert pool.isnan().all()
 
 
-def test_a_prefix_that_a_short_prompt_left_serves_a_long_one() -> None:
+def test_a_prefix_that_a_short_prompt_left_serves_a_long_one():
     """LongRoPE's border lies at 64: the prefix ends before it, what continues it ends beyond."""
     loaded = tiny_model("phi3")
     tokens = prompt(90)
@@ -142,7 +140,7 @@ def test_a_prefix_that_a_short_prompt_left_serves_a_long_one() -> None:
     assert hit.generated == cold.generated == stock_tokens("phi3", tokens)
 
 
-def test_the_table_is_part_of_the_weights_digest() -> None:
+def test_the_table_is_part_of_the_weights_digest():
     """KV that an earlier release kept was turned by either table; it must not be found."""
     digests = {tiny_model(name).weights_digest for name in ("llama", "phi3")}
     assert xxhash.xxh3_128_digest(b"tiny-llama-0") in digests
@@ -150,9 +148,7 @@ def test_the_table_is_part_of_the_weights_digest() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_bfloat16_on_a_cpu_is_packed_attends_fast_and_is_the_same_in_any_company(
-    architecture: str,
-) -> None:
+def test_bfloat16_on_a_cpu_is_packed_attends_fast_and_is_the_same_in_any_company(architecture):
     loaded = tiny_model(architecture, dtype="bfloat16")
     packed = [module for module in loaded.model.modules() if isinstance(module, PackedLinear)]
     assert bool(packed) == has_bfloat16()

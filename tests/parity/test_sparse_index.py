@@ -7,8 +7,6 @@ import logging
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import torch
 from engine.attention.base import (
     AttentionCall,
     AttentionOptions,
-    PagedAttention,
     ReferenceAttention,
 )
 from engine.attention.cpu import CpuAttention
@@ -50,9 +47,7 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
     return architectures.served(request.param)
 
 
-def test_prompts_of_every_length_answer_as_transformers_does(
-    loaded: LoadedModel, tmp_path: Path
-) -> None:
+def test_prompts_of_every_length_answer_as_transformers_does(loaded, tmp_path):
     """Around the number of keys that the index picks, and around blocks: cold and from a hit."""
     top_k = loaded.model.config.index_topk
     tokens = prompt(6 * BLOCK, seed=5)
@@ -64,7 +59,7 @@ def test_prompts_of_every_length_answer_as_transformers_does(
                 assert expected == answer
 
 
-def test_index_keys_are_a_part_of_every_block() -> None:
+def test_index_keys_are_a_part_of_every_block():
     """Of three layers, the second takes what the first one's index picked, and has no keys."""
     layout = architectures.served("glm_moe_dsa").layout(BLOCK)
     assert [None, None, None, 20, 20] == [layer.picks for layer in layout.layers]
@@ -81,7 +76,7 @@ def index_rows(num_tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, 
     return query, weights, torch.randn(num_tokens, INDEX_DIM, generator=generator)
 
 
-def test_the_best_keys_are_picked_whatever_is_picked_beside() -> None:
+def test_the_best_keys_are_picked_whatever_is_picked_beside():
     """Whole, in two pieces and one by one; as sorting the scores of each query's own keys does."""
     query, weights, key = index_rows(300, seed=1)
     expected = []
@@ -96,7 +91,7 @@ def test_the_best_keys_are_picked_whatever_is_picked_beside() -> None:
         assert torch.equal(torch.stack(expected), torch.cat(actual))
 
 
-def test_of_equal_scores_the_first_keys_are_picked_in_rows_of_any_length() -> None:
+def test_of_equal_scores_the_first_keys_are_picked_in_rows_of_any_length():
     """All keys alike, then all but two. `topk` would pick others in a longer row."""
     query, weights, _ = index_rows(200, seed=2)
     query, weights = query.abs(), weights.abs()
@@ -111,7 +106,7 @@ def test_of_equal_scores_the_first_keys_are_picked_in_rows_of_any_length() -> No
     assert [[0, 1, 2, 3, 20, 40]] * 100 == chosen.tolist()
 
 
-def test_scores_that_are_not_numbers_pick_keys_all_the_same() -> None:
+def test_scores_that_are_not_numbers_pick_keys_all_the_same():
     """The answer is not a number either, which is a fault of its sequence alone."""
     query, weights, key = index_rows(40, seed=3)
     query[30] = torch.nan
@@ -164,7 +159,7 @@ def attended(
 
 
 @pytest.mark.parametrize("kind", [ReferenceAttention, CpuAttention])
-def test_any_cut_into_steps_attends_to_what_was_picked(kind: type[PagedAttention]) -> None:
+def test_any_cut_into_steps_attends_to_what_was_picked(kind):
     """Alone, in chunks on both sides of the border, beside another, and a last token again."""
     generator = torch.Generator().manual_seed(4)
     query = torch.randn(TOKENS, HEADS, DIM, generator=generator)
@@ -174,7 +169,7 @@ def test_any_cut_into_steps_attends_to_what_was_picked(kind: type[PagedAttention
     for cuts in ([TOKENS], [4, TOKENS], [TOP_K, TOKENS], [9, 10, TOKENS], range(1, TOKENS + 1)):
         pool = DevicePool(BlockLayout(LAYERS, 4, "float32"), 12)
         pool.tensor.fill_(torch.nan)
-        attention = SparseAttention(kind(pool.tensor, LAYERS), pool.tensor, LAYERS)  # type: ignore[call-arg]
+        attention = SparseAttention(kind(pool.tensor, LAYERS), pool.tensor, LAYERS)
         for start, end in zip([0, *cuts], cuts, strict=False):
             count = end - start
             spans = [span(0, start, count), span(1, start, count)]
@@ -200,7 +195,7 @@ class PoolingIndex(torch.nn.Module):
         raise AssertionError
 
 
-def test_an_index_of_another_kind_is_refused_by_name() -> None:
+def test_an_index_of_another_kind_is_refused_by_name():
     model = architectures.stock("deepseek_v32")
     layer = model.model.layers[0].self_attn
     whole = layer.indexer.forward
@@ -210,7 +205,7 @@ def test_an_index_of_another_kind_is_refused_by_name() -> None:
         prepare(model)
 
 
-def test_an_index_over_keys_of_heads_is_refused_by_name() -> None:
+def test_an_index_over_keys_of_heads_is_refused_by_name():
     model = architectures.stock("llama")
     model.model.layers[1].self_attn.indexer = PoolingIndex()
     with pytest.raises(ModelError, match="PoolingIndex does not pick single latents"):
@@ -232,9 +227,7 @@ def test_an_index_over_keys_of_heads_is_refused_by_name() -> None:
         ),
     ],
 )
-def test_an_index_that_picks_groups_of_tokens_is_refused_by_name(
-    model_type: str, own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_index_that_picks_groups_of_tokens_is_refused_by_name(model_type, own, monkeypatch):
     known = {**architectures.ARCHITECTURES, model_type: (model_type, own)}
     monkeypatch.setattr(architectures, "ARCHITECTURES", known)
     with pytest.raises(ModelError, match="does not pick single latents") as refused:
@@ -256,9 +249,7 @@ class Unfitting(ReferenceAttention):
         self.in_place = False
 
 
-def test_a_kernel_that_does_not_fit_is_given_up_by_every_attention_of_a_model(
-    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_does_not_fit_is_given_up_by_every_attention_of_a_model(loaded, monkeypatch):
     """dots3.note has one for the layers with an index and one for those with a window."""
     picked_ones: list[Unfitting] = []
 

@@ -39,14 +39,14 @@ def house(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[House]:
     house.close()
 
 
-def test_of_a_long_prefix_the_last_states_alone_are_needed() -> None:
+def test_of_a_long_prefix_the_last_states_alone_are_needed():
     layout = architectures.served("lfm2").layout(BLOCK)
     states = 3 * WIDTH * 64 * 4  # three layers, three rows of 64 numbers, whatever the block size
     assert (1, True) == (layout.reach, layout.has_states)
     assert layout.nbytes - states == layout.lasting_nbytes == BLOCK * 2 * 2 * 16 * 4
 
 
-def test_samples_of_one_prompt_part_within_a_block_and_keep_their_states(house: House) -> None:
+def test_samples_of_one_prompt_part_within_a_block_and_keep_their_states(house):
     """More samples than tokens of a step: the first have gone on when the last begin."""
     tokens = prompt(2 * BLOCK + 5, seed=1)
     [(expected, _)] = house.ask([tokens], cache=False)
@@ -55,7 +55,7 @@ def test_samples_of_one_prompt_part_within_a_block_and_keep_their_states(house: 
         assert expected * (BLOCK + 6) == answers
 
 
-def test_prompts_that_end_anywhere_in_a_block_answer_as_cold(house: House) -> None:
+def test_prompts_that_end_anywhere_in_a_block_answer_as_cold(house):
     """A prefix is taken up where a block ends: never within one, and also right at the end."""
     tokens = prompt(4 * BLOCK, seed=2)
     house.ask([tokens])
@@ -69,9 +69,7 @@ def test_prompts_that_end_anywhere_in_a_block_answer_as_cold(house: House) -> No
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v4"])
-def test_a_step_that_fails_leaves_the_states_as_they_were(
-    model_type: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_leaves_the_states_as_they_were(model_type, late, tmp_path, monkeypatch):
     """Recurrent ones, and the rows of open entries. It is tried again, one sequence at a time,
     whether it failed before its end or after."""
     asked = [prompt(3 * BLOCK + 5, seed=1), prompt(BLOCK, seed=2)]
@@ -101,9 +99,7 @@ def test_a_step_that_fails_leaves_the_states_as_they_were(
         ("deepseek_v4", ["q_b_proj", "kv_proj", "gate_proj", "weights_proj", "o_b_proj"]),
     ],
 )
-def test_a_sequence_answers_with_its_own_adapter_beside_others(
-    model_type: str, targets: list[str], tmp_path: Path
-) -> None:
+def test_a_sequence_answers_with_its_own_adapter_beside_others(model_type, targets, tmp_path):
     """Its adapter updates the layers of recurrent modules, of compressors and of an index too."""
     loaded = architectures.served(model_type)
     for number in range(2):
@@ -133,7 +129,7 @@ def span(start: int, count: int, *, write_kv: bool = True) -> Span:
     return Span(1, tokens, start, [2, 0, 1], False, params, write_kv=write_kv)
 
 
-def test_a_state_is_what_the_last_finished_step_left() -> None:
+def test_a_state_is_what_the_last_finished_step_left():
     """Any cut into steps recalls what one step does; a step that failed leaves nothing."""
     layout = BlockLayout(LAYERS, 4, "float32")
     rows = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
@@ -156,7 +152,7 @@ def test_a_state_is_what_the_last_finished_step_left() -> None:
         states.finish()
 
 
-def test_rows_of_a_block_are_copied_with_its_state() -> None:
+def test_rows_of_a_block_are_copied_with_its_state():
     pool = DevicePool(BlockLayout(LAYERS, 4, "float32"), 2)
     pool.tensor.copy_(torch.rand(pool.tensor.shape))
     pool.copy_rows(0, 1, 4)

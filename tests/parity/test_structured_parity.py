@@ -77,7 +77,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=200)
     ],
     ids=["greedy", "seeded, n=3", "penalised", "min_tokens", "ignore_eos"],
 )
-def test_an_answer_is_the_same_with_and_without_jump_forward(params: SamplingParams) -> None:
+def test_an_answer_is_the_same_with_and_without_jump_forward(params):
     plain, jumping = House(jump=False), House(jump=True)
     expected = plain.told(params)
     assert expected == jumping.told(params)
@@ -92,7 +92,7 @@ def test_an_answer_is_the_same_with_and_without_jump_forward(params: SamplingPar
     assert jumping.engine.stats().num_steps < plain.engine.stats().num_steps
 
 
-def test_chunks_preemption_and_small_pools_change_nothing() -> None:
+def test_chunks_preemption_and_small_pools_change_nothing():
     expected = House(jump=False).told(GREEDY)
     assert expected == House(jump=True, step_tokens=BLOCK).told(GREEDY)
     crowded = House(jump=True, blocks=14)
@@ -102,7 +102,7 @@ def test_chunks_preemption_and_small_pools_change_nothing() -> None:
         assert expected[str(int(name) % 2), index] == answer
 
 
-def test_the_length_ends_a_forced_run_where_it_is_reached() -> None:
+def test_the_length_ends_a_forced_run_where_it_is_reached():
     house = House(jump=True)
     for limit in (1, 5, 20):
         answers = house.told(SamplingParams(temperature=0, max_tokens=limit))
@@ -110,7 +110,7 @@ def test_the_length_ends_a_forced_run_where_it_is_reached() -> None:
             assert (limit, FinishReason.LENGTH) == (len(tokens), finish)
 
 
-def test_logprobs_are_of_every_token_and_so_nothing_is_jumped() -> None:
+def test_logprobs_are_of_every_token_and_so_nothing_is_jumped():
     house = House(jump=True)
     expected = house.told(GREEDY)
     params = SamplingParams(temperature=0, max_tokens=200, logprobs=1)

@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,9 +86,7 @@ def check_kv(pools: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_and_kv_are_those_of_the_models_own_forward(
-    architecture: str, fused: bool, operators: Operators
-) -> None:
+def test_logits_and_kv_are_those_of_the_models_own_forward(architecture, fused, operators):
     loaded = tiny_model(architecture)
     own, traced, pools = two_runners(loaded)
     traced._traced = TracedForward(loaded.model, fused=fused)
@@ -100,7 +97,7 @@ def test_logits_and_kv_are_those_of_the_models_own_forward(
     check_kv(pools)
 
 
-def test_the_default_path_of_a_warm_runner_is_the_recorded_one() -> None:
+def test_the_default_path_of_a_warm_runner_is_the_recorded_one():
     loaded = tiny_model("llama")
     warm = runner(loaded)
     warm.warm_up()
@@ -111,7 +108,7 @@ def test_the_default_path_of_a_warm_runner_is_the_recorded_one() -> None:
         assert told[0] == told[1]
 
 
-def test_recording_unpacks_no_weight() -> None:
+def test_recording_unpacks_no_weight():
     """A plain copy of each would hold the whole model in memory a second time."""
     model = tiny_model("llama").model
     assert trace(model) is not None
@@ -119,11 +116,11 @@ def test_recording_unpacks_no_weight() -> None:
     assert packed and all(each._plain is None for each in packed)
 
 
-def test_recording_warns_of_no_loss() -> None:
+def test_recording_warns_of_no_loss():
     """At each start it would say that a loss is missing from the model's config."""
     said: list[logging.LogRecord] = []
     asked, handler = logging.getLogger("transformers.modeling_utils"), logging.Handler()
-    handler.emit = said.append  # type: ignore[method-assign]
+    handler.emit = said.append
     transformers_logging.warning_once.cache_clear()
     asked.addHandler(handler)
     try:
@@ -133,7 +130,7 @@ def test_recording_warns_of_no_loss() -> None:
     assert said == []
 
 
-def test_a_context_shorter_than_the_check_is_not_recorded() -> None:
+def test_a_context_shorter_than_the_check_is_not_recorded():
     """Of learned positions there are no more than the context has."""
     config = GPT2Config(vocab_size=VOCAB_SIZE, n_embd=64, n_layer=2, n_head=4, n_positions=32)
     stock = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -158,7 +155,7 @@ def computed(warm: ModelRunner, *cuts: int) -> None:
     warm.forget(1)
 
 
-def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators: Operators) -> None:
+def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators):
     """torch divides an activation among its threads, here 501 rows of 96 numbers, and computes the
     last numbers of each share by another function. An operator does not."""
     loaded, before = replace(tiny_model("llama"), operators=operators), torch.get_num_threads()
@@ -181,9 +178,7 @@ def test_chunks_that_sample_nothing_do_not_depend_on_threads(operators: Operator
         ("starcoder2", False),
     ],
 )
-def test_operators_activate_each_row_alone(
-    architecture: str, by_row: bool, operators: Operators
-) -> None:
+def test_operators_activate_each_row_alone(architecture, by_row, operators):
     """The second model divides its logits, the fourth caps them, and the next two have calls that
     change no number, or choose a table. The last one's activation is another than an operator's."""
     loaded = architectures.served(architecture)
@@ -228,7 +223,7 @@ def narrow_model(operators: Operators, *, width: int = 96, **fields: Any) -> Loa
     )
 
 
-def test_operators_are_not_compared_with_what_threads_divide(operators: Operators) -> None:
+def test_operators_are_not_compared_with_what_threads_divide(operators):
     """Of 37 rows of 1,792 gates, torch gives three threads shares that end within its vectors."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -243,9 +238,7 @@ def test_operators_are_not_compared_with_what_threads_divide(operators: Operator
         torch.set_num_threads(before)
 
 
-def test_one_row_alone_has_the_bits_that_it_has_beside_another(
-    narrow: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_row_alone_has_the_bits_that_it_has_beside_another(narrow, monkeypatch):
     alone, beside, pools = two_runners(narrow)
     for each in (alone, beside):
         each.record()
@@ -265,7 +258,7 @@ def test_one_row_alone_has_the_bits_that_it_has_beside_another(
 
 
 @pytest.mark.parametrize("dim", [192, 256, 512])
-def test_wide_heads_have_the_bits_of_the_models_own_forward(dim: int, operators: Operators) -> None:
+def test_wide_heads_have_the_bits_of_the_models_own_forward(dim, operators):
     """Whether the operator attends them or not, which depends on the processor."""
     own, fused, pools = two_runners(narrow_model(operators, head_dim=dim))
     fused.record()
@@ -273,7 +266,7 @@ def test_wide_heads_have_the_bits_of_the_models_own_forward(dim: int, operators:
     check_kv(pools)
 
 
-def test_packed_layers_compute_two_rows_at_least(operators: Operators) -> None:
+def test_packed_layers_compute_two_rows_at_least(operators):
     packed = runner(replace(tiny_model("llama"), operators=operators))
     packed.record()
     assert packed.activates_by_row
@@ -281,7 +274,7 @@ def test_packed_layers_compute_two_rows_at_least(operators: Operators) -> None:
     assert packed._fewest([span(1, 0, 1, 0)]) == 2
 
 
-def test_a_row_of_an_adapter_is_computed_with_another(narrow: LoadedModel) -> None:
+def test_a_row_of_an_adapter_is_computed_with_another(narrow):
     """Its updates are packed layers."""
     warm = runner(narrow)
     warm.record()
@@ -289,9 +282,7 @@ def test_a_row_of_an_adapter_is_computed_with_another(narrow: LoadedModel) -> No
     assert warm._fewest([span(1, 0, 1, 0), span(2, 0, 1, 10, adapter="any")]) == 2
 
 
-def test_one_row_that_differs_is_computed_with_another(
-    narrow: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_row_that_differs_is_computed_with_another(narrow, monkeypatch):
     own = TracedForward._run
 
     def run(traced: TracedForward, *given: Any) -> Any:
@@ -302,7 +293,7 @@ def test_one_row_that_differs_is_computed_with_another(
     assert not TracedForward(narrow.model, fused=True).computes_one_row
 
 
-def test_no_step_of_a_warm_runner_is_computed_by_the_models_own_layers() -> None:
+def test_no_step_of_a_warm_runner_is_computed_by_the_models_own_layers():
     """Neither chunks that sample nothing nor prompts with log-probabilities."""
     loaded = tiny_model("llama")
     own, warm = runner(loaded), runner(loaded)
@@ -325,7 +316,7 @@ class Burning(Exception):
     """What goes wrong in one layer."""
 
 
-def test_an_error_in_attention_comes_out_as_it_is() -> None:
+def test_an_error_in_attention_comes_out_as_it_is():
     """Not as TorchScript's, whose message is pages of paths; and the next step serves."""
     loaded = tiny_model("llama")
     warm = runner(loaded)
@@ -347,7 +338,7 @@ def test_an_error_in_attention_comes_out_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_step_with_working_copies_does_not_return_to_python(architecture: str) -> None:
+def test_a_step_with_working_copies_does_not_return_to_python(architecture):
     loaded = tiny_model(architecture)
     own, warm, _ = two_runners(loaded)
     warm._traced = TracedForward(loaded.model)
@@ -360,7 +351,7 @@ def test_a_step_with_working_copies_does_not_return_to_python(architecture: str)
         check_logits(own, warm)
 
 
-def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_not() -> None:
+def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_not():
     loaded = tiny_model("llama")
     own, warm = runner(loaded), runner(loaded)
     warm._traced, seen = TracedForward(loaded.model), 0
@@ -382,7 +373,7 @@ def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_no
             assert (seen > before) == bool(number % 2)
 
 
-def test_an_error_in_the_graph_is_said_in_a_line() -> None:
+def test_an_error_in_the_graph_is_said_in_a_line():
     warm = runner(tiny_model("llama"))
     warm.warm_up()
     assert warm._traced is not None
@@ -397,7 +388,7 @@ def test_an_error_in_the_graph_is_said_in_a_line() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
+def test_a_step_with_an_adapter_is_computed_with_it(tmp_path):
     loaded = tiny_model("llama")
     plain, traced = runner(loaded), runner(loaded)
     traced._traced = TracedForward(loaded.model)
@@ -413,9 +404,7 @@ def test_a_step_with_an_adapter_is_computed_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "jetmoe", "longcat_flash"])
-def test_a_model_that_keeps_states_or_branches_on_tensors_is_not_recorded(
-    model_type: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_keeps_states_or_branches_on_tensors_is_not_recorded(model_type, caplog):
     caplog.set_level(logging.INFO)
     assert trace(architectures.served(model_type).model) is None
     assert "is not recorded" in caplog.text
@@ -443,15 +432,13 @@ class Counting(nn.Module):
         return output
 
 
-def test_a_graph_that_gives_other_bits_is_refused() -> None:
+def test_a_graph_that_gives_other_bits_is_refused():
     model = Counting(tiny_model("llama").model)
     with pytest.raises(Untraceable, match="the logits of 2 tokens are others"):
         TracedForward(model)
 
 
-def test_operators_take_the_place_of_every_norm_rotation_and_activation(
-    operators: Operators, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_operators_take_the_place_of_every_norm_rotation_and_activation(operators, caplog):
     with caplog.at_level(logging.INFO):
         traced = trace(tiny_model("llama").model, fused=True)
     assert traced is not None
@@ -463,7 +450,7 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(
     assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
 
 
-def test_norms_of_heads_that_lie_apart_are_taken_too(operators: Operators) -> None:
+def test_norms_of_heads_that_lie_apart_are_taken_too(operators):
     """Gemma 3 turns heads before their norms, of which each layer has six in all."""
     kinds = _kinds(TracedForward(architectures.served("gemma3_text").model, fused=True))
     assert (6 * 2 + 1, 0) == (kinds["cachesvc::norm"], kinds["aten::rsqrt"])
@@ -473,15 +460,13 @@ def test_norms_of_heads_that_lie_apart_are_taken_too(operators: Operators) -> No
     ("architecture", "name", "by_torch"),
     [("gemma3_text", "gelu_mul", "aten::gelu"), ("phi3", "silu_mul", "aten::silu")],
 )
-def test_gates_of_other_models_are_taken_too(
-    architecture: str, name: str, by_torch: str, operators: Operators
-) -> None:
+def test_gates_of_other_models_are_taken_too(architecture, name, by_torch, operators):
     """GELU's approximation; and gates that lie apart, by which their factors are multiplied."""
     kinds = _kinds(TracedForward(architectures.served(architecture).model, fused=True))
     assert (2, 0) == (kinds[f"cachesvc::{name}"], kinds[by_torch])
 
 
-def test_gelu_itself_is_left_to_torch(operators: Operators) -> None:
+def test_gelu_itself_is_left_to_torch(operators):
     traced = TracedForward(narrow_model(operators, hidden_act="gelu").model, fused=True)
     kinds = _kinds(traced)
     assert (3, 7) == (kinds["aten::gelu"], kinds["cachesvc::norm"])
@@ -493,9 +478,7 @@ def _kinds(traced: TracedForward) -> Counter[str]:
     return Counter(node.kind() for node in traced._graph.graph.nodes())
 
 
-def test_operators_that_give_other_bits_are_not_used(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_operators_that_give_other_bits_are_not_used(operators, monkeypatch, caplog):
     pattern, replacement = fusing._PATTERNS["norm"]
     norm = "%normed = cachesvc::norm(%x, %eps)"
     other = pattern, replacement.replace(norm, "%normed = aten::mul(%x, %eps)")
@@ -505,9 +488,7 @@ def test_operators_that_give_other_bits_are_not_used(
     assert "the compiled operators are not used: the logits of 2 tokens are others" in caplog.text
 
 
-def test_activations_that_end_within_torchs_vectors_are_left_to_it(
-    operators: Operators, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_that_end_within_torchs_vectors_are_left_to_it(operators, monkeypatch):
     """Rows of 96 numbers, and vectors of 64."""
     monkeypatch.setattr(fusing, "_VECTORS", 64)
     kinds = _kinds(TracedForward(tiny_model("llama").model, fused=True))

@@ -127,9 +127,7 @@ def needed(house: House, num_blocks: int) -> int:
     return whole * layout.nbytes + (num_blocks - whole) * layout.lasting_nbytes
 
 
-def test_a_long_hit_moves_its_last_windows_alone_and_answers_as_cold(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_a_long_hit_moves_its_last_windows_alone_and_answers_as_cold(loaded, open_house):
     house = open_house(loaded)
     layout = house.cache.layout
     assert 2 == layout.reach
@@ -158,9 +156,7 @@ def test_a_long_hit_moves_its_last_windows_alone_and_answers_as_cold(
     assert [cold] * 5 == [*answers, answer, restarted]
 
 
-def test_a_shorter_prefix_fetches_the_windows_that_a_longer_one_left_behind(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_a_shorter_prefix_fetches_the_windows_that_a_longer_one_left_behind(loaded, open_house):
     house = open_house(loaded)
     [(expected, _)] = house.ask([SHORT], cache=False)
     house.ask([LONG])
@@ -177,9 +173,7 @@ def test_a_shorter_prefix_fetches_the_windows_that_a_longer_one_left_behind(
         assert windows == moved(house)[DISK_TO_HOST] - before[DISK_TO_HOST]
 
 
-def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(loaded, open_house):
     house = open_house(loaded)
     [(expected, _)] = house.ask([SHORT], cache=False)
     house.ask([LONG])
@@ -201,9 +195,7 @@ def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(
     assert (NUM_BLOCKS * BLOCK) == counts.hit_device
 
 
-def test_long_and_short_prefixes_at_once_answer_as_alone(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_long_and_short_prefixes_at_once_answer_as_alone(loaded, open_house):
     house = open_house(loaded, share_tails=True)
     asked = [LONG, SHORT, LONG[: 15 * BLOCK] + prompt(9, seed=2), LONG[: 5 * BLOCK + 1]]
     expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
@@ -215,9 +207,7 @@ def test_long_and_short_prefixes_at_once_answer_as_alone(
         sink(house, to_disk=True)
 
 
-def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(loaded, open_house):
     """Window parts leave one by one, at random; hits are the longest possible, answers as cold."""
     house = open_house(loaded)
     disk, reach = house.cache.disk, house.cache.layout.reach
@@ -248,9 +238,7 @@ def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(
     assert partial
 
 
-def test_blocks_in_memory_end_where_their_windows_are_below(
-    loaded: LoadedModel, open_house: Callable[..., House], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_in_memory_end_where_their_windows_are_below(loaded, open_house, monkeypatch):
     """Blocks without windows in memory, and a hole among their windows on disk."""
     house = open_house(loaded)
     disk, reach = house.cache.disk, house.cache.layout.reach
@@ -276,8 +264,8 @@ def test_blocks_in_memory_end_where_their_windows_are_below(
 
 
 def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_computed(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+    loaded, open_house
+):
     house = open_house(loaded)
     disk, reach = house.cache.disk, house.cache.layout.reach
     assert isinstance(disk, DiskTier)
@@ -307,9 +295,7 @@ def test_blocks_without_windows_are_written_and_get_them_back_where_they_are_com
     assert (cold[1], 10 * BLOCK) == (answer, counts.hit_disk)
 
 
-def test_the_host_holds_more_blocks_than_frames_where_windows_are_not_needed(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_the_host_holds_more_blocks_than_frames_where_windows_are_not_needed(loaded, open_house):
     house = open_house(loaded, host_blocks=26)
     assert house.cache.layout.num_lesser > 1
     prompts = [prompt(NUM_BLOCKS * BLOCK + 11, seed=seed) for seed in (3, 4)]
@@ -329,9 +315,7 @@ def test_the_host_holds_more_blocks_than_frames_where_windows_are_not_needed(
     check(house)
 
 
-def test_the_device_holds_more_blocks_than_slots_where_windows_are_not_needed(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_the_device_holds_more_blocks_than_slots_where_windows_are_not_needed(loaded, open_house):
     house = open_house(loaded, device_blocks=36)
     prompts = [prompt(NUM_BLOCKS * BLOCK + 11, seed=seed) for seed in (3, 4)]
     cold = [house.ask([tokens], cache=False)[0][0] for tokens in prompts]
@@ -346,9 +330,7 @@ def test_the_device_holds_more_blocks_than_slots_where_windows_are_not_needed(
     check(house)
 
 
-def test_a_block_gets_its_windows_back_while_another_request_reads_it(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_a_block_gets_its_windows_back_while_another_request_reads_it(loaded, open_house):
     """It moves to a whole slot, and the other's block table follows."""
     house = open_house(loaded, device_blocks=48)
     asked = [LONG + prompt(70, seed=2), SHORT, LONG[: 15 * BLOCK] + prompt(9, seed=3)]
@@ -365,9 +347,7 @@ def test_a_block_gets_its_windows_back_while_another_request_reads_it(
     check(house)
 
 
-def test_windows_that_no_use_needed_leave_the_host_before_any_block(
-    loaded: LoadedModel, open_house: Callable[..., House]
-) -> None:
+def test_windows_that_no_use_needed_leave_the_host_before_any_block(loaded, open_house):
     house = open_house(loaded, host_blocks=42)
     [(cold, _)] = house.ask([LONG], cache=False)
     house.ask([LONG])

@@ -80,7 +80,7 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     fill = WorkingCopies._fill_run
 
-    def watched(self, number, copy, block_table, first, end):  # type: ignore[no-untyped-def]
+    def watched(self, number, copy, block_table, first, end):
         seen.append((first, end))
         fill(self, number, copy, block_table, first, end)
 
@@ -88,7 +88,7 @@ def filled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return seen
 
 
-def test_a_prompt_takes_over_the_copy_of_one_that_ended(filled: list[tuple[int, int]]) -> None:
+def test_a_prompt_takes_over_the_copy_of_one_that_ended(filled):
     pool = Pool(MODELS["plain"])
     pool.check_step([span(1, [0, 1, 2, 3], 40)])
     pool.fast.forget(1)
@@ -97,7 +97,7 @@ def test_a_prompt_takes_over_the_copy_of_one_that_ended(filled: list[tuple[int, 
     assert filled == [(32, 50)]
 
 
-def test_a_slot_with_a_new_owner_is_read_again(filled: list[tuple[int, int]]) -> None:
+def test_a_slot_with_a_new_owner_is_read_again(filled):
     pool = Pool(MODELS["plain"])
     pool.check_step([span(1, [0, 1, 2, 3], 56)])
     pool.fast.forget(1)
@@ -109,7 +109,7 @@ def test_a_slot_with_a_new_owner_is_read_again(filled: list[tuple[int, int]]) ->
     assert filled[1:] == [(0, 17)], "the copy of a running sequence is its own"
 
 
-def test_a_block_that_was_half_full_is_read_again(filled: list[tuple[int, int]]) -> None:
+def test_a_block_that_was_half_full_is_read_again(filled):
     pool = Pool(MODELS["plain"])
     pool.check_step([span(1, [0, 1], 10, 10)])
     pool.fast.forget(1)
@@ -118,7 +118,7 @@ def test_a_block_that_was_half_full_is_read_again(filled: list[tuple[int, int]])
     assert filled == [(16, 40)]
 
 
-def test_rows_behind_a_window_are_read_again() -> None:
+def test_rows_behind_a_window_are_read_again():
     """The first prompt looked at the last 20 positions of its prefix alone."""
     pool = Pool(MODELS["windows"])
     pool.check_step([span(1, [0, 1, 2, 3, 4], 64)])
@@ -126,7 +126,7 @@ def test_rows_behind_a_window_are_read_again() -> None:
     pool.check_step([span(2, [0, 1, 2, 9], 49)])
 
 
-def test_rows_of_a_failed_step_are_not_served() -> None:
+def test_rows_of_a_failed_step_are_not_served():
     pool = Pool(MODELS["plain"])
     pool.check_step([span(1, [0, 1, 2], 40)])
     pool.fast.begin([span(1, [0, 1, 2], 10, 8)])
@@ -138,7 +138,7 @@ def test_rows_of_a_failed_step_are_not_served() -> None:
     pool.check_step([span(2, [0, 1, 2], 36)])
 
 
-def test_a_short_prompt_leaves_a_long_ones_copy_alone() -> None:
+def test_a_short_prompt_leaves_a_long_ones_copy_alone():
     """A system prompt that both begin with is filled for 32 tokens, not lost for 160."""
     pool = Pool(MODELS["plain"])
     pool.check_step([span(1, [*range(12)], 160)])
@@ -149,9 +149,7 @@ def test_a_short_prompt_leaves_a_long_ones_copy_alone() -> None:
 
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("budget", [1 << 24, 1 << 18, 1 << 17], ids=["ample", "scarce", "one"])
-def test_attention_always_sees_the_pools_contents(
-    layers: tuple[LayerLayout, ...], budget: int
-) -> None:
+def test_attention_always_sees_the_pools_contents(layers, budget):
     """Sequences begin with blocks of others, grow, end; slots are handed on as they are free."""
     for seed in range(12):
         torch.manual_seed(seed)
@@ -189,7 +187,7 @@ def test_attention_always_sees_the_pools_contents(
                 lengths[one.sequence_id] += len(one.tokens)
 
 
-def test_copies_lie_apart_and_within_the_budget() -> None:
+def test_copies_lie_apart_and_within_the_budget():
     pool = Pool(MODELS["plain"], 1 << 18)
     copies = pool.copies
     for number in range(6):
@@ -203,7 +201,7 @@ def test_copies_lie_apart_and_within_the_budget() -> None:
 
 
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
-def test_free_memory_in_pieces_serves_a_long_prompt(layers: tuple[LayerLayout, ...]) -> None:
+def test_free_memory_in_pieces_serves_a_long_prompt(layers):
     """Short sequences that lie between ended long ones left no room for a copy in one piece."""
     pool = Pool(layers)
     token_bytes = pool.copies._token_items * torch.float32.itemsize
@@ -223,14 +221,14 @@ def test_free_memory_in_pieces_serves_a_long_prompt(layers: tuple[LayerLayout, .
     pool.check_step([replace(one, start=one.start + 5) for one in (*later, long)])
 
 
-def test_a_system_that_promises_less_memory_gives_fewer_copies() -> None:
+def test_a_system_that_promises_less_memory_gives_fewer_copies():
     """As one without overcommit, or with a limit of address space, does."""
     pool = Pool(MODELS["plain"], budget_bytes=1 << 60)
     assert len(pool.copies._buffer) * 4 < 1 << 60
     pool.check_step([span(1, [0, 1], 20)])
 
 
-def test_without_owners_no_copy_outlives_its_sequence() -> None:
+def test_without_owners_no_copy_outlives_its_sequence():
     kv = KvPool(torch.randn(SLOTS, *BlockLayout(MODELS["plain"], BLOCK, "float32").shape))
     copies = WorkingCopies(kv, budget_bytes=1 << 20)
     one = span(1, [0, 1], 20)
@@ -241,7 +239,7 @@ def test_without_owners_no_copy_outlives_its_sequence() -> None:
     assert (copies._ended, copies._free._ranges) == ({}, [(0, 1 << 18)])
 
 
-def test_a_kept_copy_gives_way_before_a_step_waits_for_fresh_memory() -> None:
+def test_a_kept_copy_gives_way_before_a_step_waits_for_fresh_memory():
     pool = Pool(MODELS["plain"])
     pool.copies.lazy_memory.touch(2 * COPY_BYTES)
     for number in range(4):
@@ -257,16 +255,14 @@ def test_a_kept_copy_gives_way_before_a_step_waits_for_fresh_memory() -> None:
 
 
 @given(st.lists(st.integers(0, 1)), st.lists(st.integers(0, 1)))
-def test_two_prompts_share_their_common_prefix(one: list[int], other: list[int]) -> None:
+def test_two_prompts_share_their_common_prefix(one, other):
     shared = _num_shared(one, other)
     assert one[:shared] == other[:shared]
     assert one[shared : shared + 1] != other[shared : shared + 1] or one == other
 
 
 @given(st.lists(st.integers(1, 30)), st.randoms(use_true_random=False), st.integers(20, 100))
-def test_free_ranges_never_overlap_and_join_again(
-    sizes: list[int], chance: random.Random, limit: int
-) -> None:
+def test_free_ranges_never_overlap_and_join_again(sizes, chance, limit):
     ranges = FreeRanges(100)
     taken: dict[int, int] = {}
     for size in sizes:

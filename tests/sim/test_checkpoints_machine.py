@@ -251,9 +251,7 @@ class World:
 
 
 @pytest.mark.parametrize(("keeps", "hits"), [((), 0), ((13,), 12), ((3,), 0), ((99,), 0)])
-def test_a_prefix_that_is_asked_to_be_kept_hits_at_its_second_sight(
-    keeps: tuple[int, ...], hits: int
-) -> None:
+def test_a_prefix_that_is_asked_to_be_kept_hits_at_its_second_sight(keeps, hits):
     world = World(1, device_blocks=60, slots=12, fault_rate=0.0)
     world.submit(list(range(21)), 1, 1, keeps)
     world.finish()
@@ -263,7 +261,7 @@ def test_a_prefix_that_is_asked_to_be_kept_hits_at_its_second_sight(
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_pin_keeps_the_checkpoint_of_its_prefix(pinned: bool) -> None:
+def test_a_pin_keeps_the_checkpoint_of_its_prefix(pinned):
     world = World(1, device_blocks=26, slots=5, fault_rate=0.0, below=8)
     operations, states = world.cache.operations, world.groups[1].operations
     prompt = list(range(40))
@@ -284,7 +282,7 @@ def test_a_pin_keeps_the_checkpoint_of_its_prefix(pinned: bool) -> None:
     assert [] == states.pins()
 
 
-def test_a_scope_stays_closed_until_its_checkpoints_are_purged_too() -> None:
+def test_a_scope_stays_closed_until_its_checkpoints_are_purged_too():
     world = World(1, device_blocks=26, slots=5, fault_rate=0.0)
     root = CacheScope(layout=LAYOUT.digest()).root()
     world.submit(list(range(20)), 2, 1)
@@ -328,7 +326,7 @@ class Replay:
         return start * BLOCK
 
 
-def test_served_and_replayed_hits_agree() -> None:
+def test_served_and_replayed_hits_agree():
     """Conversations over memory alone."""
     chance, device, slots = random.Random(5), 100, 20
     world = World(1, device, slots, fault_rate=0.0, below=0)
@@ -454,7 +452,7 @@ TestWindowedParts: Any = WindowedParts.TestCase
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_long_life_of_evictions_hits_and_is_exact(seed: int, window: int | None) -> None:
+def test_a_long_life_of_evictions_hits_and_is_exact(seed, window):
     chance = random.Random(seed)
     sizes = chance.choice((26, 60)), chance.choice((4, 12))
     world = World(seed, *sizes, (0.0, 0.2)[seed % 2], window=window)

@@ -163,13 +163,13 @@ def live(seed: int, root: Path, num_steps: int) -> Life:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_short_life(seed: int, tmp_path: Path) -> None:
+def test_a_short_life(seed, tmp_path):
     """A few hundred steps with faults and restarts."""
     life = live(seed, tmp_path / "disk", 400)
     assert life.num_hits > 50
 
 
-def test_ten_capacities(tmp_path: Path) -> None:
+def test_ten_capacities(tmp_path):
     """`du` holds while ten times the capacity is written."""
     life = Life(1000, tmp_path / "disk")
     while life.written_bytes < 10 * life.tier.capacity_bytes:

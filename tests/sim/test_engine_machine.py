@@ -21,7 +21,7 @@ from tiers.policy.admission import WritePolicy
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_each_token_is_computed_once_whichever_client_leaves(seed: int) -> None:
+def test_each_token_is_computed_once_whichever_client_leaves(seed):
     """With room for all and one token to generate, no row that others may read is made twice."""
     chance = random.Random(seed * 6607)
     world = World(
@@ -38,7 +38,7 @@ def test_each_token_is_computed_once_whichever_client_leaves(seed: int) -> None:
     assert life.cancelled
 
 
-def test_requests_are_cancelled_in_every_phase() -> None:
+def test_requests_are_cancelled_in_every_phase():
     """What the lives here draw: without it they would prove less than they say."""
     cancelled: Counter[str] = Counter()
     for seed in range(12):
@@ -49,7 +49,7 @@ def test_requests_are_cancelled_in_every_phase() -> None:
     assert phases == set(cancelled)
 
 
-def test_forced_tokens_change_no_answer_and_save_a_step_each() -> None:
+def test_forced_tokens_change_no_answer_and_save_a_step_each():
     """The same tokens with and without jumping, alone, sampled n times, and preempted."""
     answers, steps = [], []
     for jump_forward in (True, False):
@@ -73,7 +73,7 @@ def test_forced_tokens_change_no_answer_and_save_a_step_each() -> None:
     assert steps[0] < steps[1]
 
 
-def test_each_forced_token_saves_a_decode_step() -> None:
+def test_each_forced_token_saves_a_decode_step():
     """Of one sequence alone, steps and jumped tokens make up the answer."""
     steps = {}
     for jump_forward in (True, False):
@@ -86,7 +86,7 @@ def test_each_forced_token_saves_a_decode_step() -> None:
     assert steps[True] < steps[False]
 
 
-def test_a_grammar_that_allows_nothing_ends_its_request_alone() -> None:
+def test_a_grammar_that_allows_nothing_ends_its_request_alone():
     class Dead(RandomGrammar):
         def begin(self, min_tokens: int) -> RandomState:
             state = RandomState(self.seed)
@@ -101,7 +101,7 @@ def test_a_grammar_that_allows_nothing_ends_its_request_alone() -> None:
     world.check()
 
 
-def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
+def test_requests_that_arrive_together_compute_a_shared_prefix_once():
     """The computed tokens are the unique tokens, whichever request came first."""
     world = World(device_blocks=100)
     prefix = list(range(30))
@@ -112,7 +112,7 @@ def test_requests_that_arrive_together_compute_a_shared_prefix_once() -> None:
     assert world.engine.stats().prompt_tokens_computed == len(prefix) + 8 * 2
 
 
-def test_a_waiter_takes_over_when_the_producer_is_cancelled() -> None:
+def test_a_waiter_takes_over_when_the_producer_is_cancelled():
     world = World(device_blocks=100, step_tokens=8)
     prompt = list(range(40))
     world.submit("first", prompt)
@@ -125,7 +125,7 @@ def test_a_waiter_takes_over_when_the_producer_is_cancelled() -> None:
     assert world.counts("second").hit_device >= 8
 
 
-def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
+def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
     for length in (16, 18):
         world = World(device_blocks=100)
         prompt = list(range(length))
@@ -137,7 +137,7 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing() -> None:
         assert world.counts("warm").miss == 1 and world.counts("warm").hit_device == length - 1
 
 
-def test_a_pool_too_small_for_all_serves_all() -> None:
+def test_a_pool_too_small_for_all_serves_all():
     world = World(device_blocks=14, host_blocks=16, max_running=6)
     for number in range(12):
         world.submit(f"r{number}", [number] * 20, max_tokens=10)
@@ -145,7 +145,7 @@ def test_a_pool_too_small_for_all_serves_all() -> None:
     assert world.engine.stats().num_preemptions > 0
 
 
-def test_hits_come_from_each_tier_and_are_counted_there() -> None:
+def test_hits_come_from_each_tier_and_are_counted_there():
     """The same prompt from the device, then from the host, then from the disk."""
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
     prompt = [*range(20), 7]
@@ -163,7 +163,7 @@ def test_hits_come_from_each_tier_and_are_counted_there() -> None:
     world.check()
 
 
-def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together() -> None:
+def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together():
     """One brings the shared block up; the others wait for it, and still load what follows it."""
     write_through = WritePolicy.WRITE_THROUGH
     world = World(device_blocks=60, disk_blocks=500, write_policy=write_through)
@@ -179,7 +179,7 @@ def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together(
         assert world.counts(f"warm{number}").hit_disk >= 3 * BLOCK
 
 
-def test_generated_tokens_are_cached_as_well_as_prompts() -> None:
+def test_generated_tokens_are_cached_as_well_as_prompts():
     """Turn two of a chat brings the first answer back; only what is new is computed."""
     world = World(device_blocks=100)
     prompt = list(range(10))
@@ -191,7 +191,7 @@ def test_generated_tokens_are_cached_as_well_as_prompts() -> None:
     assert world.counts("turn2").hit_device == len(prompt) + len(answer) - 1
 
 
-def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weak_hash_costs_hits_and_never_an_answer(monkeypatch):
     """Five keys for all blocks of one kind: what has the same key and other tokens is a miss."""
 
     def weak(data: bytes) -> bytes:
@@ -228,9 +228,7 @@ TAILED = list(range(2 * BLOCK + 2))
         pytest.param([*TAILED[:-1], 33, 34], 2, 1, id="the beginning matches: copied"),
     ],
 )
-def test_a_tail_is_taken_as_far_as_it_matches(
-    prompt: list[int], computed: int, blocks: int
-) -> None:
+def test_a_tail_is_taken_as_far_as_it_matches(prompt, computed, blocks):
     world, _ = _tail_world()
     before, free = world.runner.computed, world.cache.pool.num_free
     counts = world.ask("next", prompt, max_tokens=1)
@@ -240,7 +238,7 @@ def test_a_tail_is_taken_as_far_as_it_matches(
     world.check()
 
 
-def test_tail_still_being_computed_is_waited_for() -> None:
+def test_tail_still_being_computed_is_waited_for():
     world = World(device_blocks=100, step_tokens=8)
     prompt = list(range(2 * BLOCK + 2))
     for name in ("a", "b", "c"):
@@ -249,7 +247,7 @@ def test_tail_still_being_computed_is_waited_for() -> None:
     assert world.runner.computed == len(prompt)
 
 
-def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
+def test_tail_shared_by_two_at_once_is_copied_before_both_append():
     """They answer differently from the same tail on, each in a block of its own."""
     world, prompt = _tail_world()
     world.submit("x", prompt, max_tokens=6, seed=1)
@@ -260,7 +258,7 @@ def test_tail_shared_by_two_at_once_is_copied_before_both_append() -> None:
     assert world.counts("x").miss == world.counts("y").miss == 1
 
 
-def test_a_computed_tail_is_not_waited_for_while_its_request_runs() -> None:
+def test_a_computed_tail_is_not_waited_for_while_its_request_runs():
     world = World(device_blocks=100)
     prompt = list(range(2 * BLOCK + 1))
     world.submit("long", prompt, max_tokens=12)
@@ -271,7 +269,7 @@ def test_a_computed_tail_is_not_waited_for_while_its_request_runs() -> None:
     world.check()
 
 
-def test_tail_candidates_of_one_prefix_are_few_and_none_says_what_another_does() -> None:
+def test_tail_candidates_of_one_prefix_are_few_and_none_says_what_another_does():
     world = World(device_blocks=100)
     prefix = list(range(2 * BLOCK))
     for length in (1, 2, 3):
@@ -292,7 +290,7 @@ def test_tail_candidates_of_one_prefix_are_few_and_none_says_what_another_does()
     world.check()
 
 
-def test_tail_of_a_block_that_is_still_loading_is_computed() -> None:
+def test_tail_of_a_block_that_is_still_loading_is_computed():
     """Two reads bring the whole prompt up, and the second is slow; a shorter prompt ends in it."""
     world = World(device_blocks=100, write_policy=WritePolicy.WRITE_THROUGH)
     prompt = list(range(6 * BLOCK + 1))
@@ -313,9 +311,7 @@ def test_tail_of_a_block_that_is_still_loading_is_computed() -> None:
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 3])
 @pytest.mark.parametrize("place", [6, 8, 9])
-def test_equal_placeholders_of_other_pictures_do_not_meet(
-    place: int, max_tokens: int, together: bool
-) -> None:
+def test_equal_placeholders_of_other_pictures_do_not_meet(place, max_tokens, together):
     """In full blocks and in tails, one after another and at once; each finds its own again."""
     prompt = [*range(place), *[PLACEHOLDER] * 8]
     world = World(device_blocks=100)
@@ -333,7 +329,7 @@ def test_equal_placeholders_of_other_pictures_do_not_meet(
         assert world.counts(f"{name}8 again").hit_device >= (place + 8) // BLOCK * BLOCK
 
 
-def test_a_load_that_fails_is_a_miss_with_its_reason_and_the_request_succeeds() -> None:
+def test_a_load_that_fails_is_a_miss_with_its_reason_and_the_request_succeeds():
     world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
     prompt = [*range(20), 7]
     world.ask("cold", prompt)

@@ -23,7 +23,7 @@ def world() -> World:
     return world
 
 
-def test_blocks_loaded_before_the_disk_has_dropped_them_are_written_again(world: World) -> None:
+def test_blocks_loaded_before_the_disk_has_dropped_them_are_written_again(world):
     removed = world.cache.operations.evict(CHAIN.keys)
     world.submit("again", OLD, max_tokens=1)
     while world.live():
@@ -38,7 +38,7 @@ def test_blocks_loaded_before_the_disk_has_dropped_them_are_written_again(world:
     assert [True] * 4 == world.tier.held(CHAIN.keys)
 
 
-def test_blocks_dropped_while_they_load_are_not_taken_to_be_below(world: World) -> None:
+def test_blocks_dropped_while_they_load_are_not_taken_to_be_below(world):
     """The reader has read them, and is done only after the writer."""
     mover = world.mover
     removed = world.cache.operations.evict(CHAIN.keys)
@@ -58,7 +58,7 @@ def test_blocks_dropped_while_they_load_are_not_taken_to_be_below(world: World) 
     world.check()
 
 
-def test_blocks_evicted_while_they_load_for_nobody_are_the_disk_s_alone(world: World) -> None:
+def test_blocks_evicted_while_they_load_for_nobody_are_the_disk_s_alone(world):
     world.submit("again", OLD, max_tokens=1)
     world.turn()
     world.mover.read()

@@ -37,7 +37,7 @@ def lived(refused: Container[int], *, window: int | None = None) -> Refusing:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_whichever_copy_fails_the_answers_stay_and_nothing_leaks(window: int | None) -> None:
+def test_whichever_copy_fails_the_answers_stay_and_nothing_leaks(window):
     num_copies = lived((), window=window).num_copies
     assert num_copies > 30
     for number in range(num_copies):
@@ -45,12 +45,12 @@ def test_whichever_copy_fails_the_answers_stay_and_nothing_leaks(window: int | N
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_device_that_refuses_every_copy_computes_everything(window: int | None) -> None:
+def test_a_device_that_refuses_every_copy_computes_everything(window):
     refusing = lived(range(1 << 30), window=window)
     assert refusing.num_refused == refusing.num_copies > 10
 
 
-def test_the_tokens_that_a_failed_copy_cost_are_missed_for_that_reason() -> None:
+def test_the_tokens_that_a_failed_copy_cost_are_missed_for_that_reason():
     world = World(device_blocks=14, host_blocks=40, disk_blocks=1)
     for number in range(4):
         world.ask(f"{number}", [number] * 33)

@@ -28,13 +28,13 @@ def polite_turns(
     return turns
 
 
-def test_a_storm_of_another_share_is_hardly_felt() -> None:
+def test_a_storm_of_another_share_is_hardly_felt():
     quiet, stormy = polite_turns(0), polite_turns(100)
     assert max(stormy) <= 2 * max(quiet) + 4
     assert sum(stormy) <= 2 * sum(quiet)
 
 
-def test_a_storm_of_another_end_user_of_the_tenant_is_hardly_felt() -> None:
+def test_a_storm_of_another_end_user_of_the_tenant_is_hardly_felt():
     """Beside its running requests, one user's storm makes another's wait for a place at most."""
     users = {"storm": part_of("acme", "storm"), "polite": part_of("acme", "polite")}
     quiet, stormy = polite_turns(0, **users), polite_turns(100, **users)
@@ -43,7 +43,7 @@ def test_a_storm_of_another_end_user_of_the_tenant_is_hardly_felt() -> None:
     assert 3 * max(stormy) < max(undivided)
 
 
-def test_many_end_users_get_no_more_than_one_tenant() -> None:
+def test_many_end_users_get_no_more_than_one_tenant():
     """Five users of one tenant and one other tenant: half of the work each, by tenant."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     users = [part_of("many", str(number)) for number in range(5)]
@@ -60,7 +60,7 @@ def test_many_end_users_get_no_more_than_one_tenant() -> None:
     world.check()
 
 
-def test_a_long_prompt_of_another_share_does_not_hold_up_a_short_one() -> None:
+def test_a_long_prompt_of_another_share_does_not_hold_up_a_short_one():
     """It is served beside it, block by block, not after it."""
     world = World(device_blocks=1500, step_tokens=16)
     world.submit("long", [1] * 800, max_tokens=1, share="storm")
@@ -70,7 +70,7 @@ def test_a_long_prompt_of_another_share_does_not_hold_up_a_short_one() -> None:
     world.check()
 
 
-def test_a_storm_of_samples_takes_no_more_places_than_there_are() -> None:
+def test_a_storm_of_samples_takes_no_more_places_than_there_are():
     """Twelve requests of 64 samples each, and one of a share that was seen before."""
     world = World(device_blocks=4000, max_running=16, step_tokens=16)
     world.submit("first", [40] * 20, max_tokens=8, share="polite")
@@ -91,7 +91,7 @@ def test_a_storm_of_samples_takes_no_more_places_than_there_are() -> None:
     world.check()
 
 
-def test_shares_get_equal_parts_of_the_work() -> None:
+def test_shares_get_equal_parts_of_the_work():
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     for number in range(20):
         for share in "abc":
@@ -105,7 +105,7 @@ def test_shares_get_equal_parts_of_the_work() -> None:
     world.check()
 
 
-def test_the_predicted_wait_is_close_to_the_actual_wait() -> None:
+def test_the_predicted_wait_is_close_to_the_actual_wait():
     """By the storm's own backlog. A newcomer gets a small part of that wait."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     now = [1]
@@ -132,7 +132,7 @@ def test_the_predicted_wait_is_close_to_the_actual_wait() -> None:
     world.check()
 
 
-def test_a_storm_waits_no_longer_than_predicted_while_others_go_on_asking() -> None:
+def test_a_storm_waits_no_longer_than_predicted_while_others_go_on_asking():
     """Their requests to come take half of the work, and none of them waits at any moment."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)
     now, bound_s = [1], 10.0

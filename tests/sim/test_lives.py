@@ -196,7 +196,7 @@ def check_quotas(world: World) -> None:
 @pytest.mark.parametrize(
     ("kind", "seed"), [(kind, seed) for kind, (count, _) in KINDS.items() for seed in range(count)]
 )
-def test_any_interleaving_is_exact(kind: str, seed: int) -> None:
+def test_any_interleaving_is_exact(kind, seed):
     life = Mixture(kind, seed)
     seen = life.run()
     if kind == "refused copies":

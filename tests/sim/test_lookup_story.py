@@ -16,7 +16,7 @@ FIRST = [*range(1, 3 * BLOCK + 2)]  # three full blocks and a token
 
 
 def ask(world: World, name: str, prompt: list[int], **options: object) -> Lookup:
-    world.submit(name, prompt, max_tokens=1, **options)  # type: ignore[arg-type]
+    world.submit(name, prompt, max_tokens=1, **options)
     world.run()
     lookup = world.outputs[name][0].lookup
     assert lookup is not None
@@ -27,14 +27,14 @@ def told(lookup: Lookup) -> list[tuple[str | None, int, int]]:
     return [(run.source and str(run.source), run.start, run.num_tokens) for run in lookup.runs]
 
 
-def test_a_first_prompt_was_never_seen() -> None:
+def test_a_first_prompt_was_never_seen():
     lookup = ask(World(), "a", FIRST)
     assert told(lookup) == [(None, 0, len(FIRST))]
     assert lookup.stop is MissReason.ABSENT and lookup.absence is not None
     assert (lookup.absence.departure, lookup.absence.rows) == (None, 0)
 
 
-def test_a_second_prompt_is_served_but_for_its_last_token() -> None:
+def test_a_second_prompt_is_served_but_for_its_last_token():
     world = World()
     ask(world, "a", FIRST)
     lookup = ask(world, "b", FIRST)
@@ -43,7 +43,7 @@ def test_a_second_prompt_is_served_but_for_its_last_token() -> None:
 
 
 @pytest.mark.parametrize("share_tails", [True, False])
-def test_a_diverging_prompt_reports_where_and_from_which_block(share_tails: bool) -> None:
+def test_a_diverging_prompt_reports_where_and_from_which_block(share_tails):
     world = World(share_tails=share_tails)
     ask(world, "a", FIRST)
     other = [*FIRST[: BLOCK + 2], *[40] * (2 * BLOCK)]
@@ -55,14 +55,14 @@ def test_a_diverging_prompt_reports_where_and_from_which_block(share_tails: bool
     assert told(lookup)[-1] == (None, BLOCK + served, len(other) - BLOCK - served)
 
 
-def test_a_prompt_that_continues_another_does_not_diverge_from_it() -> None:
+def test_a_prompt_that_continues_another_does_not_diverge_from_it():
     world = World()
     ask(world, "a", FIRST[: BLOCK + 2])
     absence = ask(world, "b", [*FIRST[: BLOCK + 2], *[40] * (2 * BLOCK)]).absence
     assert absence is not None and (2, False) == (absence.rows, absence.parted)
 
 
-def test_an_evicted_block_is_distinguished_from_one_never_seen() -> None:
+def test_an_evicted_block_is_distinguished_from_one_never_seen():
     world = World(host_blocks=16, disk_blocks=4)
     ask(world, "a", FIRST)
     for number in range(30):
@@ -73,7 +73,7 @@ def test_an_evicted_block_is_distinguished_from_one_never_seen() -> None:
     assert absence.departure.tier in (TierName.HOST, TierName.DISK)
 
 
-def test_a_partly_filled_block_lived_no_longer_than_it_stood() -> None:
+def test_a_partly_filled_block_lived_no_longer_than_it_stood():
     world, began_s = World(device_blocks=8), time.monotonic()
     for number in range(8):
         ask(world, str(number), [number, *FIRST[:BLOCK]])
@@ -82,12 +82,12 @@ def test_a_partly_filled_block_lived_no_longer_than_it_stood() -> None:
     assert lives.lifetime.total <= lives.lifetime.count * (time.monotonic() - began_s)
 
 
-def test_a_request_without_the_cache_says_so() -> None:
+def test_a_request_without_the_cache_says_so():
     lookup = ask(World(), "a", FIRST, cache=False)
     assert lookup.stop is MissReason.DISABLED and lookup.absence is None
 
 
-def test_marks_tell_where_two_blocks_part_under_one_seed_only() -> None:
+def test_marks_tell_where_two_blocks_part_under_one_seed_only():
     world = World()
     absence = ask(world, "a", FIRST).absence
     assert absence is not None
@@ -99,7 +99,7 @@ def test_marks_tell_where_two_blocks_part_under_one_seed_only() -> None:
     assert len(other) == BLOCK * MARK_BYTES
 
 
-def test_departures_are_bounded_and_keep_the_latest() -> None:
+def test_departures_are_bounded_and_keep_the_latest():
     evicted_keys = EvictedKeys(2)
     keys = [PrefixKey(bytes([number]) * 16) for number in range(3)]
     evicted_keys.note(keys[0], TierName.HOST, Cause.ROOM)

@@ -22,7 +22,7 @@ def garbage() -> Iterator[list[object]]:
     gc.enable()
 
 
-def test_requests_leave_no_cycles(garbage: list[object]) -> None:
+def test_requests_leave_no_cycles(garbage):
     """Hits from every tier, shared prefixes, preemption, samples and cancels."""
     chance = random.Random(7)
     world = World(device_blocks=24, host_blocks=16, disk_blocks=200)

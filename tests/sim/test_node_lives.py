@@ -98,7 +98,7 @@ class Node:
             assert not pool.arena.is_locked(number), "a GPU still has this page"
             give_back(number)
 
-        memory.give_back = give_back_unlocked  # type: ignore[method-assign]
+        memory.give_back = give_back_unlocked
         operations = PoolOperations(pool, tier, None, 20)
         operations.keeper.clock = lambda: self.now_s
         return Shared(pool, tier, mover, operations)
@@ -305,7 +305,7 @@ def _live(node: "Node", num_acts: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", [0, 10, 20, 530])
-def test_whoever_comes_and_goes_gets_its_own_bytes(first: int) -> None:
+def test_whoever_comes_and_goes_gets_its_own_bytes(first):
     said = sum(map(lived, range(first, first + 10)), Counter[str]())
     assert said["leased"] > 100 and said["purged"] > 10, said
 

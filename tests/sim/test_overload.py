@@ -5,7 +5,7 @@ from tests.sim.storm import DeclaredModel, storm
 SECONDS = 100.0  # simulated
 
 
-def test_a_storm_costs_a_polite_tenant_less_than_its_own_requests_do() -> None:
+def test_a_storm_costs_a_polite_tenant_less_than_its_own_requests_do():
     """Requests that come close together need more credit than one prompt: with that of one, the
     99th percentile at ten times the load was 1.9 times the quiet one."""
     model = DeclaredModel()
@@ -14,7 +14,7 @@ def test_a_storm_costs_a_polite_tenant_less_than_its_own_requests_do() -> None:
     assert tenfold.quantile_s("polite", 0.99) < 1.5 * quiet.quantile_s("polite", 0.99)
 
 
-def test_a_slow_model_with_long_steps_is_shared_as_well() -> None:
+def test_a_slow_model_with_long_steps_is_shared_as_well():
     """About what the default model takes on two cores, with the default settings."""
     model = DeclaredModel(
         prefill_tokens_per_s=1_500,

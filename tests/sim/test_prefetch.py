@@ -34,7 +34,7 @@ def on_device(world: World, prompt: list[int]) -> int:
     return sum(block is not None and block.slot is not None for block in blocks)
 
 
-def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
+def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken():
     world = loaded()
     world.submit("again", OLD, max_tokens=2)
     assert 0 == on_device(world, OLD)
@@ -47,7 +47,7 @@ def test_a_waiting_request_s_blocks_rise_while_all_places_are_taken() -> None:
     world.check_idle()
 
 
-def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_others() -> None:
+def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_others():
     """One place in eight is for shares of which nothing runs: it is open, and not to these two."""
     world = World(max_running=8, device_blocks=140, write_policy=WritePolicy.WRITE_THROUGH)
     world.ask("old", OLD, max_tokens=1)
@@ -66,7 +66,7 @@ def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_oth
     world.check_idle()
 
 
-def test_no_lookup_happens_while_the_device_has_nothing_to_spare() -> None:
+def test_no_lookup_happens_while_the_device_has_nothing_to_spare():
     world = loaded(device_blocks=PLACES * 64 // BLOCK)
     while len(world.tokens("long0")) < 58:
         world.step()
@@ -83,7 +83,7 @@ def test_no_lookup_happens_while_the_device_has_nothing_to_spare() -> None:
     world.check()
 
 
-def test_only_the_next_requests_are_promoted() -> None:
+def test_only_the_next_requests_are_promoted():
     """The others' turn is far off, and device room is for running requests."""
     world = loaded()
     for number in range(6):
@@ -95,7 +95,7 @@ def test_only_the_next_requests_are_promoted() -> None:
     world.check()
 
 
-def test_running_requests_get_room_before_waiting_ones() -> None:
+def test_running_requests_get_room_before_waiting_ones():
     """Two that run are about to fill the device: nothing is brought up beside them."""
     world = loaded(device_blocks=PLACES * 64 // BLOCK)
     while len(world.tokens("long0")) < 50:

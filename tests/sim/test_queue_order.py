@@ -1,6 +1,5 @@
 """The order of the waiting queue over whole loads, served by the real scheduler and cache."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +29,7 @@ def waits_s(run: SimulatedRun) -> list[float]:
 
 @pytest.mark.parametrize("load", [public_load, made_load])
 @pytest.mark.parametrize("prefill_tokens_per_s", [30_000, 60_000])
-def test_longest_cached_first_serves_more_and_lets_all_wait_shorter(
-    load: Callable[[], Trace], prefill_tokens_per_s: float
-) -> None:
+def test_longest_cached_first_serves_more_and_lets_all_wait_shorter(load, prefill_tokens_per_s):
     trace = load()
     server = SimulatedServer(
         capacity_blocks=trace.working_set_blocks() // 8, prefill_tokens_per_s=prefill_tokens_per_s
@@ -44,7 +41,7 @@ def test_longest_cached_first_serves_more_and_lets_all_wait_shorter(
     assert max(waits_s(cached_first)) <= max(waits_s(by_arrival)) + server.max_passed_s
 
 
-def test_no_request_is_passed_by_for_longer_than_the_bound() -> None:
+def test_no_request_is_passed_by_for_longer_than_the_bound():
     """Of the public trace, whose requests hardly wait for each other's prefixes."""
     trace = public_load()
     for max_passed_s in (1.0, 5.0):

@@ -100,7 +100,7 @@ def drawn(text: str) -> str:
     return "\n".join(line.removeprefix("    ") for line in text.strip().splitlines())
 
 
-def test_the_nine_steps_of_radix_attention() -> None:
+def test_the_nine_steps_of_radix_attention():
     figure = Figure()
 
     # 1. Nothing is cached.

@@ -180,8 +180,8 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return seen
 
 
-def _watch(move, name, seen):  # type: ignore[no-untyped-def]
-    def watched(self, block, to):  # type: ignore[no-untyped-def]
+def _watch(move, name, seen):
+    def watched(self, block, to):
         seen[_named(getattr(block, name), to)] += 1
         move(self, block, to)
 
@@ -203,9 +203,7 @@ UNSEEN = {
 }
 
 
-def test_every_transition_is_named_and_all_that_are_named_happen(
-    moved: Counter[str],
-) -> None:
+def test_every_transition_is_named_and_all_that_are_named_happen(moved):
     for seed in range(40):
         walk = Walk(seed)
         steps = [
@@ -234,7 +232,7 @@ def test_every_transition_is_named_and_all_that_are_named_happen(
     assert sorted(named - UNSEEN - set(moved)) == []
 
 
-def test_a_transition_that_is_not_named_is_refused() -> None:
+def test_a_transition_that_is_not_named_is_refused():
     walk = Walk(1)
     block = Block(0.0)
     residency = walk.cache.residency

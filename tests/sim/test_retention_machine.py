@@ -20,7 +20,7 @@ from tiers.tier import TierName
 
 
 @pytest.mark.parametrize("host_moves", [False, True])
-def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> None:
+def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves):
     """Half of every tier is promised to one tenant, and another asks for ever new prompts."""
     world = World(
         device_blocks=40,
@@ -50,7 +50,7 @@ def test_a_tenant_within_its_share_loses_nothing_to_a_scan(host_moves: bool) -> 
     assert used[TierName.DEVICE, None].used_bytes > used[TierName.DEVICE, None].share_bytes * 0.9
 
 
-def test_a_purged_tenants_running_request_finishes_and_is_not_kept() -> None:
+def test_a_purged_tenants_running_request_finishes_and_is_not_kept():
     world = World(device_blocks=60, host_blocks=40, disk_blocks=200)
     prompt = list(range(30))
     world.ask("before", prompt, max_tokens=2, tenant=b"acme")
@@ -77,7 +77,7 @@ def test_a_purged_tenants_running_request_finishes_and_is_not_kept() -> None:
     assert world.counts("again").hit == len(prompt) - 1
 
 
-def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays() -> None:
+def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays():
     world = World(device_blocks=60, write_policy=WritePolicy.WRITE_THROUGH)
     world.ask("before", list(range(9)), max_tokens=1, tenant=b"acme")
     world.settle()
@@ -89,7 +89,7 @@ def test_what_is_pinned_after_an_evict_and_before_the_disk_heard_of_it_stays() -
     assert [True, True] == world.stands(chain.keys)
 
 
-def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() -> None:
+def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere():
     """It reads no cached block, and may not leave any either."""
     world = World(device_blocks=60)
     world.ask("before", list(range(30)), max_tokens=1, tenant=b"acme")
@@ -103,7 +103,7 @@ def test_a_prompt_that_is_scored_while_its_tenant_is_purged_is_kept_nowhere() ->
     world.check()
 
 
-def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
+def test_a_purge_waits_for_loads_and_stores_under_way():
     world = World(device_blocks=12, host_blocks=16, disk_blocks=200)
     prompt = list(range(40))
     world.ask("cold", prompt, max_tokens=1, tenant=b"acme")
@@ -127,13 +127,13 @@ def test_a_purge_waits_for_loads_and_stores_under_way() -> None:
     world.check()
 
 
-def test_a_purge_that_the_disk_refuses_says_so() -> None:
+def test_a_purge_that_the_disk_refuses_says_so():
     world = World(device_blocks=40)
 
     def refuse(roots: object) -> None:
         raise OSError("the disk is gone")
 
-    world.tier.purge = refuse  # type: ignore[method-assign, assignment]
+    world.tier.purge = refuse
     done = world.cache.operations.purge([root_of(b"acme")])
     world.settle()
     with pytest.raises(OSError, match="the disk is gone"):

@@ -45,14 +45,14 @@ def finish_of(world: World, name: str) -> FinishReason | None:
 
 
 @pytest.mark.parametrize("share_tails", [False, True])
-def test_waiters_wait_for_the_one_that_computes_their_prefix(share_tails: bool) -> None:
+def test_waiters_wait_for_the_one_that_computes_their_prefix(share_tails):
     world = halfway(num_waiters=5, share_tails=share_tails)
     assert ["producer"] == [s.request.request_id for s in running(world)]
     world.check()
     assert unique_tokens(5) == world.runner.computed
 
 
-def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for_it() -> None:
+def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for_it():
     world = halfway(num_waiters=5)
     world.engine.abort("producer")
     take_over(world)
@@ -61,7 +61,7 @@ def test_one_waiter_takes_over_from_a_cancelled_producer_and_the_others_wait_for
     assert unique_tokens(5) == world.runner.computed
 
 
-def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it() -> None:
+def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it():
     """The partly filled last block is announced with the others, and is taken back with them."""
     world = World(device_blocks=100, step_tokens=8)
     prompt = [*PREFIX, 41]
@@ -75,7 +75,7 @@ def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it() ->
     assert FinishReason.LENGTH == finish_of(world, "next")
 
 
-def test_the_last_of_many_producers_still_finishes() -> None:
+def test_the_last_of_many_producers_still_finishes():
     """The computing request is cancelled half-way, again and again, until one is left."""
     world = halfway(num_waiters=3)
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_the_last_of_many_producers_still_finishes() -> None:
     assert unique_tokens(1) == world.runner.computed
 
 
-def test_a_waiter_takes_over_from_a_producer_whose_step_failed() -> None:
+def test_a_waiter_takes_over_from_a_producer_whose_step_failed():
     world = halfway(num_waiters=4)
     world.runner.poisoned.add("producer")
     world.run()
@@ -98,7 +98,7 @@ def test_a_waiter_takes_over_from_a_producer_whose_step_failed() -> None:
     assert {1} == set(world.runner.rows.values())
 
 
-def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix() -> None:
+def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix():
     world = halfway(num_waiters=4)
     (producer,) = running(world)
     world.engine._scheduler._preempt(producer)
@@ -106,7 +106,7 @@ def test_a_preempted_producer_resumes_and_its_waiters_get_the_prefix() -> None:
     assert unique_tokens(4) == world.runner.computed
 
 
-def test_waiting_requests_do_not_delay_computing_ones() -> None:
+def test_waiting_requests_do_not_delay_computing_ones():
     """More of them wait than may hold tickets while a prefix is loaded, and a step has tokens to
     spare; another prompt is served as if they were not there."""
     served_after = []
@@ -124,7 +124,7 @@ def test_waiting_requests_do_not_delay_computing_ones() -> None:
     assert alone == beside_waiters
 
 
-def test_no_lookup_happens_while_all_places_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_lookup_happens_while_all_places_are_taken(monkeypatch):
     world = World(device_blocks=100, max_running=1)
     for number in range(4):
         world.submit(f"r{number}", [number] * 8, max_tokens=9)
@@ -138,7 +138,7 @@ def test_no_lookup_happens_while_all_places_are_taken(monkeypatch: pytest.Monkey
     world.check()
 
 
-def test_a_preempted_sequence_is_next() -> None:
+def test_a_preempted_sequence_is_next():
     world = World(device_blocks=100, max_running=1, step_tokens=8)
     for number in range(3):
         world.submit(f"r{number}", [number] * 40, max_tokens=1)
@@ -151,7 +151,7 @@ def test_a_preempted_sequence_is_next() -> None:
     world.check()
 
 
-def test_a_preempted_request_is_loaded_from_below_and_not_recomputed() -> None:
+def test_a_preempted_request_is_loaded_from_below_and_not_recomputed():
     """Only rows of a block that was not full are lost with the slot, at each preemption."""
     world = World(device_blocks=12, host_blocks=200)
     prompts = [[number] * 2 * BLOCK for number in range(3)]
@@ -169,7 +169,7 @@ def test_a_preempted_request_is_loaded_from_below_and_not_recomputed() -> None:
         assert 0 == world.counts(name).hit  # what comes back was never a hit
 
 
-def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
+def test_a_filled_block_that_others_still_share_keeps_its_slot():
     """Its twin stands on the host alone: to merge the two would pull the slot from under them.
 
     The first of two samples copies the twin's rows and fills the copy with the same token again,
@@ -192,7 +192,7 @@ def test_a_filled_block_that_others_still_share_keeps_its_slot() -> None:
     world.check()
 
 
-def test_a_row_that_one_sample_filled_is_not_written_by_another() -> None:
+def test_a_row_that_one_sample_filled_is_not_written_by_another():
     """Another request computes the block that it became, so each sample keeps its own copy."""
     world = World(device_blocks=100)
     prompt = list(range(2 * BLOCK + 3))
@@ -204,7 +204,7 @@ def test_a_row_that_one_sample_filled_is_not_written_by_another() -> None:
     assert world.tokens("samples", 0) != world.tokens("samples", 1)
 
 
-def test_nobody_waits_for_a_tail_that_was_copied_from_the_host() -> None:
+def test_nobody_waits_for_a_tail_that_was_copied_from_the_host():
     """It stands as it comes: there is nothing to compute."""
     world = World(device_blocks=12, host_blocks=200)
     prompt = list(range(2 * BLOCK + 1))

@@ -45,7 +45,7 @@ def change_weights(folder: Path, **values: torch.Tensor | None) -> Path:
     return folder
 
 
-def test_files_that_are_missing_or_broken(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_files_that_are_missing_or_broken(loaded, tmp_path):
     assert "there is no folder" in refusal(loaded, tmp_path / "nothing")
     assert "holds no adapter_config.json" in refusal(loaded, tmp_path)
     save_tiny_adapter(tmp_path)
@@ -55,7 +55,7 @@ def test_files_that_are_missing_or_broken(loaded: LoadedModel, tmp_path: Path) -
     assert "cannot be read" in refusal(loaded, tmp_path)
 
 
-def test_what_is_not_lora(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_what_is_not_lora(loaded, tmp_path):
     from peft import IA3Config, get_peft_model
 
     from tests.support.models import stock_model
@@ -77,9 +77,7 @@ def test_what_is_not_lora(loaded: LoadedModel, tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "changes the base model's weights"),
     ],
 )
-def test_what_is_more_than_low_rank_updates(
-    loaded: LoadedModel, tmp_path: Path, config: dict[str, Any], said: str
-) -> None:
+def test_what_is_more_than_low_rank_updates(loaded, tmp_path, config, said):
     save_tiny_adapter(tmp_path)
     assert said in refusal(loaded, change_config(tmp_path, **config))
 
@@ -99,14 +97,12 @@ def test_what_is_more_than_low_rank_updates(
         ({"unheard_of": 1}, "unheard_of"),
     ],
 )
-def test_what_matches_nothing_is_refused_by_name(
-    loaded: LoadedModel, tmp_path: Path, config: dict[str, Any], said: str
-) -> None:
+def test_what_matches_nothing_is_refused_by_name(loaded, tmp_path, config, said):
     save_tiny_adapter(tmp_path)
     assert said in refusal(loaded, change_config(tmp_path, **config))
 
 
-def test_another_base_model(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_another_base_model(loaded, tmp_path):
     save_tiny_adapter(tmp_path)
     change_config(tmp_path, base_model_name_or_path="org/other")
     change_weights(tmp_path, **{f"{Q}.lora_A.weight": torch.ones(8, 64)})
@@ -123,7 +119,7 @@ def test_another_base_model(loaded: LoadedModel, tmp_path: Path) -> None:
     assert "model.layers.9.self_attn.q_proj, which is not a linear layer" in refusal(loaded, deeper)
 
 
-def test_weights_that_do_not_belong_together(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_weights_that_do_not_belong_together(loaded, tmp_path):
     for name, values, said in (
         ("half", {f"{Q}.lora_B.weight": None}, "only one of two matrices"),
         (
@@ -141,7 +137,7 @@ def test_weights_that_do_not_belong_together(loaded: LoadedModel, tmp_path: Path
     assert "rank 8" in refusal(loaded, tmp_path / "rank")
 
 
-def test_the_output_layer(loaded: LoadedModel, tmp_path: Path) -> None:
+def test_the_output_layer(loaded, tmp_path):
     save_tiny_adapter(tmp_path)
     change_weights(
         tmp_path,
@@ -151,9 +147,7 @@ def test_the_output_layer(loaded: LoadedModel, tmp_path: Path) -> None:
     assert "lm_head, which is not a linear layer between" in refusal(loaded, tmp_path)
 
 
-def test_a_layer_that_is_not_computed_for_every_token(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_is_not_computed_for_every_token(loaded, tmp_path, monkeypatch):
     """As in a mixture of experts, where a layer sees the rows that were routed to it."""
     save_tiny_adapter(tmp_path, target_modules=["down_proj"])
     mlp = type(loaded.model.get_submodule("model.layers.0.mlp"))

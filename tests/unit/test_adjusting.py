@@ -73,7 +73,7 @@ def spans(draw: st.DrawFn, number: int) -> Span:
 
 @settings(deadline=None)
 @given(st.data())
-def test_a_step_is_adjusted_as_the_rule_does_row_by_row(data: st.DataObject) -> None:
+def test_a_step_is_adjusted_as_the_rule_does_row_by_row(data):
     some = [data.draw(spans(number)) for number in range(data.draw(st.integers(1, 5)))]
     logits = torch.randn(len(some), VOCABULARY, generator=torch.Generator().manual_seed(1))
     eos = frozenset({3})
@@ -89,9 +89,7 @@ def test_a_step_is_adjusted_as_the_rule_does_row_by_row(data: st.DataObject) -> 
     prompt=st.lists(tokens, max_size=8),
     steps=st.lists(st.lists(tokens, max_size=3), max_size=6),
 )
-def test_counts_that_follow_a_sequence_are_those_of_its_history(
-    prompt: list[int], steps: list[list[int]]
-) -> None:
+def test_counts_that_follow_a_sequence_are_those_of_its_history(prompt, steps):
     seen, history = SeenTokens(), list(prompt)
     for step in steps:
         history += step
@@ -102,7 +100,7 @@ def test_counts_that_follow_a_sequence_are_those_of_its_history(
         assert [generated[token] for token in seen.tokens.tolist()] == seen.counts.tolist()
 
 
-def test_another_sequence_of_the_same_number_is_counted_anew() -> None:
+def test_another_sequence_of_the_same_number_is_counted_anew():
     seen = SeenTokens()
     seen.follow(np.array([1, 2, 3, 4], np.int32), 2)
     for history, num_prompt in (([1, 2, 5, 6, 7], 2), ([9], 1), ([1, 2, 5, 6], 1)):
@@ -111,7 +109,7 @@ def test_another_sequence_of_the_same_number_is_counted_anew() -> None:
         assert len(history) - num_prompt == seen.counts.sum()
 
 
-def test_a_sequence_that_ended_is_forgotten() -> None:
+def test_a_sequence_that_ended_is_forgotten():
     adjusting = Adjusting(frozenset())
     params = SamplingParams(presence_penalty=1.0)
     history = np.array([1, 2], np.int32)
@@ -121,7 +119,7 @@ def test_a_sequence_that_ended_is_forgotten() -> None:
     assert {} == adjusting._seen
 
 
-def test_changes_of_64_rows_are_the_operations_of_two() -> None:
+def test_changes_of_64_rows_are_the_operations_of_two():
     """And none of them reads a tensor back."""
     params = SamplingParams(
         repetition_penalty=1.5, frequency_penalty=0.5, logit_bias={5: 1.0}, min_tokens=9

@@ -3,7 +3,6 @@
 import json
 import os
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 
 
-def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads() -> None:
+def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads():
     loaded = tiny_model()
     before = torch.get_num_threads()
     try:
@@ -45,7 +44,7 @@ def test_the_same_machine_has_one_arithmetic_for_any_number_of_threads() -> None
     assert dict(again.names)["torch"] == torch.__version__
 
 
-def test_all_that_moves_bits_is_in_the_digest() -> None:
+def test_all_that_moves_bits_is_in_the_digest():
     mine = Arithmetic((("torch", "2.13"), ("capability", "AVX512")), b"bits")
     others = [
         Arithmetic((("torch", "2.14"), ("capability", "AVX512")), b"bits"),
@@ -58,7 +57,7 @@ def test_all_that_moves_bits_is_in_the_digest() -> None:
     assert mine.digest(activated_by_row=True) == moved.digest(activated_by_row=True)
 
 
-def test_another_kernel_gives_another_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_kernel_gives_another_arithmetic(monkeypatch):
     loaded = tiny_model()
 
     def summed_backwards(rows: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
@@ -74,7 +73,7 @@ def test_another_kernel_gives_another_arithmetic(monkeypatch: pytest.MonkeyPatch
     assert digests[0] != digests[1]
 
 
-def test_a_processor_is_named_by_model_and_vectors_not_by_its_clock(tmp_path: Path) -> None:
+def test_a_processor_is_named_by_model_and_vectors_not_by_its_clock(tmp_path):
     info = tmp_path / "cpuinfo"
     text = "vendor_id\t: AuthenticAMD\nmodel\t\t: 2\ncpu MHz\t: {}\nflags\t: fpu avx2 sse4_1 {}\n\n"
     info.write_text(text.format(2100, "tsc") + "vendor_id\t: another\n")
@@ -84,7 +83,7 @@ def test_a_processor_is_named_by_model_and_vectors_not_by_its_clock(tmp_path: Pa
     assert first == {"vendor_id": "AuthenticAMD", "model": "2", "vectors": "avx2 sse4_1"}
 
 
-def test_a_directory_of_an_older_version_lists_its_arithmetic_as_another(tmp_path: Path) -> None:
+def test_a_directory_of_an_older_version_lists_its_arithmetic_as_another(tmp_path):
     mine = CacheScope(weights=b"w", arithmetic=b"now")
     assert other_arithmetics(tmp_path, mine) == ()
     old = {name: value.hex() for name, value in asdict(mine).items() if name != "arithmetic"}
@@ -97,20 +96,20 @@ def test_a_directory_of_an_older_version_lists_its_arithmetic_as_another(tmp_pat
     assert other_arithmetics(tmp_path, mine) == (b"b", b"")
 
 
-def test_a_scope_without_arithmetic_has_the_root_of_older_versions() -> None:
+def test_a_scope_without_arithmetic_has_the_root_of_older_versions():
     old = CacheScope(weights=b"w", tokenizer=b"t", layout=b"l", tenant=b"a")
     assert old.root().hex() == "38e9f0b87efeb3077af1ccdfb9ce62e6"
     assert replace(old, arithmetic=b"a").root() != old.root()
 
 
-def test_a_prompts_first_block_is_found_under_another_arithmetic() -> None:
+def test_a_prompts_first_block_is_found_under_another_arithmetic():
     mine, theirs = CacheScope(weights=b"w", arithmetic=b"1"), CacheScope(weights=b"w")
     chain, other = (Chain(scope.root(), range(10), 4) for scope in (mine, theirs))
     assert list(computed_otherwise(chain, mine, [b""])) == [other.block_id(0)]
     assert not list(computed_otherwise(Chain(mine.root(), range(3), 4), mine, [b""]))
 
 
-def test_threads_change_no_bit_of_the_kv() -> None:
+def test_threads_change_no_bit_of_the_kv():
     loaded = tiny_model()
     tokens = np.arange(150, dtype=np.int32) * 7 % 250
     before, kept = torch.get_num_threads(), []
@@ -127,7 +126,7 @@ def test_threads_change_no_bit_of_the_kv() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_packed_model_is_exact(architecture: str) -> None:
+def test_a_packed_model_is_exact(architecture):
     assert tiny_model(architecture).arithmetic.promise == BITS
 
 
@@ -140,14 +139,14 @@ def test_a_packed_model_is_exact(architecture: str) -> None:
         (Conv1D(2, 2), "Conv1D are not packed"),  # GPT-2's linear layers
     ],
 )
-def test_a_layer_that_is_not_packed_leaves_greedy_tokens_alone(layer: nn.Module, why: str) -> None:
+def test_a_layer_that_is_not_packed_leaves_greedy_tokens_alone(layer, why):
     model = nn.ModuleDict({"table": nn.Embedding(2, 2), "layer": layer})
     promise = arithmetic_of(model, "cpu").promise
     assert promise.equal is Equal.TOKENS and why in promise.reason
     assert arithmetic_of(nn.ModuleDict({"table": nn.Embedding(2, 2)}), "cpu").promise == BITS
 
 
-def test_adapters_and_another_dtype_leave_greedy_tokens_alone(tmp_path: Path) -> None:
+def test_adapters_and_another_dtype_leave_greedy_tokens_alone(tmp_path):
     assert tiny_model(dtype="float16").promise(activated_by_row=True).equal is Equal.TOKENS
     loaded = tiny_model()
     save_tiny_adapter(tmp_path)
@@ -156,14 +155,14 @@ def test_adapters_and_another_dtype_leave_greedy_tokens_alone(tmp_path: Path) ->
     assert promise.equal is Equal.TOKENS and "adapters" in promise.reason
 
 
-def test_the_weaker_of_two_promises_counts_and_its_text_says_why() -> None:
+def test_the_weaker_of_two_promises_counts_and_its_text_says_why():
     tokens, none = Promise(Equal.TOKENS, "one reason"), Promise(Equal.NONE, "another")
     assert BITS.or_weaker(tokens) == tokens.or_weaker(BITS) == tokens
     assert tokens.or_weaker(none) == none.or_weaker(tokens) == none
     assert "one reason" in tokens.text and "another" in none.text
 
 
-def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch):
     loaded = tiny_model()
     monkeypatch.setattr(
         arithmetic.PackedLinear, "forward", lambda self, rows: rows.sum() + rows[:, :1]
@@ -172,9 +171,7 @@ def test_rows_that_depend_on_their_number_are_not_promised(monkeypatch: pytest.M
     assert promise.equal is Equal.NONE and "number of rows" in promise.reason
 
 
-def test_products_with_latents_that_depend_on_the_rows_are_not_promised(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_products_with_latents_that_depend_on_the_rows_are_not_promised(monkeypatch):
     model = nn.Module()
     setattr(model, KEPT, LatentAttention(torch.ones(2, 4, 8), torch.ones(2, 4, 8)))
     assert arithmetic_of(model, "cpu").promise == BITS
@@ -183,7 +180,7 @@ def test_products_with_latents_that_depend_on_the_rows_are_not_promised(
     assert promise.equal is Equal.NONE and "latents" in promise.reason
 
 
-def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
+def test_a_start_that_must_be_exact_is_refused_with_the_reason():
     always, weaker = ModelSection(exact="always"), Promise(Equal.TOKENS, "a reason")
     _tell(BITS, always)
     _tell(weaker, ModelSection())
@@ -191,14 +188,14 @@ def test_a_start_that_must_be_exact_is_refused_with_the_reason() -> None:
         _tell(weaker, always)
 
 
-def test_vllm_is_started_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_started_in_its_batch_invariant_mode(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
     assert "VLLM_BATCH_INVARIANT" not in vllm_environment(exact=False)
     assert vllm_environment(exact=True)["VLLM_BATCH_INVARIANT"] == "1"
 
 
 @with_vectors
-def test_bits_are_not_promised_where_an_activation_depends_on_the_rows_beside() -> None:
+def test_bits_are_not_promised_where_an_activation_depends_on_the_rows_beside():
     """torch computes the last numbers of each thread's share by other functions than the rest."""
     loaded = tiny_model()
     told = arithmetic_of(loaded.model, "cpu", [gates(64)]).activations

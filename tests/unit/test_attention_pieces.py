@@ -16,9 +16,7 @@ def tensor(values: list[int]) -> torch.Tensor:
     "lengths",
     [[1], [1] * 300, [131_072] + [900] * 31, [512, 513, 511, 1024, 1], [64 * 8192] * 3, [65, 1]],
 )
-def test_every_key_that_is_seen_is_in_one_piece(
-    lengths: list[int], window: int | None, num_programs: int
-) -> None:
+def test_every_key_that_is_seen_is_in_one_piece(lengths, window, num_programs):
     counts = [min(8, length) for length in lengths]
     rows, firsts = cut(tensor(lengths), tensor(counts), window, num_programs)
     budget = -(-PROGRAMS // num_programs)
@@ -40,7 +38,7 @@ def test_every_key_that_is_seen_is_in_one_piece(
     assert longest <= max(LEAST_KEYS, -(-keys // budget)) + ALIGNED
 
 
-def test_a_long_sequence_beside_short_ones_is_shared_out() -> None:
+def test_a_long_sequence_beside_short_ones_is_shared_out():
     """32 sequences on 8 KV heads: 128k keys are not two programs' work."""
     rows, firsts = cut(tensor([131_072] + [1000] * 31), None, None, 8)
     assert firsts[1] > 20 and (rows[2] - rows[1]).max() < 6000

@@ -68,7 +68,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return streams
 
 
-def test_a_failed_capture_leaves_the_thread_on_its_own_stream(current: list[object]) -> None:
+def test_a_failed_capture_leaves_the_thread_on_its_own_stream(current):
     before, calls = current[0], []
 
     def work() -> torch.Tensor:
@@ -87,9 +87,7 @@ def test_a_failed_capture_leaves_the_thread_on_its_own_stream(current: list[obje
     ("max_running", "largest", "count"),
     [(1, 1, 1), (2, 2, 2), (3, 4, 3), (64, 64, 7), (65, 128, 8), (200, 256, 9)],
 )
-def test_a_graph_takes_as_many_sequences_as_may_run(
-    max_running: int, largest: int, count: int
-) -> None:
+def test_a_graph_takes_as_many_sequences_as_may_run(max_running, largest, count):
     sizes = batch_sizes(max_running)
     assert (largest, count) == (sizes[-1], len(sizes))
     assert largest / 2 < max_running <= largest
@@ -127,9 +125,7 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero"}  # for
 @pytest.mark.parametrize(
     "name", ["qwen3", "deepseek_v3", "gemma3_text", "gemma4_text", "gpt_oss", "lfm2", "lfm2_moe"]
 )
-def test_a_decode_step_waits_for_nothing_that_it_computes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_step_waits_for_nothing_that_it_computes(name, monkeypatch):
     """A capture refuses to wait, and then a model is served without graphs."""
 
     def attend(query: torch.Tensor, *_: object, rank: int | None) -> torch.Tensor:
@@ -147,7 +143,7 @@ def test_a_decode_step_waits_for_nothing_that_it_computes(
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "qwen3_next"])
-def test_models_whose_steps_the_host_shapes_get_no_graphs(name: str) -> None:
+def test_models_whose_steps_the_host_shapes_get_no_graphs(name):
     """An index picks keys by sequence, and a recurrent state is a tensor of its sequence."""
     runner = triton_runner(name)
     assert not cuda_graphs(runner._attention, torch.device("cuda"))
@@ -172,9 +168,7 @@ def _attend_in_torch(
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(
-    captured: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(captured, monkeypatch, caplog):
     """In that are operators, unlike in the model's own layers."""
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
     runner = triton_runner("qwen3")
@@ -203,9 +197,7 @@ def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(
     ("count", "write_kv", "beside"),
     [(5, True, 1), (1, False, 1), (3, False, 1), (19, True, 1), (8, True, 16), (9, False, 20)],
 )
-def test_a_tail_is_computed_by_a_graph_as_by_a_step(
-    count: int, write_kv: bool, beside: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tail_is_computed_by_a_graph_as_by_a_step(count, write_kv, beside, monkeypatch):
     """A question after a cached prompt, beside a sequence that decodes. Each of its rows sees the
     ones before it, and what is not to be written stays as it is."""
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
@@ -248,7 +240,7 @@ def test_a_tail_is_computed_by_a_graph_as_by_a_step(
 
 
 @pytest.mark.parametrize("width", [1, 8])
-def test_tables_begin_where_those_of_launched_steps_do(width: int) -> None:
+def test_tables_begin_where_those_of_launched_steps_do(width):
     """Triton compiles another form of a kernel for addresses that are no multiples of 16."""
     rows = GroupedRows(width, (1, 2), 9, block_size=16, scratch=5, device=torch.device("cpu"))
     rows.pad(2)
@@ -257,7 +249,7 @@ def test_tables_begin_where_those_of_launched_steps_do(width: int) -> None:
     assert decode.tables[:, 0].tolist() == [5, 5]
 
 
-def test_tails_that_no_graph_serves_better_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tails_that_no_graph_serves_better_are_launched(monkeypatch):
     """Too many rows, too many keys to read again for each row, or states that enter the pool at a
     step's end."""
     params = SamplingParams(temperature=0)

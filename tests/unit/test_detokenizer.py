@@ -16,7 +16,7 @@ def feed_all(detokenizer: IncrementalDetokenizer, text: str) -> list[str]:
 
 @given(st.text(max_size=40))
 @settings(max_examples=100, deadline=None)
-def test_pieces_join_to_the_text_and_never_hold_half_a_character(text: str) -> None:
+def test_pieces_join_to_the_text_and_never_hold_half_a_character(text):
     pieces = feed_all(IncrementalDetokenizer(TOKENIZER), text)
     assert "".join(pieces) == text
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(pieces).replace(text, "")
@@ -24,9 +24,7 @@ def test_pieces_join_to_the_text_and_never_hold_half_a_character(text: str) -> N
 
 @given(st.text("ab c", max_size=30), st.lists(st.text("ab c", min_size=1, max_size=4), max_size=3))
 @settings(max_examples=200, deadline=None)
-def test_text_ends_before_the_stop_string_that_is_complete_first(
-    text: str, stop: list[str]
-) -> None:
+def test_text_ends_before_the_stop_string_that_is_complete_first(text, stop):
     detokenizer = IncrementalDetokenizer(TOKENIZER, stop)
     sent = "".join(feed_all(detokenizer, text))
     ends = [(text.find(s) + len(s), text.find(s)) for s in stop if s in text]
@@ -37,7 +35,7 @@ def test_text_ends_before_the_stop_string_that_is_complete_first(
 
 @given(st.text("ab", max_size=20), st.text("ab", min_size=1, max_size=5))
 @settings(max_examples=100, deadline=None)
-def test_what_is_sent_never_reaches_into_a_stop_string(text: str, stop: str) -> None:
+def test_what_is_sent_never_reaches_into_a_stop_string(text, stop):
     """At every moment the sent text is a beginning of the final text."""
     detokenizer = IncrementalDetokenizer(TOKENIZER, [stop])
     final = text.split(stop)[0]
@@ -48,7 +46,7 @@ def test_what_is_sent_never_reaches_into_a_stop_string(text: str, stop: str) -> 
     assert sent + detokenizer.flush() == final
 
 
-def test_a_stop_string_may_end_inside_one_feed_and_the_rest_is_dropped() -> None:
+def test_a_stop_string_may_end_inside_one_feed_and_the_rest_is_dropped():
     detokenizer = IncrementalDetokenizer(TOKENIZER, ["END"])
     assert detokenizer.feed(b"one END two") == "one "
     assert detokenizer.stopped
@@ -58,7 +56,7 @@ def test_a_stop_string_may_end_inside_one_feed_and_the_rest_is_dropped() -> None
     assert detokenizer.flush() == ""
 
 
-def test_broken_utf8_becomes_replacement_characters_at_the_latest_on_flush() -> None:
+def test_broken_utf8_becomes_replacement_characters_at_the_latest_on_flush():
     detokenizer = IncrementalDetokenizer(TOKENIZER)
     assert detokenizer.feed([0xE6, 0x97]) == ""
     assert detokenizer.feed([0x41]) == "\N{REPLACEMENT CHARACTER}A"
@@ -67,6 +65,6 @@ def test_broken_utf8_becomes_replacement_characters_at_the_latest_on_flush() -> 
 
 
 @pytest.mark.parametrize(("shown", "expected"), [((), "ab"), (("<|im_end|>",), "a<|im_end|>b")])
-def test_special_tokens_are_shown_only_when_asked_for(shown: list[str], expected: str) -> None:
+def test_special_tokens_are_shown_only_when_asked_for(shown, expected):
     detokenizer = IncrementalDetokenizer(TOKENIZER, shown=shown)
     assert detokenizer.feed([ord("a"), EOS, ord("b")]) == expected

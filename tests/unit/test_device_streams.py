@@ -77,15 +77,15 @@ def windowed(pool: DevicePool, monkeypatch: pytest.MonkeyPatch) -> DevicePool:
 
 def noting(layout: BlockLayout, monkeypatch: pytest.MonkeyPatch) -> DevicePool:
     made = DevicePool(layout, 4)
-    made._down, made._up = Stream(), Stream()  # type: ignore[assignment]
+    made._down, made._up = Stream(), Stream()
     enqueue = made._enqueue
 
     def noted(stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Event:
-        event = enqueue(stream, pairs)  # type: ignore[arg-type]
+        event = enqueue(stream, pairs)
         name = "copy out" if stream is made._down else "copy in"
         stream.behind.add(name)
-        event.behind = {*event.behind, name}  # type: ignore[attr-defined]
-        return event  # type: ignore[return-value]
+        event.behind = {*event.behind, name}
+        return event
 
     monkeypatch.setattr(made, "_enqueue", noted)
     return made
@@ -103,7 +103,7 @@ def test_copying_down_ahead_of_need_does_not_hold_up_compute(pool):
     compute().add("step 1")
     pool.copy_out(slot, frame)
     assert {"step 1"} == compute()
-    assert pool._down is not None and "step 1" in pool._down.behind  # type: ignore[attr-defined]
+    assert pool._down is not None and "step 1" in pool._down.behind
     pool.give(other)
     assert other == pool.take()
     assert {"step 1"} == compute(), "another slot's new owner waits for nothing"
@@ -134,7 +134,7 @@ def test_a_slot_that_is_filled_from_a_frame_makes_only_the_upload_wait(pool):
     pool.copy_out(slot, first)
     pool.hand_on(slot)
     pool.copy_in([second], [slot])
-    assert pool._up is not None and "copy out" in pool._up.behind  # type: ignore[attr-defined]
+    assert pool._up is not None and "copy out" in pool._up.behind
     assert set() == compute()
     pool.settle(slot)
     assert "copy in" in compute()
@@ -159,10 +159,10 @@ def test_slots_that_share_memory_wait_for_each_others_copies(windowed):
     lesser.part = Part.LASTING
     compute().clear()
     pool.copy_in([lesser], [part], [Part.LASTING])
-    assert pool._up is not None and "copy out" in pool._up.behind  # type: ignore[attr-defined]
+    assert pool._up is not None and "copy out" in pool._up.behind
     assert not pool.arrived(part)
     pool.copy_out(whole, frame)
-    assert pool._down is not None and "copy in" in pool._down.behind  # type: ignore[attr-defined]
+    assert pool._down is not None and "copy in" in pool._down.behind
     pool.settle(whole)
     assert "copy in" in compute(), "it may be its memory"
 
@@ -176,7 +176,7 @@ def test_a_block_that_comes_up_holds_up_nobody_and_has_arrived_when_it_stands(po
     compute().add("step 1")
     pool.copy_in(frames_of(2), [1, 2])
     assert {"step 1"} == compute()
-    assert pool._up is not None and "step 1" in pool._up.behind  # type: ignore[attr-defined]
+    assert pool._up is not None and "step 1" in pool._up.behind
     assert pool.is_arriving and not pool.arrived(1) and pool.arrived(3)
     monkeypatch.setattr(Event, "ended", True)
     assert pool.arrived(1) and not pool.is_arriving
@@ -201,7 +201,7 @@ def test_a_frame_comes_up_only_after_it_went_down_and_goes_down_after_it_came_up
     pool.copy_out(0, first)
     pool.copy_in([second], [1])
     assert pool._up is not None and pool._down is not None
-    up, down = pool._up.behind, pool._down.behind  # type: ignore[attr-defined]
+    up, down = pool._up.behind, pool._down.behind
     assert "copy out" not in up, "another frame waits for nothing"
     pool.copy_in([first], [2])
     assert "copy out" in up

@@ -64,7 +64,7 @@ def opened(
         LAYOUT,
         capacity_bytes,
         num_shards=num_shards,
-        settings=DiskSettings(**settings),  # type: ignore[arg-type]
+        settings=DiskSettings(**settings),
         storage=storage,
         clock=clock or Clock(),
         check_s=60,  # a busy machine is no reason to check a shard in another process

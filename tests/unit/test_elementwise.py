@@ -40,13 +40,13 @@ def threads() -> Iterator[Any]:
     ],
 )
 def test_rows_depend_on_each_other_where_shares_end_within_vectors(
-    width: int, num_threads: int, depends: bool, dtype: torch.dtype, threads: Any
-) -> None:
+    width, num_threads, depends, dtype, threads
+):
     threads(num_threads)
     assert depends is gates(width, dtype).depends_on_rows()
 
 
-def test_rows_that_lie_apart_end_alone_until_threads_divide_them(threads: Any) -> None:
+def test_rows_that_lie_apart_end_alone_until_threads_divide_them(threads):
     """As the halves of a product of both: torch computes the last numbers of each by themselves."""
     for num_threads, depends in ((1, False), (3, True)):
         threads(num_threads)
@@ -54,7 +54,7 @@ def test_rows_that_lie_apart_end_alone_until_threads_divide_them(threads: Any) -
 
 
 @pytest.mark.parametrize("function", [torch.ops.aten.exp.default, torch.ops.aten.tanh.default])
-def test_what_says_no_difference_depends_on_nothing(function: Any, threads: Any) -> None:
+def test_what_says_no_difference_depends_on_nothing(function, threads):
     threads(3)
     for width in (16, 1000):
         shape, strides = (1, PROBE_TOKENS, width), (PROBE_TOKENS * width, width, 1)
@@ -62,7 +62,7 @@ def test_what_says_no_difference_depends_on_nothing(function: Any, threads: Any)
         assert not call.depends_on_rows()
 
 
-def test_the_functions_of_a_forward_are_found_whatever_calls_them() -> None:
+def test_the_functions_of_a_forward_are_found_whatever_calls_them():
     """Of inputs, and of heads in place. One of no row is not, nor a product."""
     with Watch(PROBE_TOKENS) as watch:
         rows = torch.ones(1, PROBE_TOKENS, 16) * 2

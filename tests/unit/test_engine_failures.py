@@ -89,7 +89,7 @@ def house() -> Iterator[House]:
     house.engine._cache.close()
 
 
-def test_a_request_that_breaks_every_step_ends_alone_however_often_it_comes(house: House) -> None:
+def test_a_request_that_breaks_every_step_ends_alone_however_often_it_comes(house):
     for turn in range(2 * MAX_FAILURES):
         house.ask(f"bad{turn}", 1, 13)
         failed = house.answer(f"bad{turn}")
@@ -99,7 +99,7 @@ def test_a_request_that_breaks_every_step_ends_alone_however_often_it_comes(hous
     assert house.engine.failure is None
 
 
-def test_those_who_run_beside_a_fault_never_notice() -> None:
+def test_those_who_run_beside_a_fault_never_notice():
     world = World(device_blocks=100)
     for number in range(4):
         world.submit(f"r{number}", [number] * 9, max_tokens=6)
@@ -113,7 +113,7 @@ def test_those_who_run_beside_a_fault_never_notice() -> None:
     assert [good, bad, bad, good] == ends
 
 
-def test_what_was_computed_without_a_number_is_not_kept() -> None:
+def test_what_was_computed_without_a_number_is_not_kept():
     """Nor what stood before the logits told: of five chunks, four were committed by then."""
     world = World(device_blocks=100, step_tokens=8)
     world.runner.mad.add("bad")
@@ -127,7 +127,7 @@ def test_what_was_computed_without_a_number_is_not_kept() -> None:
     assert 0 == world.counts("good").hit
 
 
-def test_a_grammar_that_cannot_begin_fails_its_request_alone(house: House) -> None:
+def test_a_grammar_that_cannot_begin_fails_its_request_alone(house):
     class Broken:
         def begin(self, min_tokens: int) -> Any:
             raise MemoryError("no room for a matcher")
@@ -138,7 +138,7 @@ def test_a_grammar_that_cannot_begin_fails_its_request_alone(house: House) -> No
     assert FinishReason.LENGTH is house.answer("broken").finish
 
 
-def test_a_command_that_fails_does_not_end_the_engine(house: House) -> None:
+def test_a_command_that_fails_does_not_end_the_engine(house):
     def fail() -> None:
         raise RuntimeError("a fault in a command")
 
@@ -149,7 +149,7 @@ def test_a_command_that_fails_does_not_end_the_engine(house: House) -> None:
     assert house.engine.failure is None
 
 
-def test_a_dead_engine_answers_everybody_and_says_so(house: House) -> None:
+def test_a_dead_engine_answers_everybody_and_says_so(house):
     house.runner.dead = True
     for turn in range(MAX_FAILURES):
         house.ask(f"r{turn}", 1, 2)
@@ -162,7 +162,7 @@ def test_a_dead_engine_answers_everybody_and_says_so(house: House) -> None:
         house.engine.call(lambda cache: None).result(timeout=5)
 
 
-def test_a_warm_up_that_fails_is_told_to_who_starts_the_engine() -> None:
+def test_a_warm_up_that_fails_is_told_to_who_starts_the_engine():
     house = House(started=False)
 
     def fail() -> None:
@@ -173,7 +173,7 @@ def test_a_warm_up_that_fails_is_told_to_who_starts_the_engine() -> None:
     house.engine.close()
 
 
-def test_the_engine_warms_up_on_the_thread_that_computes() -> None:
+def test_the_engine_warms_up_on_the_thread_that_computes():
     """Where libgomp keeps the threads of arithmetic: another thread's would slow them."""
     house, seen = House(started=False), []
     house.engine.start(lambda: seen.append(threading.current_thread().name))
@@ -182,7 +182,7 @@ def test_the_engine_warms_up_on_the_thread_that_computes() -> None:
 
 
 @pytest.mark.parametrize("started", [False, True])
-def test_a_call_to_an_engine_that_has_ended_is_answered(*, started: bool) -> None:
+def test_a_call_to_an_engine_that_has_ended_is_answered(*, started):
     """Before, its future stayed open, and who waited for it waited for ever."""
     house = House(started=started)
     house.engine.close()
@@ -190,7 +190,7 @@ def test_a_call_to_an_engine_that_has_ended_is_answered(*, started: bool) -> Non
         house.engine.call(lambda cache: None).result(timeout=5)
 
 
-def test_a_call_behind_the_stop_is_answered(house: House) -> None:
+def test_a_call_behind_the_stop_is_answered(house):
     house.engine._post(house.engine._stop)
     wait_for(lambda: not house.engine._thread.is_alive())
     late = house.engine.call(lambda cache: None)

@@ -74,7 +74,7 @@ class Clients:
 
 
 @pytest.mark.parametrize("num", [2, 3, 4, 8, 16])
-def test_clients_that_ask_again_at_once_are_served_together(num: int) -> None:
+def test_clients_that_ask_again_at_once_are_served_together(num):
     """However they began, and sooner than without a wait."""
     starts = [0.011 * number for number in range(num)]
     apart, together = (
@@ -88,7 +88,7 @@ def test_clients_that_ask_again_at_once_are_served_together(num: int) -> None:
 
 
 @pytest.mark.parametrize("rate", [1, 10, 30, 100, 300])
-def test_requests_that_come_at_random_hardly_wait(rate: int) -> None:
+def test_requests_that_come_at_random_hardly_wait(rate):
     chance = random.Random(rate)
     at_s, now_s = [], 0.0
     while now_s < 60:
@@ -100,12 +100,12 @@ def test_requests_that_come_at_random_hardly_wait(rate: int) -> None:
     assert statistics.mean(with_waits) < 1.05 * statistics.mean(without)
 
 
-def test_one_client_never_waits() -> None:
+def test_one_client_never_waits():
     alone = Clients(gathers=True, again=lambda num: 0.005).ask(0.0).run(5)
     assert pytest.approx([STEP_S + EACH_S] * len(alone.latencies)) == alone.latencies
 
 
-def test_clients_that_leave_are_waited_for_a_few_times_at_most() -> None:
+def test_clients_that_leave_are_waited_for_a_few_times_at_most():
     """Of eight clients seven stop asking, and a stranger comes meanwhile."""
     now_s = 0.0
     gathering = Gathering(lambda: now_s)
@@ -127,7 +127,7 @@ def test_clients_that_leave_are_waited_for_a_few_times_at_most() -> None:
     assert max(waited) <= MOST_S
 
 
-def test_requests_submitted_before_the_answers_were_not_caused_by_them() -> None:
+def test_requests_submitted_before_the_answers_were_not_caused_by_them():
     now_s = 1.0
     gathering = Gathering(lambda: now_s)
     gathering.answered(2, 0.05)
@@ -141,7 +141,7 @@ def test_requests_submitted_before_the_answers_were_not_caused_by_them() -> None
     assert gathering.left_s(4) == 0.0
 
 
-def test_requests_that_end_without_a_step_take_no_memory() -> None:
+def test_requests_that_end_without_a_step_take_no_memory():
     """Such as those whose grammar matches nothing."""
     now_s = 1.0
     gathering = Gathering(lambda: now_s)
@@ -159,7 +159,7 @@ class Slow(ChainRunner):
     """Notes how many sequences each step has."""
 
     def __init__(self, *given: object) -> None:
-        super().__init__(*given)  # type: ignore[arg-type]
+        super().__init__(*given)
         self.sizes: list[int] = []
 
     def step(self, batch: Batch) -> list[Sampled]:
@@ -168,7 +168,7 @@ class Slow(ChainRunner):
         return super().step(batch)
 
 
-def test_the_engine_gathers_clients_of_two_crowds() -> None:
+def test_the_engine_gathers_clients_of_two_crowds():
     """Four clients on threads of their own, of whom one begins while the others are computed."""
     cache = TieredCache(LAYOUT, CacheSettings(device_bytes=64 * LAYOUT.nbytes, host_bytes=0))
     runner, answered = Slow(cache.pool.tensor), [threading.Event() for _ in range(4)]

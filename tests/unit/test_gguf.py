@@ -42,7 +42,7 @@ def refusal(path: Path) -> str:
     return said
 
 
-def test_its_weights_arrive_and_progress_is_told(tmp_path: Path) -> None:
+def test_its_weights_arrive_and_progress_is_told(tmp_path):
     given = write_tiny(tmp_path / "tiny.gguf")
     shares: list[float] = []
     out = tmp_path / "out"
@@ -59,7 +59,7 @@ def test_its_weights_arrive_and_progress_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_what_is_unknown_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_what_is_unknown_is_refused_by_name(kind, tmp_path):
     fields, tensors = tiny(kind)
     for name in (f"{kind}.unheard_of", "unheard.of", "general.unheard_of", "tokenizer.unheard_of"):
         write_gguf(tmp_path / "m.gguf", kind, {**fields, name: 1}, tensors)
@@ -71,7 +71,7 @@ def test_what_is_unknown_is_refused_by_name(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_each_tensor_and_field_that_is_needed_is_missed(kind: str, tmp_path: Path) -> None:
+def test_each_tensor_and_field_that_is_needed_is_missed(kind, tmp_path):
     fields, tensors = tiny(kind)
     for name in tensors:
         if name == "output.weight" or name.startswith("blk.0") or "bias" in name:
@@ -120,9 +120,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "said"), BAD_FIELDS)
-def test_a_field_that_cannot_be_served_is_refused_by_name(
-    name: str, value: Any, said: str, tmp_path: Path
-) -> None:
+def test_a_field_that_cannot_be_served_is_refused_by_name(name, value, said, tmp_path):
     fields, tensors = tiny()
     given = {each: old for each, old in {**fields, name: value}.items() if old is not None}
     kind = given.pop("general.architecture", "llama")
@@ -148,16 +146,14 @@ def changed(name: str, value: np.ndarray | None) -> Callable[[Tensors], Tensors]
         (changed("blk.1.attn_v.bias", np.ones(32, np.float32)), "blk.1.attn_v.bias"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused_by_name(
-    change: Callable[[Tensors], Tensors], said: str, tmp_path: Path
-) -> None:
+def test_a_tensor_that_does_not_fit_is_refused_by_name(change, said, tmp_path):
     fields, tensors = tiny()
     write_gguf(tmp_path / "m.gguf", "llama", fields, change(tensors))
     assert said in refusal(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("left", [0, 3, 20, 200, 5000, 0.5, 0.999])
-def test_a_torn_file_is_refused(left: float, tmp_path: Path) -> None:
+def test_a_torn_file_is_refused(left, tmp_path):
     path = tmp_path / "m.gguf"
     write_tiny(path)
     size = path.stat().st_size
@@ -177,7 +173,7 @@ def write_split(folder: Path, fields: Fields, tensors: Tensors) -> list[Path]:
     return parts
 
 
-def test_a_split_model_is_read_whole_or_refused(tmp_path: Path) -> None:
+def test_a_split_model_is_read_whole_or_refused(tmp_path):
     (tmp_path / "split").mkdir()
     fields, tensors = tiny()
     parts = write_split(tmp_path / "split", fields, tensors)
@@ -197,7 +193,7 @@ def test_a_split_model_is_read_whole_or_refused(tmp_path: Path) -> None:
     assert "says that it is file 1 of 2" in refusal(tmp_path / "alone.gguf")
 
 
-def test_files_that_are_not_of_one_model_are_refused(tmp_path: Path) -> None:
+def test_files_that_are_not_of_one_model_are_refused(tmp_path):
     fields, tensors = tiny()
     first, second = write_split(tmp_path, fields, tensors)
     name = next(iter(tensors))
@@ -210,7 +206,7 @@ def test_files_that_are_not_of_one_model_are_refused(tmp_path: Path) -> None:
     assert "differ in llama.block_count" in refusal(first)
 
 
-def test_the_digest_is_of_the_weights_as_served(tmp_path: Path) -> None:
+def test_the_digest_is_of_the_weights_as_served(tmp_path):
     path = tmp_path / "m.gguf"
     fields, tensors = tiny()
     write_gguf(path, "llama", fields, tensors)
@@ -225,7 +221,7 @@ def test_the_digest_is_of_the_weights_as_served(tmp_path: Path) -> None:
     assert first != find(str(path), tmp_path / "a", lambda *_: None)[1]
 
 
-def test_each_end_of_an_answer_and_each_template_is_kept(tmp_path: Path) -> None:
+def test_each_end_of_an_answer_and_each_template_is_kept(tmp_path):
     fields, tensors = tiny()
     more = {
         "tokenizer.ggml.eot_token_id": 65,
@@ -239,7 +235,7 @@ def test_each_end_of_an_answer_and_each_template_is_kept(tmp_path: Path) -> None
     assert "plain" == loaded.tokenizer.chat_template
 
 
-def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path: Path) -> None:
+def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path):
     """A limit of this process takes the place of a full disk."""
     write_tiny(tmp_path / "tiny.gguf")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -261,9 +257,7 @@ def test_a_disk_without_room_for_the_converted_model_is_said(tmp_path: Path) -> 
         ("config.json", 9),
     ],
 )
-def test_a_damaged_converted_model_names_the_folder_to_remove(
-    tmp_path: Path, file: str, left: int
-) -> None:
+def test_a_damaged_converted_model_names_the_folder_to_remove(tmp_path, file, left):
     write_tiny(tmp_path / "tiny.gguf")
     folder, _ = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
     with (folder / file).open("rb+") as written:
@@ -273,11 +267,11 @@ def test_a_damaged_converted_model_names_the_folder_to_remove(
 
 
 @pytest.mark.parametrize("name", ["gguf-mine", "gguf-v3-mine", "gguf-v2-0a"])
-def test_nobody_is_told_to_remove_a_folder_of_their_own(name: str) -> None:
+def test_nobody_is_told_to_remove_a_folder_of_their_own(name):
     assert "" == convert_again(Path(name))
 
 
-def test_a_converted_model_that_lacks_weights_names_its_folder_too(tmp_path: Path) -> None:
+def test_a_converted_model_that_lacks_weights_names_its_folder_too(tmp_path):
     write_tiny(tmp_path / "tiny.gguf")
     folder, _ = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
     weights = load_file(folder / "model.safetensors")

@@ -69,9 +69,7 @@ def many(number: int) -> dict[str, Any]:
         ({"patternProperties": {"a": {}, "b": {}}}, "#/patternProperties"),
     ],
 )
-def test_what_is_not_enforced_is_refused_with_its_place(
-    compiler: GrammarCompiler, schema: dict[str, Any], place: str
-) -> None:
+def test_what_is_not_enforced_is_refused_with_its_place(compiler, schema, place):
     with pytest.raises(InvalidParameter) as refused:
         compiler.compile(source_of(StructuredOutputs(json=schema), "field"))
     assert "field" == refused.value.param
@@ -115,9 +113,7 @@ CJK = {"type": "object", "properties": {"名前": {"type": "boolean"}, "住所":
         ({"grammar": 'start: "a"'}, None, []),
     ],
 )
-def test_a_grammar_matches_its_answers_alone(
-    compiler: GrammarCompiler, asked: dict[str, Any], matches: list[str] | None, others: list[str]
-) -> None:
+def test_a_grammar_matches_its_answers_alone(compiler, asked, matches, others):
     """`matches` is None for a grammar that is refused."""
     if matches is None:
         with pytest.raises(InvalidParameter, match="structured_outputs"):
@@ -157,12 +153,12 @@ def spelt(state: Any, text: str) -> bool:
         ({"regex": "a" * (MAX_SOURCE_BYTES + 1)}, "longer than"),
     ],
 )
-def test_what_is_asked_for_is_checked(asked: dict[str, Any], said: str) -> None:
+def test_what_is_asked_for_is_checked(asked, said):
     with pytest.raises(InvalidParameter, match=said):
         source_of(StructuredOutputs(**asked))
 
 
-def test_a_schema_nested_too_deep_is_refused() -> None:
+def test_a_schema_nested_too_deep_is_refused():
     schema: dict[str, Any] = {}
     for _ in range(MAX_DEPTH):
         schema = {"items": schema}
@@ -206,9 +202,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("asked", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_grammar_takes_bounded_time(
-    compiler: GrammarCompiler, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hostile_grammar_takes_bounded_time(compiler, asked, monkeypatch):
     """Refused, ended, or served; never more than a second for a step."""
     monkeypatch.setattr(compiler, "_encode", lambda text: list(text.encode()))
     began_s = time.thread_time()
@@ -229,9 +223,7 @@ def test_a_hostile_grammar_takes_bounded_time(
     assert state.wait(5.0)
 
 
-def test_forced_text_is_the_tokenizers_and_a_longer_token_stays_open(
-    compiler: GrammarCompiler,
-) -> None:
+def test_forced_text_is_the_tokenizers_and_a_longer_token_stays_open(compiler):
     state = compiler.compile(source_of(StructuredOutputs(choice=["name: 1", "name: 2"]))).begin(0)
     assert [b"name"] == [TOKENS[token] for token in state.forced]
     state.accept(state.forced[0])
@@ -242,9 +234,7 @@ def test_forced_text_is_the_tokenizers_and_a_longer_token_stays_open(
     assert (text, 301) == (answer, num_forced)
 
 
-def test_the_end_waits_for_min_tokens_where_the_grammar_can_go_on(
-    compiler: GrammarCompiler,
-) -> None:
+def test_the_end_waits_for_min_tokens_where_the_grammar_can_go_on(compiler):
     state = compiler.compile(source_of(StructuredOutputs(regex="[ab]+"))).begin(3)
     for _ in range(3):
         assert END not in ids(state.allowed)
@@ -252,9 +242,7 @@ def test_the_end_waits_for_min_tokens_where_the_grammar_can_go_on(
     assert END in ids(state.allowed)
 
 
-def test_a_slow_state_is_matched_on_another_thread(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_state_is_matched_on_another_thread(compiler, monkeypatch):
     monkeypatch.setattr("engine.grammar.state.QUICK_S", 0.0)
     state = compiler.compile(source_of(StructuredOutputs(regex="[ab]{2}c"))).begin(0)
     assert accepts(state, b"abc")
@@ -263,9 +251,7 @@ def test_a_slow_state_is_matched_on_another_thread(
     assert state.stuck is not None and re.search("too ambiguous: matching 0 tokens", state.stuck)
 
 
-def test_a_missing_package_or_end_is_named(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_or_end_is_named(compiler, monkeypatch):
     source = source_of(StructuredOutputs(regex="a"))
     endless = GrammarCompiler(lambda: TOKENS, frozenset(), greedy)
     with pytest.raises(InvalidParameter, match="no end-of-sequence token"):

@@ -27,7 +27,7 @@ def weak(data: bytes) -> bytes:
 
 def chain_of(prompt: tuple[bytes, list[int], list[bytes]]) -> Chain:
     root, tokens, contents = prompt
-    return Chain(root, tokens, SIZE, contents)  # type: ignore[arg-type]
+    return Chain(root, tokens, SIZE, contents)
 
 
 @settings(max_examples=200)

@@ -143,7 +143,7 @@ def publish() -> Iterator[Publish]:
 
 
 @pytest.mark.parametrize("form", ["map", "array"])
-def test_a_router_knows_what_a_real_cache_holds(publish: Publish, route: Route, form: str) -> None:
+def test_a_router_knows_what_a_real_cache_holds(publish, route, form):
     """Requests at random through a small engine; a router that reads every batch agrees with it."""
     world = World(device_blocks=20, host_blocks=24)
     publisher = publish(world.cache.stream, format=form)
@@ -180,13 +180,7 @@ def store(stream: EventStream, number: int) -> None:
 @pytest.mark.parametrize(
     ("form", "topic", "ends"), [("map", [b"kv-events"], [b""]), ("array", [], [])]
 )
-def test_a_router_that_comes_late_asks_for_what_it_missed(
-    publish: Publish,
-    route: Route,
-    form: str,
-    topic: list[bytes],
-    ends: list[bytes],
-) -> None:
+def test_a_router_that_comes_late_asks_for_what_it_missed(publish, route, form, topic, ends):
     stream = EventStream()
     publisher = publish(stream, format=form)
     publisher.start()
@@ -204,9 +198,7 @@ def test_a_router_that_comes_late_asks_for_what_it_missed(
     assert [] == late.replay(early.last + 1)
 
 
-def test_a_router_that_reads_slowly_gets_every_kept_batch_and_the_end(
-    publish: Publish, route: Route
-) -> None:
+def test_a_router_that_reads_slowly_gets_every_kept_batch_and_the_end(publish, route):
     publisher = publish(EventStream())
     removed = {"type": "BlockRemoved", "block_hashes": [0] * 6000, "medium": "GPU"}
     for _ in range(1 + KEPT_BATCHES):
@@ -224,9 +216,7 @@ def test_a_router_that_reads_slowly_gets_every_kept_batch_and_the_end(
     assert [*range(2, KEPT_BATCHES + 2), -1] == numbers
 
 
-def test_a_router_that_never_reads_is_sent_a_short_queue_until_it_goes(
-    publish: Publish, route: Route
-) -> None:
+def test_a_router_that_never_reads_is_sent_a_short_queue_until_it_goes(publish, route):
     publisher = publish(EventStream())
     for _ in range(KEPT_BATCHES):
         publisher._publish([{"type": "BlockRemoved", "block_hashes": [0] * 6000, "medium": "GPU"}])
@@ -245,7 +235,7 @@ def test_a_router_that_never_reads_is_sent_a_short_queue_until_it_goes(
         other.replay(KEPT_BATCHES)
 
 
-def test_what_is_kept_for_replays_is_bounded_in_bytes(publish: Publish, route: Route) -> None:
+def test_what_is_kept_for_replays_is_bounded_in_bytes(publish, route):
     publisher = publish(EventStream())
     large = {"type": "BlockStored", "token_ids": [1 << 20] * 200_000}  # 5 bytes each
     for _ in range(KEPT_BYTES // 1_000_000 + 3):
@@ -255,9 +245,7 @@ def test_what_is_kept_for_replays_is_bounded_in_bytes(publish: Publish, route: R
     assert KEPT_BYTES // 1_000_001 == len(publisher._replay._kept)
 
 
-def test_a_replay_request_of_any_length_is_not_held_in_memory(
-    publish: Publish, route: Route
-) -> None:
+def test_a_replay_request_of_any_length_is_not_held_in_memory(publish, route):
     publisher = publish(EventStream())
     loud, router = route(publisher), route(publisher)
     watched = loud.req.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -269,7 +257,7 @@ def test_a_replay_request_of_any_length_is_not_held_in_memory(
     assert [0] == router.replay(0)
 
 
-def test_a_new_server_begins_with_nothing_known(publish: Publish, route: Route) -> None:
+def test_a_new_server_begins_with_nothing_known(publish, route):
     publisher = publish(EventStream(), topic="other")
     publisher.start()
     router = route(publisher, b"other")
@@ -277,7 +265,7 @@ def test_a_new_server_begins_with_nothing_known(publish: Publish, route: Route) 
     assert [[{"type": "AllBlocksCleared"}]] == router.batches
 
 
-def test_lost_events_void_what_routers_know(publish: Publish, route: Route) -> None:
+def test_lost_events_void_what_routers_know(publish, route):
     stream = EventStream()
     publisher = publish(stream)
     publisher._subscription._capacity = 4
@@ -291,7 +279,7 @@ def test_lost_events_void_what_routers_know(publish: Publish, route: Route) -> N
     assert {6, 7, 8, 9} == router.held["GPU"]
 
 
-def test_blocks_that_follow_each_other_travel_as_one_event() -> None:
+def test_blocks_that_follow_each_other_travel_as_one_event():
     stream = EventStream()
     subscription = stream.subscribe()
     scope = PrefixKey(b"s" * 16)
@@ -310,7 +298,7 @@ def test_blocks_that_follow_each_other_travel_as_one_event() -> None:
     assert "DISK" == stored["medium"] == removed["medium"]
 
 
-def test_an_endpoint_that_cannot_be_is_said_at_the_start() -> None:
+def test_an_endpoint_that_cannot_be_is_said_at_the_start():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

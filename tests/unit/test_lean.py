@@ -58,10 +58,10 @@ def _ran(code: str, *arguments: Path) -> str:
     return ran.stdout.strip() or ran.stderr
 
 
-def test_a_server_imports_no_compiler_and_no_tensors_over_many_devices(tmp_path: Path) -> None:
+def test_a_server_imports_no_compiler_and_no_tensors_over_many_devices(tmp_path):
     save_tiny_model(tmp_path / "tiny")
     assert _ran(CODE, tmp_path / "tiny", tmp_path) == "passed"
 
 
-def test_what_a_stand_in_lacks_comes_from_the_module() -> None:
+def test_what_a_stand_in_lacks_comes_from_the_module():
     assert _ran(FALLBACK) == "passed"

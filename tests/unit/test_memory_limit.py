@@ -41,7 +41,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path, monkeypatch)
 
 
-def test_no_groups_and_no_limits_are_none(machine: Machine) -> None:
+def test_no_groups_and_no_limits_are_none(machine):
     assert memory_limit() is None
     machine.groups.write_text("0::/a/b\n")
     assert memory_limit() is None
@@ -52,7 +52,7 @@ def test_no_groups_and_no_limits_are_none(machine: Machine) -> None:
     assert memory_limit() is None
 
 
-def test_the_lowest_limit_of_the_groups_of_version_2_counts(machine: Machine) -> None:
+def test_the_lowest_limit_of_the_groups_of_version_2_counts(machine):
     machine.groups.write_text("0::/a/b\n")
     machine.put("a/b/memory.max", "max")
     machine.put("a/memory.max", str(3 * GIB))
@@ -63,9 +63,7 @@ def test_the_lowest_limit_of_the_groups_of_version_2_counts(machine: Machine) ->
     assert 2 * GIB == memory_limit(), "not a group"
 
 
-def test_the_limit_of_version_1_is_found_where_the_groups_path_is_out_of_sight(
-    machine: Machine,
-) -> None:
+def test_the_limit_of_version_1_is_found_where_the_groups_path_is_out_of_sight(machine):
     machine.groups.write_text("3:cpu,cpuacct:/docker/1\n2:hugetlb,memory:/docker/1\n0::/\n")
     machine.put("memory/memory.limit_in_bytes", str((1 << 63) - 4096))
     assert memory_limit() is None
@@ -76,8 +74,8 @@ def test_the_limit_of_version_1_is_found_where_the_groups_path_is_out_of_sight(
 
 
 def test_a_start_says_that_full_caches_exceed_the_limit_or_the_machine(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    machine, monkeypatch, caplog
+):
     cache = CacheSection(device_bytes=64 * MIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(64 * GIB))
@@ -104,12 +102,8 @@ def test_a_start_says_that_full_caches_exceed_the_limit_or_the_machine(
     ],
 )
 def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
-    machine: Machine,
-    caplog: pytest.LogCaptureFixture,
-    on_gpu: bool,
-    node_bytes: int,
-    named: str,
-) -> None:
+    machine, caplog, on_gpu, node_bytes, named
+):
     cache = CacheSection(device_bytes=3 * GIB, host_bytes=GIB)
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(2 * GIB))
@@ -118,12 +112,7 @@ def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
     assert f"lower {named}, or" in said
 
 
-def test_a_node_that_starts_says_so_too(
-    machine: Machine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_node_that_starts_says_so_too(machine, tmp_path, monkeypatch, caplog):
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(GIB))
     monkeypatch.setattr(NodeServer, "run", lambda serving: None)
@@ -134,9 +123,7 @@ def test_a_node_that_starts_says_so_too(
     assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
 
 
-def test_caches_that_the_system_refuses_name_the_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_that_the_system_refuses_name_the_option(tmp_path, monkeypatch):
     def refuse(*arguments: object, **more: object) -> None:
         raise MemoryError
 
@@ -149,7 +136,7 @@ def test_caches_that_the_system_refuses_name_the_option(
         over(loaded, settings)(lambda outputs: None, EventStream(), None)
 
 
-def test_the_doctor_names_the_limit_and_the_largest_cache(machine: Machine) -> None:
+def test_the_doctor_names_the_limit_and_the_largest_cache(machine):
     machine.groups.write_text("0::/\n")
     machine.put("memory.max", str(GIB))
     cache = CacheSection(device_bytes=800 * MIB, host_bytes=64 * MIB)

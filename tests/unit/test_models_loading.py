@@ -14,7 +14,6 @@ from transformers import (
     BloomConfig,
     LlamaConfig,
     MptConfig,
-    PreTrainedConfig,
 )
 
 from engine.batch import Batch, Span
@@ -46,7 +45,7 @@ def set_config(folder: Path, **values: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def test_a_folder_is_loaded_and_described(tmp_path: Path) -> None:
+def test_a_folder_is_loaded_and_described(tmp_path):
     save_tiny_model(tmp_path / "model", "qwen3")
     loaded = load_model(
         str(tmp_path / "model"), device="cpu", dtype="auto", cache_dir=tmp_path / "cache"
@@ -61,7 +60,7 @@ def test_a_folder_is_loaded_and_described(tmp_path: Path) -> None:
     assert sampled.token is not None
 
 
-def test_the_digest_is_the_contents(tmp_path: Path) -> None:
+def test_the_digest_is_the_contents(tmp_path):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         save_tiny_model(tmp_path / name, seed=seed)
     a, b, c = (
@@ -83,15 +82,8 @@ def test_the_digest_is_the_contents(tmp_path: Path) -> None:
     ],
 )
 def test_bfloat16_is_recommended_where_the_weights_and_the_processor_have_it(
-    published: str,
-    dtype: str,
-    supported: bool,
-    says: bool,
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    published, dtype, supported, says, folder, tmp_path, monkeypatch, caplog
+):
     monkeypatch.setattr("engine.models.load.has_bfloat16", lambda: supported)
     set_config(folder, dtype=published)
     with caplog.at_level("INFO"):
@@ -99,7 +91,7 @@ def test_bfloat16_is_recommended_where_the_weights_and_the_processor_have_it(
     assert ("--dtype bfloat16" in caplog.text) == says
 
 
-def test_what_cannot_be_found_says_what_could_be(tmp_path: Path) -> None:
+def test_what_cannot_be_found_says_what_could_be(tmp_path):
     with pytest.raises(ModelError, match=r"no model 'nonsense'.*smollm2-135m"):
         load("nonsense", tmp_path)
     with pytest.raises(ModelError, match="no GGUF file; name the folder of a model"):
@@ -117,7 +109,7 @@ def test_what_cannot_be_found_says_what_could_be(tmp_path: Path) -> None:
         load("smollm2-135m", tmp_path, dtype="int8")
 
 
-def test_a_folder_without_a_tokenizer_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path):
     for file in folder.glob("*token*"):
         file.unlink()
     with pytest.raises(ModelError, match="tokenizer"):
@@ -169,12 +161,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         ),
     ],
 )
-def test_weights_that_are_not_the_models_are_refused(
-    damage: Callable[[Path, dict[str, torch.Tensor]], None],
-    said: str,
-    folder: Path,
-    tmp_path: Path,
-) -> None:
+def test_weights_that_are_not_the_models_are_refused(damage, said, folder, tmp_path):
     damage(folder, load_file(folder / "model.safetensors"))
     with pytest.raises(ModelError, match=said) as refused:
         load(folder, tmp_path)
@@ -209,9 +196,7 @@ LINEAR = {"factor": 2.0}
         ),
     ],
 )
-def test_each_spelling_of_a_rope_is_served_or_refused(
-    config: dict[str, object], said: str | None, folder: Path, tmp_path: Path
-) -> None:
+def test_each_spelling_of_a_rope_is_served_or_refused(config, said, folder, tmp_path):
     path = folder / "config.json"
     given = json.loads(path.read_text())
     del given["rope_parameters"]
@@ -222,7 +207,7 @@ def test_each_spelling_of_a_rope_is_served_or_refused(
         assert "\n" not in str(refused.value)
         return
     loaded = load_model(str(folder), device="cpu", dtype="auto", cache_dir=tmp_path)
-    halved = loaded.model.model.rotary_emb.inv_freq * 2  # type: ignore[union-attr]
+    halved = loaded.model.model.rotary_emb.inv_freq * 2
     assert torch.equal(stock_model().model.rotary_emb.inv_freq, halved)
 
 
@@ -236,8 +221,8 @@ def test_each_spelling_of_a_rope_is_served_or_refused(
     ],
 )
 def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
-    folder: Path, tmp_path: Path, model_type: str, said: str
-) -> None:
+    folder, tmp_path, model_type, said
+):
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     with pytest.raises(ModelError, match=said) as refused:
         load(folder, tmp_path)
@@ -252,9 +237,7 @@ def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
     ],
     ids=["bloom", "mpt"],
 )
-def test_a_model_without_position_embeddings_is_refused(
-    folder: Path, tmp_path: Path, config: PreTrainedConfig
-) -> None:
+def test_a_model_without_position_embeddings_is_refused(folder, tmp_path, config):
     """Its config names no longest context, and it computes attention by itself."""
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     with pytest.raises(ModelError, match="attention interface"):
@@ -264,13 +247,8 @@ def test_a_model_without_position_embeddings_is_refused(
 @pytest.mark.parametrize(("installed", "says"), [("5.17.0", True), ("5.24.1", False)])
 @pytest.mark.parametrize("model_type", ["t5", "bloom"])
 def test_a_refusal_under_another_transformers_names_the_versions(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    installed: str,
-    says: bool,
-    model_type: str,
-) -> None:
+    folder, tmp_path, monkeypatch, installed, says, model_type
+):
     if model_type == "t5":  # refused by its config, the other by its modules
         (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
     else:
@@ -282,7 +260,7 @@ def test_a_refusal_under_another_transformers_names_the_versions(
     assert says == ("pip install 'transformers>=5.23,<5.25'" in str(refused.value))
 
 
-def test_a_model_whose_attention_is_not_what_we_compute_is_refused() -> None:
+def test_a_model_whose_attention_is_not_what_we_compute_is_refused():
     """The check that guards against unforeseen models: other logits, no service."""
     config = LlamaConfig(
         vocab_size=64,
@@ -306,7 +284,7 @@ def test_a_model_whose_attention_is_not_what_we_compute_is_refused() -> None:
         prepare(model)
 
 
-def test_kimi_k2_is_deepseek_v3_under_another_name(folder: Path, tmp_path: Path) -> None:
+def test_kimi_k2_is_deepseek_v3_under_another_name(folder, tmp_path):
     """Its repository names a type of its own, and brings DeepSeek's code along."""
     architectures.stock("deepseek_v3").save_pretrained(folder)
     code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
@@ -317,9 +295,7 @@ def test_kimi_k2_is_deepseek_v3_under_another_name(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("model_type", ["mistral3", "qwen3_vl"])
-def test_of_images_and_text_the_text_is_served(
-    model_type: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_of_images_and_text_the_text_is_served(model_type, folder, tmp_path, caplog):
     (folder / "model.safetensors").unlink()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -344,7 +320,7 @@ def quantized_by(folder: Path, method: str, **settings: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_weights_in_blocks_are_dequantized(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_fp8_weights_in_blocks_are_dequantized(folder, tmp_path, dtype):
     """As DeepSeek's checkpoints come: float8 and a scale for each block of 128 by 128."""
     weights = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
@@ -362,15 +338,15 @@ def test_fp8_weights_in_blocks_are_dequantized(folder: Path, tmp_path: Path, dty
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
-def test_other_quantizations_are_refused_by_name(folder: Path, tmp_path: Path, method: str) -> None:
+def test_other_quantizations_are_refused_by_name(folder, tmp_path, method):
     quantized_by(folder, method, bits=4)
     with pytest.raises(ModelError, match=f"quantized by {method}; served are fp8, mxfp4"):
         load(folder, tmp_path)
 
 
 def test_a_repository_with_code_of_its_own_is_refused_and_nobody_is_asked(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    folder, tmp_path, monkeypatch
+):
     """transformers would ask on stdin whether to run it."""
     code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
     set_config(folder, model_type="own", auto_map=code)
@@ -392,7 +368,7 @@ def fp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_mxfp4_experts_are_dequantized(folder: Path, tmp_path: Path, dtype: str) -> None:
+def test_mxfp4_experts_are_dequantized(folder, tmp_path, dtype):
     """As gpt-oss comes."""
     architectures.stock("gpt_oss").save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")

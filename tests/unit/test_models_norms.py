@@ -11,7 +11,7 @@ from tests.support.models import stock_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_plain_norm_differs_by_rounding_alone(dtype: torch.dtype) -> None:
+def test_a_plain_norm_differs_by_rounding_alone(dtype):
     norm = LlamaRMSNorm(64, eps=1e-5).to(dtype)
     nn.init.uniform_(norm.weight, -2, 2)
     rows = (100 * torch.randn(3, 5, 64)).to(dtype)
@@ -31,7 +31,7 @@ class Shifted(nn.Module):
         return nn.functional.layer_norm(rows, (16,), self.weight, eps=self.eps)
 
 
-def test_a_module_that_computes_something_else_is_left() -> None:
+def test_a_module_that_computes_something_else_is_left():
     """Gemma's weight counts from one."""
     with pytest.raises(ValueError, match="GemmaRMSNorm is not a plain RMS norm"):
         FusedNorm(GemmaRMSNorm(16).requires_grad_(False))
@@ -49,7 +49,7 @@ class GatedRMSNorm(LlamaRMSNorm):
         return normed if gate is None else normed * gate
 
 
-def test_a_norm_with_a_gate_is_left() -> None:
+def test_a_norm_with_a_gate_is_left():
     model = nn.Sequential(GatedRMSNorm(16), LlamaRMSNorm(16)).requires_grad_(False)
     assert 1 == fuse_norms(model)
     assert isinstance(model[0], GatedRMSNorm) and isinstance(model[1], FusedNorm)
@@ -57,7 +57,7 @@ def test_a_norm_with_a_gate_is_left() -> None:
 
 @pytest.mark.parametrize(("name", "count"), [("qwen3", 13), ("gemma2", 0)])
 @torch.inference_mode()
-def test_a_model_with_fused_norms_gives_the_same_logits(name: str, count: int) -> None:
+def test_a_model_with_fused_norms_gives_the_same_logits(name, count):
     """Qwen3 has four in each of three layers, and one behind them."""
     model = stock_model(name, 0)
     tokens = torch.arange(20)[None] * 7 % 250

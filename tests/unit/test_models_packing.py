@@ -34,7 +34,7 @@ print((resident_bytes() - before) >> 20)
 """
 
 
-def test_kernels_of_many_row_counts_do_not_fill_the_memory() -> None:
+def test_kernels_of_many_row_counts_do_not_fill_the_memory():
     """oneDNN and ideep keep 1,024 each by default: 460 MB here, and for good."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True
@@ -43,7 +43,7 @@ def test_kernels_of_many_row_counts_do_not_fill_the_memory() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux what is mapped")
-def test_a_packed_model_does_not_keep_its_file_in_memory(tmp_path: Path) -> None:
+def test_a_packed_model_does_not_keep_its_file_in_memory(tmp_path):
     save_tiny_model(tmp_path / "model")
     weights = str(tmp_path / "model" / "model.safetensors")
     loaded = load_model(

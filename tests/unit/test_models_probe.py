@@ -38,7 +38,7 @@ def wrapped(module: Any, around: Callable[..., Any]) -> None:
 WINDOWS = {"mistral": [40] * 3, "gemma2": [24, None, 24]}
 
 
-def test_every_tiny_model_passes_and_gets_its_windows_back() -> None:
+def test_every_tiny_model_passes_and_gets_its_windows_back():
     for architecture in ARCHITECTURES:
         model = stock_model(architecture)
         fix_tables(model, 1024)
@@ -50,7 +50,7 @@ def test_every_tiny_model_passes_and_gets_its_windows_back() -> None:
         assert {24, 40, None} >= {getattr(model.config, "sliding_window", None)}
 
 
-def test_a_table_chosen_by_the_longest_sequence_beside_is_refused() -> None:
+def test_a_table_chosen_by_the_longest_sequence_beside_is_refused():
     model = stock_model("llama")
 
     def stretched(forward: Any, states: Any, position_ids: torch.Tensor) -> Any:
@@ -64,7 +64,7 @@ def test_a_table_chosen_by_the_longest_sequence_beside_is_refused() -> None:
         prepare(model)
 
 
-def test_a_table_that_changes_at_a_border_of_the_config_is_refused() -> None:
+def test_a_table_that_changes_at_a_border_of_the_config_is_refused():
     """Nothing is beside it: the same prefix, continued across the boundary."""
     model = stock_model("llama")
     model.config.original_max_position_embeddings = 300
@@ -78,7 +78,7 @@ def test_a_table_that_changes_at_a_border_of_the_config_is_refused() -> None:
         prepare(model)
 
 
-def test_a_window_that_never_reaches_paged_attention_is_refused() -> None:
+def test_a_window_that_never_reaches_paged_attention_is_refused():
     """8 tokens lie inside any real window; the probe narrows it."""
     model = stock_model("gemma2")
 
@@ -93,7 +93,7 @@ def test_a_window_that_never_reaches_paged_attention_is_refused() -> None:
         prepare(model)
 
 
-def test_a_layer_that_looks_at_its_neighbours_is_refused() -> None:
+def test_a_layer_that_looks_at_its_neighbours_is_refused():
     """Like an expert with room for a limited number of tokens."""
     model = stock_model("llama")
     wrapped(
@@ -104,7 +104,7 @@ def test_a_layer_that_looks_at_its_neighbours_is_refused() -> None:
         prepare(model)
 
 
-def test_a_model_that_fails_in_its_own_code_is_refused_with_what_it_said() -> None:
+def test_a_model_that_fails_in_its_own_code_is_refused_with_what_it_said():
     model = stock_model("llama")
 
     def failing(forward: Any, states: Any) -> Any:
@@ -115,7 +115,7 @@ def test_a_model_that_fails_in_its_own_code_is_refused_with_what_it_said() -> No
         prepare(model)
 
 
-def test_nemotron_whose_layers_pass_nothing_on_is_refused() -> None:
+def test_nemotron_whose_layers_pass_nothing_on_is_refused():
     config = NemotronConfig(
         vocab_size=64,
         hidden_size=32,
@@ -129,7 +129,7 @@ def test_nemotron_whose_layers_pass_nothing_on_is_refused() -> None:
         prepare(NemotronForCausalLM(config).eval())
 
 
-def test_tables_of_longrope_are_refused_unless_fixed() -> None:
+def test_tables_of_longrope_are_refused_unless_fixed():
     with pytest.raises(ModelError, match="beside other sequences than alone"):
         prepare(stock_model("phi3"))
     model = stock_model("phi3")
@@ -138,7 +138,7 @@ def test_tables_of_longrope_are_refused_unless_fixed() -> None:
     assert not fix_tables(stock_model("llama"), 1024)
 
 
-def test_dynamic_rope_is_one_table_as_far_as_the_context_goes() -> None:
+def test_dynamic_rope_is_one_table_as_far_as_the_context_goes():
     """transformers stretches it beyond the context only, and never narrows it again."""
     parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     config = LlamaConfig(**{**stock_model("llama").config.to_dict(), "rope_parameters": parameters})
@@ -162,9 +162,7 @@ def test_dynamic_rope_is_one_table_as_far_as_the_context_goes() -> None:
         ("float32", 0.08, 0.01, True),
     ],
 )
-def test_a_deep_model_in_half_precision_may_round_more(
-    dtype: str, rounding: float, moved: float, refused: bool
-) -> None:
+def test_a_deep_model_in_half_precision_may_round_more(dtype, rounding, moved, refused):
     model = stock_model("llama", 0).to(DTYPES[dtype])
     expected = torch.tensor([[1.0, -0.5], [0.25, 0.5]])
     actual = expected + torch.tensor([[0.0, moved], [0.0, 0.0]])
@@ -173,7 +171,7 @@ def test_a_deep_model_in_half_precision_may_round_more(
 
 
 @torch.inference_mode()
-def test_rounding_is_measured_on_the_model_itself() -> None:
+def test_rounding_is_measured_on_the_model_itself():
     """More layers round more often. float32 has room without it."""
     found = {}
     for layers in (2, 16):

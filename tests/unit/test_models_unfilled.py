@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,12 +25,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("model_type", [*QUICK, *SLOW])
-def test_it_has_the_same_tensors(
-    model_type: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_it_has_the_same_tensors(model_type, tmp_path, monkeypatch, caplog):
     stock(model_type).save_pretrained(tmp_path)
     caplog.set_level(logging.INFO, load.__name__)
     quick = tensors_of(load._load_weights(tmp_path, torch.float32, "cpu"))
@@ -44,7 +38,7 @@ def test_it_has_the_same_tensors(
         assert torch.equal(quick[name], tensor), name
 
 
-def test_tensors_with_numbers_are_filled_as_ever() -> None:
+def test_tensors_with_numbers_are_filled_as_ever():
     with Unfilled():
         layer = nn.Linear(4, 4)
         nn.init.uniform_(layer.weight, 5, 6)

@@ -48,9 +48,7 @@ def kept(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_later_start_computes_the_same_and_finds_nothing(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_later_start_computes_the_same_and_finds_nothing(kept, monkeypatch):
     expected = packed(loaded())(ROWS)
     model = loaded()
     for parameter in list(model.parameters()):
@@ -65,7 +63,7 @@ def test_a_later_start_computes_the_same_and_finds_nothing(
     assert torch.equal(packed(model)(ROWS), expected)
 
 
-def test_a_file_that_is_cut_under_a_server_takes_nothing_from_it(kept: Path) -> None:
+def test_a_file_that_is_cut_under_a_server_takes_nothing_from_it(kept):
     """Memory mapped from a file ends the process where the file fails."""
     model = loaded()
     assert file_of(kept.parent).place(model)
@@ -74,9 +72,7 @@ def test_a_file_that_is_cut_under_a_server_takes_nothing_from_it(kept: Path) -> 
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_file_is_not_read_and_is_made_again(
-    kept: Path, how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_not_read_and_is_made_again(kept, how, caplog):
     whole = kept.read_bytes()
     damage(kept, how)
     model = loaded()
@@ -89,7 +85,7 @@ def test_a_damaged_file_is_not_read_and_is_made_again(
         assert list(kept.parent.iterdir()) == [kept]
 
 
-def test_other_operators_take_its_place(kept: Path) -> None:
+def test_other_operators_take_its_place(kept):
     other = file_of(kept.parent, key="ffff")
     model = loaded()
     assert not other.place(model)
@@ -98,22 +94,20 @@ def test_other_operators_take_its_place(kept: Path) -> None:
     assert other.place(loaded())
 
 
-def test_another_checkpoint_has_a_file_of_its_own(kept: Path) -> None:
+def test_another_checkpoint_has_a_file_of_its_own(kept):
     other = NarrowFile(kept.parent, b"other checkpoint", KEY, replaces_bytes=1 << 20)
     assert not other.place(loaded())
     other.write(packed(loaded()))
     assert len(list(kept.parent.iterdir())) == 2
 
 
-def test_a_layer_of_another_shape_keeps_its_own_weight(kept: Path) -> None:
+def test_a_layer_of_another_shape_keeps_its_own_weight(kept):
     model = loaded(outputs=128)
     file_of(kept.parent).place(model)
     assert torch.equal(packed(model)(ROWS), packed(loaded(outputs=128))(ROWS))
 
 
-def test_kept_weights_whose_products_have_other_bits_are_packed(
-    kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kept_weights_whose_products_have_other_bits_are_packed(kept, monkeypatch):
     """Another oneDNN may add in another order."""
     model = loaded()
     file_of(kept.parent).place(model)
@@ -126,7 +120,7 @@ def test_kept_weights_whose_products_have_other_bits_are_packed(
     assert torch.equal(model(ROWS), plain(ROWS))
 
 
-def test_what_would_save_little_is_not_kept(tmp_path: Path) -> None:
+def test_what_would_save_little_is_not_kept(tmp_path):
     model = packed(loaded())
     num_bytes = sum(each.numel() for each in model.buffers())
     file_of(tmp_path, replaces_bytes=2 * num_bytes - 1).write(model)
@@ -136,9 +130,7 @@ def test_what_would_save_little_is_not_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_the_last_room_of_a_disk_is_left_to_the_ledger(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_room_of_a_disk_is_left_to_the_ledger(tmp_path, monkeypatch):
     model = packed(loaded())
     num_bytes = sum(each.numel() for each in model.buffers())
     free = [num_bytes + (1 << 30) - 1]
@@ -152,9 +144,7 @@ def test_the_last_room_of_a_disk_is_left_to_the_ledger(
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_folder_that_cannot_be_written_ends_no_start(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_cannot_be_written_ends_no_start(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     folder = tmp_path / "file"
     folder.touch()

@@ -14,7 +14,6 @@ from engine.models.packing import (
     Packing,
     PaddedLinear,
 )
-from engine.operators.library import Operators
 
 pytestmark = pytest.mark.usefixtures("operators")
 
@@ -79,7 +78,7 @@ def rows_of(count: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_have_the_bits_of_packed_weights(kind: str, bias: bool) -> None:
+def test_products_have_the_bits_of_packed_weights(kind, bias):
     before = torch.get_num_threads()
     try:
         for inputs, outputs in WIDTHS:
@@ -100,14 +99,14 @@ def test_products_have_the_bits_of_packed_weights(kind: str, bias: bool) -> None
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_weight_can_be_had_again(kind: str) -> None:
+def test_the_weight_can_be_had_again(kind):
     given = weight(kind, 64, 96)
     narrow = NarrowLinear(layer(given))
     assert same_bits(narrow.weight, given) and narrow.weight is narrow.weight
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_bit_of_a_weight_is_lost(kind: str) -> None:
+def test_no_bit_of_a_weight_is_lost(kind):
     """One number is the next float32, or the other zero: such a weight is not stored so."""
     given = weight(kind, 64, 96)
     given[40, 70] = torch.nextafter(given[40, 70], torch.tensor(9.0))
@@ -140,7 +139,7 @@ EDGES = {  # step, numbers, least, bytes for 32 x 32
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_groups_at_the_edges_are_stored_in_few_bits(edge: str) -> None:
+def test_groups_at_the_edges_are_stored_in_few_bits(edge):
     step, numbers, least, size = EDGES[edge]
     random = np.random.default_rng(3)
     drawn = random.choice(np.float32(numbers), (32, 32))
@@ -153,14 +152,14 @@ def test_groups_at_the_edges_are_stored_in_few_bits(edge: str) -> None:
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e-45, -1e-40])
-def test_numbers_that_no_step_makes_are_refused(number: float) -> None:
+def test_numbers_that_no_step_makes_are_refused(number):
     given = weight("Q4_K", 32, 64)
     given[3, 40] = number
     with pytest.raises(CannotNarrow):
         NarrowLinear(layer(given))
 
 
-def test_other_widths_and_weights_of_all_bits_are_packed_as_ever() -> None:
+def test_other_widths_and_weights_of_all_bits_are_packed_as_ever():
     packed = Packing(narrow=True)
     for outputs, inputs in ((48, 64), (64, 48)):
         given = torch.ones(outputs, inputs)
@@ -171,7 +170,7 @@ def test_other_widths_and_weights_of_all_bits_are_packed_as_ever() -> None:
     assert type(Packing(narrow=False)(layer(torch.ones(64, 64)), alone=False)) is PackedLinear
 
 
-def test_a_shape_whose_bits_differ_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_whose_bits_differ_is_packed(monkeypatch):
     """Another oneDNN may add in another order."""
     own = PackedLinear.forward
     monkeypatch.setattr(PackedLinear, "forward", lambda self, rows: own(self, rows) + 1e-6)
@@ -179,7 +178,7 @@ def test_a_shape_whose_bits_differ_is_packed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("chain", [256, 512, 2048, 2176])
-def test_chains_of_another_length_are_found(chain: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_of_another_length_are_found(chain, monkeypatch):
     """Another oneDNN, or processor, may end a chain of products elsewhere."""
     linear = layer(weight("BF16", 32, 2176))
     other = NarrowLinear(linear)
@@ -192,7 +191,7 @@ def test_chains_of_another_length_are_found(chain: int, monkeypatch: pytest.Monk
     assert torch.allclose(found(rows_of(9, 2176)).double(), exact, atol=1e-3)
 
 
-def test_rows_that_do_not_lie_together_are_multiplied(operators: Operators) -> None:
+def test_rows_that_do_not_lie_together_are_multiplied(operators):
     linear = layer(weight("BF16", 32, 64))
     rows = rows_of(64, 8).transpose(1, 2)
     assert not rows.is_contiguous()

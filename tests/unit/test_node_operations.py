@@ -121,7 +121,7 @@ def test_a_pin_that_is_too_large_is_refused_and_the_connection_stays(client):
 )
 def test_what_is_no_operation_is_refused(client, asked):
     with pytest.raises(NodeError, match=r"is not an operation|there is no pool"):
-        client.operate(**asked)  # type: ignore[arg-type]
+        client.operate(**asked)
     client.connect()
     assert [] == client.operate("pins")["pins"]
 

@@ -56,7 +56,7 @@ def write(pool: Pool, ids: Sequence[BlockId], client: int = 1) -> list[int]:
     return [frame for _, frame in pairs]
 
 
-def bytes_of(key: bytes):  # type: ignore[no-untyped-def]
+def bytes_of(key: bytes):
     import torch
 
     return torch.tensor(list(key), dtype=torch.uint8)

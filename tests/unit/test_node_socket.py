@@ -47,7 +47,7 @@ def prompt(number: int, num_blocks: int = 3) -> list[BlockId]:
 
 @contextmanager
 def serving(path: Path, **settings: object) -> Iterator[NodeServer]:
-    node = NodeServer(NodeSettings(socket=path, host_bytes=1 << 20, **settings))  # type: ignore[arg-type]
+    node = NodeServer(NodeSettings(socket=path, host_bytes=1 << 20, **settings))
     node.open()
     thread = threading.Thread(target=node.run)
     thread.start()

@@ -29,7 +29,7 @@ ROWS = (1, 2, 37, 200)
 EPS = torch.tensor(1e-5, dtype=torch.float64)
 
 
-def test_norms_and_activations_have_torchs_bits(operators: Operators) -> None:
+def test_norms_and_activations_have_torchs_bits(operators):
     random = torch.Generator().manual_seed(0)
     for width in WIDTHS:
         for rows in ROWS:
@@ -42,7 +42,7 @@ def test_norms_and_activations_have_torchs_bits(operators: Operators) -> None:
                 assert torch.equal(torch.ops.cachesvc.gelu_mul(x, y), activated), (width, rows)
 
 
-def test_activations_of_rows_that_lie_apart_have_torchs_bits(operators: Operators) -> None:
+def test_activations_of_rows_that_lie_apart_have_torchs_bits(operators):
     """As those of halves of one product."""
     random = torch.Generator().manual_seed(0)
     for rows in ROWS:
@@ -53,7 +53,7 @@ def test_activations_of_rows_that_lie_apart_have_torchs_bits(operators: Operator
 
 
 @pytest.mark.parametrize("dim", [16, 72, 256])
-def test_norms_of_rows_that_lie_apart_have_torchs_bits(operators: Operators, dim: int) -> None:
+def test_norms_of_rows_that_lie_apart_have_torchs_bits(operators, dim):
     """As those of heads, and of halves of a product. What heads give lies in memory as they do."""
     random = torch.Generator().manual_seed(0)
     for heads in (1, 4):
@@ -70,7 +70,7 @@ def test_norms_of_rows_that_lie_apart_have_torchs_bits(operators: Operators, dim
 
 
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
-def test_a_rotation_has_torchs_bits(operators: Operators, dim: int) -> None:
+def test_a_rotation_has_torchs_bits(operators, dim):
     random = torch.Generator().manual_seed(0)
     for heads in (1, 9):
         for tokens in ROWS:
@@ -82,15 +82,13 @@ def test_a_rotation_has_torchs_bits(operators: Operators, dim: int) -> None:
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 80, 96, 128, 192])
-def test_attention_has_the_bits_of_dense(operators: Operators, dim: int) -> None:
+def test_attention_has_the_bits_of_dense(operators, dim):
     assert operator_agrees(dim)
 
 
 @pytest.mark.parametrize("window", [None, 900])
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_threads_that_share_a_heads_keys_attend_as_one_does(
-    operators: Operators, tokens: int, window: int | None
-) -> None:
+def test_threads_that_share_a_heads_keys_attend_as_one_does(operators, tokens, window):
     random = torch.Generator().manual_seed(tokens)
     before = torch.get_num_threads()
     try:
@@ -110,7 +108,7 @@ def test_threads_that_share_a_heads_keys_attend_as_one_does(
         torch.set_num_threads(before)
 
 
-def test_weights_of_far_keys_have_torchs_bits_down_to_zero(operators: Operators) -> None:
+def test_weights_of_far_keys_have_torchs_bits_down_to_zero(operators):
     far = torch.linspace(0, 110, 500)
     scores = torch.full((len(far), 16), -torch.inf)
     scores[:, 0], scores[:, 1] = 0, -far
@@ -131,8 +129,8 @@ def test_weights_of_far_keys_have_torchs_bits_down_to_zero(operators: Operators)
 
 @pytest.mark.parametrize(("dims", "heads"), [((64,), [64]), ((72,), []), ((64, 256), [64])])
 def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
-    operators: Operators, dims: tuple[int, ...], heads: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    operators, dims, heads, monkeypatch
+):
     """As wide ones are where a library adds up their products in parts."""
     monkeypatch.setattr(cpu, "operator_agrees", lambda dim: dim < 256)
     layers = [LayerLayout(2, dim, dim) for dim in dims]
@@ -143,12 +141,7 @@ def test_heads_that_the_operator_does_not_attend_are_left_to_dense(
 
 
 @pytest.mark.parametrize("name", ["_attend_tokens", "_attend_span"])
-def test_attention_that_sums_in_another_order_does_not_agree(
-    name: str,
-    operators: Operators,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_attention_that_sums_in_another_order_does_not_agree(name, operators, monkeypatch, caplog):
     monkeypatch.setattr(dense, name, _in_doubles)
     assert not operator_agrees(64)
     layers = [LayerLayout(2, 64, 64)]
@@ -173,7 +166,7 @@ def _in_doubles(
     return output
 
 
-def test_a_call_that_an_operator_cannot_compute_is_refused(operators: Operators) -> None:
+def test_a_call_that_an_operator_cannot_compute_is_refused(operators):
     with pytest.raises(RuntimeError, match="not float32"):
         torch.ops.cachesvc.norm(torch.zeros(2, 4, dtype=torch.float64), EPS)
     with pytest.raises(RuntimeError, match="rows with gaps"):
@@ -194,7 +187,7 @@ def test_a_call_that_an_operator_cannot_compute_is_refused(operators: Operators)
                 torch.ops.cachesvc.attend_rows(*call)
 
 
-def test_blocks_are_copied_whole(operators: Operators) -> None:
+def test_blocks_are_copied_whole(operators):
     random = torch.Generator().manual_seed(0)
     sizes = (1, 63, 64, 1000, (1 << 18) + 64, 3 << 18)
     sources = [torch.randint(0, 256, (n,), generator=random, dtype=torch.uint8) for n in sizes]
@@ -206,9 +199,7 @@ def test_blocks_are_copied_whole(operators: Operators) -> None:
             torch.ops.cachesvc.copy([torch.zeros(3)], [source])
 
 
-def test_the_library_is_kept_and_a_damaged_one_compiled_again(
-    operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_library_is_kept_and_a_damaged_one_compiled_again(operators, tmp_path, caplog):
     assert operators.kept is not None
     copied = Path(shutil.copy(operators.kept, tmp_path))
     assert Operators(tmp_path)._compiling is None, "the kept library is for this machine"
@@ -236,13 +227,7 @@ def test_the_library_is_kept_and_a_damaged_one_compiled_again(
     ],
     ids=["file", "folder of all users", "another user's folder", "sticky folder", "own folder"],
 )
-def test_a_library_that_others_may_write_is_not_loaded(
-    change: Callable[[Path], None],
-    said: str | None,
-    operators: Operators,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_library_that_others_may_write_is_not_loaded(change, said, operators, tmp_path, caplog):
     """A node keeps it on its first disk, which may be in a folder such as /tmp."""
     assert operators.kept is not None
     copied = Path(shutil.copy(operators.kept, tmp_path))
@@ -254,8 +239,8 @@ def test_a_library_that_others_may_write_is_not_loaded(
 
 
 def test_a_library_that_the_system_does_not_load_is_said_with_its_reason(
-    operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    operators, tmp_path, caplog
+):
     """As in a file system mounted noexec."""
     other = tmp_path / "other.so"
     other.write_bytes(b"of another machine")
@@ -268,9 +253,7 @@ def test_a_library_that_the_system_does_not_load_is_said_with_its_reason(
 
 
 @pytest.mark.parametrize("folder", ["a file", "/proc/nowhere"])
-def test_a_start_does_without_a_folder_to_keep_operators(
-    folder: str, operators: Operators, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_start_does_without_a_folder_to_keep_operators(folder, operators, tmp_path, caplog):
     (tmp_path / "a file").touch()
     with caplog.at_level(logging.INFO):
         assert not Operators(tmp_path / folder).load()
@@ -287,12 +270,8 @@ def test_a_start_does_without_a_folder_to_keep_operators(
     ],
 )
 def test_a_start_does_without_a_compiler_that_fails(
-    compiler: str,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    compiler, reason, tmp_path, monkeypatch, caplog
+):
     folder = _models(tmp_path, monkeypatch, compiler)
     with caplog.at_level(logging.INFO):
         assert not Operators(folder).load()
@@ -301,11 +280,8 @@ def test_a_start_does_without_a_compiler_that_fails(
 
 
 def test_a_start_does_not_wait_for_a_slow_compiler_whose_work_serves_the_next(
-    operators: Operators,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    operators, tmp_path, monkeypatch, caplog
+):
     go = tmp_path / "go"
     folder = _models(tmp_path, monkeypatch, _compiler_that_waits(go, operators))
     first = Operators(folder)
@@ -322,12 +298,7 @@ def test_a_start_does_not_wait_for_a_slow_compiler_whose_work_serves_the_next(
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_a_compiler_ends_with_its_children_when_nobody_waits(
-    closed: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_compiler_ends_with_its_children_when_nobody_waits(closed, tmp_path, monkeypatch, caplog):
     folder = _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     compiling = Operators(folder)
     child = _child_of(tmp_path)
@@ -342,9 +313,7 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(
     assert not list(folder.iterdir())
 
 
-def test_a_compiler_ends_with_a_process_that_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_ends_with_a_process_that_is_killed(tmp_path, monkeypatch):
     _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
     code = (
         "import sys, time\n"
@@ -360,9 +329,7 @@ def test_a_compiler_ends_with_a_process_that_is_killed(
     _until(lambda: not psutil.pid_exists(child))
 
 
-def test_what_a_killed_start_was_compiling_is_removed_by_the_next(
-    operators: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_killed_start_was_compiling_is_removed_by_the_next(operators, tmp_path, monkeypatch):
     folder = _models(tmp_path, monkeypatch, "exit 1")
     left = folder / f".{operators._name}-left"
     left.mkdir()
@@ -371,9 +338,7 @@ def test_what_a_killed_start_was_compiling_is_removed_by_the_next(
     assert not left.exists()
 
 
-def test_two_starts_that_compile_at_once_both_load(
-    operators: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_starts_that_compile_at_once_both_load(operators, tmp_path, monkeypatch):
     go = tmp_path / "go"
     folder = _models(tmp_path, monkeypatch, _compiler_that_waits(go, operators))
     both = [Operators(folder) for _ in range(2)]

@@ -36,7 +36,7 @@ def ids_of(model: Tokenizer, chat: list[tuple[str, str]], **options: Any) -> Seq
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_messages_are_told_with_their_sizes(style: str) -> None:
+def test_messages_are_told_with_their_sizes(style):
     model = tokenizer(TEMPLATES[style])
     tokens = ids_of(model, CHAT, add_generation_prompt=False)
     told = Outline(model)(tokens)
@@ -47,14 +47,14 @@ def test_messages_are_told_with_their_sizes(style: str) -> None:
     assert abs(told[0][1] - len(first)) <= 7  # the assistant's mark may begin with the user's end
 
 
-def test_system_and_tool_messages_have_their_roles() -> None:
+def test_system_and_tool_messages_have_their_roles():
     model = tokenizer(TEMPLATES["headers"])
     chat = [("system", "Be kind."), *CHAT[:2], ("tool", "42")]
     told = Outline(model)(ids_of(model, chat, add_generation_prompt=False))
     assert ["system", "user", "assistant", "tool"] == [role for role, _ in told]
 
 
-def test_what_begins_within_a_message_has_no_role() -> None:
+def test_what_begins_within_a_message_has_no_role():
     model = bytes_tokenizer()
     tokens = ids_of(model, CHAT)
     told = Outline(model)(tokens[16:])
@@ -62,7 +62,7 @@ def test_what_begins_within_a_message_has_no_role() -> None:
     assert [] == Outline(model)([])
 
 
-def test_a_template_without_special_tokens_tells_nothing() -> None:
+def test_a_template_without_special_tokens_tells_nothing():
     model = tokenizer(LOOP + "{{ m.role }}: {{ m.content }}\n{% endfor %}")
     tokens = ids_of(model, CHAT, add_generation_prompt=False)
     assert [("", len(tokens))] == Outline(model)(tokens)

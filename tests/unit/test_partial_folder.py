@@ -15,7 +15,7 @@ HOLD = (
 )
 
 
-def test_what_a_killed_process_left_is_removed_and_what_runs_is_not(tmp_path: Path) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_runs_is_not(tmp_path):
     folder = tmp_path / "gguf-v2-ab"
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True
@@ -37,7 +37,7 @@ def test_what_a_killed_process_left_is_removed_and_what_runs_is_not(tmp_path: Pa
     assert [folder] == list(tmp_path.iterdir())
 
 
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failure_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError), partial_folder(tmp_path / "gguf-a", "gguf-"):
         raise ZeroDivisionError
     assert [] == list(tmp_path.iterdir())

@@ -196,7 +196,7 @@ def test_what_the_disk_refuses_is_offered_to_it_once_a_second():
     bench.settle()
     stores: list[object] = []
     submit = bench.mover.submit
-    bench.mover.submit = lambda job: stores.append(job) or submit(job)  # type: ignore[method-assign]
+    bench.mover.submit = lambda job: stores.append(job) or submit(job)
     for _ in range(100):
         bench.settle(0.05)
     assert 4 <= len(stores) <= 6

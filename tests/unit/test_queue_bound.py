@@ -31,9 +31,7 @@ def made_up_hits(salt: int, waiting: Sequence) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.integers(1, 4)), max_size=80))
-def test_no_request_is_passed_by_for_longer_than_the_bound(
-    turns: list[tuple[int, int, int]],
-) -> None:
+def test_no_request_is_passed_by_for_longer_than_the_bound(turns):
     """Each turn: some arrive, one is admitted by an arbitrary rank, and seconds pass."""
     waiting, now_ns, number = queue(), 1, 0
     first_passed_ns: dict[int, int] = {}
@@ -53,7 +51,7 @@ def test_no_request_is_passed_by_for_longer_than_the_bound(
         now_ns += seconds * 10**9
 
 
-def test_the_longest_cached_prefix_goes_first_and_age_decides_among_equals() -> None:
+def test_the_longest_cached_prefix_goes_first_and_age_decides_among_equals():
     waiting = queue()
     for number in range(4):
         waiting.add(sequence(number))
@@ -62,7 +60,7 @@ def test_the_longest_cached_prefix_goes_first_and_age_decides_among_equals() -> 
     assert [2, 1, 3, 0] == [s.sequence_id for s in order]
 
 
-def test_who_was_preempted_goes_before_all() -> None:
+def test_who_was_preempted_goes_before_all():
     waiting = queue()
     for number in range(3):
         waiting.add(sequence(number))

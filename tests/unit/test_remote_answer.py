@@ -33,7 +33,7 @@ def admitted(num_tokens: int, report: RequestReport | None, num_cached: int) -> 
     return answer
 
 
-def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest() -> None:
+def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest():
     report = RequestReport(local=32, hits={"host": 48, "disk": 16}, admitted_ns=12)
     output = admitted(130, report, 96).output(0, 20, tokens=[7])
     counts = output.counts
@@ -46,19 +46,19 @@ def test_hits_by_tier_are_the_reports_and_the_device_has_the_rest() -> None:
     )  # fmt: skip
 
 
-def test_without_a_report_all_that_was_cached_was_on_the_device() -> None:
+def test_without_a_report_all_that_was_cached_was_on_the_device():
     counts = admitted(64, None, 40).output(0, 20, tokens=[7]).counts
     assert (40, 0, 24) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
-def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered() -> None:
+def test_a_hit_stays_one_where_nobody_tells_that_it_was_not_delivered():
     """The connector's report of it is lost."""
     counts = admitted(64, RequestReport(hits={"host": 48}, admitted_ns=1), 16).output(0, 20).counts
     assert (0, 48, 16) == (counts.hit_device, counts.hit_host, counts.miss)
 
 
 @pytest.mark.parametrize("num_cached", [16, 64])
-def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached: int) -> None:
+def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached):
     """If a part was loaded, vLLM counts all that it asked for as cached."""
     report = RequestReport(local=16, hits={"host": 16}, is_short=True, admitted_ns=1)
     counts = admitted(100, report, num_cached).output(0, 20).counts
@@ -70,7 +70,7 @@ def test_what_was_computed_after_a_failed_load_is_no_hit(num_cached: int) -> Non
     )
 
 
-def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed() -> None:
+def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed():
     answer = admitted(100, RequestReport(local=16, hits={"host": 32}, admitted_ns=1), 48)
     first, second = answer.output(0, 20, tokens=[7]), answer.output(0, 21, tokens=[8])
     keys = prefix_keys(answer.request.scope.root(), token_bytes(range(100)), SIZE)
@@ -86,12 +86,12 @@ def test_the_lookup_has_a_run_for_each_tier_and_ends_with_what_was_computed() ->
 
 
 @pytest.mark.parametrize("cached", [0, 16, 48, 63])
-def test_the_reasons_sum_to_the_miss(cached: int) -> None:
+def test_the_reasons_sum_to_the_miss(cached):
     output = admitted(64, None, cached).output(0, 20)
     assert output.counts.miss == sum(output.miss_reasons.values())
 
 
-def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told() -> None:
+def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told():
     answer = RunningAnswer(request(64), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
     first = answer.output(0, 3, tokens=[7])
@@ -104,7 +104,7 @@ def test_until_the_engine_tells_all_counts_as_computed_and_no_reason_is_told() -
     assert last.lookup is not None
 
 
-def test_what_is_never_told_stays_a_miss_that_nobody_reported() -> None:
+def test_what_is_never_told_stays_a_miss_that_nobody_reported():
     answer = RunningAnswer(request(64), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
     last = answer.output(0, 3, tokens=[7], finish=FinishReason.ABORT)
@@ -112,7 +112,7 @@ def test_what_is_never_told_stays_a_miss_that_nobody_reported() -> None:
     assert last.lookup is not None and last.lookup.stop is MissReason.UNREPORTED
 
 
-def test_a_request_without_the_cache_says_so() -> None:
+def test_a_request_without_the_cache_says_so():
     answer = RunningAnswer(request(64, cache=False), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
     answer.count(None)
@@ -136,9 +136,7 @@ def test_a_request_without_the_cache_says_so() -> None:
         (RequestReport(local=0, hits={}, admitted_ns=3, computed=900), 100, 0),
     ],
 )
-def test_a_prompt_that_was_cut_short_counts_what_was_done(
-    report: RequestReport | None, prompt: int, hit: int
-) -> None:
+def test_a_prompt_that_was_cut_short_counts_what_was_done(report, prompt, hit):
     answer = RunningAnswer(request(100), SIZE, now_ns=1)
     answer.cut_short(report)
     output = answer.output(0, 9, finish=FinishReason.ABORT)
@@ -146,7 +144,7 @@ def test_a_prompt_that_was_cut_short_counts_what_was_done(
     assert output.counts.hit + output.counts.miss == output.counts.prompt
 
 
-def test_only_the_last_sequence_ends_the_request() -> None:
+def test_only_the_last_sequence_ends_the_request():
     answer = RunningAnswer(request(20, n=3), SIZE, now_ns=1)
     answer.begin(None, now_ns=2)
     assert not answer.output(1, 3, tokens=[1], finish=FinishReason.STOP).last
@@ -155,7 +153,7 @@ def test_only_the_last_sequence_ends_the_request() -> None:
     assert (True, 3) == (last.last, last.counts.output)
 
 
-def test_finish_reasons_that_we_do_not_share_are_errors() -> None:
+def test_finish_reasons_that_we_do_not_share_are_errors():
     assert [None, FinishReason.STOP, FinishReason.ERROR, FinishReason.ERROR] == [
         finish_of(reason) for reason in (None, "stop", "error", "repetition")
     ]

@@ -128,7 +128,7 @@ def asked(
 
 
 @pytest.mark.parametrize("house", [two_tokens], indirect=True)
-def test_every_sequence_is_answered_and_the_prompt_is_counted_once(house: House) -> None:
+def test_every_sequence_is_answered_and_the_prompt_is_counted_once(house):
     house.engine.submit(asked(n=3))
     heard = house.until_last()
     tokens = {i: [t for o in heard if o.index == i for t in o.tokens] for i in range(3)}
@@ -140,7 +140,7 @@ def test_every_sequence_is_answered_and_the_prompt_is_counted_once(house: House)
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
-def test_an_abort_ends_a_request_and_counts_what_it_was_given(house: House) -> None:
+def test_an_abort_ends_a_request_and_counts_what_it_was_given(house):
     house.engine.submit(asked())
     first = house.outputs.get(timeout=WAIT_S)
     house.engine.abort("r")
@@ -154,7 +154,7 @@ def test_an_abort_ends_a_request_and_counts_what_it_was_given(house: House) -> N
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
-def test_one_sequence_is_ended_without_the_others(house: House) -> None:
+def test_one_sequence_is_ended_without_the_others(house):
     house.engine.submit(asked(n=2))
     while house.outputs.get(timeout=WAIT_S).index != 1:
         pass
@@ -170,7 +170,7 @@ def test_one_sequence_is_ended_without_the_others(house: House) -> None:
 
 @pytest.mark.parametrize("house", [nothing_yet], indirect=True)
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_request_that_was_ended_before_it_began_costs_nothing(house: House, n: int) -> None:
+def test_a_request_that_was_ended_before_it_began_costs_nothing(house, n):
     house.engine.submit(asked(n=n))
     house.engine.abort("r")
     [last] = house.until_last()
@@ -179,7 +179,7 @@ def test_a_request_that_was_ended_before_it_began_costs_nothing(house: House, n:
 
 
 @pytest.mark.parametrize("house", [faulty], indirect=True)
-def test_a_fault_in_one_request_fails_that_request(house: House) -> None:
+def test_a_fault_in_one_request_fails_that_request(house):
     house.engine.submit(asked())
     last = house.until_last()[-1]
     assert FinishReason.ERROR is last.finish
@@ -188,7 +188,7 @@ def test_a_fault_in_one_request_fails_that_request(house: House) -> None:
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
-def test_an_engine_that_has_ended_fails_everything_and_the_engine(house: House) -> None:
+def test_an_engine_that_has_ended_fails_everything_and_the_engine(house):
     house.engine.submit(asked("one", n=2))
     house.engine.submit(asked("two"))
     house.outputs.get(timeout=WAIT_S)
@@ -206,7 +206,7 @@ def test_an_engine_that_has_ended_fails_everything_and_the_engine(house: House) 
 
 
 @pytest.mark.parametrize("house", [for_ever], indirect=True)
-def test_a_close_ends_what_runs(house: House) -> None:
+def test_a_close_ends_what_runs(house):
     house.engine.submit(asked())
     house.outputs.get(timeout=WAIT_S)
     house.engine.close()
@@ -214,7 +214,7 @@ def test_a_close_ends_what_runs(house: House) -> None:
 
 
 @pytest.mark.parametrize("house", [nothing_yet], indirect=True)
-def test_who_asks_much_waits_behind_who_asks_little(house: House) -> None:
+def test_who_asks_much_waits_behind_who_asks_little(house):
     for name, share in (("r1", "much"), ("r2", "much"), ("r3", "much"), ("r4", "little")):
         house.engine.submit(asked(name, 90, share=share))
     while len(house.http.asked) < 4:
@@ -225,7 +225,7 @@ def test_who_asks_much_waits_behind_who_asks_little(house: House) -> None:
 
 
 @pytest.mark.parametrize("house", [two_tokens], indirect=True)
-def test_what_cannot_be_served_is_refused_by_name(house: House) -> None:
+def test_what_cannot_be_served_is_refused_by_name(house):
     with pytest.raises(PromptTooLong, match="at most 99"):
         house.engine.submit(asked(num_tokens=100))
     with pytest.raises(UnknownAdapter, match="loaded: none"):
@@ -235,7 +235,7 @@ def test_what_cannot_be_served_is_refused_by_name(house: House) -> None:
         house.engine.submit(asked(contents=(content,)))
 
 
-def test_an_engines_counters_are_summed_over_its_labels() -> None:
+def test_an_engines_counters_are_summed_over_its_labels():
     text = '# HELP a\na{x="1",y="16"} 2.0\na{x="2"} 3\nb 1e3\nc NaN-ish x\n'
     assert {"a": 5.0, "b": 1000.0} == counters_in(text)
     assert {"x": "1", "y": "16"} == labels_in(text, "a")

@@ -38,24 +38,24 @@ def fields(index: int = 0, **params: Any) -> dict[str, Any]:
     return COMPLETIONS.body(ask(index, **params))
 
 
-def test_every_parameter_is_told_to_vllm() -> None:
+def test_every_parameter_is_told_to_vllm():
     """Nothing is dropped in silence: what is not here by its name is known to be used here."""
     here = {"n", "structured_outputs"}  # a request each; compiled into a grammar
     for told in (fields(), GENERATE.body(ask())["sampling_params"]):
         assert set(SamplingParams.__dataclass_fields__) - here <= set(told)
 
 
-def test_the_models_ends_are_stop_tokens_unless_they_are_ignored() -> None:
+def test_the_models_ends_are_stop_tokens_unless_they_are_ignored():
     assert [0, 9] == fields(stop_token_ids=(9,))["stop_token_ids"]
     assert [9] == fields(stop_token_ids=(9,), ignore_eos=True)["stop_token_ids"]
 
 
-def test_an_answer_ends_with_the_context() -> None:
+def test_an_answer_ends_with_the_context():
     assert [50, 50, 7, 1] == [fields(max_tokens=most)["max_tokens"] for most in (None, 900, 7, 0)]
     assert 50 == fields(min_tokens=60)["min_tokens"]
 
 
-def test_further_samples_have_seeds_of_their_own_and_tell_no_prompt() -> None:
+def test_further_samples_have_seeds_of_their_own_and_tell_no_prompt():
     first, second = (fields(index, seed=5, n=2, prompt_logprobs=3) for index in (0, 1))
     assert 5 == first["seed"] != second["seed"]
     assert (3, None) == (first["prompt_logprobs"], second["prompt_logprobs"])
@@ -64,18 +64,18 @@ def test_further_samples_have_seeds_of_their_own_and_tell_no_prompt() -> None:
     assert fields(seed=-1)["seed"] >= 0  # vLLM takes -1 for none
 
 
-def test_a_request_without_the_cache_is_neither_read_nor_stored() -> None:
+def test_a_request_without_the_cache_is_neither_read_nor_stored():
     assert GENERATE.body(ask(cache=False))["sampling_params"]["skip_reading_prefix_cache"] is True
     told = COMPLETIONS.body(ask(cache=False))
     assert {"id": "r:0", "store": False} == told["kv_transfer_params"][TAG]
 
 
-def test_a_tenants_salt_is_the_same_in_vllm_and_in_our_scopes() -> None:
+def test_a_tenants_salt_is_the_same_in_vllm_and_in_our_scopes():
     assert b"\x00\xffsalt" == tenant_of(salt_of(b"\x00\xffsalt"))
     assert [b"theirs", b"hex:zz"] == [tenant_of("theirs"), tenant_of("hex:zz")]
 
 
-def test_contents_are_refused_by_name() -> None:
+def test_contents_are_refused_by_name():
     asked = Request(
         request_id="r",
         tokens=array("i", [1, 2, 3]),
@@ -89,7 +89,7 @@ def test_contents_are_refused_by_name() -> None:
         assert "contents" == refused.value.param
 
 
-def test_logprobs_are_the_tokens_own_and_the_likely_ones_in_order() -> None:
+def test_logprobs_are_the_tokens_own_and_the_likely_ones_in_order():
     """Of `/v1/completions`, `/inference/v1/generate` and SGLang."""
     top = {"token_id:5": -3.0, "token_id:2": -1.0, "token_id:1": -0.5}
     logprobs: dict[str, Any] = {"token_logprobs": [-3.0], "top_logprobs": [top]}
@@ -121,7 +121,7 @@ def told_of(told: Any) -> tuple[Any, ...]:
     return (told.token, told.logprob, told.top, told.rank)
 
 
-def test_the_prompts_logprobs_are_ranked() -> None:
+def test_the_prompts_logprobs_are_ranked():
     entry = {"2": {"logprob": -3.0, "rank": 9}, "1": {"logprob": -0.5, "rank": 1}}
     choice = {"token_ids": [5], "finish_reason": None, "prompt_logprobs": [None, entry, entry]}
     with pytest.raises(KeyError):
@@ -144,5 +144,5 @@ def test_the_prompts_logprobs_are_ranked() -> None:
         ),
     ],
 )
-def test_a_count_that_cannot_be_is_none(usage: Any, cached: int | None) -> None:
+def test_a_count_that_cannot_be_is_none(usage, cached):
     assert cached == cached_of(usage, 3)

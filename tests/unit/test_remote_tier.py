@@ -264,7 +264,7 @@ def test_a_slow_publisher_holds_nobody_up_and_leaves_nothing_that_is_evicted(
         assert gate.wait(20)
         put(name, data)
 
-    objects.put = slow  # type: ignore[method-assign]
+    objects.put = slow
     for frame, block in zip(FRAMES, blocks(), strict=False):
         fill(frame, block)
     tier.store(blocks(), FRAMES[:4])

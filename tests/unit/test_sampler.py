@@ -65,17 +65,17 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
         ("stop_token_ids", (VOCAB_SIZE,)),
     ],
 )
-def test_a_value_out_of_range_names_its_field(field: str, value: Any) -> None:
+def test_a_value_out_of_range_names_its_field(field, value):
     with pytest.raises(InvalidParameter, match=field) as caught:
         check_params(SamplingParams(**{field: value}), VOCAB_SIZE)
     assert caught.value.param == field
 
 
-def test_the_defaults_are_in_range() -> None:
+def test_the_defaults_are_in_range():
     check_params(SamplingParams(), VOCAB_SIZE)
 
 
-def test_greedy_takes_the_likeliest() -> None:
+def test_greedy_takes_the_likeliest():
     logits = rows(3)
     greedy = span(SamplingParams(temperature=0))
     assert sample(logits, greedy, greedy, greedy) == logits.argmax(-1).tolist()
@@ -91,7 +91,7 @@ MIXED = [
 ]
 
 
-def test_a_token_does_not_depend_on_the_batch() -> None:
+def test_a_token_does_not_depend_on_the_batch():
     logits = rows(len(MIXED))
     spans = [span(params, sampled_before=7) for params in MIXED]
     together = sample(logits, *spans)
@@ -100,7 +100,7 @@ def test_a_token_does_not_depend_on_the_batch() -> None:
     assert together == alone == backwards
 
 
-def test_the_same_seed_repeats_and_positions_differ() -> None:
+def test_the_same_seed_repeats_and_positions_differ():
     logits = rows(1).expand(40, -1)
     spans = [span(SamplingParams(seed=9), sampled_before=i) for i in range(40)]
     first = sample(logits, *spans)
@@ -108,7 +108,7 @@ def test_the_same_seed_repeats_and_positions_differ() -> None:
     assert len(set(first)) > 5
 
 
-def test_without_a_seed_sequences_and_servers_differ() -> None:
+def test_without_a_seed_sequences_and_servers_differ():
     logits = torch.zeros(30, VOCAB_SIZE)
     spans = [span(SamplingParams(), sequence_id=i) for i in range(30)]
     first = sample(logits, *spans)
@@ -116,7 +116,7 @@ def test_without_a_seed_sequences_and_servers_differ() -> None:
     assert first != sample(logits, *spans)
 
 
-def test_uniform_numbers_are_golden_and_even() -> None:
+def test_uniform_numbers_are_golden_and_even():
     """The same on every machine: a seed in a request means the same text after an upgrade."""
     assert [uniform(42, position) for position in (0, 1)] == GOLDEN
     numbers = np.array([uniform(7, position) for position in range(4000)])
@@ -138,7 +138,7 @@ GOLDEN = [0.34329192209867343, 0.9777767857540063]
         SamplingParams(top_k=20, top_p=0.7, temperature=1.3),
     ],
 )
-def test_draws_follow_the_truncated_distribution(params: SamplingParams) -> None:
+def test_draws_follow_the_truncated_distribution(params):
     logits = rows(1, seed=3)[0] * 2
     expected = naive_distribution(logits, params)
     count = 3000
@@ -167,7 +167,7 @@ def naive_distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarr
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.01, 5.0])
-def test_top_p_over_a_large_vocabulary_looks_as_far_as_it_must(scale: float) -> None:
+def test_top_p_over_a_large_vocabulary_looks_as_far_as_it_must(scale):
     """Flat rows need more candidates than the first look takes; the answer is the same."""
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.softmax(torch.randn(5000, generator=generator) * scale, -1)
@@ -178,7 +178,7 @@ def test_top_p_over_a_large_vocabulary_looks_as_far_as_it_must(scale: float) -> 
     assert abs(len(kept) - expected) <= 1  # float32 sums
 
 
-def test_penalties_and_bias_by_hand() -> None:
+def test_penalties_and_bias_by_hand():
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 5], logits[0, 6] = 2.0, -1.0
     history = np.array([5, 6, 7, 7], np.int32)  # prompt: 5, 6; generated: 7, 7
@@ -212,9 +212,7 @@ HOSTILE_ROWS = {
 
 @pytest.mark.parametrize("params", MIXED)
 @pytest.mark.parametrize("name", HOSTILE_ROWS)
-def test_any_row_with_a_largest_logit_gives_a_token_of_its_own(
-    name: str, params: SamplingParams
-) -> None:
+def test_any_row_with_a_largest_logit_gives_a_token_of_its_own(name, params):
     row = HOSTILE_ROWS[name]
     harmless = rows(1)[0]
     wanted = [harmless.argmax().item(), harmless.argmax().item()]
@@ -229,7 +227,7 @@ def test_any_row_with_a_largest_logit_gives_a_token_of_its_own(
 
 
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0), *MIXED[1:]])
-def test_a_row_without_a_largest_logit_is_a_fault_of_its_own(params: SamplingParams) -> None:
+def test_a_row_without_a_largest_logit_is_a_fault_of_its_own(params):
     logits = rows(4)
     logits[1, 7] = math.nan
     logits[2] = -math.inf
@@ -242,7 +240,7 @@ def test_a_row_without_a_largest_logit_is_a_fault_of_its_own(params: SamplingPar
         assert [one.token] == sample(logits[row : row + 1], span(params))
 
 
-def test_a_row_that_needs_a_longer_look_does_not_change_the_others() -> None:
+def test_a_row_that_needs_a_longer_look_does_not_change_the_others():
     """Flat and steep rows together, over more tokens than the first look takes."""
     generator = torch.Generator().manual_seed(1)
     flat, steep = torch.zeros(5000), torch.randn(5000, generator=generator) * 8
@@ -252,7 +250,7 @@ def test_a_row_that_needs_a_longer_look_does_not_change_the_others() -> None:
     assert together == [sample(logits[i : i + 1], span(params[i]))[0] for i in range(6)]
 
 
-def test_logits_that_move_by_rounding_draw_the_same_tokens() -> None:
+def test_logits_that_move_by_rounding_draw_the_same_tokens():
     """Among many nearly equal logits the order by likelihood changes; the draws must not."""
     torch.manual_seed(3)
     logits = torch.randn(50, 20_000)

@@ -178,7 +178,7 @@ def compiler() -> Any:
 
 
 @pytest.mark.timeout(600)
-def test_every_finished_answer_is_valid(compiler: GrammarCompiler) -> None:
+def test_every_finished_answer_is_valid(compiler):
     told: Counter[str] = Counter()
     seed = 0
     while told["answers"] < NUM_ANSWERS:

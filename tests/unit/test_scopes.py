@@ -38,9 +38,7 @@ def set_aside(data_dir: Path) -> list[str]:
         ('[{"model": "a", "scope": []}]', "entry 0 is no scope"),
     ],
 )
-def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, written: str, says: str
-) -> None:
+def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(tmp_path, caplog, written, says):
     start(tmp_path)
     assert not caplog.messages and not list(check_scopes(tmp_path))
     path = tmp_path / FILE_NAME
@@ -63,7 +61,7 @@ def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(
     assert not list(check_scopes(tmp_path))
 
 
-def test_what_can_be_read_of_a_damaged_list_stays_in_use(tmp_path: Path) -> None:
+def test_what_can_be_read_of_a_damaged_list_stays_in_use(tmp_path):
     start(tmp_path)
     path = tmp_path / FILE_NAME
     (known,) = json.loads(path.read_text())
@@ -74,7 +72,7 @@ def test_what_can_be_read_of_a_damaged_list_stays_in_use(tmp_path: Path) -> None
     assert ["earlier", known["model"]] == [*roots_of(tmp_path, "acme", ScopeKind.TENANT).values()]
 
 
-def test_a_second_damage_does_not_replace_what_the_first_left(tmp_path: Path) -> None:
+def test_a_second_damage_does_not_replace_what_the_first_left(tmp_path):
     for written in ("first", "second"):
         (tmp_path / FILE_NAME).write_text(written)
         start(tmp_path)

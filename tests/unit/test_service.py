@@ -22,20 +22,20 @@ from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
 
 
-def test_only_addresses_of_this_machine_are_loopback() -> None:
+def test_only_addresses_of_this_machine_are_loopback():
     ours = ("127.0.0.1", "127.9.9.9", "::1", "localhost")
     others = ("0.0.0.0", "::", "192.168.1.5", "localhost.example.org")
     assert list(ours) == [host for host in (*ours, *others) if is_loopback(host)]
 
 
-def test_an_open_server_is_refused_any_other_address() -> None:
+def test_an_open_server_is_refused_any_other_address():
     check_address(ServerSection(host="127.0.0.1"), requires_keys=False)
     check_address(ServerSection(host="0.0.0.0"), requires_keys=True)
     with pytest.raises(ConfigError, match="--require-keys"):
         check_address(ServerSection(host="0.0.0.0"), requires_keys=False)
 
 
-def test_a_port_in_use_is_said_at_once() -> None:
+def test_a_port_in_use_is_said_at_once():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -43,7 +43,7 @@ def test_a_port_in_use_is_said_at_once() -> None:
             bind("127.0.0.1", taken.getsockname()[1])
 
 
-def test_a_bound_port_takes_connections_before_anybody_serves_on_it() -> None:
+def test_a_bound_port_takes_connections_before_anybody_serves_on_it():
     with bind("127.0.0.1", 0) as listener, socket.socket() as client:
         assert 0 == client.connect_ex(listener.getsockname())
 
@@ -61,9 +61,7 @@ def refused_without_torch(data_dir: Path, *flags: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_port_or_a_data_directory_in_use_is_refused_before_the_model_is_imported(
-    tmp_path: Path,
-) -> None:
+def test_a_port_or_a_data_directory_in_use_is_refused_before_the_model_is_imported(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -77,7 +75,7 @@ def test_a_port_or_a_data_directory_in_use_is_refused_before_the_model_is_import
         lock.release()
 
 
-def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path):
     (tmp_path / "empty").mkdir()
     data = tmp_path / "data"
     for model in ("no-such-model", str(tmp_path / "nothing"), str(tmp_path / "empty"), __file__):
@@ -87,9 +85,7 @@ def test_a_model_that_is_not_there_is_refused_before_torch_is_imported(tmp_path:
 
 
 @pytest.mark.timeout(300)
-def test_tiers_that_cannot_be_are_refused_before_torch_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiers_that_cannot_be_are_refused_before_torch_is_imported(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHESVC_CACHE__POLICY", "sieve")
     assert "False ConfigError" == refused_without_torch(tmp_path, "--port", "0")
     monkeypatch.delenv("CACHESVC_CACHE__POLICY")
@@ -102,7 +98,7 @@ def test_tiers_that_cannot_be_are_refused_before_torch_is_imported(
     assert "False ConfigurationError" == refused_without_torch(tmp_path, "--port", "0")
 
 
-def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path):
     secret = read_secret(tmp_path)
     assert 32 == len(secret)
     assert secret == read_secret(tmp_path)
@@ -110,7 +106,7 @@ def test_the_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None
     assert [tmp_path / "secret"] == list(tmp_path.iterdir())
 
 
-def test_the_data_directory_is_private_and_not_shared_by_two_servers(tmp_path: Path) -> None:
+def test_the_data_directory_is_private_and_not_shared_by_two_servers(tmp_path):
     path = tmp_path / "data"
     make_data_dir(path)
     assert 0o700 == stat.S_IMODE(path.stat().st_mode)
@@ -123,9 +119,7 @@ def test_the_data_directory_is_private_and_not_shared_by_two_servers(tmp_path: P
         lock.release()
 
 
-def test_a_data_directory_that_cannot_be_used_is_said_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_directory_that_cannot_be_used_is_said_so(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file; --data-dir names a folder"):
         make_data_dir(tmp_path / "file")
@@ -154,7 +148,7 @@ def drive(app: Any, path: str) -> None:
     asyncio.run(app({"type": "http", "path": path}, nothing, nothing))
 
 
-def test_responses_are_counted_by_their_code_also_when_they_fail() -> None:
+def test_responses_are_counted_by_their_code_also_when_they_fail():
     async def answer(scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/broken":
             raise ZeroDivisionError
@@ -170,7 +164,7 @@ def test_responses_are_counted_by_their_code_also_when_they_fail() -> None:
     assert [("/fine", 204), ("/broken", 500), ("/left", 499)] == recorder.seen
 
 
-def test_a_server_whose_engine_is_dead_ends() -> None:
+def test_a_server_whose_engine_is_dead_ends():
     engine = SimpleNamespace(failure=None)
     watch_: Any = SimpleNamespace(_core=SimpleNamespace(engine=engine))
     http: Any = SimpleNamespace(should_exit=False)

@@ -8,7 +8,7 @@ from engine.scheduling.shares import CREDIT, Backlog, BeginRate, ServedShares
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 100)), max_size=200))
-def test_shares_that_always_ask_are_served_alike(works: list[tuple[str, int]]) -> None:
+def test_shares_that_always_ask_are_served_alike(works):
     """The least served one is charged next: no two part by more than the largest charge."""
     served = ServedShares()
     for share in "abc":
@@ -19,7 +19,7 @@ def test_shares_that_always_ask_are_served_alike(works: list[tuple[str, int]]) -
     assert max(parts) - min(parts) <= 100
 
 
-def test_who_was_away_is_paid_for_a_first_prompt_and_no_more() -> None:
+def test_who_was_away_is_paid_for_a_first_prompt_and_no_more():
     served = ServedShares()
     served.enter("busy")
     served.charge("busy", 10_000)
@@ -27,7 +27,7 @@ def test_who_was_away_is_paid_for_a_first_prompt_and_no_more() -> None:
     assert served["busy"] - CREDIT == served["new"]
 
 
-def test_coming_and_going_wins_no_more_than_the_credit() -> None:
+def test_coming_and_going_wins_no_more_than_the_credit():
     served, work = ServedShares(), {"stays": 0, "comes": 0}
     served.enter("stays")
     for _ in range(500):
@@ -39,7 +39,7 @@ def test_coming_and_going_wins_no_more_than_the_credit() -> None:
     assert abs(work["comes"] - work["stays"]) <= CREDIT + 100
 
 
-def test_who_leaves_and_comes_back_at_once_is_no_newcomer() -> None:
+def test_who_leaves_and_comes_back_at_once_is_no_newcomer():
     served = ServedShares()
     for share in ("storm", "polite"):
         served.enter(share)
@@ -49,7 +49,7 @@ def test_who_leaves_and_comes_back_at_once_is_no_newcomer() -> None:
     assert 500 == served["storm"] - served["polite"]
 
 
-def test_idle_shares_are_forgotten_when_nothing_is_owed() -> None:
+def test_idle_shares_are_forgotten_when_nothing_is_owed():
     served = ServedShares()
     served.enter("always")
     for number in range(1000):
@@ -60,7 +60,7 @@ def test_idle_shares_are_forgotten_when_nothing_is_owed() -> None:
     assert len(served._served) < 5
 
 
-def test_lines_take_turns_by_what_they_would_have_been_served() -> None:
+def test_lines_take_turns_by_what_they_would_have_been_served():
     served = ServedShares()
     served.charge("a", 10)
     lines = {"a": [1, 2, 3], "b": [4, 5, 6]}
@@ -68,7 +68,7 @@ def test_lines_take_turns_by_what_they_would_have_been_served() -> None:
     assert [4, 1, 5, 2, 6, 3] == list(served.merged(lines, works))
 
 
-def test_a_newcomer_waits_for_a_part_of_the_backlog_and_its_owner_for_all() -> None:
+def test_a_newcomer_waits_for_a_part_of_the_backlog_and_its_owner_for_all():
     backlog = Backlog({"storm": 10_000.0, "polite": 100.0}, tokens_per_s=100.0)
     assert 101.0 == backlog.wait_s("storm", 1000)
     assert 3.0 == backlog.wait_s("polite", 100)
@@ -79,7 +79,7 @@ def test_a_newcomer_waits_for_a_part_of_the_backlog_and_its_owner_for_all() -> N
     assert 0.0 == Backlog({"storm": 10_000.0}, None).wait_s("storm", 100)
 
 
-def test_the_rate_is_measured_while_somebody_waits() -> None:
+def test_the_rate_is_measured_while_somebody_waits():
     rate, second = BeginRate(), 10**9
     rate.look(1, {})
     rate.begun("a", 1000)  # nobody waited: what the engine could do is not known

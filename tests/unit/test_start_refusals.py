@@ -54,16 +54,14 @@ def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         (("top", "--dta-dir", "x"), "--data-dir"),
     ],
 )
-def test_a_wrong_command_line_is_exit_code_2_and_says_the_nearest(
-    tmp_path: Path, words: tuple[str, ...], told: str
-) -> None:
+def test_a_wrong_command_line_is_exit_code_2_and_says_the_nearest(tmp_path, words, told):
     made = run("tenants", "create", "x", "--data-dir", str(tmp_path))
     assert 0 == made.returncode, made.stderr
     failed = run(*words, *(() if words[0] in {"node", "top"} else ("--data-dir", str(tmp_path))))
     assert (2, True) == (failed.returncode, told in failed.stderr), failed.stderr
 
 
-def test_a_wrong_value_in_the_file_is_no_wrong_command_line(tmp_path: Path) -> None:
+def test_a_wrong_value_in_the_file_is_no_wrong_command_line(tmp_path):
     file = tmp_path / "c.toml"
     file.write_text('[model]\ndtype = "float99"\n')
     failed = run("serve", "--config", str(file), "--data-dir", str(tmp_path / "data"))
@@ -72,7 +70,7 @@ def test_a_wrong_value_in_the_file_is_no_wrong_command_line(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["", "serve", "cache purge", "replay", "balance topup"])
-def test_an_option_without_a_value_shows_no_type(command: str) -> None:
+def test_an_option_without_a_value_shows_no_type(command):
     shown = run(*command.split(), "--help").stdout
     assert "--help" in shown
     assert "bool" not in shown.lower()
@@ -85,15 +83,13 @@ def test_an_option_without_a_value_shows_no_type(command: str) -> None:
         (("--device", "cpu", "--device-cache", "4TiB"), "--device-cache is 4 TiB, and this"),
     ],
 )
-def test_a_tier_larger_than_memory_is_refused_before_torch(
-    tmp_path: Path, words: tuple[str, ...], told: str
-) -> None:
+def test_a_tier_larger_than_memory_is_refused_before_torch(tmp_path, words, told):
     failed = run("serve", *words, "--data-dir", str(tmp_path))
     assert (1, True) == (failed.returncode, told in failed.stderr), failed.stderr
     assert "importing torch" not in failed.stderr
 
 
-def test_beside_a_gpu_the_device_tier_is_not_in_this_memory() -> None:
+def test_beside_a_gpu_the_device_tier_is_not_in_this_memory():
     cache = CacheSection(device_bytes=1 << 50, host_bytes=1 << 20)
     check_memory(cache, on_gpu=True)
     with pytest.raises(ConfigError, match="--device-cache is 1024 TiB"):
@@ -101,7 +97,7 @@ def test_beside_a_gpu_the_device_tier_is_not_in_this_memory() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is here")
-def test_a_missing_vllm_is_refused_before_torch(tmp_path: Path) -> None:
+def test_a_missing_vllm_is_refused_before_torch(tmp_path):
     failed = run("serve", "--engine", "vllm", "--data-dir", str(tmp_path))
     assert 1 == failed.returncode
     assert "error: --engine vllm needs vLLM in this environment" in failed.stderr
@@ -109,14 +105,14 @@ def test_a_missing_vllm_is_refused_before_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(driver._has_driver(), reason="a driver is here")
-def test_cuda_without_a_driver_is_refused_before_torch(tmp_path: Path) -> None:
+def test_cuda_without_a_driver_is_refused_before_torch(tmp_path):
     failed = run("serve", "--device", "cuda", "--data-dir", str(tmp_path))
     assert 1 == failed.returncode
     assert "error: no CUDA device can be used; run with --device cpu" in failed.stderr
     assert "importing torch" not in failed.stderr
 
 
-def test_a_build_of_torch_for_cpus_has_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_of_torch_for_cpus_has_no_cuda(monkeypatch):
     monkeypatch.setattr(driver, "_has_driver", lambda: True)
     monkeypatch.setattr(driver.metadata, "version", lambda name: "2.13.0+cpu")
     with pytest.raises(ModelError, match="no CUDA device"):
@@ -164,7 +160,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_hub_id_that_is_not_there_is_refused_at_once() -> None:
+def test_a_hub_id_that_is_not_there_is_refused_at_once():
     check("o/there", {})
     with pytest.raises(ModelError, match="'o/none' is not on the hub"):
         check("o/none", {})
@@ -175,9 +171,7 @@ def test_a_hub_id_that_is_not_there_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_found_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_a_full_disk_is_found_at_the_start(tmp_path, monkeypatch, number):
     def full(*_: object) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -188,7 +182,7 @@ def test_a_full_disk_is_found_at_the_start(
         make_data_dir(tmp_path)
 
 
-def test_replay_cuts_no_figure_piped_or_in_a_narrow_window(tmp_path: Path) -> None:
+def test_replay_cuts_no_figure_piped_or_in_a_narrow_window(tmp_path):
     trace = tmp_path / "t.jsonl"
     request = {"timestamp": 0, "input_length": 512 * 3, "hash_ids": [0, 1, 2]}
     trace.write_text("\n".join([json.dumps(request)] * 3))

@@ -50,36 +50,36 @@ def crowded(rows: int, threads: int) -> float:
     return rows / (1 if threads == 1 else 0.2)
 
 
-def test_more_threads_compute_where_they_are_faster() -> None:
+def test_more_threads_compute_where_they_are_faster():
     sizes = Machine(idle).steps(1000)
     assert sizes[2] > 950
 
 
-def test_one_thread_computes_where_two_wait_for_each_other() -> None:
+def test_one_thread_computes_where_two_wait_for_each_other():
     machine = Machine(crowded)
     machine.steps(FIRST_REST + 12)
     assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
-def test_a_trial_of_a_size_that_is_somewhat_slower_takes_two_steps() -> None:
+def test_a_trial_of_a_size_that_is_somewhat_slower_takes_two_steps():
     machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.35))
     assert 2 == machine.steps(FIRST_REST + 16)[1]
 
 
-def test_one_thread_computes_where_two_bring_next_to_nothing() -> None:
+def test_one_thread_computes_where_two_bring_next_to_nothing():
     machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.03))
     machine.steps(100)
     assert machine.steps(1000)[1] > 950
 
 
 @pytest.mark.parametrize(("best", "most"), [(1, 16), (2, 16), (3, 12), (8, 16), (16, 16)])
-def test_the_best_size_is_found_on_a_large_machine(best: int, most: int) -> None:
+def test_the_best_size_is_found_on_a_large_machine(best, most):
     machine = Machine(lambda rows, threads: 1 + abs(threads - best) / 4, most)
     machine.steps(500)
     assert machine.steps(1000)[best] > 900
 
 
-def test_kinds_of_steps_are_judged_apart() -> None:
+def test_kinds_of_steps_are_judged_apart():
     machine = Machine(lambda rows, threads: idle(rows, threads) if rows > 100 else 1.0)
     for _ in range(50):
         machine.steps(10, rows=4)
@@ -88,7 +88,7 @@ def test_kinds_of_steps_are_judged_apart() -> None:
     assert machine.steps(10, rows=512)[2] >= 9 - SAMPLE
 
 
-def test_a_crowd_is_noticed_at_once_and_so_is_its_end() -> None:
+def test_a_crowd_is_noticed_at_once_and_so_is_its_end():
     machine = Machine(idle)
     machine.steps(2000)
     machine.seconds = crowded
@@ -120,7 +120,7 @@ class Shared(Machine):
         return alone if self.used + threads <= self.most else 4 * alone
 
 
-def test_a_larger_team_is_tried_again_once_others_have_left() -> None:
+def test_a_larger_team_is_tried_again_once_others_have_left():
     machine = Shared()
     machine.used = machine.most - 1.0
     machine.steps(200)
@@ -132,7 +132,7 @@ def test_a_larger_team_is_tried_again_once_others_have_left() -> None:
     assert LEAST_REST < 40 < REST
 
 
-def test_a_kind_of_step_that_is_new_knows_that_others_were_there() -> None:
+def test_a_kind_of_step_that_is_new_knows_that_others_were_there():
     machine = Shared()
     machine.used = machine.most - 1.0
     machine.steps(200)
@@ -142,7 +142,7 @@ def test_a_kind_of_step_that_is_new_knows_that_others_were_there() -> None:
     assert machine.steps(20)[1] == 0
 
 
-def test_one_thread_stays_where_others_leave_too_little() -> None:
+def test_one_thread_stays_where_others_leave_too_little():
     machine = Shared()
     machine.used = machine.most - 1.0
     machine.steps(200)
@@ -150,20 +150,20 @@ def test_one_thread_stays_where_others_leave_too_little() -> None:
     assert machine.steps(100)[1] > 90
 
 
-def test_a_machine_of_one_processor_tries_nothing() -> None:
+def test_a_machine_of_one_processor_tries_nothing():
     machine = Machine(idle, most=1)
     assert machine.steps(500) == Counter({1: 500})
 
 
 @pytest.mark.parametrize("longest", [10, 100])
-def test_steps_of_any_length_are_no_reason_for_endless_trials(longest: int) -> None:
+def test_steps_of_any_length_are_no_reason_for_endless_trials(longest):
     """Of one kind are steps over short contexts and over long ones."""
     lengths = random.Random(3)
     machine = Machine(lambda rows, threads: lengths.uniform(1, longest) / threads)
     assert machine.steps(5000)[1] < 5000 / 8
 
 
-def test_the_chunks_of_long_prompts_are_compared_with_their_like() -> None:
+def test_the_chunks_of_long_prompts_are_compared_with_their_like():
     """Each takes longer than the one before, and the next prompt's first a fraction of the last."""
     machine, chunk = Machine(idle), 0
 
@@ -179,7 +179,7 @@ def test_the_chunks_of_long_prompts_are_compared_with_their_like() -> None:
     assert sizes[1] < sum(sizes.values()) / 20
 
 
-def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread() -> None:
+def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread():
     """Each length is a kind of its own, and a new one begins as the latest."""
     machine, lengths = Machine(crowded), random.Random(0)
     machine.keys = lambda: 4 * lengths.randrange(8000)
@@ -189,7 +189,7 @@ def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread() -> None:
     assert machine.steps(20)[1] == 20
 
 
-def test_a_few_slow_steps_decide_nothing() -> None:
+def test_a_few_slow_steps_decide_nothing():
     """Something else takes the processor for a moment, now and then."""
     noise = random.Random(0)
 
@@ -200,7 +200,7 @@ def test_a_few_slow_steps_decide_nothing() -> None:
     assert Machine(seconds).steps(6000)[2] > 5900
 
 
-def test_kernels_made_anew_end_no_trial() -> None:
+def test_kernels_made_anew_end_no_trial():
     """A small model's step takes several times as long the first time with another size."""
     before = 2
 
@@ -216,11 +216,9 @@ def test_kernels_made_anew_end_no_trial() -> None:
     st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 100)), max_size=300),
     st.integers(1, 64),
 )
-def test_the_size_stays_within_its_bounds_whatever_steps_take(
-    steps: list[tuple[int, float]], most: int
-) -> None:
+def test_the_size_stays_within_its_bounds_whatever_steps_take(steps, most):
     machine = Machine(lambda rows, threads: 0.0, most)
     for rows, seconds in steps:
-        machine.seconds = lambda *_, seconds=seconds: seconds  # type: ignore[misc]
+        machine.seconds = lambda *_, seconds=seconds: seconds
         (size,) = machine.steps(1, rows)
         assert 1 <= size <= most

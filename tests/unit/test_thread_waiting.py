@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -44,14 +43,14 @@ class Machine:
         return self.waiting.spins
 
 
-def test_threads_spin_only_while_others_leave_them_the_processors() -> None:
+def test_threads_spin_only_while_others_leave_them_the_processors():
     machine = Machine()
     steps = [0.0, 0.1, 0.9, 0.2, 0.1, 0.2, 1.7, 0.9, 0.0]
     expected = [True, True, False, False, True, True, False, False, True]
     assert expected == [machine.step(others) for others in steps]
 
 
-def test_threads_spin_beside_a_neighbour_that_has_gone() -> None:
+def test_threads_spin_beside_a_neighbour_that_has_gone():
     machine = Machine()
     machine.running = 1 + (os.cpu_count() or 1)
     assert not machine.step(2.0)
@@ -59,7 +58,7 @@ def test_threads_spin_beside_a_neighbour_that_has_gone() -> None:
     assert machine.step(2.0) is (TEAM <= (os.cpu_count() or 1))
 
 
-def test_who_brings_a_request_is_no_neighbour() -> None:
+def test_who_brings_a_request_is_no_neighbour():
     """After others have worked, the client and the event loop still run as a step begins."""
     machine, cores = Machine(), os.cpu_count() or 1
     machine.running, machine.leaving = 1 + cores, cores
@@ -69,12 +68,12 @@ def test_who_brings_a_request_is_no_neighbour() -> None:
     assert not machine.step(2.0)
 
 
-def test_a_team_that_leaves_processors_free_spins_beside_others() -> None:
+def test_a_team_that_leaves_processors_free_spins_beside_others():
     machine = Machine()
     assert machine.step(0.9, size=TEAM - 1)
 
 
-def test_a_short_time_is_not_judged() -> None:
+def test_a_short_time_is_not_judged():
     machine = Machine()
     machine.now_s += WINDOW_S / 2
     machine.used_s += 100
@@ -82,12 +81,12 @@ def test_a_short_time_is_not_judged() -> None:
     assert machine.waiting.spins
 
 
-def test_threads_spin_where_the_system_tells_nothing() -> None:
+def test_threads_spin_where_the_system_tells_nothing():
     machine = Machine(told=False)
     assert all(machine.step(2.0) for _ in range(3))
 
 
-def test_the_second_team_ends_with_what_it_serves() -> None:
+def test_the_second_team_ends_with_what_it_serves():
     before = set(threading.enumerate())
     machine = Machine()
     assert not machine.step(2.0)
@@ -99,7 +98,7 @@ def test_the_second_team_ends_with_what_it_serves() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells it")
-def test_a_busy_process_is_seen_and_this_one_is_not() -> None:
+def test_a_busy_process_is_seen_and_this_one_is_not():
     def used(count: int) -> float:
         busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
         before_s, begun_s = others_used_s(), time.perf_counter()
@@ -140,7 +139,7 @@ thread.join()
 
 
 @pytest.mark.skipif(CORES != 2 or sys.platform != "linux", reason="libgomp, two cores")
-def test_a_second_team_lets_libgomps_threads_sleep() -> None:
+def test_a_second_team_lets_libgomps_threads_sleep():
     done = subprocess.run(
         [sys.executable, "-c", SLEEPS],
         env={**os.environ, "GOMP_SPINCOUNT": "100000000", "OMP_NUM_THREADS": "2"},
@@ -152,7 +151,7 @@ def test_a_second_team_lets_libgomps_threads_sleep() -> None:
     assert polite > 400 > 4 * spinning
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_what_the_user_has_set_stays():
     environ = {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3"}
     configure(environ)
     assert environ == {"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3"}
@@ -161,7 +160,7 @@ def test_what_the_user_has_set_stays() -> None:
     assert environ["GOMP_SPINCOUNT"] == "7"
 
 
-def test_the_spins_are_set_before_torch_is_loaded() -> None:
+def test_the_spins_are_set_before_torch_is_loaded():
     program = "import engine, os, sys; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     environ = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
     done = subprocess.run(
@@ -186,9 +185,7 @@ def test_the_spins_are_set_before_torch_is_loaded() -> None:
         ("0::/\n", {"cpu.max": "what"}, []),
     ],
 )
-def test_a_quota_of_either_version_of_cgroups_is_found(
-    tmp_path: Path, own: str, files: dict[str, str], expected: list[float]
-) -> None:
+def test_a_quota_of_either_version_of_cgroups_is_found(tmp_path, own, files, expected):
     (tmp_path / "own").write_text(own)
     for name, text in files.items():
         file = tmp_path / "root" / name
@@ -197,5 +194,5 @@ def test_a_quota_of_either_version_of_cgroups_is_found(
     assert list(quotas(tmp_path / "own", tmp_path / "root")) == expected
 
 
-def test_there_is_always_a_processor() -> None:
+def test_there_is_always_a_processor():
     assert 1 <= num_processors() <= CORES <= (os.cpu_count() or 1)

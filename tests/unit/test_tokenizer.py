@@ -6,7 +6,6 @@ import string
 import threading
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,17 +24,17 @@ TEXTS = ["", "hello world", "a\tb\n\n  c", "12345 x 2024", "日本語。", "🙂
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_round_trips(text: str) -> None:
+def test_text_round_trips(text):
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert b"".join(TOKENIZER.token_bytes(token) for token in ids) == text.encode()
 
 
-def test_ids_without_a_token_are_empty() -> None:
+def test_ids_without_a_token_are_empty():
     assert TOKENIZER.token_bytes(-1) == TOKENIZER.token_bytes(10**6) == b""
 
 
-def test_chat_renders_roles_and_asks_for_an_answer() -> None:
+def test_chat_renders_roles_and_asks_for_an_answer():
     rendered = TOKENIZER.render([{"role": "user", "content": "hi"}])
     ids = TOKENIZER.encode(rendered, add_special_tokens=False)
     text = TOKENIZER.decode(ids, skip_special_tokens=False)
@@ -44,7 +43,7 @@ def test_chat_renders_roles_and_asks_for_an_answer() -> None:
     assert EOS in ids
 
 
-def test_text_parts_are_joined_and_developer_is_system() -> None:
+def test_text_parts_are_joined_and_developer_is_system():
     message = {
         "role": "developer",
         "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
@@ -70,37 +69,37 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         (["hello"], "messages[0]", "object"),
     ],
 )
-def test_messages_that_no_template_can_render(messages: Any, param: str, words: str) -> None:
+def test_messages_that_no_template_can_render(messages, param, words):
     with pytest.raises(RequestError, match=words) as caught:
         TOKENIZER.render(messages)
     assert caught.value.param == param
 
 
-def test_a_template_that_refuses_is_a_request_error() -> None:
+def test_a_template_that_refuses_is_a_request_error():
     base = _base("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="roles must alternate"):
         Tokenizer(base).render([{"role": "user", "content": "x"}])
 
 
-def test_without_a_template_chat_is_refused() -> None:
+def test_without_a_template_chat_is_refused():
     tokenizer = Tokenizer(_base(None))
     assert not tokenizer.has_chat_template
     with pytest.raises(RequestError, match="no chat template"):
         tokenizer.render([{"role": "user", "content": "x"}])
 
 
-def test_the_digest_covers_the_template() -> None:
+def test_the_digest_covers_the_template():
     assert Tokenizer(_base("a")).digest == Tokenizer(_base("a")).digest
     assert Tokenizer(_base("a")).digest != Tokenizer(_base("b")).digest
 
 
-def test_a_decoder_of_an_unknown_kind_is_refused() -> None:
+def test_a_decoder_of_an_unknown_kind_is_refused():
     fast = FastTokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]"))
     with pytest.raises(ModelError, match="decoder"):
         Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast))
 
 
-def test_sentencepiece_tokens_with_byte_fallback() -> None:
+def test_sentencepiece_tokens_with_byte_fallback():
     vocabulary = {"<unk>": 0, "<0xE6>": 1, "▁a": 2, "b": 3}
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
     fast.decoder = decoders.Sequence(
@@ -110,7 +109,7 @@ def test_sentencepiece_tokens_with_byte_fallback() -> None:
     assert [tokenizer.token_bytes(token) for token in (1, 2, 3)] == [b"\xe6", b" a", b"b"]
 
 
-def test_byte_level_tokens_are_bytes_and_foreign_characters_are_themselves() -> None:
+def test_byte_level_tokens_are_bytes_and_foreign_characters_are_themselves():
     pieces = {"a": b"a", "Ġa": b" a", "æĹ¥": "日".encode(), "Ń": b"\xad", "ł": b"\xa0"}
     foreign = {"日Ġ": "日 ".encode(), "\xada": "\xada".encode(), " ¡": b" \xa1"}
     expected = pieces | foreign
@@ -151,18 +150,18 @@ def gguf_fields(pre: str = "smollm") -> dict[str, Any]:
     }
 
 
-def test_gguf_digits_are_split_and_nothing_is_prepended() -> None:
+def test_gguf_digits_are_split_and_nothing_is_prepended():
     tokenizer = build_tokenizer(gguf_fields())
     assert tokenizer.encode("ab a12").ids == [7, 9, 3, 4]
 
 
-def test_gguf_control_tokens_are_special() -> None:
+def test_gguf_control_tokens_are_special():
     tokenizer = build_tokenizer(gguf_fields())
     assert tokenizer.encode("<|im_start|>ab<|im_end|>").ids == [1, 7, 2]
     assert {2} <= {n for n, t in tokenizer.get_added_tokens_decoder().items() if t.special}
 
 
-def test_gguf_tokenizer_of_another_kind_is_refused_with_its_name() -> None:
+def test_gguf_tokenizer_of_another_kind_is_refused_with_its_name():
     with pytest.raises(ModelError, match=r"pre-tokenizer superbpe.*deepseek-r1-qwen.*tekken"):
         build_tokenizer(gguf_fields("superbpe"))
 
@@ -191,7 +190,7 @@ TEXT = "I'll say: DON'T 12345 été  naïve/日本語\n\n  x"
         ),
     ],
 )
-def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, expected: str) -> None:
+def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre, expected):
     step = build_tokenizer(gguf_fields(pre)).pre_tokenizer
     assert step is not None
     bounds = [bounds for _, bounds in step.pre_tokenize_str(TEXT)]
@@ -199,9 +198,7 @@ def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre: str, expected: 
 
 
 @pytest.mark.parametrize(("pre", "expected"), [("llama-bpe", [6]), ("gpt-2", [4, 5])])
-def test_a_word_that_is_a_token_is_that_token_where_merges_are_ignored(
-    pre: str, expected: list[int]
-) -> None:
+def test_a_word_that_is_a_token_is_that_token_where_merges_are_ignored(pre, expected):
     fields = gguf_fields(pre)
     fields["tokenizer.ggml.tokens"] = ["<s>", "x", "y", "z", "a", "b", "ab", "Ġ", "Ġa", "c"]
     fields["tokenizer.ggml.merges"] = ["Ġ a"]
@@ -244,7 +241,7 @@ def merged_by_score(fields: dict[str, Any], text: str) -> list[int]:
     return ids
 
 
-def test_sentencepiece_of_a_gguf_merges_by_score_and_falls_back_to_bytes() -> None:
+def test_sentencepiece_of_a_gguf_merges_by_score_and_falls_back_to_bytes():
     fields = sentencepiece_fields()
     tokenizer = build_tokenizer(fields)
     source = random.Random(0)
@@ -264,16 +261,14 @@ def test_sentencepiece_of_a_gguf_merges_by_score_and_falls_back_to_bytes() -> No
         ("qwen2", True, [1, 7]),
     ],
 )
-def test_texts_begin_as_the_file_says_or_as_its_kind_does(
-    pre: str, said: bool | None, expected: list[int]
-) -> None:
+def test_texts_begin_as_the_file_says_or_as_its_kind_does(pre, said, expected):
     fields = gguf_fields(pre) | {"tokenizer.ggml.bos_token_id": 1}
     if said is not None:
         fields["tokenizer.ggml.add_bos_token"] = said
     assert expected == build_tokenizer(fields).encode("ab").ids
 
 
-def test_what_a_sentencepiece_file_says_of_its_beginning_is_done() -> None:
+def test_what_a_sentencepiece_file_says_of_its_beginning_is_done():
     bare = sentencepiece_fields(
         **{"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": False}
     )
@@ -283,7 +278,7 @@ def test_what_a_sentencepiece_file_says_of_its_beginning_is_done() -> None:
     assert [1, number("▁ab"), 2] == chat.ids
 
 
-def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+def test_other_threads_run_while_a_long_text_is_encoded():
     """Holding the interpreter's lock, they stood still for nearly all of it."""
     seen, done = [time.monotonic()], threading.Event()
 
@@ -302,9 +297,7 @@ def test_other_threads_run_while_a_long_text_is_encoded() -> None:
     assert max(after - before for before, after in pairwise(seen)) < 0.7 * took
 
 
-def test_a_sentencepiece_tokenizer_comes_back_from_its_folder_with_one_beginning(
-    tmp_path: Path,
-) -> None:
+def test_a_sentencepiece_tokenizer_comes_back_from_its_folder_with_one_beginning(tmp_path):
     fields = sentencepiece_fields()
     _save_tokenizer(build_tokenizer(fields), fields, 512, tmp_path)
     loaded = Tokenizer(AutoTokenizer.from_pretrained(tmp_path))
@@ -315,7 +308,7 @@ def test_a_sentencepiece_tokenizer_comes_back_from_its_folder_with_one_beginning
     assert " abc déf" == loaded.decode(expected)
 
 
-def test_of_words_that_are_none_few_are_remembered() -> None:
+def test_of_words_that_are_none_few_are_remembered():
     """Each of 255 letters took 8 kB of the thread that cut it, and 10,000 stayed for good."""
 
     class Allocated(ctypes.Structure):  # <malloc.h>

@@ -170,4 +170,4 @@ def test_a_drawing_joins_its_lines_and_says_what_is_more():
 )
 def test_bounds_that_show_nothing_are_refused(bounds):
     with pytest.raises(ConfigurationError, match=next(iter(bounds))):
-        TreeQuery(**bounds)  # type: ignore[arg-type]
+        TreeQuery(**bounds)

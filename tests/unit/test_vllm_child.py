@@ -54,7 +54,7 @@ def until_gone(leader: int) -> None:
         time.sleep(0.02)
 
 
-def test_it_listens_once_started_and_ends_with_its_workers(tmp_path: Path) -> None:
+def test_it_listens_once_started_and_ends_with_its_workers(tmp_path):
     with closing(VllmChild(tmp_path / "s", [], exact=False)) as child:
         child.start()
         leader = child._process.pid
@@ -63,7 +63,7 @@ def test_it_listens_once_started_and_ends_with_its_workers(tmp_path: Path) -> No
     assert not (tmp_path / "s").exists()
 
 
-def test_what_it_refuses_is_said(tmp_path: Path) -> None:
+def test_what_it_refuses_is_said(tmp_path):
     with (
         closing(VllmChild(tmp_path / "s", ["--wrong"], exact=False)) as child,
         pytest.raises(ModelError, match=r"did not start: .*unrecognized arguments: --wrong"),
@@ -71,7 +71,7 @@ def test_what_it_refuses_is_said(tmp_path: Path) -> None:
         child.start()
 
 
-def test_its_end_is_told_and_its_workers_end(tmp_path: Path) -> None:
+def test_its_end_is_told_and_its_workers_end(tmp_path):
     told: queue.Queue[BaseException] = queue.Queue()
     with closing(VllmChild(tmp_path / "s", [], exact=False)) as child:
         child.start()
@@ -83,7 +83,7 @@ def test_its_end_is_told_and_its_workers_end(tmp_path: Path) -> None:
     assert told.empty()
 
 
-def test_it_ends_with_a_server_that_was_killed(tmp_path: Path) -> None:
+def test_it_ends_with_a_server_that_was_killed(tmp_path):
     keeper = subprocess.Popen(
         [sys.executable, "-c", KEEPER, tmp_path / "s"], stdout=subprocess.PIPE, text=True
     )

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from cachesvc.vllm.link import RETRY_S, NodeLink
 from tests.unit.test_node_socket import LAYOUT, prompt, serving, write
 from tiers.node.client import NodeClient
@@ -26,7 +24,7 @@ def link_to(path: Path, clock: Clock) -> NodeLink:
     return NodeLink(path, LAYOUT, timeout_s=5, clock_s=clock)
 
 
-def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path: Path) -> None:
+def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path):
     path, clock = tmp_path / "node.sock", Clock()
     link = link_to(path, clock)
     assert ([], 1) == (link.probe(prompt(1)), link.faults)
@@ -38,7 +36,7 @@ def test_a_node_that_is_away_is_a_miss_and_is_left_alone_for_a_while(tmp_path: P
         link.close()
 
 
-def test_an_outage_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_told_once(tmp_path, caplog):
     path, clock = tmp_path / "node.sock", Clock()
     link = link_to(path, clock)
     for _ in range(5):
@@ -53,7 +51,7 @@ def test_an_outage_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "until it is back" in told[0] and "is back" in told[1]
 
 
-def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path: Path) -> None:
+def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path):
     path, below = (
         tmp_path / "node.sock",
         {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20},
@@ -66,9 +64,7 @@ def test_a_node_that_was_restarted_is_joined_without_a_miss(tmp_path: Path) -> N
         link.close()
 
 
-def test_a_node_that_hangs_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_hangs_is_waited_for_once(tmp_path, monkeypatch):
     path, asked = tmp_path / "node.sock", []
     link = NodeLink(path, LAYOUT, timeout_s=0.2, clock_s=Clock())
     with serving(path) as node:

@@ -94,9 +94,7 @@ def locking(path: Path) -> Iterator[LockedMemory]:
         yield locked
 
 
-def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(
-    path: Path, cudart: Cudart
-) -> None:
+def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(path, cudart):
     with serving(path) as node, joined(path) as client:
         assert client.memory is not None
         with locking(path) as locked:
@@ -114,7 +112,7 @@ def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(
         until_unlocked(node)
 
 
-def test_two_workers_lock_the_same_piece_and_the_last_lets_it_go(path: Path) -> None:
+def test_two_workers_lock_the_same_piece_and_the_last_lets_it_go(path):
     with serving(path) as node, joined(path) as client:
         with joined(path) as other:
             assert client.lock(1) and client.lock(1) and other.lock(1)
@@ -122,7 +120,7 @@ def test_two_workers_lock_the_same_piece_and_the_last_lets_it_go(path: Path) -> 
         assert PIECE * STRIDE == locked_bytes(node)
 
 
-def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path: Path) -> None:
+def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path):
     """The node has 128 frames; 150 blocks pass through them while a piece is locked."""
     with serving(path) as node, joined(path) as client, locking(path) as locked:
         assert client.memory is not None
@@ -139,7 +137,7 @@ def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path: Path) -> Non
             client.release(frames)
 
 
-def test_a_restarted_node_has_other_memory_which_is_locked_anew(path: Path, cudart: Cudart) -> None:
+def test_a_restarted_node_has_other_memory_which_is_locked_anew(path, cudart):
     with locking(path) as locked:
         with serving(path), joined(path) as client:
             assert client.memory is not None
@@ -153,9 +151,7 @@ def test_a_restarted_node_has_other_memory_which_is_locked_anew(path: Path, cuda
             assert [rows.data_ptr() + PIECE * STRIDE] == list(cudart.pieces)
 
 
-def test_memory_is_unlocked_before_the_node_hears_of_the_end(
-    path: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_unlocked_before_the_node_hears_of_the_end(path, cudart, monkeypatch):
     unlock, registered = arena.SharedArena.unlock, []
 
     def unlocks(some: arena.SharedArena, piece: int) -> None:
@@ -172,9 +168,7 @@ def test_memory_is_unlocked_before_the_node_hears_of_the_end(
     assert [0, 0] == registered
 
 
-def test_memory_is_unlocked_only_when_copies_under_way_have_ended(
-    path: Path, cudart: Cudart
-) -> None:
+def test_memory_is_unlocked_only_when_copies_under_way_have_ended(path, cudart):
     with serving(path) as node, joined(path) as client:
         memory = client.memory
         assert memory is not None
@@ -192,9 +186,7 @@ def test_memory_is_unlocked_only_when_copies_under_way_have_ended(
         until_unlocked(node)
 
 
-def test_what_the_system_refuses_is_copied_unlocked_and_told_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_system_refuses_is_copied_unlocked_and_told_once(path, monkeypatch, caplog):
     cudart, cleared = Cudart(limit=PIECE * STRIDE), list[str]()
     monkeypatch.setattr("torch.cuda.cudart", lambda: cudart)
     monkeypatch.setattr(locked_module, "clear_error", cleared.append)
@@ -209,7 +201,7 @@ def test_what_the_system_refuses_is_copied_unlocked_and_told_once(
         assert "limit on locked memory" in caplog.text
 
 
-def test_a_node_that_refuses_a_piece_keeps_its_frames_unlocked(path: Path, cudart: Cudart) -> None:
+def test_a_node_that_refuses_a_piece_keeps_its_frames_unlocked(path, cudart):
     """Of 128 frames 115 may be locked."""
     with serving(path) as node, joined(path) as client, locking(path) as locked:
         assert client.memory is not None
@@ -219,9 +211,7 @@ def test_a_node_that_refuses_a_piece_keeps_its_frames_unlocked(path: Path, cudar
         assert 112 * STRIDE == locked_bytes(node) == sum(cudart.pieces.values())
 
 
-def test_an_older_node_is_not_asked(
-    path: Path, cudart: Cudart, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_node_is_not_asked(path, cudart, monkeypatch):
     monkeypatch.setattr("tiers.node.arena.piece_frames", lambda layout: 0)
     with serving(path), joined(path) as client, locking(path) as locked:
         assert client.memory is not None
@@ -230,22 +220,20 @@ def test_an_older_node_is_not_asked(
         assert {} == cudart.pieces
 
 
-def test_a_client_that_the_node_throws_out_may_still_have_locked_pages(path: Path) -> None:
+def test_a_client_that_the_node_throws_out_may_still_have_locked_pages(path):
     """It lives, and nobody knows when it unlocks them: they are kept until the node ends."""
     with serving(path) as node:
         with joined(path) as client:
             assert client.lock(0)
             with pytest.raises(NodeError, match="not known"):
-                client._ask(77, b"")  # type: ignore[arg-type]
+                client._ask(77, b"")
         with joined(path) as other:
             other.stats()
             assert PIECE * STRIDE == locked_bytes(node)
 
 
 @pytest.mark.parametrize("asked", [[0], [0, 1, 2], [0, 32], [3, 0]])
-def test_a_client_that_locks_what_there_is_not_is_disconnected(
-    path: Path, asked: list[int]
-) -> None:
+def test_a_client_that_locks_what_there_is_not_is_disconnected(path, asked):
     with serving(path) as node, joined(path) as client:
         with pytest.raises(NodeError):
             client._ask(Op.LOCK, messages.pack_numbers(asked))
@@ -301,8 +289,8 @@ def transfer(
 
 @pytest.mark.parametrize("locks", [False, True])
 def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_restart(
-    path: Path, tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    path, tmp_path, locks, monkeypatch
+):
     monkeypatch.setattr(carrier_module, "PART_BYTES", 2 * IDENTITY.layout.nbytes)
     below: Any = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     ids, source, target = prompt(1, 5), kv_like_vllm(3), kv_like_vllm()
@@ -330,7 +318,7 @@ def test_what_one_engine_stored_another_loads_with_every_byte_also_after_a_resta
                 )
 
 
-def test_a_load_in_a_step_is_there_when_the_step_computes(path: Path) -> None:
+def test_a_load_in_a_step_is_there_when_the_step_computes(path):
     """vLLM waits for no word of it, only for the blocks that failed and how long it took."""
     ids, source, target = prompt(1, 3), kv_like_vllm(3), kv_like_vllm()
     with serving(path), carrying(path, source) as one, carrying(path, target) as other:
@@ -343,9 +331,7 @@ def test_a_load_in_a_step_is_there_when_the_step_computes(path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["hangs", "is away", "raises"])
-def test_a_step_goes_on_without_a_load_that_a_node_does_not_answer(
-    path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_goes_on_without_a_load_that_a_node_does_not_answer(path, fault, monkeypatch):
     monkeypatch.setattr(carrier_module, "STEP_LOAD_S", 0.05)
     load, kv = transfer(prompt(1, 3), 4, 5, 6, in_step=True), kv_like_vllm(3)
     with ExitStack() as held:
@@ -353,7 +339,7 @@ def test_a_step_goes_on_without_a_load_that_a_node_does_not_answer(
         if fault == "hangs":
             node = held.enter_context(serving(path))
             answer = node._handle
-            node._handle = lambda *asked: may_answer.wait(120) and answer(*asked)  # type: ignore[method-assign,assignment]
+            node._handle = lambda *asked: may_answer.wait(120) and answer(*asked)
             held.callback(may_answer.set)
         carrier = held.enter_context(carrying(path, kv))
         if fault == "raises":
@@ -364,7 +350,7 @@ def test_a_step_goes_on_without_a_load_that_a_node_does_not_answer(
         may_answer.set()
 
 
-def test_an_idle_step_waits_until_a_transfer_has_ended(path: Path) -> None:
+def test_an_idle_step_waits_until_a_transfer_has_ended(path):
     """No longer than it must: not where nothing is under way, nor for more than was told to."""
     ids, kv = prompt(1, 3), kv_like_vllm(3)
     with serving(path) as node, carrying(path, kv) as carrier:
@@ -375,7 +361,7 @@ def test_an_idle_step_waits_until_a_transfer_has_ended(path: Path) -> None:
             may_answer.wait(120)
             answer(*asked)
 
-        node._handle = late  # type: ignore[method-assign]
+        node._handle = late
         carrier.move([], [transfer(ids, 0, 1, 2)])
         carrier.wait(0.01)
         assert [] == carrier.take_saved()
@@ -388,9 +374,7 @@ def test_an_idle_step_waits_until_a_transfer_has_ended(path: Path) -> None:
         carrier.wait(300)
 
 
-def test_a_copy_that_fails_is_a_miss_and_the_next_one_is_made(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_fails_is_a_miss_and_the_next_one_is_made(path, monkeypatch):
     ids, kv = prompt(1, 3), kv_like_vllm(3)
     with serving(path) as node, carrying(path, kv) as carrier:
 

@@ -66,8 +66,8 @@ def of_rank(rank: int) -> list[BlockId]:
 
 
 def test_a_purge_takes_every_ranks_blocks_and_stays_until_requests_have_stored(
-    engine: NodeClient, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    engine, path, monkeypatch
+):
     monkeypatch.setattr(module, "STORE_S", 0.0)
     vllm = Vllm()
     for rank in (0, 1):
@@ -92,9 +92,7 @@ def test_a_purge_takes_every_ranks_blocks_and_stays_until_requests_have_stored(
             write(engine, of_rank(1))
 
 
-def test_a_purge_that_vllm_does_not_follow_has_failed(
-    engine: NodeClient, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_purge_that_vllm_does_not_follow_has_failed(engine, path, monkeypatch):
     monkeypatch.setattr(module, "FORGET_S", 0.0)
     with (
         closing(operations(path, Vllm())) as hands,
@@ -103,7 +101,7 @@ def test_a_purge_that_vllm_does_not_follow_has_failed(
         hands.purge([ROOT]).result(120)
 
 
-def test_a_pin_set_through_the_cache_is_the_nodes(engine: NodeClient, path: Path) -> None:
+def test_a_pin_set_through_the_cache_is_the_nodes(engine, path):
     write(engine, prompt(1))
     with closing(operations(path, Vllm())) as hands:
         cache = OperationsElsewhere(LAYOUT, hands, 0)
@@ -119,7 +117,7 @@ def test_a_pin_set_through_the_cache_is_the_nodes(engine: NodeClient, path: Path
             cache.pin("all", Chain(ROOT, range(12_000), 4), cache.now_s + 3600)
 
 
-def test_pins_stay_shown_while_the_node_is_away(path: Path) -> None:
+def test_pins_stay_shown_while_the_node_is_away(path):
     with closing(operations(path, Vllm())) as hands:
         with serving(path), joined(path) as engine:
             write(engine, prompt(1))
@@ -175,7 +173,7 @@ def parts(request: pytest.FixtureRequest, engine: NodeClient, path: Path) -> Ite
         yield made
 
 
-def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts: Parts, path: Path) -> None:
+def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts, path):
     parts.write()
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
         cache = OperationsElsewhere(LAYOUT, hands, 0)
@@ -193,9 +191,7 @@ def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts: Parts, pat
         assert not any(places for _, places in parts.held())
 
 
-def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(
-    parts: Parts, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monkeypatch):
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
         cache = OperationsElsewhere(LAYOUT, hands, 0)
         first = cache.pin("p", Chain(ROOT, TOKENS, 4), cache.now_s + 3600, "first")
@@ -216,7 +212,7 @@ def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(
         assert abs(first.until_s - pin.until_s) < 60
 
 
-def test_a_prefix_of_several_groups_is_pinned_by_its_tokens(parts: Parts, path: Path) -> None:
+def test_a_prefix_of_several_groups_is_pinned_by_its_tokens(parts, path):
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
         cache = OperationsElsewhere(LAYOUT, hands, 0)
         keys = Chain(ROOT, TOKENS, 4).keys
@@ -224,7 +220,7 @@ def test_a_prefix_of_several_groups_is_pinned_by_its_tokens(parts: Parts, path: 
             cache.pin("p", KeyedPrefix(ROOT, keys), cache.now_s + 3600)
 
 
-def test_evicted_blocks_leave_every_group_and_rank(parts: Parts, path: Path) -> None:
+def test_evicted_blocks_leave_every_group_and_rank(parts, path):
     parts.write()
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
         keys = Chain(ROOT, TOKENS, 4).keys

@@ -53,7 +53,7 @@ def link() -> Link:
 
 @pytest.fixture
 def planner(link: Link) -> Iterator[Planner]:
-    made = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {LAYOUT: link}, wait_s=0)  # type: ignore[arg-type]
+    made = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {LAYOUT: link}, wait_s=0)
     yield made
     link.close()
     made.close()
@@ -83,7 +83,7 @@ def matched(planner: Planner, asked: Any, computed: int = 0) -> int:
     return found
 
 
-def test_vllm_goes_on_while_the_node_looks(planner: Planner, link: Link) -> None:
+def test_vllm_goes_on_while_the_node_looks(planner, link):
     slow = request()
     assert planner.match(slow, 0) is None
     assert planner.match(slow, 0) is None
@@ -103,8 +103,8 @@ def test_vllm_goes_on_while_the_node_looks(planner: Planner, link: Link) -> None
     ("tiers", "is_below"), [([TierName.HOST], False), ([TierName.HOST, TierName.DISK], True)]
 )
 def test_what_is_not_in_the_nodes_memory_is_loaded_from_the_lookup_on_and_moved_in_parts(
-    planner: Planner, link: Link, tiers: list[TierName], is_below: bool
-) -> None:
+    planner, link, tiers, is_below
+):
     link.tiers = tiers
     link.may_answer.set()
     found = matched(planner, request())
@@ -114,9 +114,7 @@ def test_what_is_not_in_the_nodes_memory_is_loaded_from_the_lookup_on_and_moved_
     assert is_below == load.in_parts
 
 
-def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(
-    planner: Planner, link: Link
-) -> None:
+def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(planner, link):
     asked = request()
     assert planner.match(asked, 0) is None
     link.may_answer.set()
@@ -124,7 +122,7 @@ def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(
     assert [3, 2] == [len(ids) for ids in link.asked]
 
 
-def test_a_request_that_ends_before_the_answer_leaves_nothing(planner: Planner, link: Link) -> None:
+def test_a_request_that_ends_before_the_answer_leaves_nothing(planner, link):
     asked = request()
     assert planner.match(asked, 0) is None
     planner.finished(asked, [[]])
@@ -132,9 +130,9 @@ def test_a_request_that_ends_before_the_answer_leaves_nothing(planner: Planner, 
     link.may_answer.set()
 
 
-def test_a_block_is_held_when_every_rank_has_its_part(link: Link) -> None:
+def test_a_block_is_held_when_every_rank_has_its_part(link):
     link.may_answer.set()
-    planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 2), {LAYOUT: link}, wait_s=120)  # type: ignore[arg-type]
+    planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 2), {LAYOUT: link}, wait_s=120)
     first, second = rank_roots(SCOPE.root(), 2)
     link.held_by[second] = [TierName.DISK]
     assert SIZE == planner.match(request(), 0)
@@ -146,9 +144,7 @@ def test_a_block_is_held_when_every_rank_has_its_part(link: Link) -> None:
     ("bad", "hits"),
     [({7}, {}), ({8, 9}, {"host": SIZE}), ({9}, {"host": SIZE, "disk": SIZE})],
 )
-def test_a_failed_load_is_not_tried_again_for_its_request(
-    planner: Planner, link: Link, bad: set[int], hits: dict[str, int]
-) -> None:
+def test_a_failed_load_is_not_tried_again_for_its_request(planner, link, bad, hits):
     """The node would promise the same blocks again, and vLLM would ask for ever."""
     link.may_answer.set()
     asked, other = request(), request(name="b")
@@ -172,7 +168,7 @@ def stepping(link: Link) -> Iterator[Planner]:
     link.may_answer.set()
     made = Planner(
         EngineIdentity(SCOPE, (WHOLE,), 1),
-        {LAYOUT: link},  # type: ignore[dict-item]
+        {LAYOUT: link},
         wait_s=120,
         may_load_in_step=True,
     )
@@ -192,7 +188,7 @@ def begin(planner: Planner, name: str, blocks: Sequence[int] = (7, 8, 9, 10)) ->
     return waits
 
 
-def test_a_step_waits_for_a_load_if_nothing_else_runs(stepping: Planner) -> None:
+def test_a_step_waits_for_a_load_if_nothing_else_runs(stepping):
     assert begin(stepping, "a")
     assert not begin(stepping, "b"), "the first would wait for it"
     stepping.loaded((), {"a": 1e-6})
@@ -202,7 +198,7 @@ def test_a_step_waits_for_a_load_if_nothing_else_runs(stepping: Planner) -> None
     assert begin(stepping, "d")
 
 
-def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping: Planner, link: Link) -> None:
+def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping, link):
     def alone(name: str, tiers: list[TierName], load_s: float) -> bool:
         link.tiers = tiers
         waits = begin(stepping, name)
@@ -221,14 +217,12 @@ def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping: Planner, l
 @pytest.mark.parametrize(
     ("groups", "may"), [((WHOLE,), False), ((WHOLE, WINDOW), True), ((WINDOW,), True)]
 )
-def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(
-    link: Link, groups: tuple[KvGroup, ...], may: bool
-) -> None:
+def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(link, groups, may):
     link.tiers = [TierName.HOST] * 3
     link.may_answer.set()
     planner = Planner(
         EngineIdentity(SCOPE, groups, 1),
-        {group.layout: link for group in groups},  # type: ignore[misc]
+        {group.layout: link for group in groups},
         wait_s=120,
         may_load_in_step=may,
     )
@@ -238,7 +232,7 @@ def test_a_step_waits_only_where_a_load_that_falls_short_can_be_mended(
     planner.close()
 
 
-def test_nobody_finds_what_a_step_computed_without_all_of_its_load(stepping: Planner) -> None:
+def test_nobody_finds_what_a_step_computed_without_all_of_its_load(stepping):
     """vLLM listed the blocks before they were loaded, and may never compute them."""
     assert begin(stepping, "a")
     stepping.allocated(request(name="b"), [[7, 8, 20, 21]], 0)  # which found two of them listed
@@ -251,7 +245,7 @@ def test_nobody_finds_what_a_step_computed_without_all_of_its_load(stepping: Pla
     assert {7, 8, 9, 10, 20, 21} == pool.evicted, "what is loaded outside of a step is not listed"
 
 
-def test_a_request_that_ends_with_the_step_of_its_load_is_stored(stepping: Planner) -> None:
+def test_a_request_that_ends_with_the_step_of_its_load_is_stored(stepping):
     assert begin(stepping, "a")
     stepping.finished(request(name="a"), [[7, 8, 9, 10]])
     assert [4] == stored(stepping)
@@ -259,7 +253,7 @@ def test_a_request_that_ends_with_the_step_of_its_load_is_stored(stepping: Plann
     assert not stepping._loading
 
 
-def test_ranks_tenants_and_adapters_have_roots_of_their_own() -> None:
+def test_ranks_tenants_and_adapters_have_roots_of_their_own():
     identity = EngineIdentity(SCOPE, (WHOLE, WINDOW), 3)
     asked = [*identity.roots_of(request()), *identity.roots_of(request(salt="t"))]
     roots = [root for group in asked for root in group]
@@ -297,16 +291,14 @@ class Held(Link):
         (range(8), (), 0),
     ],
 )
-def test_a_prefix_ends_where_every_group_can_resume(
-    window: Sequence[int], state: Sequence[int], num_blocks: int
-) -> None:
+def test_a_prefix_ends_where_every_group_can_resume(window, state, num_blocks):
     """A window of five tokens back reaches into two blocks; a state is needed at the very end."""
     groups = (WHOLE, WINDOW, STATE)
     roots = group_roots(SCOPE.root(), 3)
     link = Held(dict(zip(roots, (set(range(8)), set(window), set(state)), strict=True)))
     planner = Planner(
         EngineIdentity(SCOPE, groups, 1),
-        {group.layout: link for group in groups},  # type: ignore[misc]
+        {group.layout: link for group in groups},
         wait_s=120,
     )
     asked = request(9 * SIZE)
@@ -346,7 +338,7 @@ class Blocks:
             assert self.users[block] >= 0
 
 
-def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them() -> None:
+def test_a_window_and_a_state_are_held_until_every_rank_has_stored_them():
     groups = (WHOLE, WINDOW, STATE)
     planner = Planner(EngineIdentity(SCOPE, groups, 2), {}, wait_s=0)
     pool, asked = Blocks(), request(6 * SIZE)
@@ -397,7 +389,7 @@ def held_states(num_bytes: int, *, begins: int = 0) -> list[int]:
     return [block for block in range(16) if pool.users[50 + block]]
 
 
-def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_other_kv() -> None:
+def test_states_are_held_at_distances_that_double_until_they_weigh_as_much_as_other_kv():
     block_bytes = WHOLE.layout.nbytes
     assert [0, 1, 3, 7, 15] == held_states(16 * block_bytes)
     assert [0, 1, 3, 7, 11, 15] == held_states(4 * block_bytes)
@@ -416,7 +408,7 @@ def stored(planner: Planner) -> list[int]:
     return [sum(len(piece.blocks) for piece in save.pieces) for save in planner.saves.take()]
 
 
-def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request() -> None:
+def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request():
     planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {}, wait_s=0)
     pool = Blocks()
     planner.saves.bind(pool)
@@ -438,7 +430,7 @@ def test_a_node_that_hangs_keeps_half_of_vllms_blocks_or_one_request() -> None:
     planner.close()
 
 
-def test_windows_that_wait_for_their_stores_count_as_held() -> None:
+def test_windows_that_wait_for_their_stores_count_as_held():
     planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
     pool, asked = Blocks(), request(60 * SIZE)
     planner.saves.bind(pool)
@@ -457,7 +449,7 @@ def test_windows_that_wait_for_their_stores_count_as_held() -> None:
     planner.close()
 
 
-def test_blocks_of_a_request_that_is_preempted_are_given_up() -> None:
+def test_blocks_of_a_request_that_is_preempted_are_given_up():
     planner = Planner(EngineIdentity(SCOPE, (WHOLE, WINDOW), 1), {}, wait_s=0)
     pool, asked = Blocks(), request(6 * SIZE)
     planner.saves.bind(pool)
@@ -479,8 +471,6 @@ def test_blocks_of_a_request_that_is_preempted_are_given_up() -> None:
         ({"pipeline_parallel_size": 1, "decode_context_parallel_size": 2}, "context parallelism"),
     ],
 )
-def test_ranks_that_share_neither_layers_nor_blocks_are_refused(
-    parallel: dict[str, int], why: str
-) -> None:
+def test_ranks_that_share_neither_layers_nor_blocks_are_refused(parallel, why):
     with pytest.raises(UnsupportedKv, match=why):
         identity_of(SimpleNamespace(parallel_config=SimpleNamespace(**parallel)), None)

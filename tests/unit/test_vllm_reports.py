@@ -34,7 +34,7 @@ def request(name: str = "r:0", *, computed: int = 0, ours: bool = True) -> Any:
     )
 
 
-def test_hits_and_progress_of_a_request_are_told(ends: tuple[Reporter, Reports]) -> None:
+def test_hits_and_progress_of_a_request_are_told(ends):
     reporter, reports = ends
     reports.expect("r:0")
     reporter.looked(request(), 16)
@@ -51,9 +51,7 @@ def test_hits_and_progress_of_a_request_are_told(ends: tuple[Reporter, Reports])
     assert (16, 48, 100) == (report.local, report.local + report.external, report.computed)
 
 
-def test_a_preempted_request_keeps_what_it_was_admitted_with(
-    ends: tuple[Reporter, Reports],
-) -> None:
+def test_a_preempted_request_keeps_what_it_was_admitted_with(ends):
     reporter, reports = ends
     reports.expect("r:0")
     for local, hits in ((16, {"host": 32}), (64, {})):
@@ -64,7 +62,7 @@ def test_a_preempted_request_keeps_what_it_was_admitted_with(
     assert report is not None and (16, 32) == (report.local, report.external)
 
 
-def test_a_load_that_fell_short_is_told(ends: tuple[Reporter, Reports]) -> None:
+def test_a_load_that_fell_short_is_told(ends):
     reporter, reports = ends
     reports.expect("r:0")
     reporter.looked(request(), 16)
@@ -76,9 +74,7 @@ def test_a_load_that_fell_short_is_told(ends: tuple[Reporter, Reports]) -> None:
     assert (16, {"host": 16}, True) == (report.local, report.hits, report.is_short)
 
 
-def test_a_request_that_begins_again_after_its_load_has_what_stands_by_then(
-    ends: tuple[Reporter, Reports],
-) -> None:
+def test_a_request_that_begins_again_after_its_load_has_what_stands_by_then(ends):
     """Another one has computed the same prefix meanwhile. A later preemption changes nothing."""
     reporter, reports = ends
     reports.expect("r:0")
@@ -93,7 +89,7 @@ def test_a_request_that_begins_again_after_its_load_has_what_stands_by_then(
     assert report is not None and (32, {}) == (report.local, report.hits)
 
 
-def test_requests_of_others_are_not_told_and_not_kept(ends: tuple[Reporter, Reports]) -> None:
+def test_requests_of_others_are_not_told_and_not_kept(ends):
     reporter, reports = ends
     reporter.looked(request(ours=False), 16)
     reporter.admitted(request(ours=False), {})
@@ -104,7 +100,7 @@ def test_requests_of_others_are_not_told_and_not_kept(ends: tuple[Reporter, Repo
     assert reports.of("gone:0") is None
 
 
-def test_nonsense_is_passed_over(ends: tuple[Reporter, Reports]) -> None:
+def test_nonsense_is_passed_over(ends):
     _, reports = ends
     for data in (b"", b"{", b"[]", b'{"id": []}', b'{"layouts": [{}]}', b'{"id": "r:0"}', b"\xff"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
@@ -114,7 +110,7 @@ def test_nonsense_is_passed_over(ends: tuple[Reporter, Reports]) -> None:
     assert reports.of("r:0") is None
 
 
-def test_the_sender_neither_waits_nor_fails_where_nobody_reads(tmp_path: Path) -> None:
+def test_the_sender_neither_waits_nor_fails_where_nobody_reads(tmp_path):
     reports = Reports(tmp_path / "reports.sock")
     reporter = Reporter(reports.path)
     for number in range(20_000):  # more than any socket holds
@@ -125,7 +121,7 @@ def test_the_sender_neither_waits_nor_fails_where_nobody_reads(tmp_path: Path) -
     reporter.close()
 
 
-def test_the_engines_blocks_are_told_once_it_knows_them(ends: tuple[Reporter, Reports]) -> None:
+def test_the_engines_blocks_are_told_once_it_knows_them(ends):
     reporter, reports = ends
     layout = engine_layout(2, 64, 16, "float32")
     scope = CacheScope(weights=b"w", layout=b"l")

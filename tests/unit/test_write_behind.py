@@ -41,11 +41,11 @@ def drop_at_the_next_store(bench: Bench, chain: Chain) -> None:
     store = bench.tier.store
 
     def drop_first(*written: Any) -> list[PrefixKey]:
-        bench.tier.store = store  # type: ignore[method-assign]
+        bench.tier.store = store
         bench.tier.discard(chain.keys)
         return [*store(*written), *chain.keys]
 
-    bench.tier.store = drop_first  # type: ignore[method-assign]
+    bench.tier.store = drop_first
 
 
 def test_no_block_is_lost_while_the_disk_keeps_up():

@@ -13,7 +13,7 @@ import pytest
 from tests.crash.test_node_kill import record_offset
 from tests.unit.test_disk_faults import flip
 from tests.vllm.conftest import Started
-from tests.vllm.processes import Engine, RunningNode
+from tests.vllm.processes import Engine
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.node.below import disk_folder
@@ -61,12 +61,8 @@ class Story:
 
 
 def test_the_same_tokens_from_every_tier_and_after_every_kill(
-    model: Path,
-    alone: dict[str, list[int]],
-    node: RunningNode,
-    started: Started,
-    tmp_path: Path,
-) -> None:
+    model, alone, node, started, tmp_path
+):
     story = Story(alone)
     with ExitStack() as stack:
         first = stack.enter_context(started(model, node, tmp_path))

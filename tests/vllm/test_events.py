@@ -38,7 +38,7 @@ while True:
 """
 
 
-def test_vllms_own_schema_reads_our_events() -> None:
+def test_vllms_own_schema_reads_our_events():
     stream = EventStream()
     ids = block_ids(CacheScope(weights=b"w").root(), token_bytes(range(2 * BLOCK)), BLOCK)
     section = ZmqTable(endpoint="tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")
@@ -62,7 +62,7 @@ def test_vllms_own_schema_reads_our_events() -> None:
     assert set(removed["block_hashes"]) <= set(hashes)
 
 
-def read(router: "subprocess.Popen[str]", stream: EventStream, ids: list) -> list[dict]:  # type: ignore[type-arg]
+def read(router: "subprocess.Popen[str]", stream: EventStream, ids: list) -> list[dict]:
     """What the router has decoded. A subscription takes a moment, so the blocks come again until
     it has seen them."""
     assert router.stdout is not None

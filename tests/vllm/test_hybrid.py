@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from tests.redis_server import redis_server
-from tests.vllm.conftest import Started
 from tests.vllm.processes import Engine, RunningNode
 from tests.vllm.test_connector import damage
 from tiers.blocks.layout import BlockLayout
@@ -99,9 +98,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_group_resumes_with_the_same_tokens(
-    name: str, started: Started, tmp_path: Path
-) -> None:
+def test_every_group_resumes_with_the_same_tokens(name, started, tmp_path):
     make, dtype, most_tokens = MODELS[name]
     folder = saved(make, tmp_path / name)
     options = {"skip_tokenizer_init": True, "dtype": dtype, "max_num_batched_tokens": 640}

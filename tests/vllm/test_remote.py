@@ -9,7 +9,6 @@ import pytest
 from redis import Redis
 
 from tests.redis_server import redis_server
-from tests.vllm.conftest import Started
 from tests.vllm.processes import Engine, RunningNode
 from tiers.disk.format.record import Header, unpack_header
 
@@ -36,9 +35,7 @@ def names_in_order(store: "Redis") -> list[bytes]:
     return names
 
 
-def test_records_of_other_blocks_are_computed_once_and_deleted(
-    model: Path, started: Started, tmp_path: Path
-) -> None:
+def test_records_of_other_blocks_are_computed_once_and_deleted(model, started, tmp_path):
     """Valid records, each under the name of another block, as after a bug or by an attacker."""
     with (
         redis_server(tmp_path) as url,
@@ -56,7 +53,7 @@ def test_records_of_other_blocks_are_computed_once_and_deleted(
         for turn, good in enumerate((0, 2), 1):
             wrong = [*values[:good], *values[good + 1 :], values[good]]
             store.flushall()
-            store.mset(dict(zip(names, wrong, strict=True)))  # type: ignore[arg-type]
+            store.mset(dict(zip(names, wrong, strict=True)))
             with running_node(tmp_path, url, f"another {turn}") as node:
                 until_linked(engine, node)
                 (answer,) = engine.generate(PROMPT)

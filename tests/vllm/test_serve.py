@@ -165,9 +165,7 @@ def until(done: Any) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_over_vllm_bills_by_tier_what_it_served(
-    server: VllmServer, tmp_path: Path
-) -> None:
+def test_a_server_over_vllm_bills_by_tier_what_it_served(server, tmp_path):
     keys = {name: server.customer(name, 10**13) for name in ("a", "b")}
     server.start()
     a, b = (Client(server, keys[name]) for name in ("a", "b"))
@@ -291,8 +289,8 @@ def core_of(pid: int) -> int:
 
 
 def test_equal_bits_are_refused_on_a_cpu_where_vllm_would_fail_at_the_first_request(
-    model: Path, tmp_path: Path
-) -> None:
+    model, tmp_path
+):
     options = ["--engine", "vllm", "--port", "0", "--data-dir", tmp_path, "--model", model]
     done = subprocess.run(
         [PYTHON, "-c", RUN, "serve", *options],
