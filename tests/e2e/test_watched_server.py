@@ -64,7 +64,7 @@ class Prometheus:
 
 def panels() -> list[Panel]:
     found = []
-    for board in sorted((OPS / "grafana" / "dashboards").glob("*.json")):
+    for board in sorted((OPS / "k8s" / "components" / "monitoring" / "boards").glob("*.json")):
         for panel in json.loads(board.read_text())["panels"]:
             found += [
                 Panel(board.stem, panel["title"], target["expr"]) for target in panel["targets"]

@@ -29,6 +29,7 @@ FLUSH_S = 60.0  # `TieredCache.flush`: the longest that a stop writes memory to 
 SETTINGS = Settings.model_validate({})
 NEEDED_S = SETTINGS.server.drain + FLUSH_S
 K8S = OPS / "k8s"
+BOARDS = K8S / "components" / "monitoring" / "boards"
 
 
 def kubernetes() -> dict[str, Any]:
@@ -57,6 +58,14 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
     return {each["name"]: each.get("value", "") for each in container["env"]}
 
 
+def settings_of(folder: Path) -> dict[str, str]:
+    """What its kustomization adds to the servers' settings."""
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    (generator,) = kustomization["configMapGenerator"]
+    assert "cachesvc-settings" == generator["name"]
+    return dict(literal.split("=", 1) for literal in generator["literals"])
+
+
 def test_probes_ask_routes_that_exist_on_ports_that_are_open(pod: dict[str, Any]) -> None:
     (container,) = pod["containers"]
     routes = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
@@ -83,18 +92,39 @@ def test_the_service_finds_its_pods() -> None:
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-@pytest.mark.parametrize("components", [(), ("gpu",), ("gpu", "monitoring", "postgres")])
+@pytest.mark.parametrize(
+    "components",
+    [
+        (),
+        ("gpu",),
+        ("gpu", "monitoring", "postgres", "remote"),
+        ("postgres", "fleet"),
+        ("postgres", "fleet", "router"),
+    ],
+)
 def test_kustomize_builds_what_kubernetes_knows(
     tmp_path: Path, components: tuple[str, ...]
 ) -> None:
-    """Each document by the schema of its kind, where `kubernetes-validate` is installed."""
-    for folder in ("k8s", "grafana"):
-        shutil.copytree(OPS / folder, tmp_path / folder)
+    """Each document by the schema of its kind, where `kubernetes-validate` is installed. The folder
+    is copied by itself, as users do."""
+    shutil.copytree(K8S, tmp_path / "k8s")
     chosen = tmp_path / "k8s" / "chosen"
     chosen.mkdir()
     parts = [f"../components/{name}" for name in components]
     (chosen / "kustomization.yaml").write_text(
-        yaml.safe_dump({"resources": ["../base"], "components": parts})
+        yaml.safe_dump(
+            {
+                "resources": ["../base"],
+                "components": parts,
+                "configMapGenerator": [
+                    {
+                        "name": "cachesvc-settings",
+                        "behavior": "merge",
+                        "literals": ["CACHESVC_MODEL__NAME=ours/model"],
+                    }
+                ],
+            }
+        )
     )
     built = subprocess.run(
         ["kubectl", "kustomize", chosen], capture_output=True, text=True, timeout=60
@@ -110,8 +140,28 @@ def test_kustomize_builds_what_kubernetes_knows(
     assert ("postgres" in components) == (shared <= names)
     mounts = {each["mountPath"] for each in container["volumeMounts"]}
     assert ("postgres" in components) == ({"/data/secret", "/data/receipt_key"} <= mounts)
-    boards = {each["metadata"]["name"] for each in documents if each["kind"] == "ConfigMap"}
-    stems = {path.stem for path in (OPS / "grafana" / "dashboards").glob("*.json")}
+    maps = {each["metadata"]["name"]: each for each in documents if each["kind"] == "ConfigMap"}
+    (settings,) = (name for name in maps if name.startswith("cachesvc-settings"))
+    told = maps.pop(settings)["data"]
+    assert "ours/model" == told[env_name("model.name")]
+    engines = {"fleet": "http://cachesvc-engines:8000", "router": "http://cachesvc-router:8000"}
+    asked = [engines[name] for name in components if name in engines]
+    assert asked[-1:] == [told[name] for name in (env_name("engine.backend"),) if name in told]
+    assert ("remote" in components) == (env_name("cache.remote_url") in told)
+    served = [each for each in documents if each["kind"] in ("StatefulSet", "Deployment")]
+    pods = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in served}
+    for name in {"cachesvc", "cachesvc-engines"} & pods.keys():
+        (source,) = pods[name]["containers"][0]["envFrom"]
+        assert settings == source["configMapRef"]["name"]
+    services = [each for each in documents if each["kind"] == "Service"]
+    hosts = re.findall(r"//([a-z-]+):\d+", " ".join(told.values()))
+    assert set(hosts) <= {each["metadata"]["name"] for each in services}
+    labels = [each["spec"]["template"]["metadata"]["labels"] for each in served]
+    for service in services:
+        chosen_pods = service["spec"]["selector"].items()
+        assert any(chosen_pods <= each.items() for each in labels), service["metadata"]["name"]
+    boards = set(maps)
+    stems = {path.stem for path in BOARDS.glob("*.json")}
     expected = {f"cachesvc-board-{stem}" for stem in stems}
     assert (expected if "monitoring" in components else set()) == boards
     assert ("gpu" in components) == ("nvidia.com/gpu" in container["resources"]["limits"])
@@ -119,7 +169,6 @@ def test_kustomize_builds_what_kubernetes_knows(
     if "monitoring" in components:  # each pod is scraped once: Prometheus reads one service
         (monitor,) = (each for each in documents if each["kind"] == "ServiceMonitor")
         chosen_by = monitor["spec"]["selector"]["matchLabels"].items()
-        services = [each for each in documents if each["kind"] == "Service"]
         read = [each for each in services if chosen_by <= each["metadata"]["labels"].items()]
         assert ["cachesvc-peers"] == [each["metadata"]["name"] for each in read]
     validator = pytest.importorskip(
@@ -177,14 +226,18 @@ def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod: dict[str, Any]) -> No
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert set(mounts.values()) <= {*sizes, *(volume["name"] for volume in pod["volumes"])}
     volume = mounts[variables(container)[env_name("server.data_dir")]]
-    wanted = parse_size(variables(container)[env_name("cache.disk_bytes")])
+    wanted = parse_size(settings_of(K8S / "base")[env_name("cache.disk_bytes")])
     assert wanted < parse_size(sizes[volume] + "B"), "the ledger and models need room beside it"
 
 
 def test_variables_have_values_that_the_settings_take(pod: dict[str, Any]) -> None:
     names = {env_name(name): name for name in known_settings()}
     nested: dict[str, dict[str, str]] = {}
-    for variable, value in variables(pod["containers"][0]).items():
+    folders = [K8S / "base", *(K8S / "components" / name for name in ("remote", "fleet", "router"))]
+    told = {variable: value for each in folders for variable, value in settings_of(each).items()}
+    forced = variables(pod["containers"][0])
+    assert not told.keys() & forced.keys(), "a variable of the pod hides a setting"
+    for variable, value in (told | forced).items():
         section, key = names[variable].split(".")
         nested.setdefault(section, {})[key] = value
     assert Settings.model_validate(nested).server.require_keys
@@ -243,6 +296,36 @@ def test_compose_mounts_what_there_is(compose: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
+def fleet() -> dict[str, Any]:
+    document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text())
+    return document
+
+
+def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(
+    fleet: dict[str, Any],
+) -> None:
+    services = fleet["services"]
+    known = {env_name(name) for name in known_settings()}
+    for name in ("one", "two"):
+        assert set(services[name]["environment"]) <= known
+        assert "http://router:8000" == services[name]["environment"][env_name("engine.backend")]
+    names = ("billing.database_url", "limits.url")
+    for variable in map(env_name, names):
+        host = re.search(r"(?:@|//)(\w+)(?::6379)?/", services["one"]["environment"][variable])
+        assert host is not None and host[1] in services
+    workers = [word for word in services["router"]["command"] if word.startswith("http:")]
+    engines = [name for name in services if name.startswith("engine-")]
+    assert [f"http://{name}:8000" for name in engines] == workers
+    gpus = [
+        services[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
+        for name in engines
+    ]
+    assert [["0"], ["1"]] == gpus
+    built = services["router"]["build"]
+    assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
+
+
+@pytest.fixture(scope="module")
 def pair() -> dict[str, Any]:
     document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.pair.yaml").read_text())
     return document
@@ -268,13 +351,14 @@ def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(
 
 
 def test_ports_are_open_to_this_machine_alone_and_the_pair_mounts_what_it_names(
-    compose: dict[str, Any], pair: dict[str, Any]
+    compose: dict[str, Any], pair: dict[str, Any], fleet: dict[str, Any]
 ) -> None:
-    for document in (compose, pair):
+    for document in (compose, fleet, pair):
         services = document["services"].values()
         ports = [port for service in services for port in service.get("ports", ())]
         assert ports and [] == [port for port in ports if not port.startswith("127.0.0.1:")]
     assert 2 == len(ports)
+    assert {source for _, source, _ in mounts(fleet)} == set(fleet["volumes"])
     assert {source for _, source, _ in mounts(pair)} == set(pair["volumes"])
     built = pair["services"]["one"]["build"]
     assert (DOCKER / built["context"] / built["dockerfile"]).is_file()
@@ -300,14 +384,12 @@ def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None
     ]
     targets = {target for name, _, target in mounts(compose) if name == "grafana"}
     assert {provider["options"]["path"], "/etc/grafana/provisioning"} == targets
-    for board in (OPS / "grafana" / "dashboards").glob("*.json"):
+    for board in BOARDS.glob("*.json"):
         panels = json.loads(board.read_text())["panels"]
         assert {source["uid"]} == {panel["datasource"]["uid"] for panel in panels}, board.name
 
 
-@pytest.mark.parametrize(
-    "board", sorted((OPS / "grafana" / "dashboards").glob("*.json")), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("board", sorted(BOARDS.glob("*.json")), ids=lambda path: path.stem)
 def test_panels_have_their_own_ids_and_places_and_are_of_the_chosen_servers(board: Path) -> None:
     told = json.loads(board.read_text())
     panels = told["panels"]

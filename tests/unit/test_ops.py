@@ -14,7 +14,7 @@ from cachesvc.observability.table import METRICS
 
 OPS = Path(__file__).parents[2] / "ops"
 RULES = OPS / "prometheus" / "rules.yml"
-BOARDS = sorted((OPS / "grafana" / "dashboards").glob("*.json"))
+BOARDS = sorted((OPS / "k8s" / "components" / "monitoring" / "boards").glob("*.json"))
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 
