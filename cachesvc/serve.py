@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from cachesvc.config.idle import idle_settings
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings
 from cachesvc.importing import importing
@@ -51,6 +52,8 @@ def serve(
     """
     server, startup = settings.server, startup or Startup()
     over_vllm, at_url = settings.engine.backend == "vllm", bool(settings.engine.url)
+    if idle := ", ".join(idle_settings(settings)):
+        logger.warning(f"without effect with engine {settings.engine.backend}: {idle}")
     make_data_dir(server.data_dir)
     check_device(settings.model.device)
     if not at_url:

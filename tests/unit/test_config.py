@@ -1,6 +1,7 @@
 """Settings: where each value comes from, and what a wrong one is told."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,9 +9,10 @@ from hypothesis import strategies as st
 
 from cachesvc.cli.config import shown
 from cachesvc.config.errors import ConfigError
+from cachesvc.config.idle import idle_settings
 from cachesvc.config.places import default_data_dir
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
-from cachesvc.config.settings import env_name, known_settings
+from cachesvc.config.settings import Settings, env_name, known_settings
 from cachesvc.config.sources import REMOVED, load_settings
 
 
@@ -212,3 +214,25 @@ def test_an_error_masks_the_password_of_a_url(tmp_path: Path, text: str, shown: 
     with pytest.raises(ConfigError, match=shown) as raised:
         load_settings(config_file=write(tmp_path, text))
     assert "heim" not in str(raised.value)
+
+
+def test_settings_that_the_chosen_engine_does_not_read_are_named() -> None:
+    """A new setting of these sections is read by every engine, or joins the table."""
+    usual = Settings.model_validate({})
+    sections = ("model", "cache", "engine", "events")
+    everything = {section: dict(getattr(usual, section)) for section in sections}
+    sizes = {"cache": {"host_bytes": 1 << 30, "block_size": 64}}
+    chosen = {"url": "http://10.0.0.5:8000", "vllm": "vllm", "embedded": "embedded"}
+
+    def named(kind: str, given: dict[str, dict[str, Any]]) -> list[str]:
+        engine = given.get("engine", {}) | {"backend": chosen[kind]}
+        return list(idle_settings(Settings.model_validate(given | {"engine": engine})))
+
+    assert ["cache.block_size", "cache.host_bytes"] == named("url", sizes)
+    assert ["cache.block_size"] == named("vllm", sizes)
+    assert [] == named("embedded", everything)
+    read = {f"{section}.{name}" for section, table in everything.items() for name in table}
+    by_url = {"model.name", "model.exact", "model.adapters", "engine.backend", "engine.vllm"}
+    assert by_url | {"engine.max_waiting", "engine.max_wait"} == read - set(
+        named("url", everything)
+    )

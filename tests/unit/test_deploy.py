@@ -148,6 +148,7 @@ def test_kustomize_builds_what_kubernetes_knows(
     asked = [engines[name] for name in components if name in engines]
     assert asked[-1:] == [told[name] for name in (env_name("engine.backend"),) if name in told]
     assert ("remote" in components) == (env_name("cache.remote_url") in told)
+    assert ("fleet" in components) == (env_name("cache.disk_bytes") not in told)
     served = [each for each in documents if each["kind"] in ("StatefulSet", "Deployment")]
     pods = {each["metadata"]["name"]: each["spec"]["template"]["spec"] for each in served}
     for name in {"cachesvc", "cachesvc-engines"} & pods.keys():
