@@ -1,19 +1,18 @@
-"""A plain HTTP/1.1 client for an engine's answers: a connection a request, so that closing it ends
-the request there. For one event loop.
+"""HTTP to an engine: one connection a request, so that closing it ends the request there.
 
-It parses with httptools, as the server does: 12 us an event with 500 streams, where httpx2 takes 75
-and aiohttp 27 (two cores of a Xeon).
+The only place that knows aiohttp. For one event loop. Whatever the other side may grow is bounded:
+lines, answers that come whole, headers (aiohttp's own bounds), and how long it may be silent.
+Redirects are not followed, cookies not kept, and the environment's proxies not used.
 """
 
-import asyncio
+import io
 import logging
-import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
+import aiohttp
 import orjson
 
 from engine.errors import EngineError
@@ -22,7 +21,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S = 10.0
 SILENCE_S = 600.0  # without a byte: a prompt may wait long in a busy engine's queue
-_READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 8 << 20  # SGLang repeats all of an answer's tokens in each
+MAX_WHOLE_BYTES = 256 << 20  # log-probabilities of every token of a long prompt
+MAX_ERROR_BYTES = 1 << 16
 _ERROR_CHARS = 500  # of an engine's words in our log
 
 
@@ -31,153 +32,168 @@ class RemoteFault(EngineError):
     ended this request: ..."."""
 
 
-class _Answer:
-    """What httptools has read of a response."""
+class HttpAnswer:
+    """A response with its headers, whose names are case-insensitive. Reading it raises
+    RemoteFault."""
 
-    def __init__(self) -> None:
-        self.parser = httptools.HttpResponseParser(self)
-        self.headers: dict[bytes, bytes] = {}
-        self.has_headers = False
-        self.is_whole = False
-        self.data = b""
+    def __init__(self, where: str, response: aiohttp.ClientResponse) -> None:
+        self.status = response.status
+        self.headers: Mapping[str, str] = response.headers
+        self._where = where
+        self._content = response.content
+        self._rest = b""
 
-    @property
-    def status(self) -> int:
-        return int(self.parser.get_status_code())
+    async def read(self) -> bytes:
+        """What comes next. Nothing at the end."""
+        with _faults(self._where):
+            return await self._content.readany()
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
+    async def lines(self) -> list[bytes]:
+        """The lines that come next, without their ends. None at the end. Raises RemoteFault for one
+        that is cut off."""
+        lines: list[bytes] = []
+        while not lines:
+            if not (data := await self.read()):
+                if self._rest:
+                    raise fault(self._where, "it ended within a line", "its answer broke off")
+                break
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > MAX_LINE_BYTES:
+                raise fault(self._where, "a line is too long", "its answer is too long")
+        return lines
 
-    def on_headers_complete(self) -> None:
-        self.has_headers = True
-
-    def on_body(self, data: bytes) -> None:
-        self.data += data
-
-    def on_message_complete(self) -> None:
-        self.is_whole = True
+    async def whole(self, most_bytes: int | None = None) -> bytes:
+        """All that it holds. Raises RemoteFault for more than `most_bytes`."""
+        most_bytes = MAX_WHOLE_BYTES if most_bytes is None else most_bytes
+        parts, size = [], 0
+        while data := await self.read():
+            size += len(data)
+            if size > most_bytes:
+                raise fault(self._where, f"more than {most_bytes} bytes", "its answer is too long")
+            parts.append(data)
+        return b"".join(parts)
 
 
 class EngineHttp:
-    """The engine at `url`: http://10.0.0.5:8000, or unix:/run/vllm.sock. All calls raise
-    RemoteFault."""
+    """The engine at `url`: http://10.0.0.5:8000, https://..., or unix:/run/vllm.sock. All calls
+    raise RemoteFault. `close` ends what is in flight."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._socket = parts.path if parts.scheme == "unix" else None
         self.url = url
-        self._host = parts.hostname or ""
-        self._is_tls = parts.scheme == "https"
-        self._port = parts.port or (443 if self._is_tls else 80)
-        self._folder = "" if self._socket else parts.path.rstrip("/")
+        self._socket = parts.path if parts.scheme == "unix" else None
+        self._base = "http://localhost" if self._socket else url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    @asynccontextmanager
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[HttpAnswer]:
+        """A response with its headers, whatever its status. Its connection is closed at the end of
+        the block."""
+        where = f"{self.url}{path}"
+        with _faults(where):
+            response = await self._opened().request(
+                method,
+                f"{self._base}{path}",
+                data=None if body is None else io.BytesIO(body),
+                headers={"content-type": "application/json", **(headers or {})},
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(None, CONNECT_S, SILENCE_S, CONNECT_S),
+            )
+        try:
+            yield HttpAnswer(where, response)
+        finally:
+            response.close()
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, up to its `[DONE]`, or the answer that comes whole."""
-        async with self._asked("POST", path, body) as (answer, reader):
+        async with self.request("POST", path, orjson.dumps(body)) as answer:
+            where = f"{self.url}{path}"
             if answer.status != 200:
-                raise self._refused(path, answer.status, await self._rest(answer, reader))
-            if not answer.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-                yield self._read(path, await self._rest(answer, reader))
+                raise _refused(where, answer.status, await answer.whole(MAX_ERROR_BYTES))
+            if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+                yield _read(where, await answer.whole())
                 return
-            while True:
-                *lines, answer.data = answer.data.split(b"\n")
+            while lines := await answer.lines():
                 for line in lines:
                     if not line.startswith(b"data:"):
                         continue
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    yield self._read(path, data)
-                if answer.is_whole:
-                    raise self._fault(path, "its stream ended early", "its answer broke off")
-                await self._more(answer, reader)
+                    yield _read(where, data)
+            raise fault(where, "its stream ended early", "its answer broke off")
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
     ) -> tuple[int, Any]:
         """The status of a response, and what it holds: JSON or else text."""
-        async with self._asked(method, path, body) as (answer, reader):
-            data = await self._rest(answer, reader)
+        data = None if body is None else orjson.dumps(body)
+        async with self.request(method, path, data) as answer:
+            said = await answer.whole()
         try:
-            return answer.status, orjson.loads(data)
+            return answer.status, orjson.loads(said)
         except ValueError:
-            return answer.status, data.decode(errors="replace")
+            return answer.status, said.decode(errors="replace")
 
-    @asynccontextmanager
-    async def _asked(
-        self, method: str, path: str, body: Mapping[str, Any] | None
-    ) -> AsyncIterator[tuple[_Answer, asyncio.StreamReader]]:
-        """A response with its headers. The connection is closed at the end of the block."""
-        context = ssl.create_default_context() if self._is_tls else None
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                if self._socket is not None:
-                    reader, writer = await asyncio.open_unix_connection(self._socket)
-                else:
-                    reader, writer = await asyncio.open_connection(
-                        self._host, self._port, ssl=context
-                    )
-        except OSError as error:  # also a timeout
-            raise self._fault(path, repr(error), "it cannot be reached") from None
-        try:
-            writer.write(self._head(method, path, data := b"" if body is None else _json(body)))
-            writer.write(data)
-            answer = _Answer()
-            while not answer.has_headers:
-                await self._more(answer, reader)
-            yield answer, reader
-        finally:
-            writer.transport.abort()
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = (
+                aiohttp.TCPConnector(limit=0, force_close=True)
+                if self._socket is None
+                else aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,  # a few bytes would become many
+                headers={"accept-encoding": "identity", "user-agent": "cachesvc"},
+            )
+        return self._session
 
-    def _head(self, method: str, path: str, data: bytes) -> bytes:
-        lines = [
-            f"{method} {self._folder}{path} HTTP/1.1",
-            f"host: {self._host}:{self._port}",
-            "connection: close",
-            "content-type: application/json",
-            f"content-length: {len(data)}",
-        ]
-        return "\r\n".join([*lines, "", ""]).encode()
 
-    async def _more(self, answer: _Answer, reader: asyncio.StreamReader) -> None:
-        """Reads what comes next. Raises RemoteFault if nothing does."""
-        try:
-            async with asyncio.timeout(SILENCE_S):
-                data = await reader.read(_READ_BYTES)
-            if not data:
-                raise ConnectionResetError("the connection was closed")
-            answer.parser.feed_data(data)
-        except TimeoutError:
-            raise self._fault("", f"silent for {SILENCE_S:g} s", "it timed out") from None
-        except (OSError, httptools.HttpParserError) as error:
-            raise self._fault("", repr(error), "its answer broke off") from None
+def fault(where: str, why: str, what: str) -> RemoteFault:
+    """A fault with the reason in the log, and `what` for the client."""
+    logger.warning(f"the engine at {where} failed in a request: {why}")
+    return RemoteFault(what)
 
-    async def _rest(self, answer: _Answer, reader: asyncio.StreamReader) -> bytes:
-        while not answer.is_whole:
-            await self._more(answer, reader)
-        return answer.data
 
-    def _read(self, path: str, data: bytes) -> dict[str, Any]:
-        try:
-            event = orjson.loads(data)
-        except ValueError:
-            event = None
-        if not isinstance(event, dict):
-            said = data[:_ERROR_CHARS].decode(errors="replace")
-            raise self._fault(path, f"no JSON object: {said}", "its answer cannot be read")
-        if error := event.get("error"):
-            raise self._fault(path, str(error)[:_ERROR_CHARS], "it ended the request with an error")
-        return event
+@contextmanager
+def _faults(where: str) -> Iterator[None]:
+    """aiohttp's errors as ours."""
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise fault(where, repr(error), "it cannot be reached") from None
+    except TimeoutError:
+        raise fault(where, f"silent for {SILENCE_S:g} s", "it timed out") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise fault(where, repr(error), "its answer broke off") from None
 
-    def _refused(self, path: str, status: int, data: bytes) -> RemoteFault:
+
+def _read(where: str, data: bytes) -> dict[str, Any]:
+    try:
+        event = orjson.loads(data)
+    except ValueError:
+        event = None
+    if not isinstance(event, dict):
         said = data[:_ERROR_CHARS].decode(errors="replace")
-        what = "it is overloaded; try again later" if status == 429 else f"it answered {status}"
-        return self._fault(path, f"{status}: {said}", what)
-
-    def _fault(self, path: str, why: str, what: str) -> RemoteFault:
-        logger.warning(f"the engine at {self.url}{path} failed in a request: {why}")
-        return RemoteFault(what)
+        raise fault(where, f"no JSON object: {said}", "its answer cannot be read")
+    if error := event.get("error"):
+        raise fault(where, str(error)[:_ERROR_CHARS], "it ended the request with an error")
+    return event
 
 
-def _json(body: Mapping[str, Any]) -> bytes:
-    return orjson.dumps(body)
+def _refused(where: str, status: int, data: bytes) -> RemoteFault:
+    said = data[:_ERROR_CHARS].decode(errors="replace")
+    what = "it is overloaded; try again later" if status == 429 else f"it answered {status}"
+    return fault(where, f"{status}: {said}", what)

@@ -196,6 +196,7 @@ class RemoteEngine:
             self._looking.cancel()
             ending = self._requests.close("the server is shutting down")
             asyncio.run_coroutine_threadsafe(ending, self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._http.close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()

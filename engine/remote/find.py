@@ -53,14 +53,17 @@ class FoundEngine:
     num_blocks: int
 
 
-async def find(http: EngineHttp, meant: Meant) -> FoundEngine:
+async def find(url: str, meant: Meant) -> FoundEngine:
+    http = EngineHttp(url)
     try:
         found = await _found(http, meant)
     except RemoteFault as fault:
-        raise ModelError(f"the engine at {http.url} cannot be used: {fault}") from None
+        raise ModelError(f"the engine at {url} cannot be used: {fault}") from None
+    finally:
+        await http.close()
     remote = found.remote
     logger.info(
-        f"the engine at {http.url} is {found.kind} {found.version}; it serves {remote.model} by "
+        f"the engine at {url} is {found.kind} {found.version}; it serves {remote.model} by "
         f"{remote.protocol.path}, {remote.max_tokens} tokens of context"
     )
     return found

@@ -44,6 +44,9 @@ class Http:
     async def ask(self, method: str, path: str) -> tuple[int, str]:
         return 200, ""
 
+    async def close(self) -> None:
+        """Nothing is open."""
+
 
 def made(tokens: list[int], finish: str | None = None) -> Event:
     return {"choices": [{"token_ids": tokens, "finish_reason": finish}]}

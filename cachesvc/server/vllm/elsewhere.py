@@ -142,7 +142,6 @@ def build(
             place = _Place(settings.engine.url, asked_context=_asked_context(settings))
         else:
             place = _started(settings, spoken, adapters, opening)
-        http = EngineHttp(place.url)
         meant = Meant(
             names=(settings.model.name, str(spoken.folder)),
             tokenizer=spoken.tokenizer,
@@ -151,9 +150,9 @@ def build(
             max_tokens=place.asked_context,
             tagged=place.reports is not None,
         )
-        found = run_apart(lambda: asyncio.run(find(http, meant)))
+        found = run_apart(lambda: asyncio.run(find(place.url, meant)))
         engine = RemoteEngine(
-            http,
+            EngineHttp(place.url),
             found.remote,
             on_outputs,
             max_waiting=settings.engine.max_waiting,

@@ -1,0 +1,178 @@
+"""The HTTP client for engines: whatever the other side may grow has a bound. Real sockets."""
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from engine.remote import client as module
+from engine.remote.client import EngineHttp, RemoteFault
+
+pytestmark = pytest.mark.anyio
+HEAD = b"HTTP/1.1 200 OK\r\n"
+STREAM = HEAD + b"content-type: text/event-stream\r\n\r\n"
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+class Peer:
+    """Sends `answer` to each request. Then it closes, unless it `stays`, or sends `endless`ly."""
+
+    def __init__(self, answer: bytes, *, stays: bool = False, endless: bytes = b"") -> None:
+        self.answer = answer
+        self.stays = stays
+        self.endless = endless
+        self.asked: list[bytes] = []
+        self.left = asyncio.Event()
+        self.url = ""
+
+    async def __call__(self, reader: Reader, writer: Writer) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.asked.append(head.lower())
+        for line in head.lower().split(b"\r\n"):
+            if line.startswith(b"content-length:"):
+                await reader.readexactly(int(line.split(b":")[1]))
+        try:
+            writer.write(self.answer)
+            while self.endless:
+                writer.write(self.endless)
+                await writer.drain()
+            if self.stays:
+                assert not await reader.read(), "the client says nothing more"
+                self.left.set()
+        except OSError:
+            self.left.set()
+        writer.close()
+
+
+@asynccontextmanager
+async def talking(peer: Peer, socket: Path | None = None) -> AsyncIterator[EngineHttp]:
+    if socket is None:
+        server = await asyncio.start_server(peer, "127.0.0.1", 0)
+        peer.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    else:
+        server = await asyncio.start_unix_server(peer, socket)
+        peer.url = f"unix:{socket}"
+    http = EngineHttp(peer.url)
+    try:
+        yield http
+    finally:
+        await http.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def events(http: EngineHttp) -> list[object]:
+    return [event async for event in http.events("/x", {"a": 1})]
+
+
+async def ask(http: EngineHttp) -> object:
+    return await http.ask("GET", "/x")
+
+
+Call = Callable[[EngineHttp], Awaitable[object]]
+BOUNDS: dict[str, tuple[Call, Peer, str]] = {
+    "a line": (events, Peer(STREAM + b"data: {", endless=b"x" * 5000), "too long"),
+    "an answer that comes whole": (ask, Peer(HEAD + b"\r\n", endless=b"x" * 5000), "too long"),
+    "an event that comes whole": (events, Peer(HEAD + b"\r\n", endless=b"x" * 5000), "too long"),
+    "an error": (events, Peer(b"HTTP/1.1 500 No\r\n\r\n", endless=b"x" * 5000), "too long"),
+    "a header": (ask, Peer(HEAD + b"a: ", endless=b"x" * 5000), "broke off"),
+    "headers": (ask, Peer(HEAD, endless=b"a: b\r\n" * 100), "broke off"),
+    "a status line": (ask, Peer(b"HTTP/1.1 200 ", endless=b"x" * 5000), "broke off"),
+    "a chunk's size": (
+        ask,
+        Peer(HEAD + b"transfer-encoding: chunked\r\n\r\n", endless=b"f" * 5000),
+        "broke off",
+    ),
+    "silence before the headers": (ask, Peer(b"", stays=True), "timed out"),
+    "silence within the headers": (ask, Peer(HEAD, stays=True), "timed out"),
+    "silence within a stream": (events, Peer(STREAM + b": hello\n", stays=True), "timed out"),
+}
+
+
+@pytest.mark.parametrize("case", BOUNDS)
+async def test_what_the_other_side_grows_has_a_bound(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_LINE_BYTES", 200_000)
+    monkeypatch.setattr(module, "MAX_ERROR_BYTES", 200_000)
+    monkeypatch.setattr(module, "MAX_WHOLE_BYTES", 200_000)
+    monkeypatch.setattr(module, "SILENCE_S", 0.3)
+    call, peer, told = BOUNDS[case]
+    peer.left = asyncio.Event()
+    async with talking(peer) as http:
+        with pytest.raises(RemoteFault, match=told):
+            await call(http)
+        await asyncio.wait_for(peer.left.wait(), 30)
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (STREAM + b'data: {"a": 1}\n\ndata: {"b"', "broke off"),
+        (STREAM + b'data: {"a": 1}\n\n', "broke off"),
+        (b"", "broke off"),
+        (b"not HTTP at all\r\n\r\n", "broke off"),
+        (HEAD + b"content-length: 9\r\n\r\n{}", "broke off"),
+        (HEAD + b"\r\n[]", "cannot be read"),
+        (STREAM + b"data: {\n\n", "cannot be read"),
+    ],
+)
+async def test_an_answer_that_is_cut_off_or_is_none_is_a_fault(answer: bytes, told: str) -> None:
+    async with talking(Peer(answer)) as http:
+        with pytest.raises(RemoteFault, match=told):
+            await events(http)
+
+
+async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path: Path) -> None:
+    async with talking(Peer(b"")) as http:
+        pass
+    for url in (http.url, f"unix:{tmp_path}/none", "http://no.such.host.invalid:1"):
+        gone = EngineHttp(url)
+        with pytest.raises(RemoteFault, match="cannot be reached"):
+            await ask(gone)
+        await gone.close()
+
+
+async def test_events_come_by_lines_of_either_end_and_comments_are_none() -> None:
+    stream = b': hi\r\n\r\ndata: {"a": 1}\r\n\r\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
+    peer = Peer(STREAM + stream, stays=True)
+    async with talking(peer) as http:
+        assert [{"a": 1}, {"b": 2}] == await events(http)
+        await asyncio.wait_for(peer.left.wait(), 30)
+
+
+async def test_a_request_that_is_left_ends_its_connection() -> None:
+    peer = Peer(STREAM + b'data: {"a": 1}\n\n', stays=True)
+    async with talking(peer) as http:
+        async with http.request("POST", "/x", b"{}") as answer:
+            assert [b'data: {"a": 1}', b""] == await answer.lines()
+        await asyncio.wait_for(peer.left.wait(), 30)
+
+
+async def test_nothing_is_followed_kept_expanded_or_taken_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Redirects, cookies, compression and proxies."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    packed = gzip.compress(b"x" * 100)
+    head = b"HTTP/1.1 302 Found\r\nlocation: /elsewhere\r\nset-cookie: a=b\r\n"
+    about = b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(packed)
+    peer = Peer(head + about + packed)
+    async with talking(peer) as http:
+        for _ in range(2):
+            async with http.request("GET", "/x") as answer:
+                assert (302, packed) == (answer.status, await answer.whole())
+    assert [True, True] == [each.startswith(b"get /x ") for each in peer.asked]
+    assert not any(b"cookie" in each or b"gzip" in each for each in peer.asked)
+
+
+async def test_a_long_prompt_goes_over_a_unix_socket_too(tmp_path: Path) -> None:
+    peer = Peer(HEAD + b"content-length: 8\r\n\r\n" + b'{"a": 1}')
+    async with talking(peer, tmp_path / "s") as http:
+        found = [each async for each in http.events("/x", {"prompt": [1] * 1_000_000})]
+    assert [{"a": 1}] == found
+    assert b"content-length: 2000012" in peer.asked[0]
