@@ -19,7 +19,6 @@ SHOTS: dict[str, tuple[str, dict[str, Any]]] = {
     "overview-light": ("/admin" + WINDOW, {}),
     "overview-dark": ("/admin" + WINDOW, {"color_scheme": "dark"}),
     "cache-dark": ("/admin/cache" + WINDOW, {"color_scheme": "dark"}),
-    "working-set-light": ("/admin/working-set", {}),
 }
 
 

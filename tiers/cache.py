@@ -142,7 +142,6 @@ class TieredCache(CacheGroup):
             chain.private = True
         if chain.private or not reads:
             return Ticket(chain, TicketState.BYPASSED, stop=MissReason.DISABLED)
-        self.operations.traffic.asked(chain.keys)
         if self.checkpoints is not None:
             return self.checkpoints.open(chain)
         ticket = super().open(chain)

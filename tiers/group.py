@@ -110,9 +110,7 @@ class CacheGroup:
         )
         if disk is not None:
             self.residency.evictor.on_left_host = self._left_host
-        self.tables = BlockTables(
-            self.residency, self._tails, self._demoter, self.operations.traffic
-        )
+        self.tables = BlockTables(self.residency, self._tails, self._demoter)
 
     def _residency(
         self,
@@ -146,7 +144,6 @@ class CacheGroup:
         if self._mover is not None:
             self._mover.set_on_done(on_load)
             self._mover.start()
-            self.operations.start()
 
     def lazy_memories(self) -> list[LazyMemory]:
         """The memory that can be touched ahead of need."""

@@ -14,7 +14,6 @@ from tiers.memory.block import Block, BlockState, DeviceState
 from tiers.memory.residency import Residency
 from tiers.memory.tails import Tail, TailCase, TailSharing
 from tiers.policy.policy import Use
-from tiers.telemetry.working_set import Traffic
 from tiers.tier import TierName
 from tiers.transfer.demotion import Demoter
 
@@ -23,14 +22,11 @@ class BlockTables:
     """Provides the blocks in block tables. Invariant: only the sequence that is a block's `writer`
     may fill it. Once the block is full and in the index, it has no writer."""
 
-    def __init__(
-        self, residency: Residency, tails: TailSharing, demoter: Demoter, traffic: Traffic
-    ) -> None:
+    def __init__(self, residency: Residency, tails: TailSharing, demoter: Demoter) -> None:
         self._residency = residency
         self._index = residency.index
         self._tails = tails
         self._demoter = demoter
-        self._traffic = traffic
 
     def adopt_tail(self, tail: Tail, chain: Chain, number: int) -> Block | None:
         """Acquire or copy the result of `find_tail` as block `number` of a sequence. None if no
@@ -104,7 +100,6 @@ class BlockTables:
         if held is block or held is None:
             if held is None:
                 self._index.add(block, chain, number)
-                self._traffic.made(identity.key)
             block.writer = None
             block.state = BlockState.READY
             self._residency.counters.came(block, TierName.DEVICE)

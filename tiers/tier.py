@@ -86,17 +86,6 @@ class Removed(NamedTuple):
         return Removed(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Sample(NamedTuple):
-    """Some of the blocks that a tier holds.
-
-    These are the blocks whose keys, which are hashes, begin with a number (u32, little-endian)
-    below `bound`. The block unused for longest comes first.
-    """
-
-    keys: tuple[PrefixKey, ...]
-    bound: int
-
-
 @dataclass(frozen=True, slots=True)
 class LifeStats:
     """A snapshot of one tier's lifetimes, in seconds."""
@@ -245,9 +234,6 @@ class ManagedTier(Tier, Protocol):
 
     def trace(self, key: PrefixKey) -> BlockId | None:
         """The identity of the block under a key, if held."""
-
-    def sample(self, max_keys: int) -> Sample:
-        """A sample of at most `max_keys` blocks, from all keys. Raises storage errors."""
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Delete every block of these scopes. Raises storage errors."""

@@ -22,15 +22,12 @@ from tiers.blocks.keys import PrefixKey
 from tiers.policy.retention import Pin
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from api.access.rate_limits import LimitSettings
     from api.admin.login.passwords import Passwords
     from api.cache.explorer import Explorer
     from api.journal.journal import Journal
     from billing.accounts import Accounts
     from tiers.blocks.view import BlockView
-    from tiers.telemetry.working_set import TrafficReport
 
 
 class Trail(Protocol):
@@ -109,12 +106,9 @@ class AdminParts:
     decode: Callable[[Sequence[int]], str]  # token ids to text
     outline: Callable[[Sequence[int]], Sequence[tuple[str, int]]]  # role and size of each message
     limits: "LimitSettings"  # of requests and tokens a minute
-    gib_month: Mapping[str, int] = field(default_factory=dict)  # price of each tier, in units
-    cost_currency: Callable[[], str] = str  # of `gib_month`
     currencies: Callable[[], Sequence[str]]  # of all applied rate cards, the newest first
     history: History
     alerts: Callable[[], Awaitable[Sequence[Mapping[str, str]]]]  # firing now
-    working_set: "Callable[[], Future[TrafficReport]]"
     books: OpenBooks  # accounts and ledger
     blocks: MemoryReader  # of the tiers in memory
     cache: "CacheAdmin"  # to change the tiers

@@ -14,12 +14,11 @@ from api.admin.pages import (
     overview,
     requests,
     tenants,
-    working_set,
 )
 from api.admin.parts import AdminParts
 from api.admin.routes import derived, ledger, prompts, stats
 
-_PAGES = (assets, login, explorer, front, keys, money, overview, requests, tenants, working_set)
+_PAGES = (assets, login, explorer, front, keys, money, overview, requests, tenants)
 AREAS = tuple(area.router for area in (derived, ledger, prompts, stats, *_PAGES))
 
 

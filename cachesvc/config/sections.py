@@ -358,26 +358,3 @@ class JournalSection(Section):
     keep_prompts: bool = Field(
         False, description="Also keep prompt tokens in memory, for admins to read"
     )
-
-
-def _price(text: str) -> str:
-    if text and not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
-        raise ValueError(f"{text!r} is not a price; write a decimal such as 0.08")
-    return text
-
-
-Price = Annotated[str, AfterValidator(_price)]
-
-
-class CostsSection(Section):
-    """The operator's cost of memory and disk, to compare with their savings."""
-
-    gib_month: dict[Literal["device", "host", "disk"], Price] = Field(
-        default_factory=dict,
-        description="Cost of a GiB per month by tier (device, host, disk)",
-    )
-    currency: str = Field(
-        "",
-        pattern="^([A-Z]{3})?$",
-        description="Currency of these costs; empty is that of the first rate card",
-    )

@@ -28,7 +28,6 @@ class Settings(BaseSettings):
     events: sections.EventsSection = Field(default_factory=sections.EventsSection)
     tracing: sections.TracingSection = Field(default_factory=sections.TracingSection)
     journal: sections.JournalSection = Field(default_factory=sections.JournalSection)
-    costs: sections.CostsSection = Field(default_factory=sections.CostsSection)
     log: sections.LogSection = Field(default_factory=sections.LogSection)
 
     @classmethod

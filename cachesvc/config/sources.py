@@ -137,10 +137,10 @@ REMOVED = {
         for who in ("tenant", "key")
         for what in ("", "_requests", "_miss_tokens", "_output_tokens", "_concurrency")
     },
-    **{
-        f"costs.{tier}_gib_month": f'write costs.gib_month = {{{tier} = "N"}} instead'
-        for tier in ("device", "host", "disk")
-    },
+    **dict.fromkeys(
+        ("costs.gib_month", "costs.currency"),
+        "the page of the working set, which compared them with savings, was removed; take it out",
+    ),
 }
 
 

@@ -18,7 +18,6 @@ from api.admin.parts import AdminParts
 from api.cache.explorer import Explorer
 from api.cache.owners import Owners
 from api.served_model import ServedModel
-from billing.money import parse_amount
 from billing.prices.book import RateCard
 from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import Alerts
@@ -83,14 +82,12 @@ class Dashboard:
             sessions=Sessions(lifetime_s=SESSION_S, idle_s=IDLE_S),
             keys=books.accounts,
             passwords=Passwords(settings.server.data_dir),
-            cost_currency=lambda: settings.costs.currency or cards()[0].currency,
             currencies=lambda: list(dict.fromkeys(card.currency for card in cards()[::-1])),
             operator_token=new_token(),
             record=books.accounts.trail.record,
             stats=self.stats,
             history=self.history,
             alerts=alerts.firing,
-            working_set=partial(call, lambda cache: cache.working_set()),
             books=books,
             journal=memory.records.journal,
             explorer=Explorer(
@@ -102,9 +99,6 @@ class Dashboard:
             decode=tokenizer.decode,
             outline=Outline(tokenizer),
             limits=limit_settings(settings.limits),
-            gib_month={
-                tier: parse_amount(text) for tier, text in settings.costs.gib_month.items() if text
-            },
             blocks=partial(read_blocks, call),
             cache=operator,
         )

@@ -21,7 +21,6 @@ from cachesvc.operator.block_reader import read_blocks
 from tests.api.bank import CHAT, HELLO, Bank
 from tests.api.conftest import quiet, running
 from tests.api.test_admin_pages import HTML, Cache
-from tests.api.test_admin_working_set import STATS, report
 from tests.support.admin import fake_parts
 from tests.support.wire import Script
 from tests.unit.test_tree import BLOCK, add
@@ -47,6 +46,7 @@ HITS = 1_000_000 // BLOCK  # of a block: acme saved 0.9 CNY of them, bolt 3 USD
 BARE = re.compile(
     r"(?<![\d.])\d+\.\d{2,}(?![\d.]| (?:CNY|USD)\b| (?:ms|s)\b| [\d.]+ (?:CNY|USD)\b)"
 )
+STATS = {"version": "1", "model": "m", "uptime_s": 60.0, "cache": {"tiers": {}}}
 TODAY = "2026-01-01"  # or any day before
 
 
@@ -81,10 +81,7 @@ async def client(bank: Bank) -> AsyncIterator[httpx.AsyncClient]:
         explorer=cache.explorer,
         blocks=partial(read_blocks, cache.call),
         currencies=lambda: ["USD", "CNY"],
-        gib_month={"device": 10**17},
-        cost_currency=lambda: "USD",
-        stats=lambda: STATS | {"version": "1"},
-        working_set=report,
+        stats=lambda: STATS,
     )
     bank.house.engine.script = Script(hits={"hit_disk": 10})
     async with running(bank.house, admin=parts) as (app, client):
@@ -137,21 +134,9 @@ async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(
         assert float(price) * tokens / 1e6 == pytest.approx(float(quote["price"]["prompt"]))
     assert "0.9000 CNY" in (page := await text(client, "/explorer")) and "3.0000 USD" in page
     table = csv.DictReader(io.StringIO((await client.get("/admin/explorer.csv")).text))
-    assert {"acme": ("0.90", "CNY", "USD"), "bolt": ("3.00", "USD", "USD")} == {
-        row["owner"]: (row["saved"], row["currency"], row["cost_currency"]) for row in table
+    assert {"acme": ("0.90", "CNY"), "bolt": ("3.00", "USD")} == {
+        row["owner"]: (row["saved"], row["currency"]) for row in table
     }
-
-
-async def test_the_working_set_is_worth_what_each_tenants_tokens_cost(
-    client: httpx.AsyncClient,
-) -> None:
-    told = (await client.get("/admin/api/cache/working-set")).json()
-    month = told["tokens_per_month"] / 2  # each asked half of all tokens
-    disk = told["advice"][1]
-    worth = {code: float(sum_) for code, sum_ in disk["worth"].items()}
-    gain = disk["hit_rate_gain"]
-    assert pytest.approx({"CNY": month * gain * 0.9e-6, "USD": month * gain * 3e-6}) == worth
-    assert {"USD": "100000.00"} == told["advice"][0]["cost"] or {} == told["advice"][0]["cost"]
 
 
 async def test_one_query_filters_the_pages_and_the_csv(

@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 WALK, IMAGES = DOCS / "walk.md", DOCS / "images"
 STEP = re.compile(r"^\d+\. (.+)$")
 PASSWORD = "a long enough password"
-LIVE = ("/admin", "/admin/cache", "/admin/working-set")
+LIVE = ("/admin", "/admin/cache")
 PAGES = tuple(
     f"/admin/{name}"
     for name in ("explorer", "requests", "money", "tenants", "tenants/default", "keys", "audit")

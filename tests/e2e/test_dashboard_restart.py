@@ -128,7 +128,7 @@ def test_pages_fit_after_a_restart(
     block = page.locator("tbody th a").first.get_attribute("href")
     page.goto("/admin/requests")
     request = page.locator("#rows th a").first.get_attribute("href")
-    paths = ["/admin/explorer", "/admin/working-set", "/admin/audit", block, request]
+    paths = ["/admin/explorer", "/admin/audit", block, request]
     paths += [f"/admin/tenants/{LONG_NAME}", "/admin?model=demo", "/admin/money?model=demo"]
     for path in [*TABLES, *TILES, *filter(None, paths)]:
         page.goto(path)

@@ -118,7 +118,6 @@ def fake_parts(**overrides: Any) -> AdminParts:
         "explorer": SimpleNamespace(forget_disk=tuple, room=_nothing),
         "cache": SimpleNamespace(pins=_nothing),
         "blocks": _nothing,
-        "working_set": None,
     }
     return AdminParts(**values | overrides)
 

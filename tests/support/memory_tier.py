@@ -12,10 +12,9 @@ from tiers.blocks.frames import Frame
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.part import Part
 from tiers.disk.guard import DiskGuard
-from tiers.disk.sampling import WHOLE, in_order
 from tiers.errors import MissReason, TierClosed
 from tiers.policy.quota import Quotas, QuotaShares
-from tiers.tier import Age, Loaded, ManagedTier, Removed, Sample, TierName, TierStats
+from tiers.tier import Age, Loaded, ManagedTier, Removed, TierName, TierStats
 from tiers.transfer.mover import Job, LoadJob, Mover, StoreJob, WriterTask
 
 
@@ -182,11 +181,6 @@ class MemoryTier(ManagedTier):
         with self._opened():
             held = self._blocks.get(key)
             return held[0] if held else None
-
-    def sample(self, max_keys: int) -> Sample:
-        with self._opened():
-            uses = list(enumerate(self._blocks))
-        return in_order(uses, max_keys, WHOLE)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         with self._opened():

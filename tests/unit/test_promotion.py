@@ -142,14 +142,6 @@ def test_an_extended_tail_is_not_merged_into_a_block_that_has_left_the_device(be
     assert [held] == list(cache.index) and 1 == bench.serve(chain)
 
 
-def test_what_a_request_asks_for_is_in_the_working_set(bench):
-    bench.cache.open(bench.chain(0, 3))
-    private = bench.chain(500, 3)
-    private.private = True
-    bench.cache.open(private)
-    assert bench.cache.operations.working_set().num_uses == 3
-
-
 def test_a_block_being_computed_counts_against_its_tenant_s_quota():
     settings = CacheSettings(device_bytes=10 * LAYOUT.nbytes, host_bytes=0)
     cache = TieredCache(

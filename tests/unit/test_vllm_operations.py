@@ -104,7 +104,7 @@ def test_a_purge_that_vllm_does_not_follow_has_failed(engine, path, monkeypatch)
 def test_a_pin_set_through_the_cache_is_the_nodes(engine, path):
     write(engine, prompt(1))
     with closing(operations(path, Vllm())) as hands:
-        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        cache = OperationsElsewhere(hands)
         chain = Chain(ROOT, [1] * 13, 4)
         pin = cache.pin("system", chain, cache.now_s + 3600, "a test")
         cache.saved().result(120)
@@ -176,7 +176,7 @@ def parts(request: pytest.FixtureRequest, engine: NodeClient, path: Path) -> Ite
 def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts, path):
     parts.write()
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        cache = OperationsElsewhere(hands)
         chain = Chain(ROOT, TOKENS, 4)
         pin = cache.pin("system", chain, cache.now_s + 3600, "a test")
         assert (chain.keys, 20) == (list(pin.keys), pin.num_tokens)
@@ -193,7 +193,7 @@ def test_a_pin_keeps_what_every_group_and_rank_needs_to_resume(parts, path):
 
 def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monkeypatch):
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        cache = OperationsElsewhere(hands)
         first = cache.pin("p", Chain(ROOT, TOKENS, 4), cache.now_s + 3600, "first")
         ask = NodeClient.operate
 
@@ -214,7 +214,7 @@ def test_a_pin_that_one_layout_refuses_leaves_all_as_they_were(parts, path, monk
 
 def test_a_prefix_of_several_groups_is_pinned_by_its_tokens(parts, path):
     with closing(operations(path, Vllm(), parts.num_ranks, GROUPS)) as hands:
-        cache = OperationsElsewhere(LAYOUT, hands, 0)
+        cache = OperationsElsewhere(hands)
         keys = Chain(ROOT, TOKENS, 4).keys
         with pytest.raises(PinError, match="by its prompt or messages"):
             cache.pin("p", KeyedPrefix(ROOT, keys), cache.now_s + 3600)

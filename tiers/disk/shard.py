@@ -39,7 +39,6 @@ from tiers.disk.format.rows import (
     pack_sequence,
     unpack_day,
     unpack_order,
-    unpack_sequence,
 )
 from tiers.disk.guard import DiskGuard
 from tiers.disk.recovery.consistency import Fixes
@@ -210,12 +209,6 @@ class Shard:
                 if len(found) == limit:
                     break
         return found
-
-    def uses(self, after: int, limit: int) -> list[tuple[int, PrefixKey, int]]:
-        """Up to `limit` rows (sequence, key, last use) of the order of eviction after `after`."""
-        with self._reading() as snapshot:
-            rows = islice(snapshot.rows("order", pack_sequence(after + 1)), limit)
-            return [(unpack_sequence(place), *unpack_order(data)) for place, data in rows]
 
     def read_totals(self) -> Totals:
         with self._reading() as snapshot:

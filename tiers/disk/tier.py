@@ -40,14 +40,13 @@ from tiers.disk.rates import RateMeter
 from tiers.disk.reader import BlockReader, Scratch
 from tiers.disk.readers import readers_for
 from tiers.disk.room import DiskRoom
-from tiers.disk.sampling import sample_of
 from tiers.disk.settings import DiskSettings
 from tiers.disk.shard import Shard, ShardBusy, ShardDamaged
 from tiers.disk.slot import ShardSlot
 from tiers.disk.storage import PageBuffer, StorageError
 from tiers.disk.writer import BlockWriter
 from tiers.errors import TierClosed
-from tiers.tier import Age, Loaded, ManagedTier, Removed, Sample, ShardStats, TierName, TierStats
+from tiers.tier import Age, Loaded, ManagedTier, Removed, ShardStats, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -273,13 +272,6 @@ class DiskTier(ManagedTier):
         total = self._room.setting_bytes
         meta = Meta(FORMAT, len(self._slots), map_bytes, capacity_bytes=total)
         return DiskView(self.root, meta, shards)
-
-    def sample(self, max_keys: int) -> Sample:
-        """A sample of the blocks held, by key. Writer thread. Also raises ShardBusy."""
-        for slot in self._slots:
-            slot.settle()
-        with self._whole_view() as view:
-            return sample_of(view.shards, max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Deletes every block of these scopes. Raises storage errors and ShardBusy."""

@@ -17,7 +17,6 @@ from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.memory.index import BlockIndex
 from tiers.operations.purge import Purged
 from tiers.policy.retention import Pin, PinKind
-from tiers.telemetry.working_set import TrafficReport
 from tiers.tier import TierName
 
 
@@ -44,10 +43,6 @@ class CacheOperations(Protocol):
 
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
         """The prefix that ends with block `key`. It has no keys if a block is missing."""
-        raise NotImplementedError
-
-    def working_set(self) -> TrafficReport:
-        """Hit rate by capacity for the live traffic, and the tiers' points on that curve."""
         raise NotImplementedError
 
     def check(self) -> None:

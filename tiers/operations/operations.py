@@ -18,13 +18,11 @@ from tiers.operations.pins import Keeper
 from tiers.operations.purge import Purged, Purger, with_checkpoints
 from tiers.policy.quota import Quotas
 from tiers.policy.retention import Pin, PinError, PinKind
-from tiers.telemetry.working_set import Traffic, TrafficReport
-from tiers.tier import ManagedTier, Sample, TierName
+from tiers.tier import ManagedTier, TierName
 from tiers.transfer.demotion import Demoter
 from tiers.transfer.mover import Mover
 
 AT_END = 2  # last blocks of a pinned prefix: a prompt's checkpoint is after one of them
-NO_SAMPLE = Sample((), 1 << 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,6 @@ class TierOperations:
         )
         self.purger = Purger(residency, mover, self.keeper.unpin_scopes)
         self.evictions = Evictions(residency, mover)
-        self.traffic = Traffic()
         self.mark_seed = secrets.randbits(64)
         self._saved: Future[None] = done(None)
         self._pins_now: tuple[Pin[PrefixKey], ...] = ()
@@ -99,19 +96,11 @@ class TierOperations:
             return self.purger.blocked | self._checkpoints.blocked
         return self.purger.blocked
 
-    def start(self) -> None:
-        """Start. Call it once, when the mover runs."""
-        if self._disk is not None and self._disk.stats().num_blocks:
-            self.traffic.begin(
-                lambda most: ask_writer(self._mover, lambda tier: tier.sample(most), NO_SAMPLE)
-            )
-
     def step(self) -> None:
         """Do one step's share of the pending work."""
         self.keeper.step()
         self.purger.step()
         self.evictions.step()
-        self.traffic.step()
 
     def sources(self, chain: Chain) -> list[TierName]:
         if chain.root in self.blocked:
@@ -210,13 +199,6 @@ class TierOperations:
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
         found = trace(self._residency, self._mover, [key])
         return then(found, lambda blocks: _prefix(key, blocks))
-
-    def working_set(self) -> TrafficReport:
-        return self.traffic.report(
-            self._capacities,
-            block_tokens=self._residency.pool.layout.block_size,
-            block_bytes=self._residency.pool.layout.nbytes,
-        )
 
     def quotas(self) -> list[GroupUse]:
         """What each group has in each tier. Empty without quotas."""

@@ -21,7 +21,7 @@ from tiers.remote.objects import ObjectStore
 from tiers.remote.seal import Seal
 from tiers.remote.settings import RemoteSettings, RemoteWrites
 from tiers.remote.tier import RemoteTier
-from tiers.tier import Age, Leveled, Loaded, ManagedTier, Removed, Sample, TierName, TierStats
+from tiers.tier import Age, Leveled, Loaded, ManagedTier, Removed, TierName, TierStats
 
 logger = logging.getLogger(__name__)
 
@@ -158,9 +158,6 @@ class StackedTier(ManagedTier):
 
     def quotas(self) -> Mapping[Hashable, tuple[int, int]]:
         return self.disk.quotas()
-
-    def sample(self, max_keys: int) -> Sample:
-        return self.disk.sample(max_keys)
 
     def purge(self, roots: Collection[PrefixKey]) -> Removed:
         """Remove the scopes here and remotely. Raises storage errors and RemoteError."""

@@ -1,4 +1,4 @@
-"""Observations: events, lifetimes, transfer rates, misses and the working set.
+"""Observations: events, lifetimes, transfer rates, and misses.
 
 Nothing here changes where a block is.
 """

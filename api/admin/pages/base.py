@@ -40,7 +40,6 @@ PAGES: Final = (
     Page("/admin", "Overview", "o"),
     Page("/admin/cache", "Cache", "c"),
     Page("/admin/explorer", "Prefixes", "x"),
-    Page("/admin/working-set", "Working set", "w"),
     Page("/admin/requests", "Requests", "r"),
     Page("/admin/money", "Money", "m"),
     Page("/admin/tenants", "Tenants", "n"),

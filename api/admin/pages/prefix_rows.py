@@ -1,4 +1,4 @@
-"""The tree of prefixes as the rows of a table, with each one's savings and storage cost. Pure.
+"""The tree of prefixes as the rows of a table, with each one's savings. Pure.
 
 An end of one block, or of a partly filled block, is folded into the row that it continues. Such
 ends are the questions asked after a document, and would hide the document.
@@ -23,7 +23,6 @@ from tiers.blocks.tree import TreeNode
 from tiers.blocks.view import COMPUTING, LOADING
 from tiers.tier import TierName
 
-GIB = 1 << 30
 LABEL_TOKENS = 12  # of a row, shown as its first words
 OUTLINE_TOKENS = 1 << 20  # of a row, searched for messages; more than any prompt has
 LABEL_MESSAGES = 3
@@ -36,9 +35,8 @@ Strip = tuple[str, int, int, int]  # class of its colour, lane, first block, num
 class PrefixRow:
     """One node, together with the `num_folded` short ends that continue it.
 
-    `level` counts from 0 below the scope. `saved` is None without a price, `keeping`, in units a
-    month, without costs. `label` is the node's first words if they may be shown, else the roles and
-    sizes of its messages.
+    `level` counts from 0 below the scope. `saved` is None without a price. `label` is the node's
+    first words if they may be shown, else the roles and sizes of its messages.
     """
 
     level: int
@@ -48,7 +46,6 @@ class PrefixRow:
     num_in_use: int
     idle_s: float
     saved: int | None
-    keeping: int | None
     num_folded: int
     label: str
 
@@ -82,7 +79,6 @@ SORTS: Final[Mapping[str, Callable[[PrefixRow], float]]] = {
     "used": lambda row: row.idle_s,
     "age": lambda row: -row.node.age_s,
     "saved": lambda row: -(row.saved or 0),
-    "keeping": lambda row: -(row.keeping or 0),
     **{tier: partial(_less_in, tier) for tier in TIERS},
 }
 
@@ -94,7 +90,6 @@ class ScopeRows:
     root: str
     owner: Owner | None
     currency: str
-    cost_currency: str
     rows: list[PrefixRow]
     left_off: int
 
@@ -125,9 +120,7 @@ COLUMNS: Final[Mapping[str, Callable[[ScopeRows, PrefixRow], object]]] = {
     "idle_s": lambda scope, row: round(row.idle_s, 3),
     "age_s": lambda scope, row: round(row.node.age_s, 3),
     "saved": lambda scope, row: "" if row.saved is None else format_units(row.saved),
-    "keeping_a_month": lambda scope, row: "" if row.keeping is None else format_units(row.keeping),
     "currency": lambda scope, row: scope.currency,
-    "cost_currency": lambda scope, row: "" if row.keeping is None else scope.cost_currency,
     "short_ends": lambda scope, row: row.num_folded,
 }
 
@@ -157,7 +150,6 @@ def rows_of(
                     root=key.hex(),
                     owner=owner,
                     currency=owner.currency if owner and has_price else "",
-                    cost_currency=parts.cost_currency(),
                     rows=rows,
                     left_off=root.left_off,
                 )
@@ -209,11 +201,6 @@ class _Walk:
         nodes = [node, *ends]
         block_bytes = self.parts.explorer.block_bytes
         saved = [self.saved(each.places[0], each.hit_tokens) for each in nodes]
-        gib_month = self.parts.gib_month
-        keeping = [
-            sum(gib_month.get(place, 0) for place in each.places) * block_bytes // GIB
-            for each in nodes
-        ]
         return PrefixRow(
             level=level,
             node=node,
@@ -222,7 +209,6 @@ class _Walk:
             num_in_use=sum(each.num_in_use for each in nodes),
             idle_s=min(each.idle_s for each in nodes),
             saved=None if None in saved else sum(units or 0 for units in saved),
-            keeping=sum(keeping) if gib_month else None,
             num_folded=len(ends),
             label=self._label(node, messages),
         )

@@ -208,6 +208,7 @@ TABLE = (
 _BILLING = "the billing system that `cachesvc usage export` feeds issues invoices"
 _ONE_BY_ONE = "give requests back one by one by POST /admin/api/ledger/correct"
 REMOVED: Mapping[str, str] = {
+    "cache/working-set": "the cache's page has how long blocks lie idle, and until their next use",
     "events": "routers read block events at `events.zmq`, in vLLM's format; see docs/events.md",
     "invoices": _BILLING,
     "parties": _BILLING,

@@ -169,7 +169,7 @@ def build(
             layout, scope = ready.groups[0].layout, ready.scope
             facts = _facts(engine, found, layout)
         node, node_operations = _joined(place.node, ready, engine, stream, opening)
-        operations = OperationsElsewhere(layout, node_operations, found.num_blocks)
+        operations = OperationsElsewhere(node_operations)
         engine.use(operations, partial(cache_stats, layout, stream, engine, node, found.num_blocks))
         if place.child is not None:
             place.child.on_end(engine.fail)

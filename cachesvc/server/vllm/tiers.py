@@ -21,7 +21,6 @@ from tiers.policy.retention import Pin, PinError, PinKind
 from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
-from tiers.telemetry.working_set import Traffic, TrafficReport
 from tiers.tier import TierName, TierStats
 
 
@@ -40,12 +39,8 @@ class OperationsElsewhere:
 
     mark_seed = 0  # nothing here explains a miss
 
-    def __init__(
-        self, layout: BlockLayout, node: NodeOperations | None, num_device_blocks: int
-    ) -> None:
-        self._layout = layout
+    def __init__(self, node: NodeOperations | None) -> None:
         self._node = node
-        self._num_device_blocks = num_device_blocks
         self._clock = SteadyClock()
         self.index = BlockIndex()
 
@@ -57,13 +52,6 @@ class OperationsElsewhere:
 
     def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
         return done(KeyedPrefix(PrefixKey(b""), []))
-
-    def working_set(self) -> TrafficReport:
-        return Traffic().report(
-            {TierName.DEVICE: self._num_device_blocks},
-            block_tokens=self._layout.block_size,
-            block_bytes=self._layout.nbytes,
-        )
 
     def check(self) -> None:
         pass
