@@ -24,7 +24,6 @@ from engine.models.load import LoadedModel, describe, load_model
 from engine.models.probe import NOTHING
 from engine.vision.tower import drop_towers, is_text_of
 from tests.support.models import bytes_tokenizer, save_tiny_vision_model
-from tiers.blocks.layout import BlockLayout, LayerLayout
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 VOCAB_SIZE = 258
@@ -638,80 +637,6 @@ def _kept(loaded: LoadedModel) -> str:
     return ", ".join(notes)
 
 
-# Sizes of published models: what a layer keeps, how many layers. Sources: their config.json.
-_SIZES: Mapping[str, tuple[LayerLayout, int]] = {
-    "SmolLM2-135M": (LayerLayout(3, 64, 64), 30),
-    "Qwen3-0.6B": (LayerLayout(8, 128, 128), 28),
-    "Llama-3.1-8B": (LayerLayout(8, 128, 128), 32),
-    "Qwen3-30B-A3B": (LayerLayout(4, 128, 128), 48),
-    "gpt-oss-20b": (LayerLayout(8, 64, 64), 24),
-    "gpt-oss-120b": (LayerLayout(8, 64, 64), 36),
-    "Llama-3.3-70B": (LayerLayout(8, 128, 128), 80),
-    "Phi-3-mini-128k": (LayerLayout(32, 96, 96), 32),
-    "MiniCPM3-4B": (LayerLayout(1, 288, 256, shared=True), 62),
-    "DeepSeek-V2-Lite": (LayerLayout(1, 576, 512, shared=True), 27),
-    "DeepSeek-V3, R1": (LayerLayout(1, 576, 512, shared=True), 61),
-    "DeepSeek-V3.2": (LayerLayout(1, 576, 512, shared=True), 61),
-    "Kimi K2": (LayerLayout(1, 576, 512, shared=True), 61),
-    "DeepSeek-V3, were its heads expanded": (LayerLayout(128, 192, 128), 61),
-}
-# Of these, by name: the index keys that a layer keeps besides.
-_INDEX_KEYS = {"DeepSeek-V3.2": LayerLayout(1, 128, 128, shared=True, picks=2048)}
-
-
-def sizes() -> str:
-    """The table of bytes a token, in bfloat16."""
-    lines = ["| model | layers | kept in a layer | bytes a token | a prompt of 32,768 |"]
-    lines.append("| --- | ---: | --- | ---: | ---: |")
-    for name, (layer, num_layers) in _SIZES.items():
-        kept: tuple[LayerLayout, ...] = (layer,)
-        words = _in_words(layer)
-        if (index := _INDEX_KEYS.get(name)) is not None:
-            kept, words = (layer, index), f"{words}, index key of {index.key_dim}"
-        layout = BlockLayout(kept * num_layers, 64, "bfloat16")
-        prompt = layout.token_nbytes * 32_768 / (1 << 30)
-        lines.append(
-            f"| {name} | {num_layers} | {words} | {layout.token_nbytes:,} | {prompt:,.2f} GiB |"
-        )
-    return "\n".join(lines)
-
-
-# Models with windows: what a layer keeps, layers in all, sliding ones, window. From config.json.
-_WINDOWED: Mapping[str, tuple[LayerLayout, int, int, int]] = {
-    "gemma-3-1b": (LayerLayout(1, 256, 256), 26, 22, 512),
-    "gemma-3-27b": (LayerLayout(16, 128, 128), 62, 52, 1024),
-    "gpt-oss-120b": (LayerLayout(8, 64, 64), 36, 18, 128),
-    "OLMo-3-7B": (LayerLayout(32, 128, 128), 32, 24, 4096),
-    "Mistral-7B-v0.1": (LayerLayout(8, 128, 128), 32, 32, 4096),
-}
-
-
-def windows() -> str:
-    """The table of what a hit of 32,768 tokens moves."""
-    lines = ["| model | sliding layers | window | a hit of 32,768 whole | moves | share |"]
-    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for name, (layer, num_layers, num_sliding, window) in _WINDOWED.items():
-        kinds = [replace(layer, window=window)] * num_sliding + [layer] * (num_layers - num_sliding)
-        layout = BlockLayout(tuple(kinds), 64, "bfloat16")
-        num_blocks = 32_768 // 64
-        whole = num_blocks * layout.nbytes
-        last = min(layout.reach, num_blocks)
-        moves = last * layout.nbytes + (num_blocks - last) * layout.lasting_nbytes
-        lines.append(
-            f"| {name} | {num_sliding} of {num_layers} | {window:,} | "
-            f"{whole / (1 << 30):.2f} GiB | {moves / (1 << 30):.2f} GiB | {moves / whole:.0%} |"
-        )
-    return "\n".join(lines)
-
-
-def _in_words(layer: LayerLayout) -> str:
-    if layer.shared:
-        return f"latent of {layer.value_dim} and rotated key of {layer.key_dim - layer.value_dim}"
-    dims = {layer.key_dim, layer.value_dim}
-    each = f"{layer.key_dim}" if len(dims) == 1 else f"{layer.key_dim} and {layer.value_dim}"
-    return f"{layer.num_heads} key/value heads of {each}"
-
-
 _BEGIN, _END = "<!-- {} begins -->", "<!-- {} ends -->"
 
 
@@ -721,20 +646,13 @@ def between(text: str, name: str) -> str:
 
 
 def write() -> None:
-    """Write the tables into the page, from models built and probed now."""
+    """Write the table into the page, from models built and probed now."""
     text = PAGE.read_text(encoding="utf-8")
     heading = "| type | models | what a block keeps, and what is special |\n| --- | --- | --- |\n"
-    tables = {
-        "architectures": heading
-        + "\n".join([*(row(served(each)) for each in ARCHITECTURES), *_seeing_rows()]),
-        "sizes": sizes(),
-        "windows": windows(),
-    }
-    for name, table in tables.items():
-        begin, end = _BEGIN.format(name), _END.format(name)
-        before, after = text.split(begin)[0], text.split(end)[1]
-        text = f"{before}{begin}\n{table}\n{end}{after}"
-    PAGE.write_text(text, encoding="utf-8")
+    table = "\n".join([*(row(served(each)) for each in ARCHITECTURES), *_seeing_rows()])
+    begin, end = (mark.format("architectures") for mark in (_BEGIN, _END))
+    before, after = text.split(begin)[0], text.split(end)[1]
+    PAGE.write_text(f"{before}{begin}\n{heading}{table}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -110,14 +110,12 @@ def kept(
     return pool[:8]
 
 
-def test_the_page_has_a_row_for_each_and_the_sizes_of_published_models():
+def test_the_page_has_a_row_for_each():
     text = architectures.PAGE.read_text(encoding="utf-8")
     rows = architectures.between(text, "architectures").splitlines()[2:]
     assert [f"| `{each}`" for each in (*ARCHITECTURES, *architectures.SEEING)] == [
         row[: row.index(" |", 2)] for row in rows
     ]
-    for name, table in (("sizes", architectures.sizes()), ("windows", architectures.windows())):
-        assert table == architectures.between(text, name), "run `make models`"
 
 
 @pytest.mark.parametrize(

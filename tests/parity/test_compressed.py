@@ -181,7 +181,6 @@ class Rows:
         mask = torch.cat([near, seen], 1)
         scores = torch.einsum("thd,kd->thk", self.query, all_keys) * 0.25
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
-        assert self.options.sinks is not None
         sinks = self.options.sinks[None, :, None].expand(TOKENS, -1, 1)
         shares = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         return torch.einsum("thk,kd->thd", shares, all_keys)

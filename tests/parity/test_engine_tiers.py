@@ -135,7 +135,6 @@ class House:
     @property
     def num_encoded(self) -> int:
         """Tiles of images that went through the tower."""
-        assert self.encoder is not None
         return self.encoder.num_computed
 
     def sink(self, *, to_disk: bool) -> None:

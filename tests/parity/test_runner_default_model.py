@@ -157,7 +157,6 @@ def test_a_random_adapter_computes_what_it_does_in_peft(loaded, cache_dir, tmp_p
         alone, _ = runner._forward([span])
         mixed, _ = runner._forward([base, span])
         generated = peft.generate(ids, max_new_tokens=8, do_sample=False)[0, len(prompt) :]
-    assert alone is not None and mixed is not None
     assert torch.equal(alone[0], mixed[1])
     torch.testing.assert_close(alone[0], expected, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(mixed[0], expected, atol=0.1)

@@ -187,7 +187,6 @@ def check_quotas(world: World) -> None:
     """What the groups have of each tier is what the tier holds."""
     stats = world.cache.stats()
     for tier in (stats.device, stats.host, stats.disk):
-        assert tier is not None
         uses = [use.used_bytes for use in stats.groups if use.tier is tier.name]
         held = tier.num_blocks * world.cache.layout.nbytes
         assert not uses or sum(uses) == held, tier.name

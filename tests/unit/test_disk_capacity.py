@@ -12,18 +12,12 @@ from tiers.blocks.keys import PrefixKey
 from tiers.disk.directory import read_meta, shard_path
 from tiers.disk.inspection.maintenance import give_back
 from tiers.disk.inspection.verify import verify_all
-from tiers.disk.inspection.view import DiskView
-from tiers.disk.open import shard_map_bytes
 from tiers.disk.pin_file import save_pins
 from tiers.disk.room import allowed, reserve_of
 from tiers.disk.shard import Shard
 from tiers.disk.storage import LOCK_BYTES, FileSystem, Storage
 from tiers.errors import ConfigurationError, MissReason
 from tiers.policy.retention import Pin
-
-
-def num_stored(view: DiskView) -> int:
-    return sum(day.num_stored for shard in view.shards for day in shard.days().values())
 
 
 def test_free_space_is_given_back_and_blocks_and_their_order_stay(tmp_path):
@@ -79,20 +73,6 @@ def test_a_shard_without_room_for_its_lock_file_is_not_opened(tmp_path, monkeypa
         opened(tmp_path)
     monkeypatch.undo()
     opened(tmp_path).close()
-
-
-def test_a_lowered_capacity_keeps_the_newest(tmp_path):
-    tier = opened(tmp_path, capacity_bytes=4 << 20)
-    for seed in range(100):
-        store(tier, blocks(seed))
-    tier.close()
-    tier = opened(tmp_path, capacity_bytes=CAPACITY)
-    stats = tier.stats()
-    assert stats.used_bytes <= CAPACITY
-    assert stats.num_blocks > 60
-    assert not stats.faults
-    assert load(tier, blocks(99)) == 4
-    assert tier.probe(blocks(0)) == 0
 
 
 def test_a_lowered_capacity_drops_others_before_pinned_blocks(tmp_path):
@@ -162,11 +142,6 @@ def test_a_shard_that_lmdb_cannot_open_is_named_and_kept(tmp_path):
     lock.rmdir()
     tier = opened(tmp_path)
     assert 4 == load(tier, blocks(1))
-
-
-def test_a_disk_that_is_too_small_says_so_in_sizes_as_people_write_them():
-    with pytest.raises(ConfigurationError, match=r"a disk cache of 0.5 MiB .* give it \d+MiB"):
-        shard_map_bytes(1 << 19, 2, 46080 * 64)
 
 
 GIB = 1 << 30

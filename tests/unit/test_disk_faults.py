@@ -174,32 +174,6 @@ def test_a_torn_record_is_a_miss(tmp_path, cut):
     assert load(tier, blocks()) == Loaded(0, MissReason.TORN)
 
 
-def test_a_flipped_bit_on_disk_outlives_a_restart_and_is_healed(tmp_path):
-    tier = opened(tmp_path)
-    ids = blocks()
-    store(tier, ids)
-    offset = record_offset(tier, ids[1])
-    tier.close()
-    flip(tmp_path / "shard-000" / "data.mdb", offset + 2000)
-    tier = opened(tmp_path)
-    assert load(tier, ids) == Loaded(1, MissReason.CHECKSUM)
-    assert tier.stats().faults == {MissReason.CHECKSUM: 1}
-    store(tier, ids)
-    assert load(tier, ids) == Loaded(4, None)
-
-
-def test_a_torn_page_on_disk_is_a_miss(tmp_path):
-    """A page of the payload that holds zeros, as after a power cut."""
-    tier = opened(tmp_path)
-    ids = blocks()
-    store(tier, ids)
-    offset = record_offset(tier, ids[0])
-    with (tmp_path / "shard-000" / "data.mdb").open("r+b") as file:
-        file.seek(offset - 16 + 4096)
-        file.write(bytes(4096))
-    assert load(tier, ids) == Loaded(0, MissReason.CHECKSUM)
-
-
 @pytest.mark.parametrize("harm", ["truncate", "delete file", "delete folder"])
 def test_a_shard_harmed_under_us_is_replaced(tmp_path, harm):
     """A file cut short or removed by someone else costs its blocks and nothing more."""

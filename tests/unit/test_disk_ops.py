@@ -128,20 +128,6 @@ def test_a_view_lists_what_was_stored(tier):
         assert f"pid {os.getpid()}" in summary.server
 
 
-def test_accounts_are_kept_by_scope(tier):
-    store(tier, blocks())
-    store(tier, blocks(1, count=2, scope=OTHER))
-    tier.discard([blocks()[0].key])
-    with tier.view() as view:
-        accounts = view.accounts()
-    assert accounts[SCOPE.root()].num_blocks == 3
-    assert accounts[OTHER.root()].num_blocks == 2
-    assert accounts[OTHER.root()].logical_bytes == 2 * LAYOUT.nbytes
-    tier.discard([block.key for block in blocks(1, count=2, scope=OTHER)])
-    with tier.view() as view:
-        assert OTHER.root() not in view.accounts()
-
-
 BESIDE = """
 import sys
 import time
@@ -198,19 +184,6 @@ def test_verify_finds_and_repairs(tmp_path):
     assert load(tier, ids) == 2
 
 
-def test_purge_removes_a_scope_from_every_shard(tmp_path):
-    tier = opened(tmp_path, capacity_bytes=3 * CAPACITY, num_shards=3)
-    for seed in range(4):
-        store(tier, blocks(seed))
-        store(tier, blocks(seed, scope=OTHER))
-    purged = tier.purge([OTHER.root()])
-    assert (purged.num_blocks, purged.logical_bytes) == (16, 16 * LAYOUT.nbytes)
-    assert tier.purge([OTHER.root()]).num_blocks == 0
-    assert [load(tier, blocks(seed)) for seed in range(4)] == [4] * 4
-    with tier.view() as view:
-        assert set(view.accounts()) == {SCOPE.root()}
-
-
 def test_remove_takes_the_oldest_first_and_no_more_than_asked(tier):
     for seed in range(4):
         store(tier, blocks(seed))
@@ -248,20 +221,6 @@ def test_a_prefix_outlives_what_follows_it(tier):
             break
     assert held == sorted(held, reverse=True)
     assert tier.probe(ids) == sum(held)
-
-
-def test_idle_blocks_expire(tmp_path):
-    clock = Clock()
-    tier = opened(tmp_path, clock, idle_ttl_s=3600)
-    store(tier, blocks(0))
-    store(tier, blocks(1))
-    clock.now_s += 3000
-    load(tier, blocks(1))
-    tier.flush()
-    clock.now_s += 3000
-    dropped = store(tier, blocks(2))
-    assert set(dropped) == {block.key for block in blocks(0)}
-    assert load(tier, blocks(1)) == 4
 
 
 def test_the_write_budget_is_a_day_s(tmp_path):

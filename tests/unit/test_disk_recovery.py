@@ -186,19 +186,6 @@ def test_a_shard_that_fails_again_and_again_is_replaced(filled):
     assert load(tier, 10) == Loaded(8, None)
 
 
-def test_damage_under_a_live_server_is_found_by_a_reader_and_mended(filled):
-    """Index pages that turn bad while they are mapped: misses, then an empty shard."""
-    storage = FaultyStorage(error=lambda: lmdb.CorruptedError("MDB_CORRUPTED"))
-    tier = opened(filled, storage)
-    tear(filled)
-    storage.arm(1, operations=["get"])
-    assert load(tier, 0).num_blocks == 0
-    tier.flush()
-    assert tier.stats().faults[MissReason.TORN] == 80
-    store(tier, 1)
-    assert load(tier, 1) == Loaded(8, None)
-
-
 def test_a_record_whose_page_header_is_gone_can_be_evicted(filled):
     """LMDB frees as many pages as that header says."""
     data = bytearray(data_file(filled).read_bytes())

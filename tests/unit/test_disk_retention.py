@@ -71,18 +71,6 @@ def test_a_scan_leaves_a_tenant_its_share_of_the_disk(tmp_path, frames):
     assert set(tier.stats().lives.causes) == {Cause.QUOTA}
 
 
-def test_a_tenant_borrows_the_disk_and_gives_it_back(tmp_path, frames):
-    tier = open_tier(tmp_path, quota=0.4)
-    for seed in range(60):
-        store(tier, frames, ACME, seed)
-    used, share = tier.quotas()[ACME.root()]
-    assert used > 2 * share
-    scan(tier, frames, 100)
-    used, share = tier.quotas()[ACME.root()]
-    assert 0.8 * share < used <= share
-    assert tier.stats().num_blocks > 40
-
-
 def test_what_each_group_has_is_counted_again_at_start(tmp_path, frames):
     tier = open_tier(tmp_path, quota=0.4)
     store(tier, frames, ACME, 1)

@@ -13,7 +13,7 @@ from tests.unit.test_disk_retention import ACME
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.disk.open import open_disk
 from tiers.disk.reader import shard_of
-from tiers.disk.storage import Panic, Storage
+from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.policy.quota import QuotaShares
 
@@ -72,16 +72,6 @@ def test_a_store_that_fails_names_its_blocks_and_charges_nobody(tmp_path):
     assert store(tier, lost) == keys(lost)
     assert storage.num_failed == 1
     assert tier.quotas() == before
-
-
-def test_a_panic_keeps_what_was_on_disk(tmp_path):
-    storage = FaultyStorage(error=lambda: Panic("MDB_PANIC"))
-    tier = closed_later(open_disk(tmp_path, LAYOUT, CAPACITY, storage=storage))
-    store(tier, blocks(0))
-    storage.arm(1, operations=["commit"])
-    store(tier, blocks(1))
-    assert storage.num_failed == 1
-    assert (load(tier, blocks(0)), load(tier, blocks(1))) == (4, 4)
 
 
 def test_a_full_map_teaches_the_shard_to_keep_more_free_up_to_a_bound(tmp_path):

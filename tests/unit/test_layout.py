@@ -102,14 +102,6 @@ def test_blocks_end_where_entries_do(rate, expected):
     assert expected == sized_layout((window, entries) * 30, "bfloat16").block_size
 
 
-def test_latents_are_a_seventieth_of_the_heads_they_stand_for():
-    """DeepSeek-V3, bfloat16: 61 layers, 128 heads with keys of 192 and values of 128."""
-    latent = BlockLayout((LATENT,) * 61, 64, "bfloat16")
-    expanded = BlockLayout((LayerLayout(128, 192, 128),) * 61, 64, "bfloat16")
-    assert (70_272, 4_997_120) == (latent.token_nbytes, expanded.token_nbytes)
-    assert 71 == expanded.token_nbytes // latent.token_nbytes
-
-
 @pytest.mark.parametrize("layers", [MIXED, (LATENT,) * 2, (LayerLayout(2, 16, 16),) * 3, ENTRIES])
 def test_parts_tile_a_block_without_gap_or_overlap(layers):
     layout = BlockLayout(layers, 4, "float32")

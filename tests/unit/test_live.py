@@ -61,7 +61,6 @@ def test_a_command_finds_the_server_and_speaks_with_it(tmp_path: Path, url: str)
     with announced(tmp_path, url, TOKEN):
         assert 0o600 == stat.S_IMODE((tmp_path / FILE_NAME).stat().st_mode)
         server = find_server(tmp_path)
-        assert server is not None
         assert os.getpid() == server.pid
         assert server.get("/x")["actor"].startswith("cli")
         assert {"got": {"a": 1}} == server.post("/x", {"a": 1})

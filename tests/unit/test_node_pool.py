@@ -82,16 +82,6 @@ def purge(pool: Pool, root: PrefixKey) -> tuple[int, int]:
     return purged.removed[TierName.HOST].num_blocks, purged.in_use
 
 
-def test_a_committed_run_is_leased_with_its_bytes():
-    pool = pool_of(8)
-    ids = prompt(1)
-    write(pool, ids)
-    frames = finished(pool, pool.lease(ids))
-    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
-    pool.release(frames)
-    pool.check()
-
-
 def test_what_is_being_written_is_served_to_nobody():
     pool = pool_of(8)
     ids = prompt(1)
@@ -173,22 +163,6 @@ def sink(pool: Pool, ids: Sequence[BlockId], num_others: int) -> None:
         write(pool, each)
         while pool.is_writing:
             pool.work()
-
-
-def test_what_left_memory_rises_from_the_disk(below):
-    pool = pool_of(4, below)
-    ids = prompt(1, 4)
-    sink(pool, ids, 4)
-    assert 0 == pool.lost
-    probe = pool.probe(ids)
-    while not probe.is_ready:
-        pool.work()
-    assert [TierName.DISK] * 4 == probe.tiers
-    frames = finished(pool, pool.lease(ids))
-    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
-    assert 4 == pool.counts.hits[TierName.DISK]
-    pool.release(frames)
-    pool.check()
 
 
 def test_a_fetched_run_is_found_while_it_loads_and_kept_until_it_is_leased(below, monkeypatch):
@@ -278,18 +252,6 @@ def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user():
     pool.release(frames)
     pool.check()
     assert (1, 0) == (pool.residency.host.num_blocks, len(of_scopes(pool, OTHER)))
-
-
-def test_what_is_written_for_a_scope_that_was_purged_meanwhile_is_not_kept():
-    pool = pool_of(4)
-    pairs = pool.reserve(prompt(1))
-    pool.closed = frozenset({OTHER})
-    purge(pool, OTHER)
-    pool.commit([frame for _, frame in pairs])
-    assert (0, []) == (pool.residency.host.num_blocks, pool.reserve(prompt(1)))
-    pool.closed = frozenset()
-    assert 3 == len(pool.reserve(prompt(1)))
-    pool.check()
 
 
 def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else():

@@ -20,7 +20,6 @@ def test_what_a_killed_process_left_is_removed_and_what_runs_is_not(tmp_path):
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, folder], stdout=subprocess.PIPE, text=True
     )
-    assert other.stdout is not None
     theirs = Path(other.stdout.readline().strip())
     try:
         with partial_folder(folder, "gguf-") as ours:

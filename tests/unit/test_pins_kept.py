@@ -117,38 +117,6 @@ def test_a_pin_that_a_smaller_tier_has_no_room_for_does_not_stop_the_start(tmp_p
     assert ["small"] == [pin.name for pin in Bench(folder=tmp_path, disk=40).operations.pins()]
 
 
-def test_a_pinned_prefix_outlives_a_scan_of_many_capacities():
-    bench = Bench()
-    pinned, other = bench.chain(0, 6), bench.chain(500, 6)
-    bench.serve(pinned)
-    bench.serve(other)
-    bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
-    bench.scan(400)
-    assert [True] * 6 == bench.stands(pinned)
-    assert not any(bench.stands(other))
-    assert bench.serve(pinned) == 6
-    bench.cache.residency.check()
-
-
-def test_without_a_disk_the_host_keeps_what_is_pinned():
-    bench = Bench(disk=0, host=40)
-    pinned = bench.chain(0, 6)
-    bench.serve(pinned)
-    bench.operations.pin("system", pinned, bench.clock.now_s + 3600)
-    bench.scan(400)
-    assert bench.serve(pinned) == 6
-
-
-def test_what_is_pinned_before_it_is_computed_is_kept_from_then_on():
-    bench = Bench()
-    pinned = bench.chain(0, 5)
-    bench.operations.pin("later", pinned, bench.clock.now_s + 3600)
-    bench.scan(40)
-    bench.serve(pinned)
-    bench.scan(400)
-    assert bench.serve(pinned) == 5
-
-
 def test_a_pin_that_is_renewed_has_been_there_since_it_was_first_set():
     bench = Bench()
     first = bench.operations.pin("system", bench.chain(0, 4), bench.clock.now_s + 100)
@@ -269,15 +237,6 @@ def test_a_pin_that_ended_while_the_server_was_down_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format": 9, "pins": []}'])
-def test_a_damaged_file_of_pins_has_none_and_stops_nothing(tmp_path, damage):
-    save_pins(tmp_path, [Pin(name="p", keys=(PrefixKey(b"k" * 16),), until_s=9e9)])
-    assert len(load_pins(tmp_path)) == 1
-    (tmp_path / PINS_NAME).write_bytes(damage)
-    assert load_pins(tmp_path) == []
-    assert Bench(folder=tmp_path).operations.pins() == []
-
-
-@pytest.mark.parametrize("damage", [b"{", b'{"format": 9, "pins": []}'])
 def test_a_damaged_file_of_pins_is_kept_beside_the_next_and_said_once(tmp_path, caplog, damage):
     (tmp_path / PINS_NAME).write_bytes(damage)
     disk = open_disk(tmp_path, LAYOUT, 4 << 20)
@@ -297,19 +256,6 @@ def retain(
     bench: Bench, chain: Chain, name: str, owner: str = "a", kind: PinKind = PinKind.SESSION
 ) -> int:
     return bench.operations.retain(name, chain, bench.clock.now_s + 60, owner=owner, kind=kind)
-
-
-def test_a_session_s_blocks_outlive_a_scan_of_the_memory_tiers():
-    """They are not written early, not named to the disk, and not saved."""
-    bench = Bench(disk=0, host=60)
-    session, other = bench.chain(0, 5), bench.chain(500, 5)
-    bench.serve(session)
-    bench.serve(other)
-    assert 5 == retain(bench, session, "s")
-    bench.scan(400)
-    assert [True] * 5 == bench.stands(session)
-    assert not any(bench.stands(other))
-    bench.cache.residency.check()
 
 
 def test_of_pinned_blocks_the_tail_leaves_before_the_head():
@@ -435,17 +381,3 @@ def test_evict_takes_blocks_that_are_just_being_written():
     assert [False] * 3 == bench.stands(chain)
     assert 0 == bench.cache.residency.host.num_blocks and not bench.cache.is_moving
     bench.operations.check()
-
-
-def test_evict_takes_blocks_from_every_tier_but_pinned_ones():
-    bench = Bench()
-    pinned, other = bench.chain(0, 3), bench.chain(500, 3)
-    bench.serve(pinned)
-    bench.serve(other)
-    bench.operations.pin("p", pinned, bench.clock.now_s + 100)
-    bench.settle()
-    told = bench.operations.evict([*pinned.keys, *other.keys])
-    bench.mover.run(10)
-    assert sum(told.result(0).values()) >= 3
-    assert (bench.stands(pinned), bench.stands(other)) == ([True] * 3, [False] * 3)
-    bench.cache.residency.check()

@@ -56,16 +56,6 @@ def test_a_scan_evicts_its_own_blocks_and_not_the_others():
     assert (cache.count("a"), cache.count("scan")) == (40, 60)
 
 
-def test_a_tenant_borrows_idle_room_and_gives_it_back():
-    cache = Cache(shared(100, {"a": 30}), 100)
-    for number in range(100):
-        cache.use("a", number)
-    assert cache.count("a") == 100
-    for number in range(100):
-        cache.use("b", number)
-    assert (cache.count("a"), cache.count("b")) == (30, 70)
-
-
 def test_a_quota_is_the_same_part_of_every_tier():
     """A tenant promised half of all bytes has half of the device, whatever it has on the host."""
     shares = QuotaShares(120, {"a": 60})

@@ -29,7 +29,6 @@ def insert(number: int) -> Write:
 def locked_by_another(path: Path) -> Iterator[None]:
     command, pipe = [sys.executable, "-Ic", LOCKS, str(path)], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as other:
-        assert other.stdout is not None
         other.stdout.readline()
         yield
         other.communicate()

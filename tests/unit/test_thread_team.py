@@ -61,17 +61,6 @@ def test_one_thread_computes_where_two_wait_for_each_other():
     assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
-def test_a_trial_of_a_size_that_is_somewhat_slower_takes_two_steps():
-    machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.35))
-    assert 2 == machine.steps(FIRST_REST + 16)[1]
-
-
-def test_one_thread_computes_where_two_bring_next_to_nothing():
-    machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.03))
-    machine.steps(100)
-    assert machine.steps(1000)[1] > 950
-
-
 @pytest.mark.parametrize(("best", "most"), [(1, 16), (2, 16), (3, 12), (8, 16), (16, 16)])
 def test_the_best_size_is_found_on_a_large_machine(best, most):
     machine = Machine(lambda rows, threads: 1 + abs(threads - best) / 4, most)
@@ -140,14 +129,6 @@ def test_a_kind_of_step_that_is_new_knows_that_others_were_there():
     machine.keys = lambda: 50_000
     machine.steps(2 + SAMPLE)
     assert machine.steps(20)[1] == 0
-
-
-def test_one_thread_stays_where_others_leave_too_little():
-    machine = Shared()
-    machine.used = machine.most - 1.0
-    machine.steps(200)
-    machine.used = machine.most - 1.5
-    assert machine.steps(100)[1] > 90
 
 
 def test_a_machine_of_one_processor_tries_nothing():

@@ -192,7 +192,6 @@ TEXT = "I'll say: DON'T 12345 été  naïve/日本語\n\n  x"
 )
 def test_text_is_split_as_the_named_pre_tokenizer_splits_it(pre, expected):
     step = build_tokenizer(gguf_fields(pre)).pre_tokenizer
-    assert step is not None
     bounds = [bounds for _, bounds in step.pre_tokenize_str(TEXT)]
     assert expected.split("|") == [TEXT[start:end] for start, end in bounds]
 

@@ -41,13 +41,11 @@ def test_hits_and_progress_of_a_request_are_told(ends):
     reporter.admitted(request(), {"host": 32})
     reports.take()
     report = reports.of("r:0")
-    assert report is not None
     assert (16, {"host": 32}, None) == (report.local, report.hits, report.computed)
     assert report.admitted_ns > 0
     reporter.finished(request(computed=130))
     reports.take()
     report = reports.of("r:0")
-    assert report is not None
     assert (16, 48, 100) == (report.local, report.local + report.external, report.computed)
 
 
@@ -128,6 +126,5 @@ def test_the_engines_blocks_are_told_once_it_knows_them(ends):
     groups = (KvGroup(0, ("a",), layout), KvGroup(1, ("b",), layout, window=20))
     reporter.ready(EngineIdentity(scope, groups, 1))
     reports.take()
-    assert reports.engine is not None
     assert [(layout, None), (layout, 20)] == [(g.layout, g.window) for g in reports.engine.groups]
     assert (b"w", b"l") == (reports.engine.scope.weights, reports.engine.scope.layout)

@@ -48,16 +48,6 @@ def drop_at_the_next_store(bench: Bench, chain: Chain) -> None:
     bench.tier.store = drop_first
 
 
-def test_no_block_is_lost_while_the_disk_keeps_up():
-    """Each prompt brings more blocks at once than a sixteenth of the host."""
-    bench = Bench(device=45, host=56, disk=400)
-    chains = prompts(bench, 12)
-    for chain in chains:
-        assert bench.serve(chain) == 0
-    assert lost(bench) == 0
-    assert [bench.serve(chain) for chain in chains] == [LENGTH] * 12
-
-
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_none_is_lost_with_few_steps_between_prompts(steps):
     """A writer that finishes between two steps is given enough at each."""
@@ -186,15 +176,6 @@ def test_a_disk_far_smaller_than_the_host_is_not_written_for_ever(disk):
         bench.settle()
     assert bench.tier.stats().stored == stored
     assert bench.cache._demoter.num_stores == 0
-
-
-def test_a_full_disk_evicts_and_nothing_is_lost():
-    bench = Bench(device=30, host=40, disk=100)
-    for chain in prompts(bench, 30):
-        bench.serve(chain)
-    events = bench.cache.stats().events
-    assert events[TierName.DISK, CacheEvent.EVICTED] > 200
-    assert lost(bench) == 0
 
 
 def test_a_long_prompt_is_reckoned_with_for_several_turnovers():
