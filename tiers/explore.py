@@ -99,16 +99,12 @@ class TierForest:
         return [*live, *(b for b in self._disk.by_parent.get(key, ()) if get(b.key) is None)]
 
     def rank(self, block: AnyBlock) -> int:
-        hits = block.hits if isinstance(block, Block) else 0
-        return hits + self._index.past_hits.of(block.key)
+        return block.hits if isinstance(block, Block) else 0
 
     def look(self, block: AnyBlock) -> BlockView:
-        past = self._index.past_hits.of(block.key)
         if isinstance(block, BlockInfo):
-            return block.view(self._unix_s, hits=past)
+            return block.view(self._unix_s)
         view = block_view(block, self._now_s)
-        if past:
-            view = view._replace(hits=view.hits + past)
         if block.key in self._disk.by_key and TierName.DISK not in view.tiers:
             return view._replace(tiers=(*view.tiers, TierName.DISK))
         return view

@@ -15,10 +15,8 @@ draws and nothing is declared twice:
 Event loop only.
 """
 
-import io
 import re
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -69,21 +67,6 @@ class _Ring:
         self.spreads[place] = spreads
         self.count += 1
 
-    def fill(
-        self, times: Floats, values: Floats, spreads: npt.NDArray[np.uint32], *, before_s: float
-    ) -> None:
-        """Loads samples of an earlier run, without those from a clock that was ahead."""
-        num = int(np.searchsorted(times, before_s))
-        first = max(0, num - self.capacity)
-        if spreads.shape[1:] != self.spreads.shape[1:] or len(values) != len(times):
-            raise ValueError("the samples have another shape")
-        if values.shape[1] > self.values.shape[1]:
-            self.values = np.zeros((self.capacity, 2 * values.shape[1]))
-        self.count = num - first
-        self.times[: self.count] = times[first:num]
-        self.values[: self.count, : values.shape[1]] = values[first:num]
-        self.spreads[: self.count] = spreads[first:num]
-
     def stride(self, window_s: float) -> int:
         """Every how many samples a point is shown: of the window, or of what there is of it."""
         held = min(int(window_s / self.step), self.count, self.capacity)
@@ -102,27 +85,11 @@ class _Ring:
         wanted = int(np.searchsorted(times, max(now_s - window_s, since_s), "right"))
         return picked[max(0, wanted - 1) :] % self.capacity
 
-    def whole(self, window_s: float) -> "tuple[Floats, Floats, npt.NDArray[np.int64]]":
-        """The window as two samples.
-
-        They are the latest sample and one that is lower by all that counters grew, in this run and
-        earlier ones: a run begins with counters at 0, which is no growth. Returns times, values and
-        spreads; empty for an empty ring.
-        """
+    def ends(self, window_s: float) -> npt.NDArray[np.int64]:
+        """Indices of the window's first and last sample; none for an empty ring."""
         places = np.arange(max(0, self.count - self.capacity), self.count) % self.capacity
         times = self.times[places]
-        if len(times):
-            places = places[times >= times[-1] - window_s]
-            times = self.times[places[[0, -1]]]
-        values, spreads = self.values[places], self.spreads[places].astype(np.int64)
-        grown = [np.maximum(0, np.diff(each, axis=0)).sum(axis=0) for each in (values, spreads)]
-        ends = slice(-1, None)  # nothing of an empty ring
-        values, spreads = values[ends], spreads[ends]
-        return (
-            times,
-            np.concatenate([values - grown[0], values]),
-            np.concatenate([spreads - grown[1], spreads]),
-        )
+        return places[times >= times[-1] - window_s][[0, -1]] if len(times) else places
 
 
 class History:
@@ -153,34 +120,6 @@ class History:
                 ring.add(now_s, row, spreads)
         self._ticks += 1
 
-    def dump(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of all samples, about 20 MB. Called on another thread while samples are taken.
-
-        Omits the oldest two of a full ring, which the next samples overwrite.
-        """
-        arrays: dict[str, npt.NDArray[Any]] = {"columns": np.array(list(self._columns))}
-        for ring in self._rings:
-            places = np.arange(max(0, ring.count - ring.capacity + 2), ring.count) % ring.capacity
-            arrays[f"times{ring.step}"] = ring.times[places]
-            arrays[f"values{ring.step}"] = ring.values[places, : len(self._columns)]
-            arrays[f"spreads{ring.step}"] = ring.spreads[places]
-        return arrays
-
-    def restore(self, body: bytes) -> None:
-        """Loads samples of an earlier run, before this run's first. Raises ValueError for malformed
-        ones."""
-        try:
-            with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-                columns = [str(name) for name in arrays["columns"]]
-                for ring in self._rings:
-                    parts = (
-                        arrays[f"{part}{ring.step}"] for part in ("times", "values", "spreads")
-                    )
-                    ring.fill(*parts, before_s=self._clock_s())
-        except (KeyError, OSError, zipfile.BadZipFile) as error:
-            raise ValueError(f"no samples: {error}") from error
-        self._columns = {name: place for place, name in enumerate(columns)}
-
     def read(
         self, series: Sequence[str], *, window_s: float, since_s: float = 0.0
     ) -> dict[str, Any]:
@@ -190,7 +129,7 @@ class History:
         """
         ring = self._finest(window_s)
         picked = ring.pick(window_s, since_s)
-        view = _View(self._columns, ring.times[picked], ring.values[picked], ring.spreads[picked])
+        view = self._view(ring, picked)
         values = {name: each for text in series for name, each in view.evaluate(text)}
         return {
             "step_s": ring.step * ring.stride(window_s),
@@ -199,20 +138,24 @@ class History:
         }
 
     def over(self, series: Sequence[str], *, window_s: float) -> dict[str, float | None]:
-        """Each series as one number for the whole window, across restarts.
+        """Each series as one number for the whole window.
 
         For `value:` it is the current value.
         """
-        view = _View(self._columns, *self._finest(window_s).whole(window_s))
+        ring = self._finest(window_s)
+        view = self._view(ring, ring.ends(window_s))
         found = {name: each for text in series for name, each in view.evaluate(text)}
         return {
             name: _json_numbers(each)[-1] if len(each) else None for name, each in found.items()
         }
 
+    def _view(self, ring: _Ring, places: npt.NDArray[np.int64]) -> "_View":
+        return _View(self._columns, ring.times[places], ring.values[places], ring.spreads[places])
+
     def _finest(self, window_s: float) -> _Ring:
         """The finest ring that reaches back as far, or that nothing has left yet."""
         for ring in self._rings:
-            if ring.step * ring.capacity >= window_s or ring.count < ring.capacity - 2:
+            if ring.step * ring.capacity >= window_s or ring.count < ring.capacity:
                 return ring
         return self._rings[-1]
 
@@ -224,13 +167,6 @@ class History:
         for name, value in found.items():
             row[self._columns[name]] = value
         return row
-
-
-def pack(samples: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """The result of `History.dump` as bytes for `restore`. Any thread."""
-    body = io.BytesIO()
-    np.savez(body, allow_pickle=False, **samples)
-    return body.getvalue()
 
 
 class _View:
@@ -285,7 +221,6 @@ class _View:
                 f"there are no percentiles of {path!r}, only of {known}", param="series"
             )
         counts = np.diff(self._spreads[:, NAMES.index(name)].astype(np.int64), axis=0)
-        counts = np.maximum(0, counts)  # a restart resets them
         return np.array([percentile(row.tolist(), share) for row in counts])
 
     def _sum(self, expression: str) -> Floats:
@@ -297,8 +232,10 @@ class _View:
 
     def _column(self, name: str) -> Floats:
         """A column. A name that has not appeared yet is a counter at 0."""
-        column = self._columns.get(name)
-        return np.zeros(len(self._times)) if column is None else self._values[:, column]
+        column = self._columns.get(name, self._values.shape[1])
+        if column >= self._values.shape[1]:
+            return np.zeros(len(self._times))
+        return self._values[:, column]
 
     def _matching(self, pattern: str) -> list[str]:
         return [name for name in self._columns if fnmatchcase(name, pattern)]

@@ -21,7 +21,7 @@ from api.served_model import ServedModel
 from billing.prices.book import RateCard
 from cachesvc.config.settings import Settings
 from cachesvc.observability.alerts import Alerts
-from cachesvc.observability.history import History, pack
+from cachesvc.observability.history import History
 from cachesvc.observability.names import HIT_RATE, PROMPT_TOKENS
 from cachesvc.observability.snapshot import snapshot
 from cachesvc.operator.block_reader import read_blocks
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_S = 1.0
 KEEP_SESSIONS_EVERY = 5  # samples; a session ended on purpose is saved at once
-KEEP_HISTORY_EVERY = 300
 SESSION_S = 12 * 3600.0  # maximum age of a login
 IDLE_S = 2 * 3600.0  # idle time after which a login ends
 RECENT_S = 60.0
@@ -66,7 +65,7 @@ class Dashboard:
         watch: ServerWatch,
         operator: CacheOperator,
     ) -> None:
-        self._remembered, self._core = memory.remembered, core
+        self._remembered = memory.remembered
         self._snapshot = partial(_snapshot, watch)
         self.history = History(self._snapshot, watch.latencies.spreads)
         books, call, tokenizer = money.books, core.engine.call, core.loaded.tokenizer
@@ -116,19 +115,13 @@ class Dashboard:
         return f"{reachable(url)}/admin/login?token={token}"
 
     def _restore(self) -> None:
-        """Restores the last run's state, without what cannot be read."""
-        sessions = self.parts.sessions
-        for name, restore in (
-            ("sessions", lambda body: sessions.restore(body, time.time())),
-            ("history", self.history.restore),
-            ("hits", self._core.operations.index.past_hits.restore),
-        ):
-            body = self._remembered.read(name)
-            try:
-                if body is not None:
-                    restore(body)
-            except ValueError as error:
-                logger.warning(f"the dashboard starts without its {name}: {error}")
+        """Restores the last run's logins, if they can be read."""
+        sessions, body = self.parts.sessions, self._remembered.read("sessions")
+        try:
+            if body is not None:
+                sessions.restore(body, time.time())
+        except ValueError as error:
+            logger.warning(f"the dashboard starts without its logins: {error}")
         sessions.on_end = self._keep_sessions
 
     async def keep_history(self) -> None:
@@ -137,27 +130,11 @@ class Dashboard:
             self.history.sample()
             if turn % KEEP_SESSIONS_EVERY == 0:
                 self._keep_sessions()
-            if turn % KEEP_HISTORY_EVERY == 0:
-                await self._keep_hits()
-                self._remembered.keep("history", await asyncio.to_thread(self._packed))
             await asyncio.sleep(SAMPLE_S)
 
     def close(self) -> None:
-        """Saves the current state, after the last request: the engine's thread has ended."""
-        self._remembered.keep("hits", self._core.operations.index.dump_hits())
-        self.history.sample()
+        """Saves the logins, after the last request."""
         self._keep_sessions()
-        self._remembered.keep("history", self._packed())
-
-    async def _keep_hits(self) -> None:
-        """While the engine is idle, because it takes its thread a while."""
-        now = self._core.engine.stats()
-        if not (now.num_running or now.num_waiting or now.num_loading):
-            hits = self._core.engine.call(lambda cache: cache.index.dump_hits())
-            self._remembered.keep("hits", await asyncio.wrap_future(hits))
-
-    def _packed(self) -> bytes:
-        return pack(self.history.dump())
 
     def _keep_sessions(self) -> None:
         self._remembered.keep("sessions", self.parts.sessions.dump(time.time()))

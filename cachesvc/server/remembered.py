@@ -1,4 +1,4 @@
-"""The dashboard's state that survives restarts: ended requests, the history's samples, logins.
+"""The dashboard's state that survives restarts: ended requests and logins.
 
 It is a convenience, not a record: the ledger alone says what was charged. Prompts are never
 written.

@@ -1,6 +1,6 @@
 """`state.sqlite3`: what is worth keeping over a restart. A convenience, not a record.
 
-It has the dashboard's requests, samples and logins (`remembered`), and turns and stored responses
+It has the dashboard's requests and logins (`remembered`), and turns and stored responses
 (`kept_turns`).
 
 One thread writes it, in small transactions. A damaged file is replaced. A file that cannot be

@@ -1,4 +1,4 @@
-"""The dashboard over a restart of the real service: logins, requests and charts are still there."""
+"""The dashboard over a restart of the real service: logins and requests are still there."""
 
 from pathlib import Path
 
@@ -22,9 +22,7 @@ async def test_a_restart_loses_nothing_that_an_admin_saw(
         link = service.dashboard.parts.sessions.make_link(Admin("ada"), 60)
         assert 200 == (await client.get(f"/admin/login?token={link}", headers=PERSON)).status_code
         body = {"model": str(model), "prompt": "Call me Ishmael. " * 8, "max_tokens": 4}
-        service.dashboard.history.sample()
         answer = (await client.post("/v1/completions", json=body)).json()
-        service.dashboard.history.sample()
         cookies = client.cookies
         request_id = answer["id"].removeprefix("cmpl-")
     async with served(data_dir, model) as (service, client):
@@ -37,7 +35,4 @@ async def test_a_restart_loses_nothing_that_an_admin_saw(
         assert (
             200 == (await client.get(f"/admin/requests/{request_id}", headers=PERSON)).status_code
         )
-        service.dashboard.history.sample()
-        rings = service.dashboard.history.read(["delta:traffic.generation_tokens"], window_s=60)
-        assert 4 == sum(rings["series"]["delta:traffic.generation_tokens"])
         client.cookies = cookies

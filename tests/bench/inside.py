@@ -4,7 +4,8 @@
 
 It is `cachesvc` with one more thread. A connection to the Unix socket sends one line, the name of a
 question, and reads the answer as JSON. `ask` does both. BOUNDS is JSON: values for constants of
-modules (`tiers.memory.past_hits:MAX_KEYS`) and for defaults of classes (`module:Class.parameter`).
+modules (`api.requests.fingerprints:MAX_BYTES`) and for defaults of classes
+(`module:Class.parameter`).
 """
 
 import contextlib

@@ -40,7 +40,6 @@ SHARED = [f"You are assistant number {number}. " * 3 for number in range(8)]
 # defaults of classes.
 NEAR = {
     "tiers.telemetry.misses:EvictedKeys.max_keys": 4096,
-    "tiers.memory.past_hits:MAX_KEYS": 4096,
     "api.requests.turns:Conversations.max_tokens": 1 << 15,
     "cachesvc.server.kept_turns:KeptTurns.max_entries": 1024,
     "api.requests.responses:StoredResponses.max_bytes": 1 << 20,

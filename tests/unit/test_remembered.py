@@ -18,11 +18,9 @@ from api.job import Bill, Served
 from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
-from cachesvc.observability.history import pack
 from cachesvc.server.state_file import FILE_NAME, QUEUE_BYTES
 from engine.request import FinishReason, Timeline
 from tests.support.state import FiledRemembered, numbers
-from tests.unit.test_history import Clocked
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
 
@@ -188,46 +186,6 @@ def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have() -> None:
     with pytest.raises(ValueError, match="no sessions"):
         set_back.restore(b'[{"name": "eve"}]', 1_000.0)
     assert token.encode() not in before.dump(1_000.0)
-
-
-def test_charts_and_totals_go_on_over_a_restart() -> None:
-    before = Clocked()
-    for number in range(4):
-        before.tick(traffic={"requests": 10.0 * number})
-    after = Clocked()
-    after.now_s = before.now_s + 60
-    after.history.restore(pack(before.history.dump()))
-    after.tick(traffic={"requests": 0.0})
-    after.tick(traffic={"requests": 5.0})
-    shown = after.read("delta:traffic.requests", window_s=100)["delta:traffic.requests"]
-    assert [10, 10, 10, 0, 5] == shown, "a counter that begins anew is no growth, nor a loss"
-    total = after.history.over(["delta:traffic.requests"], window_s=100)
-    assert {"delta:traffic.requests": 35} == total
-
-
-def test_a_ring_that_is_behind_with_its_names_is_read_all_the_same() -> None:
-    """Names come up by the second, and the coarsest ring hears of them ten minutes later."""
-    before = Clocked()
-    before.tick(traffic={"requests": 1.0})
-    before.tick(traffic={"requests": 2.0, **{f"n{number}": 3.0 for number in range(200)}})
-    after = Clocked()
-    after.now_s = before.now_s
-    after.history.restore(pack(before.history.dump()))
-    for window_s in (60, 7 * 86_400):
-        shown = after.read("value:traffic.n199", window_s=window_s)
-        assert set(shown["value:traffic.n199"]) <= {0, 3}
-
-
-def test_samples_of_another_shape_or_of_the_future_are_left_out() -> None:
-    fresh = Clocked()
-    with pytest.raises(ValueError):
-        fresh.history.restore(b"other bytes")
-    before = Clocked()
-    before.now_s += 1000
-    before.tick(traffic={"requests": 1.0})
-    fresh.history.restore(pack(before.history.dump()))
-    fresh.tick(traffic={"requests": 2.0})
-    assert [] == fresh.read("value:traffic.requests")["value:traffic.requests"][1:]
 
 
 def test_a_full_disk_costs_what_was_written_meanwhile(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 import time
 
-import pytest
-
 from tests.unit.test_tree import BLOCK, OTHER, ROOT, add, index_of, shape
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
@@ -11,7 +9,6 @@ from tiers.blocks.tree import TreeQuery
 from tiers.disk.inspection.view import BlockInfo
 from tiers.explore import DiskBlocks, TierForest, same_start
 from tiers.memory.index import BlockIndex
-from tiers.memory.past_hits import MAX_KEYS, PastHits
 from tiers.telemetry.misses import Absence, marks_of
 from tiers.tier import TierName
 
@@ -49,33 +46,6 @@ def test_a_block_in_two_tiers_is_told_once_at_the_hotter():
     assert (0, [(6, [])]) == shape(root)
     assert [(TierName.DEVICE, 2), (TierName.DISK, 1)] == root.children[0].runs
     assert (3, 3) == (tree.num_blocks, tree.num_seen)
-
-
-def test_a_prefix_keeps_its_hits_when_its_blocks_leave_memory_and_return():
-    index = BlockIndex()
-    blocks = add(index, [1, 2, 3, 4])
-    blocks[0].hits = 3
-    forest = TierForest(index, on_disk([1, 2, 3, 4]))
-    hits = lambda forest: forest.tree(TreeQuery()).roots[0].children[0].hits  # noqa: E731
-    assert 3 == hits(forest)
-    for block in reversed(blocks):
-        index.remove(block)
-    assert 3 == hits(forest), "on disk alone"
-    add(index, [1, 2, 3, 4])[0].hits = 2
-    assert 5 == hits(forest)
-    after = BlockIndex()
-    after.past_hits.restore(index.dump_hits())
-    assert 5 == hits(TierForest(after, on_disk([1, 2, 3, 4]))), "after a restart"
-
-
-def test_past_hits_are_bounded_and_refuse_what_they_did_not_write():
-    past = PastHits()
-    keys = [PrefixKey(number.to_bytes(16, "big")) for number in range(MAX_KEYS + 1)]
-    for key in keys:
-        past.note(key, 1)
-    assert (0, 1) == (past.of(keys[0]), past.of(keys[-1]))
-    with pytest.raises(ValueError, match="not a whole number"):
-        past.restore(b"torn")
 
 
 def test_scopes_of_the_disk_alone_are_shown_too():

@@ -10,7 +10,6 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.packing import pack
 from tiers.memory.block import Block, Following
-from tiers.memory.past_hits import PastHits
 
 
 class BlockIndex:
@@ -23,7 +22,6 @@ class BlockIndex:
         self._partials: dict[PrefixKey, list[Block]] = {}
         self._scopes: dict[PrefixKey, None] = {}
         self.collisions = 0
-        self.past_hits = PastHits()  # of blocks that were here before
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -93,8 +91,6 @@ class BlockIndex:
         key, above = block.key, block.parent
         assert key is not None and above is not None
         del self._blocks[key]
-        if block.hits:
-            self.past_hits.note(key, block.hits)
         if block.following is not None:
             self._first[key], block.following = block.following, None
         parent = self._blocks.get(above)
@@ -109,10 +105,6 @@ class BlockIndex:
                 self._left(above)
         block.key = None
         block.parent = None
-
-    def dump_hits(self) -> bytes:
-        """Hits by key, current and past; see `PastHits.restore`."""
-        return self.past_hits.dump((key, b.hits) for key, b in self._blocks.items() if b.hits)
 
     def children(self, key: PrefixKey) -> list[Block]:
         """Full blocks that continue the prefix `key` (a scope's root counts as one)."""

@@ -51,7 +51,7 @@ class BlockInfo:
     tokens: bytes = b""
     why: MissReason | None = None
 
-    def view(self, unix_s: float, *, hits: int = 0) -> BlockView:
+    def view(self, unix_s: float) -> BlockView:
         """The block as operators see it. Records do not count hits."""
         return BlockView(
             key=self.key,
@@ -60,7 +60,7 @@ class BlockInfo:
             place=TierName.DISK,
             tiers=(TierName.DISK,),
             tokens=self.tokens,
-            hits=hits,
+            hits=0,
             idle_s=max(0.0, unix_s - self.used_s),
             age_s=max(0.0, unix_s - self.computed_s),
         )
