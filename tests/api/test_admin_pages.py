@@ -20,7 +20,6 @@ from api.cache.owners import Owners
 from api.errors import RateLimited
 from api.format import size
 from api.journal.journal import Journal, JournalSettings
-from api.routes.unserved import UNSERVED
 from billing.keys import Principal
 from billing.money import UNITS
 from billing.reports.receipts import ReceiptSigner
@@ -141,14 +140,8 @@ async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(
 ) -> None:
     led = await client.get("http://test:8000/")
     assert (307, "/admin") == (led.status_code, led.headers["location"])
-    page = await client.get("http://test:8000/docs")
-    assert 200 == page.status_code
-    assert "script-src 'self'" in page.headers["content-security-policy"]
-    assert "<script" not in page.text
-    for path in ("POST /v1/chat/completions", "GET /v1/models", "GET /health/ready"):
-        assert path in page.text
-    assert "max_completion_tokens" in page.text
-    assert [] == [name for name in UNSERVED if f"<code>/v1/{name}</code>" not in page.text]
+    led = await client.get("http://test:8000/docs")
+    assert (307, "/openapi.json") == (led.status_code, led.headers["location"])
 
 
 async def test_the_explorer_shows_whose_a_prefix_is(
@@ -157,7 +150,7 @@ async def test_the_explorer_shows_whose_a_prefix_is(
     key = cache.fill().hex()
     page = await text(client, "explorer")
     assert "acme <small>bytes</small>" in page and key[:12] in page
-    assert "<td>≥ " not in page and "Keeping" not in page
+    assert "<td>≥ " not in page
     assert key[:12] in await text(client, "explorer?tenant=acme")
     assert "Nothing fits" in await text(client, "explorer?idle=7d")
     assert "No key begins with" in await text(client, "explorer?q=0000000000")
@@ -178,14 +171,10 @@ async def test_a_short_end_is_counted_in_the_row_that_it_continues(
     page = await text(client, "explorer")
     assert 2 == page.count('<th scope="row" class="l'), "one row each, the ends are within"
     assert ">+2</a>" in page
-    table = (await client.get("explorer.csv?sort=tokens")).text.splitlines()
-    header, first, second = (line.split(",") for line in table)
-    told = dict(zip(header, first, strict=True))
-    assert ("acme", "8", str(10 * BLOCK), "2") == tuple(
-        told[name] for name in ("owner", "blocks", "tokens", "short_ends")
-    )
-    assert str(8) == told["device_blocks"]
-    assert ("3", "0") == (second[header.index("blocks")], second[header.index("short_ends")])
+    sorted_page = await text(client, "explorer?sort=tokens")
+    first, second = re.findall(r"(\d+) blocks</small>", sorted_page)
+    assert ("8", "3") == (first, second)
+    assert f"<td>{10 * BLOCK}</td>" in sorted_page, "with both ends"
 
 
 async def test_both_tables_of_the_page_count_a_partly_filled_block(
@@ -244,11 +233,10 @@ async def test_a_row_shows_first_words_where_prompts_are_kept_and_else_roles_and
         outline=outline,
     )
     async with admin_client(parts, path="/admin/", **HTML) as client:
-        page, table = await text(client, "explorer"), await text(client, "explorer.csv")
+        page = await text(client, "explorer")
     assert keeps == ("Hello, you</small>" in page)
-    assert (not keeps) == (">system 4</small>" in page) == ("system 4" in table)
+    assert (not keeps) == (">system 4</small>" in page)
     assert (0 if keeps else 2) == page.count(">… system 2, user 4</small>")
-    assert (not keeps) == ('"… system 2, user 4"' in table)
 
 
 async def test_the_tenants_page_tells_bytes_by_tier(

@@ -102,8 +102,7 @@ async def text(client: httpx.AsyncClient, path: str) -> str:
 async def test_both_currencies_stand_on_a_page_and_no_sum_without_one(
     client: httpx.AsyncClient,
 ) -> None:
-    filtered = ("?since=2026-01-01", "/money?since=2026-09-01")
-    for path in ("", "/money", "/requests", "/explorer", "/tenants", *filtered):
+    for path in ("", "/money", "/requests", "/explorer", "/tenants", "/money?since=2026-09-01"):
         page = await text(client, path)
         assert "CNY" in page and "USD" in page, path
         assert [] == BARE.findall(page), page
@@ -133,10 +132,6 @@ async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(
         tokens = quote["prompt_tokens"]
         assert float(price) * tokens / 1e6 == pytest.approx(float(quote["price"]["prompt"]))
     assert "0.9000 CNY" in (page := await text(client, "/explorer")) and "3.0000 USD" in page
-    table = csv.DictReader(io.StringIO((await client.get("/admin/explorer.csv")).text))
-    assert {"acme": ("0.90", "CNY"), "bolt": ("3.00", "USD")} == {
-        row["owner"]: (row["saved"], row["currency"]) for row in table
-    }
 
 
 async def test_one_query_filters_the_pages_and_the_csv(
@@ -159,7 +154,7 @@ async def test_one_query_filters_the_pages_and_the_csv(
         assert names == {each["tenant"] for each in told} == {each["tenant"] for each in rows}
         for row in rows:
             assert (CURRENCIES[row["tenant"]], "20") == (row["currency"], row["prompt_tokens"])
-        for path in ("requests", "money", ""):
+        for path in ("requests", "money"):
             page = (await client.get(f"/admin/{path}?{query}")).text
             found = re.findall(r'<(?:th scope="row"|td class="words")>.*?title="(acme|bolt)"', page)
             if path == "money":  # its balances are of the tenant alone
@@ -170,7 +165,7 @@ async def test_one_query_filters_the_pages_and_the_csv(
 async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client: httpx.AsyncClient) -> None:
     for path, query in (
         ("requests", "since=yesterday"),
-        ("", "until=2026-13-01"),
+        ("requests", "until=2026-13-01"),
         ("money", "since=2026-01-01T08:15"),
         ("money", "since=2020-01-01"),
         ("requests.csv", "until=soon"),

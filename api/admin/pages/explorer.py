@@ -17,10 +17,10 @@ from starlette.responses import RedirectResponse, Response
 from api.admin import cache
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin, Role
-from api.admin.pages.base import csv_answer, render
+from api.admin.pages.base import render
 from api.admin.pages.filters import Filter
 from api.admin.pages.operation_forms import DONE, FORMS, Sent
-from api.admin.pages.prefix_rows import COLUMNS, OUTLINE_TOKENS, ScopeRows, rows_of
+from api.admin.pages.prefix_rows import OUTLINE_TOKENS, ScopeRows, rows_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Grown, Room
 from api.errors import ApiError, InvalidRequest, RecordNotFound
@@ -33,8 +33,6 @@ router = APIRouter(tags=["admin: cache"])
 KEY_BYTES = 16
 # A page has at most 100 rows of about 900 bytes, and stays under 150 KB with its files.
 PAGE = TreeQuery(depth=12, max_nodes=100, num_tokens=OUTLINE_TOKENS)
-MAX_ROWS = 5_000
-WHOLE = TreeQuery(depth=64, max_nodes=MAX_ROWS, max_children=MAX_ROWS, num_tokens=OUTLINE_TOKENS)
 IDLE = {"": 0, "1m": 60, "1h": 3600, "1d": 86_400, "7d": 7 * 86_400}
 KEPT = "Nothing was evicted: running requests or pins hold all of it."
 
@@ -123,17 +121,6 @@ async def page(
         forms=FORMS,
         receipt=receipt,
     )
-
-
-@router.get("/admin/explorer.csv", include_in_schema=False)
-async def table(
-    request: Request, admin: MayRead, tenant: Filter = "", idle: Filter = "", sort: Filter = ""
-) -> Response:
-    """More rows than the page shows, with the same filters and order, for a spreadsheet."""
-    _, scopes = await _grown(request, admin, WHOLE, tenant, idle, sort)
-    rows = ((scope, row) for scope in scopes for row in scope.rows)
-    cells = ([column(*each) for column in COLUMNS.values()] for each in rows)
-    return csv_answer("prefixes.csv", COLUMNS, cells)
 
 
 @router.get("/admin/explorer/{key}", include_in_schema=False)

@@ -16,7 +16,6 @@ from api.admin.parts import AdminParts
 from api.cache.explorer import Grown
 from api.cache.owners import Owner
 from billing.errors import BillingError
-from billing.money import format_units
 from billing.prices.book import Terms
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeNode
@@ -100,29 +99,6 @@ class ScopeRows:
 
     def total(self, name: str) -> int:
         return sum(getattr(row, name) or 0 for row in self.rows)
-
-
-# Of the table for a spreadsheet: unrounded numbers, times in seconds, amounts as decimals.
-COLUMNS: Final[Mapping[str, Callable[[ScopeRows, PrefixRow], object]]] = {
-    "owner": lambda scope, row: scope.owner.label if scope.owner else "",
-    "model": lambda scope, row: scope.owner.model if scope.owner else "",
-    "level": lambda scope, row: row.level,
-    "key": lambda scope, row: row.node.key.hex() if row.node.key else "",
-    "last_key": lambda scope, row: row.node.last.hex() if row.node.last else "",
-    "label": lambda scope, row: row.label,
-    "blocks": lambda scope, row: row.node.num_blocks,
-    "tokens": lambda scope, row: row.num_tokens,
-    "bytes": lambda scope, row: row.nbytes,
-    "device_blocks": lambda scope, row: _num_in(TierName.DEVICE, row),
-    "host_blocks": lambda scope, row: _num_in(TierName.HOST, row),
-    "disk_blocks": lambda scope, row: _num_in(TierName.DISK, row),
-    "hits": lambda scope, row: row.node.hits,
-    "idle_s": lambda scope, row: round(row.idle_s, 3),
-    "age_s": lambda scope, row: round(row.node.age_s, 3),
-    "saved": lambda scope, row: "" if row.saved is None else format_units(row.saved),
-    "currency": lambda scope, row: scope.currency,
-    "short_ends": lambda scope, row: row.num_folded,
-}
 
 
 def rows_of(
