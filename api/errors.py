@@ -193,6 +193,10 @@ TABLE: Final[Mapping[type[Exception], Row]] = {
     engine_errors.UnknownAdapter: Row(404, "invalid_request_error", "model_not_found"),
     engine_errors.QueueFull: Row(503, "server_error", "overloaded", retry_after_s=1),
     engine_errors.EngineClosed: Row(503, "server_error", "shutting_down", retry_after_s=5),
+    engine_errors.RemoteFault: Row(502, "server_error", "engine_fault"),
+    engine_errors.RemoteBusy: Row(429, "rate_limit_error", "engine_overloaded", retry_after_s=1),
+    engine_errors.RemoteAway: Row(503, "server_error", "engine_unavailable", retry_after_s=5),
+    engine_errors.RemoteSilent: Row(504, "server_error", "engine_timeout"),
     engine_errors.EngineFailed: Row(500, "server_error", "engine_failed"),
     billing_errors.UnknownKey: Row(401, "invalid_request_error", "invalid_api_key"),
     billing_errors.KeyExpired: Row(401, "invalid_request_error", "expired_api_key"),
@@ -290,8 +294,8 @@ def answer_to(error: BaseException) -> ErrorAnswer:
     if row is None:
         return ErrorAnswer(UNEXPECTED.status, UNEXPECTED_MESSAGE, UNEXPECTED.type, UNEXPECTED.code)
     headers = dict(getattr(error, "headers", {}))
-    if row.retry_after_s is not None:
-        headers.setdefault("Retry-After", str(row.retry_after_s))
+    if (wait_s := getattr(error, "retry_after_s", None) or row.retry_after_s) is not None:
+        headers.setdefault("Retry-After", str(wait_s))
     if row.status == 409 and row.retry_after_s is None:
         headers.setdefault("x-should-retry", "false")  # OpenAI's clients take a 409 for a lock
     if row.status == 401:

@@ -16,6 +16,7 @@ from billing.gate.outcomes import Outcome
 from billing.prices.book import RateRef
 from billing.prices.rating import Line
 from billing.usage import EMPTY, Usage
+from engine.errors import RemoteFault
 from engine.request import (
     FinishReason,
     Lookup,
@@ -275,6 +276,7 @@ class Served:
     miss_reasons: Mapping[MissReason, int]
     timeline: Timeline  # of the first prompt
     error: str | None = None
+    fault: RemoteFault | None = None  # of an engine elsewhere; `error` has its words
     refusal: GateError | None = None  # of money for the rest of the answer, with Outcome.BUDGET
     lookups: tuple[Lookup, ...] = ()  # of the prompts that were admitted
     finishes: tuple[FinishReason | None, ...] = ()  # of the choices

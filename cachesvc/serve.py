@@ -51,7 +51,7 @@ def serve(
     a one-time login link for its dashboard.
     """
     server, startup = settings.server, startup or Startup()
-    over_vllm, at_url = settings.engine.backend == "vllm", bool(settings.engine.url)
+    over_vllm, at_url = settings.engine.backend == "vllm", bool(settings.engine.urls)
     if idle := ", ".join(idle_settings(settings)):
         logger.warning(f"without effect with engine {settings.engine.backend}: {idle}")
     make_data_dir(server.data_dir)

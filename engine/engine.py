@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from engine.answers import STEP_FAILED, Answers
 from engine.batch import Batch, Sampled, Span
@@ -53,6 +53,18 @@ class Runner(StateRunner, Protocol):
         ...
 
 
+class EngineUse(NamedTuple):
+    """How an engine at a URL does. Tokens are of prompts that it completed; `errors` are
+    requests."""
+
+    url: str
+    is_up: bool
+    num_in_flight: int
+    prompt_tokens: int
+    hit_tokens: int
+    errors: int
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine, taken between steps."""
@@ -66,6 +78,12 @@ class EngineStats:
     jumped_tokens: int  # forced by a grammar, each saving a decode step
     cache: CacheStats
     failed: str | None = None
+    engines: tuple[EngineUse, ...] = ()  # those elsewhere that compute
+
+    @property
+    def are_away(self) -> bool:
+        """No engine answers."""
+        return bool(self.engines) and not any(each.is_up for each in self.engines)
 
 
 class Engine:

@@ -52,6 +52,29 @@ class EngineClosed(EngineError):
     """The engine is closed or closing."""
 
 
+class RemoteFault(EngineError):
+    """The engine at a URL did not answer as it should: an error, an answer that breaks off or
+    cannot be read."""
+
+    # The message is a sentence for clients, which tells nothing of the inside. `retry_after_s` is
+    # when to try again, if the engine said so.
+    def __init__(self, message: str, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RemoteBusy(RemoteFault):
+    """The engine at a URL has too much to do."""
+
+
+class RemoteAway(RemoteFault):
+    """The engine at a URL cannot be reached, or says that it cannot serve now."""
+
+
+class RemoteSilent(RemoteFault):
+    """The engine at a URL said nothing for too long."""
+
+
 class ModelError(EngineError):
     """A model that cannot be loaded, or whose attention cannot be paged. Raised at start-up."""
 

@@ -11,6 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from engine.errors import RemoteFault
 from engine.structure import Grammar, StructuredOutputs
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -207,6 +208,7 @@ class StepOutput(NamedTuple):
     lookup: Lookup | None = None  # on a request's first output
     timeline: Timeline = Timeline()
     error: str | None = None
+    fault: RemoteFault | None = None  # of an engine elsewhere; `error` has its words
     last: bool = False  # this is the request's last output, over all its sequences
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # for all prompt tokens but the first, once
     num_jumped: int = 0  # of `tokens`, those forced by a grammar without a step

@@ -36,6 +36,7 @@ from api.requests.metering import LedgerCharge
 from api.requests.publishing import PUBLISHED, Publisher
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
+from engine.errors import RemoteFault
 from engine.request import FinishReason
 
 KEEPALIVE = b": keep-alive\n\n"
@@ -280,8 +281,10 @@ def _part(body: bytes, *, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-def _failure_of(served: Served) -> ApiError:
+def _failure_of(served: Served) -> ApiError | RemoteFault:
     """What the client is told of a request that the engine ended."""
+    if served.fault is not None:
+        return served.fault
     if FinishReason.UNMATCHED in served.finishes:
         return InvalidRequest(f"The answer ends without its form: {served.error}.")
     return GenerationFailed(f"The engine ended this request: {served.error}.")

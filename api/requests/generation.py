@@ -19,6 +19,7 @@ from api.served_model import EngineClient
 from billing.errors import GateError
 from billing.gate.outcomes import Outcome
 from billing.usage import EMPTY, Usage
+from engine.errors import RemoteFault
 from engine.request import (
     FinishReason,
     Lookup,
@@ -103,6 +104,7 @@ class Generation:
         self._coverage = coverage
         self._outcome = Outcome.FINISHED
         self._error: str | None = None
+        self._fault: RemoteFault | None = None
         self._jumped_tokens = 0
         num_told = job.num_choices if job.turn is not None else 0
         self._said: list[tuple[list[str], list[int]]] = [([], []) for _ in range(num_told)]
@@ -207,6 +209,7 @@ class Generation:
             reasons,
             first.timeline,
             self._error,
+            self._fault,
             self._coverage.refusal if self._outcome is Outcome.BUDGET else None,
             lookups=tuple(part.lookup for part in parts if part.lookup is not None),
             finishes=tuple(choice.finish for part in parts for choice in part.choices),
@@ -278,6 +281,7 @@ class Generation:
         if output.finish is not None and unasked:
             self._outcome = Outcome.FAILED
             self._error = output.error or "the server ended the request"
+            self._fault = output.fault
 
     def _end_uncovered(self) -> list[Delta]:
         """Ends every open choice, because the next token is not paid for."""

@@ -52,7 +52,7 @@ def serve(
     port: Annotated[int | None, _option("server.port", "--port")] = None,
     data_dir: Annotated[Path | None, _option("server.data_dir", "--data-dir")] = None,
     device: Annotated[str | None, _option("model.device", "--device")] = None,
-    engine: Annotated[str | None, _option("engine.backend", "--engine")] = None,
+    engine: Annotated[list[str] | None, _option("engine.backend", "--engine")] = None,
     device_cache: Annotated[str | None, _option("cache.device_bytes", "--device-cache")] = None,
     host_cache: Annotated[str | None, _option("cache.host_bytes", "--host-cache")] = None,
     disk_cache: Annotated[str | None, _option("cache.disk_bytes", "--disk-cache")] = None,
@@ -80,6 +80,7 @@ def serve(
         each.opts[0]: context.params[each.name] for each in context.command.params if each.name
     }
     flags = {setting: given[flag] for flag, setting in SETTING_OF.items()}
+    flags["engine.backend"] = engine or None
     flags["model.adapters"] = _adapters(adapter) if adapter else None
     flags["engine.vllm"] = read_options(context.args, _options_of(context)) or None
     loaded = load_settings(flags, config)
@@ -137,8 +138,8 @@ def _announce(
 ) -> None:
     """Prints the server's address and, on a terminal only, a login link for the dashboard."""
     tiers = ", ".join(filter(None, (_tier(name, asked, settings.cache) for name in TIERS)))
-    if settings.engine.url:
-        tiers = f"computed at {settings.engine.url}"
+    if settings.engine.urls:
+        tiers = f"computed at {', '.join(settings.engine.urls)}"
     logger.info(
         f"cachesvc {cachesvc.__version__} serves {settings.model.name} on {url} "
         f"({tiers}; data in {settings.server.data_dir})"

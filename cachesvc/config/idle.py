@@ -25,7 +25,7 @@ _UNREAD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 
 def idle_settings(settings: Settings) -> Iterator[str]:
     """The names of settings that somebody gave and that have no effect with this engine."""
-    kind = "url" if settings.engine.url else settings.engine.backend
+    kind = "url" if settings.engine.urls else str(settings.engine.backend)
     for section, names in _UNREAD.get(kind, {}).items():
         given = getattr(settings, section).model_fields_set
         yield from (f"{section}.{name}" for name in names if name in given)

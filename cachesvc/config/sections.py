@@ -51,8 +51,16 @@ def as_sent(origin: str) -> str:
 ENGINES = ("embedded", "vllm")
 
 
-def an_engine(name: str) -> str:
-    """An engine's name or URL. Raises ValueError for any other text."""
+def engines(given: str | list[str]) -> str | list[str]:
+    """An engine's name, or the URLs of engines. Raises ValueError for anything else."""
+    if isinstance(given, str):
+        return _an_engine(given)
+    if not given or len(set(given)) < len(given) or (len(given) > 1 and set(ENGINES) & set(given)):
+        raise ValueError(f"{given!r} are no engines; give each URL once, or one of {ENGINES}")
+    return [_an_engine(each) for each in given] if len(given) > 1 else _an_engine(given[0])
+
+
+def _an_engine(name: str) -> str:
     parts = urlsplit(name)
     at_url = parts.scheme in ("http", "https") and parts.hostname and not parts.query
     if name not in ENGINES and not (at_url and parts.username is None):
@@ -206,10 +214,10 @@ class CacheSection(Section):
 
 
 class EngineSection(Section):
-    backend: Annotated[str, AfterValidator(an_engine)] = Field(
+    backend: Annotated[str | list[str], AfterValidator(engines)] = Field(
         "embedded",
         description="Engine: embedded, vllm with a cachesvc node below it, or the URL of a vLLM or "
-        "SGLang that runs, such as http://10.0.0.5:8000",
+        "SGLang that runs, such as http://10.0.0.5:8000; or several URLs of one model",
     )
     vllm: dict[str, str | int | float | bool] = Field(
         default_factory=dict,
@@ -240,9 +248,10 @@ class EngineSection(Section):
     )
 
     @property
-    def url(self) -> str:
-        """Of an engine that runs already; empty for the others."""
-        return "" if self.backend in ENGINES else self.backend
+    def urls(self) -> list[str]:
+        """Of engines that run already; empty for the others."""
+        named = [self.backend] if isinstance(self.backend, str) else self.backend
+        return [each for each in named if each not in ENGINES]
 
 
 class BillingSection(Section):

@@ -59,7 +59,7 @@ def prepare(
         from cachesvc.server.vllm.elsewhere import build as build_elsewhere
 
         elsewhere = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
-        if settings.engine.url:
+        if settings.engine.urls:
             none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
             elsewhere = settings.model_copy(update={"cache": none})
 

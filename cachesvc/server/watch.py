@@ -49,6 +49,8 @@ class ServerWatch:
             return Readiness(False, "the server is shutting down")
         if stats.failed:
             return Readiness(False, f"the engine has failed: {stats.failed}", alive=False)
+        if stats.are_away:
+            return Readiness(False, "no engine of the model answers")
         if refused := self._money.books.ledger.refuses:
             return Readiness(False, refused)
         detail = {"running": stats.num_running, "waiting": stats.num_waiting}

@@ -8,6 +8,7 @@ prompt counts as computed. If the engine never says, all of it stays so, as UNRE
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from engine.errors import RemoteFault
 from engine.request import (
     BlockRun,
     FinishReason,
@@ -59,8 +60,9 @@ class RunningAnswer:
         self.is_counted = False  # its hits are known
 
     @property
-    def num_computed(self) -> int:
-        return self._counts.miss
+    def counts(self) -> TokenCounts:
+        """Of the prompt."""
+        return self._counts
 
     @property
     def over(self) -> bool:
@@ -112,7 +114,7 @@ class RunningAnswer:
         logprobs: Sequence[TokenLogprob] = (),
         prompt_logprobs: Sequence[TokenLogprob] = (),
         finish: FinishReason | None = None,
-        error: str | None = None,
+        error: str | RemoteFault | None = None,
     ) -> StepOutput:
         """An output of sequence `index`. `finish` ends it."""
         if finish is not None:
@@ -133,7 +135,8 @@ class RunningAnswer:
             miss_reasons=reasons,
             lookup=lookup,
             timeline=self._when._replace(last_token_ns=now_ns),
-            error=error,
+            error=None if error is None else str(error),
+            fault=error if isinstance(error, RemoteFault) else None,
             last=self.over,
         )
 

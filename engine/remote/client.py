@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import orjson
 
-from engine.errors import EngineError
+from engine.errors import RemoteAway, RemoteBusy, RemoteFault, RemoteSilent
 
 logger = logging.getLogger(__name__)
 
@@ -24,12 +24,12 @@ SILENCE_S = 600.0  # without a byte: a prompt may wait long in a busy engine's q
 MAX_LINE_BYTES = 8 << 20  # SGLang repeats all of an answer's tokens in each
 MAX_WHOLE_BYTES = 256 << 20  # log-probabilities of every token of a long prompt
 MAX_ERROR_BYTES = 1 << 16
+MAX_RETRY_S = 60  # OpenAI's clients ignore a longer Retry-After
 _ERROR_CHARS = 500  # of an engine's words in our log
-
-
-class RemoteFault(EngineError):
-    """The engine at the URL did not answer as it should. The message is for clients: "The engine
-    ended this request: ..."."""
+BROKE_OFF = "The engine's answer broke off."
+ENDED_IN_ERROR = "The engine ended the request with an error."
+UNREADABLE = "The engine's answer cannot be read."
+TOO_LONG = "The engine's answer is too long."
 
 
 class HttpAnswer:
@@ -55,11 +55,11 @@ class HttpAnswer:
         while not lines:
             if not (data := await self.read()):
                 if self._rest:
-                    raise fault(self._where, "it ended within a line", "its answer broke off")
+                    raise fault(self._where, "it ended within a line", BROKE_OFF)
                 break
             *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > MAX_LINE_BYTES:
-                raise fault(self._where, "a line is too long", "its answer is too long")
+                raise fault(self._where, "a line is too long", TOO_LONG)
         return lines
 
     async def whole(self, most_bytes: int | None = None) -> bytes:
@@ -69,7 +69,7 @@ class HttpAnswer:
         while data := await self.read():
             size += len(data)
             if size > most_bytes:
-                raise fault(self._where, f"more than {most_bytes} bytes", "its answer is too long")
+                raise fault(self._where, f"more than {most_bytes} bytes", TOO_LONG)
             parts.append(data)
         return b"".join(parts)
 
@@ -119,7 +119,7 @@ class EngineHttp:
         async with self.request("POST", path, orjson.dumps(body)) as answer:
             where = f"{self.url}{path}"
             if answer.status != 200:
-                raise _refused(where, answer.status, await answer.whole(MAX_ERROR_BYTES))
+                raise refused(where, answer, await answer.whole(MAX_ERROR_BYTES))
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
                 yield _read(where, await answer.whole())
                 return
@@ -131,7 +131,7 @@ class EngineHttp:
                     if data == b"[DONE]":
                         return
                     yield _read(where, data)
-            raise fault(where, "its stream ended early", "its answer broke off")
+            raise fault(where, "its stream ended early", BROKE_OFF)
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -161,10 +161,25 @@ class EngineHttp:
         return self._session
 
 
-def fault(where: str, why: str, what: str) -> RemoteFault:
+def fault(where: str, why: str, what: str, kind: type[RemoteFault] = RemoteFault) -> RemoteFault:
     """A fault with the reason in the log, and `what` for the client."""
     logger.warning(f"the engine at {where} failed in a request: {why}")
-    return RemoteFault(what)
+    return kind(what)
+
+
+def refused(where: str, answer: HttpAnswer, said: bytes) -> RemoteFault:
+    """The fault of an answer that is an error, and what it `said`."""
+    kind, what = RemoteFault, f"The engine answered {answer.status}."
+    if answer.status == 429:
+        kind, what = RemoteBusy, "The engine is overloaded; try again later."
+    elif answer.status == 503:
+        kind, what = RemoteAway, "The engine cannot serve now; try again later."
+    words = said[:_ERROR_CHARS].decode(errors="replace")
+    found = fault(where, f"{answer.status}: {words}", what, kind)
+    wait = answer.headers.get("retry-after", "")
+    if wait.isascii() and wait.isdigit():
+        found.retry_after_s = min(max(1, int(wait[:9])), MAX_RETRY_S)
+    return found
 
 
 @contextmanager
@@ -173,11 +188,12 @@ def _faults(where: str) -> Iterator[None]:
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise fault(where, repr(error), "it cannot be reached") from None
+        raise fault(where, repr(error), "The engine cannot be reached.", RemoteAway) from None
     except TimeoutError:
-        raise fault(where, f"silent for {SILENCE_S:g} s", "it timed out") from None
+        why = f"silent for {SILENCE_S:g} s"
+        raise fault(where, why, "The engine timed out.", RemoteSilent) from None
     except (aiohttp.ClientError, OSError) as error:
-        raise fault(where, repr(error), "its answer broke off") from None
+        raise fault(where, repr(error), BROKE_OFF) from None
 
 
 def _read(where: str, data: bytes) -> dict[str, Any]:
@@ -187,13 +203,7 @@ def _read(where: str, data: bytes) -> dict[str, Any]:
         event = None
     if not isinstance(event, dict):
         said = data[:_ERROR_CHARS].decode(errors="replace")
-        raise fault(where, f"no JSON object: {said}", "its answer cannot be read")
+        raise fault(where, f"no JSON object: {said}", UNREADABLE)
     if error := event.get("error"):
-        raise fault(where, str(error)[:_ERROR_CHARS], "it ended the request with an error")
+        raise fault(where, str(error)[:_ERROR_CHARS], ENDED_IN_ERROR)
     return event
-
-
-def _refused(where: str, status: int, data: bytes) -> RemoteFault:
-    said = data[:_ERROR_CHARS].decode(errors="replace")
-    what = "it is overloaded; try again later" if status == 429 else f"it answered {status}"
-    return fault(where, f"{status}: {said}", what)

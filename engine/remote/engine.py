@@ -9,10 +9,9 @@ says so: a process that it started has ended.
 import asyncio
 import contextlib
 import logging
-import re
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -28,8 +27,8 @@ from engine.errors import (
     UnknownAdapter,
 )
 from engine.remote.answer import RunningAnswer
-from engine.remote.client import EngineHttp, RemoteFault
-from engine.remote.requests import PromptReports, Remote, RemoteRequests
+from engine.remote.requests import PromptReports, RemoteRequests
+from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from engine.scheduling.shares import BeginRate
 from tiers.operations.face import CacheOperations
@@ -46,8 +45,7 @@ class RemoteEngine:
 
     def __init__(
         self,
-        http: EngineHttp,
-        remote: Remote,
+        upstreams: Sequence[Upstream],
         on_outputs: Callable[[Sequence[StepOutput]], None],
         *,
         max_waiting: int,
@@ -56,8 +54,7 @@ class RemoteEngine:
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """`reports` come from a connector; None if the engine runs without it."""
-        self._http = http
-        self._remote = remote
+        self._upstreams = Upstreams(upstreams)
         self._max_waiting = max_waiting
         self._check_params = check_params
         self._clock_ns = clock_ns
@@ -70,15 +67,13 @@ class RemoteEngine:
         self._rate = BeginRate()
         self._num_computed = 0
         self._looking: Future[None] = Future()
-        self._counters: dict[str, float] = {}  # of the engine's own metrics
         self._operations: CacheOperations | None = None
         self._read_cache: Callable[[], CacheStats] | None = None
         self.failure: BaseException | None = None  # that ended the engine: it serves nothing more
-        self.max_tokens = remote.max_tokens
+        self.max_tokens = min(each.remote.max_tokens for each in upstreams)
         self._requests = RemoteRequests(
             self._loop,
-            http.events,
-            remote,
+            self._upstreams,
             on_outputs,
             reports=reports,
             clock_ns=clock_ns,
@@ -147,8 +142,9 @@ class RemoteEngine:
         return future
 
     def ask(self, method: str, path: str) -> "Future[tuple[int, Any]]":
-        """Asks the engine something beside the requests; see `EngineHttp.ask`."""
-        return asyncio.run_coroutine_threadsafe(self._http.ask(method, path), self._loop)
+        """Asks the first engine something beside the requests; see `EngineHttp.ask`."""
+        asked = self._upstreams.each[0].http.ask(method, path)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop)
 
     def in_flight(self) -> frozenset[str]:
         """The submitted requests that have not ended."""
@@ -157,22 +153,23 @@ class RemoteEngine:
 
     @property
     def kv_usage(self) -> float:
-        """How much of the engine's own cache is in use, 0 to 1."""
-        return self._counters.get("vllm:kv_cache_usage_perc", 0.0)
+        """How much of the engines' own caches is in use, 0 to 1."""
+        return self._upstreams.total("vllm:kv_cache_usage_perc") / len(self._upstreams.each)
 
     def stats(self) -> EngineStats:
         assert self._read_cache is not None, "`use` comes before"
-        counters, num_decoding = self._counters, self._requests.num_decoding
+        total, num_decoding = self._upstreams.total, self._requests.num_decoding
         return EngineStats(
             num_running=num_decoding,
             num_waiting=max(0, len(self._submitted) - num_decoding),
             num_loading=0,
-            num_preemptions=int(counters.get("vllm:num_preemptions_total", 0)),
-            num_steps=int(counters.get("vllm:iteration_tokens_total_count", 0)),
+            num_preemptions=int(total("vllm:num_preemptions_total")),
+            num_steps=int(total("vllm:iteration_tokens_total_count")),
             prompt_tokens_computed=self._num_computed,
             jumped_tokens=0,
             cache=self._read_cache(),
             failed=repr(self.failure) if self.failure else None,
+            engines=tuple(each.use() for each in self._upstreams.each),
         )
 
     def fail(self, error: BaseException) -> None:
@@ -196,7 +193,7 @@ class RemoteEngine:
             self._looking.cancel()
             ending = self._requests.close("the server is shutting down")
             asyncio.run_coroutine_threadsafe(ending, self._loop).result()
-            asyncio.run_coroutine_threadsafe(self._http.close(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(self._upstreams.close(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -211,13 +208,14 @@ class RemoteEngine:
                 f"model's context with one token to generate; shorten it"
             )
         self._check_params(request.params)
-        adapters = self._remote.adapters
+        adapters = self._upstreams.each[0].remote.adapters
         if request.adapter is not None and request.adapter not in adapters:
             served = ", ".join(adapters) or "none"
             raise UnknownAdapter(
                 f"no adapter {request.adapter!r} is loaded (loaded: {served})", param="model"
             )
-        self._remote.protocol.check(request)
+        for each in self._upstreams.each:
+            each.remote.protocol.check(request)
 
     def _post(self, command: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # closed: all requests in flight have ended
@@ -230,14 +228,12 @@ class RemoteEngine:
         self._loop.run_forever()
 
     async def _look(self) -> None:
-        """Reads the engine's counters while it has work, and measures how fast work begins."""
+        """Asks the engines whether they serve, reads their counters while they have work, and
+        measures how fast work begins."""
         idle = False
         while True:
-            if self._submitted or not idle:
-                idle = not self._submitted
-                with contextlib.suppress(RemoteFault):
-                    _, text = await self._http.ask("GET", "/metrics")
-                    self._counters = counters_in(str(text))
+            was_idle, idle = idle, not self._submitted
+            await self._upstreams.probe(counting=not (idle and was_idle))
             await asyncio.sleep(LOOK_S)
             self._measure()
             self._requests.take_reports()
@@ -257,25 +253,6 @@ class RemoteEngine:
             self._measure()
 
     def _over(self, answer: RunningAnswer) -> None:
-        self._num_computed += answer.num_computed
+        self._num_computed += answer.counts.miss
         with self._lock:
             self._submitted.discard(answer.request.request_id)
-
-
-_SAMPLE = re.compile(r"^([a-z_:]+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
-
-
-def counters_in(text: str) -> dict[str, float]:
-    """Prometheus samples by name, over all labels."""
-    sums: defaultdict[str, float] = defaultdict(float)
-    for name, _, value in _SAMPLE.findall(text):
-        with contextlib.suppress(ValueError):
-            sums[name] += float(value)
-    return dict(sums)
-
-
-def labels_in(text: str, name: str) -> dict[str, str]:
-    """The labels of the first sample of this name."""
-    found = next((labels for each, labels, _ in _SAMPLE.findall(text) if each == name), "")
-    return dict(_LABEL.findall(found))

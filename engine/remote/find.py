@@ -5,19 +5,19 @@ another model, tokenizer or context length.
 """
 
 import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 from typing import Protocol as TypingProtocol
 
-from engine.errors import AdapterError, ModelError
-from engine.remote.client import EngineHttp, RemoteFault
-from engine.remote.engine import labels_in
+from engine.errors import AdapterError, ModelError, RemoteFault
+from engine.remote.client import EngineHttp
+from engine.remote.metrics import labels_in
 from engine.remote.protocol import Protocol
-from engine.remote.requests import Remote
 from engine.remote.sglang import SGLang
+from engine.remote.upstreams import Remote
 from engine.remote.vllm import Completions, Generate
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,15 @@ class FoundEngine:
     version: str
     remote: Remote
     num_blocks: int
+
+
+async def find_all(urls: Sequence[str], meant: Meant) -> list[FoundEngine]:
+    """The engines at these URLs, all with one context length."""
+    found: list[FoundEngine] = []
+    for url in urls:
+        found.append(await find(url, meant))
+        meant = replace(meant, max_tokens=found[0].remote.max_tokens)
+    return found
 
 
 async def find(url: str, meant: Meant) -> FoundEngine:
@@ -169,7 +178,7 @@ async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int, Collection[
     if meant.max_tokens not in (None, max_tokens):
         raise ModelError(
             f"the engine at {http.url} has a context of {max_tokens} tokens, not "
-            f"{meant.max_tokens} as asked for"
+            f"{meant.max_tokens} as asked for or as another engine of this model has"
         )
     return str(model["id"]), max_tokens, meant.adapters
 

@@ -10,23 +10,24 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from typing import Protocol as TypingProtocol
 
+from engine.errors import RemoteAway, RemoteFault
 from engine.remote.answer import Report, RunningAnswer
-from engine.remote.client import RemoteFault
+from engine.remote.client import ENDED_IN_ERROR, UNREADABLE
 from engine.remote.protocol import Protocol, SequenceAsk, Told, cached_of
+from engine.remote.upstreams import Upstream, Upstreams
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.shares import ServedShares
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 2.0  # how long an aborted prompt waits for its progress report
-Events = Callable[[str, Mapping[str, Any]], AsyncGenerator[dict[str, Any]]]
 
 
 class PromptReports(TypingProtocol):
@@ -38,23 +39,12 @@ class PromptReports(TypingProtocol):
     def forget(self, name: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remote:
-    """The engine as it was found. `adapters` are its names for ours."""
-
-    protocol: Protocol
-    model: str
-    max_tokens: int
-    block_size: int
-    end: frozenset[int]
-    adapters: Mapping[str, str] = field(default_factory=dict)
-
-
 @dataclass(slots=True, eq=False)
 class _Running:
     """A running request, with a task for each sequence that has begun."""
 
     answer: RunningAnswer
+    upstream: Upstream | None = None  # that answers it
     tasks: dict[int, "asyncio.Task[None]"] = field(default_factory=dict)
     ended: dict[int, FinishReason] = field(default_factory=dict)  # ended by us, with the reason
     done: set[int] = field(default_factory=set)  # the engine has said how they end
@@ -72,8 +62,7 @@ class RemoteRequests:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        events: Events,
-        remote: Remote,
+        upstreams: Upstreams,
         on_outputs: Callable[[Sequence[StepOutput]], None],
         *,
         reports: PromptReports | None,
@@ -83,8 +72,7 @@ class RemoteRequests:
     ) -> None:
         """`on_begun` is called when a prompt is complete, or with False when it never will be."""
         self._loop = loop
-        self._events = events
-        self._remote = remote
+        self._upstreams = upstreams
         self._on_outputs = on_outputs
         self._reports = reports
         self._clock_ns = clock_ns
@@ -103,7 +91,8 @@ class RemoteRequests:
 
     def begin(self, request: Request, failed: BaseException | None) -> None:
         """Starts a request; ends it with an error if the engine has `failed`."""
-        answer = RunningAnswer(request, self._remote.block_size, self._clock_ns())
+        block_size = self._upstreams.each[0].remote.block_size
+        answer = RunningAnswer(request, block_size, self._clock_ns())
         running = self._running[request.request_id] = _Running(answer)
         self._shares.enter(request.share)
         if failed is not None:  # accepted just before the engine failed
@@ -156,19 +145,35 @@ class RemoteRequests:
 
     async def _serve(self, running: _Running, index: int) -> None:
         """Serves one sequence to its end."""
-        ask = self._ask(running.answer.request, index)
+        name = f"{running.answer.request.request_id}:{index}"
         if self._reports is not None:
-            self._reports.expect(ask.name)
+            self._reports.expect(name)
         try:
-            if (held := await self._told(running, ask)) is not None:
-                self._tell(running, ask, held)
+            await self._try(running, index)
         except asyncio.CancelledError:
             if not running.answer.has_begun:
-                running.answer.cut_short(await self._last_report(ask.name))
+                running.answer.cut_short(await self._last_report(name))
             raise
         finally:
             if self._reports is not None:
-                self._reports.forget(ask.name)
+                self._reports.forget(name)
+
+    async def _try(self, running: _Running, index: int) -> None:
+        """Asks the engine that has the request, or one for it. If that fails before the answer
+        begins, one other is asked. Raises RemoteFault."""
+        request = running.answer.request
+        priority = int(self._shares[request.share])
+        self._shares.charge(request.share, len(request.tokens))
+        upstream = running.upstream or self._upstreams.pick()
+        if upstream is None:
+            raise RemoteAway("No engine of this model answers now; try again later.")
+        try:
+            await self._pass_on(running, self._ask(request, index, upstream, priority), upstream)
+        except RemoteFault:
+            other = None if running.answer.has_begun else self._upstreams.pick(upstream)
+            if other is None:
+                raise
+            await self._pass_on(running, self._ask(request, index, other, priority), other)
 
     def _served(self, running: _Running, index: int, task: "asyncio.Task[None]") -> None:
         """The task of a sequence is over. Tells its end, unless the engine's was told."""
@@ -179,16 +184,14 @@ class RemoteRequests:
             finish = running.ended.get(index, FinishReason.ABORT)
             self._end(running, index, finish, running.error)
             return
-        error = str(fault or "it ended without saying why")
         if fault is not None and not isinstance(fault, RemoteFault):
-            logger.error("an answer of the engine cannot be read", exc_info=fault)
-            error = "its answer cannot be read; see the log"
-        self._end(running, index, FinishReason.ERROR, running.error or error)
+            logger.error("a request to the engine failed", exc_info=fault)
+            fault = RemoteFault(UNREADABLE)
+        fault = fault or RemoteFault("The engine ended the request without saying why.")
+        self._end(running, index, FinishReason.ERROR, running.error or fault)
 
-    def _ask(self, request: Request, index: int) -> SequenceAsk:
-        remote = self._remote
-        priority = int(self._shares[request.share])
-        self._shares.charge(request.share, len(request.tokens))
+    def _ask(self, request: Request, index: int, upstream: Upstream, priority: int) -> SequenceAsk:
+        remote = upstream.remote
         model = remote.model if request.adapter is None else remote.adapters[request.adapter]
         # A request that must not be cached gets a salt of its own.
         tenant = request.scope.tenant if request.cache else os.urandom(16)
@@ -203,27 +206,31 @@ class RemoteRequests:
             salt=salt_of(tenant) if tenant else None,
         )
 
-    async def _told(self, running: _Running, ask: SequenceAsk) -> Told | None:
-        """Passes on what the engine says. Returns its end, which waits for the usage that comes
-        after it."""
-        protocol, num_tokens, usage = self._remote.protocol, 0, None
+    async def _pass_on(self, running: _Running, ask: SequenceAsk, upstream: Upstream) -> None:
+        """Passes on what an engine says. Its end waits for the usage that comes after it."""
+        protocol, num_tokens, usage = upstream.remote.protocol, 0, None
         held: Told | None = None
-        async with aclosing(self._events(protocol.path, protocol.body(ask))) as events:
-            async for event in events:
-                told = protocol.told(event, ask, num_tokens)
-                num_tokens += len(told.tokens)
-                usage = told.usage or usage
-                if not running.answer.has_begun:
-                    self._begin(running, ask)
-                if told.finish is None or told.by_string:
-                    self._tell(running, ask, told._replace(finish=None))
-                    told = told._replace(tokens=(), logprobs=(), prompt_logprobs=())
-                if told.finish is not None:
-                    held = told
-                    running.done.add(ask.index)
+        asked = upstream.http.events(protocol.path, protocol.body(ask))
+        with upstream.serving():
+            async with aclosing(asked) as events:
+                async for event in events:
+                    told = _read(protocol, event, ask, num_tokens)
+                    num_tokens += len(told.tokens)
+                    usage = told.usage or usage
+                    if not running.answer.has_begun:
+                        upstream.answered()
+                        running.upstream = upstream
+                        self._begin(running, ask)
+                    if told.finish is None or told.by_string:
+                        self._tell(running, ask, told._replace(finish=None))
+                        told = told._replace(tokens=(), logprobs=(), prompt_logprobs=())
+                    if told.finish is not None:
+                        held = told
+                        running.done.add(ask.index)
         if ask.index == 0:
             running.answer.count(cached_of(usage, len(ask.request.tokens)))
-        return held
+        if held is not None:
+            self._tell(running, ask, held)
 
     def _begin(self, running: _Running, ask: SequenceAsk) -> None:
         """The prompt is complete. The other sequences begin now and hit it in the cache."""
@@ -254,7 +261,7 @@ class RemoteRequests:
                 logprobs=logprobs,
                 prompt_logprobs=told.prompt_logprobs,
                 finish=told.finish,
-                error="the engine ended the request with an error" if failed else None,
+                error=RemoteFault(ENDED_IN_ERROR) if failed else None,
             )
         )
         if told.finish is not None:
@@ -278,7 +285,11 @@ class RemoteRequests:
             await asyncio.sleep(0.01)
 
     def _end(
-        self, running: _Running, index: int, finish: FinishReason, error: str | None = None
+        self,
+        running: _Running,
+        index: int,
+        finish: FinishReason,
+        error: str | RemoteFault | None = None,
     ) -> None:
         if finish in (FinishReason.ABORT, FinishReason.ERROR):
             for each in running.answer.live:
@@ -294,6 +305,8 @@ class RemoteRequests:
         del self._running[request.request_id]
         self._arrived(running, begun=False)
         self._shares.leave(request.share)
+        if running.upstream is not None:
+            running.upstream.served(running.answer.counts)
         self._on_over(running.answer)
 
     def _queue(self, output: StepOutput) -> None:
@@ -305,6 +318,15 @@ class RemoteRequests:
         outputs, self._outputs = self._outputs, []
         if outputs:
             self._on_outputs(outputs)
+
+
+def _read(protocol: Protocol, event: Mapping[str, Any], ask: SequenceAsk, num_tokens: int) -> Told:
+    """What an event tells. Raises RemoteFault for one that is not understood."""
+    try:
+        return protocol.told(event, ask, num_tokens)
+    except (KeyError, TypeError, ValueError) as error:
+        logger.warning("an answer of the engine cannot be read", exc_info=error)
+        raise RemoteFault(UNREADABLE) from None
 
 
 def salt_of(tenant: bytes) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import orjson
 import pytest
 
@@ -16,8 +17,10 @@ from cachesvc.service import Service
 from engine.errors import ModelError
 from engine.models.describe import describe_folder
 from engine.remote import client as client_module
+from engine.remote import engine as engine_module
 from engine.remote.find import PROBE
 from tests.api.real_service import served as serving
+from tests.patience import PATIENCE_S
 from tests.support.models import save_tiny_model
 from tests.support.remote_engine import (
     DONE,
@@ -31,6 +34,7 @@ from tests.support.remote_engine import (
     vllm_chunk,
     vllm_usage,
 )
+from tiers.remote import breaker as breaker_module
 
 pytestmark = pytest.mark.anyio
 PROMPT = "x" * 40  # a token each
@@ -79,22 +83,26 @@ def charges(service: Service) -> list[dict[str, int]]:
 
 
 ANSWER = [vllm_chunk([72]), vllm_chunk([105], "stop"), vllm_usage(40, 32), DONE]
+ERROR = {"error": {"message": "secret words"}}
 BEGUN = [vllm_chunk([72]), vllm_chunk([105])]
-BEFORE: dict[str, tuple[int, Script, str]] = {
-    "5xx": (503, (), "it answered 503"),
-    "429": (429, (), "overloaded"),
-    "reset": (200, [RESET], "broke off"),
-    "silent": (200, [3.0], "timed out"),
-    "an error": (200, [event({"error": {"message": "secret words"}})], "with an error"),
-    "no JSON": (200, [b"data: {secret words\n\n"], "cannot be read"),
-    "no event of vLLM's": (200, [event({"chunk": 1})], "cannot be read"),
+# What the engine does, and what the client gets: its status, code and words.
+BEFORE: dict[str, tuple[int, Script, tuple[int, str, str]]] = {
+    "500": (500, (), (502, "engine_fault", "answered 500")),
+    "400": (400, (), (502, "engine_fault", "answered 400")),
+    "503": (503, (), (503, "engine_unavailable", "cannot serve now")),
+    "429": (429, (), (429, "engine_overloaded", "overloaded")),
+    "reset": (200, [RESET], (502, "engine_fault", "broke off")),
+    "silent": (200, [3.0], (504, "engine_timeout", "timed out")),
+    "an error": (200, [event(ERROR)], (502, "engine_fault", "with an error")),
+    "no JSON": (200, [b"data: {secret words\n\n"], (502, "engine_fault", "cannot be read")),
+    "no event of vLLM's": (200, [event({"chunk": 1})], (502, "engine_fault", "cannot be read")),
 }
 SENT = 1.0  # so that the client has the first tokens
-AFTER: dict[str, Script] = {
-    "reset": [*BEGUN, SENT, RESET],
-    "silent": [*BEGUN, 5.0],
-    "an end without an end": [*BEGUN, SENT],
-    "an error": [*BEGUN, SENT, event({"error": {"message": "secret words"}}), DONE],
+AFTER: dict[str, tuple[Script, str]] = {
+    "reset": ([*BEGUN, SENT, RESET], "engine_fault"),
+    "silent": ([*BEGUN, 5.0], "engine_timeout"),
+    "an end without an end": ([*BEGUN, SENT], "engine_fault"),
+    "an error": ([*BEGUN, SENT, event(ERROR), DONE], "engine_fault"),
 }
 UNREPORTED: dict[str, Script] = {
     "no usage": [*ANSWER[:2], DONE],
@@ -136,21 +144,115 @@ async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
     stream: bool,
 ) -> None:
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
-        engine.status, engine.script, why = BEFORE[fault]
+        engine.status, engine.script, (status, code, why) = BEFORE[fault]
+        engine.sent_headers = {"retry-after": "7"}
         monkeypatch.setattr(client_module, "SILENCE_S", 0.5)
         answer = await client.post("/v1/completions", json=body(stream=stream))
-        assert 500 == answer.status_code
+        assert status == answer.status_code
         error = answer.json()["error"]
-        assert "generation_failed" == error["code"]
+        assert code == error["code"]
+        if status in (429, 503):
+            assert "7" == answer.headers["retry-after"]
         assert why in error["message"] and "secret" not in answer.text
         assert "127.0.0.1" not in answer.text
         assert [] == charges(service)
         message = {"model": "tiny", "max_tokens": 8, "stream": stream}
         messages = [{"role": "user", "content": "x"}]
         answer = await client.post("/v1/messages", json={**message, "messages": messages})
-        assert "error" == answer.json()["type"]
+        assert ("error", status) == (answer.json()["type"], answer.status_code)
+        kinds = {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"}
+        assert kinds.get(status, "api_error") == answer.json()["error"]["type"]
         assert [] == charges(service)
         assert service.core.engine.failure is None, "the next one may be served"
+
+
+@pytest.fixture
+def other(probe: list[int]) -> Iterator[RemoteEngineServer]:
+    with served(RemoteEngineServer(vllm_about(probe, "tiny"), "/v1/completions")) as server:
+        server.script = ANSWER
+        yield server
+
+
+@pytest.mark.parametrize("fault", [*BEFORE, "refused"])
+async def test_what_fails_before_its_first_token_is_tried_once_on_another_engine(
+    engine: RemoteEngineServer,
+    other: RemoteEngineServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    urls = [engine.url, other.url]
+    async with serving(tmp_path, model, engine_backend=urls) as (service, client):
+        monkeypatch.setattr(client_module, "SILENCE_S", 0.5)
+        if fault == "refused":
+            engine.shutdown()
+            engine.server_close()
+        else:
+            engine.status, engine.script, _ = BEFORE[fault]
+        answer = await client.post("/v1/completions", json=body())
+        assert "H" == answer.json()["choices"][0]["text"], answer.text
+        assert 1 == len(other.asked)
+        assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
+        other.status = 500
+        answer = await client.post("/v1/completions", json=body())
+        assert answer.status_code >= 429, "both have failed"
+        assert (2, 1) == (len(other.asked), len(charges(service)))
+
+
+async def test_what_fails_after_its_first_token_is_tried_nowhere_else(
+    engine: RemoteEngineServer, other: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    engine.script = [*BEGUN, RESET]
+    urls = [engine.url, other.url]
+    async with serving(tmp_path, model, engine_backend=urls) as (_, client):
+        answer = await client.post("/v1/completions", json=body())
+        assert (502, []) == (answer.status_code, other.asked)
+
+
+async def test_a_server_is_ready_while_one_of_its_engines_answers(
+    engine: RemoteEngineServer,
+    other: RemoteEngineServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody has to send a request for that."""
+    monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
+    monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.05)
+    urls = [engine.url, other.url]
+    async with serving(tmp_path, model, engine_backend=urls) as (service, client):
+
+        async def until(is_up: list[bool]) -> Any:
+            with anyio.fail_after(PATIENCE_S):
+                while is_up != [each.is_up for each in service.core.engine.stats().engines]:
+                    await anyio.sleep(0.02)
+            return await client.get("/health/ready")
+
+        engine.about["/health"] = (503, {})
+        assert 200 == (await until([False, True])).status_code
+        other.about["/health"] = (500, {})
+        refused = await until([False, False])
+        assert (503, True) == (refused.status_code, "no engine of the model" in refused.text)
+        answer = await client.post("/v1/completions", json=body())
+        assert (503, "engine_unavailable") == (answer.status_code, answer.json()["error"]["code"])
+        assert [] == engine.asked + other.asked, "those that are left alone are not asked"
+        assert 200 == (await client.get("/health")).status_code
+        other.about["/health"] = {}
+        assert 200 == (await until([False, True])).status_code
+        answer = await client.post("/v1/completions", json=body())
+        assert (200, 1) == (answer.status_code, len(other.asked))
+
+
+async def test_another_engine_must_be_of_the_same_model_too(
+    engine: RemoteEngineServer, other: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    card = {"id": "tiny", "root": "/m/tiny", "parent": None, "max_model_len": 64}
+    for told, models in {"does not serve tiny": "x", "64 tokens, not 100": "tiny"}.items():
+        other.about["/v1/models"] = {"data": [{**card, "id": models, "root": f"/m/{models}"}]}
+        with pytest.raises(ModelError, match=f"{other.url}.*{told}"):
+            async with serving(tmp_path, model, engine_backend=[engine.url, other.url]):
+                pass
 
 
 async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(
@@ -162,7 +264,7 @@ async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(
         found = serving(tmp_path, model, engine_backend=url)
         service, client = await found.__aenter__()
     answer = await client.post("/v1/completions", json=body())
-    assert (500, True) == (answer.status_code, "cannot be reached" in answer.text)
+    assert (503, True) == (answer.status_code, "cannot be reached" in answer.text)
     assert [] == charges(service)
     await found.__aexit__(None, None, None)
 
@@ -176,14 +278,14 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_w
     fault: str,
 ) -> None:
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
-        engine.script = AFTER[fault]
+        engine.script, code = AFTER[fault]
         monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
         answer = await client.post("/v1/completions", json=body(stream=True))
         events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-        assert "generation_failed" == orjson.loads(events[-1])["error"]["code"]
+        assert code == orjson.loads(events[-1])["error"]["code"]
         assert [{"miss": 40, "output": 2}] == charges(service)
         whole = await client.post("/v1/completions", json=body())
-        assert 500 == whole.status_code
+        assert whole.status_code in (502, 504)
         assert 1 == len(charges(service)), "of an answer sent whole nothing was sent"
 
 

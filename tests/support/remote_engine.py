@@ -6,7 +6,7 @@ What it answers to a request for tokens is a script: a list of things to do with
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -26,7 +26,7 @@ class RemoteEngineServer(ThreadingHTTPServer):
         self.about = about
         self.tokens_at = tokens_at
         self.status = 200
-        self.headers: dict[str, str] = {}
+        self.sent_headers: dict[str, str] = {}  # with an error
         self.script: Sequence[bytes | float | str] = ()
         self.asked: list[dict[str, Any]] = []
         self.left = threading.Event()  # somebody closed the connection before the end
@@ -54,7 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.server.asked.append(asked)
         if self.server.status != 200:
-            self._say({"error": "secret words"}, self.server.status)
+            self._say({"error": "secret words"}, self.server.status, self.server.sent_headers)
             return
         sent = False
         for step in self.server.script:
@@ -80,12 +80,13 @@ class _Handler(BaseHTTPRequestHandler):
                 return
         self.wfile.write(b"0\r\n\r\n")
 
-    def _say(self, found: Any, status: int = 200) -> None:
+    def _say(self, found: Any, status: int = 200, more: Mapping[str, str] = {}) -> None:
         if isinstance(found, tuple):
             status, found = found
         data = found.encode() if isinstance(found, str) else json.dumps(found).encode()
         self.send_response(404 if found is None else status)
-        self.send_header("content-length", str(len(data)))
+        for name, value in {"content-length": str(len(data)), **more}.items():
+            self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
 

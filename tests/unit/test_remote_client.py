@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.errors import RemoteFault
 from engine.remote import client as module
-from engine.remote.client import EngineHttp, RemoteFault
+from engine.remote.client import EngineHttp
 
 pytestmark = pytest.mark.anyio
 HEAD = b"HTTP/1.1 200 OK\r\n"

@@ -8,13 +8,14 @@ import queue
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import closing
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from engine.errors import EngineFailed, InvalidParameter, PromptTooLong, UnknownAdapter
-from engine.remote.engine import RemoteEngine, counters_in, labels_in
-from engine.remote.requests import Remote
+from engine.remote.engine import RemoteEngine
+from engine.remote.metrics import counters_in, labels_in
+from engine.remote.upstreams import Remote, Upstream
 from engine.remote.vllm import TAG, Completions
 from engine.request import FinishReason, Request, SamplingParams, StepOutput
 from tiers.blocks.contents import Content
@@ -81,9 +82,10 @@ async def faulty(name: str) -> AsyncGenerator[Event]:
 
 
 class House:
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, num_engines: int = 1) -> None:
         self.outputs: queue.Queue[StepOutput] = queue.Queue()
-        self.http = Http(script)
+        self.https = [Http(script) for _ in range(num_engines)]
+        self.http = self.https[0]
         remote = Remote(
             protocol=Completions(priorities=True, grammars=False, tagged=True),
             model="m",
@@ -91,10 +93,11 @@ class House:
             block_size=16,
             end=frozenset({0}),
         )
-        http: Any = self.http
+        upstreams = [Upstream(cast(Any, http), remote) for http in self.https]
         self.engine = RemoteEngine(
-            http, remote, self._hear, max_waiting=4, check_params=lambda params: None
+            upstreams, self._hear, max_waiting=4, check_params=lambda params: None
         )
+        self.engine.use(cast(Any, None), lambda: cast(Any, None))
         self.engine.start()
 
     def _hear(self, outputs: Any) -> None:
@@ -225,6 +228,19 @@ def test_who_asks_much_waits_behind_who_asks_little(house):
     priorities = {name: body["priority"] for name, body in house.http.asked}
     assert priorities["r1:0"] < priorities["r2:0"] < priorities["r3:0"]
     assert priorities["r4:0"] < priorities["r2:0"]
+
+
+def test_the_engine_with_the_fewest_requests_gets_the_next_and_all_of_its_sequences() -> None:
+    with closing(House(for_ever, num_engines=2)) as house:
+        for name, n in {"a": 2, "b": 1, "c": 1}.items():
+            house.engine.submit(asked(name, n=n))
+            begun: set[int] = set()
+            while len(begun) < n:
+                output = house.outputs.get(timeout=WAIT_S)
+                begun |= {output.index} if output.request_id == name else set()
+        names = [[name for name, _ in http.asked] for http in house.https]
+        assert [["a:0", "a:1"], ["b:0", "c:0"]] == names
+        assert [2, 2] == [each.num_in_flight for each in house.engine.stats().engines]
 
 
 @pytest.mark.parametrize("house", [two_tokens], indirect=True)

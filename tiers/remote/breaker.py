@@ -1,5 +1,5 @@
-"""A circuit breaker: stops calls to a failing store for a while, so that requests do not wait for
-it."""
+"""A circuit breaker: stops calls to a failing store or engine for a while, so that requests do not
+wait for it."""
 
 import threading
 import time
@@ -24,6 +24,11 @@ class StoreBreaker:
     @property
     def is_open(self) -> bool:
         return self._clock() < self._until_s
+
+    @property
+    def is_tripped(self) -> bool:
+        """Open, or no call has succeeded since it was."""
+        return self._pause_s > 0
 
     def allows(self) -> bool:
         """Whether to make a call now. After a pause, only one caller may try."""

@@ -37,7 +37,8 @@ from engine.models.describe import Spoken, describe_folder
 from engine.promise import Equal, Promise
 from engine.remote.client import EngineHttp
 from engine.remote.engine import RemoteEngine
-from engine.remote.find import FoundEngine, Meant, find
+from engine.remote.find import FoundEngine, Meant, find_all
+from engine.remote.upstreams import Upstream
 from engine.request import StepOutput
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope, PrefixKey
@@ -138,8 +139,8 @@ def build(
     adapters = read_adapters(settings.model.adapters)
     opening = ExitStack()
     try:
-        if settings.engine.url:
-            place = _Place(settings.engine.url, asked_context=_asked_context(settings))
+        if settings.engine.urls:
+            place = _Place(settings.engine.urls, asked_context=_asked_context(settings))
         else:
             place = _started(settings, spoken, adapters, opening)
         meant = Meant(
@@ -150,10 +151,13 @@ def build(
             max_tokens=place.asked_context,
             tagged=place.reports is not None,
         )
-        found = run_apart(lambda: asyncio.run(find(place.url, meant)))
+        all_found = run_apart(lambda: asyncio.run(find_all(place.urls, meant)))
+        found, num_blocks = all_found[0], sum(each.num_blocks for each in all_found)
         engine = RemoteEngine(
-            EngineHttp(place.url),
-            found.remote,
+            [
+                Upstream(EngineHttp(url), each.remote)
+                for url, each in zip(place.urls, all_found, strict=True)
+            ],
             on_outputs,
             max_waiting=settings.engine.max_waiting,
             check_params=partial(check_params, vocab_size=spoken.vocab_size),
@@ -170,7 +174,7 @@ def build(
             facts = _facts(engine, found, layout)
         node, node_operations = _joined(place.node, ready, engine, stream, opening)
         operations = OperationsElsewhere(node_operations)
-        engine.use(operations, partial(cache_stats, layout, stream, engine, node, found.num_blocks))
+        engine.use(operations, partial(cache_stats, layout, stream, engine, node, num_blocks))
         if place.child is not None:
             place.child.on_end(engine.fail)
     except BaseException:
@@ -196,7 +200,7 @@ def build(
 class _Place:
     """Where the engine is, and what of it is ours."""
 
-    url: str
+    urls: Sequence[str]
     asked_context: int | None = None
     child: VllmChild | None = None
     node: Path | None = None
@@ -216,7 +220,7 @@ def _started(
     child = VllmChild(data_dir / "vllm.sock", flags, exact=settings.model.exact == "always")
     opening.callback(child.close)
     child.start()
-    return _Place(f"unix:{child.socket}", None, child, node, reports)
+    return _Place([f"unix:{child.socket}"], None, child, node, reports)
 
 
 def _joined(
@@ -250,7 +254,7 @@ def _joined(
 def _promise(settings: Settings) -> Promise:
     if settings.model.exact != "always":
         return PLAIN
-    if settings.engine.url:
+    if settings.engine.urls:
         raise ModelError("model.exact is always, but nothing is promised of an engine at a URL")
     if _is_cpu():
         raise ConfigError(
@@ -265,8 +269,8 @@ def _asked_context(settings: Settings) -> int | None:
     asked = given.pop(_CONTEXT, None)
     if given:
         raise ConfigError(
-            f"the engine at {settings.engine.url} runs already, so engine.vllm has no effect on "
-            f"it: leave {', '.join(given)} out, or give it to that engine"
+            f"the engine at {settings.engine.urls[0]} runs already, so engine.vllm has no effect "
+            f"on it: leave {', '.join(given)} out, or give it to that engine"
         )
     return None if asked is None else int(asked)
 

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 from cachesvc.server.vllm.node_pins import NodePins
 from cachesvc.server.vllm.node_prefixes import KvParts, block_of
 from cachesvc.vllm.groups import KvGroup
-from engine.errors import EngineError
-from engine.remote.client import RemoteFault
+from engine.errors import EngineError, RemoteFault
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout

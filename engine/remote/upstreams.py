@@ -1,0 +1,129 @@
+"""The engines that serve one model, each at a URL: who gets a request, and who answers at all.
+
+The one with the fewest requests in flight, and nothing cleverer. One that failed several times in a
+row is left alone for a while. On the loop of the requests, but for what `use` tells.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from engine.engine import EngineUse
+from engine.errors import RemoteAway, RemoteBusy, RemoteFault
+from engine.remote.client import EngineHttp
+from engine.remote.metrics import counters_in
+from engine.remote.protocol import Protocol
+from engine.request import TokenCounts
+from tiers.remote.breaker import StoreBreaker
+
+logger = logging.getLogger(__name__)
+
+PROBE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    """The engine as it was found. `adapters` are its names for ours."""
+
+    protocol: Protocol
+    model: str
+    max_tokens: int
+    block_size: int
+    end: frozenset[int]
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+
+class Upstream:
+    """One of the engines. `counters` are of its own metrics."""
+
+    def __init__(self, http: EngineHttp, remote: Remote) -> None:
+        self.http = http
+        self.remote = remote
+        self.counters: dict[str, float] = {}
+        self.num_in_flight = 0
+        self._breaker = StoreBreaker()
+        self._missed_probe = False
+        self._prompt_tokens = self._hit_tokens = self._errors = 0
+
+    @property
+    def is_up(self) -> bool:
+        """Whether it answered when it was last asked, or did not fail often enough to tell."""
+        return not self._breaker.is_tripped
+
+    def use(self) -> EngineUse:
+        tokens = self._prompt_tokens, self._hit_tokens
+        return EngineUse(self.http.url, self.is_up, self.num_in_flight, *tokens, self._errors)
+
+    def allows(self) -> bool:
+        return self._breaker.allows()
+
+    def answered(self) -> None:
+        """It has begun an answer."""
+        self._breaker.succeeded()
+
+    def served(self, counts: TokenCounts) -> None:
+        self._prompt_tokens += counts.prompt
+        self._hit_tokens += counts.hit
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[None]:
+        """While it has a request. Notes a fault that ends it."""
+        self.num_in_flight += 1
+        try:
+            yield
+        except RemoteFault as fault:
+            self._errors += 1
+            if not isinstance(fault, RemoteBusy):
+                self._breaker.failed()
+            raise
+        finally:
+            self.num_in_flight -= 1
+
+    async def probe(self, *, counting: bool) -> None:
+        """Asks whether it serves, unless it is to be left alone, and reads its counters if wanted.
+
+        An answer here ends a pause. It does not make up for requests that failed.
+        """
+        if not self._breaker.allows():
+            return
+        try:
+            async with asyncio.timeout(PROBE_S):
+                status, _ = await self.http.ask("GET", "/health")
+                if status >= 500:
+                    raise RemoteAway(f"it says {status}")
+                if counting:
+                    _, text = await self.http.ask("GET", "/metrics")
+                    self.counters = counters_in(str(text))
+        except (RemoteFault, TimeoutError):
+            self._missed_probe = True
+            self._breaker.failed()
+        else:
+            if self._missed_probe or not self.is_up:
+                self._missed_probe = False
+                self._breaker.succeeded()
+
+
+class Upstreams:
+    """All engines of the model; at least one."""
+
+    def __init__(self, each: Sequence[Upstream]) -> None:
+        self.each = tuple(each)
+
+    def pick(self, but: Upstream | None = None) -> Upstream | None:
+        """The one for a next request; None if none can be asked."""
+        others = [each for each in self.each if each is not but]
+        others.sort(key=lambda each: each.num_in_flight)
+        return next((each for each in others if each.allows()), None)
+
+    def total(self, name: str) -> float:
+        """The sum of a counter."""
+        return sum(each.counters.get(name, 0.0) for each in self.each)
+
+    async def probe(self, *, counting: bool) -> None:
+        await asyncio.gather(*(each.probe(counting=counting) for each in self.each))
+
+    async def close(self) -> None:
+        for each in self.each:
+            await each.http.close()
