@@ -5,7 +5,6 @@ samples and adapters leave open entries alone is in `test_states`.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from engine.attention.base import AttentionCall, AttentionOptions
 from engine.attention.compressed import (
@@ -22,7 +20,6 @@ from engine.attention.compressed import (
     Compressor,
     EntryIndex,
     EntryRows,
-    is_compressor,
 )
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
@@ -34,7 +31,7 @@ from tests.parity.test_architectures import prompt, stock_tokens
 from tests.parity.test_engine_tiers import BLOCK, House
 from tests.parity.test_recurrent import generated_tokens
 from tests.support.models import save_adapter
-from tiers.blocks.layout import BlockLayout, LayerLayout, sized_layout
+from tiers.blocks.layout import BlockLayout, LayerLayout
 
 KIND = "deepseek_v4"
 TOKENS = 37
@@ -61,30 +58,6 @@ def test_a_block_has_an_entry_for_every_rate_tokens(loaded):
     windows, rows = 4 * BLOCK * 16, 2 * (8 * 64 + 8 * 64) + 8 * 32
     assert 4 * (windows + rows) == layout.nbytes - layout.lasting_nbytes
     assert (2, True) == (layout.reach, layout.has_states)
-
-
-def test_bytes_of_the_published_model_are_those_of_the_page():
-    config = CONFIG_MAPPING[KIND]()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    window = LayerLayout(1, config.head_dim, config.head_dim, shared=True, window=128)
-    layers = [window] * config.num_hidden_layers
-    for module in model.modules():
-        if is_compressor(module):
-            picks = getattr(module, "index_topk", None)
-            layers += Compressor(module, 0).layouts(picks).values()
-    layout = sized_layout(tuple(layers), "bfloat16")
-    nbytes = Counter[tuple[int, int | None, int]]()
-    for layer in layers:
-        nbytes[layer.rate, layer.picks, layer.rows or 0] += 2 * layer.items(layout.block_size)
-    page = architectures.PAGE.read_text(encoding="utf-8").split("### DeepSeek-V4's bytes")[1]
-    assert 6 == len(nbytes)
-    for number in (*nbytes.values(), layout.token_nbytes, layout.lasting_nbytes // 128):
-        assert f" {number:,} " in page, number
-    blocks = 32_768 // layout.block_size
-    moves = (blocks - 1) * layout.lasting_nbytes + layout.nbytes
-    for gib in (moves / (1 << 30), blocks * layout.nbytes / (1 << 30)):
-        assert f"{gib:.2f} GiB" in page
 
 
 def test_blocks_that_would_cut_an_entry_are_refused_in_a_sentence(loaded):

@@ -227,19 +227,6 @@ def test_a_hit_from_each_tier_answers_as_the_cache_turned_off(loaded, house, sha
     assert min(hits[2:4]) >= 4 * BLOCK
 
 
-def test_batched_is_alone_and_chunked_is_whole(loaded, house, tmp_path_factory):
-    """Together in chunks of a block, and one by one in one piece with the cache off."""
-    prompts = prompts_over(loaded, 5)
-    alone = house(loaded, step_tokens=512)
-    expected = [alone.ask([prompt], cache=False)[0][0] for prompt in prompts]
-    alone.close()
-    together = House(loaded, tmp_path_factory.mktemp("other"), step_tokens=BLOCK)
-    try:
-        assert [tokens for tokens, _ in together.ask(prompts)] == expected
-    finally:
-        together.close()
-
-
 def test_more_requests_than_the_device_holds_are_all_right(loaded, house):
     """Twelve blocks for eight requests of six: they wait, give way, come back, and are right."""
     prompts = prompts_over(loaded, 8)

@@ -88,14 +88,6 @@ def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = Non
     return ModelRunner(loaded, pool, chosen)
 
 
-@pytest.mark.parametrize("attention", [ReferenceAttention, None], ids=["reference", "fast"])
-def test_tokens_are_those_of_transformers(loaded, attention):
-    tokens = prompt(70)
-    sequence = Sequence(1, tokens, 0)
-    generate(runner(loaded, attention), [sequence])
-    assert sequence.generated == stock_tokens(loaded.name.removeprefix("tiny-"), tokens)
-
-
 def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded):
     tokens = prompt(4 * BLOCK)
     pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
@@ -107,15 +99,6 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded):
     (second,) = model.step(Batch([again]))
     assert second.token == first.token
     assert torch.equal(pool.nan_to_num(), before.nan_to_num())
-
-
-def test_only_asked_for_spans_get_a_token(loaded):
-    tokens = prompt(2 * BLOCK)
-    table = list(range(4))
-    first = Span(1, tokens[:BLOCK], 0, table, False, GREEDY)
-    model = runner(loaded)
-    assert [s.token for s in model.step(Batch([first]))] == [None]
-    assert model.step(Batch([])) == []
 
 
 def test_warming_up_writes_nothing(loaded):

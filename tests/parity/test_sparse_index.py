@@ -205,36 +205,6 @@ def test_an_index_of_another_kind_is_refused_by_name():
         prepare(model)
 
 
-def test_an_index_over_keys_of_heads_is_refused_by_name():
-    model = architectures.stock("llama")
-    model.model.layers[1].self_attn.indexer = PoolingIndex()
-    with pytest.raises(ModelError, match="PoolingIndex does not pick single latents"):
-        prepare(model)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "own"),
-    [
-        (
-            "minimax_m3_vl_text",
-            {
-                "layer_types": ["full_attention", "minimax_m3_sparse"],
-                "index_n_heads": 2,
-                "index_head_dim": 16,
-                "index_block_size": 4,
-                "index_topk_blocks": 2,
-            },
-        ),
-    ],
-)
-def test_an_index_that_picks_groups_of_tokens_is_refused_by_name(model_type, own, monkeypatch):
-    known = {**architectures.ARCHITECTURES, model_type: (model_type, own)}
-    monkeypatch.setattr(architectures, "ARCHITECTURES", known)
-    with pytest.raises(ModelError, match="does not pick single latents") as refused:
-        architectures.served(model_type)
-    assert len(str(refused.value)) < 200
-
-
 class Unfitting(ReferenceAttention):
     """An attention whose kernel does not fit the GPU."""
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
-from transformers.utils import logging as transformers_logging
 
 from engine.attention.base import AttentionCall
 from engine.attention.copies import WorkingCopies
@@ -97,37 +96,12 @@ def test_logits_and_kv_are_those_of_the_models_own_forward(architecture, fused, 
     check_kv(pools)
 
 
-def test_the_default_path_of_a_warm_runner_is_the_recorded_one():
-    loaded = tiny_model("llama")
-    warm = runner(loaded)
-    warm.warm_up()
-    assert warm._traced is not None
-    cold = runner(loaded)
-    for step in STEPS:
-        told = [[each.token for each in r.step(Batch(step))] for r in (cold, warm)]
-        assert told[0] == told[1]
-
-
 def test_recording_unpacks_no_weight():
     """A plain copy of each would hold the whole model in memory a second time."""
     model = tiny_model("llama").model
     assert trace(model) is not None
     packed = [each for each in model.modules() if isinstance(each, PackedLinear)]
     assert packed and all(each._plain is None for each in packed)
-
-
-def test_recording_warns_of_no_loss():
-    """At each start it would say that a loss is missing from the model's config."""
-    said: list[logging.LogRecord] = []
-    asked, handler = logging.getLogger("transformers.modeling_utils"), logging.Handler()
-    handler.emit = said.append
-    transformers_logging.warning_once.cache_clear()
-    asked.addHandler(handler)
-    try:
-        assert trace(tiny_model("llama").model) is not None
-    finally:
-        asked.removeHandler(handler)
-    assert said == []
 
 
 def test_a_context_shorter_than_the_check_is_not_recorded():
@@ -373,21 +347,6 @@ def test_a_step_without_room_for_a_copy_goes_back_to_python_and_the_next_does_no
             assert (seen > before) == bool(number % 2)
 
 
-def test_an_error_in_the_graph_is_said_in_a_line():
-    warm = runner(tiny_model("llama"))
-    warm.warm_up()
-    assert warm._traced is not None
-    with torch.inference_mode(), pytest.raises(RuntimeError) as caught:
-        warm._traced(
-            warm._attention,
-            torch.tensor([[0, 1]]),
-            torch.tensor([0, 99]),  # there is no such row
-            tokens=torch.tensor([[5, 6]]),
-        )
-    assert "index 99 is out of bounds" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_a_step_with_an_adapter_is_computed_with_it(tmp_path):
     loaded = tiny_model("llama")
     plain, traced = runner(loaded), runner(loaded)
@@ -448,12 +407,6 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(operator
     assert f"calls compiled operators {sum(expected.values())} times" in caplog.text
     assert {name: kinds[f"cachesvc::{name}"] for name in expected} == expected
     assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
-
-
-def test_norms_of_heads_that_lie_apart_are_taken_too(operators):
-    """Gemma 3 turns heads before their norms, of which each layer has six in all."""
-    kinds = _kinds(TracedForward(architectures.served("gemma3_text").model, fused=True))
-    assert (6 * 2 + 1, 0) == (kinds["cachesvc::norm"], kinds["aten::rsqrt"])
 
 
 @pytest.mark.parametrize(

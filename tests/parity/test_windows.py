@@ -195,18 +195,6 @@ def test_a_prefix_whose_windows_are_nowhere_is_cut_and_made_whole_by_computing(l
     assert (NUM_BLOCKS * BLOCK) == counts.hit_device
 
 
-def test_long_and_short_prefixes_at_once_answer_as_alone(loaded, open_house):
-    house = open_house(loaded, share_tails=True)
-    asked = [LONG, SHORT, LONG[: 15 * BLOCK] + prompt(9, seed=2), LONG[: 5 * BLOCK + 1]]
-    expected = [house.ask([tokens], cache=False)[0][0] for tokens in asked]
-    house.ask([LONG])
-    sink(house, to_disk=True)
-    for order in (asked, asked[::-1]):
-        answers = [answer for answer, _ in house.ask(order)]
-        assert (expected if order is asked else expected[::-1]) == answers
-        sink(house, to_disk=True)
-
-
 def test_whichever_windows_have_left_the_disk_a_prefix_ends_where_they_are(loaded, open_house):
     """Window parts leave one by one, at random; hits are the longest possible, answers as cold."""
     house = open_house(loaded)
@@ -344,20 +332,4 @@ def test_a_block_gets_its_windows_back_while_another_request_reads_it(loaded, op
     assert expected == [answer for answer, _ in told]
     assert [NUM_BLOCKS * BLOCK, 10 * BLOCK, 15 * BLOCK] == [counts.hit for _, counts in told]
     assert house.cache.num_moved == 2 * house.cache.layout.reach
-    check(house)
-
-
-def test_windows_that_no_use_needed_leave_the_host_before_any_block(loaded, open_house):
-    house = open_house(loaded, host_blocks=42)
-    [(cold, _)] = house.ask([LONG], cache=False)
-    house.ask([LONG])
-    sink(house, to_disk=False)  # whole: computed, and not yet on disk
-    house.ask([LONG])
-    house.engine.call(lambda _: house.cache.flush()).result(60)
-    sink(house, to_disk=False)
-    for seed in (5, 6):
-        house.ask([prompt(15 * BLOCK + 3, seed=seed)])
-        sink(house, to_disk=False)
-    [(answer, counts)] = house.ask([LONG])
-    assert (cold, NUM_BLOCKS * BLOCK) == (answer, counts.hit_host)
     check(house)

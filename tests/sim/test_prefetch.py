@@ -2,7 +2,7 @@
 
 from array import array
 
-from engine.scheduling.sequence import Sequence, SequenceState
+from engine.scheduling.sequence import SequenceState
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tiers.blocks.keys import CacheScope, prefix_keys, token_bytes
@@ -64,23 +64,6 @@ def test_a_share_whose_places_are_taken_is_brought_up_though_places_wait_for_oth
     world.check()
     assert 4 * BLOCK == world.counts("again").hit_disk
     world.check_idle()
-
-
-def test_no_lookup_happens_while_the_device_has_nothing_to_spare():
-    world = loaded(device_blocks=PLACES * 64 // BLOCK)
-    while len(world.tokens("long0")) < 58:
-        world.step()
-    scheduler = world.engine._scheduler
-    assert scheduler._admission._num_spare() <= 0
-    world.submit("again", OLD, max_tokens=2)
-
-    def looked_up(*_: object) -> list[Sequence]:
-        raise AssertionError
-
-    candidates, scheduler.waiting.candidates = scheduler.waiting.candidates, looked_up
-    scheduler._admission.bring_up()
-    scheduler.waiting.candidates = candidates
-    world.check()
 
 
 def test_only_the_next_requests_are_promoted():

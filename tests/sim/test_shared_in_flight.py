@@ -7,7 +7,6 @@ from engine.scheduling.sequence import Sequence
 from tests.sim.watched import BLOCK
 from tests.sim.world import World
 from tests.support.chain_runner import replay
-from tiers.blocks.chain import Chain
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
 
@@ -75,19 +74,6 @@ def test_nobody_waits_for_the_tail_of_a_prompt_that_was_cancelled_before_it():
     assert FinishReason.LENGTH == finish_of(world, "next")
 
 
-def test_the_last_of_many_producers_still_finishes():
-    """The computing request is cancelled half-way, again and again, until one is left."""
-    world = halfway(num_waiters=3)
-    for _ in range(3):
-        (producer,) = running(world)
-        world.engine.abort(producer.request.request_id)
-        take_over(world)
-    world.check()
-    done = [name for name in world.outputs if finish_of(world, name) is FinishReason.LENGTH]
-    assert 1 == len(done)
-    assert unique_tokens(1) == world.runner.computed
-
-
 def test_a_waiter_takes_over_from_a_producer_whose_step_failed():
     world = halfway(num_waiters=4)
     world.runner.poisoned.add("producer")
@@ -122,20 +108,6 @@ def test_waiting_requests_do_not_delay_computing_ones():
         world.check()
     alone, beside_waiters = served_after
     assert alone == beside_waiters
-
-
-def test_no_lookup_happens_while_all_places_are_taken(monkeypatch):
-    world = World(device_blocks=100, max_running=1)
-    for number in range(4):
-        world.submit(f"r{number}", [number] * 8, max_tokens=9)
-    world.step()
-    world.step()
-    looked_up: list[Chain] = []
-    monkeypatch.setattr(world.cache, "peek", lambda chain: looked_up.append(chain) or 0)
-    world.step()
-    monkeypatch.undo()
-    assert [] == looked_up
-    world.check()
 
 
 def test_a_preempted_sequence_is_next():

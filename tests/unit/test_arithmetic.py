@@ -4,7 +4,6 @@ import json
 import os
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,16 +15,13 @@ from cachesvc.operator.scopes import FILE_NAME, other_arithmetics
 from cachesvc.server.compute import _tell
 from engine.attention.base import KEPT
 from engine.attention.latent import ByHead, LatentAttention
-from engine.batch import Batch, Span
 from engine.errors import ModelError
-from engine.execution.runner import ModelRunner
 from engine.models import arithmetic
 from engine.models.arithmetic import Arithmetic, arithmetic_of
 from engine.models.load import load_adapter
 from engine.promise import BITS, Equal, Promise
-from engine.request import SamplingParams
 from engine.scheduling.lookup import computed_otherwise
-from tests.support.models import new_pool, save_tiny_adapter, tiny_model
+from tests.support.models import save_tiny_adapter, tiny_model
 from tests.unit.test_elementwise import gates, with_vectors
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
@@ -107,27 +103,6 @@ def test_a_prompts_first_block_is_found_under_another_arithmetic():
     chain, other = (Chain(scope.root(), range(10), 4) for scope in (mine, theirs))
     assert list(computed_otherwise(chain, mine, [b""])) == [other.block_id(0)]
     assert not list(computed_otherwise(Chain(mine.root(), range(3), 4), mine, [b""]))
-
-
-def test_threads_change_no_bit_of_the_kv():
-    loaded = tiny_model()
-    tokens = np.arange(150, dtype=np.int32) * 7 % 250
-    before, kept = torch.get_num_threads(), []
-    try:
-        for num_threads in (1, 2, 3):
-            torch.set_num_threads(num_threads)
-            pool = new_pool(loaded, 10).zero_()
-            span = Span(1, tokens, 0, list(range(10)), True, SamplingParams(temperature=0))
-            ModelRunner(loaded, pool).step(Batch([span]))
-            kept.append(pool)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(kept[0], kept[1]) and torch.equal(kept[0], kept[2])
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_packed_model_is_exact(architecture):
-    assert tiny_model(architecture).arithmetic.promise == BITS
 
 
 @pytest.mark.parametrize(

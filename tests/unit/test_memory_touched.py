@@ -11,11 +11,9 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from cachesvc.config.sections import CacheSection
-from cachesvc.serve import _first_bytes
 from cachesvc.server import early_memory
 from cachesvc.server.early_memory import taken_early
-from engine.attention.copies import FreeRanges, WorkingCopies
+from engine.attention.copies import WorkingCopies
 from engine.attention.kv_pool import KvPool
 from tests.bench.inside import resident_bytes
 from tiers.blocks import lazy_memory as lazy_memory_module
@@ -128,17 +126,6 @@ def test_the_thread_rests_while_the_engine_computes_and_enough_is_touched():
         until(used.lazy_memory, AHEAD_BYTES + AHEAD_BYTES // 2)
 
 
-def test_no_more_than_the_limit_is_touched():
-    used = Used(64 * MIB, limit=16 * MIB)
-    used.num_bytes = 40 * MIB
-    toucher = Toucher([used.lazy_memory])
-    toucher.start()
-    toucher.wait()
-    toucher._thread.join(20)
-    assert 16 * MIB == used.lazy_memory.num_touched
-    assert resident(used.lazy_memory) <= 18 * MIB
-
-
 def test_what_is_written_while_memory_is_touched_stays():
     used = Used(64 * MIB)
     lazy, done = used.lazy_memory, threading.Event()
@@ -184,18 +171,6 @@ def test_slots_and_frames_that_were_never_used_come_last(layout):
     assert again == slots[1] and frame is not None and frame.number == frames[1].number
 
 
-def test_where_the_free_end_of_the_copies_begins():
-    ranges = FreeRanges(10)
-    assert 0 == ranges.end
-    first, second = ranges.take(4, 10), ranges.take(6, 10)
-    assert (0, 4) == (first, second)
-    assert 10 == ranges.end
-    ranges.give(0, 4)
-    assert 10 == ranges.end
-    ranges.give(4, 6)
-    assert 0 == ranges.end
-
-
 def test_it_is_taken_while_the_block_runs():
     with taken_early(5 * MIB) as taken:
         until(taken, 5 * MIB)
@@ -223,14 +198,6 @@ def test_it_becomes_that_of_the_tiers_and_the_rest_is_given_back(monkeypatch):
         numbers = [each.memory[:: 2 * MIB].tolist() for each in (pool, frames, copies)]
     assert [[14, 15, 0], [*range(6, 14)], [2, 3, 4, 5, *[0] * 28]] == numbers
     assert [MIB] == touched, "all but the end of the pool is there"
-
-
-def test_where_pages_cannot_be_moved_the_tiers_touch_their_own(monkeypatch):
-    monkeypatch.setattr(lazy_memory_module, "_mremap", lambda *_: -1)
-    taken, lazy = LazyMemory(4 * MIB), LazyMemory(4 * MIB)
-    taken.touch(4 * MIB)
-    lazy.adopt(taken, 4 * MIB)
-    assert (0, 4 * MIB) == (lazy.num_touched, taken.num_touched)
 
 
 def test_no_more_is_taken_once_the_block_ends(monkeypatch):
@@ -271,9 +238,3 @@ def test_a_system_that_grants_none_is_left_alone():
     assert 0 == len(early_memory._memory(1 << 62).memory)
     with taken_early(0):
         pass
-
-
-def test_what_the_tiers_touch_first_is_taken():
-    assert 3 * AHEAD_BYTES == _first_bytes(CacheSection(host_bytes=AHEAD_BYTES + 1))
-    sizes = CacheSection(device_bytes=3 * MIB, host_bytes=0, disk_bytes=0)
-    assert 3 * MIB + AHEAD_BYTES == _first_bytes(sizes)

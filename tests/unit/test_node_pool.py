@@ -116,17 +116,6 @@ def test_the_end_of_a_prompt_leaves_before_its_beginning():
     pool.check()
 
 
-def test_a_leased_block_stays_when_room_is_needed():
-    pool = pool_of(3)
-    ids = prompt(1)
-    write(pool, ids)
-    frames = finished(pool, pool.lease(ids))
-    assert [] == pool.reserve(prompt(2))
-    pool.release(frames)
-    assert 3 == len(pool.reserve(prompt(2)))
-    pool.check()
-
-
 def test_pools_of_two_layouts_share_one_capacity():
     small, large = two_pools(4)
     write(small, prompt(1, 3))
@@ -225,33 +214,6 @@ def test_two_clients_wait_for_one_load(below):
     assert finished(pool, first) == finished(pool, second)
     assert 4 == pool.counts.hits[TierName.DISK]
     pool.check()
-
-
-def test_a_client_that_goes_while_its_blocks_load_leaves_them_evictable(below):
-    pool = pool_of(4, below)
-    ids = prompt(1, 4)
-    sink(pool, ids, 4)
-    lease = pool.lease(ids)
-    pool.give_up(lease)
-    while not lease.is_ready:
-        pool.work()
-    assert 4 == pool.capacity.num_idle
-    pool.check()
-
-
-def test_a_purged_block_in_use_stays_readable_and_goes_with_its_user():
-    pool = pool_of(4)
-    ids = prompt(1)
-    write(pool, ids)
-    frames = finished(pool, pool.lease(ids))
-    write(pool, prompt(2, 1))
-    assert (3, 3) == purge(pool, OTHER)
-    assert [] == pool.probe(ids).tiers
-    assert [each.key for each in ids] == [read(pool, frame) for frame in frames]
-    pool.check()
-    pool.release(frames)
-    pool.check()
-    assert (1, 0) == (pool.residency.host.num_blocks, len(of_scopes(pool, OTHER)))
 
 
 def test_a_pinned_block_leaves_last_and_never_where_it_stands_nowhere_else():

@@ -60,41 +60,6 @@ def test_a_scan_of_others_leaves_an_owner_what_it_was_promised():
     assert 4 == held(pool, "b", range(96, 100))
 
 
-def test_what_an_owner_borrowed_is_taken_back_first():
-    pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
-    for number in range(8):
-        put(pool, prompt("a", number))
-    assert 8 == held(pool, "a", range(8)), "idle shares are lent"
-    for number in range(6):
-        put(pool, prompt("b", number))
-    assert (4, 4) == (held(pool, "a", range(8)), held(pool, "b", range(6)))
-    assert 4 == held(pool, "b", range(2, 6)), "at even shares its own oldest leaves"
-
-
-def test_with_a_default_each_scope_is_an_owner():
-    pool, _ = fair(9, {}, default=3)
-    for tenant in "abc":
-        put(pool, prompt(tenant, 0))
-    for number in range(1, 50):
-        put(pool, prompt("c", number))
-    assert (1, 1) == (held(pool, "a", range(1)), held(pool, "b", range(1)))
-
-
-def test_blocks_are_counted_anew_when_their_owner_becomes_known():
-    owners = ScopeOwners()
-    total = 8 * STRIDE
-    shares = QuotaShares(total, {"tenant:a": 4 * STRIDE}, 0, owners.of)
-    pool = Pool(create(LAYOUT, 8), Capacity(total, Quotas(shares, total)))
-    for number in range(8):
-        put(pool, prompt("a" if number % 2 else "b", number))
-    owners.learn(OWNERS)
-    pool.capacity.regroup()
-    pool.check()
-    for number in range(8, 30):
-        put(pool, prompt("b", number))
-    assert 4 == held(pool, "a", range(8))
-
-
 def test_a_pinned_block_within_its_owners_share_stays_in_memory():
     pool, _ = fair(8, {"tenant:a": 4, "tenant:b": 4})
     ids = prompt("a", 0, 3)

@@ -84,31 +84,6 @@ def write(client: NodeClient, ids: list[BlockId]) -> None:
     client.commit([frame for _, frame in pairs])
 
 
-def test_one_client_reads_what_another_wrote(node, path):
-    ids = prompt(1)
-    with joined(path) as writer, joined(path) as reader:
-        write(writer, ids)
-        assert [TierName.HOST] * 3 == reader.probe(ids)
-        frames = reader.lease(ids)
-        found = [bytes(reader.memory.rows[frame, :16].tolist()) for frame in frames]
-        assert [each.key for each in ids] == found
-        reader.release(frames)
-
-
-def test_blocks_outlive_the_node_on_its_disk(path, tmp_path):
-    below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
-    ids = prompt(1)
-    with serving(path, **below), joined(path) as client:
-        write(client, ids)
-    with serving(path, **below) as node, joined(path) as client:
-        assert [TierName.DISK] * 3 == client.probe(ids)
-        frames = client.lease(ids)
-        found = [bytes(client.memory.rows[frame, :16].tolist()) for frame in frames]
-        assert [each.key for each in ids] == found
-        (pool,) = node.stats()["pools"]
-        assert (3, 0) == (pool["disk_hits"], pool["lost"])
-
-
 def test_a_run_is_fetched_from_the_disk(path, tmp_path):
     ids = prompt(1)
     disk: dict[str, object] = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}

@@ -42,16 +42,6 @@ def test_norms_and_activations_have_torchs_bits(operators):
                 assert torch.equal(torch.ops.cachesvc.gelu_mul(x, y), activated), (width, rows)
 
 
-def test_activations_of_rows_that_lie_apart_have_torchs_bits(operators):
-    """As those of halves of one product."""
-    random = torch.Generator().manual_seed(0)
-    for rows in ROWS:
-        gate, up = torch.randn(1, rows, 2 * 576, generator=random).chunk(2, -1)
-        assert torch.equal(torch.ops.cachesvc.silu_mul(gate, up), silu(gate) * up), rows
-        activated = gelu(gate, approximate="tanh") * up
-        assert torch.equal(torch.ops.cachesvc.gelu_mul(gate, up), activated), rows
-
-
 @pytest.mark.parametrize("dim", [16, 72, 256])
 def test_norms_of_rows_that_lie_apart_have_torchs_bits(operators, dim):
     """As those of heads, and of halves of a product. What heads give lies in memory as they do."""

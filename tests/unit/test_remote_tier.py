@@ -130,18 +130,6 @@ def load(tier: StackedTier, ids: list[BlockId]) -> Loaded:
     return loaded
 
 
-def test_what_one_server_stored_another_is_served(server):
-    """The second server's first request hits the remote tier, and its disk has nothing of it."""
-    one, two = server("one"), server("two")
-    store(one, blocks())
-    assert two.probe(blocks()) == 4
-    assert load(two, blocks()) == Loaded(4, None, (REMOTE,) * 4)
-    assert two.disk.probe(blocks()) == 0
-    assert load(one, blocks()) == Loaded(4, None, (DISK,) * 4)
-    assert two.remote.stats().hits == 4
-    assert one.remote.stats().stored == 4
-
-
 def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server, objects):
     one, two = server("one"), server("two")
     store(one, blocks())
@@ -189,16 +177,6 @@ def test_every_byte_of_a_remote_record_is_guarded(server, objects):
             num_misses += 1
             assert loaded.reason is not MissReason.ABSENT
     assert sum(two.remote.stats().faults.values()) == num_misses > 100
-
-
-@pytest.mark.parametrize("cut", [0, 1, 100, 300, 2000])
-def test_a_record_cut_short_is_a_miss_and_is_deleted(server, objects, cut):
-    one, two = server("one"), server("two")
-    store(one, blocks(count=1))
-    [(name, record)] = objects.held.items()
-    objects.held[name] = record[:cut]
-    assert load(two, blocks(count=1)).num_blocks == 0
-    assert not objects.held
 
 
 def test_another_blocks_record_is_never_served(server, objects):
@@ -278,16 +256,6 @@ def test_a_slow_publisher_holds_nobody_up_and_leaves_nothing_that_is_evicted(
     evicting.join(20)
     assert tier.remote.drain(10)
     assert (0 if evicts else 4) == len(objects.held)
-
-
-def test_loading_what_is_computed_faster_is_not_worth_it(server):
-    one, two = server("one"), server("two")
-    store(one, blocks())
-    two.remote.economy.load_bytes_per_s = 1.0
-    two.remote.economy.prefill_tokens_per_s = 1e6
-    assert two.probe(blocks()) == 0
-    two.remote.economy.prefill_tokens_per_s = 1e-6
-    assert two.probe(blocks()) == 4
 
 
 def test_all_readers_that_share_a_prefix_are_weighed(server, monkeypatch):

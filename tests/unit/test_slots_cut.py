@@ -192,19 +192,6 @@ def conversation(server: Server, kind: int, num_blocks: int) -> None:
         server.end()
 
 
-def test_windows_that_no_use_needed_leave_the_device_before_any_block():
-    server = Server(21, windowed=3)
-    pool = server.cache.pool
-    for kind in range(3):
-        conversation(server, kind, 10)
-    for kind in range(3):
-        ticket = server.begin(prompt(kind, 10))
-        assert ticket is not None and len(ticket.sources) == 10
-        server.end()
-    held = 1 + 3 * 10  # the first block is everybody's, and each has a partly filled one
-    assert server.cache.stats().device.num_blocks == pool.places.num_taken == held > pool.num_blocks
-
-
 def test_windows_that_were_needed_again_stay():
     server = Server(23, windowed=3)
     conversation(server, 0, 10)

@@ -144,22 +144,6 @@ def test_steps_of_any_length_are_no_reason_for_endless_trials(longest):
     assert machine.steps(5000)[1] < 5000 / 8
 
 
-def test_the_chunks_of_long_prompts_are_compared_with_their_like():
-    """Each takes longer than the one before, and the next prompt's first a fraction of the last."""
-    machine, chunk = Machine(idle), 0
-
-    def keys() -> int:
-        return 512 * (512 * chunk + 256)
-
-    machine.keys = keys
-    machine.seconds = lambda rows, threads: (512 * 3000 + keys()) / threads
-    sizes: Counter[int] = Counter()
-    for number in range(20 * 32):
-        chunk = number % 32
-        sizes += machine.steps(1, 512)
-    assert sizes[1] < sum(sizes.values()) / 20
-
-
 def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread():
     """Each length is a kind of its own, and a new one begins as the latest."""
     machine, lengths = Machine(crowded), random.Random(0)
@@ -168,17 +152,6 @@ def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread():
     assert machine.steps(1000)[1] > 950
     machine.keys = lambda: 4 * lengths.randrange(20_000, 30_000)
     assert machine.steps(20)[1] == 20
-
-
-def test_a_few_slow_steps_decide_nothing():
-    """Something else takes the processor for a moment, now and then."""
-    noise = random.Random(0)
-
-    def seconds(rows: int, threads: int) -> float:
-        slow = 5 if noise.random() < 0.03 else 1
-        return slow * noise.lognormvariate(0, 0.15) / (1 if threads == 1 else 1.7)
-
-    assert Machine(seconds).steps(6000)[2] > 5900
 
 
 def test_kernels_made_anew_end_no_trial():

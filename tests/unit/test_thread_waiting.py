@@ -10,7 +10,7 @@ import time
 import pytest
 
 from engine.execution.waiting import WINDOW_S, Waiting, others_used_s
-from engine.openmp import SPINS, allowed_processors, configure, num_processors, quotas
+from engine.openmp import SPINS, allowed_processors, configure, quotas
 
 CORES = len(allowed_processors())
 TEAM = max(2, CORES)
@@ -66,24 +66,6 @@ def test_who_brings_a_request_is_no_neighbour():
     machine.running = 2 + max(0, cores - TEAM) + cores  # one more stays than there is room for
     machine.leaving = cores
     assert not machine.step(2.0)
-
-
-def test_a_team_that_leaves_processors_free_spins_beside_others():
-    machine = Machine()
-    assert machine.step(0.9, size=TEAM - 1)
-
-
-def test_a_short_time_is_not_judged():
-    machine = Machine()
-    machine.now_s += WINDOW_S / 2
-    machine.used_s += 100
-    machine.waiting.begin(TEAM)
-    assert machine.waiting.spins
-
-
-def test_threads_spin_where_the_system_tells_nothing():
-    machine = Machine(told=False)
-    assert all(machine.step(2.0) for _ in range(3))
 
 
 def test_the_second_team_ends_with_what_it_serves():
@@ -192,7 +174,3 @@ def test_a_quota_of_either_version_of_cgroups_is_found(tmp_path, own, files, exp
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text + "\n")
     assert list(quotas(tmp_path / "own", tmp_path / "root")) == expected
-
-
-def test_there_is_always_a_processor():
-    assert 1 <= num_processors() <= CORES <= (os.cpu_count() or 1)

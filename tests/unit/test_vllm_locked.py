@@ -112,14 +112,6 @@ def test_pieces_are_locked_once_when_they_are_used_and_let_go_in_the_end(path, c
         until_unlocked(node)
 
 
-def test_two_workers_lock_the_same_piece_and_the_last_lets_it_go(path):
-    with serving(path) as node, joined(path) as client:
-        with joined(path) as other:
-            assert client.lock(1) and client.lock(1) and other.lock(1)
-        client.stats()  # the node has heard that the other left
-        assert PIECE * STRIDE == locked_bytes(node)
-
-
 def test_blocks_evicted_and_purged_meanwhile_keep_their_pages(path):
     """The node has 128 frames; 150 blocks pass through them while a piece is locked."""
     with serving(path) as node, joined(path) as client, locking(path) as locked:
@@ -209,15 +201,6 @@ def test_a_node_that_refuses_a_piece_keeps_its_frames_unlocked(path, cudart):
             rows[127, 0] = 5
         assert 5 == client.memory.rows[127, 0]
         assert 112 * STRIDE == locked_bytes(node) == sum(cudart.pieces.values())
-
-
-def test_an_older_node_is_not_asked(path, cudart, monkeypatch):
-    monkeypatch.setattr("tiers.node.arena.piece_frames", lambda layout: 0)
-    with serving(path), joined(path) as client, locking(path) as locked:
-        assert client.memory is not None
-        with locked.rows(client.memory, [0, 1]) as rows:
-            assert rows is client.memory.rows
-        assert {} == cudart.pieces
 
 
 def test_a_client_that_the_node_throws_out_may_still_have_locked_pages(path):

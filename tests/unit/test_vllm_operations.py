@@ -101,22 +101,6 @@ def test_a_purge_that_vllm_does_not_follow_has_failed(engine, path, monkeypatch)
         hands.purge([ROOT]).result(120)
 
 
-def test_a_pin_set_through_the_cache_is_the_nodes(engine, path):
-    write(engine, prompt(1))
-    with closing(operations(path, Vllm())) as hands:
-        cache = OperationsElsewhere(hands)
-        chain = Chain(ROOT, [1] * 13, 4)
-        pin = cache.pin("system", chain, cache.now_s + 3600, "a test")
-        cache.saved().result(120)
-        assert (3, 12, "a test") == (len(pin.keys), pin.num_tokens, pin.why)
-        assert ["system"] == [each.name for each in cache.pins()]
-        removed = cache.evict([each.key for each in prompt(1)]).result(120)
-        assert {TierName.HOST: 0, TierName.DISK: 0} == removed
-        assert cache.unpin("system") and not cache.unpin("system")
-        with pytest.raises(PinError, match="may be"):
-            cache.pin("all", Chain(ROOT, range(12_000), 4), cache.now_s + 3600)
-
-
 def test_pins_stay_shown_while_the_node_is_away(path):
     with closing(operations(path, Vllm())) as hands:
         with serving(path), joined(path) as engine:

@@ -122,14 +122,6 @@ def test_an_answer_for_fewer_tokens_than_vllm_has_now_is_not_used(planner, link)
     assert [3, 2] == [len(ids) for ids in link.asked]
 
 
-def test_a_request_that_ends_before_the_answer_leaves_nothing(planner, link):
-    asked = request()
-    assert planner.match(asked, 0) is None
-    planner.finished(asked, [[]])
-    assert not planner._asked
-    link.may_answer.set()
-
-
 def test_a_block_is_held_when_every_rank_has_its_part(link):
     link.may_answer.set()
     planner = Planner(EngineIdentity(SCOPE, (WHOLE,), 2), {LAYOUT: link}, wait_s=120)
@@ -186,16 +178,6 @@ def begin(planner: Planner, name: str, blocks: Sequence[int] = (7, 8, 9, 10)) ->
     assert not planner.loads_in_step(asked)
     assert [waits] == [load.in_step for load in planner.take()[0]]
     return waits
-
-
-def test_a_step_waits_for_a_load_if_nothing_else_runs(stepping):
-    assert begin(stepping, "a")
-    assert not begin(stepping, "b"), "the first would wait for it"
-    stepping.loaded((), {"a": 1e-6})
-    assert not begin(stepping, "c")
-    for name in "abc":
-        stepping.finished(request(name=name), [[7, 8, 9, 10]])
-    assert begin(stepping, "d")
 
 
 def test_a_step_waits_for_no_remote_tier_nor_for_a_slow_one(stepping, link):

@@ -49,17 +49,6 @@ def test_hits_and_progress_of_a_request_are_told(ends):
     assert (16, 48, 100) == (report.local, report.local + report.external, report.computed)
 
 
-def test_a_preempted_request_keeps_what_it_was_admitted_with(ends):
-    reporter, reports = ends
-    reports.expect("r:0")
-    for local, hits in ((16, {"host": 32}), (64, {})):
-        reporter.looked(request(), local)
-        reporter.admitted(request(), hits)
-    reports.take()
-    report = reports.of("r:0")
-    assert report is not None and (16, 32) == (report.local, report.external)
-
-
 def test_a_load_that_fell_short_is_told(ends):
     reporter, reports = ends
     reports.expect("r:0")

@@ -128,22 +128,6 @@ def test_an_engine_loses_nothing_over_a_disk_that_keeps_up(seed):
     assert lost_of(events) == 0
 
 
-def test_a_copy_that_the_disk_gave_up_first_is_written_again():
-    """A disk that does not keep copies of promoted blocks drops them while memory holds them."""
-    bench = Bench(device=16, host=24, disk=400)
-    chain = bench.chain(0, 6)
-    bench.serve(chain)
-    bench.scan(60)
-    assert bench.serve(chain) == 6  # from the disk
-    store = bench.tier.store
-    drop_at_the_next_store(bench, chain)
-    bench.scan(4, first=90_000)
-    assert bench.tier.store == store
-    bench.scan(60, first=120_000)
-    assert lost(bench) == 0
-    assert bench.tier.held(chain.keys) == [True] * 6
-
-
 def test_a_copy_unused_since_its_write_is_written_again_once_the_disk_evicts_it():
     """An import beside the server makes its blocks the oldest of a full disk: they leave it while
     the host still has them."""
@@ -245,16 +229,6 @@ def test_blocks_that_are_lost_are_said_in_the_log_once_a_minute(caplog):
     assert "(not written yet: 1, not taken by the disk: 0); a larger" in first
     assert "3 block(s) left memory" in second
     assert "(not written yet: 1, not taken by the disk: 2); a larger" in second
-
-
-def test_a_cache_says_that_it_loses_blocks_and_one_without_a_disk_does_not(caplog):
-    for disk in (400, 0):
-        caplog.clear()
-        bench = Bench(device=30, host=28, disk=disk)
-        for chain in prompts(bench, 6):
-            bench.compute(chain)
-        assert lost(bench) > 0
-        assert ["tiers.memory.losses"] * bool(disk) == [r.name for r in caplog.records]
 
 
 def test_a_flush_passes_over_what_was_being_written_as_it_began(monkeypatch):
