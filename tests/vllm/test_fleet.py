@@ -1,0 +1,285 @@
+"""A fleet as teams run it: two `vllm serve` over one node and one Redis, vllm-router before them,
+and two of our servers before that, with one ledger in PostgreSQL. A hundred conversations; in the
+middle, one vLLM is killed.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from billing.gate.entries import Kind
+from engine.remote.engine import counters_in
+from tests.e2e.test_two_machines import Machine
+from tests.patience import free_port
+from tests.postgres_server import fresh_database
+from tests.redis_server import redis_server
+from tests.support.billing import booked
+from tests.vllm.processes import PYTHON, ROOT, RunningNode, connector
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.redis,
+    pytest.mark.postgres,
+    pytest.mark.timeout(1800),
+]
+
+PATIENCE_S = 600.0
+NUM_CONVERSATIONS = 100
+AT_ONCE = 8
+OPENING = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(30))
+
+
+class Server(Machine):
+    """Ours, before the router."""
+
+    start_s = PATIENCE_S
+    engine = ""
+
+    def command(self) -> list[Any]:
+        script, *more = super().command()
+        sizes = more.index("--block-size")  # the engine's, and so are the tiers
+        return [script, *more[:sizes], "--engine", self.engine]
+
+
+class Vllm:
+    """`vllm serve` with our connector, as an operator starts it."""
+
+    def __init__(self, model: Path, node: Path, log: Path) -> None:
+        self.url, self._log = f"http://127.0.0.1:{free_port()}", log
+        told = {
+            "model": model,
+            "port": self.url.rpartition(":")[2],
+            "served-model-name": model.name,
+            "max-model-len": 1024,
+            "max-num-seqs": AT_ONCE,
+            "kv-cache-memory-bytes": 256 << 20,
+            "dtype": "float32",
+            "scheduling-policy": "priority",
+            "kv-transfer-config": str(connector(node)).replace("'", '"'),
+        }
+        options = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+        flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *options, *flags],
+                stdout=out,
+                stderr=out,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        until(lambda: self._process.poll() is not None or answers(f"{self.url}/health"))
+        assert self._process.poll() is None, self._log.read_text()[-4000:]
+
+    def counters(self) -> dict[str, float]:
+        return counters_in(httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text)
+
+    def kill(self) -> None:
+        """kill -9, its workers included."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def until(done: Any) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not done():
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+
+
+@contextmanager
+def router(engines: Sequence[Vllm], log: Path) -> Iterator[str]:
+    port = free_port()
+    command = [PYTHON.with_name("vllm-router"), "--port", str(port), "--disable-retries"]
+    workers = ["--policy", "cache_aware", "--worker-urls", *(each.url for each in engines)]
+    health = ["--health-check-interval-secs", "2", "--health-failure-threshold", "1"]
+    metrics = ["--prometheus-port", str(free_port())]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*command, *health, *metrics, *workers], stdout=out, stderr=out)
+    try:
+        until(lambda: process.poll() is not None or answers(f"http://127.0.0.1:{port}/health"))
+        assert process.poll() is None, log.read_text()[-4000:]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Conversations:
+    """What clients asked, and what they were told. A client tries again, as client libraries do."""
+
+    def __init__(self, servers: Sequence[Server], model: str, key: Mapping[str, str]) -> None:
+        self._servers, self._model, self._key = servers, model, key
+        self.acknowledged: dict[str, Counter[str]] = {}
+        self.num_failed = 0
+
+    def hold(self, number: int) -> None:
+        told = f"{OPENING} I am guest {number}."
+        for turn in range(2):
+            answer = self._ask(told, self._servers[(number + turn) % len(self._servers)])
+            told += answer + f" And then? ({turn})"
+
+    def _ask(self, prompt: str, server: Server) -> str:
+        body = {"model": self._model, "prompt": prompt, "temperature": 0, "max_tokens": 6}
+        give_up = time.monotonic() + PATIENCE_S
+        while True:
+            response = httpx.post(
+                f"{server.url}/v1/completions",
+                json=body,
+                headers=dict(self._key),
+                timeout=PATIENCE_S,
+            )
+            if response.status_code == 200:
+                break
+            assert response.status_code >= 500, response.text
+            assert time.monotonic() < give_up, response.text
+            self.num_failed += 1
+            time.sleep(0.2)
+        told = response.json()
+        usage = told["usage"]
+        hits = usage["prompt_tokens_details"]["cached_tokens"]
+        counts = {"hit": hits, "miss": usage["prompt_tokens"] - hits}
+        counts["output"] = usage["completion_tokens"]
+        request = response.headers["x-request-id"]
+        assert request not in self.acknowledged
+        self.acknowledged[request] = Counter(counts)
+        return str(told["choices"][0]["text"])
+
+    def hold_all(self, numbers: range) -> Counter[str]:
+        """The sums of what these were told, while nobody else asks."""
+        before = set(self.acknowledged)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(self.hold, numbers))
+        return sum(
+            (self.acknowledged[each] for each in self.acknowledged.keys() - before), Counter()
+        )
+
+
+def counted(engines: Sequence[Vllm]) -> Counter[str]:
+    """What vLLM says that it has computed, found and generated."""
+    sums: Counter[str] = Counter()
+    for engine in engines:
+        told = engine.counters()
+        hits = told["vllm:prefix_cache_hits_total"] + told["vllm:external_prefix_cache_hits_total"]
+        sums["hit"] += int(hits)
+        sums["miss"] += int(told["vllm:prompt_tokens_total"] - hits)
+        sums["output"] += int(told["vllm:generation_tokens_total"])
+    return sums
+
+
+def charged(server: Server) -> dict[str, Counter[str]]:
+    """What the ledger has, by request. Each once."""
+    found: dict[str, Counter[str]] = {}
+    for entry in booked(server.ledger_url):
+        if entry.kind is Kind.CHARGE:
+            assert entry.request_id not in found
+            usage = entry.details.get("usage", {})  # a request that failed has none
+            hits = sum(tokens for name, tokens in usage.items() if name.startswith("hit_"))
+            found[entry.request_id] = Counter(
+                hit=hits, miss=usage.get("miss", 0), output=usage.get("output", 0)
+            )
+    return found
+
+
+def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(
+    model: Path, tmp_path: Path, postgres: str
+) -> None:
+    with ExitStack() as stack:
+        database = stack.enter_context(fresh_database(postgres))
+        store = stack.enter_context(redis_server(tmp_path))
+        node = RunningNode(tmp_path, more=("--remote-url", store))
+        node.start()
+        stack.callback(node.kill)
+        engines = [Vllm(model, node.socket, tmp_path / f"vllm-{n}.log") for n in range(2)]
+        for engine in engines:
+            stack.callback(engine.kill)
+        for engine in engines:
+            engine.wait()
+        url = stack.enter_context(router(engines, tmp_path / "router.log"))
+        servers = []
+        for name in ("one", "two"):
+            server = Server(
+                tmp_path / name,
+                model,
+                CACHESVC_BILLING__DATABASE_URL=database,
+                CACHESVC_BILLING__SERVER_NAME=name,
+            )
+            server.engine = url
+            server.data_dir.mkdir(parents=True)
+            stack.callback(server.kill)
+            servers.append(server)
+        one, two = servers
+        key = one.customer("acme", 10**15)
+        one.start()
+        for name in ("secret", "receipt_key"):
+            (two.data_dir / name).write_bytes((one.data_dir / name).read_bytes())
+        two.start()
+        guests = Conversations(servers, model.name, key)
+
+        # All is well: what answers said is what vLLM counted.
+        before = counted(engines)
+        told = guests.hold_all(range(40))
+        assert told["hit"] > told["miss"]
+        assert counted(engines) - before == told
+        assert 0 == guests.num_failed
+
+        # One engine is killed while conversations run. Each goes on.
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(guests.hold_all, range(40, 70))
+            until(lambda: len(guests.acknowledged) >= 2 * 40 + 15)
+            engines[0].kill()
+            held.result()
+        assert 2 * 70 == len(guests.acknowledged)
+
+        # The other serves the rest, and counts the same as we do.
+        before = counted(engines[1:])
+        told = guests.hold_all(range(70, NUM_CONVERSATIONS))
+        assert counted(engines[1:]) - before == told
+
+        # Every answer is on the ledger once, with what it said. What failed costs nothing.
+        assert 2 * NUM_CONVERSATIONS == len(guests.acknowledged)
+        until(lambda: guests.acknowledged.keys() <= charged(one).keys())
+        found = charged(one)
+        assert guests.acknowledged == {each: found[each] for each in guests.acknowledged}
+        failed = [found[each] for each in found.keys() - guests.acknowledged.keys()]
+        assert [] == [each for each in failed if each.total()], guests.num_failed
+        assert dashboard(one) == dashboard(two)
+
+
+def dashboard(server: Server) -> Any:
+    """The usage of all tenants as a server's dashboard has it."""
+    done = subprocess.run(
+        [server.command()[0], "admin", "link", "--data-dir", server.data_dir],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=PATIENCE_S,
+    )
+    link = re.search(r"http://\S+", done.stdout)
+    assert link is not None, done.stdout
+    with httpx.Client(follow_redirects=True, timeout=PATIENCE_S) as browser:
+        browser.get(link[0])
+        shown = browser.get(f"{server.url}/admin/api/usage")
+    assert 200 == shown.status_code, shown.text
+    return shown.json()
