@@ -99,13 +99,20 @@ class LedgerMeter:
         whole = rate(replace(usage, output=job.max_output), pinned).amount
         return Priced(pinned.currency, prompt, whole - prompt, pinned.ref)
 
+    def rate_of(self, principal: Principal, model: str) -> PinnedRate:
+        """The rate of a short prompt now. Raises NoPrice."""
+        return self._at(principal, model, self._clock_ns(), Terms(tenant=principal.tenant))
+
     def _pinned(self, principal: Principal, job: Job, now_ns: int) -> PinnedRate:
         terms = Terms(
             tenant=principal.tenant,
             prompt_tokens=max(map(len, job.prompts)),
             service=job.context.service_tier,
         )
-        return self._ledger.book.at(job.model.name, now_ns, principal.currency or None, terms)
+        return self._at(principal, job.model.name, now_ns, terms)
+
+    def _at(self, principal: Principal, model: str, now_ns: int, terms: Terms) -> PinnedRate:
+        return self._ledger.book.at(model, now_ns, principal.currency or None, terms)
 
     def _let_go(self, reserved: "Future[Hold]") -> None:
         """Releases a hold taken for a request that has already ended. Ledger thread."""

@@ -1,4 +1,4 @@
-"""GET /v1/models: the served models in OpenAI's list shape."""
+"""GET /v1/models: the served models in OpenAI's list shape, with OpenRouter's fields for prices."""
 
 from typing import Any
 
@@ -6,11 +6,20 @@ from fastapi import APIRouter, Request
 
 from api.context import authorised, wire_of
 from api.served_model import ServedModel, find_model
+from billing.errors import NoPrice
+from billing.keys import Principal
+from billing.money import format_units
+from billing.prices.book import PinnedRate
+from tiers.tier import TierName
 
 router = APIRouter(tags=["models"])
 
 
-def card(model: ServedModel) -> dict[str, Any]:
+def _card(request: Request, principal: Principal, model: ServedModel) -> dict[str, Any]:
+    try:
+        pricing = _pricing(wire_of(request).books.meter.rate_of(principal, model.name))
+    except NoPrice:
+        pricing = None
     card = {
         "id": model.name,
         "object": "model",
@@ -19,22 +28,44 @@ def card(model: ServedModel) -> dict[str, Any]:
         "root": model.parent or model.name,
         "parent": model.parent,
         "max_model_len": model.max_context,
+        "context_length": model.max_context,
+        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "pricing": pricing,
     }
     return card if model.exactness is None else card | {"exactness": dict(model.exactness)}
+
+
+def _pricing(pinned: PinnedRate) -> dict[str, Any]:
+    """Currency units a token, as decimal texts. A cached token costs what its tier costs; the one
+    price that OpenRouter has for them is the dearest."""
+    rates, ref = pinned.rates, pinned.ref
+    reads = {tier: rates.of(f"hit_{tier}") for tier in TierName}
+    return {
+        "prompt": format_units(rates.miss),
+        "completion": format_units(rates.output),
+        "request": format_units(rates.request),
+        "input_cache_read": format_units(max(reads.values())),
+        "input_cache_read_by_tier": {tier: format_units(units) for tier, units in reads.items()},
+        "input_cache_write": format_units(rates.miss + rates.cache_write),
+        "currency": pinned.currency,
+        "card": ref.card,
+        "version": ref.version,
+        "window": ref.window,
+    }
 
 
 @router.get("/v1/models")
 @router.get("/models", include_in_schema=False)
 async def list_models(request: Request) -> dict[str, Any]:
     """The served model and its adapters."""
-    await authorised(request)
-    models = wire_of(request).inference.models
-    return {"object": "list", "data": [card(model) for model in models.values()]}
+    principal = await authorised(request)
+    models = wire_of(request).inference.models.values()
+    return {"object": "list", "data": [_card(request, principal, model) for model in models]}
 
 
 @router.get("/v1/models/{name:path}")
 @router.get("/models/{name:path}", include_in_schema=False)
 async def show_model(request: Request, name: str) -> dict[str, Any]:
     """One model or adapter; 404 if the name is not served."""
-    await authorised(request)
-    return card(find_model(wire_of(request).inference.models, name))
+    principal = await authorised(request)
+    return _card(request, principal, find_model(wire_of(request).inference.models, name))

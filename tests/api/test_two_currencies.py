@@ -38,6 +38,8 @@ hit = "1"
 miss = "4"
 output = "8"
 """
+TIERED = CARD.replace('version = "1"', 'version = "2"').replace("2025-01-01", "2025-06-01")
+TIERED += 'hit_disk = "3"\ncache_write = "1"\n'
 JSON = {"accept": "application/json"}
 CURRENCIES = {"acme": "CNY", "bolt": "USD"}
 HITS = 1_000_000 // BLOCK  # of a block: acme saved 0.9 CNY of them, bolt 3 USD
@@ -132,6 +134,40 @@ async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(
         tokens = quote["prompt_tokens"]
         assert float(price) * tokens / 1e6 == pytest.approx(float(quote["price"]["prompt"]))
     assert "0.9000 CNY" in (page := await text(client, "/explorer")) and "3.0000 USD" in page
+
+
+async def test_models_are_listed_with_the_prices_of_whoever_asks(
+    client: httpx.AsyncClient, bank: Bank
+) -> None:
+    bank.accounts.apply_card(parse_card(TIERED), by="test")
+    prices = {}
+    for name in CURRENCIES:
+        secret, _ = bank.accounts.create_key(name, by="test")
+        headers = {"authorization": f"Bearer {secret}"}
+        (model,) = (await client.get("/v1/models", headers=headers)).json()["data"]
+        assert (4096, ["text"]) == (
+            model["context_length"],
+            model["architecture"]["input_modalities"],
+        )
+        prices[name] = model["pricing"]
+    assert ("0.000001", "CNY") == (prices["acme"]["prompt"], prices["acme"]["currency"])
+    assert {
+        "prompt": "0.000004",
+        "completion": "0.000008",
+        "request": "0.00",
+        "input_cache_read": "0.000003",  # of a tier, the dearest
+        "input_cache_read_by_tier": {
+            "device": "0.000001",
+            "host": "0.000001",
+            "disk": "0.000003",
+            "remote": "0.000001",
+        },
+        "input_cache_write": "0.000005",  # a miss and its write
+        "currency": "USD",
+        "card": "dollars",
+        "version": "2",
+        "window": "standard",
+    } == prices["bolt"]
 
 
 async def test_one_query_filters_the_pages_and_the_csv(

@@ -35,13 +35,13 @@ from api.requests.quote import Quotes, Survey
 from api.requests.retention import Retention
 from api.requests.turns import Conversations
 from api.served_model import ServedModel
-from billing.errors import GateError
+from billing.errors import GateError, NoPrice
 from billing.gate.outcomes import billable
 from billing.gate.work import insufficient_balance
 from billing.idempotency import Idempotency
 from billing.keys import Principal, Scope
 from billing.money import UNITS
-from billing.prices.book import RateRef
+from billing.prices.book import PinnedRate, RateRef
 from billing.store.store import LedgerStore
 from billing.tenants import Tenant
 from billing.usage import Usage
@@ -359,6 +359,9 @@ class CountingMeter(LedgerMeter):
         unit, ref = UNITS // 10**6, RateRef("test", "1", job.model.name, "standard")
         prompt = (usage.hit + 10 * usage.miss) * unit
         return Priced("CNY", prompt, 20 * job.max_output * unit, ref)
+
+    def rate_of(self, principal: Principal, model: str) -> PinnedRate:
+        raise NoPrice("there is no ledger")
 
     @property
     def last(self) -> CountingCharge:
