@@ -6,7 +6,6 @@ of `tests.support.wire`. The event loop alone uses them, except where a method s
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from api.requests.fingerprints import Fingerprints
@@ -56,7 +55,6 @@ class WireSettings:
     keepalive_s: float = 15.0  # send an SSE comment after this long without output
     inline_encode_chars: int = 2_000  # longer texts are tokenised in the thread pool
     system_in_place: bool = False  # system messages that a template would hoist; see tools.steering
-    image_dir: Path | None = None  # folder of files that chats may show; None: no files
     default_completion_tokens: int = 16  # /v1/completions without max_tokens, as OpenAI does
 
 

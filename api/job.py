@@ -20,7 +20,6 @@ from engine.errors import RemoteFault
 from engine.request import (
     FinishReason,
     Lookup,
-    Picture,
     SamplingParams,
     Timeline,
     TokenLogprob,
@@ -203,7 +202,6 @@ class Job:
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
     contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; empty: no contents
-    pictures: tuple[Picture, ...] = ()  # the images behind the native contents of its one prompt
 
     def only_prompt(self) -> "Job":
         """The same prompt without an answer and without a turn to remember."""

@@ -3,16 +3,13 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from api.errors import ContextLengthExceeded, ModelNotFound
 from engine.promise import Promise
 from engine.request import FinishReason, Request
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
-
-if TYPE_CHECKING:
-    from engine.vision.pictures import PictureReader
 
 
 class EngineClient(Protocol):
@@ -89,7 +86,6 @@ class ServedModel:
     scope: CacheScope
     max_context: int
     vocab_size: int
-    images: "PictureReader | None" = None  # None: the model takes no images
     adapter: str | None = None
     parent: str | None = None
     created: int = 0  # Unix seconds

@@ -123,7 +123,6 @@ class Service:
             settings=WireSettings(
                 max_body_bytes=server.max_body_bytes,
                 cors_origins=server.cors_origins,
-                image_dir=server.data_dir / "images",
                 system_in_place=server.system_in_place,
             ),
             readiness=self._watch.readiness,

@@ -1,20 +1,13 @@
 """One step's work, from the scheduler to the runner: block tables and spans of tokens."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.request import SamplingParams, TokenLogprob
 from tiers.blocks.contents import Content
-
-
-class Embedded(NamedTuple):
-    """Rows that replace a span's token embeddings from `offset` on: a tensor [T, hidden]."""
-
-    offset: int
-    rows: Any
 
 
 @dataclass(slots=True)
@@ -40,7 +33,6 @@ class Span:
     num_prompt_tokens: int = 0
     adapter: str | None = None  # the name of a LoRA adapter; None is the base model
     contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
-    embedded: tuple[Embedded, ...] = ()  # replacing the span's own tokens
     allowed: NDArray[np.int32] | None = None  # [ceil(vocabulary / 32)] bits: allowed tokens
     targets: NDArray[np.int32] | None = None  # [K] prompt tokens after the first K positions,
     # whose log-probabilities are asked for, with the `params.prompt_logprobs` most likely ones

@@ -14,8 +14,6 @@ MAX_N = 16_384  # the same as vLLM's
 MAX_COUNT = (1 << 31) - 1  # for tokens and for candidates
 MIN_REPETITION_PENALTY = 0.01  # dividing logits by a smaller value overflows float32
 MAX_REPETITION_PENALTY = 10.0
-MAX_PICTURES = 16  # per prompt
-MAX_PICTURE_BYTES = 16 << 20  # per image file
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 64) - 1
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -25,7 +25,6 @@ from engine.promise import Promise
 from engine.request import SamplingParams, StepOutput
 from engine.settings import EngineSettings
 from engine.text.detokenizer import IncrementalDetokenizer
-from engine.vision.encoder import PictureEncoder
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.blocks.layout import BlockLayout
 from tiers.blocks.lazy_memory import LazyMemory
@@ -199,13 +198,7 @@ def compose(
                 arithmetic=loaded.arithmetic.digest(activated_by_row=by_row),
             ),
             cache=tiers,
-            engine=Engine(
-                runner,
-                tiers,
-                settings,
-                on_outputs,
-                encoder=PictureEncoder(loaded.tower) if loaded.tower is not None else None,
-            ),
+            engine=Engine(runner, tiers, settings, on_outputs),
             runner=runner,
             grammars=compiler_for(loaded),
         )

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from engine.answers import STEP_FAILED, Answers
 from engine.batch import Batch, Sampled, Span
-from engine.errors import EngineClosed, EngineFailed, InvalidImage
+from engine.errors import EngineClosed, EngineFailed
 from engine.intake import Intake
 from engine.request import FinishReason, Request, StepOutput
 from engine.scheduling.gathering import Gathering
@@ -27,7 +27,6 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import SequenceState
 from engine.scheduling.states import StateRunner
 from engine.settings import EngineSettings
-from engine.vision.encoder import IMAGE_FAILED, PictureEncoder
 from tiers.cache import TieredCache
 from tiers.operations.face import CacheOperations
 from tiers.stats import CacheStats
@@ -96,15 +95,13 @@ class Engine:
         settings: EngineSettings,
         on_outputs: Callable[[Seq[StepOutput]], None],
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        encoder: PictureEncoder | None = None,
     ) -> None:
         self._runner = runner
         self._cache = cache
         self._settings = settings
         self._on_outputs = on_outputs
         self._clock_ns = clock_ns
-        self._encoder = encoder
-        self._scheduler = Scheduler(cache, settings.scheduler, clock_ns, encoder)
+        self._scheduler = Scheduler(cache, settings.scheduler, clock_ns)
         cache.on_purge(self._scheduler.detach)
         size = cache.layout.block_size
         # One block stays free for the copy of a shared tail that a sequence may need to make.
@@ -121,8 +118,6 @@ class Engine:
         self._gathering = Gathering(lambda: self._clock_ns() / 1e9)
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        if encoder is not None:
-            encoder.on_ready = self._wake.set
         self._ended = False  # nobody takes commands any more
         self._failures = 0  # failed turns in a row
         self._num_steps = 0
@@ -159,8 +154,6 @@ class Engine:
             self._thread.join()
         self._ended = True
         self._take_last_commands()
-        if self._encoder is not None:
-            self._encoder.close()
 
     @property
     def failure(self) -> BaseException | None:
@@ -170,11 +163,9 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request. An accepted request gets an output with `last` set.
 
-        Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter, InvalidImage,
-        QueueFull, EngineClosed or EngineFailed.
+        Raises EmptyPrompt, PromptTooLong, InvalidParameter, UnknownAdapter, QueueFull,
+        EngineClosed or EngineFailed.
         """
-        if request.pictures and self._encoder is None:
-            raise InvalidImage("this model sees no images", param="contents")
         self._intake.accept(request)
         at_s = self._clock_ns() / 1e9
         self._post(lambda: self._add(request, at_s))
@@ -319,8 +310,6 @@ class Engine:
         """Run one step. False if there was nothing to compute."""
         if self._answers.matching:
             self._tell(self._answers.take_looks())
-        if self._encoder is not None:
-            self._fail_unseen(self._encoder.take_failed())
         self._cache.step()
         batch = self._scheduler.schedule()
         self._intake.backlog = self._scheduler.backlog()
@@ -417,12 +406,6 @@ class Engine:
         outputs = self._answers.end(request_id, reason, error, index)
         self._forget_left()
         self._tell(outputs)
-
-    def _fail_unseen(self, sequence_ids: Seq[int]) -> None:
-        """End the requests of sequences whose images cannot be computed."""
-        for sequence_id in sequence_ids:
-            if sequence := self._answers.sequences.get(sequence_id):
-                self._fail([sequence.request.request_id], IMAGE_FAILED)
 
     def _running_requests(self) -> list[str]:
         return list({s.request.request_id for s in self._scheduler.running})

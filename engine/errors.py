@@ -27,11 +27,6 @@ class InvalidParameter(RequestError):
     """A sampling parameter is out of its range."""
 
 
-class InvalidImage(RequestError):
-    """An image cannot be read, is too large, or has no place in the prompt. The message says
-    why."""
-
-
 class StructureUnavailable(RequestError):
     """Structured output needs a package that is not installed."""
 

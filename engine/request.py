@@ -19,8 +19,6 @@ from tiers.errors import MissReason
 from tiers.telemetry.misses import Absence
 from tiers.tier import TierName
 
-_TILE_BYTES = 2  # of a native content's digest, for the tile's number
-
 
 class FinishReason(StrEnum):
     """Why a sequence ended. `stop` and `length` are OpenAI's spellings."""
@@ -62,34 +60,6 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """An image as its file. A prompt's native contents name its tiles.
-
-    It is cut into `rows` and `columns` of tiles. One more tile shows the whole image. Both are 0 if
-    that is the only tile. `digest` covers the file and everything that turns it into pixels.
-    """
-
-    digest: bytes
-    data: bytes
-    rows: int
-    columns: int
-
-    @property
-    def num_tiles(self) -> int:
-        return self.rows * self.columns + 1
-
-    def tile_digest(self, tile: int) -> bytes:
-        """The digest of the native content for a tile."""
-        return self.digest + tile.to_bytes(_TILE_BYTES, "little")
-
-
-def tile_of(content: Content) -> tuple[bytes, int]:
-    """The digest of a native content's image, and the number of its tile."""
-    digest = content.digest
-    return digest[:-_TILE_BYTES], int.from_bytes(digest[-_TILE_BYTES:], "little")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt to serve. `tokens` is an `array('i')` that must not change any more."""
@@ -101,7 +71,6 @@ class Request:
     adapter: str | None = None
     grammar: Grammar | None = None  # compiled from `params.structured_outputs`
     contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
-    pictures: tuple[Picture, ...] = ()  # whose tiles are the native contents
     cache: bool = True  # False: neither read nor write the cache
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it
     share: str = ""  # whose share of the engine it uses; shares are served equally

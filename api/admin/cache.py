@@ -16,14 +16,13 @@ from api.access.shares import OPERATOR
 from api.admin.parts import add_audit_entry, parts_of
 from api.context import wire_of
 from api.errors import InvalidRequest, RecordNotFound
-from api.routes.prompts import Encoded, encode_prompt, encoded_chat
+from api.routes.prompts import encode_prompt, encoded_chat
 from api.served_model import find_model
 from api.shapes.message import Message
 from api.shapes.schemas import ChatBody
 from billing.operations.arguments import Argument, Name, Why
 from billing.tenants import Tenant
 from tiers.blocks.chain import Chain, KeyedPrefix
-from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import KEY_BYTES, PrefixKey
 from tiers.errors import TierError
 from tiers.policy.retention import pin_json
@@ -170,10 +169,9 @@ async def _prefix(
         chat = ChatBody.model_construct(
             model=model.name, messages=messages, add_generation_prompt=False
         )
-        encoded = await encoded_chat(wire, model, chat, tenant=OPERATOR)
+        tokens = await encoded_chat(wire, model, chat, tenant=OPERATOR)
     else:
         assert text is not None
-        encoded = Encoded(await encode_prompt(wire, model, text, tenant=OPERATOR))
-    contents = block_contents(encoded.contents, block_size)
+        tokens = await encode_prompt(wire, model, text, tenant=OPERATOR)
     root = replace(model.scope, tenant=salt).root()
-    return Chain(root, encoded.tokens, block_size, contents)
+    return Chain(root, tokens, block_size)

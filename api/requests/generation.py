@@ -320,7 +320,6 @@ class Generation:
             adapter=job.model.adapter,
             grammar=job.grammar,
             contents=job.contents[number] if job.contents else (),
-            pictures=job.pictures,
             cache=job.cache,
             arrival_ns=job.arrival_ns,
             share=job.share,

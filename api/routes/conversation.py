@@ -8,7 +8,7 @@ from typing import Any
 
 from api.collaborators import Collaborators
 from api.context import Arrival, request_context
-from api.errors import ApiError, InvalidRequest
+from api.errors import ApiError
 from api.headers import ClientNames, names_of
 from api.job import Comparison, Delta, Job, Keep, Session, Turn
 from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
@@ -18,7 +18,7 @@ from api.served_model import ServedModel, find_model
 from api.shapes.chat import message_of
 from api.shapes.contents import contents_of
 from api.shapes.reply import Reply
-from api.shapes.schemas import CacheAsked, ChatBody
+from api.shapes.schemas import ChatBody
 from api.shapes.structured import chat_answer
 from api.shapes.translation import with_answer
 from api.tools.reasoning import ThinkParser
@@ -26,7 +26,6 @@ from api.tools.style import Style, parser_of
 from engine.errors import RequestError
 from engine.request import FinishReason
 from engine.structure import GrammarSource
-from tiers.blocks.contents import Content
 
 SESSION_CHARS = 256  # limit of a client's name for its conversation
 
@@ -75,17 +74,14 @@ async def chat_of(
     scope = wire.access.salts.scoped(model.scope, tenant, asked.share)
 
     prompt = chat_prompt(wire, model, body)
-    if prompt.images and asked.is_named:
-        raise _named_images(asked)
 
-    turn, replay = None, None  # tokens identify neither images nor whose they are
-    if asked.on and not (prompt.images or asked.apart):
+    turn, replay = None, None  # tokens do not identify whose they are
+    if asked.on and not asked.apart:
         tools, goes_on = prompt.offered_tools, prompt.continue_final_message
         turn = turn_of(scope, prompt.messages, tools, prompt.arguments, goes_on=goes_on)
         await wire.records.conversations.recall(turn)
         replay = _replay(wire, prompt, turn) if replays and not asked.is_named else None
-    encoded = await encode_chat(wire, model, prompt, tenant=tenant, replay=replay)
-    tokens, seen = encoded.tokens, bool(encoded.pictures)
+    tokens = await encode_chat(wire, model, prompt, tenant=tenant, replay=replay)
     opened, markers = ends_thinking(model, prompt, tokens), prompt.markers
 
     answer = chat_answer(
@@ -93,8 +89,8 @@ async def chat_of(
     )
     new_reply = partial(_new_reply, prompt, answer.source, opened=opened)
 
-    # Pins of requests find blocks by tokens alone, so chats with images get none.
-    mine = not (seen or asked.is_named or asked.share)
+    # Pins of requests find blocks by tokens alone, so chats with contents get none.
+    mine = not (asked.is_named or asked.share)
     if asked.points:
         marks = [*marks, *(Mark(each.for_s, body.until(each)) for each in asked.points)]
     keeps = await _keeps(wire, model, marks, tokens, tenant=tenant) if marks and mine else ()
@@ -102,9 +98,6 @@ async def chat_of(
     session = names.session or body.prompt_cache_key
     num_same = 0 if replay is None else _num_same(replay, tokens)
     begun = prompt.messages[-1] if turn is not None and turn.goes_on else None
-    contents: tuple[tuple[Content, ...], ...] = (encoded.contents,) if seen else ()
-    if asked.is_named:
-        contents = contents_of(body.extension, (tokens,), asked.apart)
     job = Job(
         request_id=log.request_id,
         model=model,
@@ -118,8 +111,7 @@ async def chat_of(
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(arrival, body, names),
-        contents=contents,
-        pictures=encoded.pictures,
+        contents=contents_of(body.extension, (tokens,), asked.apart) if asked.is_named else (),
         markers=markers,
         keeps=keeps,
         session=_session(session, names, body) if session and mine and asked.on else None,
@@ -143,13 +135,6 @@ async def compared(
     return compare(old, chat.fingerprint(), chat.job) if old is not None else None
 
 
-def _named_images(asked: CacheAsked) -> InvalidRequest:
-    given = asked.apart[0] if asked.apart else "cachesvc.contents"
-    return InvalidRequest(
-        f"The chat has images, which the server names itself; leave out {given}.", param=given
-    )
-
-
 def _session(name: str, names: ClientNames, body: ChatBody) -> Session:
     parent = names.parent_session[:SESSION_CHARS]
     return Session(name[:SESSION_CHARS], parent, body.extension.pause_s)
@@ -170,7 +155,7 @@ async def _keeps(
         if mark.cut is not None:
             try:
                 cut = replace(chat_prompt(wire, model, mark.cut), add_generation_prompt=False)
-                cut_tokens = (await encode_chat(wire, model, cut, tenant=tenant)).tokens
+                cut_tokens = await encode_chat(wire, model, cut, tenant=tenant)
             except (ApiError, RequestError):  # the template rejects a chat that ends there
                 continue
             same = common_length(tokens, cut_tokens)

@@ -69,5 +69,5 @@ async def count_tokens(request: Request) -> dict[str, Any]:
     arrival, body = await arrive(request, CountBody)
     wire, tenant = arrival.wire, arrival.principal.tenant
     model = find_model(wire.inference.models, body.model)
-    encoded = await encoded_chat(wire, model, body.as_chat(model), tenant=tenant)
-    return {"input_tokens": len(encoded.tokens)}
+    tokens = await encoded_chat(wire, model, body.as_chat(model), tenant=tenant)
+    return {"input_tokens": len(tokens)}

@@ -6,16 +6,14 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
 from api.collaborators import Collaborators
-from api.errors import ContextLengthExceeded, InvalidRequest, Unsupported
+from api.errors import InvalidRequest, Unsupported
 from api.requests.turns import TurnReplay
 from api.served_model import ServedModel
-from api.shapes.images import ImageAsked, check_images, picture_of
 from api.shapes.schemas import ChatBody
 from api.shapes.template_arguments import SWITCHES, template_arguments
 from api.shapes.tooling import Tooling, tooling_of
@@ -24,9 +22,7 @@ from api.tools.reasoning import OPEN
 from api.tools.steering import steered
 from api.tools.style import THOUGHT_MARKERS, Style, style_of, thinks
 from engine.errors import RequestError
-from engine.request import Picture
 from engine.structure import check_document
-from tiers.blocks.contents import Content
 
 Made = TypeVar("Made")
 
@@ -42,15 +38,6 @@ async def encode_text(
     return await _encode(wire, tenant, len(text), lambda: model.tokenizer.encode(text))
 
 
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A prompt in tokens, and the images behind some of them."""
-
-    tokens: "array[int]"
-    contents: tuple[Content, ...] = ()
-    pictures: tuple[Picture, ...] = ()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
     """The input of a chat template. `messages` are as the client sent them, in plain values."""
@@ -62,7 +49,6 @@ class ChatPrompt:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    images: Sequence[ImageAsked] = ()  # of its messages, in order
     offered_tools: Sequence[dict[str, Any]] = ()  # as templates read them
     num_chars: int = 0  # that a template may render of it
 
@@ -95,12 +81,7 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
             "add_generation_prompt.",
             param="continue_final_message",
         )
-    messages, images = [], list[ImageAsked]()
-    for number, message in enumerate(body.messages):
-        messages.append(message.for_template(number))
-        images += message.images(number)
-    if images:
-        check_images(model, images)
+    messages = [message.for_template(number) for number, message in enumerate(body.messages)]
     style, arguments = style_of(template), template_arguments(body, template)
     if continues and any(arguments.get(name) for name in SWITCHES):
         raise InvalidRequest(
@@ -118,7 +99,6 @@ def chat_prompt(wire: Collaborators, model: ServedModel, body: ChatBody) -> Chat
     model.check_chars(num_chars, "messages")
     return ChatPrompt(
         messages=plain,
-        images=images,
         tooling=tooling,
         style=style,
         thinks=thinks(template),
@@ -138,7 +118,7 @@ def _shown(model: ServedModel, style: Style, messages: Sequence[Mapping[str, Any
 
 async def encoded_chat(
     wire: Collaborators, model: ServedModel, body: ChatBody, *, tenant: str
-) -> Encoded:
+) -> "array[int]":
     """The tokens of a chat's body. Raises like `chat_prompt` and `encode_chat`."""
     return await encode_chat(wire, model, chat_prompt(wire, model, body), tenant=tenant)
 
@@ -150,23 +130,16 @@ async def encode_chat(
     *,
     tenant: str,
     replay: TurnReplay | None = None,
-) -> Encoded:
+) -> "array[int]":
     """The tokens of a chat as the model's template renders it. With `replay`, the replayed tokens
-    and the template's rendering of the rest, if the rest can be determined.
+    and the template's rendering of the rest, if the rest can be determined."""
 
-    Raises InvalidRequest or Unsupported for an image.
-    """
-
-    def work() -> Encoded:
-        if prompt.images:
-            return _seen(model, prompt, wire.settings.image_dir)
+    def work() -> "array[int]":
         if replay is not None and (after := _after(model, prompt, replay)) is not None:
-            return Encoded(after)
+            return after
         apart = uuid.uuid4().hex
-        return Encoded(_tokens(model, _rendered(model, prompt, prompt.messages, apart), apart))
+        return _tokens(model, _rendered(model, prompt, prompt.messages, apart), apart)
 
-    if prompt.images:  # read and decoded off the event loop, however short the text
-        return await wire.inference.encoders.run(tenant, work)
     size = prompt.num_chars + MESSAGE_CHARS * len(prompt.messages)
     return await _encode(wire, tenant, size, work)
 
@@ -179,30 +152,6 @@ def ends_thinking(model: ServedModel, prompt: ChatPrompt, tokens: "array[int]") 
     return tail.rstrip().endswith(OPEN.encode())
 
 
-def _seen(model: ServedModel, prompt: ChatPrompt, folder: Path | None) -> Encoded:
-    """A chat with images. Raises InvalidRequest, Unsupported or ContextLengthExceeded."""
-    reader = model.images
-    assert reader is not None
-    pictures = tuple(picture_of(model, asked, folder) for asked in prompt.images)
-    num_tokens = sum(picture.num_tiles for picture in pictures) * reader.tile_tokens
-    if num_tokens > model.max_context:
-        raise ContextLengthExceeded(
-            f"{model.too_long(num_tokens)} Its images alone make as many; send fewer, or smaller "
-            "ones.",
-            param="messages",
-        )
-    apart = uuid.uuid4().hex
-    text = _rendered(model, prompt, prompt.messages, apart)
-    if text.count(reader.mark) != len(pictures):
-        raise InvalidRequest(
-            f"The chat shows {len(pictures)} images, and its text says {reader.mark}, which "
-            "stands for one; leave that out of the text.",
-            param="messages",
-        )
-    tokens = _tokens(model, reader.expanded(text, pictures), apart)
-    return Encoded(tokens, reader.contents(tokens, pictures), pictures)
-
-
 def _rendered(
     model: ServedModel, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]], apart: str
 ) -> str:
@@ -210,8 +159,7 @@ def _rendered(
     `<|im_end|>`. What stands apart is encoded as text, so no content can forge a turn."""
     tokenizer = model.tokenizer
     written = (tokenizer.token_bytes(token).decode() for token in tokenizer.special_token_ids)
-    image = model.images.mark if model.images is not None else ""  # refused in a text
-    names = sorted({*written} - {"", image}, key=lambda name: (-len(name), name))
+    names = sorted({*written} - {""}, key=lambda name: (-len(name), name))
     control = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def safe(value: Any) -> Any:

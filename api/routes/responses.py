@@ -51,8 +51,8 @@ async def input_tokens(request: Request) -> dict[str, Any]:
     wire, tenant = arrival.wire, arrival.principal.tenant
     model = find_model(wire.inference.models, body.model)
     chat = body.as_chat(await _history(wire, tenant, body))
-    encoded = await encoded_chat(wire, model, chat, tenant=tenant)
-    return {"object": "response.input_tokens", "input_tokens": len(encoded.tokens)}
+    tokens = await encoded_chat(wire, model, chat, tenant=tenant)
+    return {"object": "response.input_tokens", "input_tokens": len(tokens)}
 
 
 @router.get("/v1/responses/{name}")

@@ -50,7 +50,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
         raise InvalidRequest("Give either prompt (a text) or messages (a chat).", param="prompt")
     if body.messages is not None:
         chat = body.as_chat(model.name)
-        tokens = (await encoded_chat(wire, model, chat, tenant=tenant)).tokens
+        tokens = await encoded_chat(wire, model, chat, tenant=tenant)
     else:
         tokens = await encode_text(wire, model, text or "", tenant=tenant)
     return {

@@ -27,7 +27,7 @@ UNSERVED: Final[Mapping[str, str]] = {
     "evals": "run them in your own harness",
     "files": _NO_FILES,
     "fine_tuning": _NO_TRAINING,
-    "images": "no model here draws; a vision model reads images in a chat",
+    "images": "no model here draws",
     "invoices": "the billing system that `cachesvc usage export` feeds issues invoices; "
     "/v1/usage/statement/MONTH has a month",
     "messages/batches": "send the requests one by one; X-Session-Id groups them",
@@ -40,7 +40,7 @@ UNSERVED: Final[Mapping[str, str]] = {
     "threads": _NO_STORE,
     "uploads": _NO_FILES,
     "vector_stores": "search yourself, and put what was found into the prompt",
-    "videos": "no model here draws; a vision model reads images in a chat",
+    "videos": "no model here draws",
 }
 _METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 

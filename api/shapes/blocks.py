@@ -101,10 +101,9 @@ def kind_of(block: Mapping[str, Any], within: str, where: str, name: str = "") -
 
 @dataclass(slots=True)
 class ContentReader:
-    """Reads blocks as text and as images. `unseen` gathers the type and place of each block that
-    the model cannot see."""
+    """Reads blocks as text. `unseen` gathers the type and place of each block that the model cannot
+    see."""
 
-    sees_images: bool = False
     unseen: list[tuple[str, str]] = field(default_factory=list)
 
     def text(self, block: Mapping[str, Any], within: str, where: str, name: str = "") -> str:
@@ -134,22 +133,6 @@ class ContentReader:
             case dict():
                 return self.text(value, within, where, name)
         raise InvalidRequest(f"{where} must be a text or a list of blocks.", param=where)
-
-    def image_url(self, block: Mapping[str, Any], where: str) -> str | None:
-        """The URL of an image that the model sees, else None."""
-        source = block.get("source")
-        match source if isinstance(source, dict) else {}:
-            case {"type": "base64", "data": str(data), "media_type": str(kind)}:
-                url = f"data:{kind};base64,{data}"
-            case {"type": "url", "url": str(url)} | {"type": "file", "file_id": str(url)}:
-                pass
-            case _:
-                raise InvalidRequest(
-                    f'{where}.source must be {{"type": "base64", "media_type": "image/png", '
-                    '"data": "..."}.',
-                    param=f"{where}.source",
-                )
-        return url if self.sees_images and url.startswith(("data:", "file:")) else None
 
 
 class _Filled(dict[str, Any]):

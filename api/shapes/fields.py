@@ -75,7 +75,7 @@ CHAT: Final[Mapping[str, Unserved]] = {
     "thinking_budget": Unserved("use max_completion_tokens, or reasoning_effort", ()),
     "transforms": Unserved("shorten the messages yourself", _EMPTY),
     "translation_options": Unserved("ask for the translation in a message", _EMPTY),
-    "vl_high_resolution_images": Unserved("the model's own processor decides"),
+    "vl_high_resolution_images": Unserved("this model reads text only"),
     "voice": Unserved("no model here speaks", _EMPTY),
 }
 COMPLETIONS: Final[Mapping[str, Unserved]] = {
@@ -91,7 +91,7 @@ RESPONSES: Final[Mapping[str, Unserved]] = {
     "cache_salt": Unserved("use /v1/chat/completions, or a tenant for each customer", ("",)),
     "context_management": Unserved("shorten the conversation yourself", _EMPTY),
     "conversation": Unserved("use previous_response_id", ("",)),
-    "image": Unserved("put images into the input, as input_image", _EMPTY),
+    "image": Unserved("this model reads text only", _EMPTY),
     "max_tool_calls": Unserved("this server runs no tools of its own", ()),
     "moderation": Unserved("run a moderation model in front of this server", _EMPTY),
     "personality": Unserved("describe it in the instructions", ("",)),

@@ -3,9 +3,9 @@
 from typing import Any, Final, Literal
 
 from api.errors import Unsupported
-from api.shapes.body import Body, Items
+from api.shapes.body import Items
 from api.shapes.breakpoints import Marked
-from api.shapes.images import ImageAsked
+from api.shapes.images import text_only
 
 SYSTEM_ROLES: Final = ("system", "developer")
 _UNSERVED: Final = {
@@ -14,16 +14,10 @@ _UNSERVED: Final = {
 }
 
 
-class ImageUrl(Body):
-    url: str
-    detail: str | None = None  # ignored: the model's processor decides
-
-
 class ContentPart(Marked):
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: ImageUrl | None = None
 
 
 class Message(Marked):
@@ -47,38 +41,11 @@ class Message(Marked):
             self._part_text(part, number, place) for place, part in enumerate(self.content)
         )
 
-    def images(self, number: int) -> list[ImageAsked]:
-        """The images of a user's message, in order; empty for other roles."""
-        if self.role != "user" or not isinstance(self.content, list):
-            return []
-        where = f"messages[{number}].content[{{}}].image_url.url"
-        return [
-            ImageAsked(part.image_url.url, where.format(place))
-            for place, part in enumerate(self.content)
-            if part.type == "image_url" and part.image_url is not None
-        ]
-
-    def _parts(self, number: int) -> list[dict[str, Any]]:
-        """The content as parts, in the form that templates of vision models read."""
-        assert isinstance(self.content, list)
-        return [
-            {"type": "image"}
-            if part.type == "image_url" and part.image_url is not None
-            else {"type": "text", "text": self._part_text(part, number, place)}
-            for place, part in enumerate(self.content)
-        ]
-
     def _part_text(self, part: ContentPart, number: int, place: int) -> str:
         if self.role == "assistant" and part.type == "refusal" and part.refusal is not None:
             return part.refusal
         if part.type != "text" or part.text is None:
-            where = f"messages[{number}].content[{place}]"
-            advice = ", and image_url in messages of the user" if part.type == "image_url" else ""
-            raise Unsupported(
-                f"{where} has type '{part.type[:40]}'; this server reads text parts, as "
-                f'{{"type": "text", "text": "..."}}{advice}.',
-                param=where,
-            )
+            raise text_only(part.type, f"messages[{number}].content[{place}]")
         return part.text
 
     def for_template(self, number: int) -> dict[str, Any]:
@@ -89,7 +56,7 @@ class Message(Marked):
                 raise Unsupported(f"{where} is not served; {advice}.", param=where)
         plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self._parts(number) if self.images(number) else self.text(number),
+            "content": self.text(number),
         }
         for name in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:

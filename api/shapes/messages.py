@@ -12,6 +12,7 @@ from api.shapes.blocks import SYSTEM, ContentReader
 from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import NAME_MAX, CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
+from api.shapes.images import text_only
 from api.shapes.schemas import ChatBody, Extension
 from api.shapes.template_arguments import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems
@@ -120,7 +121,7 @@ class CountBody(Body):
         choice, form = self.tool_choice, output.format or self.output_format
         tools = [_function(n, tool) for n, tool in enumerate(self.tools or []) if tool.is_clients]
         messages = merged_systems(
-            [*self._system(), *self._turns(model, self._newest() if whole else range(0))]
+            [*self._system(), *self._turns(self._newest() if whole else range(0))]
         )
         forced = choice is not None and choice.type in ("any", "tool")
         barred = {"tool_choice": forced, "output_config.format": form is not None}
@@ -209,18 +210,13 @@ class CountBody(Body):
         before = (n for n in reversed(range(len(roles))) if roles[n] == "assistant")
         return range(next(before, -1) + 1, len(roles))
 
-    def _turns(self, model: ServedModel, newest: range) -> Iterator[Plain]:
+    def _turns(self, newest: range) -> Iterator[Plain]:
         """The messages. Raises Unsupported for what the model cannot see of the `newest`."""
         for number, message in enumerate(self.messages):
-            reader = ContentReader(model.images is not None)
+            reader = ContentReader()
             yield from turn_messages(reader, message, f"messages[{number}].content")
             if reader.unseen and number in newest:
-                kind, place = reader.unseen[0]
-                raise Unsupported(
-                    f"{place} is of type {kind!r}, which this model does not see; send what it "
-                    "says as text.",
-                    param=place,
-                )
+                raise text_only(*reader.unseen[0])
 
 
 class MessagesBody(CountBody):

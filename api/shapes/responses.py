@@ -9,13 +9,13 @@ from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import CacheOptions, mark_of
 from api.shapes.fields import RESPONSES, refuse_unserved
+from api.shapes.images import text_only
 from api.shapes.schemas import ChatBody, Extension
 from api.shapes.translation import (
     Plain,
     call_message,
     chat_body,
     going_on,
-    image_part,
     merged_systems,
     text_part,
 )
@@ -31,7 +31,7 @@ _SAME_FIELDS = (  # of a response and a chat
 # What is stored and shown again: other fields cost no tokens, so they would be free storage.
 _SHORT_FIELDS = ("id", "type", "status", "role", "call_id", "name", "namespace")  # of an item
 _TEXT_FIELDS = ("arguments", "content", "output", "summary")
-_PART_FIELDS = ("type", "text", "refusal", "image_url", "detail")
+_PART_FIELDS = ("type", "text", "refusal")
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 _FORMAT_FIELDS = ("type", "name", "description", "schema", "strict")
 
@@ -247,42 +247,24 @@ def _summary(extra: Plain) -> str:
 
 
 def _content(item: Item, where: str) -> str | list[Plain]:
-    """A message's text; with a mark or, for a user, with images, its parts in order."""
+    """A message's text; with a mark, its parts in order."""
     parts = item.content if isinstance(item.content, list) else []
-    shows = item.role == "user" and any(part.get("type") == "input_image" for part in parts)
-    if not shows and not any(map(mark_of, parts)):
+    if not any(map(mark_of, parts)):
         return _text(item.content, where)
     return [
-        image_part(_image_url(part, f"{where}[{number}]")) | mark_of(part)
-        if part.get("type") == "input_image" and item.role == "user"
-        else text_part(_text([part], where)) | mark_of(part)
-        for number, part in enumerate(parts)
+        text_part(_text([part], where, number)) | mark_of(part) for number, part in enumerate(parts)
     ]
 
 
-def _image_url(part: Plain, where: str) -> str:
-    url = part.get("image_url")
-    if not isinstance(url, str):
-        raise Unsupported(
-            f"{where} must have an image_url; this server keeps no files. Send the image itself, "
-            "as data:image/png;base64,...",
-            param=f"{where}.image_url",
-        )
-    return url
-
-
-def _text(content: object, where: str) -> str:
+def _text(content: object, where: str, first: int = 0) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a text or a list of parts.", param=where)
-    for number, part in enumerate(content):
+    for number, part in enumerate(content, first):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in _TEXTS:
-            raise Unsupported(
-                f"{where}[{number}] is of type {str(kind)[:40]!r}; this server reads text only.",
-                param=f"{where}[{number}]",
-            )
+            raise text_only(kind, f"{where}[{number}]")
     return "".join(str(part.get("text") or part.get("refusal") or "") for part in content)
 
 

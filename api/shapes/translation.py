@@ -69,10 +69,6 @@ def text_part(text: str) -> Plain:
     return {"type": "text", "text": text}
 
 
-def image_part(url: str) -> Plain:
-    return {"type": "image_url", "image_url": {"url": url}}
-
-
 def merged_systems(messages: list[Plain]) -> list[Plain]:
     """Merges the leading system messages into one, because templates accept only one.
 

@@ -1,7 +1,6 @@
 """The messages of Anthropic's protocol as messages of a chat."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from typing import Literal
 
 from pydantic import ConfigDict
@@ -15,11 +14,10 @@ from api.shapes.blocks import (
     USER,
     ContentReader,
     checked,
-    kind_of,
 )
 from api.shapes.body import Body, Items
 from api.shapes.breakpoints import CacheControl
-from api.shapes.translation import Plain, call_message, image_part, text_part
+from api.shapes.translation import Plain, call_message
 
 
 class ContentBlock(Body):
@@ -88,58 +86,36 @@ def _call(block: Plain, where: str) -> Plain:
 
 def _user(reader: ContentReader, blocks: Sequence[ContentBlock], where: str) -> Iterator[Plain]:
     """A user's turn as messages. Each tool result is a message of its own, in order with the
-    texts. Images of a result come after it, because a tool's message has a text only."""
-    parts: list[Plain] = []
+    texts."""
+    texts: list[str] = []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
         plain = block.plain(place)
         if block.type != "tool_result":
-            parts.append(_part(reader, plain, USER, place))
+            texts.append(reader.text(plain, USER, place))
             continue
-        if parts:
-            yield {"role": "user", "content": _joined(parts)}
-        message, parts = _result(reader, plain, place)
-        yield message
-    if parts:
-        yield {"role": "user", "content": _joined(parts)}
+        if texts:
+            yield {"role": "user", "content": TEXTS_JOIN.join(texts)}
+        yield _result(reader, plain, place)
+        texts = []
+    if texts:
+        yield {"role": "user", "content": TEXTS_JOIN.join(texts)}
 
 
-def _part(reader: ContentReader, block: Plain, within: str, where: str) -> Plain:
-    """A block as a part of a chat's message: an image that the model sees, or a text."""
-    kind_of(block, within, where)
-    url = reader.image_url(block, where) if block["type"] == "image" else None
-    return image_part(url) if url is not None else text_part(reader.text(block, within, where))
-
-
-def _joined(parts: Sequence[Plain]) -> str | list[Plain]:
-    """The parts with adjacent texts joined; a plain text if there is nothing else."""
-    joined: list[Plain] = []
-    for kind, group in groupby(parts, key=lambda part: part["type"]):
-        if kind == "text":
-            joined.append(text_part(TEXTS_JOIN.join(part["text"] for part in group)))
-        else:
-            joined += group
-    return str(joined[0]["text"]) if [part["type"] for part in joined] == ["text"] else joined
-
-
-def _result(reader: ContentReader, block: Plain, where: str) -> tuple[Plain, list[Plain]]:
-    """A tool's message, and the images of its result."""
+def _result(reader: ContentReader, block: Plain, where: str) -> Plain:
+    """A tool's message."""
     content = block.get("content") or ""
     if not isinstance(content, str | list) or not isinstance(block.get("tool_use_id"), str):
         raise InvalidRequest(
             f"{where} must have a tool_use_id, and as content a text or a list.", param=where
         )
     several = [content] if isinstance(content, str) else content
-    parts = [
-        _part(reader, each, RESULT, f"{where}.content[{number}]")
-        if isinstance(each, dict)
-        else text_part(reader.texts(each, RESULT, f"{where}.content[{number}]"))
-        for number, each in enumerate(several)
-    ]
-    text = TEXTS_JOIN.join(part["text"] for part in parts if part["type"] == "text")
+    places = (f"{where}.content[{number}]" for number in range(len(several)))
+    text = TEXTS_JOIN.join(
+        reader.texts(each, RESULT, place) for each, place in zip(several, places, strict=True)
+    )
     text = f"Error: {text}" if block.get("is_error") is True else text
-    message = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
-    return message, [part for part in parts if part["type"] != "text"]
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
 
 
 def texts_of(reader: ContentReader, blocks: Sequence[ContentBlock], within: str, where: str) -> str:

@@ -128,10 +128,7 @@ def _with(message: Plain, text: str, *, ahead: bool) -> Plain:
     if not text:
         return message
     content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": _JOIN.join((text, content) if ahead else (content, text))}
-    part = {"type": "text", "text": text}
-    return {**message, "content": [part, *content] if ahead else [*content, part]}
+    return {**message, "content": _JOIN.join((text, content) if ahead else (content, text))}
 
 
 def _said(role: str, text: str) -> dict[str, Any]:

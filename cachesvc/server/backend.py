@@ -6,7 +6,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from api.served_model import EngineClient, NewDetokenizer
 from engine.engine import EngineStats
@@ -20,9 +20,6 @@ from tiers.disk.inspection.view import DiskView
 from tiers.operations.face import CacheOperations
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
-
-if TYPE_CHECKING:
-    from engine.vision.pictures import PictureReader
 
 T = TypeVar("T")
 
@@ -64,9 +61,6 @@ class Weights(Protocol):
 
     @property
     def adapters(self) -> AdapterDigests: ...
-
-    @property
-    def images(self) -> "PictureReader | None": ...
 
 
 class Backend(Protocol):

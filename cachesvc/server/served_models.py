@@ -21,7 +21,6 @@ def served_models(core: Backend, exact: str) -> Mapping[str, ServedModel]:
         scope=core.scope,
         max_context=min(loaded.max_context, core.engine.max_tokens),
         vocab_size=loaded.vocab_size,
-        images=loaded.images,
         created=int(time.time()),
         promise=core.promise,
     )

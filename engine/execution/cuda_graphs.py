@@ -142,10 +142,7 @@ class StepGraphs:
         return (
             self._works
             and self._rows_of(spans) is not None
-            and all(
-                span.sample and span.adapter is None and span.targets is None and not span.embedded
-                for span in spans
-            )
+            and all(span.sample and span.adapter is None and span.targets is None for span in spans)
         )
 
     def run(self, spans: Sequence[Span]) -> torch.Tensor:

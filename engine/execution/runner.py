@@ -290,9 +290,6 @@ class ModelRunner:
         prompt_logprobs: list[TokenLogprob] = []
         self._attention.begin(spans)
         self._adapters.begin(spans, arguments["input_ids"].shape[1])
-        if any(span.embedded for span in spans):
-            tokens = arguments.pop("input_ids")
-            arguments["inputs_embeds"] = self._embedded(tokens, spans, ends - lengths)
         if any(span.targets is not None for span in spans):
             prompt_logprobs, logits = self._heads(spans, ends - lengths, wanted, arguments)
         elif wanted:
@@ -324,20 +321,8 @@ class ModelRunner:
             self._attention,
             arguments["position_ids"],
             keep,
-            tokens=arguments.get("input_ids"),
-            rows=arguments.get("inputs_embeds"),
+            tokens=arguments["input_ids"],
         )
-
-    def _embedded(
-        self, tokens: torch.Tensor, spans: Sequence[Span], starts: NDArray[Any]
-    ) -> torch.Tensor:
-        """The tokens' embedding rows [1, T, hidden], with those of images in place."""
-        rows: torch.Tensor = self._model.get_input_embeddings()(tokens).clone()
-        for span, start in zip(spans, starts, strict=True):
-            for embedded in span.embedded:
-                first = int(start) + embedded.offset
-                rows[0, first : first + len(embedded.rows)] = embedded.rows.to(rows.dtype)
-        return rows
 
     def _heads(
         self,

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.batch import Embedded, Sampled, Span
+from engine.batch import Sampled, Span
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,6 @@ def _head(span: Span, count: int) -> Span:
         history=None,
         allowed=None,
         targets=None if span.targets is None else span.targets[:count],
-        embedded=_embedded(span, 0, count),
     )
 
 
@@ -135,15 +134,4 @@ def _tail(span: Span, count: int) -> Span:
         tokens=span.tokens[count:],
         start=span.start + count,
         targets=None if targets is None or not len(targets) else targets,
-        embedded=_embedded(span, count, len(span.tokens)),
     )
-
-
-def _embedded(span: Span, begin: int, end: int) -> tuple[Embedded, ...]:
-    """The embedded rows of the span's tokens [begin, end)."""
-    cut = []
-    for offset, rows in span.embedded:
-        low, high = max(begin, offset), min(end, offset + len(rows))
-        if low < high:
-            cut.append(Embedded(low - begin, rows[low - offset : high - offset]))
-    return tuple(cut)

@@ -187,16 +187,15 @@ class TracedForward:
         positions: torch.Tensor,
         keep: torch.Tensor,
         *,
-        tokens: torch.Tensor | None = None,
-        rows: torch.Tensor | None = None,
+        tokens: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
         """Logits [1, K, vocabulary] after the rows `keep` [K], and what the layers put out, as the
         model's own forward gives them.
 
-        The input is either `tokens` [1, T] or embedded `rows` [1, T, hidden], at `positions` [1,
-        T]. Raises what `attention` raises, and RuntimeError where another call of the graph fails.
+        `tokens` and `positions` are [1, T]. Raises what `attention` raises, and RuntimeError where
+        another call of the graph fails.
         """
-        logits, states = self._run(attention, positions, keep, tokens, rows)
+        logits, states = self._run(attention, positions, keep, tokens)
         return logits, self._kind(last_hidden_state=states)
 
     def _run(
@@ -204,14 +203,12 @@ class TracedForward:
         attention: PagedAttention | _Alone,
         positions: torch.Tensor,
         keep: torch.Tensor,
-        tokens: torch.Tensor | None,
-        rows: torch.Tensor | None,
+        tokens: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits after the rows `keep`, and the layers' output [1, T, hidden]."""
         self._handed.begin(attention)
         _thread.handed = self._handed
-        if rows is None:
-            rows = self._embed(tokens)
+        rows = self._embed(tokens)
         # Optimization passes over a graph of 3,700 nodes would take 0.7 s and gain nothing.
         try:
             with unoptimized():
@@ -267,7 +264,7 @@ class TracedForward:
                 logits_to_keep=keep,
             ).logits
         self._kind = type(outputs[0])
-        logits, states = self._run(alone, positions, keep, tokens, None)
+        logits, states = self._run(alone, positions, keep, tokens)
         if not torch.equal(own, logits):
             raise OtherBits(f"the logits of {number} tokens are others")
         if not torch.equal(outputs[0].last_hidden_state, states):
@@ -277,8 +274,8 @@ class TracedForward:
         """Whether a token's logits and the layers' output have the bits that they have in a step
         with a later token."""
         tokens, positions, keep = self._tokens(2), self._numbers([40, 41])[None], self._numbers([0])
-        beside = self._run(_Alone(), positions, keep, tokens, None)
-        alone = self._run(_Alone(), positions[:, :1], keep, tokens[:, :1], None)
+        beside = self._run(_Alone(), positions, keep, tokens)
+        alone = self._run(_Alone(), positions[:, :1], keep, tokens[:, :1])
         return all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(alone, beside, strict=True))
 
     def _tokens(self, number: int) -> torch.Tensor:

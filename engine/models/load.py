@@ -8,7 +8,7 @@ model.
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,24 +42,14 @@ from engine.models.narrow_file import NarrowFile
 from engine.models.packing import can_pack, has_bfloat16
 from engine.models.probe import PROBE_TOKENS, num_probed, prepare, probe_logits
 from engine.models.rope import check_settings, fix_tables
+from engine.models.towers import drop_towers, is_text_of
 from engine.models.unfilled import Unfilled
 from engine.models.versions import naming_versions
 from engine.operators.library import Operators
 from engine.promise import Equal, Promise
 from engine.request import SamplingParams
 from engine.text.tokenizer import Tokenizer
-from engine.vision.tower import (
-    VisionTower,
-    drop_towers,
-    has_vision,
-    is_text_of,
-    split,
-    tower_of,
-)
 from tiers.blocks.layout import DTYPES, BlockLayout, LayerLayout, entry_size, sized_layout
-
-if TYPE_CHECKING:
-    from engine.vision.pictures import PictureReader  # imports Pillow, an extra
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +98,6 @@ class LoadedModel:
     device: str
     adapters: AdapterBank
     arithmetic: Arithmetic
-    tower: VisionTower | None = None  # None: the model sees no images
     port: StatePort | None = None  # of the modules with recurrent states; None: there are none
     operators: Operators | None = None  # compiled for its forward and the disk; None: none are
 
@@ -129,13 +118,6 @@ class LoadedModel:
             return True
         there = self.operators is not None and self.operators.loaded is not None
         return there and _may_fuse(self.device, self.dtype)
-
-    @property
-    def images(self) -> "PictureReader | None":
-        """The reader of images in chats. None if the model or its chat template takes none."""
-        if self.tower is None or self.tokenizer.image_mark is None:
-            return None
-        return self.tower.reader
 
     def layout(self, block_size: int | None = None, kv_dtype: str | None = None) -> BlockLayout:
         """The layout of this model's blocks. `block_size` None follows the bytes of a token, and
@@ -183,11 +165,7 @@ def load_model(
             kept = NarrowFile(cache_dir, content, operators.key, replaces_bytes=num_bytes)
     tokenizer = load_tokenizer(folder)
     model = _load_weights(folder, DTYPES[dtype], device)
-    tower = None
-    if has_vision(model.config):
-        tower, model = tower_of(model, folder), split(model)
-        tokenizer.take_images(tower.reader.mark)
-    elif is_text_of(model.config):
+    if is_text_of(model.config):
         drop_towers(model)
     if operators is not None and operators.is_compiling:
         report("compiling operators", 0.95)  # mostly done beside the rest
@@ -199,7 +177,6 @@ def load_model(
         weights_digest=digest,
         dtype=dtype,
         device=device,
-        tower=tower,
         operators=operators,
         kept=kept,
     )
@@ -213,7 +190,6 @@ def describe(
     weights_digest: bytes,
     dtype: str,
     device: str,
-    tower: VisionTower | None = None,
     operators: Operators | None = None,
     kept: NarrowFile | None = None,
 ) -> LoadedModel:
@@ -254,7 +230,6 @@ def describe(
         device=device,
         adapters=adapters,
         arithmetic=arithmetic,
-        tower=tower,
         port=port,
         operators=operators,
     )
@@ -290,8 +265,7 @@ def _load_weights(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
             refuse_unsupported(config)
         _recommend_bfloat16(config, dtype, device)
         dequantized = _dequantize(config)
-        seeing = has_vision(config) or is_text_of(config)
-        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        kind = AutoModelForImageTextToText if is_text_of(config) else AutoModelForCausalLM
         try:
             with Unfilled():
                 model, loading = _from_pretrained(kind, folder, config, dtype)
@@ -362,8 +336,7 @@ def refuse_unsupported(config: Any) -> None:
     """Raise ModelError for a model that its config alone shows not to be served."""
     if config.is_encoder_decoder:
         raise ModelError(f"{config.model_type} is an encoder-decoder; only decoders are supported")
-    known = has_vision(config) or is_text_of(config)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not known:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not is_text_of(config):
         raise ModelError(
             f"transformers has no causal language model of type {config.model_type}; served are "
             f"models of text"

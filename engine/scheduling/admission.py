@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from engine.request import Lookup
-from engine.scheduling.embeddings import PromptImages
 from engine.scheduling.lookup import computed_otherwise, count_hits, miss_reasons, runs_of
 from engine.scheduling.queue import WaitingQueue
 from engine.scheduling.sequence import LOADING, PREFILL, WAITING, Sequence
@@ -34,7 +33,6 @@ class Admission:
         settings: SchedulerSettings,
         clock_ns: Callable[[], int],
         served: ServedShares,
-        images: PromptImages,
         running: list[Sequence],
         states: StatePlans | None = None,
     ) -> None:
@@ -44,7 +42,6 @@ class Admission:
         self._settings = settings
         self._clock_ns = clock_ns
         self._served = served
-        self._images = images
         self._running = running
         self._states = states
         self.waiting = WaitingQueue(max_passed_s=settings.max_passed_s, served=served)
@@ -64,8 +61,6 @@ class Admission:
             if len(self._running) >= self._settings.max_running:
                 return
             if self._served[sequence.share] >= served or not self._has_place(sequence):
-                continue
-            if sequence.awaits_images and not self._images.stand(sequence):
                 continue
             if sequence.ticket is None:
                 if len(holders) >= self._settings.max_tickets and any(
@@ -91,13 +86,6 @@ class Admission:
                 holders.discard(sequence)
                 continue
             holders.discard(sequence)
-            sequence.first_unread = len(sequence.ticket.blocks) * self._block_size
-            if not self._images.stand(sequence):
-                # It holds nothing while the tower computes, and looks up its prefix again
-                # afterwards.
-                self.close_ticket(sequence)
-                sequence.state = LOADING
-                continue
             self._begin(sequence, tail)
             yield sequence
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from engine.batch import Batch, Span
 from engine.request import FinishReason
 from engine.scheduling.admission import Admission
-from engine.scheduling.embeddings import Embeddings, PromptImages
 from engine.scheduling.sequence import DECODE, FINISHED, PREFILL, WAITING, Sequence
 from engine.scheduling.settings import SchedulerSettings
 from engine.scheduling.shares import Backlog, ServedShares
@@ -36,10 +35,8 @@ class Scheduler:
         cache: TieredCache,
         settings: SchedulerSettings,
         clock_ns: Callable[[], int] = time.monotonic_ns,
-        embeddings: Embeddings | None = None,
     ) -> None:
         self._cache = cache
-        self._images = PromptImages(embeddings)
         self._tables = cache.tables
         self._clock_ns = clock_ns
         self._settings = settings
@@ -50,7 +47,7 @@ class Scheduler:
         if cache.checkpoints is not None:
             self.states = StatePlans(cache, cache.checkpoints)
         self._admission = Admission(
-            cache, settings, clock_ns, self._served, self._images, self.running, self.states
+            cache, settings, clock_ns, self._served, self.running, self.states
         )
         self.waiting = self._admission.waiting
         self.left: list[int] = []  # ids of sequences that stopped running, for the runner to forget
@@ -74,7 +71,6 @@ class Scheduler:
         if sequence.state is not FINISHED:
             self._served.leave(sequence.share)
         sequence.state, sequence.finish = FINISHED, reason
-        self._images.drop(sequence)
 
     def backlog(self) -> Backlog:
         """The waiting work, and how fast such work begins. Once per step."""
@@ -185,7 +181,6 @@ class Scheduler:
                 allowed=grammar.allowed if sample and grammar is not None else None,
                 targets=sequence.targets(start, end),
                 contents=sequence.request.contents,
-                embedded=self._images.rows(sequence, start, end),
                 write_kv=end > sequence.num_standing,
             )
         )
@@ -269,8 +264,6 @@ class Scheduler:
         if end <= sequence.num_standing:
             return
         sequence.num_standing, sequence.state_at = end, span.start
-        if end >= sequence.num_prompt:
-            self._images.drop(sequence)
         for number in range(first, end // self._block_size):
             block = self._tables.commit(sequence.chain, number, sequence.blocks[number])
             sequence.blocks[number] = block

@@ -58,8 +58,6 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_done: int = 0  # the most prompt tokens ever served or computed
     ticket: Ticket | None = None
-    first_unread: int = 0  # tokens before this were in the cache at the last lookup
-    awaits_images: bool = False  # images from there on that are not computed yet
     follows: bool = False  # its ticket waits for a block that another sequence computes
     counts: TokenCounts | None = None  # of the prompt, fixed at first admission
     miss_reasons: dict[MissReason, int] = field(default_factory=dict)

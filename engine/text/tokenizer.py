@@ -58,7 +58,10 @@ class Tokenizer:
         )
         self._bytes = _token_bytes(fast)
         self.max_token_bytes = max(map(len, self._bytes), default=0)
-        self.image_mark: str | None = None  # what the template writes for an image, if it can
+        self._as_parts = False
+        if self.chat_template is not None and not self._shows_text():
+            self._as_parts = True
+            self._as_parts = self._shows_text()
 
     @property
     def vocab_size(self) -> int:
@@ -73,18 +76,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         eos = self._base.eos_token_id
         return eos if isinstance(eos, int) else None
-
-    def take_images(self, mark: str) -> None:
-        """Allow images in chats. The template writes `mark` for each. Call it before serving."""
-        self.image_mark = mark
-        text, image = {"type": "text", "text": "words"}, {"type": "image"}
-        probe = [{"role": "user", "content": [text, image]}]
-        try:
-            shown = self.render(probe) if self.has_chat_template else ""
-        except RequestError:
-            shown = ""
-        if shown.count(mark) != 1 or shown.count("words") != 1:
-            self.image_mark = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> "array[int]":
         """The token ids of `text`, after any token that the model's tokenizer adds first (such as a
@@ -121,12 +112,12 @@ class Tokenizer:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        images = self.image_mark is not None
-        conversation = [
-            _checked(message, number, images=images) for number, message in enumerate(messages)
-        ]
+        conversation = [_checked(message, number) for number, message in enumerate(messages)]
         if not conversation:
             raise RequestError("messages must hold at least one message", param="messages")
+        if self._as_parts:
+            for message in conversation:
+                message["content"] = [{"type": "text", "text": message["content"]}]
         try:
             rendered = self._base.apply_chat_template(
                 conversation,
@@ -144,6 +135,14 @@ class Tokenizer:
         assert isinstance(rendered, str), type(rendered)
         return rendered
 
+    def _shows_text(self) -> bool:
+        """Whether the template writes what a message says. One of a model of images may read
+        content in parts only, and leave a plain text out."""
+        try:
+            return "words" in self.render([{"role": "user", "content": "words"}])
+        except RequestError:
+            return False
+
 
 def _template_text(base: PreTrainedTokenizerBase) -> str | None:
     template = getattr(base, "chat_template", None)
@@ -152,9 +151,8 @@ def _template_text(base: PreTrainedTokenizerBase) -> str | None:
     return template or None
 
 
-def _checked(message: Mapping[str, Any], number: int, *, images: bool) -> dict[str, Any]:
-    """A message as templates expect it: a known role with text content, or with parts if images are
-    allowed. Raises RequestError."""
+def _checked(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A message as templates expect it: a known role with text content. Raises RequestError."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{number}] must be an object", param=f"messages[{number}]")
     role = message.get("role")
@@ -170,33 +168,18 @@ def _checked(message: Mapping[str, Any], number: int, *, images: bool) -> dict[s
         )
     checked = dict(message)
     checked["role"] = "system" if role == "developer" else role
-    checked["content"] = (_content_parts if images else _content_text)(content, number)
+    checked["content"] = _content_text(content, number)
     return checked
 
 
-def _content_parts(content: object, number: int) -> list[dict[str, str]]:
-    """Text and images in order. Templates of models with images read only parts."""
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        parts = [
-            {"type": "image"}
-            if isinstance(part, Mapping) and part.get("type") == "image"
-            else {"type": "text", "text": _content_text([part], number, first=index)}
-            for index, part in enumerate(content)
-        ]
-        if parts:
-            return parts
-        content = ""
-    return [{"type": "text", "text": _content_text(content, number)}]
-
-
-def _content_text(content: object, number: int, first: int = 0) -> str:
+def _content_text(content: object, number: int) -> str:
     param = f"messages[{number}].content"
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
         raise RequestError(f"{param} must be a string or an array of parts", param=param)
     texts = []
-    for index, part in enumerate(content, first):
+    for index, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text"):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(

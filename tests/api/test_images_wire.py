@@ -1,192 +1,117 @@
-"""Images on the wire: in three protocols, from data and from files; what is refused, and how."""
+"""Images on the wire: refused by name in every protocol and place, and no address is opened."""
 
-import base64
-import dataclasses
-import io
-import os
 import socket
-from collections.abc import AsyncIterator, Iterator
-from functools import partial
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from PIL import Image
 
-from api.collaborators import WireSettings
-from api.served_model import ServedModel
-from engine.errors import InvalidParameter
-from engine.models.load import LoadedModel, load_model
-from engine.text.detokenizer import IncrementalDetokenizer
-from tests.api.conftest import running
-from tests.api.test_structured_wire import RecordingCompiler
-from tests.support.models import IMAGE, save_tiny_vision_model
-from tests.support.wire import FakeHouse, Script, byte_model, fake_house
+from tests.support.wire import FakeHouse
 
-CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+COUNTS = ["/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"]
+URL = "data:image/png;base64,iVBORw0KG"
 
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    folder = tmp_path_factory.mktemp("model")
-    save_tiny_vision_model(folder)
-    return load_model(str(folder), device="cpu", dtype="float32", cache_dir=folder)
+OF_CHAT = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
+OF_RESPONSES = {"type": "input_image", "image_url": URL, "detail": "auto"}
+OF_MESSAGES = {
+    "type": "image",
+    "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KG"},
+}
+MARKED = {"prompt_cache_breakpoint": {"mode": "explicit"}}
 
 
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    (tmp_path / "images" / "more").mkdir(parents=True)
-    return tmp_path / "images"
+def chat(*messages: Any) -> dict[str, Any]:
+    return {"model": "bytes", "messages": [*messages]}
 
 
-@pytest.fixture
-def house(loaded: LoadedModel, pictures: Path) -> FakeHouse:
-    seeing = dataclasses.replace(
-        byte_model("eyes"),
-        tokenizer=loaded.tokenizer,
-        detokenizer=partial(IncrementalDetokenizer, loaded.tokenizer),
-        vocab_size=loaded.vocab_size,
-        images=loaded.images,
-    )
-    compiler = RecordingCompiler()
-    compiler.refuse = InvalidParameter("no such grammar")
-    house = fake_house(
-        models=[seeing, byte_model()],
-        settings=WireSettings(image_dir=pictures),
-        grammars=compiler,
-    )
-    house.engine.script = Script(answer="A cat.")
-    return house
+def said(role: str, *parts: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": [*parts], **more}
 
 
-@pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
-    async with running(house) as (_, client):
-        yield client
+def text(words: str = "What is it?", kind: str = "text") -> dict[str, Any]:
+    return {"type": kind, "text": words}
 
 
-def png(color: str = "red", size: tuple[int, int] = (50, 40)) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", size, color).save(file, "PNG")
-    return file.getvalue()
+def input_of(*items: Any) -> dict[str, Any]:
+    return {"model": "bytes", "input": [*items]}
 
 
-def url(data: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(data).decode()
+CALLED = said("assistant", {"type": "tool_use", "id": "t1", "name": "f", "input": {}})
+DOCUMENT = {"type": "document", "source": {"type": "content", "content": [OF_MESSAGES]}}
 
 
-def image(given: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": given, "detail": "low"}}
+def result(*content: Any) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": "t1", "content": [*content]}
 
 
-def chat(*parts: Any, **more: Any) -> dict[str, Any]:
-    return {"model": "eyes", "messages": [{"role": "user", "content": [*parts]}], **more}
+PLACES: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, chat(said("user", text(), OF_CHAT)), "messages[0].content[1]"),
+    (CHAT, chat(said("user", OF_CHAT), said("user", text())), "messages[0].content[0]"),
+    (CHAT, chat(said("system", OF_CHAT), said("user", text())), "messages[0].content[0]"),
+    (CHAT, chat(said("user", text()), said("assistant", OF_CHAT)), "messages[1].content[0]"),
+    (
+        CHAT,
+        chat(said("user", text()), said("tool", text(), OF_CHAT, tool_call_id="1")),
+        "messages[1].content[1]",
+    ),
+    (MESSAGES, chat(said("user", text(), OF_MESSAGES)), "messages[0].content[1]"),
+    (
+        MESSAGES,
+        chat(said("user", text()), CALLED, said("user", result(text(), OF_MESSAGES))),
+        "messages[2].content[0].content[1]",
+    ),
+    (MESSAGES, chat(said("user", DOCUMENT)), "messages[0].content[0].source.content[0]"),
+    (
+        MESSAGES,
+        chat(said("user", text()), CALLED, said("user", result(DOCUMENT))),
+        "messages[2].content[0].content[0].source.content[0]",
+    ),
+    (
+        RESPONSES,
+        input_of(said("user", text(kind="input_text"), OF_RESPONSES)),
+        "input[0].content[1]",
+    ),
+    (
+        RESPONSES,
+        input_of(said("user", text(kind="input_text") | MARKED, OF_RESPONSES)),
+        "input[0].content[1]",
+    ),
+    (RESPONSES, input_of(said("developer", OF_RESPONSES)), "input[0].content[0]"),
+    (
+        RESPONSES,
+        input_of(
+            {"type": "function_call", "name": "f", "call_id": "1", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "1", "output": [OF_RESPONSES]},
+        ),
+        "input[1].output[0]",
+    ),
+]
 
 
-WHAT = {"type": "text", "text": "What is it?"}
+@pytest.mark.parametrize(("path", "body", "place"), PLACES)
+async def test_an_image_is_refused_by_its_place_with_what_to_do(
+    client: httpx.AsyncClient, house: FakeHouse, path: str, body: dict[str, Any], place: str
+) -> None:
+    counted = COUNTS[[CHAT, MESSAGES, RESPONSES].index(path)]
+    more = {"max_tokens": 9} if path == MESSAGES else {}
+    for at, asked in ((path, body | more), (counted, body)):
+        refused = await client.post(at, json=asked)
+        told = refused.json()["error"]
+        assert (400, place) == (refused.status_code, told["param"]), refused.text
+        assert f"{place} is of type 'i" in told["message"]
+        assert "this model reads text only" in told["message"]
+        assert "an engine at a URL (docs/vllm.md)" in told["message"]
+    assert not house.engine.requests
 
 
-async def test_an_image_reaches_the_engine_in_its_place(
+async def test_a_completions_prompt_is_text_or_token_ids(
     client: httpx.AsyncClient, house: FakeHouse
 ) -> None:
-    body = chat(WHAT, image(url(png())), {"type": "text", "text": " And why?"})
-    answer = (await client.post(CHAT, json=body)).json()
-    [request] = house.engine.requests
-    [picture] = request.pictures
-    assert (png(), 5) == (picture.data, picture.num_tiles)
-    assert 5 * 4 == request.tokens.count(IMAGE)
-    assert [picture.tile_digest(tile) for tile in range(5)] == [c.digest for c in request.contents]
-    assert all(
-        content.native and {IMAGE} == {*request.tokens[content.start : content.end]}
-        for content in request.contents
-    )
-    assert len(request.tokens) == answer["usage"]["prompt_tokens"]
-    asked = (await client.post(TOKENIZE, json=body)).json()
-    assert request.tokens.tolist() == asked["tokens"]
-    words = bytes(token for token in request.tokens if token < 256).decode()
-    assert words.index("What is it?") < words.index("And why?")
-
-
-async def test_every_protocol_asks_the_same(client: httpx.AsyncClient, house: FakeHouse) -> None:
-    data = base64.b64encode(png()).decode()
-    source = {"type": "base64", "media_type": "image/png", "data": data}
-    anthropic = {"role": "user", "content": [WHAT, {"type": "image", "source": source}]}
-    said = {"type": "input_text", "text": "What is it?"}
-    openai = {"role": "user", "content": [said, {"type": "input_image", "image_url": url(png())}]}
-    responses = [
-        await client.post(CHAT, json=chat(WHAT, image(url(png())))),
-        await client.post(
-            "/v1/messages", json={"model": "eyes", "max_tokens": 9, "messages": [anthropic]}
-        ),
-        await client.post("/v1/responses", json={"model": "eyes", "input": [openai]}),
-    ]
-    assert [200] * 3 == [response.status_code for response in responses]
-    first, *others = house.engine.requests
-    for other in others:
-        assert (first.tokens, first.contents) == (other.tokens, other.contents)
-    more = {"input": "Sure?", "previous_response_id": responses[2].json()["id"]}
-    again = await client.post("/v1/responses", json={"model": "eyes", **more})
-    assert 200 == again.status_code, again.text
-    assert first.pictures == house.engine.requests[-1].pictures
-    counted = await client.post(
-        "/v1/messages/count_tokens", json={"model": "eyes", "messages": [anthropic]}
-    )
-    assert len(first.tokens) == counted.json()["input_tokens"]
-    asked = await client.post(
-        "/v1/responses/input_tokens", json={"model": "eyes", "input": [openai]}
-    )
-    assert len(first.tokens) == asked.json()["input_tokens"]
-
-
-async def test_files_of_the_servers_folder_are_read_and_no_others(
-    client: httpx.AsyncClient, house: FakeHouse, pictures: Path
-) -> None:
-    (pictures / "more" / "a cat.png").write_bytes(png())
-    (pictures.parent / "secret.png").write_bytes(png("blue"))
-    (pictures / "link.png").symlink_to(pictures.parent / "secret.png")
-    os.mkfifo(pictures / "pipe.png")
-    inside = f"file://{pictures}/more/a%20cat.png"
-    assert 200 == (await client.post(CHAT, json=chat(WHAT, image(inside)))).status_code
-    assert png() == house.engine.requests[0].pictures[0].data
-    for path in (
-        f"file://{pictures}/../secret.png",
-        f"file://{pictures}/%2e%2e/secret.png",
-        f"file://{pictures}/link.png",
-        f"file://{pictures}/pipe.png",
-        f"file://{pictures}/more",
-        f"file://{pictures}/none.png",
-        f"file://elsewhere{pictures}/more/a%20cat.png",
-        "file:///etc/passwd",
-        "file://\0",
-    ):
-        refused = await client.post(CHAT, json=chat(WHAT, image(path)))
-        assert (400, "names no file") == (refused.status_code, _part(refused, "names no file"))
-
-
-def _part(response: httpx.Response, said: str) -> str:
-    return said if said in response.json()["error"]["message"] else response.text
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("http://example.com/cat.png", "nothing is fetched"),
-        ("https://169.254.169.254/latest", "nothing is fetched"),
-        ("", "not a data: URL"),
-        ("data:image/png,abc", "must be base64"),
-        ("data:image/png;base64,a?b=", "not base64"),
-        ("data:image/png;base64,aGVsbG8=", "cannot be read as one of PNG"),
-        (url(png()[:80]), "cannot be read"),
-    ],
-)
-async def test_an_invalid_image_is_refused_with_its_field(
-    client: httpx.AsyncClient, house: FakeHouse, given: str, said: str
-) -> None:
-    refused = await client.post(CHAT, json=chat(WHAT, image(given)))
-    assert 400 == refused.status_code
-    assert said in refused.json()["error"]["message"]
-    assert "messages[0].content[1].image_url.url" == refused.json()["error"]["param"]
+    for prompt in ([OF_CHAT], OF_CHAT):
+        refused = await client.post("/v1/completions", json={"model": "bytes", "prompt": prompt})
+        assert (400, "prompt") == (refused.status_code, refused.json()["error"]["param"])
     assert not house.engine.requests
 
 
@@ -196,27 +121,29 @@ def _bodies_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
     tool = {"name": "f", "parameters": schema}
     strict = {"name": "s", "strict": True, "schema": schema}
     of_chat = [
-        image(address),
+        {"type": "image_url", "image_url": {"url": address}},
         {"type": "video_url", "video_url": {"url": address}},
         {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
         {"type": "file", "file": {"file_id": address}},
     ]
     for part in of_chat:
-        yield CHAT, chat(WHAT, part)
-    yield CHAT, chat(WHAT, response_format={"type": "json_schema", "json_schema": strict})
-    yield CHAT, chat(WHAT, tools=[{"type": "function", "function": tool}], tool_choice="required")
+        yield CHAT, chat(said("user", text(), part))
+    asked = chat(said("user", text()))
+    yield CHAT, asked | {"response_format": {"type": "json_schema", "json_schema": strict}}
+    functions = [{"type": "function", "function": tool}]
+    yield CHAT, asked | {"tools": functions, "tool_choice": "required"}
     by_url = {"type": "url", "url": address}
     for kind in ("image", "document"):
-        said = {"role": "user", "content": [{"type": kind, "source": by_url}]}
-        yield "/v1/messages", {"model": "eyes", "max_tokens": 9, "messages": [said]}
-    asked = [
+        turn = said("user", {"type": kind, "source": by_url})
+        yield MESSAGES, chat(turn) | {"max_tokens": 9}
+    of_responses = [
         {"type": "input_image", "image_url": address},
         {"type": "input_file", "file_url": address},
     ]
-    for part in asked:
-        yield "/v1/responses", {"model": "eyes", "input": [{"role": "user", "content": [part]}]}
+    for part in of_responses:
+        yield RESPONSES, input_of(said("user", part))
     server = {"type": "mcp", "server_label": "s", "server_url": address}
-    yield "/v1/responses", {"model": "eyes", "input": "hi", "tools": [server]}
+    yield RESPONSES, {"model": "bytes", "input": "hi", "tools": [server]}
 
 
 @pytest.mark.parametrize(
@@ -243,52 +170,3 @@ async def test_no_address_in_a_request_is_looked_up_or_opened(
         answer = await client.post(path, json=body)
         assert 400 == answer.status_code, (body, answer.text)
     assert [] == asked
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        (chat(WHAT, image(url(png())), model="bytes"), "sees no images"),
-        (chat(*[image(url(png()))] * 17), "17 images"),
-        (chat({"type": "text", "text": "<image>"}, image(url(png()))), "leave that out"),
-        (
-            chat(WHAT, image(url(png())), cachesvc={"contents": []})
-            | {"cachesvc": {"contents": [{"start": 0, "length": 1, "digest": "ca" * 16}]}},
-            "names itself",
-        ),
-        (
-            {"model": "eyes", "messages": [{"role": "system", "content": [image(url(png()))]}]},
-            "in messages of the user",
-        ),
-        (chat({"type": "image_url"}), "has type 'image_url'"),
-        (chat({"type": "input_audio"}), "has type 'input_audio'"),
-    ],
-    ids=["blind", "many", "mark", "contents", "system", "empty", "audio"],
-)
-async def test_an_unsupported_option_is_explained(
-    client: httpx.AsyncClient, house: FakeHouse, body: Any, said: str
-) -> None:
-    refused = await client.post(CHAT, json=body)
-    assert (400, said) == (refused.status_code, _part(refused, said))
-    assert not house.engine.requests
-
-
-async def test_more_tokens_than_the_context_are_refused_before_they_are_made(
-    loaded: LoadedModel,
-) -> None:
-    small: ServedModel = dataclasses.replace(
-        byte_model("eyes", max_context=64), tokenizer=loaded.tokenizer, images=loaded.images
-    )
-    house = fake_house(models=[small])
-    async with running(house) as (_, client):
-        refused = await client.post(CHAT, json=chat(*[image(url(png()))] * 4))
-    assert (400, "images alone") == (refused.status_code, _part(refused, "images alone"))
-
-
-async def test_text_alone_to_a_model_that_sees(client: httpx.AsyncClient, house: FakeHouse) -> None:
-    for content in ("Hello", [{"type": "text", "text": "Hello"}]):
-        body = {"model": "eyes", "messages": [{"role": "user", "content": content}]}
-        assert 200 == (await client.post(CHAT, json=body)).status_code
-    first, second = house.engine.requests
-    assert first.tokens == second.tokens and () == first.pictures
-    assert b"Hello" in bytes(token for token in first.tokens if token < 256)

@@ -142,7 +142,7 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             "invalid_request_error",
-            "messages[0].content[0].source",
+            "messages[0].content[0]",
         ),
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
     ],

@@ -123,7 +123,7 @@ async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHo
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-            "input[0].content[0].image_url",
+            "input[0].content[0]",
         ),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -4,7 +4,6 @@
 `docs/models.md` stands for each; `make models` writes them.
 """
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -20,10 +19,10 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from engine.models.load import LoadedModel, describe, load_model
+from engine.models.load import LoadedModel, describe
 from engine.models.probe import NOTHING
-from engine.vision.tower import drop_towers, is_text_of
-from tests.support.models import bytes_tokenizer, save_tiny_vision_model
+from engine.models.towers import drop_towers, is_text_of
+from tests.support.models import bytes_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 VOCAB_SIZE = 258
@@ -326,6 +325,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "hy_v3": ("Hunyuan 3", {}),
     "hy_v4": ("Hunyuan 4", _INDEX),
     "hyperclovax": ("HyperCLOVA X", {}),
+    "idefics3": ("Idefics3, SmolVLM, SmolDocling, Granite-Docling, their text", {}),
     "internlm3": ("InternLM 3", {}),
     "internvl": ("InternVL 3, its text", {}),
     "iquestcoder": ("IQuest-Coder", {}),
@@ -427,6 +427,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "roc_bert": ("RoCBert as a decoder", _DECODER),
     "seed_oss": ("Seed-OSS", {}),
     "smollm3": ("SmolLM3", {}),
+    "smolvlm": ("SmolVLM2, its text", {}),
     "solar_open": ("Solar Open", {}),
     "starcoder2": ("StarCoder2", {}),
     "step3p7": ("Step-3.7, its text", {**_BOTH, "sliding_window": WINDOW}),
@@ -568,29 +569,7 @@ def served(model_type: str) -> LoadedModel:
     )
 
 
-# By model type: those that see images, each served whole by tests/parity/test_images.py.
-SEEING: Mapping[str, str] = {
-    "idefics3": "Idefics3, SmolVLM, SmolDocling, Granite-Docling",
-    "smolvlm": "SmolVLM2",
-}
-
-
 # The page.
-
-
-def seeing_row(model_type: str, loaded: LoadedModel) -> str:
-    """The same of a model that sees images."""
-    return f"| `{model_type}` | {SEEING[model_type]} | {_kept(loaded)}, images |"
-
-
-def _seeing_rows() -> list[str]:
-    rows = []
-    for model_type in SEEING:
-        with tempfile.TemporaryDirectory() as folder:
-            save_tiny_vision_model(Path(folder), model_type)
-            loaded = load_model(folder, device="cpu", dtype="float32", cache_dir=Path(folder))
-            rows.append(seeing_row(model_type, loaded))
-    return rows
 
 
 def row(loaded: LoadedModel) -> str:
@@ -649,7 +628,7 @@ def write() -> None:
     """Write the table into the page, from models built and probed now."""
     text = PAGE.read_text(encoding="utf-8")
     heading = "| type | models | what a block keeps, and what is special |\n| --- | --- | --- |\n"
-    table = "\n".join([*(row(served(each)) for each in ARCHITECTURES), *_seeing_rows()])
+    table = "\n".join(row(served(each)) for each in ARCHITECTURES)
     begin, end = (mark.format("architectures") for mark in (_BEGIN, _END))
     before, after = text.split(begin)[0], text.split(end)[1]
     PAGE.write_text(f"{before}{begin}\n{heading}{table}\n{end}{after}", encoding="utf-8")

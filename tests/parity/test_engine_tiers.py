@@ -16,10 +16,9 @@ from engine.engine import Engine
 from engine.errors import InvalidParameter, UnknownAdapter
 from engine.execution.runner import ModelRunner
 from engine.models.load import LoadedModel, load_adapter
-from engine.request import FinishReason, Picture, Request, SamplingParams, StepOutput, TokenCounts
+from engine.request import FinishReason, Request, SamplingParams, StepOutput, TokenCounts
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
-from engine.vision.encoder import PictureEncoder
 from tests.support.models import save_tiny_adapter, tiny_model
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope
@@ -71,7 +70,6 @@ class House:
         states_pool = self.cache.checkpoint_pool
         scheduler = SchedulerSettings(step_tokens=step_tokens, mixed_step_tokens=step_tokens)
         self._outputs: queue.Queue[StepOutput] = queue.Queue()
-        self.encoder = PictureEncoder(loaded.tower) if loaded.tower is not None else None
         self.engine = Engine(
             ModelRunner(
                 loaded,
@@ -82,7 +80,6 @@ class House:
             self.cache,
             EngineSettings(scheduler=scheduler, max_context=1024, adapters=loaded.adapters.digests),
             lambda outputs: [self._outputs.put(output) for output in outputs] and None,
-            encoder=self.encoder,
         )
         self._adapters = loaded.adapters.digests
         self.engine.start()
@@ -99,7 +96,6 @@ class House:
         cache: bool = True,
         adapters: Sequence[str | None] = (),
         contents: Sequence[tuple[Content, ...]] = (),
-        pictures: Sequence[tuple[Picture, ...]] = (),
         n: int = 1,
     ) -> list[tuple[list[int], TokenCounts]]:
         """All prompts at once, each with its adapter and contents; each one's tokens and counts.
@@ -116,7 +112,6 @@ class House:
                     scope=CacheScope(layout=self.cache.layout.digest(), adapter=digest),
                     adapter=adapter,
                     contents=contents[number] if contents else (),
-                    pictures=pictures[number] if pictures else (),
                     cache=cache,
                 )
             )
@@ -131,11 +126,6 @@ class House:
                 assert output.finish is FinishReason.LENGTH, output
                 counts[output.request_id] = output.counts
         return [([*chain(*samples)], counts[name]) for name, samples in answers.items()]
-
-    @property
-    def num_encoded(self) -> int:
-        """Tiles of images that went through the tower."""
-        return self.encoder.num_computed
 
     def sink(self, *, to_disk: bool) -> None:
         """Push every block off the device, and with `to_disk` out of the host as well."""

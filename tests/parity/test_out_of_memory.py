@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Batch, Embedded, Sampled, Span
+from engine.batch import Batch, Sampled, Span
 from engine.execution.runner import ModelRunner
 from engine.execution.shrinking import CALM_STEPS, NO_MEMORY, Shrinking
 from engine.request import SamplingParams
@@ -90,7 +90,7 @@ def test_a_sequence_that_cannot_compute_one_block_fails_alone():
     assert results[0].token is not None and results[2].token is not None
 
 
-def test_the_parts_have_their_own_targets_and_embedded_rows():
+def test_the_parts_have_their_own_targets():
     given: list[Span] = []
 
     def compute(spans: Sequence[Span]) -> list[Sampled]:
@@ -106,13 +106,11 @@ def test_the_parts_have_their_own_targets_and_embedded_rows():
             for each in spans
         ]
 
-    rows = torch.arange(20)[:, None]
     whole = span(
         1,
         4,
         40,
         targets=np.arange(30, dtype=np.int32),
-        embedded=(Embedded(3, rows), Embedded(39, rows[:1])),
         allowed=np.ones(2, np.int32),
     )
     [result] = Shrinking(compute, BLOCK)([whole])
@@ -121,13 +119,6 @@ def test_the_parts_have_their_own_targets_and_embedded_rows():
     assert [4, 16, 32] == [part.start for part in given]
     assert [False, False, True] == [part.sample for part in given]
     assert [None, None] == [part.allowed for part in given[:2]]
-    seen = {
-        part.start + piece.offset + n: int(row)
-        for part in given
-        for piece in part.embedded
-        for n, row in enumerate(piece.rows[:, 0])
-    }
-    assert {**{4 + 3 + n: n for n in range(20)}, 43: 0} == seen
 
 
 def test_other_errors_are_not_retried():

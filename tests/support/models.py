@@ -4,7 +4,6 @@ For the tests of every package. The models are transformers' own classes of seve
 with a few thousand weights each. The tokenizer's tokens are single bytes.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,7 @@ import xxhash
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import (
-    CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     Gemma2Config,
     LlamaConfig,
     MistralConfig,
@@ -71,60 +68,6 @@ _CONFIGS: dict[str, Any] = {
     "gemma2": lambda: Gemma2Config(**_SHAPE, sliding_window=24, query_pre_attn_scalar=16),
 }
 ARCHITECTURES = tuple(_CONFIGS)
-
-
-# Images are cut into tiles of 32 pixels, four tokens each, at most 2 x 2.
-IMAGE = VOCAB_SIZE  # the token for a part of an image; others surround it
-_IMAGE_TOKENS = (
-    "<image>",
-    "<fake_token_around_image>",
-    "<global-img>",
-    *(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)),
-)
-_IMAGE_TEMPLATE = CHAT_TEMPLATE.replace(
-    "{{ message['content'] }}",
-    "{% for part in message['content'] %}{% if part['type'] == 'image' %}<image>"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}",
-)
-_TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": 32,
-    "patch_size": 8,
-    "initializer_range": 0.2,
-}
-_PROCESSOR: dict[str, Any] = {
-    "size": {"longest_edge": 64},
-    "max_image_size": {"longest_edge": 32},
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-}
-_PROCESSORS = {"idefics3": "Idefics3ImageProcessor", "smolvlm": "SmolVLMImageProcessor"}
-
-
-def save_tiny_vision_model(folder: Path, family: str = "smolvlm", *, seed: int = 0) -> None:
-    """Write a seeded model that sees images, in the form users have on disk."""
-    text = {**_SHAPE, "vocab_size": VOCAB_SIZE + len(_IMAGE_TOKENS), "model_type": "llama"}
-    config = CONFIG_MAPPING[family](
-        text_config=text,
-        vision_config=_TOWER,
-        scale_factor=2,
-        image_token_id=IMAGE,
-        pad_token_id=EOS,
-        tie_word_embeddings=False,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: Any = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.generation_config.eos_token_id = EOS
-    model.save_pretrained(folder)
-    tokenizer = _bytes_tokenizer(_IMAGE_TOKENS)
-    tokenizer.chat_template = _IMAGE_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    processor = {**_PROCESSOR, "image_processor_type": _PROCESSORS[family]}
-    (folder / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -222,13 +165,13 @@ def greedy_tokens(model: Any, tokens: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def _bytes_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+def _bytes_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(alphabet)}
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    for token in ("<|im_end|>", "<|im_start|>", *more):
+    for token in ("<|im_end|>", "<|im_start|>"):
         fast.add_tokens([AddedToken(token, special=True, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,

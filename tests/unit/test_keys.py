@@ -103,12 +103,11 @@ def test_only_blocks_that_content_covers_carry_it():
         Content(5, 6, DOG),
         Content(4, 6, CAT),
         Content(5, 5, CAT),
-        Content(5, 6, CAT, native=True),
         Content(5, 6, CAT[:16]),
     ],
 )
 def test_another_content_parts_where_it_begins(other):
-    """By what it is, where it lies, how long it is, and how it is named."""
+    """By what it is, where it lies and how long it is."""
     plain, one, two = keys(), keys(Content(5, 6, CAT)), keys(other)
     assert plain[:1] == one[:1] == two[:1]
     assert not {*plain[1:]} & {*one[1:]} and not {*one[1:]} & {*two[1:]}

@@ -109,10 +109,3 @@ def test_no_template_changes_what_stands_before_it(name: str, chat: list[Any]) -
 def test_after_a_tools_result_it_is_a_turn_of_its_own() -> None:
     chat = [RULES, ASK, CALLED, RESULT, STEER]
     assert [*chat[:-1], {"role": "user", "content": SHOWN}] == placed("deepseek", *chat)
-
-
-def test_beside_images_it_is_a_part() -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:"}}
-    chat = [RULES, ASK, REPLY, STEER, {"role": "user", "content": [image]}]
-    said = placed("strict", *chat)[-1]
-    assert [{"type": "text", "text": SHOWN}, image] == said["content"]

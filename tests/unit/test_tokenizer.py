@@ -81,6 +81,20 @@ def test_a_template_that_refuses_is_a_request_error():
         Tokenizer(base).render([{"role": "user", "content": "x"}])
 
 
+def test_a_template_that_reads_parts_alone_is_given_parts():
+    """As that of a model of images, which would leave a plain text out."""
+    template = (
+        "{% for message in messages %}{{ message['role'] }}:{% for part in message['content'] %}"
+        "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %};{% endfor %}"
+    )
+    asked = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    ]
+    assert "user:hi;assistant:;user:ab;" == Tokenizer(_base(template)).render(asked)
+
+
 def test_without_a_template_chat_is_refused():
     tokenizer = Tokenizer(_base(None))
     assert not tokenizer.has_chat_template

@@ -12,23 +12,18 @@ from dataclasses import dataclass
 MAX_DIGEST_BYTES = 64  # as long as SHA-512's
 MAX_CONTENTS = 1024  # of one prompt
 
-# Rows of the block [first, end), row within the content, length of the content, its kind (0: named
-# by a client, 2: native), length of the digest; the digest follows.
-_PIECE = struct.Struct("<HHIIBB")
+# Rows of the block [first, end), row within the content, length of the content, length of the
+# digest; the digest follows.
+_PIECE = struct.Struct("<HHIIB")
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`length` tokens from `start` on represent the content with this `digest`.
-
-    The digest covers the content's bytes. A native digest is the server's own, over content that it
-    computes itself. No client can name it, and it never equals a client's digest.
-    """
+    """`length` tokens from `start` on represent the content with this `digest` of its bytes."""
 
     start: int
     length: int
     digest: bytes
-    native: bool = False
 
     @property
     def end(self) -> int:
@@ -73,7 +68,6 @@ def block_contents(contents: Sequence[Content], block_size: int) -> list[bytes]:
                 end - number * block_size,
                 first - content.start,
                 content.length,
-                2 * content.native,
                 len(content.digest),
             )
             blocks[number] += content.digest

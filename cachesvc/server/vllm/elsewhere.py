@@ -70,7 +70,6 @@ class ModelElsewhere:
     spoken: Spoken
     max_context: int
     adapters: Adapters
-    images: None = None  # even if the model reads images, it gets only tokens here
 
     @property
     def tokenizer(self) -> Any:

@@ -10,7 +10,7 @@ stand under its name, and `failed` names what must not be: other tokens, other b
 beyond rounding, a kernel compiled in service.
 
 A file for each thing that is checked: `parity` (tokens), `hits` (from every tier: bfloat16, states,
-LoRA, grammars, images), `attention` (scores in bfloat16), `rows` (bits of a row beside others),
+LoRA, grammars), `attention` (scores in bfloat16), `rows` (bits of a row beside others),
 `copies` (bytes that move), `connector` (to a node, as under vLLM), `memory` (arena, big pools, long
 prompts), `speed` (prefill, decode and sampling), `service` (the engine while prompts arrive and
 rise), `ttft` (a question about a document, from each tier), `kernels` (where a step's time goes),

@@ -17,13 +17,13 @@ from typing import Any
 from engine.engine import Engine
 from engine.errors import ModelError
 from engine.execution.runner import ModelRunner
-from engine.models.load import LoadedModel, load_adapter, load_model
+from engine.models.load import LoadedModel, load_adapter
 from engine.request import Request, SamplingParams, StepOutput
 from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.bench.gpu_check.parity import moved
 from tests.parity.architectures import served
-from tests.support.models import save_tiny_adapter, save_tiny_vision_model, tiny_model
+from tests.support.models import save_tiny_adapter, tiny_model
 from tiers.blocks.keys import CacheScope
 from tiers.cache import CacheSettings, TieredCache
 
@@ -49,7 +49,6 @@ def check(device: str, small: bool) -> dict[str, Any]:
         "recurrent": lambda device, _: _plain(moved(served("qwen3_next"), device)),
         "lora": _lora,
         "grammar": _grammar,
-        "images": _images,
     }
     figures: dict[str, Any] = {}
     for name, case in cases.items():
@@ -86,11 +85,6 @@ class House:
         disk = open_disk(folder / "disk", layout, 64 << 20)
         self.cache = TieredCache(layout, settings, device=device, disk=disk, checkpoint_disk=states)
         pool = self.cache.checkpoint_pool
-        encoder = None
-        if loaded.tower is not None:
-            from engine.vision.encoder import PictureEncoder
-
-            encoder = PictureEncoder(loaded.tower)
         runner = ModelRunner(
             loaded,
             self.cache.pool.tensor,
@@ -111,7 +105,6 @@ class House:
                 jump_forward=False,
             ),
             self._take,
-            encoder=encoder,
         )
         self.engine.start(runner.warm_up)
 
@@ -215,23 +208,3 @@ def _grammar(device: str, folder: Path) -> Case:
     loaded = moved(tiny_model(), device)
     source = source_of(StructuredOutputs(regex="[a-z]{20,30}"))
     return _plain(loaded, grammar=compiler_for(loaded).compile(source))
-
-
-def _images(device: str, folder: Path) -> Case:
-    import io
-
-    from PIL import Image
-
-    save_tiny_vision_model(folder)
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    loaded = load_model(str(folder), device=device, dtype=dtype, cache_dir=folder)
-    assert loaded.tower is not None
-    file = io.BytesIO()
-    Image.linear_gradient("L").convert("RGB").resize((50, 40)).save(file, "PNG")
-    reader = loaded.tower.reader
-    parts = [{"type": "text", "text": "A prefix of text before an image. "}, {"type": "image"}]
-    shown = loaded.tokenizer.render([{"role": "user", "content": parts}])
-    pictures = (reader.read(file.getvalue()),)
-    tokens = loaded.tokenizer.encode(reader.expanded(shown, pictures), add_special_tokens=False)
-    contents = reader.contents(tokens, pictures)
-    return Case(loaded, tokens, {"contents": contents, "pictures": pictures})
