@@ -270,37 +270,6 @@ async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(
     assert ["block.read"] == [action for action, _ in trail.actions]
 
 
-async def test_a_prefix_is_pinned_and_unpinned(
-    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
-) -> None:
-    key = cache.fill().hex()
-    for form, name in (({"name": "system"}, "system"), ({}, f"pin-{key[:12]}")):
-        led = await done(client, f"explorer/{key}/pin", for_s="2", **form)
-        assert f"/admin/explorer/{key}?done=pin" == led
-        assert "Pinned. It stays" in await text(client, led.removeprefix("/admin/"))
-        assert f"Unpin {name}" in await text(client, "explorer")
-        await done(client, f"explorer-pins/{name}/end")
-        assert [] == cache.tiers.operations.pins()
-    assert ["cache.pin", "cache.unpin"] * 2 == [action for action, _ in trail.actions]
-
-
-@pytest.mark.parametrize(
-    ("form", "words"),
-    [
-        ({"for_s": "2", "why": " "}, "Say why"),
-        ({"for_s": "soon", "why": "x"}, "not a number of hours"),
-        ({"for_s": "-1", "why": "x"}, "not a number of hours"),
-        ({"for_s": "nan", "why": "x"}, "not a number of hours"),
-    ],
-)
-async def test_a_pin_that_cannot_be_is_refused_on_its_page(
-    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail, form: dict[str, str], words: str
-) -> None:
-    answer = await client.post(f"explorer/{cache.fill().hex()}/pin", data=form)
-    assert 200 == answer.status_code and words in answer.text
-    assert [] == trail.actions and [] == cache.tiers.operations.pins()
-
-
 async def test_a_purge_needs_the_name_typed_again(
     client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
 ) -> None:
@@ -379,19 +348,6 @@ async def test_an_invalid_form_is_explained_on_the_page(
     assert re.search(f'role="alert">[^<]*{words}', answer.text), answer.text
 
 
-async def test_money_goes_out_and_a_deposit_is_put_right(
-    client: httpx.AsyncClient, books_of_acme: House
-) -> None:
-    accounts = books_of_acme.books.accounts
-    before = accounts.tenant("acme").balance
-    for number, kind in enumerate(("withdraw", "chargeback"), 1):
-        assert "done=deposit" in await done(client, "tenants/acme/deposit", kind=kind, amount="1")
-        assert before - number * UNITS == accounts.tenant("acme").balance
-    await done(client, "tenants/acme/adjust", deposit="first", amount="9")
-    assert before - 3 * UNITS == accounts.tenant("acme").balance
-    assert "The difference is booked." in await text(client, "tenants/acme?done=adjust")
-
-
 async def test_budgets_have_forms(client: httpx.AsyncClient, books_of_acme: House) -> None:
     form = {"name": "team", "amount": "5", "per": "day", "of": "user", "value": "ann"}
     await done(client, "tenants/acme/budget", **form)
@@ -422,20 +378,6 @@ async def test_a_key_is_shown_once_and_revoked(
     assert 7 * 86_400 * 10**9 == pytest.approx(info.expires_ns - time.time_ns(), abs=10**12)
     assert "/admin/keys?done=revoke" == await done(client, f"keys/{info.key_id}/revoke")
     assert "revoked" in await text(client, "keys?state=revoked")
-
-
-async def test_limits_and_states_change(client: httpx.AsyncClient, books_of_acme: House) -> None:
-    accounts = books_of_acme.books.accounts
-    for typed, limit in (("5", 5 * UNITS), ("unlimited", None)):
-        await done(client, "tenants/acme/limit", credit_limit=typed)
-        assert limit == accounts.tenant("acme").credit_limit
-    await done(client, "tenants/acme/suspend")
-    assert accounts.tenant("acme").suspended
-    assert "Serve it again" in await text(client, "tenants/acme")
-    await done(client, "tenants/acme/resume")
-    assert not accounts.tenant("acme").suspended
-    led = await done(client, "tenants", tenant="beta", credit_limit="0")
-    assert "/admin/tenants/beta?done=tenant" == led and accounts.tenant("beta").prepaid
 
 
 async def test_rate_limits_take_effect_at_once(

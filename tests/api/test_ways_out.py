@@ -24,16 +24,6 @@ PROMPT_TOKENS = len("user: hi\nassistant: ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_finished(client: httpx.AsyncClient, house: FakeHouse, stream: bool) -> None:
-    house.engine.script = Script(answer="abc")
-    await client.post(CHAT, json=HELLO | {"stream": stream})
-    charge = house.meter.last
-    assert (1, 0, True) == (charge.num_settled, charge.num_voided, charge.delivered)
-    assert charge.served is not None
-    assert (Outcome.FINISHED, 4) == (charge.served.outcome, charge.served.usage.output)
-
-
-@pytest.mark.parametrize("stream", [False, True])
 async def test_the_settlement_stands_before_the_last_bytes(
     app: FastAPI, house: FakeHouse, stream: bool
 ) -> None:
@@ -82,20 +72,6 @@ async def test_a_client_that_leaves_pays_for_what_was_computed(
     assert stream == charge.delivered
 
 
-async def test_a_client_that_leaves_before_admission_pays_nothing(
-    app: FastAPI, house: FakeHouse
-) -> None:
-    house.engine.script = Script(wait=True)
-    visit = Visit(app, CHAT, HELLO).start()
-    await begun(house, requests=1)
-    visit.leave()
-    await visit.task
-    charge = house.meter.last
-    assert charge.served is not None
-    assert 0 == charge.served.usage.prompt == charge.served.usage.output
-    assert charge.delivered is False
-
-
 @pytest.mark.parametrize("fault", ["broken", "stuck"])
 async def test_a_client_whose_socket_takes_nothing_has_left(fault: str) -> None:
     house = fake_house(settings=WireSettings(write_timeout_s=0.05))
@@ -123,18 +99,6 @@ async def test_an_answer_that_the_server_ends_says_so_and_settles(
     assert served is not None
     assert Outcome.FAILED is served.outcome
     assert served.usage.output < 1000
-
-
-async def test_a_failure_before_the_first_token_is_a_500(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
-    house.engine.script = Script(fail_after=0)
-    for stream in (False, True):
-        response = await client.post(CHAT, json=HELLO | {"stream": stream})
-        assert (500, "generation_failed") == refusal(response)
-        charge = house.meter.last
-        assert charge.served is not None
-        assert (Outcome.FAILED, 0) == (charge.served.outcome, charge.served.usage.output)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -166,22 +130,6 @@ async def test_a_failure_in_the_middle_of_a_stream_is_an_event(
     charge = house.meter.last
     assert charge.served is not None
     assert (Outcome.FAILED, 3) == (charge.served.outcome, charge.served.usage.output)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("tokens_per_step", [1, 4])
-async def test_without_money_the_answer_ends_with_length(
-    client: httpx.AsyncClient, house: FakeHouse, stream: bool, tokens_per_step: int
-) -> None:
-    house.engine.script = Script(answer="a" * 300, step_s=0.001, tokens_per_step=tokens_per_step)
-    house.meter.budget = 6
-    text = (await client.post(CHAT, json=HELLO | {"stream": stream})).text
-    assert '"finish_reason":"length"' in text
-    assert '"ended_by":"insufficient_balance"' in text
-    charge = house.meter.last
-    assert charge.served is not None
-    assert (Outcome.BUDGET, 6) == (charge.served.outcome, charge.served.usage.output)
-    assert {FinishReason.LENGTH} == {reason for _, reason, _ in house.engine.aborts}
 
 
 async def test_one_prompt_refused_gives_all_back(

@@ -57,16 +57,6 @@ def test_what_expires_first_is_spent_first_whichever_came_first(house: TestLedge
     assert {"forever": "10.00"} == left(house)
 
 
-def test_a_grant_that_was_spent_ends_with_nothing_taken(house: TestLedger) -> None:
-    give(house, "short", 2, days=1)
-    house.fund(5 * UNITS)
-    spend(house, "r1", 3)
-    house.clock.advance(86_400)
-    assert 1 == house.ledger.sweeper.expire()
-    assert 4 * UNITS == house.account().balance
-    assert 0 == entries(house.ledger.store)[-1].amount
-
-
 def test_the_sweeper_ends_grants_and_waits_while_the_clock_is_wrong(house: TestLedger) -> None:
     give(house, "short", 2, days=1)
     house.clock.advance(86_400)
@@ -78,23 +68,6 @@ def test_the_sweeper_ends_grants_and_waits_while_the_clock_is_wrong(house: TestL
     watch.compare(house.clock())
     house.ledger._tick()
     assert {} == left(house)
-
-
-def test_a_request_and_a_correction_after_the_end_of_their_grant(house: TestLedger) -> None:
-    """One that runs ends in debt. What is given back stays."""
-    give(house, "short", 2, days=1)
-    hold = house.reserve("r1", 2 * UNITS, ttl_s=10**6)
-    house.clock.advance(86_400)
-    house.ledger.sweeper.expire()
-    house.settle(hold, Usage(miss=2_000_000))
-    assert -2 * UNITS == house.account().balance
-    house.fund(2 * UNITS)
-    give(house, "next", 2, days=3)
-    spend(house, "r2", 2)
-    house.clock.advance(3 * 86_400)
-    house.ledger.sweeper.expire()
-    house.correct("r2", "c")
-    assert 2 * UNITS == house.account().granted
 
 
 def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestLedger) -> None:

@@ -4,11 +4,9 @@ import os
 import sqlite3
 import subprocess
 import sys
-import threading
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from zoneinfo import ZoneInfo
 
 import pytest
 from sqlalchemy import text
@@ -28,12 +26,10 @@ from billing.errors import (
     UnknownKey,
     UnknownTenant,
 )
-from billing.gate.entries import Entry, Kind
+from billing.gate.entries import Kind
 from billing.gate.outcomes import Outcome
 from billing.money import UNITS
 from billing.proof import audit
-from billing.reports import export
-from billing.reports import statement as statements
 from billing.reports import usage as usage_report
 from billing.reports.revenue import revenue
 from billing.store.opening import open_store
@@ -45,15 +41,6 @@ from tests.support.billing import ManualClock, TestLedger, running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000
-
-
-def test_a_hold_is_taken_and_a_settlement_charges_what_was_used(house: TestLedger) -> None:
-    house.fund(UNITS)
-    hold = house.reserve("r1", UNITS // 2)
-    assert house.account().available == UNITS // 2
-    settled = house.settle(hold, USAGE)
-    account = house.account()
-    assert (settled.charge.amount, account.held, account.topup) == (PRICE, 0, UNITS - PRICE)
 
 
 def test_granted_money_is_spent_first_and_debt_is_paid_first(house: TestLedger) -> None:
@@ -115,20 +102,6 @@ def test_one_refusal_leaves_the_rest_of_its_batch_alone(house: TestLedger) -> No
     assert [type(error) for error in errors] == [type(None)] * 3 + [InsufficientBalance] * 2
 
 
-def test_a_lapsed_hold_is_settled_from_its_progress_and_the_late_word_wins(
-    house: TestLedger,
-) -> None:
-    house.fund(UNITS)
-    hold = house.reserve("r1", UNITS // 2)
-    house.lapse(hold, Usage(hit_disk=900, miss=100, output=3))
-    assert house.account().held == 0
-    late = house.settle(hold, USAGE)
-    assert (late.repeated, late.charge.amount) == (True, PRICE)
-    assert house.account().topup == UNITS - PRICE
-    third = house.settle(hold, EMPTY, Outcome.FAILED)
-    assert third.charge.amount == PRICE
-
-
 @pytest.mark.parametrize("by_admin", [False, True])
 def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(
     house: TestLedger, by_admin: bool
@@ -140,21 +113,6 @@ def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(
         house.correct("r1", "c")
     house.settle(hold, EMPTY, Outcome.FAILED)
     assert house.account().topup == UNITS
-
-
-def test_a_restart_settles_what_the_last_run_left(url: str) -> None:
-    with running_ledger(url) as house:
-        house.fund(UNITS)
-        started = house.reserve("started", UNITS // 4)
-        house.ledger.top_up(started, usage=USAGE).result()
-        house.reserve("silent", UNITS // 4)
-    with running_ledger(url) as house:
-        account = house.account()
-        assert (account.held, account.topup) == (0, UNITS - PRICE)
-        assert house.ledger.stats().recovered == 2
-        charged = [entry for entry in entries(house.ledger.store) if entry.kind is Kind.CHARGE]
-        assert {Outcome.CRASHED} == {entry.details["outcome"] for entry in charged}
-        assert audit.verify(house.ledger.store).ok
 
 
 def test_another_servers_holds_are_left_alone_until_their_lease_ends(url: str) -> None:
@@ -221,28 +179,6 @@ def test_the_database_refuses_to_change_an_entry_and_to_repeat_one(
 
 
 @pytest.mark.parametrize(
-    ("change", "invariant"),
-    [
-        ("body = replace(body, '\"miss\":100', '\"miss\":101')", "chained"),
-        ("postings = 'topup:-1 revenue:1'", "chained"),
-        ("at_ns = at_ns + 1", "chained"),
-        ("request_id = 'other'", "chained"),
-        ("seq = 9", "gapless"),
-    ],
-)
-def test_verify_names_the_first_entry_that_differs(url: str, change: str, invariant: str) -> None:
-    with running_ledger(url) as house:
-        house.fund(UNITS)
-        for number in range(4):
-            house.charge(f"r{number}", USAGE)
-        tamper(house.ledger.store, f"UPDATE entries SET {change} WHERE request_id = 'r2'")
-        proof = audit.verify(house.ledger.store)
-    problem = proof.problems[0]
-    expected_seq = 5 if change == "seq = 9" else 4
-    assert (problem.tenant, problem.seq, problem.invariant) == ("acme", expected_seq, invariant)
-
-
-@pytest.mark.parametrize(
     "change",
     [
         "UPDATE accounts SET topup = 5 WHERE tenant = 'acme'",
@@ -270,28 +206,6 @@ def tamper(store: LedgerStore, statement: str) -> None:
         else:
             connection.execute(text("DROP TRIGGER entries_no_update"))
         connection.exec_driver_sql(statement)
-
-
-def test_two_ledgers_share_one_balance_without_overdraft(url: str) -> None:
-    with running_ledger(url, owner="one") as one, running_ledger(url, owner="two") as two:
-        one.fund(100)
-        pinned = one.ledger.book.at("model", one.clock(), "CNY")
-        got: list[int] = []
-
-        def ask(house: TestLedger, name: str) -> None:
-            futures = [
-                house.ledger.reserve("acme", f"{name}{i}", 7, pinned, ttl_s=60) for i in range(40)
-            ]
-            got.append(sum(future.exception(timeout=60) is None for future in futures))
-
-        threads = [threading.Thread(target=ask, args=pair) for pair in ((one, "a"), (two, "b"))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sum(got) == 100 // 7
-        assert one.account().available == 100 % 7
-        assert audit.verify(one.ledger.store).ok
 
 
 PROCESS = """
@@ -373,46 +287,6 @@ def test_revenue_by_day_and_class_sums_to_what_was_charged(house: TestLedger) ->
     assert [(PRICE, 1), (PRICE, 1)] == [(day.charged, day.requests) for day in charged]
     assert all(sum(day.amounts.values()) == day.charged for day in days)
     assert 3660 == len(days) and sorted(days, key=lambda day: day.day) == days
-
-
-def test_an_export_resumes_where_its_sink_failed(house: TestLedger) -> None:
-    house.fund(UNITS)
-    house.charge("r1", USAGE)
-    got: list[str] = []
-
-    def failing(entries: list[Entry]) -> None:
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        export.drain(house.ledger.store, "focus", failing)
-    take = lambda chunk: got.extend(map(export.entry_id, chunk))  # noqa: E731
-    assert export.drain(house.ledger.store, "focus", take) == 2
-    house.charge("r2", USAGE)
-    assert export.drain(house.ledger.store, "focus", take) == 1
-    assert export.drain(house.ledger.store, "focus", take) == 0
-    assert got == ["acme/1", "acme/2", "acme/3"]
-
-
-def test_an_statement_adds_up_and_shows_its_residue(house: TestLedger) -> None:
-    house.fund(UNITS)
-    house.charge("r1", USAGE, session="chat")
-    house.charge("r2", Usage(hit_host=10, miss=5, output=1), session="chat")
-    month = statements.statement(house.ledger.store, "acme", "2025-01")
-    assert month.exact == PRICE + 17_000_000  # ten hits are below the minimum cached size
-    assert month.exact == sum(line.amount for line in month.lines)
-    assert month.exact == sum(line.rounded for line in month.lines) + month.residue
-    assert (month.opening, month.closing) == (0, UNITS - month.exact)
-    assert month.closing == house.account().balance
-    new_york = ZoneInfo("America/New_York")  # where it was the last evening of December
-    december = statements.statement(house.ledger.store, "acme", "2024-12", new_york)
-    assert (december.lines, december.closing) == (month.lines, month.closing)
-    february = statements.statement(house.ledger.store, "acme", "2025-02")
-    assert (february.lines, february.opening) == ((), month.closing)
-    whole = usage_report.Query()
-    assert usage_report.by_session(house.ledger.store, whole)[0].requests == 2
-    months = usage_report.report(house.ledger.store, whole, usage_report.Unit.MONTH)
-    assert months[0].period == "2025-01"
-    assert statements.statement_csv(month).count("\n") == 1 + len(month.lines) + 3
 
 
 @pytest.mark.parametrize("size", [1, 2, 512])

@@ -28,17 +28,6 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_a_message(server: Server, client: anthropic.Anthropic) -> None:
-    server.house.engine.script = Script(answer="Yes.", hits={"hit_disk": 12})
-    message = client.messages.create(model="bytes", max_tokens=50, messages=MESSAGES)
-    [block] = message.content
-    assert ("text", "Yes.", "end_turn") == (block.type, block.text, message.stop_reason)
-    usage = message.usage
-    told = (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens)
-    assert (PROMPT_TOKENS - 12, 12, 5) == told
-    assert message.id.startswith("msg_")
-
-
 def test_a_stream_ends_with_the_same_message(server: Server, client: anthropic.Anthropic) -> None:
     server.house.engine.script = Script(answer=CALL, tokens_per_step=4, hits={"hit_host": 3})
     with client.messages.stream(
@@ -67,24 +56,6 @@ def test_a_call_and_its_result_go_round(server: Server, client: anthropic.Anthro
     ]
     second = client.messages.create(messages=turns, **asked)
     assert "Yes." == second.content[0].text
-
-
-def test_stop_sequences_and_max_tokens_are_named(
-    server: Server, client: anthropic.Anthropic
-) -> None:
-    server.house.engine.script = Script(answer="one two three")
-    ended = client.messages.create(
-        model="bytes", max_tokens=50, messages=MESSAGES, stop_sequences=["no", "two"]
-    )
-    told = (ended.stop_reason, ended.stop_sequence, ended.content[0].text)
-    assert ("stop_sequence", "two", "one ") == told
-    cut = client.messages.create(model="bytes", max_tokens=3, messages=MESSAGES)
-    assert ("max_tokens", "one") == (cut.stop_reason, cut.content[0].text)
-
-
-def test_tokens_are_counted_without_an_answer(client: anthropic.Anthropic) -> None:
-    counted = client.messages.count_tokens(model="bytes", messages=MESSAGES, system="Be short.")
-    assert PROMPT_TOKENS + len("system: Be short.\n") == counted.input_tokens
 
 
 def test_refusals_are_the_clients_own_errors(server: Server, client: anthropic.Anthropic) -> None:

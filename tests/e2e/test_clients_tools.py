@@ -58,37 +58,6 @@ def test_a_forced_call_is_valid(client: openai.OpenAI, choice: Any) -> None:
     assert arguments["day"] in ("friday", "saturday")
 
 
-def test_a_streamed_call_is_the_same(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(
-        model="smollm2-135m",
-        messages=MESSAGES,
-        tools=TOOLS[:1],
-        tool_choice="required",
-        temperature=0,
-        max_tokens=60,
-    ) as stream:
-        final = stream.get_final_completion()
-    [call] = final.choices[0].message.tool_calls or []
-    assert {"guests", "day"} == set(json.loads(call.function.arguments))
-
-
-def test_the_result_goes_back_and_the_history_hits(client: openai.OpenAI) -> None:
-    first = client.chat.completions.create(
-        model="smollm2-135m", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=60
-    )
-    message = first.choices[0].message
-    [call] = message.tool_calls or []
-    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-    second = client.chat.completions.create(
-        model="smollm2-135m", messages=[*MESSAGES, message, result], tools=TOOLS, max_tokens=8
-    )
-    assert second.choices[0].message.content is not None
-    assert first.usage is not None
-    assert second.usage is not None
-    assert second.usage.prompt_tokens_details is not None
-    assert second.usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens - 64
-
-
 def test_the_turns_of_an_agent_hit_all_that_was_asked_before(client: openai.OpenAI) -> None:
     """Calls and answers take turns; the tools stay in the prompt of both."""
     messages, asked_before = [*MESSAGES], 0

@@ -1,16 +1,14 @@
 """OpenAI's client with Responses, against a server on a socket."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel
 
 from tests.e2e.conftest import Server
 from tests.support.wire import ByteTokenizer, Script
 
-PROMPT = "user: hi\nassistant: "
 WEATHER: Any = {
     "type": "function",
     "name": "weather",
@@ -21,10 +19,6 @@ WEATHER: Any = {
 CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-class Reply(BaseModel):
-    a: int
-
-
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=server.url, api_key="sk-any", max_retries=0) as client:
@@ -33,20 +27,6 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 def sent(server: Server) -> str:
     return ByteTokenizer().decode(server.house.engine.requests[-1].tokens)
-
-
-def test_a_response(server: Server, client: openai.OpenAI) -> None:
-    server.house.engine.script = Script(answer="hello", hits={"hit_disk": 3})
-    response = client.responses.create(model="bytes", input="hi")
-    assert ("hello", "completed") == (response.output_text, response.status)
-    usage = response.usage
-    assert usage is not None
-    assert (len(PROMPT), 3, 6, 0) == (
-        usage.input_tokens,
-        usage.input_tokens_details.cached_tokens,
-        usage.output_tokens,
-        usage.output_tokens_details.reasoning_tokens,
-    )
 
 
 def test_a_stream_ends_with_the_same_response(server: Server, client: openai.OpenAI) -> None:
@@ -102,32 +82,3 @@ def test_what_is_stored_can_be_asked_for_and_deleted(server: Server, client: ope
     unkept = client.responses.create(model="bytes", input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="bytes", input="x", previous_response_id=unkept.id)
-
-
-def test_what_was_cut_short_says_so(server: Server, client: openai.OpenAI) -> None:
-    server.house.engine.script = Script(answer="hello")
-    response = client.responses.create(model="bytes", input="hi", max_output_tokens=2)
-    assert "incomplete" == response.status
-    assert response.incomplete_details is not None
-    assert ("max_output_tokens", "he") == (response.incomplete_details.reason, response.output_text)
-
-
-def test_input_tokens(client: openai.OpenAI) -> None:
-    counted = client.responses.input_tokens.count(model="bytes", input="hi")
-    assert len(PROMPT) == counted.input_tokens
-
-
-def test_what_is_not_served_is_refused_by_name_and_what_is_served(client: openai.OpenAI) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: client.embeddings.create(model="bytes", input="hi"),
-        lambda: client.audio.speech.create(model="bytes", voice="alloy", input="hi"),
-        lambda: client.files.list(),
-        lambda: client.moderations.create(input="hi"),
-        lambda: client.images.generate(prompt="hi"),
-        lambda: client.batches.list(),
-    ]
-    for call in calls:
-        told = r"/v1/\w+ is not served here: .* This server has /v1/chat/completions"
-        with pytest.raises(openai.NotFoundError, match=told) as refused:
-            call()
-        assert "not_served" == refused.value.code

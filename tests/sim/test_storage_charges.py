@@ -207,18 +207,6 @@ async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(
         assert 3 * MAX_CACHES + 1 == len(charges(money))
 
 
-async def test_minutes_end_with_the_balance(tmp_path: Path, url: str) -> None:
-    with running_ledger(url) as money:
-        apply(money, BY_MINUTE)
-        money.fund(5 * 12 * RATE)
-        life = Life(tmp_path, money)
-        await life.pin("system", 3, hours=2)
-        for _ in range(8):
-            await life.wait(60)
-        assert [] == life.names()
-        assert [12 * RATE] * 5 == list(charges(money).values())
-
-
 @pytest.mark.parametrize(("first", "then"), [(PRICED, BY_MINUTE), (BY_MINUTE, PRICED)])
 async def test_a_pin_changes_between_hours_and_minutes_as_an_hour_begins(
     tmp_path: Path, url: str, first: str, then: str

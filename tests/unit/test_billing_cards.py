@@ -134,31 +134,6 @@ def test_a_card_that_is_nowhere_names_the_shipped_ones() -> None:
         find_card("monthly-plan")
 
 
-def test_the_exact_name_wins_over_the_longest_prefix_over_the_star() -> None:
-    priced = card(
-        rates="""
-[[model]]
-match = "qwen*"
-hit = 0
-miss = 2
-output = 2
-[[model]]
-match = "qwen-large*"
-hit = 0
-miss = 3
-output = 2
-[[model]]
-match = "qwen-large-1"
-hit = 0
-miss = 4
-output = 2
-"""
-    )
-    models = ("llama", "qwen", "qwen-large-2", "qwen-large-1", "qwen-large-11")
-    found = [priced.pin(model, "standard").rates.miss // 10**6 for model in models]
-    assert found == [1, 2, 3, 4, 3]
-
-
 def test_a_model_without_a_price_is_refused() -> None:
     only = parse_card(card().text.replace('"*"', '"a*"'))
     with pytest.raises(NoPrice, match="'b'"):
@@ -442,20 +417,6 @@ def test_a_shipped_card_charges_what_was_computed_by_hand(
     assert expected == cost(name, usage, **terms)
 
 
-@pytest.mark.parametrize(
-    ("at", "model", "expected"),
-    [
-        ("2025-03-03T00:29:59+08:00", "deepseek-chat", "10.50"),
-        ("2025-03-03T00:30:00+08:00", "deepseek-chat", "5.25"),
-        ("2025-03-03T08:29:59+08:00", "reasoner-1", "5.25"),
-        ("2025-03-03T08:30:00+08:00", "reasoner-1", "21.00"),
-    ],
-)
-def test_nights_cost_what_the_window_says(at: str, model: str, expected: str) -> None:
-    used = Usage(hit_disk=MILLION, miss=MILLION, output=MILLION)
-    assert expected == cost("peak-off-peak", used, at, model)
-
-
 def test_an_explicit_hit_is_a_line_of_its_own() -> None:
     used = Usage(hit_device=3_000, hit_disk=1_000, explicit_hit=2_500)
     lines = rate(used, shipped("explicit-cache").at("m", ns(NOON))).lines
@@ -493,39 +454,6 @@ def test_what_is_held_covers_what_is_charged() -> None:
 
 HEAD = 'name = "{name}"\nversion = "1"\nvalid_from = {begins}\ncurrency = "CNY"\n'
 MODEL = '[[model]]\nmatch = "{match}"\nhit = 0.1\nmiss = {miss}\noutput = 4\n'
-
-
-def made(
-    name: str, miss: int, begins: str = "2025-01-01T00:00:00Z", more: str = "", match: str = "*"
-) -> RateCard:
-    head = HEAD.format(name=name, begins=begins)
-    return parse_card(f"[card]\n{head}{more}\n{MODEL.format(match=match, miss=miss)}")
-
-
-def test_a_tenants_own_card_comes_before_everybodys() -> None:
-    book = PriceBook(
-        (
-            made("all", 3),
-            made("acmes", 2, more='tenants = ["acme"]', match="big-*"),
-            made(
-                "trial",
-                1,
-                more='tenants = ["acme"]\nvalid_until = 2025-03-01T00:00:00Z',
-                begins="2025-02-01T00:00:00Z",
-                match="big-*",
-            ),
-        )
-    )
-
-    def card_of(tenant: str, model: str, at: str) -> str:
-        return book.at(model, ns(at), "CNY", Terms(tenant=tenant)).ref.card
-
-    january, february, march = (f"2025-0{month}-01T00:00:00+00:00" for month in (1, 2, 3))
-    assert "all" == card_of("bolt", "big-1", february)
-    assert "all" == card_of("acme", "small", february)  # its own card has no such model
-    assert ["acmes", "trial", "acmes"] == [
-        card_of("acme", "big-1", at) for at in (january, february, march)
-    ]
 
 
 GROUP_UNTIL = """[[group]]

@@ -15,7 +15,7 @@ SECTIONS = (
     "The ledger",
 )
 STORE, WIRE = "tests/contract/test_ledger_store.py", "tests/api/test_money_wire.py"
-POLICY, RETRIES = "tests/unit/test_billing_policy.py", "tests/e2e/test_openai_retries.py"
+POLICY, LIVES = "tests/unit/test_billing_policy.py", "tests/sim/test_whole_path.py"
 CLAIMS, HITS = "tests/contract/test_retries_paid_once.py", "tests/sim/test_billed_hits.py"
 WIRE_RETRIES = "tests/api/test_money_retries.py"
 RATING, WAYS = "tests/unit/test_billing_rating.py", "tests/api/test_ways_out.py"
@@ -30,7 +30,7 @@ ENGINE, SERVERS = "tests/sim/test_engine_machine.py", "tests/sim/test_two_server
 LINES: dict[str, list[str]] = {
     "Every prompt token is in exactly one class": [
         f"{RATING}::test_usage_of_the_engines_counts_adds_up_to_the_prompt",
-        "tests/e2e/test_cancel_reconcile.py::test_what_was_billed_is_what_the_engine_counted",
+        f"{LIVES}::test_whoever_comes_is_answered_exactly_and_billed_once",
     ],
     "A card may price more": [f"{RATING}::test_usage_of_the_engines_counts_adds_up_to_the_prompt"],
     "Storage, as": [
@@ -60,7 +60,7 @@ LINES: dict[str, list[str]] = {
     ],
     "A hold is taken for the whole prompt": [
         f"{WIRE}::test_an_answer_ends_where_the_money_or_the_limit_does",
-        f"{POLICY}::test_the_price_is_that_of_the_admission",
+        f"{MACHINE}::test_the_ledger_does_what_the_model_says",
         f"{SERVERS}::test_two_processes_spend_one_balance_to_its_end_and_not_beyond",
     ],
     "A request whose hold does not fit": [
@@ -71,16 +71,17 @@ LINES: dict[str, list[str]] = {
         f"{POLICY}::test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold",
         f"{WIRE}::test_every_way_out_is_in_the_ledger_once",
     ],
-    "| `finished`": [f"{WAYS}::test_finished", f"{WIRE}::test_a_charge_is_exact"],
+    "| `finished`": [f"{WIRE}::test_a_charge_is_exact"],
     "| `budget`": [f"{WIRE}::test_an_answer_ends_where_the_money_or_the_limit_does"],
     "| `client_gone`": [f"{WIRE}::test_a_client_that_leaves_pays_for_what_was_made"],
     "| `failed`": [f"{WIRE}::test_a_failure_before_the_first_token_costs_nothing"],
     "| `crashed`": [
-        f"{STORE}::test_a_restart_settles_what_the_last_run_left",
+        f"{MACHINE}::test_the_ledger_does_what_the_model_says",
         f"{KILLS}::test_after_kill_9_under_load_every_answer_was_paid_once",
     ],
     "| `lapsed`": [
-        f"{STORE}::test_a_lapsed_hold_is_settled_from_its_progress_and_the_late_word_wins"
+        f"{MACHINE}::test_the_ledger_does_what_the_model_says",
+        f"{WIRE}::test_a_hold_that_lapses_is_the_servers_failure",
     ],
     "The settlement is durable before the last bytes": [
         f"{WAYS}::test_the_settlement_stands_before_the_last_bytes",
@@ -97,7 +98,6 @@ LINES: dict[str, list[str]] = {
         f"{POLICY}::test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold"
     ],
     "A prepaid balance can go below zero only": [
-        f"{POLICY}::test_an_overdraft_is_at_most_what_was_made_beyond_the_hold",
         f"{MACHINE}::test_the_ledger_does_what_the_model_says",
     ],
     "With `Idempotency-Key`": [
@@ -107,8 +107,8 @@ LINES: dict[str, list[str]] = {
         f"{CLAIMS}::test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once",
     ],
     "Clients retry silently": [
-        f"{RETRIES}::test_an_answer_that_never_came_is_not_paid_when_its_retry_comes",
-        f"{RETRIES}::test_without_a_key_what_was_sent_counts_as_delivered",
+        f"{WIRE_RETRIES}::test_a_silent_retry_of_an_undelivered_answer_pays_once",
+        f"{WAYS}::test_a_client_that_leaves_pays_for_what_was_computed",
         f"{CLAIMS}::test_a_retry_a_day_later_is_a_request_of_its_own",
         f"{CLAIMS}::test_an_answer_and_its_retry_are_paid_once",
     ],
@@ -125,7 +125,7 @@ LINES: dict[str, list[str]] = {
         f"{STORE}::test_the_database_refuses_to_change_an_entry",
     ],
     "`cachesvc ledger verify` needs only": [
-        f"{STORE}::test_verify_names_the_first_entry_that_differs",
+        f"{TAMPERING}::{COLUMNS}",
         f"{TAMPERING}::test_a_tail_that_was_cut_is_found_by_its_head",
     ],
     "The admin trail proves": [f"{TAMPERING}::{COLUMNS}"],
