@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.bench.served import LAYOUT, ROOT, TOKENS, replay_trace, serve, whole
 from tests.support.memory_tier import MemoryTier, SteppedMover
+from tests.support.served import LAYOUT, ROOT, TOKENS, replay_trace, serve, whole
 from tests.support.workloads import Agents, ChatLoad, Documents, Workload, make_trace
 from tiers.blocks.chain import Chain
 from tiers.blocks.frames import Frame

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.served import LAYOUT as SMALL
-from tests.bench.served import TOKENS, serve, settle
+from tests.support.served import LAYOUT as SMALL
+from tests.support.served import TOKENS, serve, settle
 from tests.unit.test_disk_ops import Clock, blocks, load, opened
 from tests.unit.test_disk_ops import store as store_now
 from tiers.blocks.chain import Chain

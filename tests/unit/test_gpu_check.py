@@ -29,9 +29,7 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     assert figures["copies"]["borders"]["wrong"] == 0
     assert figures["connector"]["wrong_slabs"] == 0
     assert set(figures["memory"]) == {"arena", "large_pool", "long_prompt"}
-    (speed,) = figures["speed"]["models"]
-    assert speed["ours"]["graphs"]["decode_tokens_per_s"] > 0
-    assert "tokens_per_s" in speed["generate_batch"], speed["generate_batch"]
+    assert figures["speed"]["33_one_long"] > 0
     assert figures["service"]["promotion_256"]["hit_host"] == 255
     conform = figures["conform"]["embedded"]
     assert conform["ok"] and conform["flips"] == 0 and conform["cases"] >= 200

@@ -2,11 +2,14 @@
 ahead of the tiers at a start."""
 
 import gc
+import os
 import sys
 import threading
 import time
 import weakref
+from array import array
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +18,6 @@ from cachesvc.server import early_memory
 from cachesvc.server.early_memory import taken_early
 from engine.attention.copies import WorkingCopies
 from engine.attention.kv_pool import KvPool
-from tests.bench.inside import resident_bytes
 from tiers.blocks import lazy_memory as lazy_memory_module
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.layout import BlockLayout, LayerLayout
@@ -31,7 +33,19 @@ LAYOUT = BlockLayout.uniform(
 FULL, SLIDING = LayerLayout(1, 8, 8), LayerLayout(1, 8, 8, window=40)
 CUT = BlockLayout((FULL, SLIDING, SLIDING, SLIDING), 16, "float32")
 
+PAGE = os.sysconf("SC_PAGE_SIZE")
+PRESENT = 1 << 63  # of a page's 8 bytes in /proc/self/pagemap
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def resident_bytes(address: int, num_bytes: int) -> int:
+    """Bytes of the range that are in memory."""
+    first, last = address // PAGE, -(-(address + num_bytes) // PAGE)
+    with Path("/proc/self/pagemap").open("rb") as pages:
+        pages.seek(8 * first)
+        entries = array("Q", pages.read(8 * (last - first)))
+    return PAGE * sum(1 for entry in entries if entry & PRESENT)
 
 
 class Used:

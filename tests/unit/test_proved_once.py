@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from tests.bench.served import LAYOUT, ROOT, TOKENS, serve
+from tests.support.served import LAYOUT, ROOT, TOKENS, serve
 from tiers.blocks.chain import Chain
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk import reader

@@ -12,7 +12,7 @@ beyond rounding, a kernel compiled in service.
 A file for each thing that is checked: `parity` (tokens), `hits` (from every tier: bfloat16, states,
 LoRA, grammars), `attention` (scores in bfloat16), `rows` (bits of a row beside others),
 `copies` (bytes that move), `connector` (to a node, as under vLLM), `memory` (arena, big pools, long
-prompts), `speed` (prefill, decode and sampling), `service` (the engine while prompts arrive and
-rise), `ttft` (a question about a document, from each tier), `kernels` (where a step's time goes),
-`conform` (`cachesvc conform` of a server, and of one over vLLM where that is installed).
+prompts), `speed` (a long sequence beside short ones), `service` (the engine while prompts arrive
+and rise), `ttft` (a question about a document, from each tier), `conform` (`cachesvc conform` of a
+server, and of one over vLLM where that is installed).
 """

@@ -26,7 +26,6 @@ PARTS = (
     "speed",
     "service",
     "ttft",
-    "kernels",
     "recording",
     "conform",
 )
