@@ -36,7 +36,7 @@ async def ask(client: httpx.AsyncClient, model: str) -> tuple[str, dict[str, Any
     return answer["choices"][0]["message"]["content"], answer
 
 
-async def test_adapters_are_models_beside_their_parent(folders: Path, tmp_path: Path) -> None:
+async def test_adapters_are_models_beside_their_parent(folders, tmp_path):
     base = str(folders / "model")
     adapters = {"sql": str(folders / "a0"), "legal": str(folders / "a1")}
     async with served(tmp_path / "data", folders / "model", model_adapters=adapters) as (_, client):

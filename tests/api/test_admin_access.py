@@ -10,8 +10,6 @@ from api.admin.login.sessions import MAX_SESSIONS, Sessions
 from api.admin.parts import AdminParts
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
-pytestmark = pytest.mark.anyio
-
 LOOK, CHANGE = "/admin/api/whoami", "/admin/api/sessions/end?name=nobody"
 
 
@@ -33,9 +31,7 @@ def log_in(parts: AdminParts, client: httpx.AsyncClient, role: Role = Role.ADMIN
     return session.csrf_token
 
 
-async def test_without_a_login_nothing_is_shown(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_without_a_login_nothing_is_shown(parts, client):
     for path in ("/admin/api/stats", LOOK):
         assert (401, "login_needed") == error_of(await client.get(path))
     token, _ = parts.sessions.open(Admin("ada"))
@@ -67,16 +63,12 @@ async def test_a_bearer_may_look_and_change_without_a_csrf_token(
     ("bearer", "expected"),
     [("sk-plain", (403, "insufficient_scope")), ("sk-wrong", (401, "invalid_api_key"))],
 )
-async def test_other_keys_do_not_open_it(
-    client: httpx.AsyncClient, bearer: str, expected: tuple[int, str]
-) -> None:
+async def test_other_keys_do_not_open_it(client, bearer, expected):
     answer = await client.get(LOOK, headers={"Authorization": f"Bearer {bearer}"})
     assert expected == error_of(answer)
 
 
-async def test_a_session_changes_things_only_with_its_csrf_token(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_a_session_changes_things_only_with_its_csrf_token(parts, client):
     csrf_token = log_in(parts, client)
     assert {"name": "ada", "role": "admin"} == (await client.get(LOOK)).json()
     assert (403, "csrf_failed") == error_of(await client.post(CHANGE))
@@ -88,9 +80,7 @@ async def test_a_session_changes_things_only_with_its_csrf_token(
     assert {"ended": 0} == by_header.json() == by_form.json()
 
 
-async def test_a_reader_looks_and_changes_nothing(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_a_reader_looks_and_changes_nothing(parts, client):
     headers = {"X-CSRF-Token": log_in(parts, client, Role.READER)}
     assert {"name": "ada", "role": "reader"} == (await client.get(LOOK)).json()
     for path in (CHANGE, "/admin/api/links"):
@@ -108,9 +98,7 @@ async def test_a_reader_looks_and_changes_nothing(
         "/admin/api/usage/session?session=a%00",
     ],
 )
-async def test_an_invalid_path_is_refused(
-    parts: AdminParts, client: httpx.AsyncClient, path: str
-) -> None:
+async def test_an_invalid_path_is_refused(parts, client, path):
     log_in(parts, client)
     answer = await client.get(path)
     assert (400, "invalid_value") == error_of(answer)
@@ -119,14 +107,14 @@ async def test_an_invalid_path_is_refused(
         assert "%00" in path or name in answer.json()["error"]["message"]
 
 
-async def test_history_asks_for_the_named_series(client: httpx.AsyncClient) -> None:
+async def test_history_asks_for_the_named_series(client):
     headers = {"Authorization": "Bearer sk-admin"}
     query = {"series": ["rate:a", "p50:b"], "window_s": 60}
     answer = (await client.get("/admin/api/history", params=query, headers=headers)).json()
     assert ["rate:a", "p50:b"] == list(answer["series"])
 
 
-def test_sessions_and_links_end_after_their_time_and_when_idle() -> None:
+def test_sessions_and_links_end_after_their_time_and_when_idle():
     now = [0.0]
     sessions = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: now[0])
     token, _ = sessions.open(Admin("ada"))
@@ -142,7 +130,7 @@ def test_sessions_and_links_end_after_their_time_and_when_idle() -> None:
     assert 0 == len(sessions)
 
 
-def test_sessions_are_bounded_and_end_by_name() -> None:
+def test_sessions_are_bounded_and_end_by_name():
     sessions = Sessions()
     first, _ = sessions.open(Admin("ada"))
     for _ in range(MAX_SESSIONS):
@@ -155,7 +143,7 @@ def test_sessions_are_bounded_and_end_by_name() -> None:
     assert (None, Admin("ada")) == (sessions.use_link(link), sessions.use_link(other))
 
 
-def test_a_restored_session_ends_when_it_was_to_and_none_lasts_longer_than_a_new_one() -> None:
+def test_a_restored_session_ends_when_it_was_to_and_none_lasts_longer_than_a_new_one():
     now = [0.0]
     sessions = Sessions(lifetime_s=100, clock_s=lambda: now[0])
     token, _ = sessions.open(Admin("ada", Role.READER, "key"))

@@ -37,8 +37,6 @@ from tiers.disk.open import open_disk
 from tiers.disk.pin_file import load_pins
 from tiers.disk.tier import DiskTier
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)
 ORDER = {"name": "acme", "why": "the customer asked"}
@@ -172,9 +170,7 @@ async def test_a_prefix_is_pinned_by_its_prompt_by_its_last_block_and_on_its_pag
         ({"why": " "}, 400, "why"),
     ],
 )
-async def test_a_pin_that_cannot_be_set_is_explained(
-    client: httpx.AsyncClient, changed: dict[str, Any], status: int, says: str
-) -> None:
+async def test_a_pin_that_cannot_be_set_is_explained(client, changed, status, says):
     body = PIN | {"prompt": list(range(9))}
     answer = await client.post("api/cache/pin", json=body | changed)
     assert answer.status_code == status and says in answer.text
@@ -184,9 +180,7 @@ async def test_a_pin_that_cannot_be_set_is_explained(
 
 
 @pytest.mark.parametrize("by_page", [False, True])
-async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
-    client: httpx.AsyncClient, running: Running, trail: RecordingTrail, by_page: bool
-) -> None:
+async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(client, running, trail, by_page):
     """The page has the receipt to download."""
     chain = running.serve("r1", list(range(18)))
     other = running.serve("r2", list(range(20, 38)), tenant="bolt")
@@ -212,9 +206,7 @@ async def test_a_purge_leaves_nothing_and_its_receipt_proves_it(
     assert trail.entries[-1]["after"] == signed
 
 
-async def test_nobody_is_purged_while_models_served_before_are_unknown(
-    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
-) -> None:
+async def test_nobody_is_purged_while_models_served_before_are_unknown(client, running, trail):
     """A receipt would say that nothing is left, and blocks of those models were not looked for."""
     chain = running.serve("r1", list(range(18)))
     (running.data_dir / f"{DAMAGED}-1").write_text("[")
@@ -228,9 +220,7 @@ async def test_nobody_is_purged_while_models_served_before_are_unknown(
 
 
 @pytest.mark.parametrize("by_page", [False, True])
-async def test_evicted_blocks_leave_every_tier(
-    client: httpx.AsyncClient, running: Running, trail: RecordingTrail, by_page: bool
-) -> None:
+async def test_evicted_blocks_leave_every_tier(client, running, trail, by_page):
     """The page evicts what continues a block as well."""
     chain = running.serve("r1", list(range(18)))
     running.engine.call(lambda _: running.cache.flush()).result(5)
@@ -271,7 +261,7 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
             assert (await client.post(f"api/cache/{route}", json=right)).is_success
 
 
-def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -> None:
+def test_a_stopped_server_is_purged_from_its_directory_alone(running):
     running.serve("r1", list(range(18)))
     theirs = running.serve("r2", list(range(20, 38)), tenant="bolt")
     running.engine.close()
@@ -282,7 +272,7 @@ def test_a_stopped_server_is_purged_from_its_directory_alone(running: Running) -
     assert purge_stopped(running.data_dir, [theirs.root]).removed["disk"].num_blocks == 4
 
 
-async def test_a_number_that_no_machine_counts_to_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_number_that_no_machine_counts_to_is_refused(client):
     """JSON has no bound on integers, and what writes the answer has."""
     far = 1 << 70
     days = await client.post("api/prices/plan", json={"toml": "", "days": far})

@@ -15,8 +15,6 @@ from api.app import create_app
 from tests.support.admin import admin_client, fake_parts
 from tests.support.wire import FakeHouse, fake_house
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def house() -> Iterator[FakeHouse]:
@@ -31,9 +29,7 @@ async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_they_are_made_once_by_the_first_requests_for_them_alone(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_they_are_made_once_by_the_first_requests_for_them_alone(client, monkeypatch):
     made, make = [], router.admin_router
 
     def counted(parts: AdminParts) -> APIRouter:
@@ -50,7 +46,7 @@ async def test_they_are_made_once_by_the_first_requests_for_them_alone(
     assert 1 == len(made)
 
 
-async def test_every_route_is_made_by_the_first_request_for_it(house: FakeHouse) -> None:
+async def test_every_route_is_made_by_the_first_request_for_it(house):
     app = create_app(house.wire, admin=fake_parts())
     [later] = [route for route in app.router.routes if isinstance(route, LaterAdmin)]
     paths = {getattr(route, "path", "") for area in router.AREAS for route in area.routes}
@@ -63,18 +59,14 @@ async def test_every_route_is_made_by_the_first_request_for_it(house: FakeHouse)
     assert later not in app.router.routes, "the stand-in is gone once they are there"
 
 
-async def test_the_document_of_all_routes_has_them(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_the_document_of_all_routes_has_them(client, house):
     document = (await client.get("/openapi.json")).json()
     eager = create_app(house.wire, routers=(router.admin_router(fake_parts()),))
     assert eager.openapi() == document
     assert "/admin/api/tenants" in document["paths"]
 
 
-async def test_they_are_tried_again_after_a_failure(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_they_are_tried_again_after_a_failure(client, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(router, "admin_router", lambda parts: 1 / 0)
         assert 500 == (await client.get("/admin/login")).status_code

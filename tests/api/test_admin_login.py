@@ -12,8 +12,6 @@ from api.admin.parts import AdminParts
 from api.errors import RateLimited
 from tests.support.admin import OPERATOR_TOKEN, admin_client, error_of, fake_parts
 
-pytestmark = pytest.mark.anyio
-
 COOKIE = "cachesvc_admin_8000"
 OPERATOR = {"Authorization": f"Bearer {OPERATOR_TOKEN}"}
 PERSON = {"Accept": "text/html"}
@@ -65,7 +63,7 @@ async def csrf_of(client: httpx.AsyncClient) -> dict[str, str]:
     return {"X-CSRF-Token": found[1]}
 
 
-async def test_the_overview_tells_what_fires() -> None:
+async def test_the_overview_tells_what_fires():
     firing = {
         "alert": "TierFaults",
         "severity": "ticket",
@@ -89,9 +87,7 @@ async def test_the_overview_tells_what_fires() -> None:
         assert [firing] == (await client.get("/admin/api/alerts", headers=headers)).json()
 
 
-async def test_a_person_is_sent_to_the_login_page_and_back_to_what_was_chosen(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_a_person_is_sent_to_the_login_page_and_back_to_what_was_chosen(parts, client):
     wanted = "/admin/requests?tenant=acme&page=2"
     sent = await client.get(wanted, headers=PERSON)
     assert (303, "/admin/login") == (sent.status_code, httpx.URL(sent.headers["location"]).path)
@@ -111,7 +107,7 @@ async def test_a_person_is_sent_to_the_login_page_and_back_to_what_was_chosen(
 @pytest.mark.parametrize(
     "target", ["https://evil.example/", "//evil.example", "/v1/models", "/adminx", "/admin?x=//e"]
 )
-async def test_a_login_leads_to_our_own_pages_only(client: httpx.AsyncClient, target: str) -> None:
+async def test_a_login_leads_to_our_own_pages_only(client, target):
     assert "/admin" == (await log_in(client, next=target)).headers["location"]
 
 
@@ -122,9 +118,7 @@ async def test_a_login_leads_to_our_own_pages_only(client: httpx.AsyncClient, ta
         ("https://test:8443", "__Host-cachesvc_admin_8443", {"path=/", "secure"}),
     ],
 )
-async def test_the_cookie_is_for_the_browser_and_this_server_alone(
-    client: httpx.AsyncClient, url: str, name: str, expected: set[str]
-) -> None:
+async def test_the_cookie_is_for_the_browser_and_this_server_alone(client, url, name, expected):
     client.base_url = httpx.URL(url)
     answer = await log_in(client)
     cookie = next(c for c in answer.headers.get_list("set-cookie") if c.startswith(f"{name}="))
@@ -138,9 +132,7 @@ async def test_the_cookie_is_for_the_browser_and_this_server_alone(
     ("name", "secret"),
     [("ada", "wrong"), ("nobody", "correct horse"), ("", "correct horse"), ("ada", "sk-plain")],
 )
-async def test_every_failed_login_gets_the_same_message(
-    parts: AdminParts, client: httpx.AsyncClient, name: str, secret: str
-) -> None:
+async def test_every_failed_login_gets_the_same_message(parts, client, name, secret):
     answer = await log_in(client, name, secret)
     assert 401 == answer.status_code
     assert "did not match" in answer.text
@@ -148,7 +140,7 @@ async def test_every_failed_login_gets_the_same_message(
     assert ["admin.login_failed"] == [action for action, _ in actions(parts)]
 
 
-async def test_the_login_page_mentions_a_lost_session(client: httpx.AsyncClient) -> None:
+async def test_the_login_page_mentions_a_lost_session(client):
     assert "has ended" not in (await client.get("/admin/login")).text
     assert 303 == (await log_in(client)).status_code
     async with admin_client(fake_parts(stats=lambda: STATS)) as restarted:
@@ -159,9 +151,7 @@ async def test_the_login_page_mentions_a_lost_session(client: httpx.AsyncClient)
         assert 200 == (await restarted.get("/admin", headers=PERSON)).status_code
 
 
-async def test_a_login_by_key_ends_with_the_key(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_a_login_by_key_ends_with_the_key(parts, client):
     assert 303 == (await log_in(client, "", "sk-admin")).status_code
     assert [("admin.login", "id-of-sk-admin")] == actions(parts)
     assert 200 == (await client.get("/admin/api/whoami")).status_code
@@ -181,11 +171,11 @@ async def test_a_login_by_key_ends_with_the_key(
         ("unknown", "unknown"),
     ],
 )
-def test_attempts_are_counted_by_client_network(address: str, network: str) -> None:
+def test_attempts_are_counted_by_client_network(address, network):
     assert network == network_of(address)
 
 
-async def test_all_addresses_of_an_ipv6_network_guess_as_one() -> None:
+async def test_all_addresses_of_an_ipv6_network_guess_as_one():
     """From six of them, all attempts of the server could be used up each minute."""
     limits = LoginLimits(per_address=2)
     for address in ("2001:db8::0", "2001:db8::1"):
@@ -195,9 +185,7 @@ async def test_all_addresses_of_an_ipv6_network_guess_as_one() -> None:
     await limits.attempt("2001:db8:0:1::3")
 
 
-async def test_guessing_is_stopped_before_the_password_is_looked_at(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_guessing_is_stopped_before_the_password_is_looked_at(parts, client):
     for _ in range(PER_ADDRESS):
         assert 401 == (await log_in(client, "ada", "wrong")).status_code
     right = await log_in(client)
@@ -207,7 +195,7 @@ async def test_guessing_is_stopped_before_the_password_is_looked_at(
     assert PER_ADDRESS == len(actions(parts))
 
 
-async def test_a_cross_site_form_does_not_log_in(client: httpx.AsyncClient) -> None:
+async def test_a_cross_site_form_does_not_log_in(client):
     proof = await proof_of(client)
     data = {"name": "ada", "secret": "correct horse"}
     for cookies, forged in (({}, proof), (dict(client.cookies), "0" * 64), ({}, "")):
@@ -217,7 +205,7 @@ async def test_a_cross_site_form_does_not_log_in(client: httpx.AsyncClient) -> N
         assert (403, "csrf_failed") == error_of(answer)
 
 
-async def test_sessions_end_on_the_server(parts: AdminParts, client: httpx.AsyncClient) -> None:
+async def test_sessions_end_on_the_server(parts, client):
     """At the next login, one that was planted too; at a logout; and after a new password."""
     client.cookies.set(COOKIE, "planted", domain="test.local", path="/admin")
     for _ in range(2):
@@ -238,7 +226,7 @@ async def test_sessions_end_on_the_server(parts: AdminParts, client: httpx.Async
     assert (401, "login_needed") == error_of(await client.get("/admin/api/stats"))
 
 
-async def test_a_login_link_works_once(parts: AdminParts, client: httpx.AsyncClient) -> None:
+async def test_a_login_link_works_once(parts, client):
     made = await client.post("/admin/api/links?role=reader", headers=OPERATOR)
     path = made.json()["path"]
     assert "Open the dashboard" in (await client.get(path)).text
@@ -249,9 +237,7 @@ async def test_a_login_link_works_once(parts: AdminParts, client: httpx.AsyncCli
     assert ["admin.link", "admin.login"] == [action for action, _ in actions(parts)]
 
 
-async def test_a_login_by_a_link_that_a_key_made_ends_with_the_key(
-    parts: AdminParts, client: httpx.AsyncClient
-) -> None:
+async def test_a_login_by_a_link_that_a_key_made_ends_with_the_key(parts, client):
     """Before a key is revoked, its holder makes a login link, and from that login the next link."""
     made = await client.post("/admin/api/links", headers={"Authorization": "Bearer sk-admin"})
     await client.get(made.json()["path"])
@@ -265,7 +251,7 @@ async def test_a_login_by_a_link_that_a_key_made_ends_with_the_key(
     assert (401, "login_needed") == error_of(await client.get("/admin/api/whoami"))
 
 
-async def test_assets_are_kept_by_digest_and_compressed(client: httpx.AsyncClient) -> None:
+async def test_assets_are_kept_by_digest_and_compressed(client):
     packed = await client.get("/admin/static/uplot.js")
     assert "gzip" == packed.headers["content-encoding"]
     plain = await client.get("/admin/static/uplot.js", headers={"Accept-Encoding": "identity"})

@@ -117,15 +117,11 @@ async def done(client: httpx.AsyncClient, path: str, **form: str) -> str:
         ("tenants/nobody", 404, "create it with <code>cachesvc tenants create nobody</code>"),
     ],
 )
-async def test_a_page_with_nothing_to_show_says_so(
-    client: httpx.AsyncClient, path: str, status: int, words: str
-) -> None:
+async def test_a_page_with_nothing_to_show_says_so(client, path, status, words):
     assert words in await text(client, path, status)
 
 
-async def test_pages_hold_neither_script_nor_style_of_their_own_and_load_only_ours(
-    client: httpx.AsyncClient, cache: Cache
-) -> None:
+async def test_pages_hold_neither_script_nor_style_of_their_own_and_load_only_ours(client, cache):
     cache.fill()
     pages = {name: await text(client, name) for name in (*PAGES, "tenants/acme", "login")}
     pages["nothing"] = await text(client, "nothing", 404)
@@ -135,18 +131,14 @@ async def test_pages_hold_neither_script_nor_style_of_their_own_and_load_only_ou
         assert [] == re.findall(r"(?:src|href)=\"(?!/|#|\?)", page), name
 
 
-async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_person_finds_the_dashboard_and_the_api_at_the_root(client):
     led = await client.get("http://test:8000/")
     assert (307, "/admin") == (led.status_code, led.headers["location"])
     led = await client.get("http://test:8000/docs")
     assert (307, "/openapi.json") == (led.status_code, led.headers["location"])
 
 
-async def test_the_explorer_shows_whose_a_prefix_is(
-    client: httpx.AsyncClient, cache: Cache
-) -> None:
+async def test_the_explorer_shows_whose_a_prefix_is(client, cache):
     key = cache.fill().hex()
     page = await text(client, "explorer")
     assert "acme <small>bytes</small>" in page and key[:12] in page
@@ -160,9 +152,7 @@ async def test_the_explorer_shows_whose_a_prefix_is(
     assert ("acme", "bytes") == (told["scopes"][0]["owner"], told["scopes"][0]["model"])
 
 
-async def test_a_short_end_is_counted_in_the_row_that_it_continues(
-    client: httpx.AsyncClient, cache: Cache
-) -> None:
+async def test_a_short_end_is_counted_in_the_row_that_it_continues(client, cache):
     (root,) = cache.owners.roots_of("acme")
     long, short = list(range(8 * BLOCK)), list(range(2 * BLOCK))
     add(cache.tiers.index, [*long, *[1] * BLOCK], root)
@@ -177,9 +167,7 @@ async def test_a_short_end_is_counted_in_the_row_that_it_continues(
     assert f"<td>{10 * BLOCK}</td>" in sorted_page, "with both ends"
 
 
-async def test_both_tables_of_the_page_count_a_partly_filled_block(
-    client: httpx.AsyncClient, cache: Cache, books_of_acme: House
-) -> None:
+async def test_both_tables_of_the_page_count_a_partly_filled_block(client, cache, books_of_acme):
     (root,) = cache.owners.roots_of("acme")
     add(cache.tiers.index, [*range(8 * BLOCK), 1], root)
     num_bytes = 9 * cache.explorer.block_bytes
@@ -196,9 +184,7 @@ async def test_both_tables_of_the_page_count_a_partly_filled_block(
 
 
 @pytest.mark.parametrize(("sort", "first"), [("tokens", 0), ("used", 1), ("hits", 1)])
-async def test_prefixes_are_sorted_by_a_column(
-    client: httpx.AsyncClient, cache: Cache, sort: str, first: int
-) -> None:
+async def test_prefixes_are_sorted_by_a_column(client, cache, sort, first):
     (root,) = cache.owners.roots_of("acme")
     blocks = [add(cache.tiers.index, [n] * n * BLOCK, root) for n in (5, 3)]
     blocks[1][0].hits = 7
@@ -239,9 +225,7 @@ async def test_a_row_shows_first_words_where_prompts_are_kept_and_else_roles_and
     assert (0 if keeps else 2) == page.count(">… system 2, user 4</small>")
 
 
-async def test_the_tenants_page_tells_bytes_by_tier(
-    client: httpx.AsyncClient, cache: Cache
-) -> None:
+async def test_the_tenants_page_tells_bytes_by_tier(client, cache):
     assert ">Device</th>" not in await text(client, "tenants")
     cache.fill()
     page = await text(client, "tenants")
@@ -249,7 +233,7 @@ async def test_the_tenants_page_tells_bytes_by_tier(
     assert size(len(HELLO) // BLOCK * cache.explorer.block_bytes) in page
 
 
-async def test_a_page_of_many_prefixes_stays_small(client: httpx.AsyncClient, cache: Cache) -> None:
+async def test_a_page_of_many_prefixes_stays_small(client, cache):
     (root,) = cache.owners.roots_of("acme")
     for number in range(400):
         add(cache.tiers.index, [number, *HELLO], root)
@@ -259,9 +243,7 @@ async def test_a_page_of_many_prefixes_stays_small(client: httpx.AsyncClient, ca
         assert "<td>≥ " in page, "a sum of the rows shown is not the tenant's"
 
 
-async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(
-    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
-) -> None:
+async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(client, cache, trail):
     key = cache.fill().hex()
     assert "He</pre>" not in await text(client, f"explorer/{key}")
     assert [] == trail.actions
@@ -270,9 +252,7 @@ async def test_a_blocks_text_is_shown_when_an_admin_asks_and_is_audited(
     assert ["block.read"] == [action for action, _ in trail.actions]
 
 
-async def test_a_purge_needs_the_name_typed_again(
-    client: httpx.AsyncClient, cache: Cache, trail: RecordingTrail
-) -> None:
+async def test_a_purge_needs_the_name_typed_again(client, cache, trail):
     cache.fill()
     form = {"owner": "tenant:acme", "confirm": "acm", "why": "left us"}
     refused = await client.post("explorer-purge", data=form)
@@ -280,9 +260,7 @@ async def test_a_purge_needs_the_name_typed_again(
     assert [] == trail.actions and len(cache.tiers.index) > 0
 
 
-async def test_a_deposit_is_booked_once_by_its_reference_or_its_page(
-    client: httpx.AsyncClient, books_of_acme: House
-) -> None:
+async def test_a_deposit_is_booked_once_by_its_reference_or_its_page(client, books_of_acme):
     accounts, path = books_of_acme.books.accounts, "tenants/acme/deposit"
     before = accounts.tenant("acme").balance
     form = {"kind": "topup", "amount": "2.50", "reference": "INV-7", "why": "paid by bank"}
@@ -300,7 +278,7 @@ async def test_a_deposit_is_booked_once_by_its_reference_or_its_page(
         assert before + visits * UNITS == accounts.tenant("acme").balance
 
 
-async def test_a_refused_deposit_keeps_what_was_typed(client: httpx.AsyncClient) -> None:
+async def test_a_refused_deposit_keeps_what_was_typed(client):
     """What is typed again is soon the form's first choice, a top-up, where it was a grant."""
     form = {"kind": "grant", "amount": "ten", "reference": "mail-7", "why": "sorry & <thanks>"}
     page = (await client.post("tenants/acme/deposit", data=form)).text
@@ -340,15 +318,13 @@ KEY = {"tenant": "acme", "scopes": "usage", "why": "x"}
         ("keys", KEY | {"tenant": "nobody"}, "does not exist"),
     ],
 )
-async def test_an_invalid_form_is_explained_on_the_page(
-    client: httpx.AsyncClient, path: str, form: dict[str, str], words: str
-) -> None:
+async def test_an_invalid_form_is_explained_on_the_page(client, path, form, words):
     answer = await client.post(path, data=form)
     assert 200 == answer.status_code
     assert re.search(f'role="alert">[^<]*{words}', answer.text), answer.text
 
 
-async def test_budgets_have_forms(client: httpx.AsyncClient, books_of_acme: House) -> None:
+async def test_budgets_have_forms(client, books_of_acme):
     form = {"name": "team", "amount": "5", "per": "day", "of": "user", "value": "ann"}
     await done(client, "tenants/acme/budget", **form)
     page = await text(client, "tenants/acme")
@@ -363,9 +339,7 @@ async def test_budgets_have_forms(client: httpx.AsyncClient, books_of_acme: Hous
         assert 404 == (await client.post(f"tenants/acme/{name}", data=form)).status_code
 
 
-async def test_a_key_is_shown_once_and_revoked(
-    client: httpx.AsyncClient, books_of_acme: House
-) -> None:
+async def test_a_key_is_shown_once_and_revoked(client, books_of_acme):
     form = {"tenant": "acme", "name": "laptop", "scopes": "inference", "expires_in_s": "7"}
     made = await client.post("keys", data={**form, "why": "new"})
     key = re.search(r'<pre class="key"[^>]*>(sk-[^<]+)</pre>', made.text)
@@ -380,9 +354,7 @@ async def test_a_key_is_shown_once_and_revoked(
     assert "revoked" in await text(client, "keys?state=revoked")
 
 
-async def test_rate_limits_take_effect_at_once(
-    client: httpx.AsyncClient, books_of_acme: House
-) -> None:
+async def test_rate_limits_take_effect_at_once(client, books_of_acme):
     accounts = books_of_acme.books.accounts
     limits = WindowLimits(
         LimitSettings(tenant=Quota(requests=9)), MemoryStorage(), overrides=accounts.rate_limits
@@ -405,7 +377,7 @@ async def test_rate_limits_take_effect_at_once(
     assert 9 == int((await limits.admit(acme)).headers["x-ratelimit-limit-requests"])
 
 
-async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None:
+async def test_the_money_page_proves_and_sums(client):
     page = await text(client, "money")
     assert "Not proved since the server started" in page
     assert "0.0002 CNY</span></b> charged for 1 requests" in page
@@ -414,9 +386,7 @@ async def test_the_money_page_proves_and_sums(client: httpx.AsyncClient) -> None
     assert "adds up" in await text(client, "money")
 
 
-async def test_a_card_in_another_currency_leaves_the_money_page_in_that_of_the_charges(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_card_in_another_currency_leaves_the_money_page_in_that_of_the_charges(client):
     """Its charts were of the newest card's currency, empty, and its foot gave every card that."""
     body = {"card": {"name": "two-tier"}, "why": "dollars"}
     assert 200 == (await client.post("api/prices/apply", json=body)).status_code
@@ -439,5 +409,5 @@ async def test_a_card_in_another_currency_leaves_the_money_page_in_that_of_the_c
         (marked("a <b> `c <d>`."), "a &lt;b&gt; <code>c &lt;d&gt;</code>."),
     ],
 )
-def test_a_value_is_shown_as_people_read_it(shown: str, expected: str) -> None:
+def test_a_value_is_shown_as_people_read_it(shown, expected):
     assert expected == shown

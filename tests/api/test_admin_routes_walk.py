@@ -24,8 +24,6 @@ from engine.errors import QueueFull
 from tests.support.admin import admin_client, fake_parts
 from tests.support.wire import Script, fake_house
 
-pytestmark = pytest.mark.anyio
-
 COOKIE = "cachesvc_admin_8000"
 OPEN = {"/admin/login", "/admin/static/{name}"}  # to anybody: how else would they come in
 OF_READERS = {  # they ask by POST, for their body or what they cost, and change nothing
@@ -95,7 +93,7 @@ async def code_of(
     return str(error["code"]) if error else ""
 
 
-async def test_nothing_is_open_but_the_way_in(app: FastAPI, client: httpx.AsyncClient) -> None:
+async def test_nothing_is_open_but_the_way_in(app, client):
     found = {(m, path): await code_of(client, m, path) for m, path in routes(app)}
     assert 60 < len(found), "the walk finds the routes"
     assert "not_found" == await code_of(client, "GET", "/admin/nothing")
@@ -104,18 +102,14 @@ async def test_nothing_is_open_but_the_way_in(app: FastAPI, client: httpx.AsyncC
     assert OPEN == {path for (_, path), code in found.items() if code != "login_needed"}
 
 
-async def test_every_change_asks_for_the_csrf_token(
-    app: FastAPI, client: httpx.AsyncClient, parts: AdminParts
-) -> None:
+async def test_every_change_asks_for_the_csrf_token(app, client, parts):
     token, _ = parts.sessions.open(Admin("ada"))
     client.cookies.set(COOKIE, token)
     found = {path: await code_of(client, m, path) for m, path in routes(app) if m != "GET"}
     assert OPEN & set(found) == {path for path, code in found.items() if code != "csrf_failed"}
 
 
-async def test_every_change_asks_for_an_admin(
-    app: FastAPI, client: httpx.AsyncClient, parts: AdminParts
-) -> None:
+async def test_every_change_asks_for_an_admin(app, client, parts):
     token, session = parts.sessions.open(Admin("bob", Role.READER))
     client.cookies.set(COOKIE, token)
     headers = {"X-CSRF-Token": session.csrf_token}
@@ -128,7 +122,7 @@ async def test_every_change_asks_for_an_admin(
     assert OF_READERS == set(changing) - refused
 
 
-async def test_a_refused_request_does_not_break_the_page_of_requests() -> None:
+async def test_a_refused_request_does_not_break_the_page_of_requests():
     """It has no timings. With them, a refused client could take the page from the admins."""
     house = fake_house()
     house.engine.script = Script(refuse=QueueFull("as many wait as may"))

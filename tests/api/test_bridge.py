@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,9 +32,7 @@ def output(name: str, *tokens: int, **fields: Any) -> StepOutput:
     return StepOutput(name, fields.pop("index", 0), tokens, **fields)
 
 
-async def test_a_step_crosses_once_however_many_requests_it_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_step_crosses_once_however_many_requests_it_served(monkeypatch):
     bridge, loop = OutputBridge(), asyncio.get_running_loop()
     bridge.bind(loop)
     feeds = [bridge.open([f"r{number}"]) for number in range(50)]
@@ -54,7 +51,7 @@ async def test_a_step_crosses_once_however_many_requests_it_served(
     ]
 
 
-async def test_a_slow_reader_finds_all_that_gathered_in_order() -> None:
+async def test_a_slow_reader_finds_all_that_gathered_in_order():
     bridge = OutputBridge()
     bridge.bind(asyncio.get_running_loop())
     feed = bridge.open(["a", "b"])
@@ -68,7 +65,7 @@ async def test_a_slow_reader_finds_all_that_gathered_in_order() -> None:
     assert 0 == bridge.num_open
 
 
-async def test_outputs_after_the_event_loop_ended_are_dropped() -> None:
+async def test_outputs_after_the_event_loop_ended_are_dropped():
     bridge = OutputBridge()
     bridge.bind(asyncio.get_running_loop())
     feed = bridge.open(["a"])
@@ -165,7 +162,7 @@ async def read(
     purse=st.integers(0, 60),
     cuts=st.integers(1, 7),
 )
-def test_the_bill_equals_what_was_sent(text: str, stop: list[str], purse: int, cuts: int) -> None:
+def test_the_bill_equals_what_was_sent(text, stop, purse, cuts):
     """Whatever the steps: text up to the stop or the end of the money, each token counted once."""
     raw = text.encode()
     steps = [[output("r", *raw[at : at + cuts])] for at in range(0, len(raw), cuts)]
@@ -188,7 +185,7 @@ def test_the_bill_equals_what_was_sent(text: str, stop: list[str], purse: int, c
         assert (Outcome.BUDGET, REFUSAL) == (served.outcome, served.refusal)
 
 
-async def test_choices_that_stop_are_ended_one_by_one() -> None:
+async def test_choices_that_stop_are_ended_one_by_one():
     steps = [
         [output("r", *b"ab", index=0), output("r", *b"xy", index=1)],
         [output("r", *b"cd", index=0), output("r", *b"zz", index=1)],
@@ -203,7 +200,7 @@ async def test_choices_that_stop_are_ended_one_by_one() -> None:
     assert [("r", FinishReason.STOP, 0)] == engine.aborts
 
 
-async def test_an_unrequested_abort_is_a_failure() -> None:
+async def test_an_unrequested_abort_is_a_failure():
     """The engine closes under a request: the client must not take a torn answer for a whole one."""
     end = output("r", finish=FinishReason.ABORT, last=True, error="the server is shutting down")
     texts, finishes, generation, _ = await read([[output("r", *b"ab")], [end]])

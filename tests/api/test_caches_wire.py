@@ -112,9 +112,7 @@ async def turn(client: httpx.AsyncClient, text: str, session: str = "", **fields
     told(await client.post("/v1/chat/completions", json=body, headers=headers))
 
 
-async def test_a_cache_is_made_shown_changed_and_deleted(
-    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
-) -> None:
+async def test_a_cache_is_made_shown_changed_and_deleted(client, house, kitchen):
     body = {"model": "bytes", "name": "law", "ttl": "2h", "messages": [SYSTEM]}
     made = told(await client.post(CACHES, json=body))
     prompt = len(f"system: {SYSTEM['content']}\n")
@@ -136,7 +134,7 @@ async def test_a_cache_is_made_shown_changed_and_deleted(
     assert [] == kitchen.pins()
 
 
-async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: Kitchen) -> None:
+async def test_a_cache_is_its_tenant_s_own(client, kitchen):
     told(await keep(client, "p" * 64, name="law"))
     client.headers.update(BOLT)
     assert [] == told(await client.get(CACHES))["data"]
@@ -161,9 +159,7 @@ async def test_a_cache_is_its_tenant_s_own(client: httpx.AsyncClient, kitchen: K
         ({"model": "none"}, "model"),
     ],
 )
-async def test_an_invalid_cache_request_names_the_field(
-    client: httpx.AsyncClient, kitchen: Kitchen, fields: dict[str, Any], param: str
-) -> None:
+async def test_an_invalid_cache_request_names_the_field(client, kitchen, fields, param):
     answer = await client.post(CACHES, json={"model": "bytes", "prompt": "p" * 64, **fields})
     assert answer.status_code in (400, 404), answer.text
     assert param == answer.json()["error"]["param"]
@@ -187,9 +183,7 @@ async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is
     assert ["acme:one", "acme:two"] == [pin.name for pin in kitchen.pins()]
 
 
-async def test_breakpoints_pin_what_lies_before_them(
-    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
-) -> None:
+async def test_breakpoints_pin_what_lies_before_them(client, house, kitchen):
     """And the tokens written up to one of an hour are counted apart from the others."""
     run = BlockRun(None, 0, 0, 0)
     house.engine.script = Script(
@@ -254,9 +248,7 @@ async def test_a_session_is_kept_from_turn_to_turn_for_as_long_as_its_tenant_pau
     assert [] == kitchen.pins("session")
 
 
-async def test_a_session_ends_with_the_request_that_says_so(
-    client: httpx.AsyncClient, kitchen: Kitchen
-) -> None:
+async def test_a_session_ends_with_the_request_that_says_so(client, kitchen):
     await turn(client, "one", "s1")
     assert 1 == len(kitchen.pins("session"))
     await turn(client, "hi", prompt_cache_key="s1", cachesvc={"pause_s": 0})
@@ -272,9 +264,7 @@ async def test_a_session_ends_with_the_request_that_says_so(
     assert [] == kitchen.pins("session")
 
 
-async def test_a_parent_s_prefix_stays_while_its_children_run(
-    client: httpx.AsyncClient, kitchen: Kitchen
-) -> None:
+async def test_a_parent_s_prefix_stays_while_its_children_run(client, kitchen):
     await turn(client, "the whole plan", "parent")
     [parent] = kitchen.pins("session")
     client.headers["X-Parent-Session-Id"] = "parent"
@@ -286,9 +276,7 @@ async def test_a_parent_s_prefix_stays_while_its_children_run(
     assert [] == kitchen.pins("session")
 
 
-async def test_sessions_without_end_cost_their_maker_alone(
-    client: httpx.AsyncClient, kitchen: Kitchen
-) -> None:
+async def test_sessions_without_end_cost_their_maker_alone(client, kitchen):
     """A tenant's new sessions push out its own old ones, not another's."""
     acme = client.headers["authorization"]
     client.headers.update(BOLT)

@@ -2,10 +2,8 @@
 
 import json
 
-import httpx
-
 from engine.request import FinishReason
-from tests.support.wire import FakeHouse, Script
+from tests.support.wire import Script
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
@@ -18,7 +16,7 @@ def events(text: str) -> list[dict | str]:
     return [one if one == "[DONE]" else json.loads(one) for one in data]
 
 
-async def test_an_answer_has_openais_shape(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_an_answer_has_openais_shape(client, house):
     house.engine.script = Script(answer="hello")
     answer = (await client.post(CHAT, json=HELLO)).json()
     assert answer["id"].startswith("chatcmpl-")
@@ -41,9 +39,7 @@ async def test_an_answer_has_openais_shape(client: httpx.AsyncClient, house: Fak
     assert usage["completion_tokens"] == len("hello") + 1  # the end token counts
 
 
-async def test_hits_and_misses_make_up_the_prompt(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_hits_and_misses_make_up_the_prompt(client, house):
     house.engine.script = Script(answer="x", hits={"hit_device": 4, "hit_host": 3, "hit_disk": 2})
     usage = (await client.post(CHAT, json=HELLO)).json()["usage"]
     assert {
@@ -64,9 +60,7 @@ async def test_hits_and_misses_make_up_the_prompt(
     assert {"device": 0, "host": 0, "disk": 0, "remote": 5} == tiers, "named where it served"
 
 
-async def test_a_stream_opens_with_the_role_and_closes_with_done(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_stream_opens_with_the_role_and_closes_with_done(client, house):
     house.engine.script = Script(answer="héllo")
     response = await client.post(CHAT, json=HELLO | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -82,9 +76,7 @@ async def test_a_stream_opens_with_the_role_and_closes_with_done(
     assert all("usage" not in chunk for chunk in chunks)
 
 
-async def test_include_usage_adds_a_last_chunk_without_choices(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_include_usage_adds_a_last_chunk_without_choices(client, house):
     house.engine.script = Script(answer="ok")
     body = HELLO | {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last, done = events((await client.post(CHAT, json=body)).text)
@@ -94,9 +86,7 @@ async def test_include_usage_adds_a_last_chunk_without_choices(
     assert all(chunk["usage"] is None for chunk in chunks)
 
 
-async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_stop_string_ends_the_answer_and_is_not_in_it(client, house):
     house.engine.script = Script(answer="one two three", step_s=0.001)
     answer = (await client.post(CHAT, json=HELLO | {"stop": ["zzz", " two"]})).json()
     assert answer["choices"][0]["message"]["content"] == "one"
@@ -108,9 +98,7 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(
     assert answer["usage"]["completion_tokens"] == len("one two"), "of the same step"
 
 
-async def test_one_choice_may_stop_while_the_others_go_on(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_one_choice_may_stop_while_the_others_go_on(client, house):
     house.engine.script = Script(answer="abc", step_s=0.001)
     answer = (await client.post(CHAT, json=HELLO | {"n": 3})).json()
     assert ["abc"] * 3 == [choice["message"]["content"] for choice in answer["choices"]]
@@ -119,16 +107,14 @@ async def test_one_choice_may_stop_while_the_others_go_on(
     assert answer["usage"]["prompt_tokens"] == PROMPT_TOKENS
 
 
-async def test_max_completion_tokens_ends_with_length(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_max_completion_tokens_ends_with_length(client, house):
     house.engine.script = Script(answer="abcdef")
     answer = (await client.post(CHAT, json=HELLO | {"max_completion_tokens": 3})).json()
     assert answer["choices"][0]["message"]["content"] == "abc"
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_logprobs_come_by_token(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_logprobs_come_by_token(client, house):
     house.engine.script = Script(answer="hi")
     body = HELLO | {"logprobs": True, "top_logprobs": 2, "max_tokens": 2}
     content = (await client.post(CHAT, json=body)).json()["choices"][0]["logprobs"]["content"]
@@ -144,7 +130,7 @@ async def test_logprobs_come_by_token(client: httpx.AsyncClient, house: FakeHous
     } == content[0]
 
 
-async def test_parameters_reach_the_engine(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_parameters_reach_the_engine(client, house):
     same = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 7}
     same |= {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.1}
     same |= {"ignore_eos": True, "max_tokens": 9, "min_tokens": 2}
@@ -156,14 +142,14 @@ async def test_parameters_reach_the_engine(client: httpx.AsyncClient, house: Fak
     assert ({65: 10}, (66,)) == (params.logit_bias, params.stop_token_ids)
 
 
-async def test_nulls_mean_defaults(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_nulls_mean_defaults(client, house):
     nulls = dict.fromkeys(["n", "temperature", "stop", "max_tokens", "stream", "logit_bias"])
     assert (await client.post(CHAT, json=HELLO | nulls)).status_code == 200
     params = house.engine.requests[0].params
     assert (1, 1.0, 4096 - PROMPT_TOKENS) == (params.n, params.temperature, params.max_tokens)
 
 
-async def test_details_are_given_on_request(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_details_are_given_on_request(client, house):
     plain = (await client.post(CHAT, json=HELLO)).json()
     by_body = (await client.post(CHAT, json=HELLO | {"cachesvc": {"details": True}})).json()
     asked = {"X-Cachesvc": "details, receipt"}
@@ -177,6 +163,6 @@ async def test_details_are_given_on_request(client: httpx.AsyncClient, house: Fa
     assert "receipt" in by_header["cachesvc"]
 
 
-async def test_the_cache_may_be_left_out(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_the_cache_may_be_left_out(client, house):
     await client.post(CHAT, json=HELLO | {"cachesvc": {"cache": False}})
     assert [False] == [request.cache for request in house.engine.requests]

@@ -2,16 +2,15 @@
 
 import json
 
-import httpx
 import pytest
 
 from tests.api.test_chat_wire import events
-from tests.support.wire import FakeHouse, Script
+from tests.support.wire import Script
 
 TEXT = "/v1/completions"
 
 
-async def test_an_answer_has_openais_shape(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_an_answer_has_openais_shape(client, house):
     house.engine.script = Script(answer="fine")
     answer = (await client.post(TEXT, json={"model": "bytes", "prompt": "how?"})).json()
     assert answer["id"].startswith("cmpl-")
@@ -30,17 +29,13 @@ async def test_an_answer_has_openais_shape(client: httpx.AsyncClient, house: Fak
         ([[97], [98, 99]], ["a", "bc"]),
     ],
 )
-async def test_prompts_are_texts_or_token_ids(
-    client: httpx.AsyncClient, prompt: object, texts: list[str]
-) -> None:
+async def test_prompts_are_texts_or_token_ids(client, prompt, texts):
     answer = (await client.post(TEXT, json={"model": "bytes", "prompt": prompt})).json()
     assert texts == [choice["text"] for choice in answer["choices"]]
     assert sum(map(len, texts)) == answer["usage"]["prompt_tokens"]
 
 
-async def test_choices_are_numbered_by_prompt_and_sequence(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_choices_are_numbered_by_prompt_and_sequence(client, house):
     body = {"model": "bytes", "prompt": ["ab", "c"], "n": 2, "echo": True}
     answer = (await client.post(TEXT, json=body)).json()
     assert ["abab", "abab", "cc", "cc"] == [choice["text"] for choice in answer["choices"]]
@@ -50,7 +45,7 @@ async def test_choices_are_numbered_by_prompt_and_sequence(
     assert 1 == len(house.meter.charges)
 
 
-async def test_without_max_tokens_sixteen_come(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_without_max_tokens_sixteen_come(client, house):
     house.engine.script = Script(answer="x" * 50)
     answer = (await client.post(TEXT, json={"model": "bytes", "prompt": "p"})).json()
     assert ("x" * 16, "length") == (
@@ -59,7 +54,7 @@ async def test_without_max_tokens_sixteen_come(client: httpx.AsyncClient, house:
     )
 
 
-async def test_logprobs_come_by_column(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_logprobs_come_by_column(client, house):
     house.engine.script = Script(answer="hé")
     body = {"model": "bytes", "prompt": "p", "logprobs": 2, "max_tokens": 1}
     told = (await client.post(TEXT, json=body)).json()["choices"][0]["logprobs"]
@@ -71,9 +66,7 @@ async def test_logprobs_come_by_column(client: httpx.AsyncClient, house: FakeHou
     } == told
 
 
-async def test_a_stream_echoes_first_and_keeps_offsets(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_stream_echoes_first_and_keeps_offsets(client, house):
     house.engine.script = Script(answer="xyz")
     body = {"model": "bytes", "prompt": "pq", "stream": True, "logprobs": 0}
     *chunks, done = events((await client.post(TEXT, json=body)).text)
@@ -91,9 +84,7 @@ async def test_a_stream_echoes_first_and_keeps_offsets(
     assert "pq" == first["choices"][0]["text"]
 
 
-async def test_an_echoed_prompt_has_its_logprobs(
-    house: FakeHouse, client: httpx.AsyncClient
-) -> None:
+async def test_an_echoed_prompt_has_its_logprobs(house, client):
     """As evaluation harnesses ask for a text's likelihood; with `max_tokens` 0 nothing else."""
     for limit, text in ((0, "abc"), (2, "abcab")):
         body = {"model": "bytes", "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": limit}
@@ -108,7 +99,7 @@ async def test_an_echoed_prompt_has_its_logprobs(
         assert limit == answer["usage"]["completion_tokens"]
 
 
-async def test_prompt_logprobs_come_as_vllm_has_them(client: httpx.AsyncClient) -> None:
+async def test_prompt_logprobs_come_as_vllm_has_them(client):
     body = {"model": "bytes", "prompt": ["ab", "cd"], "prompt_logprobs": 1, "n": 2}
     answer = (await client.post("/v1/completions", json=body)).json()
     entry = {"logprob": -0.25, "rank": 1, "decoded_token": "d"}
@@ -120,9 +111,7 @@ async def test_prompt_logprobs_come_as_vllm_has_them(client: httpx.AsyncClient) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_text_offsets_are_of_characters(
-    client: httpx.AsyncClient, house: FakeHouse, stream: bool
-) -> None:
+async def test_text_offsets_are_of_characters(client, house, stream):
     """The tokens of one character begin where it does, and none begins past the text."""
     house.engine.script = Script(answer="a\u6771b")
     asked = {"model": "bytes", "prompt": "hi", "logprobs": 1, "max_tokens": 9, "stream": stream}

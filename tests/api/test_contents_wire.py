@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.support.wire import FakeHouse
 from tiers.blocks.contents import Content
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -17,9 +15,7 @@ def asking(*contents: dict[str, Any], prompt: object = (1, 2, 3, 4, 5, 6), **ext
     return {"model": "bytes", "prompt": given, "cachesvc": {"contents": contents, **extension}}
 
 
-async def test_contents_reach_the_engine_in_order(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_contents_reach_the_engine_in_order(client, house):
     body = asking(
         {"start": 4, "length": 2, "digest": DOG.upper()},
         {"start": 1, "length": 2, "digest": CAT, "kind": "exact"},
@@ -29,9 +25,7 @@ async def test_contents_reach_the_engine_in_order(
     assert expected == house.engine.requests[0].contents
 
 
-async def test_contents_of_several_prompts_and_of_a_chat(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_contents_of_several_prompts_and_of_a_chat(client, house):
     one = {"start": 0, "length": 2, "digest": CAT, "prompt": 1}
     assert 200 == (await client.post(TEXT, json=asking(one, prompt=[[1], [2, 3]]))).status_code
     chat = {
@@ -67,9 +61,7 @@ async def test_contents_of_several_prompts_and_of_a_chat(
         ([{"start": 0, "length": 1, "digest": CAT, "prompt": 1}], "contents[0].prompt", "has 1"),
     ],
 )
-async def test_what_is_wrong_is_refused_by_name(
-    client: httpx.AsyncClient, contents: list[dict[str, Any]], param: str, said: str
-) -> None:
+async def test_what_is_wrong_is_refused_by_name(client, contents, param, said):
     response = await client.post(TEXT, json=asking(*contents))
     error = response.json()["error"]
     assert (400, f"cachesvc.{param}") == (response.status_code, error["param"])

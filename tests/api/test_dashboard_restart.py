@@ -1,9 +1,5 @@
 """The dashboard over a restart of the real service: logins and requests are still there."""
 
-from pathlib import Path
-
-import pytest
-
 from api.admin.login.sessions import Admin
 from tests.api.real_service import served
 from tests.support.models import save_tiny_model
@@ -12,9 +8,7 @@ from tiers.errors import FAULTS
 PERSON = {"accept": "text/html"}
 
 
-async def test_a_restart_loses_nothing_that_an_admin_saw(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_restart_loses_nothing_that_an_admin_saw(tmp_path, tmp_path_factory):
     model = tmp_path_factory.mktemp("model") / "tiny"
     save_tiny_model(model)
     data_dir = tmp_path / "data"

@@ -37,7 +37,7 @@ async def response(client: httpx.AsyncClient, earlier: str | None, **fields: Any
     return answer.json()
 
 
-async def test_a_message_that_goes_on_has_no_diagnosis(client: httpx.AsyncClient) -> None:
+async def test_a_message_that_goes_on_has_no_diagnosis(client):
     first = await message(client, None)
     assert first["diagnostics"] is None
     assert (await message(client, first["id"], ANSWERED))["diagnostics"] is None
@@ -53,9 +53,7 @@ async def test_a_message_that_goes_on_has_no_diagnosis(client: httpx.AsyncClient
         ("system_changed", {"system": "Other.", "tools": [TOOL]}),
     ],
 )
-async def test_the_first_change_of_a_message_is_named(
-    client: httpx.AsyncClient, reason: str, fields: dict[str, Any]
-) -> None:
+async def test_the_first_change_of_a_message_is_named(client, reason, fields):
     first = await message(client, None)
     told = (await message(client, first["id"], **fields))["diagnostics"]["cache_miss_reason"]
     assert reason == told["type"]
@@ -64,7 +62,7 @@ async def test_the_first_change_of_a_message_is_named(
         assert told["cache_missed_input_tokens"] < 60 * 3 + 64 + len("user: assistant: \n\n")
 
 
-async def test_a_stream_tells_at_its_start(client: httpx.AsyncClient) -> None:
+async def test_a_stream_tells_at_its_start(client):
     first = await message(client, None)
     body = {"model": "bytes", "max_tokens": 5, "stream": True, "messages": SAID}
     asked = body | {"diagnostics": {"previous_message_id": first["id"]}}
@@ -75,7 +73,7 @@ async def test_a_stream_tells_at_its_start(client: httpx.AsyncClient) -> None:
     assert again["diagnostics"] is None  # the streamed one can be compared with as well
 
 
-async def test_a_message_is_compared_only_if_it_asked_for_it(client: httpx.AsyncClient) -> None:
+async def test_a_message_is_compared_only_if_it_asked_for_it(client):
     body = {"model": "bytes", "max_tokens": 5, "messages": SAID}
     plain = (await client.post(MESSAGES, json=body)).json()
     missing = {"cache_miss_reason": {"type": "previous_message_not_found"}}
@@ -83,7 +81,7 @@ async def test_a_message_is_compared_only_if_it_asked_for_it(client: httpx.Async
     assert missing == (await message(client, "msg_none"))["diagnostics"]
 
 
-async def test_a_response_says_what_changed(client: httpx.AsyncClient) -> None:
+async def test_a_response_says_what_changed(client):
     first = await response(client, None)
     assert "prompt_cache_diagnostics" not in first
     tool = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -100,9 +98,7 @@ async def test_a_response_says_what_changed(client: httpx.AsyncClient) -> None:
     assert told == stored["prompt_cache_diagnostics"]
 
 
-async def test_what_parts_no_prompt_here_is_no_miss(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_what_parts_no_prompt_here_is_no_miss(client, house):
     first = await response(client, None)
     tokens = first["usage"]["input_tokens"]
     house.engine.script = Script(hits={"hit_device": tokens - 1})
@@ -115,7 +111,7 @@ async def test_what_parts_no_prompt_here_is_no_miss(
     assert {"type": "unavailable"} == gone["prompt_cache_diagnostics"]
 
 
-async def test_a_response_is_not_found_after_its_deletion(client: httpx.AsyncClient) -> None:
+async def test_a_response_is_not_found_after_its_deletion(client):
     first = await response(client, None)
     await client.delete(f"{RESPONSES}/{first['id']}")
     for name in (first["id"], "resp_none"):
@@ -135,9 +131,7 @@ def _turned(house: FakeHouse, text: str) -> None:
     tokenizer.render = lambda messages, **more: text + render(messages, **more)  # type: ignore[method-assign]
 
 
-async def test_a_template_that_rewrites_the_past_is_no_change_of_the_request(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_template_that_rewrites_the_past_is_no_change_of_the_request(client, house):
     first, resp = await message(client, None), await response(client, None)
     _turned(house, "rewritten ")
     told = (await message(client, first["id"], ANSWERED))["diagnostics"]
@@ -151,7 +145,7 @@ class _TwoTenants:
         return Principal((authorization or "").removeprefix("Bearer "), scopes=frozenset(Scope))
 
 
-async def test_no_answer_of_another_tenant_is_compared_with() -> None:
+async def test_no_answer_of_another_tenant_is_compared_with():
     house = fake_house(gatekeeper=_TwoTenants())
     async with running(house) as (_, client):
         client.headers["Authorization"] = "Bearer one"

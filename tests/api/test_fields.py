@@ -88,7 +88,7 @@ def unread(theirs: Sequence[Any], ours: Sequence[type[BaseModel]], path: str = "
 
 
 @pytest.mark.parametrize(("path", "names"), PROVIDERS)
-def test_every_field_of_a_provider_is_in_the_table(path: str, names: Any) -> None:
+def test_every_field_of_a_provider_is_in_the_table(path, names):
     (protocol,) = (each for each in PROTOCOLS if each.path == path)
     known = {name for name, _, _ in protocol.fields()}
     assert set() == set(names) - known
@@ -103,15 +103,13 @@ def test_every_field_of_a_provider_is_in_the_table(path: str, names: Any) -> Non
         ("/v1/messages", anthropic_beta.MessageCreateParamsStreaming),
     ],
 )
-def test_every_field_of_an_object_within_is_read_or_known_to_change_nothing(
-    path: str, params: Any
-) -> None:
+def test_every_field_of_an_object_within_is_read_or_known_to_change_nothing(path, params):
     (protocol,) = (each for each in PROTOCOLS if each.path == path)
     for where, names in unread([params], [protocol.body]):
         assert set() == names - UNREAD[path].get(where, set()), where
 
 
-def test_a_clients_new_field_is_found() -> None:
+def test_a_clients_new_field_is_found():
     """The tests above read the clients' own types, so a new version shows its new fields."""
 
     class Options(openai_chat.PromptCacheOptions, total=False):
@@ -126,9 +124,7 @@ def test_a_clients_new_field_is_found() -> None:
     assert {"warm_until"} == dict(unread([Body], [protocol.body]))["prompt_cache_options"]
 
 
-async def test_an_assistants_refusal_is_its_text_and_old_calls_are_refused(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_an_assistants_refusal_is_its_text_and_old_calls_are_refused(client, house):
     turn = {"role": "assistant", "content": None, "refusal": "No."}
     asked = [*HELLO["messages"], turn, *HELLO["messages"]]
     assert 200 == (await client.post(CHAT, json=HELLO | {"messages": asked})).status_code
@@ -144,7 +140,7 @@ async def test_an_assistants_refusal_is_its_text_and_old_calls_are_refused(
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda each: each.path)
-async def test_the_table_is_what_the_routes_do(client: httpx.AsyncClient, protocol: Any) -> None:
+async def test_the_table_is_what_the_routes_do(client, protocol):
     """A refused field is refused by name; an ignored one is named in the header, and no other."""
     body = BODIES[protocol.path]
     for name, handling, why in protocol.fields():
@@ -164,16 +160,14 @@ async def test_the_table_is_what_the_routes_do(client: httpx.AsyncClient, protoc
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda each: each.path)
-async def test_values_that_change_nothing_are_served(
-    client: httpx.AsyncClient, protocol: Any
-) -> None:
+async def test_values_that_change_nothing_are_served(client, protocol):
     for name, field in protocol.refused.items():
         for value in (None, *field.neutral):
             answer = await client.post(protocol.path, json=BODIES[protocol.path] | {name: value})
             assert 200 == answer.status_code, (name, value, answer.text)
 
 
-async def test_what_has_no_effect_is_named(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_what_has_no_effect_is_named(client, house):
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = HELLO | {"store": True, "stream": True, "stream_options": options}
     answer = await client.post(CHAT, json=asked)
@@ -181,7 +175,7 @@ async def test_what_has_no_effect_is_named(client: httpx.AsyncClient, house: Fak
     assert (200, ["store", "stream_options.continuous_usage_stats"]) == (answer.status_code, named)
 
 
-async def test_a_refusal_in_parts_is_its_text(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_a_refusal_in_parts_is_its_text(client, house):
     said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
     user = HELLO["messages"]
     answer = await client.post(CHAT, json=HELLO | {"messages": [*user, said, *user]})
@@ -191,9 +185,7 @@ async def test_a_refusal_in_parts_is_its_text(client: httpx.AsyncClient, house: 
     assert (400, "messages[0].content[0]") == (answer.status_code, answer.json()["error"]["param"])
 
 
-async def test_a_salt_or_an_end_user_keeps_blocks_apart(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_salt_or_an_end_user_keeps_blocks_apart(client, house):
     """They name a content of the first token, so equal prompts have other keys."""
 
     async def named(path: str = CHAT, **fields: object) -> object:
@@ -218,7 +210,7 @@ async def test_a_salt_or_an_end_user_keeps_blocks_apart(
         assert plain == await named(path, user="a", safety_identifier="b", cache_salt="")
 
 
-async def test_a_salt_that_cannot_be_honoured_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_salt_that_cannot_be_honoured_is_refused(client):
     contents = {"contents": [{"start": 0, "length": 1, "digest": "00" * 16}]}
     answer = await client.post(CHAT, json=HELLO | {"cache_salt": "a", "cachesvc": contents})
     assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
@@ -238,9 +230,7 @@ async def test_a_salt_that_cannot_be_honoured_is_refused(client: httpx.AsyncClie
         ("/v1/messages", ("usage", "service_tier"), "standard"),
     ],
 )
-async def test_the_service_tier_is_answered(
-    client: httpx.AsyncClient, path: str, place: tuple[str, ...], plain: str
-) -> None:
+async def test_the_service_tier_is_answered(client, path, place, plain):
     """The card of these tests has no tier of that name."""
     told = (await client.post(path, json=BODIES[path] | {"service_tier": "flex"})).json()
     for name in place:
@@ -248,9 +238,7 @@ async def test_the_service_tier_is_answered(
     assert plain == told
 
 
-async def test_writes_and_marked_tokens_are_in_every_usage(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_writes_and_marked_tokens_are_in_every_usage(client, house):
     house.engine.script = Script(answer="x", hits={"hit_device": 1})
     for path, name in (
         (CHAT, "prompt_tokens_details"),
@@ -266,9 +254,7 @@ async def test_writes_and_marked_tokens_are_in_every_usage(
 
 
 @pytest.mark.parametrize("name", ["prefix", "partial"])
-async def test_the_last_message_is_continued(
-    client: httpx.AsyncClient, house: FakeHouse, name: str
-) -> None:
+async def test_the_last_message_is_continued(client, house, name):
     said = {"role": "assistant", "content": "Once"}
     asked = HELLO | {"messages": [*HELLO["messages"], said]}
     await client.post(CHAT, json=asked | {"continue_final_message": True})
@@ -293,9 +279,7 @@ async def kept(client: httpx.AsyncClient, house: FakeHouse, **fields: Any) -> li
     return [(keep.for_s, keep.num_tokens) for keep in house.meter.last.job.keeps]
 
 
-async def test_marked_parts_are_kept_for_their_ttl(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_marked_parts_are_kept_for_their_ttl(client, house):
     law = "law " * 20
     upto = len(f"system: {law}")
     user = {"role": "user", "content": "hi"}
@@ -328,18 +312,14 @@ async def test_marked_parts_are_kept_for_their_ttl(
     assert [] == await kept(client, house)
 
 
-async def test_a_mark_on_the_whole_chat_keeps_the_whole_prompt(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_mark_on_the_whole_chat_keeps_the_whole_prompt(client, house):
     """OpenRouter's automatic caching, as Messages has it."""
     found = await kept(client, house, cache_control={"type": "ephemeral", "ttl": "1h"})
     assert [(3600, len(house.engine.requests[-1].tokens))] == found
 
 
 @pytest.mark.parametrize("inside", [False, True])
-async def test_marked_tools_are_kept_with_what_the_system_says(
-    client: httpx.AsyncClient, house: FakeHouse, inside: bool
-) -> None:
+async def test_marked_tools_are_kept_with_what_the_system_says(client, house, inside):
     """The template of these tests has no tools: they would stand before the first turn's text."""
     function: dict[str, Any] = {"name": "look"}
     tool = {"type": "function", "function": function}
@@ -351,9 +331,7 @@ async def test_marked_tools_are_kept_with_what_the_system_says(
     assert [(300, len(f"system: {law['content']}\nuser: "))] == found
 
 
-async def test_at_most_the_latest_four_are_kept(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_at_most_the_latest_four_are_kept(client, house):
     parts = [part(f"page {number} ", **EPHEMERAL) for number in range(7)]
     asked = [{"role": "user", "content": parts}]
     assert 4 == len(await kept(client, house, messages=asked))
@@ -361,9 +339,7 @@ async def test_at_most_the_latest_four_are_kept(
     assert [300, 300, 300, 1800] == [for_s for for_s, _ in found]
 
 
-async def test_explicit_without_a_mark_does_not_use_the_cache(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_explicit_without_a_mark_does_not_use_the_cache(client, house):
     await kept(client, house, prompt_cache_options={"mode": "explicit"})
     assert not house.engine.requests[-1].cache
     await kept(client, house, prompt_cache_options={"mode": "implicit"})
@@ -396,15 +372,11 @@ async def test_explicit_without_a_mark_does_not_use_the_cache(
         },
     ],
 )
-async def test_what_cannot_be_kept_is_refused(
-    client: httpx.AsyncClient, fields: dict[str, Any]
-) -> None:
+async def test_what_cannot_be_kept_is_refused(client, fields):
     assert 400 == (await client.post(CHAT, json=HELLO | fields)).status_code
 
 
-async def test_responses_keep_what_their_parts_mark(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_responses_keep_what_their_parts_mark(client, house):
     law = "law " * 20
     said = [{"type": "input_text", "text": law, **BREAKPOINT}]
     body = {

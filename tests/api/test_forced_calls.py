@@ -61,7 +61,7 @@ def told(answer: dict[str, Any]) -> tuple[str, str, list[Any]]:
         ("/v1/responses", {}),
     ],
 )
-async def test_only_the_length_cuts_a_forced_call(url: str, fields: dict[str, Any]) -> None:
+async def test_only_the_length_cuts_a_forced_call(url, fields):
     """A part of one is neither text nor a finished call."""
     limit, body, cut = FORCED[url]
     house = fake_house(grammars=RecordingCompiler())

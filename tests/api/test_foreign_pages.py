@@ -1,15 +1,12 @@
 """A server that needs no keys answers programs of its machine, and no page of the web."""
 
-import httpx
 import pytest
 
 from api.collaborators import WireSettings
 from billing.keys import Principal
 from tests.api.conftest import running
 from tests.support.admin import error_of
-from tests.support.wire import FakeHouse, OpenGate, fake_house
-
-pytestmark = pytest.mark.anyio
+from tests.support.wire import OpenGate, fake_house
 
 HELLO = {"model": "bytes", "prompt": "hi", "max_tokens": 1}
 ROUTES = {
@@ -35,9 +32,7 @@ ROUTES = {
         {"Origin": "null"},
     ],
 )
-async def test_a_page_from_elsewhere_is_refused(
-    house: FakeHouse, client: httpx.AsyncClient, headers: dict[str, str]
-) -> None:
+async def test_a_page_from_elsewhere_is_refused(house, client, headers):
     for path, method in ROUTES.items():
         answer = await client.request(method, path, headers=headers)
         assert (403, "foreign_page") == error_of(answer), path
@@ -54,13 +49,11 @@ async def test_a_page_from_elsewhere_is_refused(
         {"Origin": "vscode-webview://x"},  # a program's, which no page can claim
     ],
 )
-async def test_a_local_client_is_answered(
-    client: httpx.AsyncClient, headers: dict[str, str]
-) -> None:
+async def test_a_local_client_is_answered(client, headers):
     assert 200 == (await client.post("/v1/completions", json=HELLO, headers=headers)).status_code
 
 
-async def test_with_a_key_the_key_decides() -> None:
+async def test_with_a_key_the_key_decides():
     house = fake_house(gatekeeper=OpenGate(Principal("acme", key_id="key_1")))
     headers = {"Host": "api.example.com", "Origin": "https://app.example.com"}
     async with running(house) as (_, client):
@@ -90,9 +83,7 @@ ALLOWED = "access-control-allow-origin"
         (["*"], KEYED, APP, "/admin/api/x", (404, 404, None)),
     ],
 )
-async def test_pages_of_the_configured_origins_may_read(
-    origins: list[str], gate: OpenGate, origin: str, path: str, expected: tuple[int, int, str]
-) -> None:
+async def test_pages_of_the_configured_origins_may_read(origins, gate, origin, path, expected):
     house = fake_house(gatekeeper=gate, settings=WireSettings(cors_origins=origins))
     asks = {"Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "x-api-key"}
     async with running(house) as (_, client):
@@ -103,6 +94,6 @@ async def test_pages_of_the_configured_origins_may_read(
     assert "access-control-allow-credentials" not in {*before.headers, *after.headers}
 
 
-async def test_no_page_of_scripts_from_elsewhere_is_served(client: httpx.AsyncClient) -> None:
+async def test_no_page_of_scripts_from_elsewhere_is_served(client):
     codes = [(await client.get(path)).status_code for path in ("/docs", "/redoc", "/openapi.json")]
     assert [404, 404, 200] == codes

@@ -89,9 +89,7 @@ def fuzzed(folder: Path) -> Iterator[tuple[Service, FastAPI, dict[str, str]]]:
 @pytest.mark.parametrize(
     "cases", [pytest.param(1, id="one"), pytest.param(MANY, id="many", marks=pytest.mark.slow)]
 )
-def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(
-    cases: int, tmp_path: Path
-) -> None:
+def test_no_request_that_the_document_allows_or_forbids_is_a_5xx(cases, tmp_path):
     counts: Counter[int] = Counter()
     failed: dict[str, str] = {}
     with fuzzed(tmp_path) as (service, app, names), TestClient(app, "http://localhost") as client:

@@ -19,7 +19,6 @@ from billing.errors import KeyExpired, KeyRevoked, UnknownKey
 from billing.keys import Principal, Scope
 from billing.prices.cards import default_card
 from billing.usage import EMPTY, Usage
-from tests.api.bank import Bank
 from tests.api.conftest import GateOf, begun, refusal, running
 from tests.api.driver import Visit
 from tests.support.wire import FakeHouse, OpenGate, Script, fake_house
@@ -31,7 +30,7 @@ ACME = Principal("acme", key_id="key_1")
 
 
 @given(st.text(), st.text())
-def test_salts_differ_by_tenant_secret_and_kind(one: str, other: str) -> None:
+def test_salts_differ_by_tenant_secret_and_kind(one, other):
     salts = Salts(b"secret", {one: frozenset({"*"})})
     assert (one == other) == (salts.of_tenant(one) == salts.of_tenant(other))
     assert salts.of_tenant(one) != Salts(b"other").of_tenant(one)
@@ -39,7 +38,7 @@ def test_salts_differ_by_tenant_secret_and_kind(one: str, other: str) -> None:
     assert "secret" not in repr(salts)
 
 
-async def test_a_tenants_salt_is_in_its_scope_and_nowhere_else() -> None:
+async def test_a_tenants_salt_is_in_its_scope_and_nowhere_else():
     scopes = {}
     for tenant in ("acme", "bolt"):
         principal = Principal(tenant, scopes=frozenset(Scope))
@@ -51,7 +50,7 @@ async def test_a_tenants_salt_is_in_its_scope_and_nowhere_else() -> None:
     assert b"acme" not in scopes["acme"].tenant
 
 
-async def test_members_of_a_group_share_and_others_may_not() -> None:
+async def test_members_of_a_group_share_and_others_may_not():
     salts = Salts(b"secret", {"prompts": frozenset({"acme", "bolt"})})
     assert salts.of_group("prompts", "acme") == salts.of_group("prompts", "bolt")
     with pytest.raises(MissingScope):
@@ -73,14 +72,12 @@ async def test_members_of_a_group_share_and_others_may_not() -> None:
         (None, None),
     ],
 )
-def test_bearer_tokens(header: str | None, token: str | None) -> None:
+def test_bearer_tokens(header, token):
     assert token == bearer_token(header)
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-async def test_the_caller_is_identified_without_a_thread(
-    bank: Bank, monkeypatch: pytest.MonkeyPatch, with_keys: bool
-) -> None:
+async def test_the_caller_is_identified_without_a_thread(bank, monkeypatch, with_keys):
     """The store is looked into at most twice a second; the requests between need no thread."""
     authorization = bank.customer(0)["authorization"] if with_keys else None
     bank.accounts.prepare(default_card())
@@ -102,7 +99,7 @@ async def test_the_caller_is_identified_without_a_thread(
     assert 1 == looks
 
 
-async def test_a_revoked_or_expired_key_is_refused_from_memory_too(bank: Bank) -> None:
+async def test_a_revoked_or_expired_key_is_refused_from_memory_too(bank):
     bank.accounts.create_tenant("acme", "CNY", by="test")
     gate = KeyGate(bank.accounts)
     key, info = bank.accounts.create_key("acme", by="test")
@@ -124,7 +121,7 @@ def limited(**quota: int) -> FakeHouse:
     return fake_house(limits=WindowLimits(settings, MemoryStorage()))
 
 
-async def test_requests_run_out() -> None:
+async def test_requests_run_out():
     house = limited(requests=2)
     async with running(house) as (_, client):
         first = await client.post(CHAT, json=HELLO)
@@ -144,7 +141,7 @@ async def test_requests_run_out() -> None:
         assert 2 == len(house.meter.charges)
 
 
-async def test_a_request_that_the_ledger_refuses_uses_up_no_limit(bank: Bank) -> None:
+async def test_a_request_that_the_ledger_refuses_uses_up_no_limit(bank):
     headers = bank.customer(10**12)
     limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), MemoryStorage())
     wire = bank.house.wire
@@ -160,7 +157,7 @@ async def test_a_request_that_the_ledger_refuses_uses_up_no_limit(bank: Bank) ->
         assert 429 == (await client.post(CHAT, json=HELLO, headers=headers)).status_code
 
 
-async def test_end_users_have_limits_of_their_own_where_the_tenant_is_divided() -> None:
+async def test_end_users_have_limits_of_their_own_where_the_tenant_is_divided():
     overrides: dict[str, int] = {}
     limits = WindowLimits(LimitSettings(), MemoryStorage(), overrides=lambda tenant: overrides)
     house = fake_house(limits=limits)
@@ -187,7 +184,7 @@ async def test_end_users_have_limits_of_their_own_where_the_tenant_is_divided() 
         assert "\0" in house.engine.requests[-1].share
 
 
-async def test_a_clock_set_back_locks_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_clock_set_back_locks_nobody_out(monkeypatch):
     now_s = [time.time()]
     monkeypatch.setattr(time, "time", lambda: now_s[0])
     limits = WindowLimits(LimitSettings(tenant=Quota(requests=1)), MemoryStorage())
@@ -203,7 +200,7 @@ async def test_a_clock_set_back_locks_nobody_out(monkeypatch: pytest.MonkeyPatch
     await limits.admit(ACME)
 
 
-async def test_hits_do_not_count_against_miss_tokens() -> None:
+async def test_hits_do_not_count_against_miss_tokens():
     house = limited(miss_tokens=PROMPT_TOKENS + 1)
     async with running(house) as (_, client):
         house.engine.script = Script(answer="x", hits={"hit_device": PROMPT_TOKENS - 1})
@@ -216,7 +213,7 @@ async def test_hits_do_not_count_against_miss_tokens() -> None:
         assert "cache-miss tokens" in refused.json()["error"]["message"]
 
 
-async def test_concurrency_is_given_back_on_every_way_out() -> None:
+async def test_concurrency_is_given_back_on_every_way_out():
     house = limited(concurrency=2)
     house.engine.script = Script(answer="abc", step_s=0.01)
     async with running(house) as (_, client):
@@ -232,7 +229,7 @@ async def test_concurrency_is_given_back_on_every_way_out() -> None:
         assert 200 == (await client.post(CHAT, json=HELLO)).status_code
 
 
-async def test_a_refused_request_takes_no_place() -> None:
+async def test_a_refused_request_takes_no_place():
     limits = WindowLimits(LimitSettings(tenant=Quota(requests=1, concurrency=2)), MemoryStorage())
     await (await limits.admit(ACME)).close(EMPTY)
     for _ in range(4):
@@ -240,7 +237,7 @@ async def test_a_refused_request_takes_no_place() -> None:
             await limits.admit(ACME)
 
 
-async def test_keys_and_tenants_have_their_own_quotas() -> None:
+async def test_keys_and_tenants_have_their_own_quotas():
     settings = LimitSettings(
         key=Quota(requests=1), tenant=Quota(requests=3), tenants={"vip": Quota()}
     )
@@ -257,7 +254,7 @@ async def test_keys_and_tenants_have_their_own_quotas() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_request_that_would_wait_too_long_gets_retry_after(path: str) -> None:
+async def test_a_request_that_would_wait_too_long_gets_retry_after(path):
     """Before the body is read: what is refused costs next to nothing. Other tenants are served."""
     house = fake_house(gatekeeper=GateOf(*["storm", "storm", "polite"]))
     async with running(house) as (_, client):
@@ -275,7 +272,7 @@ async def test_a_request_that_would_wait_too_long_gets_retry_after(path: str) ->
         assert ["polite"] == [request.share for request in house.engine.requests]
 
 
-async def test_the_prompts_own_length_counts_and_nothing_is_held_for_a_refused_one() -> None:
+async def test_the_prompts_own_length_counts_and_nothing_is_held_for_a_refused_one():
     house = fake_house()
     house.engine.predicted_wait_s = lambda share, num_tokens: float(num_tokens)
     async with running(house) as (_, client):
@@ -285,7 +282,7 @@ async def test_the_prompts_own_length_counts_and_nothing_is_held_for_a_refused_o
     assert 1 == len(house.meter.charges)
 
 
-async def test_one_tenant_leaves_places_in_the_engine_to_others() -> None:
+async def test_one_tenant_leaves_places_in_the_engine_to_others():
     house = fake_house(
         gatekeeper=GateOf(*["storm"] * 12 + ["polite"] + ["storm"] * 6), max_in_flight=8
     )
@@ -305,7 +302,7 @@ async def test_one_tenant_leaves_places_in_the_engine_to_others() -> None:
             assert 200 == (await client.post("/v1/completions", json=several)).status_code
 
 
-async def test_a_store_that_fails_lets_requests_in() -> None:
+async def test_a_store_that_fails_lets_requests_in():
     class Broken(MemoryStorage):
         async def get(self, key: str) -> int:
             raise StorageError(OSError("redis is gone"))
@@ -322,7 +319,7 @@ async def test_a_store_that_fails_lets_requests_in() -> None:
     assert 3 == admitted, "a quota of one request held although its store was gone"
 
 
-async def test_a_store_that_fails_is_asked_again_after_a_while() -> None:
+async def test_a_store_that_fails_is_asked_again_after_a_while():
     class Failing(MemoryStorage):
         num_asked = 0
 
@@ -338,7 +335,7 @@ async def test_a_store_that_fails_is_asked_again_after_a_while() -> None:
         assert asked == storage.num_asked, f"at {now_s} s"
 
 
-async def test_only_a_client_out_of_misses_is_told_that_hits_do_not_count() -> None:
+async def test_only_a_client_out_of_misses_is_told_that_hits_do_not_count():
     for quota, told in ((Quota(requests=1), False), (Quota(miss_tokens=1), True)):
         limits = WindowLimits(LimitSettings(tenant=quota), MemoryStorage())
         await (await limits.admit(ACME)).close(Usage(miss=1))

@@ -3,7 +3,6 @@
 import gc
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import ValidationError
 
@@ -13,8 +12,6 @@ from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, parse
 from api.shapes.schemas import BIASES_MAX, IDS_MAX, STOP_CHARS_MAX, ChatBody, CompletionBody
 from engine.structure import MAX_DEPTH, MAX_VALUES
 from tests.support.wire import byte_model
-
-pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -69,9 +66,7 @@ TOO_MUCH = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), TOO_MUCH)
-async def test_more_than_is_served_is_refused_by_name(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any], param: str
-) -> None:
+async def test_more_than_is_served_is_refused_by_name(client, path, body, param):
     answer = await client.post(path, json=body)
     error = answer.json()["error"]
     assert 400 == answer.status_code
@@ -79,7 +74,7 @@ async def test_more_than_is_served_is_refused_by_name(
     assert len(error["message"]) < 400
 
 
-async def test_as_much_as_is_served_is_served(client: httpx.AsyncClient) -> None:
+async def test_as_much_as_is_served_is_served(client):
     body = chat(
         tools=[tool(parameters={"type": "object", "default": nested(MAX_DEPTH - 5)})],
         messages=calling(nested(MAX_DEPTH - 2)),
@@ -102,9 +97,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("kind", "name", "wrong"), WRONG)
-def test_a_list_is_looked_through_to_its_first_wrong_item(
-    kind: type[ChatBody], name: str, wrong: Any
-) -> None:
+def test_a_list_is_looked_through_to_its_first_wrong_item(kind, name, wrong):
     """Pydantic's default reports them all, which took minutes for a body of 16 MiB."""
     given = wrong * 500 if isinstance(wrong, list) else wrong
     with pytest.raises(ValidationError) as refused:
@@ -114,7 +107,7 @@ def test_a_list_is_looked_through_to_its_first_wrong_item(
 
 
 @pytest.mark.parametrize("raw", [b'{"tokens": [1]', b'{"tokens": [1}'])
-def test_collections_go_on_after_a_body_that_is_no_json(raw: bytes) -> None:
+def test_collections_go_on_after_a_body_that_is_no_json(raw):
     with pytest.raises(NotJson):
         parse(raw, DetokenizeBody)
     assert gc.isenabled()

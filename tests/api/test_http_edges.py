@@ -43,9 +43,7 @@ async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
     [(path, "application/json") for path in (CHAT, "/tokenize", "/admin/api/tenants")]
     + [("/admin/login", "application/x-www-form-urlencoded")],
 )
-async def test_no_route_reads_a_body_beyond_the_bound(
-    client: httpx.AsyncClient, path: str, kind: str
-) -> None:
+async def test_no_route_reads_a_body_beyond_the_bound(client, path, kind):
     """Nor do those whose body FastAPI reads before the sender is identified."""
     num_read = 0
 
@@ -64,7 +62,7 @@ async def test_no_route_reads_a_body_beyond_the_bound(
     assert BOUND < num_read <= BOUND + 200
 
 
-async def test_all_bodies_together_are_bounded_and_tenants_share_the_room() -> None:
+async def test_all_bodies_together_are_bounded_and_tenants_share_the_room():
     """A tenant's bodies that are still on their way leave room for another tenant's."""
     house = fake_house(
         gatekeeper=GateOf(*["greedy"] * 20 + ["polite"]),
@@ -96,7 +94,7 @@ async def test_all_bodies_together_are_bounded_and_tenants_share_the_room() -> N
     house.close()
 
 
-async def test_a_body_that_was_read_leaves_its_room_while_its_answer_runs() -> None:
+async def test_a_body_that_was_read_leaves_its_room_while_its_answer_runs():
     house = fake_house(settings=WireSettings(max_body_bytes=BOUND))
     house.engine.script = Script(stall=True)
     async with running(house) as (app, _):
@@ -112,9 +110,7 @@ async def test_a_body_that_was_read_leaves_its_room_while_its_answer_runs() -> N
 
 
 @pytest.mark.parametrize("name", ["Authorization", "Idempotency-Key"])
-async def test_a_header_that_decides_who_pays_is_read_one_way_only(
-    house: FakeHouse, client: httpx.AsyncClient, name: str
-) -> None:
+async def test_a_header_that_decides_who_pays_is_read_one_way_only(house, client, name):
     twice = [(name, "Bearer one"), (name.lower(), "Bearer two")]
     answer = await client.post(CHAT, json=HELLO, headers=twice)
     assert (400, "invalid_value") == refusal(answer)
@@ -122,7 +118,7 @@ async def test_a_header_that_decides_who_pays_is_read_one_way_only(
     assert [] == house.engine.requests
 
 
-async def test_nor_does_an_admin_route_choose_among_two_tokens(client: httpx.AsyncClient) -> None:
+async def test_nor_does_an_admin_route_choose_among_two_tokens(client):
     twice = [("authorization", f"Bearer {OPERATOR_TOKEN}"), ("authorization", "Bearer other")]
     assert 400 == (await client.get("/admin/api/tenants", headers=twice)).status_code
 
@@ -141,9 +137,7 @@ async def test_what_a_client_says_of_its_retries_never_fails_a_request(
     assert is_retry is house.meter.last.job.context.is_retry
 
 
-async def test_a_client_leaving_while_sending_is_not_a_server_error(
-    house: FakeHouse, client: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_client_leaving_while_sending_is_not_a_server_error(house, client, caplog):
     app, sent = client._transport.app, []  # type: ignore[attr-defined]
     messages = iter([{"type": "http.request", "body": b"{", "more_body": True}])
 
@@ -161,7 +155,7 @@ async def test_a_client_leaving_while_sending_is_not_a_server_error(
     assert ([], []) == (sent, [line for line in caplog.records if line.levelname == "ERROR"])
 
 
-async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncClient) -> None:
+async def test_a_path_with_a_slash_too_many_does_not_exist(client):
     """A redirect would name the Host header's host, and send a prompt there in plain text."""
     answer = await client.post(f"{CHAT}/", json=HELLO)
     assert (404, "not_found") == refusal(answer)
@@ -169,15 +163,13 @@ async def test_a_path_with_a_slash_too_many_does_not_exist(client: httpx.AsyncCl
     assert (303, "/admin/login?next=/admin/") == (page.status_code, page.headers["location"])
 
 
-async def test_agents_that_look_at_the_root_find_a_server(client: httpx.AsyncClient) -> None:
+async def test_agents_that_look_at_the_root_find_a_server(client):
     assert 200 == (await client.head("/")).status_code
     assert 307 == (await client.get("/")).status_code  # a browser, to the dashboard
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_a_compressed_body_and_a_wrong_method_are_refused_as_the_clients_fault(
-    client: httpx.AsyncClient, path: str
-) -> None:
+async def test_a_compressed_body_and_a_wrong_method_are_refused_as_the_clients_fault(client, path):
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
     answer = await client.post(path, content=gzip.compress(b"{}"), headers=headers)
     told = answer.json()["error"]

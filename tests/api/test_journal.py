@@ -3,16 +3,14 @@
 import asyncio
 from dataclasses import dataclass, replace
 
-import httpx
 import pytest
-from fastapi import FastAPI
 
 from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.work import insufficient_balance
 from billing.keys import Principal, Scope
 from tests.api.conftest import quiet, running
 from tests.api.driver import Visit
-from tests.support.wire import FakeHouse, OpenGate, Script, fake_house
+from tests.support.wire import OpenGate, Script, fake_house
 
 CHAT = "/v1/chat/completions"
 SECRET = "never to be kept"
@@ -27,9 +25,7 @@ class NamedGate:
         return Principal(authorization or "default", scopes=frozenset(Scope))
 
 
-async def test_a_finished_request_is_reported_in_full(
-    house: FakeHouse, client: httpx.AsyncClient
-) -> None:
+async def test_a_finished_request_is_reported_in_full(house, client):
     house.engine.script = Script(hits={"hit_disk": 10})
     answer = (await client.post(CHAT, json=HELLO)).json()
     told = (await client.get(f"/v1/cache/requests/{answer['id']}")).json()
@@ -46,9 +42,7 @@ def _num_said(record: RequestRecord | None) -> int:
     return record.served.usage.output if record is not None and record.served is not None else 0
 
 
-async def test_a_running_request_shows_its_progress_and_nothing_that_was_said(
-    house: FakeHouse, app: FastAPI
-) -> None:
+async def test_a_running_request_shows_its_progress_and_nothing_that_was_said(house, app):
     house.engine.script = Script(answer=SECRET * 40, step_s=0.005)
     journal = house.wire.records.journal
     visit = Visit(app, CHAT, HELLO | {"stream": True}).start()
@@ -67,7 +61,7 @@ async def test_a_running_request_shows_its_progress_and_nothing_that_was_said(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-async def test_prompts_are_kept_where_the_operator_says_so_alone(keeps: bool) -> None:
+async def test_prompts_are_kept_where_the_operator_says_so_alone(keeps):
     house = fake_house(journal=Journal(JournalSettings(keep_prompts=keeps)))
     async with running(house) as (_, client):
         await client.post(CHAT, json=HELLO)
@@ -77,7 +71,7 @@ async def test_prompts_are_kept_where_the_operator_says_so_alone(keeps: bool) ->
         assert SECRET not in repr(replace(record, prompts=()))
 
 
-async def test_a_request_is_found_by_the_clients_own_id_and_its_tenant() -> None:
+async def test_a_request_is_found_by_the_clients_own_id_and_its_tenant():
     house = fake_house(gatekeeper=NamedGate())
     async with running(house) as (_, client):
         await client.post(CHAT, json=HELLO, headers={"Authorization": "acme", "X-Request-Id": "a"})
@@ -88,9 +82,7 @@ async def test_a_request_is_found_by_the_clients_own_id_and_its_tenant() -> None
         assert (404, "request_not_found") == (other.status_code, other.json()["error"]["code"])
 
 
-async def test_a_refused_request_says_with_what(
-    house: FakeHouse, client: httpx.AsyncClient
-) -> None:
+async def test_a_refused_request_says_with_what(house, client):
     house.meter.refuse = insufficient_balance(
         "the balance does not cover it", needed=2, available=1, currency="CNY"
     )
@@ -108,9 +100,7 @@ async def test_a_refused_request_says_with_what(
         (JournalSettings(max_requests=0), []),
     ],
 )
-async def test_the_ring_is_bounded_by_count_and_by_bytes(
-    settings: JournalSettings, kept: list[str]
-) -> None:
+async def test_the_ring_is_bounded_by_count_and_by_bytes(settings, kept):
     journal = Journal(settings)
     house = fake_house(gatekeeper=OpenGate(), journal=journal)
     async with running(house) as (app, client):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 from redis.asyncio import ConnectionPool, Redis
@@ -74,7 +73,7 @@ async def places(url: str, lease_s: float = 30.0) -> AsyncIterator[Places]:
 
 
 @pytest.mark.parametrize("store", ["memory", "redis"])
-async def test_a_place_is_taken_of_every_holder_or_of_none(url: str, store: str) -> None:
+async def test_a_place_is_taken_of_every_holder_or_of_none(url, store):
     async with places(url if store == "redis" else "memory") as kept:
         assert await kept.enter("a", {ACME: 2, KEY: 1}) is None
         assert KEY == await kept.enter("b", {ACME: 2, KEY: 1})
@@ -85,7 +84,7 @@ async def test_a_place_is_taken_of_every_holder_or_of_none(url: str, store: str)
         await kept.leave("unknown")
 
 
-async def test_two_servers_share_the_places_of_a_tenant(url: str) -> None:
+async def test_two_servers_share_the_places_of_a_tenant(url):
     async with servers(url, 2, concurrency=3) as (one, two):
         permits = [await server.admit(PRINCIPAL) for server in (one, two, one)]
         with pytest.raises(RateLimited, match="3 requests running"):
@@ -94,7 +93,7 @@ async def test_two_servers_share_the_places_of_a_tenant(url: str) -> None:
         await two.admit(PRINCIPAL)
 
 
-async def test_at_the_same_time_no_more_than_the_limit_come_in(url: str) -> None:
+async def test_at_the_same_time_no_more_than_the_limit_come_in(url):
     async with servers(url, 4, requests=10, concurrency=50) as made:
         asked = [made[number % 4].admit(PRINCIPAL) for number in range(40)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -102,14 +101,14 @@ async def test_at_the_same_time_no_more_than_the_limit_come_in(url: str) -> None
     assert 30 == len(refused), answers
 
 
-async def test_tokens_used_on_one_server_count_on_the_other(url: str) -> None:
+async def test_tokens_used_on_one_server_count_on_the_other(url):
     async with servers(url, 2, miss_tokens=100) as (one, two):
         await (await one.admit(PRINCIPAL)).close(Usage(hit_device=10**6, miss=100))
         with pytest.raises(RateLimited, match="cache-miss tokens"):
             await two.admit(PRINCIPAL)
 
 
-async def test_the_places_of_a_killed_server_come_back_with_its_leases(url: str) -> None:
+async def test_the_places_of_a_killed_server_come_back_with_its_leases(url):
     async with places(url, lease_s=0.3) as dead:
         assert await dead.enter("a", {ACME: 1}) is None
     async with places(url, lease_s=0.3) as alive:
@@ -120,9 +119,7 @@ async def test_the_places_of_a_killed_server_come_back_with_its_leases(url: str)
         assert ACME == await alive.enter("c", {ACME: 1}), "a running request lost its place"
 
 
-async def test_a_redis_that_goes_away_lets_requests_in(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_redis_that_goes_away_lets_requests_in(tmp_path, caplog):
     quota = Quota(requests=2, concurrency=1)
     with redis_server(tmp_path) as url:
         limits = open_limits(LimitSettings(tenant=quota), url)
@@ -140,9 +137,7 @@ async def test_a_redis_that_goes_away_lets_requests_in(
     assert "limits are off for 3.0 s" in line
 
 
-async def test_a_redis_that_does_not_answer_is_waited_for_once(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_redis_that_does_not_answer_is_waited_for_once(url, monkeypatch):
     """Nor does it hold up the requests of a server whose connections it took before."""
     monkeypatch.setattr("api.access.rate_limits.STORE_TIMEOUT_S", 0.5)
     async with servers(url, 1, requests=20, concurrency=20) as (limits,):
@@ -156,7 +151,7 @@ async def test_a_redis_that_does_not_answer_is_waited_for_once(
         await said_to_redis(url, "CLIENT", "UNPAUSE")
 
 
-async def test_a_whole_request_under_shared_limits(url: str) -> None:
+async def test_a_whole_request_under_shared_limits(url):
     """Concurrency over two servers, seen from the wire; the app closes its connections itself."""
     houses = [
         fake_house(limits=open_limits(LimitSettings(tenant=Quota(concurrency=2)), url))

@@ -2,7 +2,6 @@
 by type and place. Also a last message of the assistant, which is continued."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import httpx
@@ -114,7 +113,7 @@ def types_of(hint: Any, seen: set[Any]) -> Iterator[str]:
             yield from types_of(fields[name], seen)
 
 
-def test_every_block_of_the_client_is_in_the_table() -> None:
+def test_every_block_of_the_client_is_in_the_table():
     """A new version of the client shows its new blocks here."""
     theirs = set(types_of(beta_content_block_param.BetaContentBlockParam, set()))
     of_fields = {"base64", "url", "file", "content"}  # the sources of documents
@@ -130,9 +129,7 @@ async def answered(client: httpx.AsyncClient, house: FakeHouse, messages: list[A
 
 
 @pytest.mark.parametrize(("block", "text"), OF_USER)
-async def test_a_users_block_in_history(
-    client: httpx.AsyncClient, house: FakeHouse, block: dict[str, Any], text: str
-) -> None:
+async def test_a_users_block_in_history(client, house, block, text):
     """What no model sees is refused by type and place while it is new, and never again."""
     turn = {"role": "user", "content": [{"type": "text", "text": "see:"}, block]}
     said = {"role": "assistant", "content": "ok"}
@@ -150,18 +147,14 @@ async def test_a_users_block_in_history(
 
 
 @pytest.mark.parametrize(("block", "text"), OF_ASSISTANT)
-async def test_an_assistants_block_in_history(
-    client: httpx.AsyncClient, house: FakeHouse, block: dict[str, Any], text: str
-) -> None:
+async def test_an_assistants_block_in_history(client, house, block, text):
     turn = {"role": "assistant", "content": [{"type": "text", "text": "so:"}, block]}
     told = f"so:\n\n{text}" if text else "so:"
     assert f"assistant: {told}\nuser: go on\n" in await answered(client, house, [HI, turn, GO_ON])
 
 
 @pytest.mark.parametrize(("block", "text"), OF_RESULT)
-async def test_a_block_of_a_tools_result(
-    client: httpx.AsyncClient, house: FakeHouse, block: Any, text: str
-) -> None:
+async def test_a_block_of_a_tools_result(client, house, block, text):
     turns = called("see:", block)
     said = {"role": "assistant", "content": "ok"}
     assert f"tool: see:\n\n{text}\n" in await answered(client, house, [*turns, said, GO_ON])
@@ -205,7 +198,7 @@ async def test_a_block_that_is_not_known_there_is_refused_by_type_and_place(
         assert "'hologram'" in told["message"]
 
 
-async def test_a_block_without_end_is_refused(client: httpx.AsyncClient) -> None:
+async def test_a_block_without_end_is_refused(client):
     deep: Any = "x"
     for _ in range(400):
         deep = [deep]
@@ -216,16 +209,14 @@ async def test_a_block_without_end_is_refused(client: httpx.AsyncClient) -> None
         assert (400, "messages[1].content[0]") == told
 
 
-async def test_system_messages_in_the_middle(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_system_messages_in_the_middle(client, house):
     steer = {"role": "system", "content": [block("text", text="French.")], "clear_at": "never"}
     said = {"role": "assistant", "content": "ok"}
     for turns in ([HI, steer], [HI, said, steer, GO_ON], [HI, said, GO_ON, steer], [steer, HI]):
         assert "system: French.\n" in await answered(client, house, turns)
 
 
-async def test_a_marked_part_of_history_is_kept_with_what_nobody_sees(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_marked_part_of_history_is_kept_with_what_nobody_sees(client, house):
     """Where the chat is cut, the last turn is not its newest."""
     mark = {"type": "ephemeral"}
     turn = {"role": "user", "content": [{"type": "image", "source": PNG, "cache_control": mark}]}
@@ -234,9 +225,7 @@ async def test_a_marked_part_of_history_is_kept_with_what_nobody_sees(
     assert "user: [image not shown]" == prompt[: keep.num_tokens].rstrip()
 
 
-async def test_tools_of_others_are_skipped_by_name(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_tools_of_others_are_skipped_by_name(client, house):
     own = {"name": "mine", "input_schema": {"type": "object"}, "defer_loading": True}
     others = [
         {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
@@ -254,7 +243,7 @@ async def test_tools_of_others_are_skipped_by_name(
     assert (400, "tool_choice") == (forced.status_code, forced.json()["error"]["param"])
 
 
-async def test_an_overflow_is_worded_as_agents_look_for_it() -> None:
+async def test_an_overflow_is_worded_as_agents_look_for_it():
     house = fake_house(models=[byte_model(max_context=100)])
     async with running(house) as (_, client):
         for text, limit, told in (
@@ -281,9 +270,7 @@ BEGUN_IN_PARTS = {"role": "assistant", "content": [{"type": "text", "text": "Onc
         ("/v1/chat/completions", {"messages": [HI, BEGUN | {"prefix": True}]}),
     ],
 )
-async def test_a_last_message_of_the_assistant_is_continued(
-    client: httpx.AsyncClient, house: FakeHouse, path: str, asked: dict[str, Any]
-) -> None:
+async def test_a_last_message_of_the_assistant_is_continued(client, house, path, asked):
     house.engine.script = Script(answer=" upon a time.")
     answer = await client.post(path, json={"model": "bytes", **asked})
     assert (200, "user: hi\nassistant: Once") == (answer.status_code, sent(house))
@@ -310,7 +297,7 @@ CALLED = block("function_call", name="f", call_id="c", arguments="{}")
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
     ],
 )
-async def test_what_cannot_go_on_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+async def test_what_cannot_go_on_is_refused_by_name(fields, param):
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "{{ tools }} <tool_call> {{ enable_thinking }} </think>"
     house = fake_house(models=[byte_model(tokenizer=tokenizer)])
@@ -334,17 +321,13 @@ async def test_what_cannot_go_on_is_refused_by_name(fields: dict[str, Any], para
         ({"tools": [{"type": "function", "name": "f"}], "tool_choice": "required"}, "tool_choice"),
     ],
 )
-async def test_nor_in_responses(
-    client: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
+async def test_nor_in_responses(client, fields, param):
     asked = {"model": "bytes", "input": [HI, BEGUN], **fields}
     answer = await client.post("/v1/responses", json=asked)
     assert (400, param) == (answer.status_code, answer.json()["error"]["param"])
 
 
-async def test_a_stored_response_is_one_message_with_what_it_continued(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_stored_response_is_one_message_with_what_it_continued(client, house):
     house.engine.script = Script(answer=" upon a time.")
     asked = {"model": "bytes", "input": [HI, BEGUN], "max_output_tokens": 5}
     first = (await client.post("/v1/responses", json=asked)).json()
@@ -359,7 +342,7 @@ async def test_a_stored_response_is_one_message_with_what_it_continued(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("template", ["smollm2", "llama3", "deepseek"])
-async def test_a_continued_turn_hits_like_any_other(tmp_path: Path, template: str) -> None:
+async def test_a_continued_turn_hits_like_any_other(tmp_path, template):
     """Over the real engine. Its prompt is the template's, without the end of the last message."""
     folder = tiny(tmp_path, template)
     async with served(tmp_path / "data", folder) as (_, client):

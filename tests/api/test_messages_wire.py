@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from api.errors import MissingKey
@@ -72,7 +71,7 @@ CLAUDE_CODE = {
 }
 
 
-async def test_claude_codes_request_is_a_chat(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_claude_codes_request_is_a_chat(client, house):
     house.engine.script = Script(answer="Done.")
     response = await client.post(f"{MESSAGES}?beta=true", json=body(**CLAUDE_CODE))
     assert 200 == response.status_code, response.text
@@ -97,7 +96,7 @@ async def test_claude_codes_request_is_a_chat(client: httpx.AsyncClient, house: 
     ]
 
 
-async def test_the_events_of_a_stream(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_the_events_of_a_stream(client, house):
     house.engine.script = Script(answer="Done.", tokens_per_step=3, hits={"hit_device": 4})
     found = events((await client.post(MESSAGES, json=body(stream=True))).text)
     kinds = [one["type"] for one in found]
@@ -109,9 +108,7 @@ async def test_the_events_of_a_stream(client: httpx.AsyncClient, house: FakeHous
     assert {"stop_reason": "end_turn", "stop_sequence": None} == found[-2]["delta"]
 
 
-async def test_usage_is_the_billed_record_in_anthropics_classes(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_usage_is_the_billed_record_in_anthropics_classes(client, house):
     house.engine.script = Script(answer="x", hits={"hit_device": 4, "hit_disk": 2})
     usage = (await client.post(MESSAGES, json=body())).json()["usage"]
     prompt = len("user: hi\nassistant: ")
@@ -147,9 +144,7 @@ async def test_usage_is_the_billed_record_in_anthropics_classes(
         ({"temperature": 1.5}, "invalid_request_error", "temperature"),
     ],
 )
-async def test_errors_have_anthropics_shape(
-    client: httpx.AsyncClient, fields: dict[str, Any], kind: str, param: str
-) -> None:
+async def test_errors_have_anthropics_shape(client, fields, kind, param):
     answer = (await client.post(MESSAGES, json=body(**fields))).json()
     assert ("error", kind, param) == (
         answer["type"],
@@ -158,9 +153,7 @@ async def test_errors_have_anthropics_shape(
     )
 
 
-async def test_an_engine_failure_has_the_same_error_shape(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_an_engine_failure_has_the_same_error_shape(client, house):
     house.engine.script = Script(answer="one two", fail_after=3)
     whole = await client.post(MESSAGES, json=body())
     assert (500, "api_error") == (whole.status_code, whole.json()["error"]["type"])
@@ -177,7 +170,7 @@ class OneKey:
         return Principal("acme", key_id="k1", scopes=frozenset(Scope))
 
 
-async def test_x_api_key_names_the_key() -> None:
+async def test_x_api_key_names_the_key():
     house = fake_house(gatekeeper=OneKey())
     house.engine.script = Script(answer="x")
     async with running(house) as (_, client):

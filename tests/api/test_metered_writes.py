@@ -6,7 +6,7 @@ from billing.money import UNITS
 from billing.prices.cards import parse_card
 from billing.proof import audit
 from engine.request import Lookup
-from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS, Bank
+from tests.api.bank import CHAT, HELLO, PROMPT_TOKENS
 from tests.api.conftest import serving
 from tests.support.wire import Script
 from tiers.errors import MissReason
@@ -38,9 +38,7 @@ cache_write = "4"
         (0, False, 0),
     ],
 )
-async def test_computed_tokens_of_kept_blocks_are_a_write(
-    bank: Bank, hits: int, cache: bool, written: int
-) -> None:
+async def test_computed_tokens_of_kept_blocks_are_a_write(bank, hits, cache, written):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
         bank.accounts.apply_card(parse_card(CARD), by="test")
@@ -54,7 +52,7 @@ async def test_computed_tokens_of_kept_blocks_are_a_write(
     assert audit.verify(bank.store).problems == []
 
 
-async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank: Bank) -> None:
+async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank):
     explicit = CARD.replace('cache_write = "4"', 'explicit_hit = "0.5"\nexplicit_write = "3"')
     marked = {"type": "text", "text": "hello there", "cache_control": {"type": "ephemeral"}}
     async with serving(bank) as (_, client, house):
@@ -78,7 +76,7 @@ async def test_what_a_request_marks_is_hit_and_written_at_its_own_price(bank: Ba
     assert audit.verify(bank.store).problems == []
 
 
-async def test_the_user_and_the_service_tier_are_kept_with_the_charge(bank: Bank) -> None:
+async def test_the_user_and_the_service_tier_are_kept_with_the_charge(bank):
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)
         bank.accounts.apply_card(parse_card(CARD), by="test")

@@ -19,7 +19,7 @@ from tests.api.driver import Visit
 from tests.support.wire import Script
 
 
-async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank: Bank) -> None:
+async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank):
     """The openai client gives up on a slow JSON answer and asks again; only the second is paid."""
     async with serving(bank) as (app, client, house):
         headers = bank.customer(UNITS)
@@ -70,7 +70,7 @@ async def test_an_answer_lost_while_its_settlement_is_waited_for_is_not_paid_twi
     assert PROMPT_TOKENS * MISS + 3 * OUTPUT == bank.spent(UNITS)
 
 
-async def test_a_key_pays_once_for_an_answer_that_was_lost(bank: Bank) -> None:
+async def test_a_key_pays_once_for_an_answer_that_was_lost(bank):
     """Whatever client asks again; and another key asks for another answer, of the same body."""
     async with serving(bank) as (app, client, house):
         headers = bank.customer(UNITS)
@@ -95,7 +95,7 @@ async def test_a_key_pays_once_for_an_answer_that_was_lost(bank: Bank) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_key_gets_the_first_answer_again_and_pays_once(bank: Bank, stream: bool) -> None:
+async def test_a_key_gets_the_first_answer_again_and_pays_once(bank, stream):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS) | {"Idempotency-Key": "order-1"}
         house.engine.script = Script(answer="abc")
@@ -114,7 +114,7 @@ async def test_a_key_gets_the_first_answer_again_and_pays_once(bank: Bank, strea
     assert PROMPT_TOKENS * MISS + 4 * OUTPUT == bank.spent(UNITS)
 
 
-async def test_a_refusal_leaves_its_key_free(bank: Bank) -> None:
+async def test_a_refusal_leaves_its_key_free(bank):
     """No money, too many requests, too much in the queue: later the same key gets its answer."""
     limits = WindowLimits(LimitSettings(tenant=Quota(concurrency=1)), MemoryStorage())
     wire = bank.house.wire
@@ -142,7 +142,7 @@ async def test_a_refusal_leaves_its_key_free(bank: Bank) -> None:
     assert paid + PROMPT_TOKENS * MISS + 4 * OUTPUT == bank.spent(UNITS)
 
 
-async def test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free(bank: Bank) -> None:
+async def test_a_key_whose_request_runs_is_busy_and_one_that_failed_is_free(bank):
     async with serving(bank) as (app, client, house):
         headers = bank.customer(UNITS) | {"idempotency-key": "order-2"}
         house.engine.script = Script(stall=True)

@@ -145,7 +145,7 @@ READS = [
 ]
 
 
-def test_every_route_is_documented() -> None:
+def test_every_route_is_documented():
     page = Path("docs/billing.md").read_text()
     missing = []
     for area in (derived, ledger_routes):
@@ -159,13 +159,13 @@ def test_every_route_is_documented() -> None:
     assert [] == missing
 
 
-async def test_a_route_says_what_the_command_says(ask: Asking, house: House) -> None:
+async def test_a_route_says_what_the_command_says(ask, house):
     house.books.accounts.create_key("acme", by="test")
     for path, command in READS:
         assert house.told(*command) == await ask.get(path), path
 
 
-async def test_a_tenant_from_its_creation_on(ask: Asking, house: House) -> None:
+async def test_a_tenant_from_its_creation_on(ask, house):
     made = await ask.post("/tenants", 201, tenant="bolt")
     told = [made[name] for name in ("tenant", "currency", "prepaid", "balance")]
     assert ["bolt", "CNY", True, "0.00"] == told
@@ -187,7 +187,7 @@ async def test_a_tenant_from_its_creation_on(ask: Asking, house: House) -> None:
     assert (409, "already_exists", None) == again
 
 
-async def test_a_key_is_shown_once_and_revoked(ask: Asking, house: House) -> None:
+async def test_a_key_is_shown_once_and_revoked(ask, house):
     body = {"tenant": "acme", "name": "ci", "scopes": ["usage"], "expires_in_s": 3600}
     made = await ask.post("/keys", 201, **body)
     assert house.books.accounts.authenticate(made["key"]).tenant == "acme"
@@ -200,7 +200,7 @@ async def test_a_key_is_shown_once_and_revoked(ask: Asking, house: House) -> Non
     assert (404, "not_found", None) == await ask.refused("/keys/key_none/revoke", WHY)
 
 
-async def test_money_is_given_once_for_each_reference(ask: Asking, house: House) -> None:
+async def test_money_is_given_once_for_each_reference(ask, house):
     body = {"amount": "2.5", "reference": "inv-7"}
     for _ in range(2):
         shown = await ask.post("/balance/acme/topup", **body)
@@ -240,16 +240,14 @@ WRONG: list[tuple[str, Any, str, str | None]] = [
 ]
 
 
-async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(
-    ask: Asking, house: House
-) -> None:
+async def test_a_wrong_body_is_refused_by_name_and_changes_nothing(ask, house):
     before = house.books.accounts.trail.newest()
     for path, body, code, param in WRONG:
         assert (400, code, param) == await ask.refused(path, body), body
     assert before == house.books.accounts.trail.newest()
 
 
-async def test_a_removed_value_says_what_to_use_instead(client: httpx.AsyncClient) -> None:
+async def test_a_removed_value_says_what_to_use_instead(client):
     budget = {"tenant": "acme", "amount": "1", **WHY}
     answers = {
         "see BalanceLow": await client.post("/budgets/b", json=budget | {"per": "balance"}),
@@ -263,9 +261,7 @@ async def test_a_removed_value_says_what_to_use_instead(client: httpx.AsyncClien
         assert 400 == answer.status_code and "was removed: " in said and instead in said
 
 
-async def test_invalid_json_and_unknown_names_are_refused(
-    client: httpx.AsyncClient, ask: Asking
-) -> None:
+async def test_invalid_json_and_unknown_names_are_refused(client, ask):
     as_json = {"content-type": "application/json"}
     deep = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
     for body in (b"{", b"", b"[]", b"\xff", b'"x"', deep):
@@ -289,9 +285,7 @@ async def test_invalid_json_and_unknown_names_are_refused(
     assert (404, "not_found", None) == await ask.refused("/ledger/correct", gone)
 
 
-async def test_a_card_is_linted_planned_and_applied(
-    client: httpx.AsyncClient, ask: Asking, house: House
-) -> None:
+async def test_a_card_is_linted_planned_and_applied(client, ask, house):
     toml = shipped_cards()["deepseek-launch"].replace('"2024-08-02"', '"2030"')
     toml = toml.replace("2024-08-02T", "2030-01-01T")
     dearer = toml.replace('output = "2"', 'output = "9"')
@@ -314,7 +308,7 @@ async def test_a_card_is_linted_planned_and_applied(
     assert (404, "not_found", None) == await ask.refused("/prices/show", path)
 
 
-async def test_an_open_hold_says_its_age_and_what_was_sent(ask: Asking, house: House) -> None:
+async def test_an_open_hold_says_its_age_and_what_was_sent(ask, house):
     hold = house.reserve("r2", 3 * UNITS)
     house.books.ledger.top_up(hold, UNITS, usage=Usage(miss=3, output=1)).result()
     (open_hold,) = await ask.get("/holds")
@@ -326,9 +320,7 @@ async def test_an_open_hold_says_its_age_and_what_was_sent(ask: Asking, house: H
     assert [] == await ask.get("/holds?tenant=acme")
 
 
-async def test_a_charge_is_found_corrected_and_proved(
-    client: httpx.AsyncClient, ask: Asking
-) -> None:
+async def test_a_charge_is_found_corrected_and_proved(client, ask):
     state = await ask.get("/ledger")
     told = [state[name] for name in ("entries", "holds", "settled", "proof")]
     assert [2, 0, 1, None] == told
@@ -351,7 +343,7 @@ async def test_a_charge_is_found_corrected_and_proved(
     assert ["admin trail"] == list(heads)
 
 
-async def test_a_correction_is_made_once_for_each_reference(ask: Asking, house: House) -> None:
+async def test_a_correction_is_made_once_for_each_reference(ask, house):
     """A reference that stands for another correction is refused, not answered with that one."""
     rest = {"tenant": "acme", "request_id": "r1"}
     first = await ask.post("/ledger/correct", **rest, amount="0.0001")
@@ -365,9 +357,7 @@ async def test_a_correction_is_made_once_for_each_reference(ask: Asking, house: 
         assert 10 * UNITS == house.books.accounts.tenant("acme").balance
 
 
-async def test_statements_and_receipts(
-    client: httpx.AsyncClient, ask: Asking, house: House
-) -> None:
+async def test_statements_and_receipts(client, ask, house):
     month = (await ask.get("/usage?unit=month"))[0]["period"]
     path = f"/usage/statement/acme/{month}"
     assert 1 == (await ask.get(path))["requests"]
@@ -382,6 +372,6 @@ async def test_statements_and_receipts(
 @pytest.mark.parametrize(
     "query", ["since=soon", "until=9999-12-31", "since=today&until=yesterday", "timezone=Europe"]
 )
-async def test_an_invalid_span_is_a_400(ask: Asking, query: str) -> None:
+async def test_an_invalid_span_is_a_400(ask, query):
     for path in ("?unit=day&", "?unit=month&", "/session?"):
         assert (400, "invalid_value", None) == await ask.refused(f"/usage{path}{query}")

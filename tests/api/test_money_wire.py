@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,9 +30,7 @@ from tests.api.driver import Visit
 from tests.support.wire import Script
 
 
-async def test_a_server_without_keys_serves_everyone_and_owes_nothing_that_would_stop_it(
-    bank: Bank,
-) -> None:
+async def test_a_server_without_keys_serves_everyone_and_owes_nothing_that_would_stop_it(bank):
     async with serving(bank) as (_, client, _):
         for headers in ({}, {"authorization": "Bearer any"}):
             told = (await client.get("/user/balance")).json()
@@ -44,7 +41,7 @@ async def test_a_server_without_keys_serves_everyone_and_owes_nothing_that_would
     assert 0 < -bank.accounts.tenant("default").balance
 
 
-async def test_once_a_key_exists_every_route_needs_one(bank: Bank) -> None:
+async def test_once_a_key_exists_every_route_needs_one(bank):
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)
         asked = [
@@ -67,9 +64,7 @@ async def test_once_a_key_exists_every_route_needs_one(bank: Bank) -> None:
             assert 200 == (await client.get(open_path)).status_code
 
 
-async def test_without_its_database_the_gate_is_shut_and_says_so(
-    bank: Bank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_its_database_the_gate_is_shut_and_says_so(bank, monkeypatch, caplog):
     """A database that is gone for a while is no bug of ours: clients are told to come back, and
     only the log says what is wrong with it."""
     monkeypatch.setattr("billing.accounts.REFRESH_S", 0)
@@ -90,7 +85,7 @@ async def test_without_its_database_the_gate_is_shut_and_says_so(
         assert 1 == len(house.engine.requests)
 
 
-async def test_keys_end_and_have_scopes(bank: Bank) -> None:
+async def test_keys_end_and_have_scopes(bank):
     async with serving(bank) as (_, client, _):
         reader = bank.customer(UNITS, scopes=frozenset({Scope.USAGE}))
         refused = await client.post(CHAT, json=HELLO, headers=reader)
@@ -101,7 +96,7 @@ async def test_keys_end_and_have_scopes(bank: Bank) -> None:
         assert (401, "expired_api_key") == refusal(answer)
 
 
-async def test_a_charge_is_exact_and_the_balance_shows_it(bank: Bank) -> None:
+async def test_a_charge_is_exact_and_the_balance_shows_it(bank):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="hello", hits={"hit_disk": 70})
@@ -128,7 +123,7 @@ async def test_a_charge_is_exact_and_the_balance_shows_it(bank: Bank) -> None:
     } == balance
 
 
-async def test_hits_that_cost_as_much_as_misses_say_why(bank: Bank) -> None:
+async def test_hits_that_cost_as_much_as_misses_say_why(bank):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="hello", hits={"hit_device": 27})
@@ -141,7 +136,7 @@ async def test_hits_that_cost_as_much_as_misses_say_why(bank: Bank) -> None:
     assert note == told["bill"]["note"]
 
 
-async def test_the_instant_of_the_price_is_that_of_the_admission(bank: Bank) -> None:
+async def test_the_instant_of_the_price_is_that_of_the_admission(bank):
     """Two looks at the clock may fall into two windows of a card, and the charge into neither."""
     instant_ns = bank.ledger._clock_ns() - 3600 * NS
     async with serving(bank) as (_, client, house):
@@ -152,7 +147,7 @@ async def test_the_instant_of_the_price_is_that_of_the_admission(bank: Bank) -> 
     assert instant_ns == charge.details["admitted_ns"]
 
 
-async def test_without_balance_nothing_is_computed(bank: Bank) -> None:
+async def test_without_balance_nothing_is_computed(bank):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(0)
         answer = await client.post(CHAT, json=HELLO, headers=headers)
@@ -169,7 +164,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_a_spend_limit_is_told_in_each_protocol_with_its_end(bank: Bank, path: str) -> None:
+async def test_a_spend_limit_is_told_in_each_protocol_with_its_end(bank, path):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
         cap(bank, 1)
@@ -190,7 +185,7 @@ async def test_a_spend_limit_is_told_in_each_protocol_with_its_end(bank: Bank, p
         assert [] == house.engine.requests
 
 
-async def test_a_limit_that_running_requests_hold_is_retried_soon(bank: Bank) -> None:
+async def test_a_limit_that_running_requests_hold_is_retried_soon(bank):
     async with serving(bank) as (app, client, house):
         headers = bank.customer(UNITS)
         cap(bank, 2 * PROMPT_TOKENS * MISS + 4 * OUTPUT)
@@ -267,7 +262,7 @@ async def test_an_answer_ends_where_the_money_or_the_limit_does(
     assert paid == bank.spent(given)
 
 
-async def test_many_at_once_never_overdraw(bank: Bank) -> None:
+async def test_many_at_once_never_overdraw(bank):
     paid = 5 * (PROMPT_TOKENS * MISS + 8 * OUTPUT)
     async with serving(bank) as (_, client, house):
         headers = bank.customer(paid)
@@ -286,7 +281,7 @@ async def test_many_at_once_never_overdraw(bank: Bank) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_failure_costs_what_had_been_sent(bank: Bank, stream: bool) -> None:
+async def test_a_failure_costs_what_had_been_sent(bank, stream):
     """Of an answer that goes out whole, nothing: its client got a 500, and will ask again."""
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
@@ -297,7 +292,7 @@ async def test_a_failure_costs_what_had_been_sent(bank: Bank, stream: bool) -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_hold_that_lapses_is_the_servers_failure(tmp_path: Path, stream: bool) -> None:
+async def test_a_hold_that_lapses_is_the_servers_failure(tmp_path, stream):
     """As where the database was away for longer than a lease. Clients do not retry a 404."""
     bank = Bank(tmp_path, lease_s=0)
     bank.house.engine.script = Script(answer="z" * 999, step_s=0.02)
@@ -315,9 +310,7 @@ async def test_a_hold_that_lapses_is_the_servers_failure(tmp_path: Path, stream:
         assert [] == audit.verify(bank.store).problems
 
 
-async def test_an_answer_that_we_fail_to_write_costs_nothing(
-    bank: Bank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_that_we_fail_to_write_costs_nothing(bank, monkeypatch):
     """A bug that shows when the answer is settled already."""
     monkeypatch.setattr(ChatFormat, "body", lambda *_: {"text": "\ud800"})
     async with serving(bank) as (_, client, house):
@@ -329,7 +322,7 @@ async def test_an_answer_that_we_fail_to_write_costs_nothing(
     assert [] == audit.verify(bank.store).problems
 
 
-async def test_a_failure_before_the_first_token_costs_nothing(bank: Bank) -> None:
+async def test_a_failure_before_the_first_token_costs_nothing(bank):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
         house.engine.script = Script(fail_after=0)
@@ -339,7 +332,7 @@ async def test_a_failure_before_the_first_token_costs_nothing(bank: Bank) -> Non
     assert 0 == bank.spent(UNITS)
 
 
-async def test_a_client_that_leaves_pays_for_what_was_made(bank: Bank) -> None:
+async def test_a_client_that_leaves_pays_for_what_was_made(bank):
     async with serving(bank) as (app, _, house):
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="z" * 1000, step_s=0.002)
@@ -351,7 +344,7 @@ async def test_a_client_that_leaves_pays_for_what_was_made(bank: Bank) -> None:
     assert PROMPT_TOKENS * MISS + made * OUTPUT == bank.spent(UNITS)
 
 
-async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
+async def test_the_lease_of_a_silent_request_is_renewed(tmp_path):
     """A request that waits longer than a lease keeps its hold."""
     bank = Bank(tmp_path, lease_s=1, settings=WireSettings(keepalive_s=0.1))
     bank.house.engine.script = Script(stall=True)
@@ -367,7 +360,7 @@ async def test_the_lease_of_a_silent_request_is_renewed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_journal_says_what_was_sent(bank: Bank, stream: bool) -> None:
+async def test_the_journal_says_what_was_sent(bank, stream):
     """A crash is billed from it: of an answer that goes out whole, nothing was sent before."""
     async with serving(bank) as (app, _, house):
         headers = bank.customer(UNITS)
@@ -382,7 +375,7 @@ async def test_the_journal_says_what_was_sent(bank: Bank, stream: bool) -> None:
     assert held.usage.output <= told
 
 
-async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Bank) -> None:
+async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank):
     apply, reached, go = bank.store.apply, threading.Event(), threading.Event()
 
     def slow(*arguments: Any, **options: Any) -> Any:
@@ -408,7 +401,7 @@ async def test_a_request_that_ends_while_its_hold_is_taken_leaves_none(bank: Ban
     assert Outcome.FAILED == charge.details["outcome"]
 
 
-async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:
+async def test_every_way_out_is_in_the_ledger_once(bank):
     async with serving(bank) as (app, client, house):
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="abc")
@@ -426,7 +419,7 @@ async def test_every_way_out_is_in_the_ledger_once(bank: Bank) -> None:
     assert 3 == len({entry.request_id for entry in charged})
 
 
-async def test_a_receipt_proves_the_charge(bank: Bank) -> None:
+async def test_a_receipt_proves_the_charge(bank):
     async with serving(bank) as (_, client, house):
         headers = bank.customer(UNITS)
         house.engine.script = Script(answer="abc")

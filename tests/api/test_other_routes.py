@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 import structlog.testing
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from starlette.routing import Match, Route
 
 from api.app import AREAS, create_app
@@ -17,7 +17,7 @@ from api.errors import ROUTE_CODES, TABLE, UNEXPECTED
 from api.routes.unserved import UNSERVED
 from api.shapes.schemas import ChatBody, CompletionBody, Extension
 from tests.api.conftest import running
-from tests.support.wire import FakeHouse, Script, byte_model, fake_house
+from tests.support.wire import Script, byte_model, fake_house
 
 ROOT = Path(__file__).parents[2]
 README, PAGE = (ROOT / "README.md").read_text("utf-8"), (ROOT / "docs" / "api.md").read_text()
@@ -31,7 +31,7 @@ SECRET = "never to be logged"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": SECRET}]}
 
 
-async def test_models_are_listed_and_shown(client: httpx.AsyncClient) -> None:
+async def test_models_are_listed_and_shown(client):
     listed = (await client.get("/v1/models")).json()
     shown = (await client.get("/v1/models/bytes")).json()
     assert ("list", [shown]) == (listed["object"], listed["data"])
@@ -39,7 +39,7 @@ async def test_models_are_listed_and_shown(client: httpx.AsyncClient) -> None:
     assert 404 == (await client.get("/v1/models/else")).status_code
 
 
-async def test_names_with_slashes_and_adapters_are_models() -> None:
+async def test_names_with_slashes_and_adapters_are_models():
     adapter = replace(byte_model("org/adapter"), adapter="adapter", parent="bytes")
     house = fake_house(models=[byte_model(), adapter])
     async with running(house) as (_, client):
@@ -49,12 +49,12 @@ async def test_names_with_slashes_and_adapters_are_models() -> None:
         assert ["adapter"] == [request.adapter for request in house.engine.requests]
 
 
-async def test_paths_without_the_prefix_are_served(client: httpx.AsyncClient) -> None:
+async def test_paths_without_the_prefix_are_served(client):
     assert 200 == (await client.post("/chat/completions", json=HELLO)).status_code
     assert 200 == (await client.get("/models")).status_code
 
 
-async def test_tokens_there_and_back(client: httpx.AsyncClient) -> None:
+async def test_tokens_there_and_back(client):
     there = (await client.post("/tokenize", json={"prompt": "hé"})).json()
     assert ([104, 195, 169], 3, 4096) == (there["tokens"], there["count"], there["max_model_len"])
     back = (await client.post("/detokenize", json={"tokens": there["tokens"]})).json()
@@ -63,13 +63,13 @@ async def test_tokens_there_and_back(client: httpx.AsyncClient) -> None:
     assert len(f"user: {SECRET}\nassistant: ") == chat.json()["count"]
 
 
-async def test_long_texts_leave_the_event_loop(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_long_texts_leave_the_event_loop(client, house):
     text = "x" * 3000
     assert 3000 == (await client.post("/tokenize", json={"prompt": text})).json()["count"]
     assert house.wire.inference.encoders._threads._threads
 
 
-async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
+async def test_alive_and_ready_are_two_questions(house):
     loading = replace(house.wire, readiness=lambda: Readiness(False, "the model loads", {"n": 1}))
     transport = httpx.ASGITransport(create_app(loading))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -98,7 +98,7 @@ async def test_alive_and_ready_are_two_questions(house: FakeHouse) -> None:
     house.close()
 
 
-async def test_further_routers_are_mounted(house: FakeHouse) -> None:
+async def test_further_routers_are_mounted(house):
     router = APIRouter()
     router.add_api_route("/admin/hello", lambda: {"hello": "admin"})
     transport = httpx.ASGITransport(create_app(house.wire, routers=[router]))
@@ -107,7 +107,7 @@ async def test_further_routers_are_mounted(house: FakeHouse) -> None:
     house.close()
 
 
-async def test_request_ids_are_echoed_or_made(client: httpx.AsyncClient) -> None:
+async def test_request_ids_are_echoed_or_made(client):
     own = await client.get("/v1/models", headers={"X-Request-Id": "mine-1"})
     assert "mine-1" == own.headers["x-request-id"]
     for unfit in ("a b", "x" * 200, ""):
@@ -119,9 +119,7 @@ async def test_request_ids_are_echoed_or_made(client: httpx.AsyncClient) -> None
     assert ["mine-2"] == streamed.headers.get_list("x-request-id")
 
 
-async def test_a_request_leaves_one_line_with_its_story(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_request_leaves_one_line_with_its_story(client, house):
     house.engine.script = Script(answer="an answer", hits={"hit_host": 7})
     with structlog.testing.capture_logs() as lines:
         headers = {"authorization": "Bearer sk-secret", "X-Request-Id": "r1"}
@@ -152,7 +150,7 @@ async def test_a_request_leaves_one_line_with_its_story(
     assert all(SECRET not in str(value) for value in line.values())
 
 
-async def test_refusals_are_logged_too(client: httpx.AsyncClient) -> None:
+async def test_refusals_are_logged_too(client):
     with structlog.testing.capture_logs() as lines:
         await client.post(CHAT, json=HELLO | {"temperature": 9})
     assert {"status": 400, "error": "InvalidRequest", "param": "temperature"}.items() <= (
@@ -160,12 +158,12 @@ async def test_refusals_are_logged_too(client: httpx.AsyncClient) -> None:
     )
 
 
-async def test_the_first_routes_are_those_to_answers(app: FastAPI) -> None:
+async def test_the_first_routes_are_those_to_answers(app):
     first = app.router.routes[: len(ANSWERS)]
     assert ANSWERS == {route.path for route in first if type(route) is Route}
 
 
-async def test_each_of_them_goes_where_the_framework_would_have_gone(app: FastAPI) -> None:
+async def test_each_of_them_goes_where_the_framework_would_have_gone(app):
     own = {route.path: route for area in AREAS for route in area.router.routes}
     for path in ANSWERS:
         scope = {"type": "http", "method": "POST", "path": path, "headers": []}
@@ -174,16 +172,14 @@ async def test_each_of_them_goes_where_the_framework_would_have_gone(app: FastAP
         assert own[path].endpoint is found.endpoint
 
 
-async def test_another_method_of_an_answers_route_is_refused(client: httpx.AsyncClient) -> None:
+async def test_another_method_of_an_answers_route_is_refused(client):
     for path in ANSWERS:
         assert 405 == (await client.get(path)).status_code
 
 
 @pytest.mark.parametrize("base", ["/v1", ""])
 @pytest.mark.parametrize("name", UNSERVED)
-async def test_a_route_of_other_servers_is_refused_by_name(
-    client: httpx.AsyncClient, name: str, base: str
-) -> None:
+async def test_a_route_of_other_servers_is_refused_by_name(client, name, base):
     for method, path in (("POST", name), ("GET", f"{name}/some-id"), ("DELETE", f"{name}/a/b")):
         answer = await client.request(method, f"{base}/{path}")
         assert 404 == answer.status_code
@@ -193,34 +189,34 @@ async def test_a_route_of_other_servers_is_refused_by_name(
         ) == answer.json()["error"]["message"]
 
 
-async def test_refused_routes_do_not_hide_what_is_served(client: httpx.AsyncClient) -> None:
+async def test_refused_routes_do_not_hide_what_is_served(client):
     assert 200 == (await client.get("/v1/models")).status_code
     answer = await client.get("/v1/models/files")
     assert "files" in answer.text
     assert "is not served here; served: 'bytes'" in answer.text
 
 
-def test_the_first_page_names_what_is_not_served() -> None:
+def test_the_first_page_names_what_is_not_served():
     said = re.search(r"It serves no ([^.]*)\(", README)
     assert said is not None
     for name in ("embeddings", "audio", "images", "files", "batches", "moderations", "reranking"):
         assert name in said[1]
 
 
-def test_the_error_table_is_the_code() -> None:
+def test_the_error_table_is_the_code():
     told = set(re.findall(r"^\| (\d{3}) \| `(\w+)` \|", PAGE, re.MULTILINE))
     rows = {(str(row.status), row.code) for row in [*TABLE.values(), UNEXPECTED]}
     routes = {(str(status), code) for status, code in ROUTE_CODES.items()}
     assert rows | routes == told
 
 
-async def test_every_route_is_documented(app: FastAPI) -> None:
+async def test_every_route_is_documented(app):
     paths = set(app.openapi()["paths"])
     told = {path for _, path in re.findall(r"^\| `(GET|POST) (/\S+)` \|", PAGE, re.MULTILINE)}
     assert paths == told
 
 
-def test_every_field_is_documented() -> None:
+def test_every_field_is_documented():
     fields = {*ChatBody.model_fields, *CompletionBody.model_fields} - NOT_TOLD
     missing = {name for name in fields if f"`{name}`" not in PAGE and f"`{name}:" not in PAGE}
     assert not missing

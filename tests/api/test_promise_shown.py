@@ -18,9 +18,7 @@ from tests.support.models import save_model, save_tiny_model, stock_model
 pytestmark = pytest.mark.timeout(300)
 
 
-async def test_a_request_is_shown_with_the_promise_under_which_it_was_served(
-    tmp_path: Path,
-) -> None:
+async def test_a_request_is_shown_with_the_promise_under_which_it_was_served(tmp_path):
     save_tiny_model(tmp_path / "tiny")
     first, told = await shown(tmp_path)
     assert told["exactness"] == {"equal": "bits", "text": BITS.text}

@@ -4,7 +4,6 @@ import asyncio
 import sqlite3
 import threading
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def kept(house: FakeHouse) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("path", ASKED)
-async def test_what_was_under_way_is_answered_and_not_remembered(path: str) -> None:
+async def test_what_was_under_way_is_answered_and_not_remembered(path):
     house = fake_house()
     house.engine.script = Script(answer="one two three", step_s=0.02)
     body = {"model": "bytes"} | ASKED[path]
@@ -68,7 +67,7 @@ async def test_what_was_under_way_is_answered_and_not_remembered(path: str) -> N
         assert (0, 0, 0) != kept(house), "what came after the purge is remembered"
 
 
-async def test_what_had_not_reached_the_engine_is_computed_without_the_cache() -> None:
+async def test_what_had_not_reached_the_engine_is_computed_without_the_cache():
     class Slow(RecordingCompiler):
         begun, go_on = threading.Event(), threading.Event()
 
@@ -91,9 +90,7 @@ async def test_what_had_not_reached_the_engine_is_computed_without_the_cache() -
 
 
 @pytest.mark.timeout(120)
-async def test_a_purge_of_the_real_service_leaves_nothing_of_a_running_request(
-    tmp_path: Path,
-) -> None:
+async def test_a_purge_of_the_real_service_leaves_nothing_of_a_running_request(tmp_path):
     save_tiny_model(tmp_path / "tiny")
     data_dir, model = tmp_path / "data", str(tmp_path / "tiny")
     body = {"model": model, "messages": SAID, "max_tokens": 900, "ignore_eos": True}
@@ -116,7 +113,7 @@ async def test_a_purge_of_the_real_service_leaves_nothing_of_a_running_request(
         assert [(0,)] == file.execute("SELECT count(*) FROM kept").fetchall()
 
 
-async def test_a_purge_that_cannot_remove_stored_turns_gives_no_receipt(tmp_path: Path) -> None:
+async def test_a_purge_that_cannot_remove_stored_turns_gives_no_receipt(tmp_path):
     """It was signed while the removal waited for a thread that would have failed."""
     save_tiny_model(tmp_path / "tiny")
     data_dir = tmp_path / "data"

@@ -38,9 +38,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "bytes", "messages": MESSAGES, "max_tokens": 5, **fields}
 
 
-async def test_a_quote_computes_nothing_and_says_tokens_and_price(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_quote_computes_nothing_and_says_tokens_and_price(client, house):
     house.engine.script = Script(wait_s={"local": 0.25})
     quote = (await client.post(QUOTE, json=chat())).json()
     assert (PROMPT, 16, PROMPT - 16) == (
@@ -60,7 +58,7 @@ async def test_a_quote_computes_nothing_and_says_tokens_and_price(
     assert [] == house.engine.requests and [] == house.meter.charges
 
 
-async def test_a_completion_is_quoted_too(client: httpx.AsyncClient) -> None:
+async def test_a_completion_is_quoted_too(client):
     body = {"model": "bytes", "prompt": "x" * 40}
     assert 40 == (await client.post(QUOTE, json=body)).json()["prompt_tokens"]
     answer = await client.post(QUOTE, json={"model": "bytes"})
@@ -74,9 +72,7 @@ async def test_a_completion_is_quoted_too(client: httpx.AsyncClient) -> None:
         ({"max_price": "0.0001"}, "cachesvc.max_price"),
     ],
 )
-async def test_a_request_that_allows_less_is_answered_by_the_quote(
-    client: httpx.AsyncClient, house: FakeHouse, asked: dict[str, Any], param: str
-) -> None:
+async def test_a_request_that_allows_less_is_answered_by_the_quote(client, house, asked, param):
     for path, more in (("/v1/chat/completions", {}), ("/v1/messages", {"max_tokens": 5})):
         answer = await client.post(path, json=chat(**more, cachesvc=asked))
         assert 409 == answer.status_code, answer.text
@@ -87,9 +83,7 @@ async def test_a_request_that_allows_less_is_answered_by_the_quote(
     assert [] == house.engine.requests and [] == house.meter.charges
 
 
-async def test_a_request_that_allows_as_much_is_served(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_request_that_allows_as_much_is_served(client, house):
     house.engine.script = Script(answer="x")
     asked = {"require_hit": 0.2, "max_price": "1"}
     answer = await client.post("/v1/chat/completions", json=chat(cachesvc=asked))
@@ -97,7 +91,7 @@ async def test_a_request_that_allows_as_much_is_served(
 
 
 @pytest.mark.parametrize("price", ["much", "-1", "1e5", "0." + "1" * 30])
-async def test_an_invalid_price_is_refused(client: httpx.AsyncClient, price: str) -> None:
+async def test_an_invalid_price_is_refused(client, price):
     answer = await client.post("/v1/chat/completions", json=chat(cachesvc={"max_price": price}))
     assert (400, "cachesvc.max_price") == (answer.status_code, answer.json()["error"]["param"])
 
@@ -107,7 +101,7 @@ def served(miss: int, seconds: float) -> Served:
     return Served(Outcome.FINISHED, Usage(miss=miss), {}, timeline)
 
 
-def test_the_first_token_s_range_is_learned_from_requests_alike() -> None:
+def test_the_first_token_s_range_is_learned_from_requests_alike():
     forecast = Forecast()
     assert None is forecast.range_s(100)
     for seconds in (0.1, 0.2, 0.3, 0.4, 0.5):

@@ -2,7 +2,6 @@
 
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import anyio
 
@@ -10,7 +9,7 @@ from tests.api.real_service import served
 from tests.support.models import save_tiny_model
 
 
-async def test_a_ledger_that_refuses_is_not_ready(tmp_path: Path) -> None:
+async def test_a_ledger_that_refuses_is_not_ready(tmp_path):
     """A newer version changed it meanwhile: probes send no more requests here."""
     save_tiny_model(tmp_path / "model")
     data_dir = tmp_path / "data"

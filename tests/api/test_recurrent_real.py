@@ -62,9 +62,7 @@ def num_checkpoints(data_dir: Path) -> int:
         return sum(shard.read_totals().num_blocks for shard in shards)
 
 
-async def test_hits_are_billed_by_tier_and_come_back_from_disk(
-    tmp_path: Path, hybrid: Path
-) -> None:
+async def test_hits_are_billed_by_tier_and_come_back_from_disk(tmp_path, hybrid):
     data_dir = tmp_path / "data"
     async with served(data_dir, hybrid) as (_, client):
         cold, warm = await ask(client, hybrid), await ask(client, hybrid)
@@ -80,9 +78,7 @@ async def test_hits_are_billed_by_tier_and_come_back_from_disk(
         assert cold["choices"] == warm["choices"] == again["choices"]
 
 
-async def test_a_purge_leaves_no_checkpoint_in_memory_or_on_disk(
-    tmp_path: Path, hybrid: Path
-) -> None:
+async def test_a_purge_leaves_no_checkpoint_in_memory_or_on_disk(tmp_path, hybrid):
     data_dir = tmp_path / "data"
     async with served(data_dir, hybrid) as (service, client):
         await ask(client, hybrid)
@@ -91,7 +87,6 @@ async def test_a_purge_leaves_no_checkpoint_in_memory_or_on_disk(
         service.core.engine.call(lambda _: cache.flush()).result(10)
         signed = await purge(client, service)
         assert 0 == signed["blocks_left"]
-        assert cache.group is not None
         held = len(cache.group.index), cache.group.disk.stats().num_blocks
         assert (0, 0) == held
         counts = {tier: gone["count"] for tier, gone in signed["checkpoints"].items()}
@@ -100,7 +95,7 @@ async def test_a_purge_leaves_no_checkpoint_in_memory_or_on_disk(
         assert {"device": END} == hits(await ask(client, hybrid))
 
 
-async def test_a_stopped_server_is_purged_of_its_checkpoints(tmp_path: Path, hybrid: Path) -> None:
+async def test_a_stopped_server_is_purged_of_its_checkpoints(tmp_path, hybrid):
     data_dir = tmp_path / "data"
     async with served(data_dir, hybrid) as (_, client):
         await ask(client, hybrid)
@@ -110,7 +105,7 @@ async def test_a_stopped_server_is_purged_of_its_checkpoints(tmp_path: Path, hyb
     assert held == done.checkpoints["disk"].num_blocks > 0
 
 
-async def test_a_purge_reaches_a_disk_tier_that_is_turned_off(tmp_path: Path, hybrid: Path) -> None:
+async def test_a_purge_reaches_a_disk_tier_that_is_turned_off(tmp_path, hybrid):
     """Turned on again, it would serve what the receipt says is gone."""
     data_dir = tmp_path / "data"
     async with served(data_dir, hybrid) as (_, client):
@@ -126,7 +121,7 @@ async def test_a_purge_reaches_a_disk_tier_that_is_turned_off(tmp_path: Path, hy
         assert {} == hits(await ask(client, hybrid))
 
 
-async def test_another_model_leaves_no_checkpoint_behind(tmp_path: Path, hybrid: Path) -> None:
+async def test_another_model_leaves_no_checkpoint_behind(tmp_path, hybrid):
     """A model without recurrent states could neither use them nor purge them."""
     data_dir, dense = tmp_path / "data", tmp_path / "dense"
     async with served(data_dir, hybrid) as (_, client):

@@ -70,9 +70,7 @@ SPAWN = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_of_a_namespace_s_function_names_it(
-    client: httpx.AsyncClient, house: FakeHouse, *, stream: bool
-) -> None:
+async def test_a_call_of_a_namespace_s_function_names_it(client, house, *, stream):
     """codex groups functions, and knows a call by its namespace and its name."""
     house.engine.script = Script(answer='<tool_call>{"name": "wait", "arguments": {}}</tool_call>')
     tools = [*CODEX["tools"], SPAWN]
@@ -86,7 +84,7 @@ async def test_a_call_of_a_namespace_s_function_names_it(
     assert 200 == answer.status_code, answer.text
 
 
-async def test_a_namespace_describes_its_functions_to_the_model() -> None:
+async def test_a_namespace_describes_its_functions_to_the_model():
     functions = InputBody(model="bytes", input="hi", tools=[SPAWN]).as_chat([]).tools
     assert functions is not None
     assert ["agents: Sub-agents.\nStart one.", None] == [
@@ -94,7 +92,7 @@ async def test_a_namespace_describes_its_functions_to_the_model() -> None:
     ]
 
 
-async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHouse) -> None:
+async def test_codexs_request_is_a_chat(client, house):
     house.engine.script = Script(answer="Done.")
     response = await client.post(RESPONSES, json=body(**CODEX))
     assert 200 == response.status_code, response.text
@@ -139,15 +137,13 @@ async def test_codexs_request_is_a_chat(client: httpx.AsyncClient, house: FakeHo
         ({"prompt_cache_key": "x" * 513}, "prompt_cache_key"),
     ],
 )
-async def test_an_unsupported_option_is_refused_with_its_field(
-    client: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
+async def test_an_unsupported_option_is_refused_with_its_field(client, fields, param):
     response = await client.post(RESPONSES, json=body(**fields))
     assert param == response.json()["error"]["param"]
     assert response.status_code in (400, 404)
 
 
-async def test_unknown_fields_are_not_stored(client: httpx.AsyncClient) -> None:
+async def test_unknown_fields_are_not_stored(client):
     """Unknown fields are never read, so they would be free storage, sent back in each event."""
     junk = {"junk": "x" * 100_000}
     spoken = {"type": "message", "role": "user", "id": "m1", "status": "completed"}
@@ -170,7 +166,7 @@ async def test_unknown_fields_are_not_stored(client: httpx.AsyncClient) -> None:
     assert chosen == named.shown_choice()
 
 
-async def test_reasoning_is_an_item_of_its_own() -> None:
+async def test_reasoning_is_an_item_of_its_own():
     tokenizer = ByteTokenizer()
     tokenizer.chat_template = "<think></think>"
     house = fake_house(models=[byte_model(tokenizer=tokenizer)])
@@ -205,7 +201,7 @@ async def test_events_are_numbered_in_the_order_of_the_wire(
     assert list(range(len(numbers))) == numbers, text
 
 
-async def test_the_oldest_response_makes_room() -> None:
+async def test_the_oldest_response_makes_room():
     stored = StoredResponses(max_bytes=300)
     for number in range(5):
         stored.put(b"a", f"r{number}", KeptResponse({"id": f"r{number}", "text": "x" * 80}, [], []))

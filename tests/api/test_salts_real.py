@@ -1,7 +1,5 @@
 """A salt over the real engine: blocks apart within a tenant, and still the tenant's to purge."""
 
-from pathlib import Path
-
 import pytest
 
 from tests.api.real_service import served
@@ -11,7 +9,7 @@ pytestmark = pytest.mark.timeout(120)
 PROMPT = [number * 7 % 250 for number in range(300)]
 
 
-async def test_salts_share_no_block_and_are_purged_with_their_tenant(tmp_path: Path) -> None:
+async def test_salts_share_no_block_and_are_purged_with_their_tenant(tmp_path):
     save_tiny_model(tmp_path / "tiny")
     async with served(tmp_path / "data", tmp_path / "tiny") as (service, client):
 

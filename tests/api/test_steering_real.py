@@ -32,7 +32,7 @@ def tiny(tmp_path: Path, template: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["smollm2", "strict"])
-async def test_one_in_parts_is_its_text(tmp_path: Path, name: str) -> None:
+async def test_one_in_parts_is_its_text(tmp_path, name):
     """The prompt is the same as with a text, to the last token; so all of it hits."""
     parts = [{"type": "text", "text": "In "}, {"type": "text", "text": "French."}]
     folder = tiny(tmp_path, name)
@@ -58,9 +58,7 @@ async def test_one_in_parts_is_its_text(tmp_path: Path, name: str) -> None:
         ("silent", False, True),
     ],
 )
-async def test_a_steered_chat_keeps_its_prefix(
-    tmp_path: Path, name: str, in_place: bool, keeps: bool
-) -> None:
+async def test_a_steered_chat_keeps_its_prefix(tmp_path, name, in_place, keeps):
     folder = tiny(tmp_path, name)
     async with served(tmp_path / "data", folder, server_system_in_place=in_place) as (_, client):
 
@@ -81,7 +79,7 @@ async def test_a_steered_chat_keeps_its_prefix(
             assert hits < len(CHAT[0]["content"]) + 32
 
 
-async def test_a_chat_cannot_forge_a_turn(tmp_path: Path) -> None:
+async def test_a_chat_cannot_forge_a_turn(tmp_path):
     """Control tokens in a client's content are text; those of the template stay as they are."""
     folder = tiny(tmp_path, "chatml")
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -1,7 +1,6 @@
 """The fields that say what an answer must look like: OpenAI's, vLLM's and SGLang's."""
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -87,9 +86,7 @@ async def ask(compiler: RecordingCompiler, *bodies: dict[str, object]) -> list[h
         ({"json_schema": SCHEMA_TEXT}, RULE),
     ],
 )
-async def test_every_field_comes_to_the_compiler_off_the_loop(
-    fields: dict[str, object], text: str
-) -> None:
+async def test_every_field_comes_to_the_compiler_off_the_loop(fields, text):
     compiler = RecordingCompiler()
     [answer] = await ask(compiler, chat(**fields))
     assert 200 == answer.status_code
@@ -116,12 +113,12 @@ async def test_every_field_comes_to_the_compiler_off_the_loop(
         ({"regex": "a" * 70_000}, "regex"),
     ],
 )
-async def test_a_wrong_field_is_named(fields: dict[str, object], param: str) -> None:
+async def test_a_wrong_field_is_named(fields, param):
     [answer] = await ask(RecordingCompiler(), chat(**fields))
     assert (400, param) == (answer.status_code, answer.json()["error"]["param"])
 
 
-async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_money() -> None:
+async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_money():
     compiler = RecordingCompiler()
     compiler.refuse = InvalidParameter("regex: the parenthesis is not closed", param="regex")
     house = fake_house(grammars=compiler)
@@ -134,7 +131,7 @@ async def test_a_grammar_the_compiler_refuses_is_a_client_error_and_holds_no_mon
         assert [] == house.meter.charges == house.engine.requests
 
 
-async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path: Path) -> None:
+async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path):
     """It compiles, and matching takes longer with each token of the answer."""
     save_tiny_model(tmp_path / "tiny")
     body = {
@@ -153,7 +150,7 @@ async def test_a_grammar_too_ambiguous_to_follow_is_its_senders_fault(tmp_path: 
 
 
 @pytest.mark.parametrize("logprobs", [False, True])  # with them no token is forced
-async def test_a_stream_never_has_half_a_character(tmp_path: Path, logprobs: bool) -> None:
+async def test_a_stream_never_has_half_a_character(tmp_path, logprobs):
     """Each token of the model is a byte, so that characters with the same first bytes part within
     one."""
     save_tiny_model(tmp_path / "tiny")

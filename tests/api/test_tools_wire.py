@@ -12,7 +12,7 @@ from tests.api.test_chat_wire import CHAT, events
 from tests.api.test_structured_wire import RecordingCompiler
 from tests.support.models import tiny_model
 from tests.support.walks import accepts
-from tests.support.wire import ByteTokenizer, FakeHouse, Script, byte_model, fake_house
+from tests.support.wire import ByteTokenizer, Script, byte_model, fake_house
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -35,9 +35,7 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": "bytes", "messages": [USER], "tools": [WEATHER, TIME], **fields}
 
 
-async def test_a_call_is_parsed_from_the_answer(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_call_is_parsed_from_the_answer(client, house):
     """Without text beside it, the message has no content."""
     for answer, text in ((CALL.removeprefix("Let me look.\n"), None), (CALL, "Let me look.")):
         house.engine.script = Script(answer=answer)
@@ -49,9 +47,7 @@ async def test_a_call_is_parsed_from_the_answer(
     assert call["id"].startswith("call_")
 
 
-async def test_a_streams_arguments_come_in_pieces(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_streams_arguments_come_in_pieces(client, house):
     house.engine.script = Script(answer=CALL, tokens_per_step=3)
     response = await client.post(CHAT, json=chat(stream=True))
     *chunks, _ = events(response.text)
@@ -66,18 +62,14 @@ async def test_a_streams_arguments_come_in_pieces(
     assert "tool_calls" == chunks[-1]["choices"][0]["finish_reason"]
 
 
-async def test_without_tools_the_same_text_is_text(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_without_tools_the_same_text_is_text(client, house):
     house.engine.script = Script(answer=CALL)
     for fields in ({"tools": None}, {"tool_choice": "none"}):
         [choice] = (await client.post(CHAT, json=chat(**fields))).json()["choices"]
         assert (CALL, "stop") == (choice["message"]["content"], choice["finish_reason"])
 
 
-async def test_a_turn_that_may_not_call_keeps_the_prefix(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_turn_that_may_not_call_keeps_the_prefix(client, house):
     """The tools stay in the prompt: it would part at its head from the turns that may call."""
     for choice in ("auto", "none"):
         await client.post(CHAT, json=chat(tool_choice=choice))
@@ -86,9 +78,7 @@ async def test_a_turn_that_may_not_call_keeps_the_prefix(
     assert "tools: 2" in ByteTokenizer().decode(may.tokens)
 
 
-async def test_a_call_that_is_cut_short_ends_by_its_length(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_call_that_is_cut_short_ends_by_its_length(client, house):
     house.engine.script = Script(answer=CALL)
     [choice] = (await client.post(CHAT, json=chat(max_tokens=70))).json()["choices"]
     assert "length" == choice["finish_reason"]
@@ -143,9 +133,7 @@ CALL_OF_WEATHER = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"
         ({"response_format": FORM}, [CALL_OF_TIME, '{"a": "日"}'], ["x", '{"a": "東"}']),
     ],
 )
-async def test_the_grammar_of_calls_matches_calls(
-    fields: dict[str, Any], matches: list[str], others: list[str]
-) -> None:
+async def test_the_grammar_of_calls_matches_calls(fields, matches, others):
     response, recorded = await ask(chat(**fields))
     assert 200 == response.status_code, response.text
     [source] = recorded.sources
@@ -175,9 +163,7 @@ async def test_the_grammar_of_calls_matches_calls(
         ({"continue_final_message": True}, "continue_final_message"),
     ],
 )
-async def test_an_unsupported_request_is_refused_with_its_field(
-    client: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
+async def test_an_unsupported_request_is_refused_with_its_field(client, fields, param):
     response = await client.post(CHAT, json=chat(**fields))
     assert (400, param) == (response.status_code, response.json()["error"]["param"])
 
@@ -202,7 +188,7 @@ async def asked_with(template: str, answer: str, body: dict[str, Any]) -> tuple[
     return told["choices"][0]["message"], prompt
 
 
-async def test_a_model_whose_template_knows_no_tools_is_taught_them() -> None:
+async def test_a_model_whose_template_knows_no_tools_is_taught_them():
     result = {"role": "tool", "tool_call_id": "c1", "content": "20 degrees"}
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "c1", "type": "function", "function": function}
@@ -241,14 +227,14 @@ async def test_a_model_whose_template_knows_no_tools_is_taught_them() -> None:
         ),
     ],
 )
-async def test_the_style_is_chosen_from_the_template(template: str, answer: str) -> None:
+async def test_the_style_is_chosen_from_the_template(template, answer):
     message, _ = await asked_with(template, answer, chat())
     [call] = message["tool_calls"]
     assert {"name": "weather", "arguments": '{"city": "Rome"}'} == call["function"]
     assert ("[TOOL" in template) == (len(call["id"]) == 9)
 
 
-async def test_reasoning_is_apart_from_the_text() -> None:
+async def test_reasoning_is_apart_from_the_text():
     template = "{{ tools }}<tool_call>{{ enable_thinking }}<think></think>"
     body = chat(chat_template_kwargs={"enable_thinking": True})
     told, prompt = await answered(template, f"<think>\nHm.\n</think>\n\n{CALL}", body)
@@ -258,7 +244,7 @@ async def test_reasoning_is_apart_from_the_text() -> None:
     assert "enable_thinking: True" in prompt
 
 
-async def test_thinking_is_passed_in_the_templates_own_terms() -> None:
+async def test_thinking_is_passed_in_the_templates_own_terms():
     template = "{% if thinking %}<think></think>"
     body = chat(tools=None, thinking={"type": "disabled"})
     _, prompt = await asked_with(template, "x", body)

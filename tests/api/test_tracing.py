@@ -22,8 +22,6 @@ from tests.api.conftest import running
 from tests.support.wire import FakeHouse, Script, fake_house
 from tiers.errors import MissReason
 
-pytestmark = pytest.mark.anyio
-
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
@@ -107,9 +105,7 @@ async def chat(client: httpx.AsyncClient, **headers: str) -> httpx.Response:
     return await client.post("/v1/chat/completions", json=body, headers=headers)
 
 
-async def test_a_request_is_a_span_with_its_phases_below(
-    house: FakeHouse, client: httpx.AsyncClient, tracer: RequestTracer, collector: Collector
-) -> None:
+async def test_a_request_is_a_span_with_its_phases_below(house, client, tracer, collector):
     house.engine.script = Script(
         answer="abc", hits={"hit_host": 4, "hit_device": 2}, reasons={MissReason.ABSENT: 10}
     )
@@ -146,9 +142,7 @@ async def test_a_request_is_a_span_with_its_phases_below(
     assert not [each for each in attributes.values() if "hello" in str(each)]
 
 
-async def test_a_refused_request_is_a_span_with_the_error(
-    house: FakeHouse, client: httpx.AsyncClient, tracer: RequestTracer, collector: Collector
-) -> None:
+async def test_a_refused_request_is_a_span_with_the_error(house, client, tracer, collector):
     house.engine.script = Script(refuse=QueueFull("7 requests are in flight"))
     assert 503 == (await chat(client)).status_code
     tracer.close()
@@ -159,9 +153,7 @@ async def test_a_refused_request_is_a_span_with_the_error(
     assert "refused" == attributes["cachesvc.outcome"]
 
 
-async def test_a_client_that_does_not_sample_is_not_traced(
-    client: httpx.AsyncClient, tracer: RequestTracer, collector: Collector
-) -> None:
+async def test_a_client_that_does_not_sample_is_not_traced(client, tracer, collector):
     assert 200 == (await chat(client, traceparent=f"00-{TRACE}-{PARENT}-00")).status_code
     assert 200 == (await chat(client, traceparent="nonsense")).status_code
     tracer.close()
@@ -169,13 +161,13 @@ async def test_a_client_that_does_not_sample_is_not_traced(
     assert [b""] == [span.parent_span_id for span in roots]
 
 
-def test_without_an_endpoint_nothing_is_made_and_a_wrong_one_is_said() -> None:
+def test_without_an_endpoint_nothing_is_made_and_a_wrong_one_is_said():
     assert open_tracer(TracingSection()) is None
     with pytest.raises(ConfigError, match="write the collector"):
         open_tracer(TracingSection(endpoint="collector:4317"))
 
 
-def test_a_missing_extra_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'cachesvc\[otel\]'"):
         open_tracer(TracingSection(endpoint="http://127.0.0.1:1"))

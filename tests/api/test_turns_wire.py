@@ -63,13 +63,11 @@ async def second_turn(
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_continued_turn_does_not_diverge(n: int) -> None:
+async def test_a_continued_turn_does_not_diverge(n):
     assert {} == await second_turn(ByteTokenizer(), "one two", n=n)
 
 
-async def test_a_template_that_rewrites_an_old_turn_is_named_with_the_token(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+async def test_a_template_that_rewrites_an_old_turn_is_named_with_the_token(capsys):
     answer = "<think>hm</think>four"
     told = await second_turn(StrippingTokenizer(), answer)
     assert {
@@ -80,7 +78,7 @@ async def test_a_template_that_rewrites_an_old_turn_is_named_with_the_token(
     assert f"diverged_at_token={len(FIRST)} diverged_by=template" in capsys.readouterr().out
 
 
-async def test_a_tokenizer_that_spells_the_answer_otherwise_is_named_with_the_token() -> None:
+async def test_a_tokenizer_that_spells_the_answer_otherwise_is_named_with_the_token():
     told = await second_turn(PairingTokenizer(), "xxabyy")
     at = len("u:hi|a:xx")
     assert {
@@ -97,16 +95,16 @@ async def test_a_tokenizer_that_spells_the_answer_otherwise_is_named_with_the_to
         [{"role": "user", "content": "no answer between"}],
     ],
 )
-async def test_messages_that_the_client_changed_are_no_parting(between: list[Any]) -> None:
+async def test_messages_that_the_client_changed_are_no_parting(between):
     assert {} == await second_turn(ByteTokenizer(), "one two", *between)
 
 
-async def test_an_uncached_turn_is_not_reported() -> None:
+async def test_an_uncached_turn_is_not_reported():
     fields = {"cachesvc": {"details": True, "cache": False}}
     assert {} == await second_turn(StrippingTokenizer(), "<think>hm</think>four", **fields)
 
 
-def test_tenants_models_tools_and_arguments_name_their_own_conversations() -> None:
+def test_tenants_models_tools_and_arguments_name_their_own_conversations():
     salts = Salts(b"secret")
     scopes = [CacheScope(tenant=salts.of_tenant(name)) for name in ("a", "b")]
     scopes.append(replace(scopes[0], weights=b"other"))
@@ -118,7 +116,7 @@ def test_tenants_models_tools_and_arguments_name_their_own_conversations() -> No
     assert turn_of(scopes[0], [ASK, MORE]).keys[:1] == turns[0].keys
 
 
-def test_what_is_remembered_is_bounded_and_the_oldest_goes() -> None:
+def test_what_is_remembered_is_bounded_and_the_oldest_goes():
     conversations, tokenizer = Conversations(1000), ByteTokenizer()
     prompt = array("i", range(100))
 
@@ -189,9 +187,7 @@ class HeadedTokenizer(ByteTokenizer):
 
 
 @pytest.mark.parametrize("effort", ["low", "high"])
-async def test_a_turn_with_other_arguments_of_the_template_is_rendered_with_them(
-    effort: str,
-) -> None:
+async def test_a_turn_with_other_arguments_of_the_template_is_rendered_with_them(effort):
     second = {"reasoning": {"effort": effort}}
     details, _, tokens = await two_responses(
         HeadedTokenizer(), "yes", reasoning={"effort": "low"}, second=second
@@ -200,7 +196,7 @@ async def test_a_turn_with_other_arguments_of_the_template_is_rendered_with_them
     assert (effort == "low") is ("replayed_tokens" in details)
 
 
-async def test_another_tenants_turn_is_not_replayed() -> None:
+async def test_another_tenants_turn_is_not_replayed():
     conversations = Conversations(10_000)
     messages = [ASK, {"role": "assistant", "content": "yes"}, MORE]
     ours, theirs = (
@@ -211,12 +207,11 @@ async def test_another_tenants_turn_is_not_replayed() -> None:
     said = [Transcript("yes", (121, 101, 115))]
     conversations.remember(first, array("i", [1]), said, ByteTokenizer(), assistant_message)
     found = conversations.replay(ours)
-    assert found is not None
     assert (1, [1, 121, 101, 115], "") == (found.place, list(found.tokens), found.rest)
     assert conversations.replay(theirs) is None
 
 
-async def test_half_a_character_at_the_end_is_replayed_as_the_text_that_was_sent() -> None:
+async def test_half_a_character_at_the_end_is_replayed_as_the_text_that_was_sent():
     details, left, tokens = await two_responses(ByteTokenizer(), "one \xe9", max_output_tokens=5)
     assert len(FIRST + "one ") == details["replayed_tokens"]
     assert left[: len(FIRST + "one ")] == list(tokens[: len(FIRST + "one ")])

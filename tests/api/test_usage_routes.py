@@ -9,14 +9,14 @@ from billing.budgets import BudgetSpan, Of, set_budget
 from billing.gate.limits import SpendLimit
 from billing.keys import Scope
 from billing.money import UNITS, format_units
-from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
+from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS
 from tests.api.conftest import refusal, serving
 
 MONTH = datetime.now(UTC).strftime("%Y-%m")
 TODAY = datetime.now(UTC).date().isoformat()
 
 
-async def test_a_customer_sees_its_own_usage_and_money(bank: Bank) -> None:
+async def test_a_customer_sees_its_own_usage_and_money(bank):
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)
         other = bank.customer(UNITS, "bolt")
@@ -45,7 +45,7 @@ async def test_a_customer_sees_its_own_usage_and_money(bank: Bank) -> None:
         assert bank.accounts.tenant("acme").balance == UNITS - spent
 
 
-async def test_a_customer_sees_its_own_hard_limits(bank: Bank) -> None:
+async def test_a_customer_sees_its_own_hard_limits(bank):
     async with serving(bank) as (_, client, _):
         headers = bank.customer(UNITS)
         bank.customer(UNITS, "bolt")
@@ -75,7 +75,7 @@ async def test_a_customer_sees_its_own_hard_limits(bank: Bank) -> None:
     ]
 
 
-async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank: Bank) -> None:
+async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank):
     async with serving(bank) as (_, client, _):
         client.headers.update(bank.customer(UNITS))
         await client.post(CHAT, json=HELLO)
@@ -85,7 +85,7 @@ async def test_a_limit_set_below_what_is_spent_leaves_nothing(bank: Bank) -> Non
     assert format_units(0) == cap["left"]
 
 
-async def test_tables_come_as_csv(bank: Bank) -> None:
+async def test_tables_come_as_csv(bank):
     async with serving(bank) as (_, client, _):
         client.headers.update(bank.customer(UNITS))
         body = HELLO | {"metadata": {"team": "=1+1"}}
@@ -102,7 +102,7 @@ async def test_tables_come_as_csv(bank: Bank) -> None:
         assert 400 == page.status_code
 
 
-async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank: Bank) -> None:
+async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank):
     async with serving(bank) as (_, client, _):
         bank.customer(UNITS, "bolt")
         headers = bank.customer(UNITS, scopes=frozenset({Scope.INFERENCE}))
@@ -112,7 +112,7 @@ async def test_usage_needs_its_scope_and_shows_no_other_tenant(bank: Bank) -> No
             assert 401 == (await client.get(f"/v1/usage{path}")).status_code
 
 
-async def test_the_page_runs_only_its_own_files(bank: Bank) -> None:
+async def test_the_page_runs_only_its_own_files(bank):
     async with serving(bank) as (_, client, _):
         page = await client.get("/account")
         assert 200 == page.status_code

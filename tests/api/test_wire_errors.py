@@ -2,7 +2,6 @@
 
 import inspect
 
-import httpx
 import orjson
 import pytest
 
@@ -13,7 +12,7 @@ from billing.errors import LedgerUnavailable
 from engine import errors as engine_errors
 from engine.errors import EngineClosed, InvalidParameter, PromptTooLong, QueueFull
 from tests.api.conftest import refusal, running
-from tests.support.wire import FakeHouse, Script, byte_model, fake_house
+from tests.support.wire import Script, byte_model, fake_house
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -108,9 +107,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "code"), CASES)
-async def test_a_wrong_field_is_named(
-    client: httpx.AsyncClient, path: str, body: object, status: int, param: str, code: str | None
-) -> None:
+async def test_a_wrong_field_is_named(client, path, body, status, param, code):
     response = await client.post(path, json=body)
     error = response.json()["error"]
     assert (status, param) == (response.status_code, error["param"])
@@ -135,9 +132,7 @@ async def test_a_wrong_field_is_named(
         ("/v1/caches", text(ttl="2y"), "'ttl': should be seconds, or a text such as"),
     ],
 )
-async def test_a_refusal_is_in_the_words_of_json(
-    client: httpx.AsyncClient, path: str, body: object, message: str
-) -> None:
+async def test_a_refusal_is_in_the_words_of_json(client, path, body, message):
     answer = await client.post(path, json=body)
     assert f"Invalid {message}" == answer.json()["error"]["message"][: len(message) + 8]
 
@@ -145,12 +140,12 @@ async def test_a_refusal_is_in_the_words_of_json(
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"text"', b"null", b"3", b"\xff\xfe", b'{"model": NaN}']
 )
-async def test_a_body_that_is_no_json_object(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_a_body_that_is_no_json_object(client, body):
     response = await client.post(CHAT, content=body)
     assert (400, "invalid_json") == refusal(response)
 
 
-async def test_routes_and_methods_that_do_not_exist(client: httpx.AsyncClient) -> None:
+async def test_routes_and_methods_that_do_not_exist(client):
     missing, wrong = await client.get("/v2/nothing"), await client.get(CHAT)
     assert (404, "not_found") == refusal(missing)
     assert (405, "method_not_allowed") == refusal(wrong)
@@ -166,9 +161,7 @@ async def test_routes_and_methods_that_do_not_exist(client: httpx.AsyncClient) -
         (EngineClosed("closing"), 503, "shutting_down"),
     ],
 )
-async def test_what_the_engine_refuses(
-    client: httpx.AsyncClient, house: FakeHouse, raised: Exception, status: int, code: str
-) -> None:
+async def test_what_the_engine_refuses(client, house, raised, status, code):
     house.engine.script = Script(refuse=raised)
     response = await client.post(CHAT, json=chat())
     assert (status, code) == refusal(response)
@@ -176,9 +169,7 @@ async def test_what_the_engine_refuses(
     assert [1] == [charge.num_voided for charge in house.meter.charges]
 
 
-async def test_a_ledger_that_cannot_write_fails_closed(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_ledger_that_cannot_write_fails_closed(client, house):
     house.meter.fail_settle = LedgerUnavailable("the disk is full")
     whole = await client.post(CHAT, json=chat())
     stream = await client.post(CHAT, json=chat(stream=True))
@@ -188,7 +179,7 @@ async def test_a_ledger_that_cannot_write_fails_closed(
     assert '"finish_reason":"' not in stream.text
 
 
-async def test_a_model_without_a_template_refuses_chat() -> None:
+async def test_a_model_without_a_template_refuses_chat():
     from dataclasses import replace
 
     from tests.support.wire import ByteTokenizer
@@ -219,7 +210,7 @@ SAID_AT_START = {
 }
 
 
-def test_every_error_of_the_packages_has_its_row() -> None:
+def test_every_error_of_the_packages_has_its_row():
     """An operational error without a row would be a 500 that hides a fixable cause."""
     bases = {api_errors.ApiError, engine_errors.EngineError, billing_errors.BillingError}
     kinds = {

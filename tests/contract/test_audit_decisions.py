@@ -68,9 +68,7 @@ def forge(path: Path, seq: int, changed: str) -> None:
         (4, 'body = replace(body, \'"by":"ops"\', \'"by":"system"\')', "corrected", "gives back"),
     ],
 )
-def test_a_forged_entry_is_named(
-    forged: Path, seq: int, change: str, invariant: str, said: str
-) -> None:
+def test_a_forged_entry_is_named(forged, seq, change, invariant, said):
     forge(forged, seq, change)
     first = problems(forged)[0]
     assert (first.tenant, first.seq, first.invariant) == ("acme", seq, invariant)
@@ -88,16 +86,14 @@ def test_a_forged_entry_is_named(
         (5, "body = replace(body, 'agreed', 'a bribe')", "its reason differs"),
     ],
 )
-def test_a_forged_deposit_is_not_what_was_decided(
-    forged: Path, seq: int, change: str, said: str
-) -> None:
+def test_a_forged_deposit_is_not_what_was_decided(forged, seq, change, said):
     forge(forged, seq, change)
     (problem,) = problems(forged, rebuilt=True)
     assert (problem.tenant, problem.seq, problem.invariant) == ("acme", seq, "decided")
     assert said in problem.message
 
 
-def test_an_entry_that_nobody_decided_and_a_decision_that_nothing_books(forged: Path) -> None:
+def test_an_entry_that_nobody_decided_and_a_decision_that_nothing_books(forged):
     with forging(forged) as plain:
         change(plain, "UPDATE trail SET subject = 'acme/9' WHERE subject = 'acme/5'")
     said = [str(problem) for problem in problems(forged, rebuilt=True)]
@@ -105,7 +101,7 @@ def test_an_entry_that_nobody_decided_and_a_decision_that_nothing_books(forged: 
     assert any("acme/9 was decided, but no entry books it" in each for each in said)
 
 
-def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path: Path) -> None:
+def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path):
     path = tmp_path / "ledger"
     with running_ledger(f"sqlite:///{path}") as house:
         house.fund(UNITS)
@@ -123,7 +119,7 @@ def test_a_charge_by_a_card_that_was_not_in_force_is_named(tmp_path: Path) -> No
     assert "later 1 was in force when it was admitted" in problem.message
 
 
-def test_when_a_card_was_applied_is_proved(forged: Path) -> None:
+def test_when_a_card_was_applied_is_proved(forged):
     with forging(forged) as plain:
         change(plain, "UPDATE rate_cards SET applied_ns = applied_ns - 1")
     (problem,) = problems(forged, rebuilt=True)

@@ -113,7 +113,7 @@ def columns(original: Path) -> Iterator[tuple[str, str, str]]:
                     yield table, name, kind
 
 
-def test_a_change_of_any_column_is_named(original: Path, prove: Prove) -> None:
+def test_a_change_of_any_column_is_named(original, prove):
     unseen = set()
     for table, name, kind in columns(original):
         value = CHANGED.get(kind, "\"{0}\" || '1'").format(name)
@@ -149,7 +149,7 @@ def test_a_change_of_any_column_is_named(original: Path, prove: Prove) -> None:
         "INSERT INTO projects VALUES ('acme', 'q', 0)",
     ],
 )
-def test_what_cannot_be_is_a_problem_and_no_failure(prove: Prove, statement: str) -> None:
+def test_what_cannot_be_is_a_problem_and_no_failure(prove, statement):
     assert not prove(statement).ok
 
 
@@ -160,13 +160,11 @@ def test_what_cannot_be_is_a_problem_and_no_failure(prove: Prove, statement: str
         ("DELETE FROM trail WHERE seq = (SELECT max(seq) FROM trail)", TRAIL),
     ],
 )
-def test_a_tail_that_was_cut_is_found_by_its_head(
-    prove: Prove, heads: dict[str, Head], statement: str, named: str
-) -> None:
+def test_a_tail_that_was_cut_is_found_by_its_head(prove, heads, statement, named):
     assert named in {problem.tenant for problem in prove(statement, heads).problems}
 
 
-def test_a_trail_written_anew_is_found_by_its_head(prove: Prove, heads: dict[str, Head]) -> None:
+def test_a_trail_written_anew_is_found_by_its_head(prove, heads):
     last, _ = heads[TRAIL]
     proof = prove("UPDATE trail SET reason = reason", heads | {TRAIL: (last, "00")})
     assert "a recorded head" in proof.problems[0].message

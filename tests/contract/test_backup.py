@@ -24,7 +24,7 @@ def backup(source: Path, target: Path) -> None:
         live.backup(copy)
 
 
-def test_a_copy_of_a_ledger_in_use_is_an_earlier_state_of_it(tmp_path: Path) -> None:
+def test_a_copy_of_a_ledger_in_use_is_an_earlier_state_of_it(tmp_path):
     with running_ledger(database_url(tmp_path)) as house:
         house.fund(100 * UNITS)
         stopping, begun = threading.Event(), threading.Event()

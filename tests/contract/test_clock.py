@@ -1,7 +1,5 @@
 """A clock that jumps moves no bill to another month, and stops what would be dated wrongly."""
 
-from pathlib import Path
-
 import pytest
 
 from billing.clock import TOLERANCE_NS, ClockWatch
@@ -14,15 +12,13 @@ from billing.reports import usage as usage_report
 from billing.reports.statement import statement
 from billing.store.opening import database_url
 from billing.usage import Usage
-from tests.support.billing import START_NS, ManualClock, TestLedger, running_ledger
+from tests.support.billing import START_NS, ManualClock, running_ledger
 
 USAGE = Usage(miss=100, output=7)
 DAY_S = 86_400
 
 
-def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
-    house: TestLedger,
-) -> None:
+def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     house.clock.advance(40 * DAY_S)
@@ -43,7 +39,7 @@ def test_one_charge_of_a_clock_that_was_ahead_leaves_the_others_in_their_month(
     assert [(p.period, p.requests) for p in days] == [("2025-01-01", 6), ("2025-02-10", 1)]
 
 
-def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedger) -> None:
+def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house):
     """A server that starts under such a clock cannot know, so an operator must get back."""
     store, ends = house.ledger.store, {"expires_ns": START_NS + 30 * DAY_S * NS}
     house.deposit(Kind.GRANT, UNITS, "gift", **ends)
@@ -62,9 +58,7 @@ def test_what_a_clock_that_was_ahead_ended_can_be_granted_again(house: TestLedge
 
 
 @pytest.mark.parametrize("days_behind", [0, 1])
-def test_a_start_says_that_the_ledger_is_of_a_later_day(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, days_behind: int
-) -> None:
+def test_a_start_says_that_the_ledger_is_of_a_later_day(tmp_path, caplog, days_behind):
     clock = ManualClock()
     for _ in range(2):
         with running_ledger(database_url(tmp_path), clock=clock, timer_ns=ManualClock(0)):
@@ -72,7 +66,7 @@ def test_a_start_says_that_the_ledger_is_of_a_later_day(
     assert days_behind == sum("86,400 s behind that" in text for text in caplog.messages)
 
 
-def test_a_request_is_billed_in_the_month_of_its_admission(house: TestLedger) -> None:
+def test_a_request_is_billed_in_the_month_of_its_admission(house):
     house.fund(UNITS)
     house.clock.advance(31 * DAY_S - 1)
     hold = house.reserve("r1", 0)
@@ -82,7 +76,7 @@ def test_a_request_is_billed_in_the_month_of_its_admission(house: TestLedger) ->
     assert ["2025-01"] == [period.period for period in months]
 
 
-def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
+def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path):
     with running_ledger(database_url(tmp_path), timer_ns=ManualClock(0)) as house:
         house.fund(UNITS)
         running = house.reserve("running", 10**9)
@@ -100,7 +94,7 @@ def test_nothing_new_is_booked_while_the_clock_is_wrong(tmp_path: Path) -> None:
         assert audit.verify(house.ledger.store).problems == []
 
 
-def test_a_host_whose_clock_differs_from_the_databases_is_told() -> None:
+def test_a_host_whose_clock_differs_from_the_databases_is_told():
     clock = ManualClock()
     watch = ClockWatch(clock, None)
     watch.compare(clock() - TOLERANCE_NS)

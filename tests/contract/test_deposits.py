@@ -37,7 +37,7 @@ def left(house: TestLedger) -> dict[str, str]:
     return {each["reference"]: each["left"] for each in grant_documents(house.ledger.store, "acme")}
 
 
-def test_what_expires_first_is_spent_first_whichever_came_first(house: TestLedger) -> None:
+def test_what_expires_first_is_spent_first_whichever_came_first(house):
     give(house, "forever", 10)
     give(house, "long", 10, days=30)
     spend(house, "r1", 3)
@@ -57,7 +57,7 @@ def test_what_expires_first_is_spent_first_whichever_came_first(house: TestLedge
     assert {"forever": "10.00"} == left(house)
 
 
-def test_the_sweeper_ends_grants_and_waits_while_the_clock_is_wrong(house: TestLedger) -> None:
+def test_the_sweeper_ends_grants_and_waits_while_the_clock_is_wrong(house):
     give(house, "short", 2, days=1)
     house.clock.advance(86_400)
     watch = house.ledger._watch
@@ -70,7 +70,7 @@ def test_the_sweeper_ends_grants_and_waits_while_the_clock_is_wrong(house: TestL
     assert {} == left(house)
 
 
-def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestLedger) -> None:
+def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house):
     assert give(house, "g", 2, days=1) == give(house, "g", 2, days=1)
     with pytest.raises(AlreadyExists, match="another expiry"):
         give(house, "g", 2, days=2)
@@ -82,7 +82,7 @@ def test_a_grant_is_made_once_and_cannot_be_put_right_after_its_end(house: TestL
         house.ledger.post(Adjust("acme", "g", "b", 9 * UNITS, "eve", "")).result()
 
 
-def test_rebuild_finds_what_expires_from_the_entries(house: TestLedger) -> None:
+def test_rebuild_finds_what_expires_from_the_entries(house):
     give(house, "g", 2, days=1)
     with house.ledger.store.writing() as connection:
         connection.exec_driver_sql("DELETE FROM expiring")
@@ -92,12 +92,12 @@ def test_rebuild_finds_what_expires_from_the_entries(house: TestLedger) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "2024-12-31", "2300-01-01", "d", "-3d", "999999d"])
-def test_an_invalid_day_is_explained(text: str) -> None:
+def test_an_invalid_day_is_explained(text):
     with pytest.raises(InvalidSpan):
         end_of(text, START_NS)
 
 
-def test_the_last_day_is_spent_to_its_end() -> None:
+def test_the_last_day_is_spent_to_its_end():
     assert START_NS + DAY_NS == end_of("2025-01-01", START_NS) == end_of("0d", START_NS)
     assert START_NS + 91 * DAY_NS == end_of("90d", START_NS + 5)
 
@@ -107,7 +107,7 @@ PRICE = 204_000_000
 BY = {"by": "ops", "reason": "as agreed"}
 
 
-def test_what_is_neither_spent_nor_held_can_be_paid_out(house: TestLedger) -> None:
+def test_what_is_neither_spent_nor_held_can_be_paid_out(house):
     house.fund(UNITS)
     house.deposit(Kind.GRANT, UNITS, "g")
     house.reserve("r1", UNITS + 10)  # beyond what was granted
@@ -120,7 +120,7 @@ def test_what_is_neither_spent_nor_held_can_be_paid_out(house: TestLedger) -> No
 
 
 @pytest.mark.parametrize("kind", [Kind.TOPUP, Kind.WITHDRAWAL])
-def test_money_is_booked_once_for_its_reference(house: TestLedger, kind: Kind) -> None:
+def test_money_is_booked_once_for_its_reference(house, kind):
     house.fund(UNITS)
     assert house.deposit(kind, 5, "w") == house.deposit(kind, 5, "w")
     with pytest.raises(AlreadyExists):
@@ -128,7 +128,7 @@ def test_money_is_booked_once_for_its_reference(house: TestLedger, kind: Kind) -
     assert house.account().topup - UNITS == (5 if kind is Kind.TOPUP else -5)
 
 
-def test_what_was_spent_of_a_payment_that_is_taken_back_is_owed(house: TestLedger) -> None:
+def test_what_was_spent_of_a_payment_that_is_taken_back_is_owed(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     house.deposit(Kind.CHARGEBACK, UNITS, "cb")
@@ -143,7 +143,7 @@ def adjust(house: TestLedger, amount: int, reference: str, deposit: str = "p1") 
 
 
 @pytest.mark.parametrize("kind", [Kind.TOPUP, Kind.GRANT])
-def test_a_mistyped_deposit_is_put_right(house: TestLedger, kind: Kind) -> None:
+def test_a_mistyped_deposit_is_put_right(house, kind):
     house.deposit(kind, 1000 * UNITS, "p1")
     house.charge("r1", USAGE)
     assert adjust(house, 100 * UNITS, "a1") == adjust(house, 100 * UNITS, "a1")
@@ -154,7 +154,7 @@ def test_a_mistyped_deposit_is_put_right(house: TestLedger, kind: Kind) -> None:
     assert house.account().balance == UNITS - PRICE
 
 
-def test_an_adjustment_needs_a_deposit_and_a_difference(house: TestLedger) -> None:
+def test_an_adjustment_needs_a_deposit_and_a_difference(house):
     house.fund(UNITS)
     with pytest.raises(UnknownDeposit, match="no top-up and no grant with reference 'other'"):
         adjust(house, 1, "a", "other")
@@ -162,7 +162,7 @@ def test_an_adjustment_needs_a_deposit_and_a_difference(house: TestLedger) -> No
         adjust(house, UNITS, "a", "fund-0")
 
 
-def test_nobody_books_money_under_the_servers_own_name(house: TestLedger) -> None:
+def test_nobody_books_money_under_the_servers_own_name(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     as_system = {"by": SYSTEM, "reason": "x"}
@@ -176,7 +176,7 @@ def test_nobody_books_money_under_the_servers_own_name(house: TestLedger) -> Non
 
 
 @pytest.mark.parametrize("prefix", ["", "cmpl-", "chatcmpl-", "resp_", "msg_"])
-def test_a_request_is_found_by_the_id_of_its_answer(house: TestLedger, prefix: str) -> None:
+def test_a_request_is_found_by_the_id_of_its_answer(house, prefix):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     given = house.ledger.correct("acme", f"{prefix}r1", reference="c1", amount=5, **BY).result()

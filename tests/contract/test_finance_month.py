@@ -162,7 +162,7 @@ Month = tuple[TestLedger, dict[str, Sheet]]
 
 
 @pytest.mark.parametrize("tenant", NAMES)
-def test_balances_are_the_spreadsheets(month: Month, tenant: str) -> None:
+def test_balances_are_the_spreadsheets(month, tenant):
     house, sheets = month
     sheet, account = sheets[tenant], house.account(tenant)
     assert [sheet.free, sheet.paid] == [
@@ -172,7 +172,7 @@ def test_balances_are_the_spreadsheets(month: Month, tenant: str) -> None:
     assert sheet.charged > 5, "too little to tell"
 
 
-def test_every_kind_of_money_was_used(month: Month) -> None:
+def test_every_kind_of_money_was_used(month):
     sheets = month[1]
     assert 9 == sheets["acme"].discount  # the grant to the last unit
     assert sheets["cato"].owed == sheets["cato"].charged
@@ -181,7 +181,7 @@ def test_every_kind_of_money_was_used(month: Month) -> None:
 
 
 @pytest.mark.parametrize("tenant", NAMES)
-def test_the_statement_and_its_csv_add_up_to_it(month: Month, tenant: str) -> None:
+def test_the_statement_and_its_csv_add_up_to_it(month, tenant):
     house, sheets = month
     made = statement(house.ledger.store, tenant, "2025-01")
     sheet, told = sheets[tenant], statement_json(made)
@@ -199,7 +199,7 @@ def test_the_statement_and_its_csv_add_up_to_it(month: Month, tenant: str) -> No
 
 
 @pytest.mark.parametrize("tenant", NAMES)
-def test_focus_rows_add_up_to_each_request(month: Month, tenant: str) -> None:
+def test_focus_rows_add_up_to_each_request(month, tenant):
     house, sheets = month
     booked = entries(house.ledger.store, tenant)
     instants = corrected_instants(house.ledger.store, booked)

@@ -135,13 +135,13 @@ def table() -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_an_untouched_ledger_is_proved(house: House) -> None:
+def test_an_untouched_ledger_is_proved(house):
     for kept in ((), house.receipt(), house.heads()):
         assert [] == problems(house.path, heads=kept)
 
 
 @pytest.mark.parametrize("name", table())
-def test_a_proof_shows_what_the_table_says(house: House, tmp_path: Path, name: str) -> None:
+def test_a_proof_shows_what_the_table_says(house, tmp_path, name):
     forged(house, name, tmp_path / "forged")
     said = [
         "found" if problems(tmp_path / "forged", heads=kept) else "not found"
@@ -150,12 +150,12 @@ def test_a_proof_shows_what_the_table_says(house: House, tmp_path: Path, name: s
     assert table()[name] == said
 
 
-def test_the_table_names_every_forgery() -> None:
+def test_the_table_names_every_forgery():
     assert FORGERIES.keys() <= table().keys()
     assert len(table()) == len(FORGERIES) + 2
 
 
-def test_every_line_of_kept_heads_counts(house: House, tmp_path: Path) -> None:
+def test_every_line_of_kept_heads_counts(house, tmp_path):
     """The forger exports heads of the forgery, too: the line from before it tells."""
     path, kept = tmp_path / "forged", tmp_path / "heads.jsonl"
     kept.write_bytes(house.heads_file.read_bytes())
@@ -166,7 +166,7 @@ def test_every_line_of_kept_heads_counts(house: House, tmp_path: Path) -> None:
         assert audit.verify(store, heads=parse_heads(kept.read_bytes(), "", house.key)[1:]).ok
 
 
-def test_changed_heads_and_heads_of_another_key_are_refused(house: House, tmp_path: Path) -> None:
+def test_changed_heads_and_heads_of_another_key_are_refused(house, tmp_path):
     kept = tmp_path / "heads.jsonl"
     kept.write_bytes(house.heads_file.read_bytes().replace(b'"entry":5', b'"entry":4'))
     with pytest.raises(BillingError, match="a line was changed"):
@@ -357,7 +357,7 @@ def entry_table() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ENTRY_FORGERIES)
-def test_a_proof_finds_what_the_table_says(original: Path, tmp_path: Path, name: str) -> None:
+def test_a_proof_finds_what_the_table_says(original, tmp_path, name):
     forgery, path = ENTRY_FORGERIES[name], tmp_path / "forged"
     with forging(copy(original, path)) as plain:
         if callable(forgery.how):
@@ -373,5 +373,5 @@ def test_a_proof_finds_what_the_table_says(original: Path, tmp_path: Path, name:
     assert entry_table()[name] == ("not found" if forgery.invariant is None else "found")
 
 
-def test_the_second_table_names_every_forgery() -> None:
+def test_the_second_table_names_every_forgery():
     assert entry_table().keys() == ENTRY_FORGERIES.keys()

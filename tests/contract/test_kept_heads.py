@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield from s3_server()
 
 
-def test_a_cut_tail_is_found_with_heads_from_each_place(tmp_path: Path, place: str) -> None:
+def test_a_cut_tail_is_found_with_heads_from_each_place(tmp_path, place):
     path = tmp_path / "ledger.sqlite3"
     signer = ReceiptSigner.open(tmp_path)
     with running_ledger(f"sqlite:///{path}") as house:
@@ -85,7 +85,7 @@ def test_a_cut_tail_is_found_with_heads_from_each_place(tmp_path: Path, place: s
     assert 1 == cut.exit_code, cut.output
 
 
-def test_an_unreachable_place_is_reported(tmp_path: Path) -> None:
+def test_an_unreachable_place_is_reported(tmp_path):
     pytest.importorskip("obstore")
     line = {"at_ns": 1, "key_id": "k" * 16}
     nowhere = "s3://b/p?endpoint=http://127.0.0.1:9&access_key_id=a&secret_access_key=very-secret"

@@ -21,13 +21,13 @@ from billing.money import UNITS
 from billing.prices.book import NS
 from billing.store.opening import open_store
 from billing.usage import Usage
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000
 
 
-def test_what_cannot_be_encoded_fails_alone(house: TestLedger) -> None:
+def test_what_cannot_be_encoded_fails_alone(house):
     house.fund(UNITS)
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
     hold = house.reserve("r1", UNITS // 4)
@@ -42,7 +42,7 @@ def test_what_cannot_be_encoded_fails_alone(house: TestLedger) -> None:
     assert futures[2].exception(10) is None
 
 
-def test_only_rows_that_exist_already_fail(house: TestLedger) -> None:
+def test_only_rows_that_exist_already_fail(house):
     """A projection edited by hand makes the database refuse an entry."""
     house.fund(UNITS)
     first, second = house.reserve("r1", 10), house.reserve("r2", 10)
@@ -63,9 +63,7 @@ def test_only_rows_that_exist_already_fail(house: TestLedger) -> None:
         house.ledger.settle(hold, Usage(), Outcome.FINISHED).result(10)
 
 
-def test_a_hold_that_was_taken_by_a_try_that_did_not_hear_of_it_is_the_same(
-    house: TestLedger,
-) -> None:
+def test_a_hold_that_was_taken_by_a_try_that_did_not_hear_of_it_is_the_same(house):
     """The connection broke between the commit and its answer."""
     house.fund(100)
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
@@ -80,7 +78,7 @@ def test_a_hold_that_was_taken_by_a_try_that_did_not_hear_of_it_is_the_same(
     house.ledger.void(hold).result()
 
 
-def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house: TestLedger) -> None:
+def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house):
     """A top-up renews its lease."""
     house.fund(100)
     hold = house.reserve("r1", 60)
@@ -93,7 +91,7 @@ def test_a_request_id_that_is_taken_does_not_end_the_request_that_has_it(house: 
     house.ledger.void(hold).result()
 
 
-def test_no_lease_is_remembered_of_what_was_never_held(house: TestLedger) -> None:
+def test_no_lease_is_remembered_of_what_was_never_held(house):
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
     with house.ledger.store._lane:
         asked = [house.ledger.reserve("acme", f"r{i}", 0, pinned, ttl_s=0) for i in range(9)]
@@ -106,7 +104,7 @@ def test_no_lease_is_remembered_of_what_was_never_held(house: TestLedger) -> Non
     assert house.ledger._leases == {}
 
 
-def test_a_batch_moves_every_account_that_it_touches(house: TestLedger) -> None:
+def test_a_batch_moves_every_account_that_it_touches(house):
     house.accounts.create_tenant("other", "CNY", credit_limit=None, by="test")
     house.fund(UNITS)
     holds = [house.reserve("r1", PRICE), house.reserve("r1", PRICE, tenant="other")]
@@ -116,16 +114,14 @@ def test_a_batch_moves_every_account_that_it_touches(house: TestLedger) -> None:
     assert [(0, UNITS - PRICE), (0, -PRICE)] == [(it.held, it.balance) for it in accounts]
 
 
-def test_a_queue_that_is_full_refuses_at_once(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_queue_that_is_full_refuses_at_once(house, monkeypatch):
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
     monkeypatch.setattr("billing.inbox.QUEUE_LIMIT", 0)
     with pytest.raises(LedgerUnavailable, match="too many"):
         house.ledger.reserve("acme", "r1", 0, pinned).result(10)
 
 
-def test_an_admins_reference_is_not_one_of_the_ledgers_own(house: TestLedger) -> None:
+def test_an_admins_reference_is_not_one_of_the_ledgers_own(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     for reference in ("late:r1", "retry:r1"):
@@ -133,7 +129,7 @@ def test_an_admins_reference_is_not_one_of_the_ledgers_own(house: TestLedger) ->
             house.correct("r1", reference)
 
 
-def test_nobody_waits_for_a_ledger_that_was_closed(url: str) -> None:
+def test_nobody_waits_for_a_ledger_that_was_closed(url):
     with running_ledger(url) as house:
         pinned = house.ledger.book.at("model", house.clock(), "CNY")
         house.ledger.close()
@@ -143,7 +139,7 @@ def test_nobody_waits_for_a_ledger_that_was_closed(url: str) -> None:
         house.ledger._commits.is_open = False
 
 
-def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house: TestLedger) -> None:
+def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house):
     """By the ledger's own thread, without a request."""
     house.fund(100)
     house.reserve("r1", 60, ttl_s=1)
@@ -154,7 +150,7 @@ def test_a_hold_lives_no_longer_than_its_lease_and_a_sweep(house: TestLedger) ->
     assert house.ledger.stats().swept == 1
 
 
-def test_a_second_server_of_a_name_is_refused_while_the_first_runs(url: str) -> None:
+def test_a_second_server_of_a_name_is_refused_while_the_first_runs(url):
     """It would settle the first one's running requests as those of its own earlier run."""
     first = open_store(url)
     first.claim("one/two")

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -37,13 +36,13 @@ from billing.store.prepared import HotStatements
 from billing.store.store import LedgerStore
 from billing.usage import EMPTY, Usage
 from tests.contract.conftest import entries
-from tests.support.billing import ManualClock, TestLedger, running_ledger
+from tests.support.billing import ManualClock, running_ledger
 
 USAGE = Usage(hit_disk=900, miss=100, output=7)  # launch card: 204,000,000 units
 PRICE = 204_000_000
 
 
-def test_granted_money_is_spent_first_and_debt_is_paid_first(house: TestLedger) -> None:
+def test_granted_money_is_spent_first_and_debt_is_paid_first(house):
     house.accounts.set_credit_limit("acme", UNITS, by="test")
     house.deposit(Kind.GRANT, 4_000_000, "g")
     house.fund(100_000_000)
@@ -57,7 +56,7 @@ def test_granted_money_is_spent_first_and_debt_is_paid_first(house: TestLedger) 
     assert (account.granted, account.topup, account.owed) == (0, 50_000_000, 0)
 
 
-def test_a_request_is_settled_once_however_often_it_is_said(house: TestLedger) -> None:
+def test_a_request_is_settled_once_however_often_it_is_said(house):
     house.fund(UNITS)
     hold = house.reserve("r1", UNITS // 2)
     first = house.settle(hold, USAGE)
@@ -68,7 +67,7 @@ def test_a_request_is_settled_once_however_often_it_is_said(house: TestLedger) -
     assert [entry.kind for entry in entries(house.ledger.store)] == [Kind.TOPUP, Kind.CHARGE]
 
 
-def test_the_gate_refuses_what_the_balance_does_not_cover(house: TestLedger) -> None:
+def test_the_gate_refuses_what_the_balance_does_not_cover(house):
     house.fund(100)
     first = house.reserve("r1", 60)
     with pytest.raises(InsufficientBalance, match="top up"):
@@ -82,7 +81,7 @@ def test_the_gate_refuses_what_the_balance_does_not_cover(house: TestLedger) -> 
         house.ledger.top_up(first, 1).result()
 
 
-def test_unknown_and_suspended_tenants_and_other_currencies_are_refused(house: TestLedger) -> None:
+def test_unknown_and_suspended_tenants_and_other_currencies_are_refused(house):
     house.fund(100)
     with pytest.raises(UnknownTenant):
         house.reserve("r1", 1, tenant="nobody")
@@ -94,7 +93,7 @@ def test_unknown_and_suspended_tenants_and_other_currencies_are_refused(house: T
         house.reserve("r1", 1)
 
 
-def test_one_refusal_leaves_the_rest_of_its_batch_alone(house: TestLedger) -> None:
+def test_one_refusal_leaves_the_rest_of_its_batch_alone(house):
     house.fund(100)
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
     futures = [house.ledger.reserve("acme", f"r{i}", 30, pinned) for i in range(5)]
@@ -103,9 +102,7 @@ def test_one_refusal_leaves_the_rest_of_its_batch_alone(house: TestLedger) -> No
 
 
 @pytest.mark.parametrize("by_admin", [False, True])
-def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(
-    house: TestLedger, by_admin: bool
-) -> None:
+def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(house, by_admin):
     house.fund(UNITS)
     hold = house.reserve("r1", UNITS // 2)
     house.lapse(hold, USAGE)
@@ -115,7 +112,7 @@ def test_a_late_word_that_bills_less_gives_back_what_no_admin_has(
     assert house.account().topup == UNITS
 
 
-def test_another_servers_holds_are_left_alone_until_their_lease_ends(url: str) -> None:
+def test_another_servers_holds_are_left_alone_until_their_lease_ends(url):
     clock = ManualClock()
     with running_ledger(url, owner="one", clock=clock) as one:
         one.fund(UNITS)
@@ -129,7 +126,7 @@ def test_another_servers_holds_are_left_alone_until_their_lease_ends(url: str) -
             assert two.account().held == 0
 
 
-def test_a_correction_gives_back_no_more_than_is_left_of_its_charge(house: TestLedger) -> None:
+def test_a_correction_gives_back_no_more_than_is_left_of_its_charge(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     for _ in range(2):  # said again, it is the same
@@ -145,7 +142,7 @@ def test_a_correction_gives_back_no_more_than_is_left_of_its_charge(house: TestL
     assert house.account().topup == UNITS
 
 
-def test_amounts_beyond_64_bits_stay_exact(house: TestLedger) -> None:
+def test_amounts_beyond_64_bits_stay_exact(house):
     huge = 10**30 + 7
     house.fund(huge)
     house.charge("r1", Usage(miss=10**15, output=1))
@@ -167,9 +164,7 @@ OTHERS = "kind, request_id, at_ns, currency, postings, body, hash"
         ),
     ],
 )
-def test_the_database_refuses_to_change_an_entry_and_to_repeat_one(
-    house: TestLedger, statement: str, said: str
-) -> None:
+def test_the_database_refuses_to_change_an_entry_and_to_repeat_one(house, statement, said):
     house.fund(1)
     with (
         pytest.raises(DBAPIError, match=said),
@@ -187,7 +182,7 @@ def test_the_database_refuses_to_change_an_entry_and_to_repeat_one(
         "DELETE FROM usage_daily",
     ],
 )
-def test_verify_finds_a_wrong_projection_and_rebuild_mends_it(url: str, change: str) -> None:
+def test_verify_finds_a_wrong_projection_and_rebuild_mends_it(url, change):
     with running_ledger(url) as house:
         house.fund(UNITS)
         house.charge("r1", USAGE, session="s")
@@ -223,7 +218,7 @@ with running_ledger(url, owner=name) as house:
 """
 
 
-def test_two_processes_settle_on_one_ledger(url: str) -> None:
+def test_two_processes_settle_on_one_ledger(url):
     with running_ledger(url, owner="parent") as house:
         house.fund(200 * 2_000_000)
         children = [
@@ -238,7 +233,7 @@ def test_two_processes_settle_on_one_ledger(url: str) -> None:
         assert audit.verify(house.ledger.store).ok
 
 
-def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> None:
+def test_keys_work_at_once_and_end_when_revoked_elsewhere(house):
     other = Accounts(house.ledger.store)
     assert not house.accounts.requires_keys
     key, info = other.create_key("acme", by="test", name="laptop")
@@ -258,7 +253,7 @@ def test_keys_work_at_once_and_end_when_revoked_elsewhere(house: TestLedger) -> 
     assert (newest["action"], newest["actor"], newest["reason"]) == ("key.revoke", "test", "lost")
 
 
-def test_the_trail_is_searched_and_paged(house: TestLedger) -> None:
+def test_the_trail_is_searched_and_paged(house):
     accounts = house.accounts
     for number in range(5):
         accounts.set_suspended(
@@ -274,7 +269,7 @@ def test_the_trail_is_searched_and_paged(house: TestLedger) -> None:
     assert {"tenant.create", "tenant.suspend"} <= set(accounts.trail.actions())
 
 
-def test_revenue_by_day_and_class_sums_to_what_was_charged(house: TestLedger) -> None:
+def test_revenue_by_day_and_class_sums_to_what_was_charged(house):
     house.fund(UNITS)
     house.charge("r1", USAGE)
     house.clock.advance(86_400)
@@ -290,7 +285,7 @@ def test_revenue_by_day_and_class_sums_to_what_was_charged(house: TestLedger) ->
 
 
 @pytest.mark.parametrize("size", [1, 2, 512])
-def test_no_lookup_of_the_hot_path_walks_through_a_tenant(tmp_path: Path, size: int) -> None:
+def test_no_lookup_of_the_hot_path_walks_through_a_tenant(tmp_path, size):
     store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     hot = HotStatements("sqlite")
     finders = {"accounts": hot.find_accounts, "holds": hot.find_holds, "entries": hot.find_entries}
@@ -306,7 +301,7 @@ def test_no_lookup_of_the_hot_path_walks_through_a_tenant(tmp_path: Path, size: 
     store.close()
 
 
-def test_a_connection_keeps_few_of_the_pages_that_it_read(tmp_path: Path) -> None:
+def test_a_connection_keeps_few_of_the_pages_that_it_read(tmp_path):
     """With 64 MiB each, a server's memory grew with its ledger by 0.6 KB a request."""
     store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     kept = []
@@ -318,14 +313,12 @@ def test_a_connection_keeps_few_of_the_pages_that_it_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("bad", ["nonsense", "mysql://x/y", "sqlite://", "sqlite:////proc/no/x"])
-def test_a_database_that_cannot_be_says_so(bad: str) -> None:
+def test_a_database_that_cannot_be_says_so(bad):
     with pytest.raises((StoreError, OSError)):
         open_store(bad)
 
 
-def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(tmp_path, monkeypatch):
     """As on a snapshot that is mounted read-only; SQLite says `unable to open database file`."""
     (tmp_path / "ledger.sqlite3-wal").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: False)
@@ -334,7 +327,7 @@ def test_a_ledger_in_a_folder_that_cannot_be_written_says_so(
 
 
 @pytest.mark.parametrize("left", [0, 4096])
-def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path: Path, left: int) -> None:
+def test_a_ledger_that_lost_its_contents_is_not_recreated(tmp_path, left):
     """Its first page alone is there if its log was removed, and the server killed."""
     file = tmp_path / "ledger.sqlite3"
     file.touch()  # of a first start that was killed at once

@@ -83,9 +83,7 @@ def sent(house: TestLedger, meter: Meter, token: str = "") -> int:
     return push.push(house.ledger.store, house.ledger.book, "push", meter.url, token, "ledger-1")
 
 
-def test_all_arrive_whatever_the_service_does_and_add_up_to_the_ledger(
-    house: TestLedger, meter: Meter
-) -> None:
+def test_all_arrive_whatever_the_service_does_and_add_up_to_the_ledger(house, meter):
     house.fund(UNITS)
     for number in range(20):
         house.charge(f"r{number}", Usage(hit_disk=number, miss=number, output=1))
@@ -101,9 +99,7 @@ def test_all_arrive_whatever_the_service_does_and_add_up_to_the_ledger(
     assert 0 == sent(house, meter)
 
 
-def test_an_event_is_one_token_class_of_a_charge_as_cloudevents_1_0_asks(
-    house: TestLedger, meter: Meter
-) -> None:
+def test_an_event_is_one_token_class_of_a_charge_as_cloudevents_1_0_asks(house, meter):
     meter.is_wild = False
     house.fund(UNITS)
     house.deposit(Kind.GRANT, 5, "g")
@@ -133,9 +129,7 @@ def test_an_event_is_one_token_class_of_a_charge_as_cloudevents_1_0_asks(
 
 
 @pytest.mark.parametrize("refusal", [(400, b"no such meter"), (401, b"no such key")])
-def test_a_refusal_stops_the_export_at_once_and_nothing_is_skipped(
-    house: TestLedger, meter: Meter, refusal: tuple[int, bytes]
-) -> None:
+def test_a_refusal_stops_the_export_at_once_and_nothing_is_skipped(house, meter, refusal):
     """The service's words are told, and all is sent again once it takes them."""
     house.charge("r1", USAGE)
     house.charge("r2", USAGE)
@@ -215,7 +209,7 @@ def pushed(house: TestLedger, url: str) -> int:
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_a_redirect_is_not_followed_and_is_no_success(house: TestLedger, status: int) -> None:
+def test_a_redirect_is_not_followed_and_is_no_success(house, status):
     """A metering service cannot send the key elsewhere."""
     house.charge("r1", Usage(miss=1))
     with speaking(says("HTTP/1.1 204 No Content")) as (elsewhere, came):
@@ -228,9 +222,7 @@ def test_a_redirect_is_not_followed_and_is_no_success(house: TestLedger, status:
     assert (2, []) == (len(heads), came)
 
 
-def test_a_metering_service_that_trickles_ends_in_time(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_metering_service_that_trickles_ends_in_time(house, monkeypatch):
     house.charge("r1", Usage(miss=1))
     monkeypatch.setattr(push, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(push, "WHOLE_S", 0.2)
@@ -243,7 +235,7 @@ def test_a_metering_service_that_trickles_ends_in_time(
 
 
 @pytest.mark.parametrize("slow", [trickle_head, trickle_body])
-def test_an_answer_that_trickles_ends_in_time(slow: Speak) -> None:
+def test_an_answer_that_trickles_ends_in_time(slow):
     """Each byte comes well within the timeout, and there are bytes for a day."""
     with (
         speaking(slow) as (url, _),
@@ -252,13 +244,13 @@ def test_an_answer_that_trickles_ends_in_time(slow: Speak) -> None:
         posted(url, timeout_s=0.5)
 
 
-def test_of_an_endless_answer_the_beginning_is_read() -> None:
+def test_of_an_endless_answer_the_beginning_is_read():
     with speaking(endless) as (url, _):
         assert b"x" * 1024 == posted(url)
 
 
 @pytest.mark.parametrize("line", ["", "nonsense", "HTTP/1.1 999999 x", "SSH-2.0-OpenSSH"])
-def test_an_answer_that_is_not_http_is_an_error(line: str) -> None:
+def test_an_answer_that_is_not_http_is_an_error(line):
     """Also to what sends heads: another error would end the task that watches the money."""
     with speaking(says(line)) as (url, heads):
         with pytest.raises(ReceiverError):
@@ -269,7 +261,7 @@ def test_an_answer_that_is_not_http_is_an_error(line: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["http://[", "http://..", "gopher://x", "http://a b:x", "\x7f"])
-def test_an_invalid_redirect_is_an_error(where: str) -> None:
+def test_an_invalid_redirect_is_an_error(where):
     moved = says("HTTP/1.1 302 Found", f"location: {where}")
     with speaking(moved) as (url, _), pytest.raises(ReceiverError):
         posted(url)

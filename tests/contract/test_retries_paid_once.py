@@ -61,9 +61,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_answer_and_its_retry_are_paid_once(
-    house: TestLedger, requests: tuple[Hold, Hold], name: str
-) -> None:
+def test_an_answer_and_its_retry_are_paid_once(house, requests, name):
     retried, other = {"fingerprint": "f", "is_retry": True}, {"fingerprint": "g"}
     more = [house.reserve("r3", 10**9, **other), house.reserve("r4", 10**9, **retried)]
     holds = dict(zip("1234", (*requests, *more), strict=True))
@@ -78,9 +76,7 @@ def test_an_answer_and_its_retry_are_paid_once(
     assert [n * PRICE for n in paid] == [run(house, batch) for batch in batches]
 
 
-def test_a_late_word_that_the_answer_was_lost_is_heard(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
+def test_a_late_word_that_the_answer_was_lost_is_heard(house, requests):
     """Its charge was presumed to be nothing; what counts is what is left of it."""
     first, retry = requests
     house.ledger._leases[first.key] = 0
@@ -89,7 +85,7 @@ def test_a_late_word_that_the_answer_was_lost_is_heard(
     assert PRICE == run(house, [arrived(retry)])
 
 
-def test_a_request_that_was_thought_dead_is_noted_once(house: TestLedger) -> None:
+def test_a_request_that_was_thought_dead_is_noted_once(house):
     """It held nothing for half a minute, its key was given away, and then it ran and was lost."""
     house.fund(UNITS)
     keys = Idempotency(house.ledger.store, clock_ns=house.clock)
@@ -101,9 +97,7 @@ def test_a_request_that_was_thought_dead_is_noted_once(house: TestLedger) -> Non
     assert PRICE == run(house, [lost(first)], [arrived(retry)])
 
 
-def test_a_retry_a_day_later_is_a_request_of_its_own_and_nothing_is_noted_longer(
-    house: TestLedger, requests: tuple[Hold, Hold]
-) -> None:
+def test_a_retry_a_day_later_is_a_request_of_its_own_and_nothing_is_noted_longer(house, requests):
     first, retry = requests
     run(house, [lost(first)])
     house.clock.advance(24 * 3600)
@@ -115,7 +109,7 @@ def test_a_retry_a_day_later_is_a_request_of_its_own_and_nothing_is_noted_longer
     assert 2 * PRICE == run(house, [arrived(again)]), "r2 is given back, and r1 is not"
 
 
-def test_an_idempotency_key_replays_conflicts_and_expires(house: TestLedger) -> None:
+def test_an_idempotency_key_replays_conflicts_and_expires(house):
     keep = Idempotency(house.ledger.store, clock_ns=house.clock)
     assert isinstance(keep.begin("acme", "k", b"body", "r1"), Claimed)
     with pytest.raises(IdempotencyBusy):
@@ -131,7 +125,7 @@ def test_an_idempotency_key_replays_conflicts_and_expires(house: TestLedger) -> 
     assert isinstance(keep.begin("acme", "k", b"other", "r4"), Claimed)
 
 
-def test_an_idempotency_key_of_a_dead_request_is_free_again(house: TestLedger) -> None:
+def test_an_idempotency_key_of_a_dead_request_is_free_again(house):
     keep = Idempotency(house.ledger.store, clock_ns=house.clock)
     house.fund(10)
     assert isinstance(keep.begin("acme", "k", b"body", "r1"), Claimed)
@@ -145,9 +139,7 @@ def test_an_idempotency_key_of_a_dead_request_is_free_again(house: TestLedger) -
     assert isinstance(keep.begin("acme", "k", b"body", "r3"), Claimed)
 
 
-def test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once(
-    house: TestLedger,
-) -> None:
+def test_a_key_whose_server_died_is_free_at_once_and_its_request_pays_once(house):
     store = house.ledger.store
     house.fund(UNITS)
     first = Idempotency(store, owner="one", clock_ns=house.clock)

@@ -23,9 +23,7 @@ WITHOUT_META = sa.text("DROP TABLE meta")
     ("change", "named"),
     [(NEWER, "9999"), (UNNUMBERED, "unnumbered"), (WITHOUT_META, "unnumbered")],
 )
-def test_a_ledger_of_another_version_is_refused(
-    url: str, change: sa.TextClause, named: str
-) -> None:
+def test_a_ledger_of_another_version_is_refused(url, change, named):
     open_store(url).close()
     engine = sa.create_engine(url)
     with engine.begin() as connection:
@@ -35,7 +33,7 @@ def test_a_ledger_of_another_version_is_refused(
         open_store(url)
 
 
-def test_a_server_writes_nothing_once_a_newer_version_has_migrated_its_ledger(url: str) -> None:
+def test_a_server_writes_nothing_once_a_newer_version_has_migrated_its_ledger(url):
     """Two servers, one database, and only one of them was upgraded."""
     with running_ledger(url) as house:
         house.fund(UNITS)
@@ -58,7 +56,7 @@ def test_a_server_writes_nothing_once_a_newer_version_has_migrated_its_ledger(ur
 
 
 @pytest.mark.parametrize("url", ["postgresql:/me:geheim@host/db", "me:ge@heim@host"])
-def test_an_invalid_database_url_is_shown_without_its_password(url: str) -> None:
+def test_an_invalid_database_url_is_shown_without_its_password(url):
     with pytest.raises(StoreError, match=r"'\*\*\*@host.*' is not a database URL") as raised:
         open_store(url)
     assert "heim" not in str(raised.value)

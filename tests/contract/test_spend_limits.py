@@ -1,7 +1,6 @@
 """Hard limits: who is refused, what counts, and until when; on each kind of database."""
 
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +75,7 @@ def spent(house: TestLedger) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house: TestLedger) -> None:
+def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house):
     limit(house, 10)
     spend(house, "r1", 6)
     running = house.reserve("r2", 3 * TOKEN)
@@ -101,7 +100,7 @@ def test_a_request_that_would_pass_the_limit_is_refused_and_told_why(house: Test
         house.reserve("r6", UNITS)
 
 
-def test_an_answer_is_cut_where_the_limit_ends_it(house: TestLedger) -> None:
+def test_an_answer_is_cut_where_the_limit_ends_it(house):
     limit(house, 10)
     hold = house.reserve("r1", 6 * TOKEN)
     house.ledger.top_up(hold, 4 * TOKEN).result()
@@ -120,9 +119,7 @@ def test_an_answer_is_cut_where_the_limit_ends_it(house: TestLedger) -> None:
         (Of.TAG, "team=a", {"tags": (("team", "a"),)}, {"tags": (("team", "b"),)}),
     ],
 )
-def test_a_limit_counts_its_own_key_user_or_tag_alone(
-    house: TestLedger, of: Of, value: str, mine: dict[str, Any], other: dict[str, Any]
-) -> None:
+def test_a_limit_counts_its_own_key_user_or_tag_alone(house, of, value, mine, other):
     limit(house, 2, of, value)
     spend(house, "r1", 5, **other)
     spend(house, "r2", 2, **mine)
@@ -133,9 +130,7 @@ def test_a_limit_counts_its_own_key_user_or_tag_alone(
     assert {f"2025-01/{value}": (2, 0)} == spent(house)
 
 
-def test_each_user_has_a_limit_of_its_own_and_requests_without_one_share_theirs(
-    house: TestLedger,
-) -> None:
+def test_each_user_has_a_limit_of_its_own_and_requests_without_one_share_theirs(house):
     limit(house, 2, Of.USER, "*")
     for user in ("anna", "ben", ""):
         spend(house, f"r-{user}", 2, user=user)
@@ -144,7 +139,7 @@ def test_each_user_has_a_limit_of_its_own_and_requests_without_one_share_theirs(
     assert dict.fromkeys(["2025-01/anna", "2025-01/ben", "2025-01/"], (2, 0)) == spent(house)
 
 
-def test_a_request_meets_every_limit_that_counts_it(house: TestLedger) -> None:
+def test_a_request_meets_every_limit_that_counts_it(house):
     limit(house, 9)
     limit(house, 5, Of.USER, "*", name="users")
     limit(house, 3, Of.KEY, "k", name="key", per=BudgetSpan.DAY)
@@ -161,9 +156,7 @@ def test_a_request_meets_every_limit_that_counts_it(house: TestLedger) -> None:
     assert {"cap", "users", "key"} == set(charge.details["limits"])
 
 
-def test_a_new_month_begins_anew_and_a_request_counts_where_it_was_admitted(
-    house: TestLedger,
-) -> None:
+def test_a_new_month_begins_anew_and_a_request_counts_where_it_was_admitted(house):
     limit(house, 4)
     spend(house, "r1", 2)
     house.clock.advance(31 * DAY_S - 60)
@@ -178,7 +171,7 @@ def test_a_new_month_begins_anew_and_a_request_counts_where_it_was_admitted(
     assert {"2025-01/": (4, 0), "2025-02/": (4, 0)} == spent(house)
 
 
-def test_a_limit_set_in_the_middle_counts_what_was_spent_and_what_runs(house: TestLedger) -> None:
+def test_a_limit_set_in_the_middle_counts_what_was_spent_and_what_runs(house):
     house.clock.advance(-DAY_S)
     spend(house, "december", 5, user="anna")
     house.clock.advance(DAY_S)
@@ -195,9 +188,7 @@ def test_a_limit_set_in_the_middle_counts_what_was_spent_and_what_runs(house: Te
     assert {"2025-01/anna": (5, 0)} == spent(house)
 
 
-def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_in(
-    house: TestLedger,
-) -> None:
+def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_in(house):
     spend(house, "r1", 6)
     running = house.reserve("r2", 3 * TOKEN)
     limit(house, 2)
@@ -220,7 +211,7 @@ def test_a_limit_below_what_is_spent_refuses_the_next_and_a_raised_one_lets_it_i
     assert not house.accounts.store.all_holds()
 
 
-def test_a_refund_is_not_spent_and_a_lost_answer_not_either(house: TestLedger) -> None:
+def test_a_refund_is_not_spent_and_a_lost_answer_not_either(house):
     limit(house, 4)
     spend(house, "r1", 4)
     house.correct("r1", "c", TOKEN)
@@ -235,9 +226,7 @@ def test_a_refund_is_not_spent_and_a_lost_answer_not_either(house: TestLedger) -
     assert {"2025-01/": (1, 0)} == spent(house)
 
 
-def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
-    house: TestLedger,
-) -> None:
+def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(house):
     limit(house, 9)
     hold = house.reserve("r1", 5 * TOKEN)
     house.lapse(hold, Usage(output=2))
@@ -250,14 +239,12 @@ def test_what_a_crash_leaves_counts_as_it_was_charged_and_then_as_it_was(
     "wrong",
     [{"of": Of.TAG, "value": "*"}, {"of": Of.USER}, {"value": "ann"}, {"name": "a b"}],
 )
-def test_only_keys_and_users_each_have_a_limit_and_others_name_one(
-    house: TestLedger, wrong: dict[str, Any]
-) -> None:
+def test_only_keys_and_users_each_have_a_limit_and_others_name_one(house, wrong):
     with pytest.raises(InvalidName):
         limit(house, 1, **wrong)
 
 
-def test_a_change_of_a_budget_is_in_the_trail_and_no_other_tenants(house: TestLedger) -> None:
+def test_a_change_of_a_budget_is_in_the_trail_and_no_other_tenants(house):
     limit(house, 1)
     limit(house, 2)
     house.accounts.create_tenant("other", "CNY", by="ops")
@@ -272,7 +259,7 @@ def test_a_change_of_a_budget_is_in_the_trail_and_no_other_tenants(house: TestLe
     assert ["budget.remove", "tenant.create", "budget.set", "budget.set"] == actions
 
 
-def test_a_request_that_cost_nothing_leaves_no_row(house: TestLedger) -> None:
+def test_a_request_that_cost_nothing_leaves_no_row(house):
     """Else invented users would grow the database for free."""
     limit(house, 5, Of.USER, "*")
     for number in range(3):
@@ -287,7 +274,7 @@ def test_a_request_that_cost_nothing_leaves_no_row(house: TestLedger) -> None:
     assert {"2025-01/anna": (2, 0)} == spent(house)
 
 
-def test_rebuild_restores_what_limits_count(house: TestLedger) -> None:
+def test_rebuild_restores_what_limits_count(house):
     limit(house, 9, Of.USER, "*")
     spend(house, "r1", 2, user="anna")
     running = house.reserve("r2", TOKEN, user="ben")
@@ -301,7 +288,7 @@ def test_rebuild_restores_what_limits_count(house: TestLedger) -> None:
     house.ledger.void(running).result()
 
 
-def test_a_pins_past_hour_needs_no_check(house: TestLedger) -> None:
+def test_a_pins_past_hour_needs_no_check(house):
     limit(house, 1)
     house.clock.advance(DAY_S)
     pinned = house.ledger.book.at("model", house.clock(), "CNY")
@@ -343,7 +330,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_the_proof_finds(tmp_path: Path, name: str) -> None:
+def test_the_proof_finds(tmp_path, name):
     path = tmp_path / "ledger"
     with running_ledger(f"sqlite:///{path}") as house:
         house.fund(UNITS)

@@ -28,7 +28,7 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def test_a_stream_ends_with_the_same_message(server: Server, client: anthropic.Anthropic) -> None:
+def test_a_stream_ends_with_the_same_message(server, client):
     server.house.engine.script = Script(answer=CALL, tokens_per_step=4, hits={"hit_host": 3})
     with client.messages.stream(
         model="bytes", max_tokens=200, messages=MESSAGES, tools=[WEATHER]
@@ -43,7 +43,7 @@ def test_a_stream_ends_with_the_same_message(server: Server, client: anthropic.A
     assert kinds.count("input_json") > 1
 
 
-def test_a_call_and_its_result_go_round(server: Server, client: anthropic.Anthropic) -> None:
+def test_a_call_and_its_result_go_round(server, client):
     server.house.engine.script = Script(answer=CALL)
     asked: dict[str, Any] = {"model": "bytes", "max_tokens": 200, "tools": [WEATHER]}
     first = client.messages.create(messages=MESSAGES, **asked)
@@ -58,7 +58,7 @@ def test_a_call_and_its_result_go_round(server: Server, client: anthropic.Anthro
     assert "Yes." == second.content[0].text
 
 
-def test_refusals_are_the_clients_own_errors(server: Server, client: anthropic.Anthropic) -> None:
+def test_refusals_are_the_clients_own_errors(server, client):
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="nobody", max_tokens=5, messages=MESSAGES)
     body: Any = missing.value.body

@@ -46,19 +46,19 @@ def chat_model(server: Server, **fields: Any) -> ChatOpenAI:
     return ChatOpenAI(model="bytes", base_url=server.url, api_key=SecretStr("any"), **fields)
 
 
-def test_langchain_calls_a_function_for_structured_output(server: Server) -> None:
+def test_langchain_calls_a_function_for_structured_output(server):
     server.house.engine.script = Script(answer=called("Place"))
     chain = chat_model(server).with_structured_output(Place, method="function_calling")
     assert ROME == chain.invoke("Three nights in Rome, please.")
 
 
-def test_langchain_asks_for_a_schema(server: Server) -> None:
+def test_langchain_asks_for_a_schema(server):
     server.house.engine.script = Script(answer=ROME.model_dump_json())
     chain = chat_model(server).with_structured_output(Place, method="json_schema")
     assert ROME == chain.invoke("Three nights in Rome, please.")
 
 
-def test_langchain_streams_a_call_and_sends_its_result(server: Server) -> None:
+def test_langchain_streams_a_call_and_sends_its_result(server):
     server.house.engine.script = Script(answer=called("Place"), tokens_per_step=5)
     model = chat_model(server).bind_tools([Place])
     asked = HumanMessage("Where to?")
@@ -74,7 +74,7 @@ def test_langchain_streams_a_call_and_sends_its_result(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", [OpenAIChatModel, OpenAIResponsesModel])
-def test_pydantic_ai_gets_its_output_from_a_tool(server: Server, kind: Any) -> None:
+def test_pydantic_ai_gets_its_output_from_a_tool(server, kind):
     server.house.engine.script = Script(answer=called("final_result"))
 
     async def run() -> Place:

@@ -71,7 +71,7 @@ def conform(tmp_path: Path, *, cases: int, **environment: str) -> tuple[Any, Any
     return done, json.loads(done.stdout)
 
 
-def test_our_own_server_conforms_and_says_what_serves(tmp_path: Path) -> None:
+def test_our_own_server_conforms_and_says_what_serves(tmp_path):
     done, told = conform(tmp_path, cases=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (told["flips"], told["faults"]) == (0, [])
@@ -92,7 +92,7 @@ def test_our_own_server_conforms_and_says_what_serves(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", BREAKS)
-def test_an_engine_broken_on_purpose_is_found(tmp_path: Path, broken: str) -> None:
+def test_an_engine_broken_on_purpose_is_found(tmp_path, broken):
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITE)

@@ -4,7 +4,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def asked(server: ForkedServer, path: str, method: str = "GET", body: Any = None
         return found
 
 
-def test_previous_response_id_works_after_a_restart_and_hits(server: ForkedServer) -> None:
+def test_previous_response_id_works_after_a_restart_and_hits(server):
     answer: dict[str, Any] = {}
     for number in range(3):
         more = {"previous_response_id": answer["id"]} if answer else {}
@@ -78,7 +77,7 @@ def test_previous_response_id_works_after_a_restart_and_hits(server: ForkedServe
         asked(server, f"/v1/responses/{answer['id']}")
 
 
-def test_a_cache_is_kept_over_a_restart_and_hit(server: ForkedServer) -> None:
+def test_a_cache_is_kept_over_a_restart_and_hit(server):
     law = "The law of the land is long, and this is how it begins. " * 4
     made = post(server, "/v1/caches", name="law", ttl="1h", prompt=law)
     assert made["num_tokens"] >= BLOCK
@@ -95,9 +94,7 @@ def test_a_cache_is_kept_over_a_restart_and_hit(server: ForkedServer) -> None:
     assert [] == asked(server, "/v1/caches")["data"]
 
 
-def test_explain_quotes_a_request_from_a_file_and_a_cache_warms_its_prefix(
-    server: ForkedServer, tmp_path: Path
-) -> None:
+def test_explain_quotes_a_request_from_a_file_and_a_cache_warms_its_prefix(server, tmp_path):
     tale = "There once was a town where nobody slept, for the bells rang. " * 4
     body = tmp_path / "request.json"
     body.write_text(json.dumps({"model": "tiny", "prompt": tale + "And then?", "max_tokens": 1}))

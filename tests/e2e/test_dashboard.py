@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
@@ -109,7 +109,7 @@ def _named(page: Page, name: str) -> Locator:
     return page.locator("a, button, summary").filter(has_text=exact).locator("visible=true").first
 
 
-def test_a_newcomer_walks_through_the_dashboard(browser: Browser, used: Served) -> None:
+def test_a_newcomer_walks_through_the_dashboard(browser, used):
     Passwords(used.data_dir).set("admin", PASSWORD, Role.ADMIN)
     visitor = Visitor(browser, used)
     for title, steps in sections():
@@ -129,7 +129,7 @@ def test_a_newcomer_walks_through_the_dashboard(browser: Browser, used: Served) 
     assert 24 < float(tenant["balance"]) <= 25
 
 
-def test_numbers_change_while_requests_run(visitor: Visitor) -> None:
+def test_numbers_change_while_requests_run(visitor):
     page = visitor.log_in()
     live(page)
     saved = page.locator("[data-over='delta:traffic.saved_units.CNY']")
@@ -143,7 +143,7 @@ def test_numbers_change_while_requests_run(visitor: Visitor) -> None:
     assert page.locator("section.empty").is_hidden()
 
 
-def test_a_week_of_a_young_server_shows_its_first_minutes(visitor: Visitor) -> None:
+def test_a_week_of_a_young_server_shows_its_first_minutes(visitor):
     page = visitor.log_in()
     page.goto("/admin?window=604800")
     expect(page.locator("#state")).to_have_text(re.compile(r"^live, of \d+"))
@@ -151,7 +151,7 @@ def test_a_week_of_a_young_server_shows_its_first_minutes(visitor: Visitor) -> N
 
 
 @pytest.mark.parametrize("hours", [48, 168])
-def test_the_axis_of_days_has_dates(visitor: Visitor, hours: int) -> None:
+def test_the_axis_of_days_has_dates(visitor, hours):
     """The texts that the charts draw, over samples of these hours."""
     visitor.context.add_init_script(
         "window.drawn = new Set(); const draw = CanvasRenderingContext2D.prototype.fillText;"
@@ -170,7 +170,7 @@ def test_the_axis_of_days_has_dates(visitor: Visitor, hours: int) -> None:
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_every_page_is_accessible_and_fits(browser: Browser, used: Served, look: str) -> None:
+def test_every_page_is_accessible_and_fits(browser, used, look):
     visitor = Visitor(browser, used, **LOOKS[look])
     visitor.context.add_init_script(WATCH_SHIFTS)
     page = visitor.log_in()
@@ -192,7 +192,7 @@ def test_every_page_is_accessible_and_fits(browser: Browser, used: Served, look:
 
 
 @pytest.mark.parametrize("path", LIVE)
-def test_a_page_is_light(browser: Browser, served: Served, path: str) -> None:
+def test_a_page_is_light(browser, served, path):
     """Bytes over the wire on a first visit, everything that the page loads counted."""
     door = Visitor(browser, served)
     door.log_in()
@@ -215,9 +215,7 @@ def _size(request: Any) -> int:
 @pytest.mark.parametrize(
     ("listing", "picture"), [("explorer", "prefixes"), ("requests", "request")]
 )
-def test_the_pictures_of_the_readme(
-    browser: Browser, used: Served, listing: str, picture: str
-) -> None:
+def test_the_pictures_of_the_readme(browser, used, listing, picture):
     """Made at each run. PICTURES=1 puts them into docs/images."""
     visitor = Visitor(browser, used, viewport={"width": 1120, "height": 620})
     page = visitor.log_in()
@@ -232,7 +230,7 @@ def test_the_pictures_of_the_readme(
     visitor.close()
 
 
-def test_a_password_opens_the_door_and_logging_out_closes_it(visitor: Visitor) -> None:
+def test_a_password_opens_the_door_and_logging_out_closes_it(visitor):
     Passwords(visitor.served.data_dir).set("ada", PASSWORD, Role.READER)
     page = visitor.page
     page.goto("/admin/cache")
@@ -254,7 +252,7 @@ def test_a_password_opens_the_door_and_logging_out_closes_it(visitor: Visitor) -
     expect(page.get_by_role("heading", name="Log in")).to_be_visible()
 
 
-def test_the_keyboard_reaches_everything(visitor: Visitor, used: Served) -> None:
+def test_the_keyboard_reaches_everything(visitor, used):
     page = visitor.log_in()
     live(page)
     page.keyboard.press("Tab")
@@ -289,7 +287,7 @@ def test_the_keyboard_reaches_everything(visitor: Visitor, used: Served) -> None
     expect(page.get_by_label("Why").locator("visible=true")).to_be_focused()
 
 
-def test_the_theme_is_kept_and_drawn_without_a_flash(visitor: Visitor) -> None:
+def test_the_theme_is_kept_and_drawn_without_a_flash(visitor):
     page = visitor.log_in()
     ground = "getComputedStyle(document.body).color"
     light = page.evaluate(ground)
@@ -303,14 +301,13 @@ def test_the_theme_is_kept_and_drawn_without_a_flash(visitor: Visitor) -> None:
     assert light == page.evaluate(ground)
 
 
-def test_all_charts_share_the_cursor(visitor: Visitor) -> None:
+def test_all_charts_share_the_cursor(visitor):
     page = visitor.log_in()
     live(page)
     visitor.served.ask("Which badge has person 2?")
     page.wait_for_timeout(2500)
     plots = page.locator(".u-over")
     box = plots.first.bounding_box()
-    assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 20)
     lines = page.locator(".u-cursor-x")
     places = [line.evaluate("e => e.style.transform") for line in lines.all()[:3]]
@@ -318,7 +315,7 @@ def test_all_charts_share_the_cursor(visitor: Visitor) -> None:
     assert places[0] not in ("", "translate(-10px, 0px)")
 
 
-def test_a_reader_looks_and_cannot_change(browser: Browser, used: Served) -> None:
+def test_a_reader_looks_and_cannot_change(browser, used):
     visitor = Visitor(browser, used)
     page = visitor.log_in("reader")
     for path in PAGES:
@@ -329,7 +326,7 @@ def test_a_reader_looks_and_cannot_change(browser: Browser, used: Served) -> Non
     visitor.close()
 
 
-def test_new_requests_appear_by_themselves(browser: Browser, used: Served) -> None:
+def test_new_requests_appear_by_themselves(browser, used):
     visitor = Visitor(browser, used)
     page = visitor.log_in()
     page.goto("/admin/requests")

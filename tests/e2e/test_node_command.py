@@ -82,7 +82,7 @@ def replayed(endpoint: str) -> list[dict[str, Any]]:
     return [each for each in batches if each["type"] == "BlockStored"]
 
 
-def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
+def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path):
     metrics, events = (f"127.0.0.1:{free_port()}" for _ in range(2))
     router = zmq.Context.instance().socket(zmq.SUB)
     router.setsockopt(zmq.SUBSCRIBE, b"kv-events")
@@ -112,7 +112,7 @@ def test_a_node_is_scraped_and_heard_and_keeps_quotas(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="this machine has no C++ compiler")
-def test_a_node_with_a_disk_expands_records_by_a_library_that_it_keeps(tmp_path: Path) -> None:
+def test_a_node_with_a_disk_expands_records_by_a_library_that_it_keeps(tmp_path):
     """The first node ends while it is compiled."""
     disk = ("--disk-cache-dir", str(tmp_path / "disk"))
     with node(tmp_path, *disk):
@@ -129,7 +129,7 @@ def test_a_node_with_a_disk_expands_records_by_a_library_that_it_keeps(tmp_path:
         assert 1 == len(list(kept.iterdir()))
 
 
-def test_a_node_without_the_library_says_why(tmp_path: Path) -> None:
+def test_a_node_without_the_library_says_why(tmp_path):
     disk = ("--disk-cache-dir", str(tmp_path / "disk"))
     with node(tmp_path, *disk, path="") as running:
         running.until_said("no compiled operators: this machine has no C++ compiler")
@@ -149,7 +149,7 @@ def test_a_node_without_the_library_says_why(tmp_path: Path) -> None:
         (("--events", '{"replay_endpoint": "tcp://127.0.0.1:1"}'), "endpoint Field required"),
     ],
 )
-def test_what_cannot_be_is_said(tmp_path: Path, told: tuple[str, ...], says: str) -> None:
+def test_what_cannot_be_is_said(tmp_path, told, says):
     command = Path(sys.executable).with_name("cachesvc")
     done = subprocess.run(
         [command, "node", "--socket", tmp_path / "node.sock", *told],

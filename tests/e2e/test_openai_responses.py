@@ -29,7 +29,7 @@ def sent(server: Server) -> str:
     return ByteTokenizer().decode(server.house.engine.requests[-1].tokens)
 
 
-def test_a_stream_ends_with_the_same_response(server: Server, client: openai.OpenAI) -> None:
+def test_a_stream_ends_with_the_same_response(server, client):
     server.house.engine.script = Script(answer=CALL, tokens_per_step=5)
     with client.responses.stream(model="bytes", input="hi", tools=[WEATHER]) as stream:
         events = list(stream)
@@ -52,7 +52,7 @@ def test_a_stream_ends_with_the_same_response(server: Server, client: openai.Ope
     assert kinds.count("response.function_call_arguments.delta") > 1
 
 
-def test_the_next_turn_continues_the_last(server: Server, client: openai.OpenAI) -> None:
+def test_the_next_turn_continues_the_last(server, client):
     server.house.engine.script = Script(answer=CALL)
     first = client.responses.create(
         model="bytes", input="hi", instructions="Be short.", tools=[WEATHER]
@@ -70,7 +70,7 @@ def test_the_next_turn_continues_the_last(server: Server, client: openai.OpenAI)
     assert (first.id, "20 degrees") == (second.previous_response_id, second.output_text)
 
 
-def test_what_is_stored_can_be_asked_for_and_deleted(server: Server, client: openai.OpenAI) -> None:
+def test_what_is_stored_can_be_asked_for_and_deleted(server, client):
     server.house.engine.script = Script(answer="hello")
     kept = client.responses.create(model="bytes", input="hi")
     assert kept.output_text == client.responses.retrieve(kept.id).output_text

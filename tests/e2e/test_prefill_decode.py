@@ -69,7 +69,7 @@ def text(answer: httpx.Response) -> str:
     return str(answer.json()["choices"][0]["text"])
 
 
-def test_a_prompt_computed_on_one_server_is_decoded_on_the_other(pair: Pair) -> None:
+def test_a_prompt_computed_on_one_server_is_decoded_on_the_other(pair):
     first = ask(pair.prefill, STORY, max_tokens=1, cachesvc={"publish": True})
     published = int(first.headers["X-Cachesvc-Published-Tokens"])
     prompt_tokens = first.json()["usage"]["prompt_tokens"]
@@ -79,7 +79,7 @@ def test_a_prompt_computed_on_one_server_is_decoded_on_the_other(pair: Pair) -> 
     assert hits(answer)["remote"] >= published - 16 > 0
 
 
-def test_the_example_prints_the_answer_of_a_server_alone(pair: Pair) -> None:
+def test_the_example_prints_the_answer_of_a_server_alone(pair):
     command = [sys.executable, str(EXAMPLE), pair.prefill.url, pair.decode.url, TALE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert 0 == done.returncode, done.stderr
@@ -87,7 +87,7 @@ def test_the_example_prints_the_answer_of_a_server_alone(pair: Pair) -> None:
     assert "'remote': 0" not in done.stderr and "'remote'" in done.stderr
 
 
-def test_publishing_is_refused_by_name_where_it_cannot_be(pair: Pair) -> None:
+def test_publishing_is_refused_by_name_where_it_cannot_be(pair):
     refused = httpx.post(
         f"{pair.alone.url}/v1/completions",
         json={"model": "demo", "prompt": "x", "cachesvc": {"publish": True}},

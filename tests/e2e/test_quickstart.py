@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/quickstart.md").read_text()
 
 
-def test_the_second_question_finds_the_document(default_server: str) -> None:
+def test_the_second_question_finds_the_document(default_server):
     [program] = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     run = subprocess.run(
         [sys.executable, "-c", program.replace("http://127.0.0.1:8000", default_server)],

@@ -103,7 +103,7 @@ def tiers_of(answer: dict[str, Any]) -> dict[str, int]:
     return tiers
 
 
-def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir: Path) -> None:
+def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir):
     with server(data_dir) as (process, url):
         assert "Paris" in text_of(ask(url, "What is the capital of France?"))
         cold = ask(url, "Where does person 3 live?", DOCUMENT)
@@ -138,9 +138,7 @@ def test_hits_come_from_the_device_then_after_a_restart_from_disk(data_dir: Path
         assert "Traceback" not in refused.stderr
 
 
-def test_after_a_kill_within_writes_nothing_corrupt_is_served_and_answers_are_right(
-    data_dir: Path,
-) -> None:
+def test_after_a_kill_within_writes_nothing_corrupt_is_served_and_answers_are_right(data_dir):
     """Blocks are written as they fill; the kill comes while a prompt's are on their way."""
     question = "Which badge has person 5?"
     with server(data_dir, "write_through") as (process, url):

@@ -36,9 +36,7 @@ def arguments(model: Path, data_dir: Path, port: int = 0) -> list[str]:
     return [str(SCRIPT), "serve", *where, "--block-size", "16", *SIZES]
 
 
-def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them(
-    model: Path, tmp_path: Path
-) -> None:
+def test_a_terminal_shows_phases_then_the_url_and_the_link_and_no_bar_after_them(model, tmp_path):
     with on_a_terminal(arguments(model, tmp_path), model.parent) as terminal:
         terminal.read_until("admin/login?token=")
         for phase in ("importing torch", "loading tiny", "opening tiers and engine", "warming up"):
@@ -71,9 +69,7 @@ def ask(port: int, path: str) -> tuple[int, str, str | None]:
             return error.code, error.read().decode(), error.headers.get("Retry-After")
 
 
-def test_the_port_answers_while_the_model_loads_and_is_ready_when_it_has(
-    model: Path, tmp_path: Path
-) -> None:
+def test_the_port_answers_while_the_model_loads_and_is_ready_when_it_has(model, tmp_path):
     """The first answers come before torch is imported, which takes seconds."""
     port = free_port()
     log = tmp_path / "log"

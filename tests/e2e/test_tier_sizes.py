@@ -53,9 +53,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("device", "host", "disk"), ROWS)
-def test_tiers_of_every_size_serve_and_are_told_truly(
-    device: str, host: str, disk: str, model: Path, tmp_path: Path
-) -> None:
+def test_tiers_of_every_size_serve_and_are_told_truly(device, host, disk, model, tmp_path):
     server = Sized(tmp_path, model)
     server.sizes = (device, host, disk)
     shown = {
@@ -66,7 +64,6 @@ def test_tiers_of_every_size_serve_and_are_told_truly(
     try:
         server.start()
         said = re.search(r"serves wide on \S+ \((.*); data in", server.log)
-        assert said is not None
         assert ", ".join(f"{name} {has}" for name, has in shown.items() if has) == said[1]
         assert 0 == sum(server.ask().values())
         assert 64 <= sum(server.ask().values())
@@ -75,7 +72,6 @@ def test_tiers_of_every_size_serve_and_are_told_truly(
         assert (tiers["host"]["capacity_bytes"] > 0) is bool(shown["host"])
         server.stop()
         lost = re.search(r"stopped; .*?(\d+) blocks lost", server.log)
-        assert lost is not None
         assert ("without a disk tier" in lost[0]) is (disk == "0") is (int(lost[1]) > 0)
         server.start()
         assert {"disk": 64 if disk != "0" else 0} == {"disk": server.ask().get("disk", 0)}

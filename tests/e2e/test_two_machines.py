@@ -109,9 +109,7 @@ def until(done: Callable[[], Any]) -> None:
         time.sleep(0.05)
 
 
-def test_two_servers_share_blocks_a_ledger_and_limits(
-    servers: tuple[Machine, Machine, Mapping[str, str]],
-) -> None:
+def test_two_servers_share_blocks_a_ledger_and_limits(servers):
     one, two, key = servers
     num_asked = 0
 

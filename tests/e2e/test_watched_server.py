@@ -212,7 +212,7 @@ def replayed(folder: Path) -> list[dict[str, Any]]:
         context.destroy(linger=0)
 
 
-def test_a_router_knows_how_many_blocks_each_tier_holds(watched: Prometheus, folder: Path) -> None:
+def test_a_router_knows_how_many_blocks_each_tier_holds(watched, folder):
     held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
     for event in replayed(folder):
         if event["type"] == "BlockStored":
@@ -227,18 +227,18 @@ def test_a_router_knows_how_many_blocks_each_tier_holds(watched: Prometheus, fol
     assert 0 < len(held["GPU"]) <= blocks
 
 
-def test_the_server_is_scraped_whole(watched: Prometheus) -> None:
+def test_the_server_is_scraped_whole(watched):
     (target,) = watched.get("targets")["activeTargets"]
     assert ("up", "") == (target["health"], target["lastError"])
 
 
-def test_every_panel_is_answered(watched: Prometheus) -> None:
+def test_every_panel_is_answered(watched):
     """Each expression is one that Prometheus takes, and has something to draw."""
     empty = {panel.title for panel in panels() if not watched.values(chosen(panel.expr))}
     assert EMPTY >= empty
 
 
-def test_the_boards_tell_what_happened(watched: Prometheus) -> None:
+def test_the_boards_tell_what_happened(watched):
     def one(expr: str) -> float:
         (value,) = watched.values(expr)
         return value
@@ -253,7 +253,7 @@ def test_the_boards_tell_what_happened(watched: Prometheus) -> None:
     assert 0 == one("cachesvc_ledger_drift_units")
 
 
-def test_every_rule_is_evaluated_and_no_alert_fires(watched: Prometheus) -> None:
+def test_every_rule_is_evaluated_and_no_alert_fires(watched):
     groups = watched.get("rules")["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     written = yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text())["groups"]
@@ -266,7 +266,7 @@ def test_every_rule_is_evaluated_and_no_alert_fires(watched: Prometheus) -> None
             assert values and not any(map(math.isnan, values)), rule["name"]
 
 
-def test_the_shipped_scrape_configuration_is_correct() -> None:
+def test_the_shipped_scrape_configuration_is_correct():
     program()
     checked = subprocess.run(
         ["promtool", "check", "config", OPS / "prometheus" / "prometheus.yml"],

@@ -483,14 +483,14 @@ def check(databases: Databases, *, examples: int) -> None:
 
 @pytest.mark.parametrize("examples", [40, pytest.param(2000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
-def test_the_ledger_does_what_the_model_says(tmp_path: Path, examples: int) -> None:
+def test_the_ledger_does_what_the_model_says(tmp_path, examples):
     check(partial(sqlite_file, tmp_path), examples=examples)
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
-def test_two_servers_on_postgresql_do_what_the_model_says(postgres: str, examples: int) -> None:
+def test_two_servers_on_postgresql_do_what_the_model_says(postgres, examples):
     with fresh_database(postgres) as url, ExitStack() as scope:
         stores = [scope.enter_context(closing(open_store(url))) for _ in range(2)]
         check(partial(emptied, stores), examples=examples)

@@ -27,8 +27,6 @@ from tiers.operations.face import CacheOperations
 from tiers.operations.pins import MAX_CACHES
 from tiers.policy.retention import Pin, PinError
 
-pytestmark = pytest.mark.anyio
-
 BLOCK = 4
 LAYOUT = chain_layout(BLOCK)
 ROOT = CacheScope(tenant=b"acme").root()
@@ -131,7 +129,7 @@ def total(pins: Iterable[tuple[Pin[PrefixKey], float]]) -> int:
     return sum(pin.num_tokens * spans_begun(pin, end_s, HOUR_S) * RATE for pin, end_s in pins)
 
 
-async def test_each_started_hour_is_charged_when_it_begins(tmp_path: Path, url: str) -> None:
+async def test_each_started_hour_is_charged_when_it_begins(tmp_path, url):
     with running_ledger(url) as money:
         apply(money)
         money.fund(10**12)
@@ -152,9 +150,7 @@ async def test_each_started_hour_is_charged_when_it_begins(tmp_path: Path, url: 
 BY_MINUTE = PRICED.replace('storage = "1"', 'storage_minute = "1"')
 
 
-async def test_each_started_minute_is_charged_where_the_card_says_so(
-    tmp_path: Path, url: str
-) -> None:
+async def test_each_started_minute_is_charged_where_the_card_says_so(tmp_path, url):
     with running_ledger(url) as money:
         apply(money, BY_MINUTE)
         money.fund(10**12)
@@ -179,9 +175,7 @@ async def test_each_started_minute_is_charged_where_the_card_says_so(
         assert (0, 63 * 12) == (day["requests"], day["storage_token_minutes"])
 
 
-async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(
-    tmp_path: Path, url: str
-) -> None:
+async def test_a_tenant_causes_one_entry_a_minute_for_each_of_64_caches(tmp_path, url):
     """And one for each that it makes anew, which is a request of its own."""
     with running_ledger(url) as money:
         apply(money, BY_MINUTE)
@@ -226,7 +220,7 @@ async def test_a_pin_changes_between_hours_and_minutes_as_an_hour_begins(
         assert {12 * RATE} == set(charges(money).values())
 
 
-async def test_a_card_without_storage_charges_nothing(tmp_path: Path, url: str) -> None:
+async def test_a_card_without_storage_charges_nothing(tmp_path, url):
     with running_ledger(url) as money:
         life = Life(tmp_path, money)
         await life.pin("system", 3, hours=9)
@@ -234,7 +228,7 @@ async def test_a_card_without_storage_charges_nothing(tmp_path: Path, url: str) 
         assert charges(money) == {} and life.names() == ["system"]
 
 
-async def test_a_groups_pin_is_charged_to_no_tenant(tmp_path: Path, url: str) -> None:
+async def test_a_groups_pin_is_charged_to_no_tenant(tmp_path, url):
     with running_ledger(url) as money:
         apply(money)
         life = Life(tmp_path, money)
@@ -243,9 +237,7 @@ async def test_a_groups_pin_is_charged_to_no_tenant(tmp_path: Path, url: str) ->
         assert charges(money) == {} and life.names() == ["shared"]
 
 
-async def test_a_pin_that_the_balance_does_not_cover_is_released_and_audited(
-    tmp_path: Path, url: str
-) -> None:
+async def test_a_pin_that_the_balance_does_not_cover_is_released_and_audited(tmp_path, url):
     with running_ledger(url) as money:
         apply(money)
         money.accounts.set_credit_limit("acme", 0, by="test")
@@ -264,7 +256,7 @@ async def test_a_pin_that_the_balance_does_not_cover_is_released_and_audited(
         assert life.names() == []
 
 
-async def test_hours_while_the_server_was_down_are_owed(tmp_path: Path, url: str) -> None:
+async def test_hours_while_the_server_was_down_are_owed(tmp_path, url):
     with running_ledger(url) as money:
         apply(money)
         money.accounts.set_credit_limit("acme", 0, by="test")
@@ -277,7 +269,7 @@ async def test_hours_while_the_server_was_down_are_owed(tmp_path: Path, url: str
         assert money.accounts.tenant("acme").owed == 2 * 12 * RATE
 
 
-async def test_a_crash_between_hold_and_charge_loses_no_hour(tmp_path: Path, url: str) -> None:
+async def test_a_crash_between_hold_and_charge_loses_no_hour(tmp_path, url):
     clock = ManualClock()
     with running_ledger(url, clock=clock) as money:
         apply(money)
@@ -301,9 +293,7 @@ def _die(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_the_sum_is_tokens_times_hours_times_rate_whatever_the_restarts(
-    tmp_path: Path, url: str, seed: int
-) -> None:
+async def test_the_sum_is_tokens_times_hours_times_rate_whatever_the_restarts(tmp_path, url, seed):
     """Pins come, go, end and are replaced at random; the server is killed and started at random."""
     chance, clock = random.Random(seed), ManualClock()
     ended: list[tuple[Pin[PrefixKey], float]] = []

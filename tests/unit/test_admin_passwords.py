@@ -23,7 +23,7 @@ from cachesvc.cli import app
 SECRET = "five words that no one says"
 
 
-def test_a_password_is_kept_hashed_and_for_the_owner_alone(tmp_path: Path) -> None:
+def test_a_password_is_kept_hashed_and_for_the_owner_alone(tmp_path):
     Passwords(tmp_path).set("ada", SECRET, Role.READER)
     path = tmp_path / FILE_NAME
     assert 0o600 == stat.S_IMODE(path.stat().st_mode)
@@ -33,7 +33,7 @@ def test_a_password_is_kept_hashed_and_for_the_owner_alone(tmp_path: Path) -> No
     assert Admin("ada", Role.READER) == Passwords(tmp_path).verify("ada", SECRET)
 
 
-def test_a_change_made_by_another_process_holds_at_once(tmp_path: Path) -> None:
+def test_a_change_made_by_another_process_holds_at_once(tmp_path):
     server, command = Passwords(tmp_path), Passwords(tmp_path)
     assert server.verify("ada", SECRET) is None
     command.set("ada", SECRET, Role.ADMIN)
@@ -46,9 +46,7 @@ def test_a_change_made_by_another_process_holds_at_once(tmp_path: Path) -> None:
     assert server.verify("ada", SECRET + "!") is None
 
 
-def test_an_unknown_name_costs_a_whole_check_and_a_start_computes_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_name_costs_a_whole_check_and_a_start_computes_none(tmp_path, monkeypatch):
     hasher = passwords_module._hasher
     known = extract_parameters(hasher.hash(SECRET))
     checked: list[str] = []
@@ -68,7 +66,7 @@ def test_an_unknown_name_costs_a_whole_check_and_a_start_computes_none(
     assert [known] == [extract_parameters(each) for each in checked]
 
 
-def test_weak_passwords_and_odd_names_are_refused(tmp_path: Path) -> None:
+def test_weak_passwords_and_odd_names_are_refused(tmp_path):
     passwords = Passwords(tmp_path)
     with pytest.raises(InvalidRequest, match="12 to 1024"):
         passwords.set("ada", "x" * 1025, Role.ADMIN)
@@ -79,9 +77,7 @@ def test_weak_passwords_and_odd_names_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "garbage", "[]", '{"ada": {}}', '{"ada": {"role": "x", "hash": ""}}']
 )
-def test_a_damaged_file_is_named_and_lets_nobody_in(
-    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_named_and_lets_nobody_in(tmp_path, text, caplog):
     (tmp_path / FILE_NAME).write_text(text)
     assert Passwords(tmp_path).verify("ada", SECRET) is None
     assert f"{FILE_NAME} is damaged" in caplog.text
@@ -95,9 +91,7 @@ def run(data_dir: Path, *args: str, told: str | None = None) -> Result:
     return CliRunner().invoke(app, ["admin", *args, "--data-dir", str(data_dir)], input=told)
 
 
-def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
-    tmp_path: Path,
-) -> None:
+def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(tmp_path):
     data_dir = tmp_path / "data"
     given = run(data_dir, "password", "bob", "--role", "reader", told=f"{SECRET}\n")
     assert 0 == given.exit_code, given.output
@@ -118,7 +112,7 @@ def test_a_password_is_set_listed_and_taken_away_and_each_change_is_audited(
     assert all(SECRET not in str(entry) and "argon2" not in str(entry) for entry in trail)
 
 
-def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path):
     short = run(tmp_path, "password", told="short\n")
     assert (1, True) == (short.exit_code, "12 to 1024" in short.output)
     nobody = run(tmp_path, "password", "eve", "--remove")
@@ -127,7 +121,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert (1, True) == (unserved.exit_code, "cachesvc serve" in unserved.output)
 
 
-def test_only_the_reviewed_files_of_packages_are_served() -> None:
+def test_only_the_reviewed_files_of_packages_are_served():
     wanted = assets.VENDORED["uplot.js"]
     assert assets._vendored(wanted)
     with pytest.raises(assets.AssetMissing, match="not the file that was reviewed"):
@@ -136,7 +130,7 @@ def test_only_the_reviewed_files_of_packages_are_served() -> None:
         assets._vendored(wanted._replace(package="no_such_package"))
 
 
-def test_every_asset_has_a_type_and_fits_the_budget() -> None:
+def test_every_asset_has_a_type_and_fits_the_budget():
     files = assets.assets()
     assert [] == [name for name in files if Path(name).suffix not in assets.TYPES]
     assert sum(len(each.packed) for each in files.values()) < 80_000

@@ -133,7 +133,7 @@ CASES = [
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, from prometheus")
-def test_prometheus_says_the_same(tmp_path: Path) -> None:
+def test_prometheus_says_the_same(tmp_path):
     written = {
         "rule_files": [str(RULES)],
         "evaluation_interval": "1m",
@@ -193,7 +193,7 @@ def shown(url: str = "", readiness: Readiness = READY, broken: int = 0) -> list[
     return [(each["alert"], each["summary"]) for each in asyncio.run(alerts.firing())]
 
 
-def test_a_server_without_prometheus_shows_what_it_knows() -> None:
+def test_a_server_without_prometheus_shows_what_it_knows():
     assert [] == shown()
     degraded = Readiness(True, "", {"degraded": ["shard-0 cannot be used"], "running": 1})
     assert [("Degraded", "shard-0 cannot be used")] == shown(readiness=degraded)
@@ -201,14 +201,14 @@ def test_a_server_without_prometheus_shows_what_it_knows() -> None:
     assert "InvariantBroken" == shown(broken=2)[0][0]
 
 
-def test_the_dashboard_shows_what_prometheus_fires() -> None:
+def test_the_dashboard_shows_what_prometheus_fires():
     with answering(200, json.dumps(ANSWER).encode()) as url:
         assert [("TierFaults", "it is firing")] == shown(url)
         assert ["InvariantBroken", "TierFaults"] == [name for name, _ in shown(url, broken=1)]
 
 
 @pytest.mark.parametrize(("status", "body"), [(503, b""), (200, b"<html>"), (200, b"{}")])
-def test_a_prometheus_that_does_not_say_is_an_alert(status: int, body: bytes) -> None:
+def test_a_prometheus_that_does_not_say_is_an_alert(status, body):
     with answering(status, body) as url:
         [(name, summary)] = shown(url)
     assert "PrometheusSilent" == name

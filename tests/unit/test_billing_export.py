@@ -68,7 +68,7 @@ DECIMALS = words("""BilledCost ContractedCost EffectiveCost ListCost PricingQuan
 ConsumedQuantity ListUnitPrice ContractedUnitPrice""")
 
 
-def test_rows_are_what_focus_1_0_asks_for(house: TestLedger) -> None:
+def test_rows_are_what_focus_1_0_asks_for(house):
     rows = focus(house)
     assert MANDATORY <= rows[0].keys()
     own = [name for name in rows[0] if name.startswith("x_")]
@@ -91,7 +91,7 @@ def test_rows_are_what_focus_1_0_asks_for(house: TestLedger) -> None:
             assert row[name] < row[name.replace("Start", "End")]
 
 
-def test_focus_rows_add_up_to_what_was_charged(house: TestLedger) -> None:
+def test_focus_rows_add_up_to_what_was_charged(house):
     rows = focus(house)
     assert -house.account().balance + UNITS == sum(parse_amount(row["BilledCost"]) for row in rows)
     of_r1 = [row for row in rows if row["x_EntryId"] == "acme/2"]
@@ -133,7 +133,7 @@ output = "20"
 """
 
 
-def test_one_price_id_is_one_price_of_one_sku(house: TestLedger) -> None:
+def test_one_price_id_is_one_price_of_one_sku(house):
     house.accounts.apply_card(parse_card(TWO_MODELS), by="test")
     for hour in range(0, 24, 6):
         for model, hit in product(("small", "large"), (32, 640)):
@@ -180,7 +180,7 @@ def charged(house: TestLedger, name: str, usage: Usage, model: str = "small") ->
     house.settle(hold, usage)
 
 
-def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house: TestLedger) -> None:
+def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house):
     house.accounts.apply_card(parse_card(NIGHTS), by="test")
     for number in range(3):
         charged(house, f"n{number}", Usage(miss=10 + number, output=7))
@@ -201,9 +201,7 @@ def test_what_lacks_to_a_minimum_has_no_price_and_a_fee_has_one(house: TestLedge
     assert {("nights/1/small/night | partners:request", "0.01")} == fees
 
 
-def test_what_grants_pay_is_a_credit_so_that_billed_costs_are_what_was_paid(
-    house: TestLedger,
-) -> None:
+def test_what_grants_pay_is_a_credit_so_that_billed_costs_are_what_was_paid(house):
     """Also if it is given back, and in the next month."""
     house.deposit(Kind.GRANT, 10**9, "g")
     house.charge("g1", Usage(miss=1200))
@@ -231,9 +229,7 @@ def told(house: TestLedger, tmp_path: Path, *flags: str, code: int = 0) -> str:
 
 
 @pytest.mark.parametrize("length", [1, 200, 999, 10**6])
-def test_a_line_that_a_crash_tore_is_cut_off_and_nothing_is_skipped(
-    house: TestLedger, tmp_path: Path, length: int
-) -> None:
+def test_a_line_that_a_crash_tore_is_cut_off_and_nothing_is_skipped(house, tmp_path, length):
     """The crash came after some bytes of a chunk and before its position was noted."""
     out = tmp_path / "out"
     told(house, tmp_path, "--to", str(out))
@@ -246,9 +242,7 @@ def test_a_line_that_a_crash_tore_is_cut_off_and_nothing_is_skipped(
     assert {"acme/2", "acme/3", "acme/4", "acme/5"} == ids - {"x_EntryId"}
 
 
-def test_what_is_new_is_appended_and_one_export_writes_at_a_time(
-    house: TestLedger, tmp_path: Path
-) -> None:
+def test_what_is_new_is_appended_and_one_export_writes_at_a_time(house, tmp_path):
     out = tmp_path / "costs.csv"
     assert "5 entries written" in told(house, tmp_path, "--to", str(out))
     assert "0 entries written" in told(house, tmp_path, "--to", str(out))
@@ -262,14 +256,12 @@ def test_what_is_new_is_appended_and_one_export_writes_at_a_time(
     assert "cannot write" in told(house, tmp_path, "--to", str(tmp_path), code=1)
 
 
-def test_a_scheme_of_a_service_is_refused_with_what_takes_the_events() -> None:
+def test_a_scheme_of_a_service_is_refused_with_what_takes_the_events():
     result = CliRunner().invoke(app, ["usage", "export", "--to", "stripe+https://api.stripe.com"])
     assert (2, True) == (result.exit_code, "maps the events" in result.output)
 
 
-def test_the_position_waits_for_the_disk(
-    house: TestLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_position_waits_for_the_disk(house, tmp_path, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -296,5 +288,5 @@ def test_the_position_waits_for_the_disk(
         ("plain", "plain"),
     ],
 )
-def test_a_cell_is_one_line_and_no_formula(text: str, cell: str) -> None:
+def test_a_cell_is_one_line_and_no_formula(text, cell):
     assert cell == safe_cell(text)

@@ -37,9 +37,7 @@ def house(tmp_path: Path) -> Iterator[TestLedger]:
 
 
 @pytest.mark.parametrize("outcome", Outcome)
-def test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold(
-    house: TestLedger, outcome: Outcome
-) -> None:
+def test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold(house, outcome):
     """After the first token and before it; what was not billed is on the record."""
     for name, used, billed in zip("ab", (WHOLE, PROMPT_ONLY), LINES[outcome], strict=True):
         assert billable(used, outcome) == billed
@@ -52,21 +50,21 @@ def test_every_way_out_is_billed_as_its_line_says_and_ends_the_hold(
         assert house.settle(hold, used, outcome).repeated
 
 
-def test_a_failure_that_sent_nothing_costs_nothing(house: TestLedger) -> None:
+def test_a_failure_that_sent_nothing_costs_nothing(house):
     """Such as an answer that goes out whole: its tokens were made, and the client got a 500."""
     hold = house.reserve("r1", 10**10)
     entry = house.settle(hold, WHOLE, Outcome.FAILED, delivered=False).entry
     assert (entry.amount, entry.details["unbilled"]) == (0, WHOLE.record())
 
 
-def test_the_docs_have_a_line_for_every_outcome() -> None:
+def test_the_docs_have_a_line_for_every_outcome():
     text = Path("docs/billing.md").read_text()
     text = text.partition("## Every way out")[2].partition("\n## ")[0]
     documented = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert documented == {outcome.value for outcome in Outcome}
 
 
-def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: TestLedger) -> None:
+def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house):
     house.deposit(Kind.GRANT, 5_000_000, "g")
     house.charge("r1", Usage(output=4))  # 5 granted, 3 paid
     for reference, amount, granted, owing in (
@@ -79,7 +77,7 @@ def test_a_correction_gives_back_paid_money_first_and_granted_money_last(house: 
         assert (account.granted, account.topup) == (granted, UNITS - owing)
 
 
-def test_what_is_given_back_settles_what_is_owed_first(house: TestLedger) -> None:
+def test_what_is_given_back_settles_what_is_owed_first(house):
     house.accounts.set_credit_limit("acme", UNITS, by="test")
     house.charge("r1", Usage(output=500_000))  # all that was paid
     house.charge("r2", Usage(output=2))
@@ -92,7 +90,7 @@ def test_what_is_given_back_settles_what_is_owed_first(house: TestLedger) -> Non
     assert house.account().topup == 10_000_000
 
 
-def test_a_postpaid_tenant_owes_up_to_its_limit_and_no_more(house: TestLedger) -> None:
+def test_a_postpaid_tenant_owes_up_to_its_limit_and_no_more(house):
     house.accounts.set_credit_limit("acme", 10**7, by="test")
     hold = house.reserve("r1", UNITS + 10**7)
     with pytest.raises(InsufficientBalance):
@@ -104,7 +102,7 @@ def test_a_postpaid_tenant_owes_up_to_its_limit_and_no_more(house: TestLedger) -
         house.reserve("r3", 1)
 
 
-def test_a_hold_that_its_server_renewed_is_not_ended_by_another(house: TestLedger) -> None:
+def test_a_hold_that_its_server_renewed_is_not_ended_by_another(house):
     hold = house.reserve("r1", 10)
     expired_at_ns = house.clock() + 60 * NS  # as the other read it
     house.clock.advance(50)

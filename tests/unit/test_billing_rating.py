@@ -44,7 +44,7 @@ PINNED = [
 ]
 
 
-def test_no_float_comes_near_money() -> None:
+def test_no_float_comes_near_money():
     """Seconds may be floats, and the lengths of a printed page; a module of amounts has no float
     literal, cast or division."""
     timed = {
@@ -70,12 +70,12 @@ def _is_path(node: ast.AST) -> bool:
 
 
 @given(st.integers(1 - 10**27, 10**27 - 1))  # what can be said: 15 digits before the point
-def test_an_amount_survives_its_text(units: int) -> None:
+def test_an_amount_survives_its_text(units):
     assert parse_amount(format_units(units)) == units
 
 
 @given(st.integers(-(10**20), 10**20), st.integers(0, 12))
-def test_rounding_is_half_even(units: int, places: int) -> None:
+def test_rounding_is_half_even(units, places):
     exact = Fraction(units, UNITS)
     expected = round(exact * 10**places)  # Fraction rounds half to even
     assert round_half_even(units, places) * 10**places == expected * UNITS
@@ -83,7 +83,7 @@ def test_rounding_is_half_even(units: int, places: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "1e5", "NaN", "1.", ".5", "0x1", "1,5", "--1"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_what_is_no_amount_is_refused(text):
     with pytest.raises(InvalidAmount, match="is not an amount"):
         parse_amount(text)
     with pytest.raises(InvalidAmount, match="12 decimal places"):
@@ -92,7 +92,7 @@ def test_what_is_no_amount_is_refused(text: str) -> None:
         parse_positive("0.00")
 
 
-def test_a_rate_is_whole_units_a_token() -> None:
+def test_a_rate_is_whole_units_a_token():
     assert units_per_token(Decimal("0.028"), "hit") == 28_000
     assert rate_per_million(28_000) == "0.028"
     with pytest.raises(InvalidAmount, match="six decimal places"):
@@ -101,12 +101,12 @@ def test_a_rate_is_whole_units_a_token() -> None:
 
 @pytest.mark.parametrize("name", CLASSES)
 @pytest.mark.parametrize("count", [-1, 1.0, True, "1", None])
-def test_a_count_is_a_whole_number(name: str, count: object) -> None:
+def test_a_count_is_a_whole_number(name, count):
     with pytest.raises(InvalidUsage, match=name):
         Usage(**{name: count})  # type: ignore[arg-type]
 
 
-def test_usage_of_the_engines_counts_adds_up_to_the_prompt() -> None:
+def test_usage_of_the_engines_counts_adds_up_to_the_prompt():
     from engine.request import TokenCounts
 
     counts = TokenCounts(prompt=100, hit_device=10, hit_host=20, hit_disk=30, output=5)
@@ -117,7 +117,7 @@ def test_usage_of_the_engines_counts_adds_up_to_the_prompt() -> None:
 
 
 @given(USAGES)
-def test_a_usage_survives_its_record(usage: Usage) -> None:
+def test_a_usage_survives_its_record(usage):
     assert Usage.from_record(usage.record()) == usage
     with pytest.raises(InvalidUsage, match="tape"):
         Usage.from_record(usage.record() | {"hit_tape": 1})
@@ -136,13 +136,13 @@ def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage:
 
 
 @given(USAGES, USAGES)
-def test_a_card_without_a_minimum_rates_the_sum_as_the_sum(one: Usage, two: Usage) -> None:
+def test_a_card_without_a_minimum_rates_the_sum_as_the_sum(one, two):
     pinned = parse_card(shipped_cards()["peak-off-peak"]).pin("m", STANDARD)
     whole = rate(one + two, pinned).amount
     assert whole == rate(one, pinned).amount + rate(two, pinned).amount
 
 
-def test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage() -> None:
+def test_hits_below_the_minimum_cost_as_misses_and_stay_hits_in_the_usage():
     pinned = default_card().at("m", START_NS)
     small, enough = Usage(hit_host=63, miss=1), Usage(hit_host=64)
     assert rate(small, pinned).amount == 64 * pinned.rates.miss

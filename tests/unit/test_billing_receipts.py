@@ -37,7 +37,7 @@ def house(tmp_path: Path) -> Iterator[TestLedger]:
         yield house
 
 
-def test_a_receipt_is_proved_by_the_public_key_alone(house: TestLedger, tmp_path: Path) -> None:
+def test_a_receipt_is_proved_by_the_public_key_alone(house, tmp_path):
     """No field at any depth can be changed, left out or added."""
     signer, asked = ReceiptSigner.open(tmp_path), (house.ledger.store, house.ledger.book)
     receipt = receipt_for(*asked, signer, "acme", "r1")
@@ -60,7 +60,7 @@ def test_a_receipt_is_proved_by_the_public_key_alone(house: TestLedger, tmp_path
         receipt_for(*asked, signer, "acme", "r9")
 
 
-def test_a_new_key_leaves_earlier_receipts_provable(house: TestLedger, tmp_path: Path) -> None:
+def test_a_new_key_leaves_earlier_receipts_provable(house, tmp_path):
     """To change keys, the private one is removed: every public key stays published."""
     store, book = house.ledger.store, house.ledger.book
     old = ReceiptSigner.open(tmp_path)
@@ -77,7 +77,7 @@ def test_a_new_key_leaves_earlier_receipts_provable(house: TestLedger, tmp_path:
     assert 2 == len(published_keys(tmp_path))
 
 
-def test_a_customer_checks_a_receipt_as_the_docs_say(house: TestLedger, tmp_path: Path) -> None:
+def test_a_customer_checks_a_receipt_as_the_docs_say(house, tmp_path):
     """The snippet of docs/billing.md, with nothing of ours."""
     page = Path("docs/billing.md").read_text()
     snippet = page.partition("## Receipts")[2].partition("```python\n")[2].partition("```")[0]
@@ -91,7 +91,7 @@ def test_a_customer_checks_a_receipt_as_the_docs_say(house: TestLedger, tmp_path
         assert (code, b"InvalidSignature" in ran.stderr) == (ran.returncode, bool(code))
 
 
-def test_receipts_are_checked_from_the_command_line(house: TestLedger, tmp_path: Path) -> None:
+def test_receipts_are_checked_from_the_command_line(house, tmp_path):
     def told(*args: str, code: int = 0) -> str:
         result = CliRunner().invoke(app, ["usage", *args, "--data-dir", str(tmp_path)])
         assert code == result.exit_code, result.output
@@ -112,7 +112,7 @@ def test_receipts_are_checked_from_the_command_line(house: TestLedger, tmp_path:
     assert "is not a receipt" in told("receipt", "--check", str(file), code=1)
 
 
-def test_a_plan_rates_real_usage_under_another_card(house: TestLedger) -> None:
+def test_a_plan_rates_real_usage_under_another_card(house):
     found = plan.rerate(house.ledger.store, plan.under_card(find_card("peak-off-peak")))
     assert found.differing == ["acme/r1"]
     row = found.rows[0]
@@ -122,7 +122,7 @@ def test_a_plan_rates_real_usage_under_another_card(house: TestLedger) -> None:
     assert (own.num_differing, own.rows[0].change) == (0, 0)
 
 
-def test_a_plan_says_what_has_no_price_and_leaves_other_currencies(house: TestLedger) -> None:
+def test_a_plan_says_what_has_no_price_and_leaves_other_currencies(house):
     nothing = plan.rerate(house.ledger.store, plan.under_card(find_card("two-tier")))
     assert ([], [], 1) == (nothing.rows, nothing.unpriced, nothing.num_other_currency)
     other = parse_card(find_card("deepseek-launch").text.replace('match = "*"', 'match = "big*"'))

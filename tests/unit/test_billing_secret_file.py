@@ -3,7 +3,6 @@
 import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from billing.secret_file import read_or_make
 
 
-def test_all_who_make_one_at_once_have_the_same(tmp_path: Path) -> None:
+def test_all_who_make_one_at_once_have_the_same(tmp_path):
     together = Barrier(4)
 
     def make(number: int) -> bytes:
@@ -27,7 +26,7 @@ def test_all_who_make_one_at_once_have_the_same(tmp_path: Path) -> None:
     assert 0o600 == stat.S_IMODE((tmp_path / "secret").stat().st_mode)
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 

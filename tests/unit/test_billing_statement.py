@@ -47,7 +47,7 @@ def of(
 
 
 @pytest.mark.parametrize("zone", [UTC, SHANGHAI])
-def test_every_column_adds_up(house: TestLedger, zone: Any) -> None:
+def test_every_column_adds_up(house, zone):
     found = of(house, zone=zone)
     assert found.exact == sum(line.amount for line in found.lines)
     printed = found.rounded + found.residue - found.corrected + found.rounding
@@ -61,7 +61,7 @@ def test_every_column_adds_up(house: TestLedger, zone: Any) -> None:
     assert exact == found.exact - found.corrected
 
 
-def test_a_month_begins_where_the_zone_says(house: TestLedger) -> None:
+def test_a_month_begins_where_the_zone_says(house):
     """r2 is of January in UTC and of February in Shanghai; an hour of a pin is no request."""
     assert [3, 2] == [of(house, month).requests for month in ("2025-01", "2025-02")]
     shanghai = [of(house, month, SHANGHAI) for month in ("2025-01", "2025-02")]
@@ -71,7 +71,7 @@ def test_a_month_begins_where_the_zone_says(house: TestLedger) -> None:
 
 
 @pytest.mark.parametrize("zone", [UTC, SHANGHAI, ZoneInfo("America/New_York")])
-def test_a_month_ends_where_the_next_begins(house: TestLedger, zone: Any) -> None:
+def test_a_month_ends_where_the_next_begins(house, zone):
     months = [of(house, f"2025-{number:02}", zone) for number in range(1, 5)]
     for before, after in pairwise(months):
         assert before.closing == after.opening
@@ -84,12 +84,12 @@ def test_a_month_ends_where_the_next_begins(house: TestLedger, zone: Any) -> Non
 
 
 @pytest.mark.parametrize("month", ["May", "2025-13", "2025-00", "1969-12", "2262-01", ""])
-def test_a_month_that_is_none_is_said(house: TestLedger, month: str) -> None:
+def test_a_month_that_is_none_is_said(house, month):
     with pytest.raises(InvalidSpan):
         of(house, month)
 
 
-def test_names_and_reasons_of_others_are_text(house: TestLedger) -> None:
+def test_names_and_reasons_of_others_are_text(house):
     card = find_card("two-tier").text.replace('"two-tier"', "'=1+1'").replace("USD", "CNY")
     house.accounts.apply_card(parse_card(card), by="eve")
     house.charge("r9", Usage(miss=1))
@@ -102,9 +102,7 @@ def test_names_and_reasons_of_others_are_text(house: TestLedger) -> None:
     ("currency", "printed"),
     [("JPY", "12"), ("KWD", "12.346"), ("CLF", "12.3457"), ("EUR", "12.35")],
 )
-def test_amounts_have_the_places_of_their_currency(
-    house: TestLedger, currency: str, printed: str
-) -> None:
+def test_amounts_have_the_places_of_their_currency(house, currency, printed):
     card = f"""[card]\nname="{currency}"\nversion="1"\nvalid_from=2020-01-01T00:00:00Z
 currency="{currency}"\n[[model]]\nmatch="*"\nhit=1\nmiss=12345678.9\noutput=1\n"""
     house.accounts.apply_card(parse_card(card), by="eve")
@@ -115,7 +113,7 @@ currency="{currency}"\n[[model]]\nmatch="*"\nhit=1\nmiss=12345678.9\noutput=1\n"
     assert printed == statement_json(of(house, tenant="bolt"))["total"]
 
 
-def test_an_statement_beyond_64_bits_is_exact_and_readable(house: TestLedger) -> None:
+def test_an_statement_beyond_64_bits_is_exact_and_readable(house):
     house.charge("whale", Usage(miss=10**13 + 1))
     found = of(house)
     misses = [line.amount for line in found.lines if line.name == "miss"]

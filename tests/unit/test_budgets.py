@@ -10,7 +10,7 @@ BUDGETS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cachesvc
 
 
 @pytest.mark.parametrize("package", BUDGETS)
-def test_a_package_stays_within_its_lines(package: str) -> None:
+def test_a_package_stays_within_its_lines(package):
     """Of Python and C++."""
     files = [f for kind in ("py", "cpp", "h") for f in (ROOT / package).rglob(f"*.{kind}")]
     num_lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)

@@ -27,7 +27,7 @@ def defined() -> dict[str, list[str]]:
     return found
 
 
-def test_a_class_shares_its_name_with_none() -> None:
+def test_a_class_shares_its_name_with_none():
     twice = {name: places for name, places in defined().items() if len(places) > 1}
     new = {name: at for name, at in twice.items() if name not in SHARED and name[0] != "_"}
     assert {} == new, "give one of them another name"

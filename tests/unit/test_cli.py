@@ -33,12 +33,12 @@ def apart(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, capture_output=True, text=True, timeout=110, check=False)
 
 
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command():
     shown = call("--help").stdout
     assert [] == [name for name in COMMANDS if name not in shown]
 
 
-def test_help_shows_what_stands_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_shows_what_stands_in_brackets(monkeypatch):
     """Rich takes them for styles: `[all time]`, `[seller]`."""
     monkeypatch.setenv("COLUMNS", "200")
     written = (Path(cachesvc.__file__).parents[1] / "docs" / "commands.md").read_text()
@@ -53,7 +53,7 @@ def test_help_shows_what_stands_in_brackets(monkeypatch: pytest.MonkeyPatch) -> 
     assert num_found > 15
 
 
-def test_no_help_but_of_serve_imports_torch() -> None:
+def test_no_help_but_of_serve_imports_torch():
     code = (
         "import importlib, json, sys\n"
         "from cachesvc.cli import COMMANDS\n"
@@ -74,7 +74,7 @@ def test_no_help_but_of_serve_imports_torch() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_can_be_loaded_and_has_help(name: str) -> None:
+def test_every_command_can_be_loaded_and_has_help(name):
     command = load(name)
     assert command.name == name
     shown = call(name, "--help")
@@ -84,14 +84,14 @@ def test_every_command_can_be_loaded_and_has_help(name: str) -> None:
     assert [] == [text for text in texts if re.search(r"[^\n]\n[^\n]", text)], "of the source"
 
 
-def test_a_mistyped_command_is_told_the_nearest() -> None:
+def test_a_mistyped_command_is_told_the_nearest():
     failed = call("serv")
     assert 2 == failed.exit_code
     assert "serve" in failed.stderr
 
 
 @pytest.mark.parametrize("typed", REMOVED_OPTIONS)
-def test_a_removed_option_says_what_to_do_instead(typed: str) -> None:
+def test_a_removed_option_says_what_to_do_instead(typed):
     failed = call(*typed.split(), "1")
     assert 2 == failed.exit_code
     said = " ".join(failed.output.replace("│", " ").split())
@@ -101,16 +101,14 @@ def test_a_removed_option_says_what_to_do_instead(typed: str) -> None:
 @pytest.mark.parametrize(
     ("command", "option"), [("tenants budget b acme 5", "per"), ("usage --statement x", "format")]
 )
-def test_a_removed_value_says_what_to_do_instead(command: str, option: str) -> None:
+def test_a_removed_value_says_what_to_do_instead(command, option):
     for value, instead in REMOVED_VALUES[option].items():
         failed = call(*command.split(), f"--{option}", value)
         said = " ".join(failed.output.replace("│", " ").split())
         assert 2 == failed.exit_code and f"{value} was removed: {instead}" in said
 
 
-def test_an_error_is_one_sentence_and_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_is_one_sentence_and_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["cachesvc", "config", "show", "--config", "/nowhere.toml"])
     with pytest.raises(SystemExit) as exited:
         run()
@@ -119,7 +117,7 @@ def test_an_error_is_one_sentence_and_exit_code_1(
     assert "error: cannot read the config file /nowhere.toml: No such file or directory\n" == told
 
 
-def test_an_error_beside_torch_is_the_last_word() -> None:
+def test_an_error_beside_torch_is_the_last_word():
     """The process ends at once: what ends with it afterwards would print what torch leaks."""
     code = (
         "import atexit, sys\n"
@@ -135,9 +133,7 @@ def test_an_error_beside_torch_is_the_last_word() -> None:
     assert "afterwards" not in ran.stderr
 
 
-def test_what_a_command_writes_is_its_users_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_command_writes_is_its_users_alone(tmp_path, monkeypatch):
     tmp_path.chmod(0o755)  # a volume that was there before
     arguments = ["tenants", "create", "acme", "--data-dir", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["cachesvc", *arguments])
@@ -153,7 +149,7 @@ def test_what_a_command_writes_is_its_users_alone(
     assert [] == [each.name for each in written if each.stat().st_mode & 0o077]
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail() -> None:
         raise ZeroDivisionError
 
@@ -162,9 +158,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         run()
 
 
-def test_a_file_that_cannot_be_used_is_named_without_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_used_is_named_without_a_traceback(tmp_path, monkeypatch):
     (tmp_path / "new").touch()
     (tmp_path / "scopes.json").mkdir()
 
@@ -195,9 +189,7 @@ def test_a_misspelt_variable_stops_a_command_that_would_use_the_default_director
     assert "CACHESVC_DATA_DIR" not in f"{given.output}{given.exception}"
 
 
-def test_config_show_prints_every_setting_and_masks_passwords(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_config_show_prints_every_setting_and_masks_passwords(monkeypatch):
     url = "postgresql://ledger:hunter2@db/ledger"
     monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
     told = {row["name"]: row for row in json.loads(call("config", "show", "--json").stdout)}
@@ -208,9 +200,7 @@ def test_config_show_prints_every_setting_and_masks_passwords(
     assert "hunter2" not in call("config", "show").stdout
 
 
-def test_config_show_knows_what_the_running_server_was_given(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_config_show_knows_what_the_running_server_was_given(monkeypatch, tmp_path):
     """Its flags are nowhere else, and `auto` is a number only there."""
     monkeypatch.setenv("CACHESVC_SERVER__DATA_DIR", str(tmp_path))
     given = load_settings({"cache.disk_bytes": "3GiB", "server.data_dir": tmp_path})
@@ -239,15 +229,13 @@ def test_config_show_knows_what_the_running_server_was_given(
         (["--host", "no.such.host.invalid"], "listens on loopback only"),
     ],
 )
-def test_serve_refuses_what_cannot_work_before_it_loads_a_model(
-    tmp_path: Path, flags: list[str], message: str
-) -> None:
+def test_serve_refuses_what_cannot_work_before_it_loads_a_model(tmp_path, flags, message):
     failed = call("serve", "--data-dir", str(tmp_path), *flags)
     assert 0 != failed.exit_code
     assert message in failed.stderr
 
 
-def test_sizes_and_durations_read_well() -> None:
+def test_sizes_and_durations_read_well():
     sizes = {0: "0 B", 1023: "1023 B", 1536: "1.5 KiB", 1020 << 20: "1020 MiB", 8 << 40: "8 TiB"}
     assert sizes == {num_bytes: size(num_bytes) for num_bytes in sizes}
     times = {0.00034: "340 µs", 0.0123: "12.3 ms", 0.9999: "1000 ms", 4.2: "4.2 s"}
@@ -264,7 +252,7 @@ def test_sizes_and_durations_read_well() -> None:
         ("cachesvc cache ls --tier ", {"device", "host", "disk"}),
     ],
 )
-def test_a_shell_completes_commands_options_and_values(words: str, expected: set[str]) -> None:
+def test_a_shell_completes_commands_options_and_values(words, expected):
     told = CliRunner().invoke(
         app,
         [],
@@ -302,7 +290,7 @@ MONEY += ["sqlalchemy.dialects.postgresql", "cachesvc.config.settings"]
         ("engine.attention.cpu", ["transformers", "torch._dynamo"]),
     ],
 )
-def test_a_command_does_not_wait_for_what_it_may_not_need(module: str, heavy: list[str]) -> None:
+def test_a_command_does_not_wait_for_what_it_may_not_need(module, heavy):
     """A running server has the database open; how full a disk is needs no arithmetic, and a node
     has no model, nor have the checks of attention's bits."""
     code = f"import sys, {module}; print(sorted(set({heavy!r}) & set(sys.modules)))"
@@ -310,7 +298,7 @@ def test_a_command_does_not_wait_for_what_it_may_not_need(module: str, heavy: li
     assert "[]" == ran.stdout.strip()
 
 
-def test_a_command_ends_without_looking_through_all_that_it_imported(tmp_path: Path) -> None:
+def test_a_command_ends_without_looking_through_all_that_it_imported(tmp_path):
     """The interpreter collects garbage as it ends, which took a third of a short command's time."""
     code = (
         "import atexit, gc, sys\n"
@@ -323,7 +311,7 @@ def test_a_command_ends_without_looking_through_all_that_it_imported(tmp_path: P
     assert "True True" == ran.stdout.splitlines()[-1]
 
 
-def test_nothing_is_collected_while_modules_are_imported() -> None:
+def test_nothing_is_collected_while_modules_are_imported():
     with importing():
         with importing():
             pass
@@ -331,7 +319,7 @@ def test_nothing_is_collected_while_modules_are_imported() -> None:
     assert gc.isenabled()
 
 
-def test_a_removed_command_is_refused_with_what_to_do_instead() -> None:
+def test_a_removed_command_is_refused_with_what_to_do_instead():
     """And a command that it names exists, with its options."""
     removed = dict(REMOVED)
     for path, entry in COMMANDS.items():
@@ -354,7 +342,7 @@ def test_a_removed_command_is_refused_with_what_to_do_instead() -> None:
         assert [] == [each for each in options if each not in helped.output], instead
 
 
-def test_a_sigterm_ends_what_handles_none_itself() -> None:
+def test_a_sigterm_ends_what_handles_none_itself():
     """As the first process of a container, `serve` went on, to be killed two minutes later."""
     code = (
         "import os, signal, time\n"
@@ -366,7 +354,7 @@ def test_a_sigterm_ends_what_handles_none_itself() -> None:
     assert (143, "", "") == (ended.returncode, ended.stdout, ended.stderr)
 
 
-def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path: Path) -> None:
+def test_ctrl_c_does_not_wait_for_a_model_that_loads(tmp_path):
     """A first start went on converting or compiling for up to 15 s, and could end by SIGABRT."""
     code = (
         "import os, signal, sys, time\n"

@@ -92,7 +92,7 @@ def data_dir(tmp_path: Path) -> Path:
     return path
 
 
-def test_evict_older_than_leaves_what_was_used_since(data_dir: Path) -> None:
+def test_evict_older_than_leaves_what_was_used_since(data_dir):
     rules = ("--older-than", "2h", "--scope", THEIRS[0].scope.hex())
     assert 0 == told(call("evict", data_dir, *rules, "--json"))["num_blocks"], "every rule holds"
     assert key_set(EVERY) == keys(data_dir)
@@ -101,7 +101,7 @@ def test_evict_older_than_leaves_what_was_used_since(data_dir: Path) -> None:
     assert key_set(BRANCH, THEIRS) == keys(data_dir)
 
 
-def test_evict_bytes_takes_the_oldest_and_no_more_than_it_must(data_dir: Path) -> None:
+def test_evict_bytes_takes_the_oldest_and_no_more_than_it_must(data_dir):
     with open_view(disk_path(data_dir)) as view:
         oldest = next(iter(view.blocks(oldest=True)))
     gone = told(call("evict", data_dir, "--bytes", "1KiB", "--yes", "--json"))
@@ -109,7 +109,7 @@ def test_evict_bytes_takes_the_oldest_and_no_more_than_it_must(data_dir: Path) -
     assert key_set(EVERY) - {oldest.key} == keys(data_dir)
 
 
-def test_evict_without_a_rule_or_with_a_wrong_one_is_refused(data_dir: Path) -> None:
+def test_evict_without_a_rule_or_with_a_wrong_one_is_refused(data_dir):
     for arguments, message in (
         ((), "--older-than"),
         (("--older-than", "soon"), "is not a duration"),
@@ -123,7 +123,7 @@ def test_evict_without_a_rule_or_with_a_wrong_one_is_refused(data_dir: Path) -> 
 
 
 @pytest.mark.parametrize(("answer", "why"), [("n\n", "nothing was"), ("", "--yes")])
-def test_nothing_goes_unless_confirmed(data_dir: Path, answer: str, why: str) -> None:
+def test_nothing_goes_unless_confirmed(data_dir, answer, why):
     asked = call("evict", data_dir, "--all", answer=answer)
     assert 1 == asked.exit_code
     assert why in asked.stderr
@@ -131,7 +131,7 @@ def test_nothing_goes_unless_confirmed(data_dir: Path, answer: str, why: str) ->
     assert key_set(EVERY) == keys(data_dir)
 
 
-def test_evict_leaves_what_is_pinned_unless_told(data_dir: Path) -> None:
+def test_evict_leaves_what_is_pinned_unless_told(data_dir):
     pin = Pin(name="house", keys=tuple(block.key for block in THEIRS[:2]), until_s=9e9)
     save_pins(disk_path(data_dir), [pin])
     first = told(call("evict", data_dir, "--all", "--yes", "--json"))
@@ -141,7 +141,7 @@ def test_evict_leaves_what_is_pinned_unless_told(data_dir: Path) -> None:
     assert set() == keys(data_dir)
 
 
-def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir: Path) -> None:
+def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir):
     flags = ("--scope", THEIRS[0].scope.hex()[:8], "--reason", "left")
     purged = call("purge", data_dir, *flags, answer="y\n")
     assert 0 == purged.exit_code
@@ -158,7 +158,7 @@ def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir: Path) -> 
     assert len(THEIRS) == signed["tiers"]["disk"]["blocks"]
 
 
-def test_a_purge_says_why_and_leaves_a_trail_where_there_is_a_ledger(data_dir: Path) -> None:
+def test_a_purge_says_why_and_leaves_a_trail_where_there_is_a_ledger(data_dir):
     scope = ("--scope", OTHER.root().hex(), "--yes")
     unknown = call("purge", data_dir, "--scope", "0" * 32, "--yes", "--reason", "w")
     assert (1, True) == (unknown.exit_code, "no scope's root begins with" in unknown.stderr)
@@ -171,7 +171,7 @@ def test_a_purge_says_why_and_leaves_a_trail_where_there_is_a_ledger(data_dir: P
         assert signed == json.loads(entry["after"])
 
 
-def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
+def test_a_tenant_that_does_not_exist_is_not_purged(data_dir):
     """A name mistyped must not get a receipt that says that nothing of it is left."""
     house = fake_house(salts=Salts(read_secret(data_dir)))
     note_scopes(data_dir, house.wire.inference.models.values())
@@ -188,7 +188,7 @@ def test_a_tenant_that_does_not_exist_is_not_purged(data_dir: Path) -> None:
     assert (1, True) == (failed.exit_code, "scopes.json is damaged" in failed.stderr)
 
 
-def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir: Path) -> None:
+def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir):
     house, salts = fake_house(), Salts(read_secret(data_dir))
     note_scopes(data_dir, house.wire.inference.models.values())
     house.close()
@@ -217,14 +217,12 @@ def test_a_purge_of_a_stopped_server_takes_turns_and_responses(data_dir: Path) -
         (("--file", "x"), "--tenant or --group"),
     ],
 )
-def test_a_pin_that_is_not_clear_is_asked_for_by_options(
-    data_dir: Path, flags: tuple[str, ...], message: str
-) -> None:
+def test_a_pin_that_is_not_clear_is_asked_for_by_options(data_dir, flags, message):
     failed = call("pin", data_dir, "house", "--reason", "hot", "--for", "1h", *flags)
     assert (2, True) == (failed.exit_code, message in failed.stderr)
 
 
-def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir: Path) -> None:
+def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir):
     tier = opened(data_dir)
     try:
         scope = THEIRS[0].scope.hex()
@@ -242,7 +240,7 @@ def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir: Path) -> No
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_evicted_and_free_space_returns_to_the_file_system(data_dir: Path, served: bool) -> None:
+def test_evicted_and_free_space_returns_to_the_file_system(data_dir, served):
     file = next(disk_path(data_dir).glob("shard-*/data.mdb"))
     tier = opened(data_dir) if served else None
     if tier is not None:
@@ -262,7 +260,7 @@ def test_evicted_and_free_space_returns_to_the_file_system(data_dir: Path, serve
         tier.close()
 
 
-def test_a_pipe_that_closes_early_is_no_damage(data_dir: Path) -> None:
+def test_a_pipe_that_closes_early_is_no_damage(data_dir):
     command = (
         f"import sys; sys.argv = ['cachesvc', 'cache', 'tree', '--data-dir', {str(data_dir)!r}]"
     )
@@ -276,7 +274,7 @@ def test_a_pipe_that_closes_early_is_no_damage(data_dir: Path) -> None:
             assert b"" == running.stderr.read()
 
 
-def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path: Path) -> None:
+def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path):
     for command in (("evict", "--all"), ("purge", "--scope", "00", "--reason", "w"), ("compact",)):
         failed = called_apart(command[0], tmp_path, *command[1:])
         assert 1 == failed.returncode

@@ -18,7 +18,7 @@ from tiers.disk.directory import DirectoryLock
 HERE = Path(__file__).parents[2]
 
 
-def test_this_machine_passes(tmp_path: Path) -> None:
+def test_this_machine_passes(tmp_path):
     called = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path), "--json"])
     told = json.loads(called.stdout)
     assert [] == [finding for finding in told if finding["level"] == "error"]
@@ -27,7 +27,7 @@ def test_this_machine_passes(tmp_path: Path) -> None:
     assert {"layout", "versions", "gpu", "threads", "disk", "clock", "limits"} <= checks
 
 
-def test_packages_in_two_folders_are_an_error() -> None:
+def test_packages_in_two_folders_are_an_error():
     ours = {name: HERE / name for name in doctor.PACKAGES}
     assert doctor.check_layout(ours).level is Level.OK
     theirs = doctor.check_layout(ours | {"api": Path("/elsewhere/api")})
@@ -39,14 +39,14 @@ def test_packages_in_two_folders_are_an_error() -> None:
     assert "tiers" in missing.message
 
 
-def test_a_broken_layout_fails_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_layout_fails_the_command(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_folder", lambda name: tmp_path / name / "x")
     called = CliRunner().invoke(app, ["doctor", "--data-dir", str(tmp_path)])
     assert 1 == called.exit_code
     assert "fix:" in called.stdout
 
 
-def test_clock_open_files_and_threads_are_checked() -> None:
+def test_clock_open_files_and_threads_are_checked():
     assert doctor.check_clock(0).level is Level.ERROR
     assert doctor.check_clock(doctor.EARLIEST_S + 1).level is Level.OK
     (finding,) = doctor.check_limits(256, 4096)
@@ -57,9 +57,7 @@ def test_clock_open_files_and_threads_are_checked() -> None:
     assert "OMP_NUM_THREADS" in found["threads"].fix
 
 
-def test_a_small_host_tier_beside_a_large_gpu_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_small_host_tier_beside_a_large_gpu_is_a_warning(monkeypatch):
     monkeypatch.setattr(doctor, "memory_limit", lambda: None)
 
     def found(gpu_gib: int, available_gib: int, **cache: int) -> list[str]:
@@ -75,7 +73,7 @@ def test_a_small_host_tier_beside_a_large_gpu_is_a_warning(
     assert [] == found(79, 129, device_bytes=4 << 30)
 
 
-def test_a_data_directory_that_is_served_or_is_none_is_named(tmp_path: Path) -> None:
+def test_a_data_directory_that_is_served_or_is_none_is_named(tmp_path):
     absent, file, path = tmp_path / "mistyped", tmp_path / "file", disk_path(tmp_path)
     path.mkdir(parents=True)
     lock = DirectoryLock(path)
@@ -90,9 +88,7 @@ def test_a_data_directory_that_is_served_or_is_none_is_named(tmp_path: Path) -> 
     assert f"{file} is a file" == doctor.check_lock(file).message
 
 
-def test_a_network_file_system_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_network_file_system_is_an_error(tmp_path, monkeypatch, caplog):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\n")
     monkeypatch.setattr(places, "MOUNTS", mounts)
@@ -104,9 +100,7 @@ def test_a_network_file_system_is_an_error(
     assert "is on nfs4: a command on another machine would damage the ledger" in caplog.text
 
 
-def test_a_full_disk_is_an_error_because_the_ledger_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_an_error_because_the_ledger_is_there(tmp_path, monkeypatch):
     for free, level, what in (
         (100 << 10, Level.ERROR, "a ledger in SQLite there refuses every request"),
         (100 << 20, Level.WARNING, "lower --disk-cache to what it may hold"),
@@ -119,7 +113,7 @@ def test_a_full_disk_is_an_error_because_the_ledger_is_there(
         assert what in found.fix
 
 
-def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
+def test_files_that_others_may_read_are_a_warning(tmp_path):
     ledger = tmp_path / "ledger.sqlite3"
     ledger.touch()
     ledger.chmod(0o644)
@@ -134,9 +128,7 @@ def test_files_that_others_may_read_are_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpu", [None, "NVIDIA H100"])
-def test_a_machine_without_a_cpp_compiler_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, gpu: str | None
-) -> None:
+def test_a_machine_without_a_cpp_compiler_is_a_warning(monkeypatch, gpu):
     """A GPU needs it for the records of the disk, a CPU for its tokens as well."""
     monkeypatch.setattr("engine.operators.library.find_compiler", lambda: None)
     hardware = Hardware(1, "AVX2", gpu)
@@ -155,7 +147,7 @@ def test_a_machine_without_a_cpp_compiler_is_a_warning(
     assert "records of the disk" in found.message, "there are no operators, with any compiler"
 
 
-def test_a_gpu_without_a_c_compiler_or_headers_is_a_warning(tmp_path: Path) -> None:
+def test_a_gpu_without_a_c_compiler_or_headers_is_a_warning(tmp_path):
     header = tmp_path / "Python.h"
     lacking_both = doctor.check_compiler(None, header)
     lacking_headers = doctor.check_compiler("/usr/bin/gcc", header)

@@ -1,6 +1,5 @@
 """What `cachesvc explain` prints, of what a server told them."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ QUOTE = {
 }
 
 
-def test_the_caret_stands_under_the_first_token_that_differs() -> None:
+def test_the_caret_stands_under_the_first_token_that_differs():
     told = {
         "same": False,
         "at_token": 12,
@@ -41,7 +40,7 @@ def test_the_caret_stands_under_the_first_token_that_differs() -> None:
     assert ["the same prompt, 7 tokens"] == _diff_lines({"same": True, "at_token": 7}, "a", "b")
 
 
-def test_a_quote_says_where_hits_come_from_and_what_they_cost() -> None:
+def test_a_quote_says_where_hits_come_from_and_what_they_cost():
     first, price, took = _quote_lines(QUOTE)
     assert "100 tokens: 64 would hit (16 from host, 48 from disk), 36 would be computed" == first
     assert "0.00004 CNY for the prompt, at most 0.00006 with 10 tokens" in price
@@ -64,14 +63,12 @@ class Asked:
 
 
 @pytest.mark.parametrize("name", ["mistyped.json", "/nowhere/body"])
-def test_a_file_that_does_not_exist_is_no_id(name: str) -> None:
+def test_a_file_that_does_not_exist_is_no_id(name):
     result = CliRunner().invoke(app, ["explain", name])
     assert (1, f"error: there is no file {name}\n") == (result.exit_code, result.stderr)
 
 
-def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_a_request_that_was_not_sent_and_else_it_is_an_id(tmp_path, monkeypatch):
     file, server = tmp_path / "request.json", Asked()
     file.write_text('{"prompt": "hi"}')
     monkeypatch.setattr(explain, "running_server", lambda _: server)

@@ -27,7 +27,7 @@ def write(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_sizes_are_read_in_binary_and_decimal_units() -> None:
+def test_sizes_are_read_in_binary_and_decimal_units():
     sizes = {"64MiB": 64 << 20, "4GiB": 4 << 30, "1.5 GB": 1_500_000_000, "4096": 4096, 4096: 4096}
     sizes |= {"3k": 3072, "2tib": 2 << 40, "0": 0}
     assert sizes == {text: parse_size(text) for text in sizes}
@@ -37,17 +37,17 @@ def test_sizes_are_read_in_binary_and_decimal_units() -> None:
 
 
 @given(st.integers(0, 1 << 50))
-def test_a_formatted_size_reads_back_the_same(num_bytes: int) -> None:
+def test_a_formatted_size_reads_back_the_same(num_bytes):
     assert num_bytes == parse_size(format_size(num_bytes))
 
 
-def test_durations_are_read_with_their_unit() -> None:
+def test_durations_are_read_with_their_unit():
     durations = {"250ms": 0.25, "30s": 30, "5m": 300, "2h": 7200, "7d": 604800}
     assert durations == {text: parse_duration(text) for text in durations}
 
 
 @given(st.one_of(st.integers(0, 10**9), st.integers(0, 10**6).map(lambda ms: ms / 1000)))
-def test_a_formatted_duration_reads_back_the_same(seconds: float) -> None:
+def test_a_formatted_duration_reads_back_the_same(seconds):
     assert seconds == parse_duration(format_duration(seconds))
 
 
@@ -64,14 +64,12 @@ def test_a_formatted_duration_reads_back_the_same(seconds: float) -> None:
         ("engine.max_running", 64, "64"),
     ],
 )
-def test_a_setting_is_shown_in_its_unit(name: str, value: object, text: str) -> None:
+def test_a_setting_is_shown_in_its_unit(name, value, text):
     """Also where the name does not tell the unit; a share is no duration."""
     assert text == shown(name, value)
 
 
-def test_flags_win_over_environment_over_file_over_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_win_over_environment_over_file_over_default(tmp_path, monkeypatch):
     path = write(
         tmp_path, '[server]\nhost = "a"\nport = 1\ndrain = "1m"\n[cache]\nblock_size = 32\n'
     )
@@ -93,14 +91,12 @@ def test_flags_win_over_environment_over_file_over_default(
     assert "default" == origins["cache.write_policy"]
 
 
-def test_the_environment_may_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_may_name_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("CACHESVC_CONFIG", str(write(tmp_path, "[server]\nport = 7\n")))
     assert 7 == load_settings().settings.server.port
 
 
-def test_the_data_directory_follows_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_data_directory_follows_the_environment(tmp_path, monkeypatch):
     assert tmp_path / "xdg" / "cachesvc" == load_settings().settings.server.data_dir
     monkeypatch.setenv("CACHESVC_SERVER__DATA_DIR", "/srv/cachesvc")
     assert Path("/srv/cachesvc") == default_data_dir()
@@ -128,27 +124,25 @@ def test_the_data_directory_follows_the_environment(
         ),
     ],
 )
-def test_a_wrong_file_stops_the_start_and_says_why(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_file_stops_the_start_and_says_why(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         load_settings(config_file=write(tmp_path, text))
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(
         ConfigError, match=r"cannot read the config file .*nope\.toml: No such file"
     ):
         load_settings(config_file=tmp_path / "nope.toml")
 
 
-def test_a_mistyped_variable_is_refused_and_the_nearest_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_mistyped_variable_is_refused_and_the_nearest_named(monkeypatch):
     monkeypatch.setenv("CACHESVC_SERVER__PRT", "1")
     with pytest.raises(ConfigError, match="did you mean CACHESVC_SERVER__PORT"):
         load_settings()
 
 
-def test_a_variable_of_several_values_is_json(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_several_values_is_json(monkeypatch):
     monkeypatch.setenv("CACHESVC_MODEL__ADAPTERS", '{"pirate": "/adapters/pirate"}')
     assert {"pirate": "/adapters/pirate"} == load_settings().settings.model.adapters
     monkeypatch.setenv("CACHESVC_MODEL__ADAPTERS", "pirate=/x")
@@ -156,14 +150,14 @@ def test_a_variable_of_several_values_is_json(monkeypatch: pytest.MonkeyPatch) -
         load_settings()
 
 
-def test_an_adapter_is_not_named_as_the_model() -> None:
+def test_an_adapter_is_not_named_as_the_model():
     with pytest.raises(ConfigError, match="a name other than the model"):
         load_settings({"model.name": "big", "model.adapters": {"big": "x/y"}})
     with pytest.raises(ConfigError, match="a name other than the model"):
         load_settings({"model.adapters": {" ": "x/y"}})
 
 
-def test_settings_have_help_texts_and_never_change() -> None:
+def test_settings_have_help_texts_and_never_change():
     assert [] == [name for name, text in known_settings().items() if len(text) < 10]
     settings = load_settings().settings
     with pytest.raises(ValueError, match="frozen"):
@@ -171,9 +165,7 @@ def test_settings_have_help_texts_and_never_change() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(REMOVED))
-def test_a_removed_setting_is_refused_by_name_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_removed_setting_is_refused_by_name_with_what_to_do(tmp_path, monkeypatch, name):
     section, key = name.split(".")
     with pytest.raises(ConfigError, match=f"the setting {name} in .* was removed: "):
         load_settings({}, write(tmp_path, f"[{section}]\n{key} = 1\n"))
@@ -184,9 +176,7 @@ def test_a_removed_setting_is_refused_by_name_with_what_to_do(
         load_settings()
 
 
-def test_where_events_go_is_an_address_or_a_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_events_go_is_an_address_or_a_table(tmp_path, monkeypatch):
     assert load_settings().settings.events.publisher is None
     monkeypatch.setenv("CACHESVC_EVENTS__ZMQ", "tcp://127.0.0.1:5557")
     plain = load_settings().settings.events.publisher
@@ -210,13 +200,13 @@ def test_where_events_go_is_an_address_or_a_table(
         ("[cache]\nwrite_policy = 'redis://me:geheim@host/0'\n", r"redis://me:\*\*\*@host/0"),
     ],
 )
-def test_an_error_masks_the_password_of_a_url(tmp_path: Path, text: str, shown: str) -> None:
+def test_an_error_masks_the_password_of_a_url(tmp_path, text, shown):
     with pytest.raises(ConfigError, match=shown) as raised:
         load_settings(config_file=write(tmp_path, text))
     assert "heim" not in str(raised.value)
 
 
-def test_settings_that_the_chosen_engine_does_not_read_are_named() -> None:
+def test_settings_that_the_chosen_engine_does_not_read_are_named():
     """A new setting of these sections is read by every engine, or joins the table."""
     usual = Settings.model_validate({})
     sections = ("model", "cache", "engine", "events")

@@ -125,14 +125,14 @@ def conform(url: str, *options: str) -> tuple[int, dict[str, Any]]:
     return told.exit_code, json.loads(told.stdout)
 
 
-def test_an_honest_server_conforms_in_every_way_of_asking(serve: Serve) -> None:
+def test_an_honest_server_conforms_in_every_way_of_asking(serve):
     code, told = conform(serve("cachesvc", honest).url, "--cases", "150", "--bits")
     assert (code, told["flips"], told["moves"], told["faults"]) == (0, 0, 0, [])
     assert told["cases"] >= 150 and set(told["kinds"]) == set(KINDS)
     assert told["tiers"]["device"] > 0
 
 
-def test_a_hit_that_changes_an_answer_is_found_with_its_place(serve: Serve) -> None:
+def test_a_hit_that_changes_an_answer_is_found_with_its_place(serve):
     def at_a_border(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
         tokens = tokens_of(prompt, body)
         return tokens if known != 16 else [*tokens[:2], 0, *tokens[3:]]
@@ -144,7 +144,7 @@ def test_a_hit_that_changes_an_answer_is_found_with_its_place(serve: Serve) -> N
     assert {flip["given"]["cached"] for flip in told["first_flips"]} == {16}
 
 
-def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(serve: Serve) -> None:
+def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(serve):
     server = serve("cachesvc", honest, logprob=-1.000001)
     code, told = conform(server.url, "--cases", "60")
     assert code == 0 and told["moves"] > 0 and told["largest_move"] == pytest.approx(1e-6)
@@ -152,7 +152,7 @@ def test_moved_log_probabilities_fail_only_where_bits_are_asked_for(serve: Serve
     assert code == 1 and told["faults"][0].startswith("log-probabilities moved in")
 
 
-def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(serve: Serve) -> None:
+def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(serve):
     def forgets(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
         return tokens_of(prompt, body | ({"seed": 0} if known and "seed" in body else {}))
 
@@ -161,9 +161,7 @@ def test_a_seed_that_a_hit_forgets_is_found_in_sampled_answers_alone(serve: Serv
     assert all(flip["question"]["seed"] is not None for flip in told["first_flips"])
 
 
-def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(
-    serve: Serve,
-) -> None:
+def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(serve):
     def by_batch(prompt: list[int], body: dict[str, Any], known: int) -> list[int]:
         other = body.get("cachesvc") and len(prompt) > 8 and next(draws) % 2
         return tokens_of(prompt, body | ({"seed": 5} if other else {}))
@@ -176,9 +174,7 @@ def test_a_server_that_does_not_repeat_itself_is_told_apart_from_a_wrong_cache(
     )
 
 
-def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform(
-    serve: Serve,
-) -> None:
+def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform(serve):
     server = serve("cachesvc", honest)
     server.cached_in_usage = lambda known, cold: 0
     code, told = conform(server.url, "--cases", "40")
@@ -192,9 +188,7 @@ def test_a_cache_that_never_serves_and_a_cold_answer_from_a_cache_do_not_conform
     assert (code, told["cached_tokens"]) == (0, None)
 
 
-def test_a_busy_server_is_asked_again_and_one_that_fails_ends_the_run(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_busy_server_is_asked_again_and_one_that_fails_ends_the_run(serve, monkeypatch):
     monkeypatch.setattr("cachesvc.conform.target.BUSY_S", 0.001)
     server = serve("cachesvc", honest)
     server.status = lambda number: 503 if number % 7 == 3 else 200
@@ -206,7 +200,7 @@ def test_a_busy_server_is_asked_again_and_one_that_fails_ends_the_run(
     assert ended.exit_code == 1 and "answered 500" in ended.stderr
 
 
-def test_a_node_that_an_own_server_started_ends_with_it(tmp_path: Path) -> None:
+def test_a_node_that_an_own_server_started_ends_with_it(tmp_path):
     socket = tmp_path / "node.sock"
     command = [Path(sys.executable).with_name("cachesvc"), "node", "--host-cache", "16MiB"]
     node = subprocess.Popen([*command, "--socket", socket])
@@ -221,7 +215,7 @@ def test_a_node_that_an_own_server_started_ends_with_it(tmp_path: Path) -> None:
         node.wait()
 
 
-def test_by_text_the_prompts_are_words(serve: Serve) -> None:
+def test_by_text_the_prompts_are_words(serve):
     code, told = conform(serve("cachesvc", honest).url, "--cases", "20", "--text")
     assert code == 0 and told["cases"] >= 20
 
@@ -235,20 +229,20 @@ def test_by_text_the_prompts_are_words(serve: Serve) -> None:
         (["ftp://x"], "not the URL of a server"),
     ],
 )
-def test_wrong_input_is_said_in_a_sentence(arguments: list[str], says: str) -> None:
+def test_wrong_input_is_said_in_a_sentence(arguments, says):
     told = CliRunner().invoke(app, ["conform", *arguments])
     assert told.exit_code != 0
     assert says in told.stderr + str(told.exception)
 
 
-def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve: Serve) -> None:
+def test_a_server_or_a_model_that_cannot_be_asked_is_refused(serve):
     told = CliRunner().invoke(app, ["conform", serve("someone", honest).url])
     assert told.exit_code == 1 and "makes a request to 'someone' cold" in told.stderr
     told = CliRunner().invoke(app, ["conform", serve("x", honest).url, "--model", "other"])
     assert told.exit_code == 1 and "does not serve other; it serves m" in told.stderr
 
 
-def test_answers_part_at_the_first_token_that_differs() -> None:
+def test_answers_part_at_the_first_token_that_differs():
     asked = Question((1, 2), 3)
     cold, hit = (
         ServedAnswer(("a", "b", "c"), (-1.0, -2.0, -3.0)),
@@ -260,7 +254,7 @@ def test_answers_part_at_the_first_token_that_differs() -> None:
     assert compare("k", asked, ServedAnswer(("a",)), ServedAnswer(("a",))).moved is None
 
 
-def test_answers_are_read_from_each_servers_form() -> None:
+def test_answers_are_read_from_each_servers_form():
     content = [{"token": "x", "logprob": -0.5}]
     llama = {"choices": [{"text": "x", "logprobs": {"content": content}}]}
     assert read_answer(llama) == ServedAnswer(("x",), (-0.5,))
@@ -269,14 +263,14 @@ def test_answers_are_read_from_each_servers_form() -> None:
         read_answer({"error": "busy"})
 
 
-def test_trunks_end_at_borders_and_beside_them_and_never_begin_alike() -> None:
+def test_trunks_end_at_borders_and_beside_them_and_never_begin_alike():
     made = rounds(block=8, max_tokens=2, seed=3, longest=40, as_text=False)
     trunks = [next(made)[0].prompt for _ in range(24)]
     assert {8, 7, 9, 16, 15, 17, 24, 23, 25, 40, 39} <= {len(trunk) for trunk in trunks}
     assert len({tuple(trunk[:4]) for trunk in trunks}) == len(trunks)
 
 
-def test_nothing_compared_and_a_tier_that_never_served_do_not_conform() -> None:
+def test_nothing_compared_and_a_tier_that_never_served_do_not_conform():
     unproved, nothing = faults(summary([]), bits=False, tiers=["disk"])
     assert unproved.startswith("no token was served from the disk tier: ask more")
     assert nothing == "nothing was compared"

@@ -13,8 +13,6 @@ from uvicorn.server import ServerState
 
 from cachesvc.server.connection import MAX_HEAD_BYTES, BoundedConnection, http_config
 
-pytestmark = pytest.mark.anyio
-
 GET = b"GET / HTTP/1.1\r\nHost: here\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 20\r\n\r\n"
 
@@ -79,14 +77,14 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> byt
 
 
 @pytest.mark.parametrize("ends", [b"", b"\r\n\r\n"])
-async def test_a_head_beyond_the_bound_is_refused_also_when_it_comes_at_once(ends: bytes) -> None:
+async def test_a_head_beyond_the_bound_is_refused_also_when_it_comes_at_once(ends):
     async with connected() as (reader, writer):
         writer.write(GET + b"X: " + b"a" * MAX_HEAD_BYTES + ends)
         answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 431") and b"Headers exceed 65536 bytes" in answer
 
 
-async def test_a_head_of_just_the_bound_is_served() -> None:
+async def test_a_head_of_just_the_bound_is_served():
     async with connected() as (reader, writer):
         for _ in range(2):
             head = POST[:-2] + b"X: "
@@ -99,7 +97,7 @@ async def test_a_head_of_just_the_bound_is_served() -> None:
     "filler",
     [b"0\r\n" + b"X: y\r\n" * 20_000, b"0\r\nX: " + b"y" * 100_000, b"1;" + b"x" * 100_000],
 )
-async def test_trailers_and_chunk_extensions_without_end_are_refused(filler: bytes) -> None:
+async def test_trailers_and_chunk_extensions_without_end_are_refused(filler):
     """300 MiB of them would be kept, before any key is checked."""
     before, sent = resident_bytes(), 0
     async with connected() as (reader, writer):
@@ -115,7 +113,7 @@ async def test_trailers_and_chunk_extensions_without_end_are_refused(filler: byt
     assert resident_bytes() - before < 32 << 20
 
 
-async def test_trailers_are_no_headers() -> None:
+async def test_trailers_are_no_headers():
     """A key in a trailer would come after the check of the keys."""
     seen: list[Any] = []
 
@@ -129,7 +127,7 @@ async def test_trailers_are_no_headers() -> None:
     assert [b"host", b"transfer-encoding"] == [name for name, _ in seen]
 
 
-async def test_a_body_that_only_drips_is_given_up() -> None:
+async def test_a_body_that_only_drips_is_given_up():
     async with connected(body_s=0.1, body_bytes_per_s=1000) as (reader, writer):
         writer.write(POST.replace(b"20", b"2000"))
         # Read as it comes: a byte sent after the server has closed resets the connection.
@@ -141,7 +139,7 @@ async def test_a_body_that_only_drips_is_given_up() -> None:
         assert (await answer).startswith(b"HTTP/1.1 408")
 
 
-async def test_a_body_that_nobody_reads_ends_its_connection() -> None:
+async def test_a_body_that_nobody_reads_ends_its_connection():
     """The request was refused at its head; its client sends on without end."""
 
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
@@ -160,7 +158,7 @@ async def test_a_body_that_nobody_reads_ends_its_connection() -> None:
         assert sent < 20 << 20
 
 
-async def test_a_client_that_never_reads_is_cut_off() -> None:
+async def test_a_client_that_never_reads_is_cut_off():
     """uvicorn would wait for it for ever, also after the route has given up."""
     ended = asyncio.Event()
 
@@ -179,7 +177,7 @@ async def test_a_client_that_never_reads_is_cut_off() -> None:
     assert ended.is_set()
 
 
-async def test_a_flood_of_pipelined_requests_ends_its_connection() -> None:
+async def test_a_flood_of_pipelined_requests_ends_its_connection():
     started = 0
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -196,13 +194,13 @@ async def test_a_flood_of_pipelined_requests_ends_its_connection() -> None:
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", GET, POST, POST + b"half"])
-async def test_a_request_that_never_ends_is_given_up(begun: bytes) -> None:
+async def test_a_request_that_never_ends_is_given_up(begun):
     async with connected(head_s=0.05, body_s=0.05) as (reader, writer):
         writer.write(begun)
         assert b"did not arrive in time" in await reader.read()
 
 
-async def test_what_arrives_is_answered_however_long_it_is() -> None:
+async def test_what_arrives_is_answered_however_long_it_is():
     async with connected(max_head_bytes=200) as (reader, writer):
         for _ in range(3):  # one after another on one connection
             writer.write(POST + b"a" * 20)
@@ -216,7 +214,7 @@ BOUND = 40
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", POST + b"half"])
-async def test_one_connection_too_many_closes_those_that_waited_longest(begun: bytes) -> None:
+async def test_one_connection_too_many_closes_those_that_waited_longest(begun):
     async with served(max_connections=BOUND) as address:
         crowd = []
         for _ in range(4 * BOUND):
@@ -233,7 +231,7 @@ async def test_one_connection_too_many_closes_those_that_waited_longest(begun: b
             writer.close()
 
 
-async def test_a_crowd_from_one_address_does_not_close_those_of_another() -> None:
+async def test_a_crowd_from_one_address_does_not_close_those_of_another():
     async with served(max_connections=BOUND) as address:
         polite = await asyncio.open_connection(*address, local_addr=("127.0.0.2", 0))
         assert b"HTTP/1.1 200" == await ask(*polite)
@@ -243,7 +241,7 @@ async def test_a_crowd_from_one_address_does_not_close_those_of_another() -> Non
             writer.close()
 
 
-async def test_where_all_are_being_answered_the_next_is_refused() -> None:
+async def test_where_all_are_being_answered_the_next_is_refused():
     release, running = asyncio.Event(), asyncio.Semaphore(0)
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -265,7 +263,7 @@ async def test_where_all_are_being_answered_the_next_is_refused() -> None:
             other.close()
 
 
-async def test_an_idle_connection_outlives_proxies_and_clients() -> None:
+async def test_an_idle_connection_outlives_proxies_and_clients():
     """nginx and load balancers of clouds reuse a connection for up to 60 s."""
     state, loop = ServerState(), asyncio.get_running_loop()
     config = http_config(echo, lifespan="off")

@@ -66,7 +66,7 @@ def settings_of(folder: Path) -> dict[str, str]:
     return dict(literal.split("=", 1) for literal in generator["literals"])
 
 
-def test_probes_ask_routes_that_exist_on_ports_that_are_open(pod: dict[str, Any]) -> None:
+def test_probes_ask_routes_that_exist_on_ports_that_are_open(pod):
     (container,) = pod["containers"]
     routes = {route.path for route in health.router.routes if isinstance(route, APIRoute)}
     ports = {port["name"] for port in container["ports"]}
@@ -78,7 +78,7 @@ def test_probes_ask_routes_that_exist_on_ports_that_are_open(pod: dict[str, Any]
     assert [SETTINGS.server.port] == [port["containerPort"] for port in container["ports"]]
 
 
-def test_the_service_finds_its_pods() -> None:
+def test_the_service_finds_its_pods():
     found = kubernetes()
     service, stateful = found["Service"]["spec"], found["StatefulSet"]
     labels = stateful["spec"]["template"]["metadata"]["labels"]
@@ -102,9 +102,7 @@ def test_the_service_finds_its_pods() -> None:
         ("postgres", "fleet", "router"),
     ],
 )
-def test_kustomize_builds_what_kubernetes_knows(
-    tmp_path: Path, components: tuple[str, ...]
-) -> None:
+def test_kustomize_builds_what_kubernetes_knows(tmp_path, components):
     """Each document by the schema of its kind, where `kubernetes-validate` is installed. The folder
     is copied by itself, as users do."""
     shutil.copytree(K8S, tmp_path / "k8s")
@@ -180,14 +178,14 @@ def test_kustomize_builds_what_kubernetes_knows(
             validator.validate(document, "1.32", strict=True)
 
 
-def test_the_operators_rules_are_prometheus_own() -> None:
+def test_the_operators_rules_are_prometheus_own():
     """One is a copy of the other, because kustomize reads no files outside its folder."""
     rule = yaml.safe_load((K8S / "components" / "monitoring" / "rules.yaml").read_text())
     assert yaml.safe_load((OPS / "prometheus" / "rules.yml").read_text()) == rule["spec"]
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know() -> None:
+def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know():
     built = subprocess.run(
         ["kubectl", "kustomize", K8S / "node"], capture_output=True, text=True, timeout=60
     )
@@ -217,7 +215,7 @@ def test_the_nodes_daemon_set_is_what_kubernetes_and_the_command_know() -> None:
     validator.validate(daemons, "1.32", strict=True)
 
 
-def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod: dict[str, Any]) -> None:
+def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod):
     (container,) = pod["containers"]
     claims = kubernetes()["StatefulSet"]["spec"]["volumeClaimTemplates"]
     sizes = {
@@ -231,7 +229,7 @@ def test_the_disk_tier_lies_on_a_volume_that_holds_it(pod: dict[str, Any]) -> No
     assert wanted < parse_size(sizes[volume] + "B"), "the ledger and models need room beside it"
 
 
-def test_variables_have_values_that_the_settings_take(pod: dict[str, Any]) -> None:
+def test_variables_have_values_that_the_settings_take(pod):
     names = {env_name(name): name for name in known_settings()}
     nested: dict[str, dict[str, str]] = {}
     folders = [K8S / "base", *(K8S / "components" / name for name in ("remote", "fleet", "router"))]
@@ -244,9 +242,7 @@ def test_variables_have_values_that_the_settings_take(pod: dict[str, Any]) -> No
     assert Settings.model_validate(nested).server.require_keys
 
 
-def test_a_stop_has_time_to_drain_and_to_flush(
-    pod: dict[str, Any], compose: dict[str, Any]
-) -> None:
+def test_a_stop_has_time_to_drain_and_to_flush(pod, compose):
     assert pod["terminationGracePeriodSeconds"] > NEEDED_S
     assert parse_duration(compose["services"]["cachesvc"]["stop_grace_period"]) > NEEDED_S
     unit = (OPS / "systemd" / "cachesvc.service").read_text()
@@ -254,7 +250,7 @@ def test_a_stop_has_time_to_drain_and_to_flush(
     assert "KillSignal=SIGTERM" in unit
 
 
-def test_the_container_runs_as_its_user_without_more_rights(pod: dict[str, Any]) -> None:
+def test_the_container_runs_as_its_user_without_more_rights(pod):
     uid = int(re.findall(r"--uid (\d+)", (DOCKER / "Dockerfile").read_text())[0])
     assert {uid} == {pod["securityContext"][name] for name in ("runAsUser", "fsGroup")}
     (container,) = pod["containers"]
@@ -263,7 +259,7 @@ def test_the_container_runs_as_its_user_without_more_rights(pod: dict[str, Any])
     assert {"/data", "/tmp"} == writable
 
 
-def test_the_image_copies_what_there_is_and_starts_the_console_script() -> None:
+def test_the_image_copies_what_there_is_and_starts_the_console_script():
     text = (DOCKER / "Dockerfile").read_text()
     sources = [
         name
@@ -285,7 +281,7 @@ def mounts(compose: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, source, target
 
 
-def test_compose_mounts_what_there_is(compose: dict[str, Any]) -> None:
+def test_compose_mounts_what_there_is(compose):
     folders = [source for _, source, _ in mounts(compose) if source.startswith(".")]
     assert folders
     assert [] == [folder for folder in folders if not (DOCKER / folder).exists()]
@@ -302,9 +298,7 @@ def fleet() -> dict[str, Any]:
     return document
 
 
-def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(
-    fleet: dict[str, Any],
-) -> None:
+def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(fleet):
     services = fleet["services"]
     known = {env_name(name) for name in known_settings()}
     for name in ("one", "two"):
@@ -332,9 +326,7 @@ def pair() -> dict[str, Any]:
     return document
 
 
-def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(
-    pair: dict[str, Any],
-) -> None:
+def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(pair):
     one, two = (pair["services"][name] for name in ("one", "two"))
     known = {env_name(name) for name in known_settings()}
     assert set(one["environment"]) <= known
@@ -367,7 +359,7 @@ def test_ports_are_open_to_this_machine_alone_and_the_pair_mounts_what_it_names(
         assert "build" in service or ":" in service["image"], "an image has a version"
 
 
-def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None:
+def test_prometheus_and_grafana_find_each_other(compose):
     """Targets and addresses name services of the compose file; boards name the data source."""
     services = compose["services"]
     scraped = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
@@ -391,7 +383,7 @@ def test_prometheus_and_grafana_find_each_other(compose: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("board", sorted(BOARDS.glob("*.json")), ids=lambda path: path.stem)
-def test_panels_have_their_own_ids_and_places_and_are_of_the_chosen_servers(board: Path) -> None:
+def test_panels_have_their_own_ids_and_places_and_are_of_the_chosen_servers(board):
     told = json.loads(board.read_text())
     panels = told["panels"]
     assert len(panels) == len({panel["id"] for panel in panels})
@@ -416,7 +408,7 @@ def test_panels_have_their_own_ids_and_places_and_are_of_the_chosen_servers(boar
             assert len(metrics) == target["expr"].count('{instance=~"$instance"'), target["expr"]
 
 
-def test_prometheus_sends_alerts_to_a_service_of_the_compose_file(compose: dict[str, Any]) -> None:
+def test_prometheus_sends_alerts_to_a_service_of_the_compose_file(compose):
     watched = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
     (manager,) = watched["alerting"]["alertmanagers"]
     (target,) = manager["static_configs"][0]["targets"]
@@ -426,9 +418,7 @@ def test_prometheus_sends_alerts_to_a_service_of_the_compose_file(compose: dict[
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_a_supervisor_hears_that_the_server_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
-) -> None:
+def test_a_supervisor_hears_that_the_server_is_ready(tmp_path, monkeypatch, abstract):
     notify("READY=1")  # nobody supervises: nothing happens
     address = f"\0cachesvc-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as supervisor:

@@ -23,12 +23,12 @@ DOCUMENTS = (
 @pytest.mark.parametrize(
     "name", ["settings.md", "commands.md", "metrics.md", "errors.md", "fields.md"]
 )
-def test_a_reference_page_is_what_the_code_says(name: str) -> None:
+def test_a_reference_page_is_what_the_code_says(name):
     written = (ROOT / "docs" / name).read_text(encoding="utf-8")
     assert pages()[name] == written, "run `make docs`"
 
 
-def test_every_setting_metric_and_command_is_documented() -> None:
+def test_every_setting_metric_and_command_is_documented():
     texts = pages()
     assert [] == [name for name in known_settings() if f"`{name}`" not in texts["settings.md"]]
     assert [] == [name for name in METRICS if f"`{name}`" not in texts["metrics.md"]]
@@ -36,19 +36,19 @@ def test_every_setting_metric_and_command_is_documented() -> None:
     assert [] == [name for name in COMMANDS if f"## cachesvc {name}" not in headings]
 
 
-def test_every_metric_is_on_a_board() -> None:
+def test_every_metric_is_on_a_board():
     boards = "".join(path.read_text() for path in (ROOT / "ops").rglob("*.json"))
     assert [] == [name for name in METRICS if name not in boards]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_between_documents_lead_somewhere(document: Path) -> None:
+def test_links_between_documents_lead_somewhere(document):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text(encoding="utf-8"))
     local = [link for link in links if not re.match(r"[a-z]+:", link)]
     assert [] == [link for link in local if not (document.parent / link).exists()]
 
 
-def test_the_readme_names_every_folder_of_the_house_and_every_page() -> None:
+def test_the_readme_names_every_folder_of_the_house_and_every_page():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     pages_there = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     assert set() == {page for page in pages_there if page not in readme}
@@ -56,7 +56,7 @@ def test_the_readme_names_every_folder_of_the_house_and_every_page() -> None:
 
 
 @pytest.mark.parametrize("package", ["api", "engine", "billing", "tiers"])
-def test_a_packages_readme_names_its_modules(package: str) -> None:
+def test_a_packages_readme_names_its_modules(package):
     """By name or by pattern (`disk*`), in its table; and none that is gone."""
     text = (ROOT / package / "README.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
@@ -69,13 +69,13 @@ def test_a_packages_readme_names_its_modules(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_folder_of_the_house_is_small_and_says_what_lives_there(package: str) -> None:
+def test_a_folder_of_the_house_is_small_and_says_what_lives_there(package):
     for folder in {path.parent for path in (ROOT / package).rglob("*.py")}:
         assert 23 >= len(list(folder.glob("[!_]*.py"))), f"{folder} is crowded"
         assert (folder / "__init__.py").read_text(encoding="utf-8").strip(), folder
 
 
-def test_every_command_that_a_document_names_is_there() -> None:
+def test_every_command_that_a_document_names_is_there():
     """Save in the changelog, which names those of its time."""
     there = set(re.findall(r"^## cachesvc ([a-z ]+)$", pages()["commands.md"], re.M))
     groups = {command.split()[0] for command in there} - there
@@ -86,7 +86,7 @@ def test_every_command_that_a_document_names_is_there() -> None:
             assert command in there | groups, f"{path}: cachesvc {command}"
 
 
-def test_options_of_commands_are_named_as_they_are() -> None:
+def test_options_of_commands_are_named_as_they_are():
     """In every document, and in what the server and the commands tell people to run."""
     options = {
         path: set(re.findall(r"`(--[a-z-]+)`", text))

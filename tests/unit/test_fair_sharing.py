@@ -14,8 +14,6 @@ from api.access.shares import Shares
 from api.errors import Overloaded, answer_to
 from engine.scheduling.shares import Backlog, part_of
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def anyio_backend() -> str:

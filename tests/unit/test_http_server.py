@@ -67,9 +67,7 @@ def serve_until(app: FastAPI, visit: Callable[[str, Callable[[int], None]], None
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("times", [1, 2, 3])
-def test_any_number_of_signals_ends_the_server_without_a_traceback(
-    times: int, house: FakeHouse, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_any_number_of_signals_ends_the_server_without_a_traceback(times, house, caplog):
     caplog.set_level(logging.INFO)
     serve_until(create_app(house.wire), lambda url, interrupt: interrupt(times))
     assert "SIGINT: finishing running requests" in caplog.text
@@ -96,9 +94,7 @@ def test_a_closed_terminal_ends_the_server_unless_nohup_said_otherwise(
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_a_second_signal_ends_is_told_so_and_settled(
-    stream: bool, house: FakeHouse, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_a_second_signal_ends_is_told_so_and_settled(stream, house, caplog):
     house.engine.script = Script(answer="x" * 10_000, step_s=0.01)
     told: list[httpx.Response] = []
 

@@ -35,9 +35,7 @@ def take(inbox: Inbox) -> list[Command]:
     return [command for command, _ in inbox.take()]
 
 
-def test_all_that_waits_is_taken_up_to_the_limit(
-    inbox: Inbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_waits_is_taken_up_to_the_limit(inbox, monkeypatch):
     monkeypatch.setattr(inboxes, "BATCH_LIMIT", 3)
     put(inbox, *(settled(name) for name in "abcde"))
     assert [[settled(name) for name in batch] for batch in ("abc", "de", "")] == [
@@ -45,7 +43,7 @@ def test_all_that_waits_is_taken_up_to_the_limit(
     ]
 
 
-def test_the_end_takes_what_was_put_before_and_refuses_the_rest(inbox: Inbox) -> None:
+def test_the_end_takes_what_was_put_before_and_refuses_the_rest(inbox):
     put(inbox, settled("old"))
     inbox.end()
     (late,) = put(inbox, settled("late"))
@@ -56,7 +54,7 @@ def test_the_end_takes_what_was_put_before_and_refuses_the_rest(inbox: Inbox) ->
         late.result(10)
 
 
-def test_a_cancelled_command_is_not_taken(inbox: Inbox) -> None:
+def test_a_cancelled_command_is_not_taken(inbox):
     cancelled, _ = put(inbox, settled("a"), settled("b"))
     cancelled.cancel()
     assert [settled("b")] == take(inbox)

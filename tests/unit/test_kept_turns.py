@@ -22,7 +22,6 @@ from tests.support.state import FiledTurns
 from tests.support.wire import ByteTokenizer
 from tiers.blocks.keys import CacheScope
 
-pytestmark = pytest.mark.anyio
 OWNER, OTHER = owner_of(b"a"), owner_of(b"b")
 TURN = [{"role": "user", "content": "hi"}]
 PARTS = {"model": "m", "system": "s", "tools": "t", "arguments": "a"}
@@ -49,7 +48,7 @@ def opened(folder: Path, clock: Clock | None = None, max_bytes: int = 1 << 20) -
     return turns
 
 
-async def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:
+async def test_what_was_written_is_there_after_a_restart(tmp_path):
     first = opened(tmp_path)
     first.write(b"one", OWNER, b"body")
     first.write(b"two", OTHER, b"other")
@@ -63,7 +62,7 @@ async def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None
     second.close()
 
 
-async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path: Path) -> None:
+async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path):
     """The least recently used leave first."""
     clock = Clock()
     turns = opened(tmp_path, clock, max_bytes=2000)
@@ -84,9 +83,7 @@ async def test_the_file_is_bounded_by_bytes_and_by_age(tmp_path: Path) -> None:
     turns.close()
 
 
-async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(
-    tmp_path: Path,
-) -> None:
+async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(tmp_path):
     """They took 400 bytes of each chat, and nothing of where no file is written ever left."""
 
     def few(folder: Path) -> FiledTurns:
@@ -121,7 +118,7 @@ async def test_the_names_in_memory_are_bounded_whatever_becomes_of_the_file(
 
 
 @pytest.mark.parametrize("bound", ["max_bytes", "max_entries"])
-async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path: Path, bound: str) -> None:
+async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path, bound):
     """What it writes beyond the bound costs it its own, though others' were used longer ago."""
     bounds = {"max_bytes": 1 << 30, "max_entries": 1000, bound: 2000 if bound == "max_bytes" else 9}
     clock = Clock()
@@ -144,7 +141,7 @@ async def test_one_tenant_does_not_take_the_place_of_the_others(tmp_path: Path, 
     turns.close()
 
 
-async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Path) -> None:
+async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path):
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
     printed, fingerprints = Fingerprint(PARTS, ["m"], 64, ["b"]), Fingerprints(turns)
@@ -175,7 +172,7 @@ async def test_a_purge_forgets_what_its_owner_said_and_nobody_else(tmp_path: Pat
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_what_a_purge_finds_half_written_is_not_stored(tmp_path: Path, begun: bool) -> None:
+async def test_what_a_purge_finds_half_written_is_not_stored(tmp_path, begun):
     """Its transaction ends first, or begins later and stores nothing."""
     turns = opened(tmp_path)
     at_work, go_on = threading.Event(), threading.Event()
@@ -200,9 +197,7 @@ async def test_what_a_purge_finds_half_written_is_not_stored(tmp_path: Path, beg
         assert [(b"three",)] == db.execute("SELECT name FROM kept").fetchall()
 
 
-async def test_what_is_forgotten_while_it_is_read_does_not_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_forgotten_while_it_is_read_does_not_come_back(tmp_path, monkeypatch):
     """A purge, or a client that deletes what another asks for."""
     turns = opened(tmp_path)
     conversations, responses = Conversations(10_000, turns), StoredResponses(kept=turns)
@@ -226,9 +221,7 @@ async def test_what_is_forgotten_while_it_is_read_does_not_come_back(
     turns.close()
 
 
-async def test_a_conversation_is_replayed_after_a_restart_from_its_latest_answer(
-    tmp_path: Path,
-) -> None:
+async def test_a_conversation_is_replayed_after_a_restart_from_its_latest_answer(tmp_path):
     scope, tokenizer, turns = CacheScope(tenant=b"a"), ByteTokenizer(), opened(tmp_path)
     conversations = Conversations(10_000, turns)
     messages, prompt = list(TURN), array("i", list(b"hi "))
@@ -256,7 +249,7 @@ async def test_a_conversation_is_replayed_after_a_restart_from_its_latest_answer
 
 
 @pytest.mark.parametrize("body", [b"", b"x", zlib.compress(b"[1"), zlib.compress(b"[9, null]\n")])
-async def test_a_body_that_cannot_be_read_is_not_found(tmp_path: Path, body: bytes) -> None:
+async def test_a_body_that_cannot_be_read_is_not_found(tmp_path, body):
     turns = opened(tmp_path)
     turn = turn_of(CacheScope(tenant=b"a"), ANSWERED)
     turns.write(turn.keys[1], OWNER, b"good")
@@ -271,7 +264,7 @@ async def test_a_body_that_cannot_be_read_is_not_found(tmp_path: Path, body: byt
     turns.close()
 
 
-async def test_without_a_file_nothing_fails(tmp_path: Path) -> None:
+async def test_without_a_file_nothing_fails(tmp_path):
     turns = FiledTurns(tmp_path / "no" / "such" / FILE_NAME)
     turns.start()
     turns.write(b"one", OWNER, b"body")

@@ -7,7 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,9 +57,7 @@ class Disk:
         self._sync(handle)
 
 
-def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(house, monkeypatch):
     first, second = house.reserve("r1", 10**8), house.reserve("r2", 10**8)
     disk = Disk(monkeypatch)
     settling = house.ledger.settle(first, USED, Outcome.FINISHED)
@@ -76,9 +74,7 @@ def test_a_settlement_waits_for_the_disk_and_a_hold_does_not(
     assert disk.num_syncs == 2, "what waited together is synced together"
 
 
-def test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart(tmp_path, monkeypatch):
     """The kernel forgets what it could not write: the next sync would succeed, with a gap."""
     url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
     with running_ledger(url) as house:
@@ -105,9 +101,7 @@ def test_after_a_disk_has_failed_once_nothing_is_written_until_a_restart(
         assert audit.verify(house.ledger.store).problems == []
 
 
-def test_a_sync_of_sqlites_own_that_fails_closes_the_ledger_too(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sync_of_sqlites_own_that_fails_closes_the_ledger_too(house, monkeypatch):
     error = sqlite3.OperationalError("disk I/O error")
     error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
 
@@ -122,9 +116,7 @@ def test_a_sync_of_sqlites_own_that_fails_closes_the_ledger_too(
         house.reserve("r2", 1)
 
 
-def test_what_holds_wrote_is_synced_without_money_moving(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_holds_wrote_is_synced_without_money_moving(house, monkeypatch):
     disk = Disk(monkeypatch)
     disk.go.set()
     house.reserve("r1", 1)
@@ -145,9 +137,7 @@ def lose_all(log: Path) -> None:
         (lambda log: os.truncate(log, 0), "was removed, replaced or cut short"),
     ],
 )
-def test_files_that_are_removed_or_cut_close_the_ledger(
-    tmp_path: Path, lose: Callable[[Path], None], said: str
-) -> None:
+def test_files_that_are_removed_or_cut_close_the_ledger(tmp_path, lose, said):
     """What is written to a file without a name is gone with the process. The log is 32 MiB, and
     invites somebody who needs room. A killed server then lost every entry that was not copied yet,
     although it had served and billed as ever."""
@@ -164,7 +154,7 @@ def test_files_that_are_removed_or_cut_close_the_ledger(
             house.reserve("r2", 1)
 
 
-def test_a_damaged_ledger_is_written_no_further(tmp_path: Path) -> None:
+def test_a_damaged_ledger_is_written_no_further(tmp_path):
     """Commits to the log went on, and the server was ready: all that it booked was lost with the
     file at the next start."""
     path = tmp_path / "ledger.sqlite3"
@@ -184,16 +174,15 @@ def test_a_damaged_ledger_is_written_no_further(tmp_path: Path) -> None:
             house.reserve("r1", 1)
 
 
-def test_a_closed_ledger_fails_on_while_nobody_asks(house: TestLedger) -> None:
+def test_a_closed_ledger_fails_on_while_nobody_asks(house):
     """A server that is not ready gets no requests, and its alert must not end meanwhile."""
-    assert house.ledger.store._log is not None
     house.ledger.store._log.failed = "the disk failed"
     for _ in range(3):
         house.ledger._tick()
     assert 3 <= house.ledger.stats().failed_batches
 
 
-def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path: Path) -> None:
+def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path):
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
         house.ledger.store.renew_log()
@@ -202,7 +191,7 @@ def test_what_a_removed_log_had_is_saved_by_an_orderly_end(tmp_path: Path) -> No
     assert 1 == proved(path)
 
 
-def test_observers_hear_of_what_is_durable_and_in_order(tmp_path: Path) -> None:
+def test_observers_hear_of_what_is_durable_and_in_order(tmp_path):
     heard: list[Entry] = []
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.ledger._observers = (heard.extend,)
@@ -213,7 +202,7 @@ def test_observers_hear_of_what_is_durable_and_in_order(tmp_path: Path) -> None:
     assert list(range(1, 22)) == [entry.seq for entry in heard]
 
 
-def test_the_log_is_begun_anew_beside_a_writer(tmp_path: Path) -> None:
+def test_the_log_is_begun_anew_beside_a_writer(tmp_path):
     path = tmp_path / "ledger.sqlite3"
     with running_ledger(f"sqlite:///{path}") as house:
         house.fund(UNITS)
@@ -227,7 +216,7 @@ def test_the_log_is_begun_anew_beside_a_writer(tmp_path: Path) -> None:
         assert sizes[-1] < 1.5 * sizes[0], "a log that is never begun anew grows for ever"
 
 
-def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
+def test_a_lengthened_log_is_read_like_any_other(tmp_path):
     """Zeros behind the frames are no frames, also for a process that finds them after a crash."""
     url, crashed = f"sqlite:///{tmp_path / 'ledger.sqlite3'}", tmp_path / "crashed"
     crashed.mkdir()
@@ -246,7 +235,7 @@ def test_a_lengthened_log_is_read_like_any_other(tmp_path: Path) -> None:
     assert 2 == proved(crashed / "ledger.sqlite3")
 
 
-def test_the_logs_index_stays_in_use_and_as_long_as_it_was(tmp_path: Path) -> None:
+def test_the_logs_index_stays_in_use_and_as_long_as_it_was(tmp_path):
     """SQLite truncates an index that nobody has locked, and drops it with the last connection; each
     failed batch closes one. A server died of either (SIGBUS): when a command opened its ledger, and
     when it had to make the index anew on a full disk."""
@@ -276,9 +265,7 @@ def _in_use(database: Path) -> bool:
     return done.returncode != 0
 
 
-def test_a_ledger_starts_where_no_descriptor_can_be_listed(
-    house: TestLedger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_starts_where_no_descriptor_can_be_listed(house, tmp_path, monkeypatch):
     """As in a chroot, or a container without /proc."""
     monkeypatch.setattr("billing.store.wal.DESCRIPTORS", tmp_path / "none")
     house.ledger.store.renew_log()
@@ -286,9 +273,7 @@ def test_a_ledger_starts_where_no_descriptor_can_be_listed(
     assert house.account().balance == 2 * UNITS
 
 
-def test_a_log_that_finds_no_room_says_how_much_it_needs(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_finds_no_room_says_how_much_it_needs(house, monkeypatch):
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -300,9 +285,7 @@ def test_a_log_that_finds_no_room_says_how_much_it_needs(
     house.reserve("r1", 1)
 
 
-def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(house, monkeypatch, caplog):
     """SQLite says "disk I/O error" for it."""
 
     def fail(*_: object) -> None:
@@ -321,9 +304,7 @@ def test_a_full_disk_is_called_one_and_costs_nothing_once_there_is_room(
     assert audit.verify(house.ledger.store).problems == []
 
 
-def test_a_full_disk_takes_the_reserve_first(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_takes_the_reserve_first(house, monkeypatch, caplog):
     store = house.ledger.store
     store.renew_log()
     (reserve,) = Path(str(store.engine.url.database)).parent.glob("*-reserve")
@@ -350,12 +331,7 @@ def test_a_full_disk_takes_the_reserve_first(
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError, sqlite3.DatabaseError])
-def test_commits_that_fail_twice_refuse_until_one_succeeds(
-    house: TestLedger,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: type[Exception],
-) -> None:
+def test_commits_that_fail_twice_refuse_until_one_succeeds(house, monkeypatch, caplog, error):
     """As on a file system that became read-only, or whose disk returns errors."""
 
     def fail(*_: object) -> None:
@@ -384,7 +360,7 @@ def test_commits_that_fail_twice_refuse_until_one_succeeds(
     assert "Traceback" not in caplog.text
 
 
-def test_rows_that_the_database_refuses_do_not_close_the_ledger(house: TestLedger) -> None:
+def test_rows_that_the_database_refuses_do_not_close_the_ledger(house):
     def refuse(_: object) -> None:
         raise sqlite3.IntegrityError("UNIQUE constraint failed")
 
@@ -394,7 +370,7 @@ def test_rows_that_the_database_refuses_do_not_close_the_ledger(house: TestLedge
     assert "" == house.ledger.refuses
 
 
-def test_a_damaged_database_cannot_be_read(house: TestLedger) -> None:
+def test_a_damaged_database_cannot_be_read(house):
     """A typed error, not the driver's: readers would get a 500."""
     with (
         pytest.raises(LedgerUnavailable, match=r"cannot be read: .*malformed"),
@@ -403,7 +379,7 @@ def test_a_damaged_database_cannot_be_read(house: TestLedger) -> None:
         raise sqlite3.DatabaseError("database disk image is malformed")
 
 
-def test_a_store_without_its_log_is_durable_already(tmp_path: Path) -> None:
+def test_a_store_without_its_log_is_durable_already(tmp_path):
     store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     store.close()  # the last connection copies the log into the database
     assert not (tmp_path / "ledger.sqlite3-wal").exists()

@@ -7,7 +7,6 @@ import stat
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +56,7 @@ def url() -> Iterator[str]:
     thread.join()
 
 
-def test_a_command_finds_the_server_and_speaks_with_it(tmp_path: Path, url: str) -> None:
+def test_a_command_finds_the_server_and_speaks_with_it(tmp_path, url):
     with announced(tmp_path, url, TOKEN):
         assert 0o600 == stat.S_IMODE((tmp_path / FILE_NAME).stat().st_mode)
         server = find_server(tmp_path)
@@ -69,7 +68,7 @@ def test_a_command_finds_the_server_and_speaks_with_it(tmp_path: Path, url: str)
     assert find_server(tmp_path) is None
 
 
-def test_what_a_killed_server_left_is_not_taken_for_a_server(tmp_path: Path, url: str) -> None:
+def test_what_a_killed_server_left_is_not_taken_for_a_server(tmp_path, url):
     path = tmp_path / FILE_NAME
     path.write_text("{")
     assert find_server(tmp_path) is None
@@ -79,9 +78,7 @@ def test_what_a_killed_server_left_is_not_taken_for_a_server(tmp_path: Path, url
     assert find_server(tmp_path) is None
 
 
-def test_a_server_that_is_too_busy_to_answer_is_not_taken_for_a_stopped_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_too_busy_to_answer_is_not_taken_for_a_stopped_one(tmp_path, monkeypatch):
     monkeypatch.setattr(server_file, "FIND_TIMEOUT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -93,7 +90,7 @@ def test_a_server_that_is_too_busy_to_answer_is_not_taken_for_a_stopped_one(
     assert find_server(tmp_path) is None
 
 
-def test_a_refusal_is_told_in_the_servers_words(tmp_path: Path, url: str) -> None:
+def test_a_refusal_is_told_in_the_servers_words(tmp_path, url):
     with announced(tmp_path, url, TOKEN):
         server = find_server(tmp_path)
         assert server is not None
@@ -103,7 +100,7 @@ def test_a_refusal_is_told_in_the_servers_words(tmp_path: Path, url: str) -> Non
             type(server)(server.url, server.pid, "op-other").get("/x")
 
 
-def test_a_server_on_all_addresses_is_reached_on_loopback() -> None:
+def test_a_server_on_all_addresses_is_reached_on_loopback():
     at = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "127.0.0.1": "127.0.0.1"}
     for host, expected in at.items():
         assert f"http://{expected}:80" == reachable(f"http://{host}:80")

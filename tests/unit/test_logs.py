@@ -18,7 +18,7 @@ def written(log_format: LogFormat) -> io.StringIO:
     return out
 
 
-def test_a_line_is_json_where_nobody_looks_on() -> None:
+def test_a_line_is_json_where_nobody_looks_on():
     out = written(LogFormat.AUTO)
     logging.getLogger("tiers.disk.tier").debug("not so important")
     logging.getLogger("tiers.disk.tier").warning("no room", extra={"blocks": 3})
@@ -40,9 +40,7 @@ class Terminal(io.StringIO):
     ("term", "no_color", "coloured"),
     [("xterm-256color", "", True), ("dumb", "", False), ("xterm", "1", False)],
 )
-def test_colours_are_for_terminals_that_know_them(
-    monkeypatch: pytest.MonkeyPatch, term: str, no_color: str, coloured: bool
-) -> None:
+def test_colours_are_for_terminals_that_know_them(monkeypatch, term, no_color, coloured):
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("NO_COLOR", no_color)
     out = Terminal()
@@ -52,14 +50,14 @@ def test_colours_are_for_terminals_that_know_them(
 
 
 @pytest.mark.parametrize("log_format", [LogFormat.JSON, LogFormat.CONSOLE])
-def test_a_key_is_masked_in_messages_and_fields(log_format: LogFormat) -> None:
+def test_a_key_is_masked_in_messages_and_fields(log_format):
     out = written(log_format)
     logging.getLogger("api").info(f"key {KEY} came", extra={"header": f"Bearer {KEY}"})
     assert "abcdefgh" not in out.getvalue()
     assert "sk-live1234" in out.getvalue()
 
 
-def test_a_traceback_tells_no_local_variables() -> None:
+def test_a_traceback_tells_no_local_variables():
     out = written(LogFormat.CONSOLE)
     prompt = "the patient's " + "name"
     try:

@@ -108,7 +108,7 @@ def outputs() -> list[StepOutput]:
     return [first, last]
 
 
-def test_a_request_is_counted_by_source_reason_and_class() -> None:
+def test_a_request_is_counted_by_source_reason_and_class():
     latencies = Latencies()
     seen = metrics(latencies)
     for output in outputs():
@@ -136,7 +136,7 @@ def test_a_request_is_counted_by_source_reason_and_class() -> None:
     assert 0.070 == pytest.approx(spreads["request"].total)
 
 
-def test_a_request_aborted_while_waiting_is_counted_without_a_latency() -> None:
+def test_a_request_aborted_while_waiting_is_counted_without_a_latency():
     seen = metrics()
     gone = StepOutput("b", 0, (), TokenCounts(prompt=0), FinishReason.ABORT, last=True)
     seen.observe_outputs([gone])
@@ -144,7 +144,7 @@ def test_a_request_aborted_while_waiting_is_counted_without_a_latency() -> None:
     assert 0 == value(seen, "cachesvc_request_seconds_count")
 
 
-def test_a_prompt_that_was_cut_short_counts_as_far_as_it_is_billed() -> None:
+def test_a_prompt_that_was_cut_short_counts_as_far_as_it_is_billed():
     """It has no reasons: they are those of a whole prompt."""
     seen = metrics()
     counts = TokenCounts(prompt=48, hit_host=16)
@@ -155,13 +155,13 @@ def test_a_prompt_that_was_cut_short_counts_as_far_as_it_is_billed() -> None:
     assert 32 == value(seen, "cachesvc_prompt_tokens_total", {"source": "computed"})
 
 
-def test_the_hit_class_is_the_slowest_tier_that_served() -> None:
+def test_the_hit_class_is_the_slowest_tier_that_served():
     assert "cold" == hit_class(TokenCounts(prompt=10))
     assert "device" == hit_class(TokenCounts(prompt=10, hit_device=5))
     assert "disk" == hit_class(TokenCounts(prompt=10, hit_device=5, hit_disk=1))
 
 
-def test_snapshots_become_samples_at_the_scrape() -> None:
+def test_snapshots_become_samples_at_the_scrape():
     seen = metrics()
     assert 7 == value(seen, "cachesvc_cache_blocks", {"tier": "disk"})
     assert 1000 == value(seen, "cachesvc_cache_capacity_bytes", {"tier": "disk"})
@@ -184,7 +184,7 @@ def test_snapshots_become_samples_at_the_scrape() -> None:
     assert 0 == value(seen, "cachesvc_invariant_violations_total", violations)
 
 
-def test_lives_of_blocks_are_cumulative_buckets_in_seconds() -> None:
+def test_lives_of_blocks_are_cumulative_buckets_in_seconds():
     seen = metrics()
     device = {"tier": "device"}
     lifetime = "cachesvc_block_lifetime_seconds"
@@ -198,7 +198,7 @@ def test_lives_of_blocks_are_cumulative_buckets_in_seconds() -> None:
     assert 1 == value(seen, "cachesvc_evictions_total", {**device, "cause": "age"})
 
 
-def test_copies_and_shards_are_told() -> None:
+def test_copies_and_shards_are_told():
     seen = metrics()
     up = {"from": "host", "to": "device"}
     assert 40 == value(seen, "cachesvc_transfer_bytes_total", up)
@@ -209,7 +209,7 @@ def test_copies_and_shards_are_told() -> None:
     assert 1 == value(seen, "cachesvc_disk_shards", {"state": "replacing"})
 
 
-def test_routes_and_bills_are_counted_in_closed_sets() -> None:
+def test_routes_and_bills_are_counted_in_closed_sets():
     seen = metrics()
     seen.observe_http("/v1/models", 200, 0.1)
     seen.observe_http("/wp-login.php", 404, 0.1)
@@ -225,7 +225,7 @@ def test_routes_and_bills_are_counted_in_closed_sets() -> None:
     assert 90 == value(seen, "cachesvc_saved_units_total", {"currency": "CNY"})
 
 
-def test_scopes_with_the_default_quota_are_one_group() -> None:
+def test_scopes_with_the_default_quota_are_one_group():
     text = metrics().render()[0].decode()
     for group, used, share in (("tenant:acme", 7, 50), ("default", 3, 20), ("common", 5, 30)):
         labels = f'{{group="{group}",tier="device"}}'
@@ -233,7 +233,7 @@ def test_scopes_with_the_default_quota_are_one_group() -> None:
         assert f"cachesvc_quota_share_bytes{labels} {share}.0" in text
 
 
-def test_every_exposed_name_is_declared_and_every_declared_one_exposed() -> None:
+def test_every_exposed_name_is_declared_and_every_declared_one_exposed():
     seen = metrics()
     seen.observe_outputs(outputs())
     seen.observe_http("/v1/models", 200, 0.1)
@@ -246,7 +246,7 @@ def test_every_exposed_name_is_declared_and_every_declared_one_exposed() -> None
     assert {name: row.kind for name, row in METRICS.items()} == families
 
 
-def test_metrics_are_exposed_under_vllms_names_too() -> None:
+def test_metrics_are_exposed_under_vllms_names_too():
     seen = metrics()
     seen.observe_outputs(outputs())
     model = {"model_name": "tiny"}
@@ -261,7 +261,7 @@ def test_metrics_are_exposed_under_vllms_names_too() -> None:
     assert [] == [alias for alias in VLLM_ALIASES if alias not in text]
 
 
-def test_the_dashboards_snapshot_has_each_tier_below_by_its_name() -> None:
+def test_the_dashboards_snapshot_has_each_tier_below_by_its_name():
     tier = {name: TierStats(name=name) for name in TierName}
     below = (tier[TierName.DISK], tier[TierName.REMOTE])
     state = cache_state(CacheStats(tier[TierName.DEVICE], tier[TierName.HOST], below))

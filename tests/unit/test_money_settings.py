@@ -37,9 +37,7 @@ def money_of(data_dir: Path, **flags: Any) -> Iterator[Money]:
         money.close()
 
 
-def test_a_new_ledger_begins_with_the_card_that_was_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_new_ledger_begins_with_the_card_that_was_named(tmp_path, caplog):
     for name, is_first in (("two-tier", True), ("peak-off-peak", False)):
         caplog.clear()
         with caplog.at_level("INFO"), money_of(tmp_path, billing__first_card=name) as money:
@@ -50,7 +48,7 @@ def test_a_new_ledger_begins_with_the_card_that_was_named(
         assert is_first != (f"billing.first_card = '{name}' has no effect" in caplog.text)
 
 
-def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
+def test_a_first_card_that_does_not_do_stops_the_start(tmp_path):
     with pytest.raises(PriceError, match="neither a file nor a shipped"):
         open_money(load_settings({"billing.first_card": "none-such"}).settings)
     gamed = tmp_path / "gamed.toml"
@@ -61,13 +59,13 @@ def test_a_first_card_that_does_not_do_stops_the_start(tmp_path: Path) -> None:
         open_money(load_settings({"billing.first_card": str(gamed)}).settings)
 
 
-def test_a_lease_outlasts_what_a_live_request_may_wait() -> None:
+def test_a_lease_outlasts_what_a_live_request_may_wait():
     """A client that reads nothing for a while, or a long queue, must not end a hold."""
     wire = WireSettings()
     assert 2 * max(wire.write_timeout_s, wire.keepalive_s) <= LEASE_S
 
 
-def test_quotas_of_one_tenant_and_one_key(tmp_path: Path) -> None:
+def test_quotas_of_one_tenant_and_one_key(tmp_path):
     tenants = {"vip": {"requests": 9, "concurrency": 0}}
     keys = {"*": {"requests": 3}}
     with money_of(tmp_path, limits__tenants=tenants, limits__keys=keys) as money:
@@ -81,7 +79,7 @@ def test_quotas_of_one_tenant_and_one_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["foo://x", "redis://:bad:x", "rediss+wrong://user:hunter2@host:6379/0"]
 )
-def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path: Path, url: str) -> None:
+def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path, url):
     """Without its password, and also where no setting limits anybody: an admin may, at any time."""
     settings = load_settings({"server.data_dir": tmp_path, "limits.url": url})
     with pytest.raises(ConfigError, match=r"limits\.url") as refused:
@@ -91,9 +89,7 @@ def test_a_wrong_url_of_the_limits_is_said_at_the_start(tmp_path: Path, url: str
 
 @pytest.mark.parametrize("held", [b"", b"00ff", b"no hex\xff"])
 @pytest.mark.parametrize("name", ["secret", "receipt_key"])
-def test_a_broken_secret_is_named_and_leaves_nothing_open(
-    tmp_path: Path, name: str, held: bytes
-) -> None:
+def test_a_broken_secret_is_named_and_leaves_nothing_open(tmp_path, name, held):
     (tmp_path / name).write_bytes(held)
     before = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises((ConfigError, ReceiptKeyError), match=f"{tmp_path / name}.*remove it"):
@@ -102,7 +98,7 @@ def test_a_broken_secret_is_named_and_leaves_nothing_open(
     assert held == (tmp_path / name).read_bytes()
 
 
-def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path: Path) -> None:
+def test_a_charge_of_nothing_is_observed_like_any_other(tmp_path):
     """And before the first charge, each class is there with nothing."""
     seen: list[Any] = []
     with money_of(tmp_path) as money:
@@ -124,7 +120,7 @@ def reserved(ledger: Ledger, name: str, usage: Usage) -> None:
     ledger.settle(hold, usage, Outcome.FINISHED).result()
 
 
-def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path: Path) -> None:
+def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path):
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(100)
         entered, go = threading.Event(), threading.Event()
@@ -150,7 +146,7 @@ def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path:
         assert not done.result().repeated
 
 
-def test_heads_are_kept(tmp_path: Path) -> None:
+def test_heads_are_kept(tmp_path):
     kept = tmp_path / "heads.jsonl"
     with money_of(tmp_path, billing__heads_to=str(kept)) as money:
         money.start(lambda *_: None)
@@ -159,7 +155,7 @@ def test_heads_are_kept(tmp_path: Path) -> None:
     assert "admin trail" in json.loads(line)["heads"]
 
 
-def test_tenants_amounts_are_in_the_snapshot(tmp_path: Path) -> None:
+def test_tenants_amounts_are_in_the_snapshot(tmp_path):
     """In the tenant's currency: its balance, what this server charged, this day and this month."""
     with money_of(tmp_path) as money:
         money.start(lambda *_: None)

@@ -1,12 +1,12 @@
 """Forms are made from the signatures of operations."""
 
 import inspect
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 from starlette.datastructures import FormData
 
-from api.admin.pages.operation_forms import FORMS, OperationForm, field_of
+from api.admin.pages.operation_forms import FORMS, field_of
 from api.admin.routes.operation_table import TABLE
 from api.errors import InvalidRequest
 from billing.budgets import BudgetSpan, Of
@@ -18,7 +18,7 @@ BY_PAGES_OF_THE_CACHE = {"request", "by", "why", "name", "keys"}
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_a_form_asks_for_arguments_of_an_operation_with_a_route(form: OperationForm) -> None:
+def test_a_form_asks_for_arguments_of_an_operation_with_a_route(form):
     row = ROWS[form.name]
     assert ("POST", form.function) == (row.method, row.function())
     arguments = inspect.signature(form.function).parameters
@@ -29,7 +29,7 @@ def test_a_form_asks_for_arguments_of_an_operation_with_a_route(form: OperationF
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_the_values_that_a_form_offers_are_those_of_the_argument(form: OperationForm) -> None:
+def test_the_values_that_a_form_offers_are_those_of_the_argument(form):
     hints = get_type_hints(form.function, include_extras=True)
     assert set() == form.fields.keys() - hints.keys()
     for name, asked in form.fields.items():
@@ -37,7 +37,7 @@ def test_the_values_that_a_form_offers_are_those_of_the_argument(form: Operation
             assert asked.choices and set() == asked.choices.keys() - values.keys()
 
 
-def test_what_is_typed_becomes_what_the_operation_takes() -> None:
+def test_what_is_typed_becomes_what_the_operation_takes():
     sent = FormData(
         {
             "name": " team ",
@@ -56,7 +56,7 @@ def test_what_is_typed_becomes_what_the_operation_takes() -> None:
     } == FORMS["budget"].typed(sent)
 
 
-def test_a_grant_has_the_page_s_own_reference() -> None:
+def test_a_grant_has_the_page_s_own_reference():
     sent = FormData({"kind": "grant", "amount": "1", "once": "abc"})
     typed = FORMS["deposit"].typed(sent)
     assert Booking.GRANT is typed["kind"]
@@ -65,7 +65,7 @@ def test_a_grant_has_the_page_s_own_reference() -> None:
 
 
 @pytest.mark.parametrize(("text", "limit"), [("unlimited", None), ("Unlimited", None), ("5", "5")])
-def test_a_limit_may_be_none(text: str, limit: str | None) -> None:
+def test_a_limit_may_be_none(text, limit):
     assert {"credit_limit": limit} == FORMS["limit"].typed(FormData({"credit_limit": text}))
     sent = FormData({"tenant": "acme", "credit_limit": text})
     assert {"tenant": "acme", "credit_limit": limit} == FORMS["tenant"].typed(sent)
@@ -78,11 +78,11 @@ def test_a_limit_may_be_none(text: str, limit: str | None) -> None:
         ("adjust", {"deposit": "x" * 201, "amount": "1"}, "at most 200 characters"),
     ],
 )
-def test_what_does_not_fit_is_refused(name: str, sent: dict[str, Any], words: str) -> None:
+def test_what_does_not_fit_is_refused(name, sent, words):
     with pytest.raises(InvalidRequest, match=words):
         FORMS[name].typed(FormData(sent))
 
 
-def test_a_field_says_what_the_argument_says_on_the_wire() -> None:
+def test_a_field_says_what_the_argument_says_on_the_wire():
     hints = get_type_hints(FORMS["adjust"].function, include_extras=True)
     assert hints["deposit"].__metadata__[0].description == FORMS["adjust"].fields["deposit"].hint

@@ -25,7 +25,7 @@ def expressions() -> list[str]:
     return rules + [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-def test_boards_and_rules_use_only_metrics_that_exist() -> None:
+def test_boards_and_rules_use_only_metrics_that_exist():
     used = {
         name for text in expressions() for name in re.findall(r"\bcachesvc_[a-z_]+\b(?!:)", text)
     }
@@ -38,7 +38,7 @@ def test_boards_and_rules_use_only_metrics_that_exist() -> None:
     assert set() == unknown
 
 
-def test_every_alert_has_its_runbook() -> None:
+def test_every_alert_has_its_runbook():
     groups = yaml.safe_load(RULES.read_text())["groups"]
     alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
     missing = [
@@ -50,7 +50,7 @@ def test_every_alert_has_its_runbook() -> None:
     assert [] == missing
 
 
-def test_deployments_set_only_variables_that_exist() -> None:
+def test_deployments_set_only_variables_that_exist():
     known = {env_name(name) for name in known_settings()} | {"CACHESVC_CONFIG"}
     files = [path for path in OPS.rglob("*") if path.is_file() and path.suffix != ".json"]
     used = {name for path in files for name in re.findall(r"CACHESVC_[A-Z_]+", path.read_text())}
@@ -59,7 +59,7 @@ def test_deployments_set_only_variables_that_exist() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, from prometheus")
-def test_promtool_finds_the_rules_correct() -> None:
+def test_promtool_finds_the_rules_correct():
     checked = subprocess.run(
         ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, timeout=60
     )

@@ -7,7 +7,7 @@ from api.cache.owners import Owner, Owners
 from tests.support.wire import byte_model
 
 
-def test_roots_of_tenants_groups_and_adapters_are_told_apart() -> None:
+def test_roots_of_tenants_groups_and_adapters_are_told_apart():
     base = byte_model()
     adapter = replace(byte_model("tuned"), scope=replace(base.scope, adapter=b"a"))
     models = {model.name: model for model in (base, adapter)}

@@ -1,7 +1,6 @@
 """Quotas by name: settings and served models become groups of scopes."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,7 @@ MIB = 1 << 20
 SIZES = {"device_bytes": 100 * MIB, "host_bytes": 300 * MIB, "disk_bytes": 600 * MIB}
 
 
-def test_every_scope_of_a_tenant_is_in_its_group(tmp_path: Path) -> None:
+def test_every_scope_of_a_tenant_is_in_its_group(tmp_path):
     section = CacheSection(**SIZES, quotas={"acme": 100 * MIB, "group:house": 50 * MIB})
     house = fake_house()
     house.close()
@@ -42,14 +41,14 @@ def test_every_scope_of_a_tenant_is_in_its_group(tmp_path: Path) -> None:
     assert book.shares.share("tenant:acme") == 0.1
 
 
-def test_a_scope_without_a_quota_of_its_own_gets_the_default(tmp_path: Path) -> None:
+def test_a_scope_without_a_quota_of_its_own_gets_the_default(tmp_path):
     shares = QuotaBook(CacheSection(**SIZES, quotas={"*": 400 * MIB}), tmp_path).shares
     assert shares is not None
     roots = [bytes([number]) * 16 for number in range(3)]
     assert [shares.group(root) is COMMON for root in roots] == [False, False, True]
 
 
-def test_without_quotas_there_are_no_shares_and_too_many_are_refused(tmp_path: Path) -> None:
+def test_without_quotas_there_are_no_shares_and_too_many_are_refused(tmp_path):
     assert QuotaBook(CacheSection(**SIZES), tmp_path).shares is None
     with pytest.raises(ConfigError, match="promise 1153433600 bytes"):
         QuotaBook(CacheSection(**SIZES, quotas={"a": 500 * MIB, "b": 600 * MIB}), tmp_path)

@@ -35,7 +35,7 @@ def reason(listener: socket.socket) -> str:
         return str(json.loads(answer.read())["reason"])
 
 
-def test_it_answers_what_it_waits_for(listener: socket.socket) -> None:
+def test_it_answers_what_it_waits_for(listener):
     startup = Startup()
     with answering(listener, startup):
         assert "the server is starting: starting" == reason(listener)
@@ -43,7 +43,7 @@ def test_it_answers_what_it_waits_for(listener: socket.socket) -> None:
             assert "the server is starting: loading" == reason(listener)
 
 
-def test_connections_after_its_end_wait_for_the_next_server(listener: socket.socket) -> None:
+def test_connections_after_its_end_wait_for_the_next_server(listener):
     with answering(listener, Startup()):
         reason(listener)
     with socket.create_connection(listener.getsockname(), timeout=TIMEOUT_S) as client:
@@ -54,7 +54,7 @@ def test_connections_after_its_end_wait_for_the_next_server(listener: socket.soc
             assert accepted.recv(1 << 10).startswith(b"GET /health ")
 
 
-def test_it_leaves_also_when_it_ends_at_once(listener: socket.socket) -> None:
+def test_it_leaves_also_when_it_ends_at_once(listener):
     with answering(listener, Startup()):
         pass
 
@@ -95,7 +95,7 @@ def _passed_on(statuses: list[int | str]) -> None:
     serving.join()
 
 
-def test_no_request_is_lost_between_the_two_servers() -> None:
+def test_no_request_is_lost_between_the_two_servers():
     for _ in range(15):
         statuses: list[int | str] = []
         _passed_on(statuses)

@@ -42,9 +42,7 @@ def ends(file: StateFile) -> bool:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_server_ends_while_another_program_has_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
-) -> None:
+def test_a_server_ends_while_another_program_has_its_file(tmp_path, monkeypatch, begun):
     """With as many writes waiting as may wait."""
     monkeypatch.setattr(state_file, "BUSY_S", 0.05)
     file = numbers(tmp_path / "side.sqlite3")
@@ -61,9 +59,7 @@ def test_a_server_ends_while_another_program_has_its_file(
         assert ends(file)
 
 
-def test_a_write_that_fails_in_any_way_ends_no_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_write_that_fails_in_any_way_ends_no_other(tmp_path, caplog):
     file = numbers(tmp_path / "side.sqlite3")
     file.start()
     failed = threading.Event()
@@ -81,7 +77,7 @@ def test_a_write_that_fails_in_any_way_ends_no_other(
     assert "too large" in caplog.text
 
 
-def test_who_floods_a_slow_disk_loses_its_own_writes_only(tmp_path: Path) -> None:
+def test_who_floods_a_slow_disk_loses_its_own_writes_only(tmp_path):
     """By bytes: what waits of the largest owner makes room, its oldest first."""
     file = numbers(tmp_path / "side.sqlite3")
     file.start()
@@ -98,7 +94,7 @@ def test_who_floods_a_slow_disk_loses_its_own_writes_only(tmp_path: Path) -> Non
     assert [1, 2, *range(114, 120)] == kept
 
 
-def test_who_makes_most_writes_loses_its_own_only() -> None:
+def test_who_makes_most_writes_loses_its_own_only():
     """By number: a deletion has no bytes, and a removal of a tenant's data is not lost."""
     pending, made = PendingWrites(), list[int]()
     pending.add(lambda db: made.append(1), "polite", 0)
@@ -115,7 +111,7 @@ def test_who_makes_most_writes_loses_its_own_only() -> None:
     assert len(made) == QUEUE
 
 
-def test_a_large_batch_takes_no_room_from_what_follows() -> None:
+def test_a_large_batch_takes_no_room_from_what_follows():
     """While a tenant's writes are made, as much may wait again."""
     pending = PendingWrites()
     for _ in range(64):

@@ -172,20 +172,18 @@ CASES: list[tuple[Callable[[], Parser], str, Made]] = [
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_what_a_text_is_made_of(parser: Callable[[], Parser], text: str, expected: Made) -> None:
+def test_what_a_text_is_made_of(parser, text, expected):
     assert expected == made(parser(), [text])
 
 
 @pytest.mark.parametrize(("parser", "text", "expected"), CASES)
-def test_one_character_at_a_time_is_the_same(
-    parser: Callable[[], Parser], text: str, expected: Made
-) -> None:
+def test_one_character_at_a_time_is_the_same(parser, text, expected):
     assert expected == made(parser(), list(text))
 
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_any_split_is_the_same(data: st.DataObject) -> None:
+def test_any_split_is_the_same(data):
     parser, text, _ = data.draw(st.sampled_from(CASES))
     twice = text + data.draw(st.sampled_from(["", text, " x", "<", '{"name"']))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(twice)), max_size=12)))
@@ -193,14 +191,14 @@ def test_any_split_is_the_same(data: st.DataObject) -> None:
     assert made(parser(), [twice]) == made(parser(), parts)
 
 
-def test_harmony_s_call_is_text_where_none_may_be_made() -> None:
+def test_harmony_s_call_is_text_where_none_may_be_made():
     call = "<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
     assert ("", "{}", []) == made(HarmonyParser(may_call=False), [call])
 
 
 @given(st.lists(st.sampled_from([*list('{}[]":, <>\\na1|'), "<tool_call>", "</think>", CALL, SEP])))
 @settings(max_examples=300, deadline=None)
-def test_no_text_is_lost_or_raises(parts: list[str]) -> None:
+def test_no_text_is_lost_or_raises(parts):
     for parser in (
         HermesParser,
         json_parser,

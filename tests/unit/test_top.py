@@ -22,8 +22,6 @@ from cachesvc.top import model
 from cachesvc.top.app import HelpScreen, TopApp
 from cachesvc.top.source import SPARKS, Reading
 
-pytestmark = pytest.mark.anyio
-
 NAMES = ("ttft", "inter_token", "request")
 PICTURE = Path(__file__).parents[2] / "docs" / "images" / "top.svg"
 GIB = 1 << 30
@@ -158,7 +156,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-async def test_the_screen_tells_queues_tiers_tenants_and_rates() -> None:
+async def test_the_screen_tells_queues_tiers_tenants_and_rates():
     async with shown(times=2) as (app, _pilot):
         assert "cachesvc 0.1.0  smollm2-135m" in text(app, "#headline")
         assert "running 3  waiting 1  loading 1" in text(app, "#summary")
@@ -177,7 +175,7 @@ async def test_the_screen_tells_queues_tiers_tenants_and_rates() -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (40, 12), (200, 60), (20, 6)])
-async def test_no_size_of_terminal_breaks_it(size: tuple[int, int]) -> None:
+async def test_no_size_of_terminal_breaks_it(size):
     async with shown(times=2, size=size) as (app, pilot):
         await pilot.press("question_mark")
         assert isinstance(app.screen, HelpScreen)
@@ -188,7 +186,7 @@ async def test_no_size_of_terminal_breaks_it(size: tuple[int, int]) -> None:
             assert len(line) <= max(32, size[0] - 2)
 
 
-def test_at_80_columns_every_percentile_is_seen() -> None:
+def test_at_80_columns_every_percentile_is_seen():
     """Also of a slow server, whose figures have more digits."""
     slow = {f"{name}_{p}_s": 123.456 for name in NAMES for p in ("p50", "p95", "p99")}
     now = reading()
@@ -199,7 +197,7 @@ def test_at_80_columns_every_percentile_is_seen() -> None:
     assert 2 == len(model.summary(reading(), 78))
 
 
-async def test_tenants_are_sorted_by_the_column_that_keys_and_clicks_choose() -> None:
+async def test_tenants_are_sorted_by_the_column_that_keys_and_clicks_choose():
     async with shown(times=2, size=(100, 30)) as (app, pilot):
         await pilot.press("r")
         assert ["initech", "globex", "acme"] == column(app, "#tenants", 0)
@@ -212,7 +210,7 @@ async def test_tenants_are_sorted_by_the_column_that_keys_and_clicks_choose() ->
         assert ["initech", "globex", "acme"] == column(app, "#tenants", 0)
 
 
-async def test_a_filter_shows_the_tenants_that_have_its_letters() -> None:
+async def test_a_filter_shows_the_tenants_that_have_its_letters():
     async with shown() as (app, pilot):
         await pilot.press("slash", *"LOB")
         assert ["globex"] == column(app, "#tenants", 0)
@@ -224,7 +222,7 @@ async def test_a_filter_shows_the_tenants_that_have_its_letters() -> None:
         assert 3 == len(column(app, "#tenants", 0))
 
 
-async def test_paused_it_shows_what_it_showed() -> None:
+async def test_paused_it_shows_what_it_showed():
     source = Readings()
     async with shown(source) as (app, pilot):
         await pilot.press("p")
@@ -238,7 +236,7 @@ async def test_paused_it_shows_what_it_showed() -> None:
         assert "[paused]" not in text(app, "#headline")
 
 
-async def test_a_server_that_does_not_answer_is_told_and_asked_again() -> None:
+async def test_a_server_that_does_not_answer_is_told_and_asked_again():
     source = Readings()
     async with shown(source) as (app, pilot):
         source.down = True
@@ -251,7 +249,7 @@ async def test_a_server_that_does_not_answer_is_told_and_asked_again() -> None:
         assert not app.query_one("#alarm").display
 
 
-async def test_what_must_be_known_at_once_is_on_top() -> None:
+async def test_what_must_be_known_at_once_is_on_top():
     def broken(turn: int) -> Reading:
         seen = reading(turn, failed="CUDA error")
         stats = {**seen.stats, "violations": {"ledger": 1}}
@@ -263,7 +261,7 @@ async def test_what_must_be_known_at_once_is_on_top() -> None:
         assert "ledger-drift.md" in told and "the invariant ledger is broken" in told
 
 
-async def test_a_slow_server_is_asked_once_at_a_time() -> None:
+async def test_a_slow_server_is_asked_once_at_a_time():
     released = threading.Event()
 
     class Slow(Readings):
@@ -284,7 +282,7 @@ async def test_a_slow_server_is_asked_once_at_a_time() -> None:
         assert 2 == source.turn
 
 
-async def test_a_narrow_screen_cuts_no_figure() -> None:
+async def test_a_narrow_screen_cuts_no_figure():
     """A long name pushed all figures out of 60 columns."""
     long = "customer-with-a-rather-long-name-of-its-own-"
 
@@ -303,7 +301,7 @@ async def test_a_narrow_screen_cuts_no_figure() -> None:
         assert "prompt▼" in [str(each.label) for each in tenants.ordered_columns]
 
 
-async def test_the_pace_goes_in_steps_and_stops_at_the_ends() -> None:
+async def test_the_pace_goes_in_steps_and_stops_at_the_ends():
     app = TopApp(Readings(), interval_s=1.0)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.press("plus", "plus", "plus")
@@ -313,7 +311,7 @@ async def test_the_pace_goes_in_steps_and_stops_at_the_ends() -> None:
         await app.workers.wait_for_complete()
 
 
-async def test_the_picture_in_the_readme_is_this_screen(tmp_path: Path) -> None:
+async def test_the_picture_in_the_readme_is_this_screen(tmp_path):
     async with shown(times=2, size=(80, 20)) as (app, _pilot):
         drawn = picture(app.export_screenshot())
     found = PICTURE.read_text() if PICTURE.exists() else ""
@@ -330,13 +328,13 @@ def picture(svg: str) -> str:
     return re.sub(r"terminal-\d+", "terminal", svg)
 
 
-def test_bars_rise_with_values_and_leave_gaps() -> None:
+def test_bars_rise_with_values_and_leave_gaps():
     assert "▁▄█ ▁" == model.sparkline([0, 5, 10, None, 0.1], 10)
     assert "▁▁" == model.sparkline([7, 0, 0], 2)
     assert "▄" == model.sparkline([0.5], 4, highest=1.0)
 
 
-def test_without_a_server_it_says_what_to_do(tmp_path: Path) -> None:
+def test_without_a_server_it_says_what_to_do(tmp_path):
     failed = CliRunner().invoke(cli, ["top", "--data-dir", str(tmp_path)])
     assert 1 == failed.exit_code
     assert f"no server runs on {tmp_path}; start one with `cachesvc serve`" in failed.stderr

@@ -71,12 +71,12 @@ def told(store: LedgerStore, unit: Unit = Unit.DAY, **query: Any) -> list[tuple[
     return [(period.period, period.part, period.requests) for period in found]
 
 
-def test_days_and_months_in_utc(store: LedgerStore) -> None:
+def test_days_and_months_in_utc(store):
     assert [("2025-01-01", "", 2), ("2025-01-02", "", 1), ("2025-02-10", "", 1)] == told(store)
     assert [("2025-01", "", 3), ("2025-02", "", 1)] == told(store, Unit.MONTH)
 
 
-def test_days_begin_where_the_zone_says(store: LedgerStore) -> None:
+def test_days_begin_where_the_zone_says(store):
     """23:00 UTC is the next morning in Shanghai, and 01:00 UTC the evening before in New York."""
     shanghai = told(store, zone=ZoneInfo("Asia/Shanghai"))
     assert [("2025-01-01", "", 1), ("2025-01-02", "", 2), ("2025-02-10", "", 1)] == shanghai
@@ -84,7 +84,7 @@ def test_days_begin_where_the_zone_says(store: LedgerStore) -> None:
 
 
 @pytest.mark.parametrize("unit", Unit)
-def test_rollups_and_entries_say_the_same(store: LedgerStore, unit: Unit) -> None:
+def test_rollups_and_entries_say_the_same(store, unit):
     """No charge lies in the minute by which the second zone is off: its days are cut, not other."""
     a_minute_off = timezone(timedelta(minutes=1))
     whole = report(store, Query(), unit)
@@ -95,9 +95,7 @@ def test_rollups_and_entries_say_the_same(store: LedgerStore, unit: Unit) -> Non
         assert expected == report(store, Query(split=split, zone=a_minute_off), unit)
 
 
-def test_only_the_days_that_a_border_cuts_are_read_from_their_charges(
-    store: LedgerStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_days_that_a_border_cuts_are_read_from_their_charges(store, monkeypatch):
     read: list[tuple[int, int]] = []
     real = store_reports.charges_between
 
@@ -116,7 +114,7 @@ def test_only_the_days_that_a_border_cuts_are_read_from_their_charges(
     assert [(first, first)] == read
 
 
-def test_an_hour_of_a_pin_is_no_request_in_any_zone(tmp_path: Path) -> None:
+def test_an_hour_of_a_pin_is_no_request_in_any_zone(tmp_path):
     url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
     with running_ledger(url) as house:
         house.charge("r1", Usage(miss=40, output=5))
@@ -127,7 +125,7 @@ def test_an_hour_of_a_pin_is_no_request_in_any_zone(tmp_path: Path) -> None:
             assert 64 == found[0].tokens["storage_token_hours"]
 
 
-def test_the_local_zone_knows_summer_and_winter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_zone_knows_summer_and_winter(monkeypatch):
     monkeypatch.setenv("TZ", "Europe/Berlin")
     time.tzset()
     try:
@@ -143,7 +141,7 @@ def test_the_local_zone_knows_summer_and_winter(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=9))])
-def test_a_span_has_both_its_ends(store: LedgerStore, zone: Any) -> None:
+def test_a_span_has_both_its_ends(store, zone):
     second = FIRST + timedelta(days=1)
     inside = [day for day, _, _ in told(store, since=second, until=second, zone=zone)]
     assert [second.isoformat()] == inside
@@ -152,7 +150,7 @@ def test_a_span_has_both_its_ends(store: LedgerStore, zone: Any) -> None:
         assert FIRST_DAY == parse_query(since=endless, zone=zone).since
 
 
-def test_periods_are_split_by_part(store: LedgerStore) -> None:
+def test_periods_are_split_by_part(store):
     january = {"until": date(2025, 1, 31)}
     by_key = told(store, Unit.MONTH, split="key", **january)
     assert [("2025-01", "k1", 2), ("2025-01", "k2", 1)] == by_key
@@ -160,7 +158,7 @@ def test_periods_are_split_by_part(store: LedgerStore) -> None:
     assert [("2025-01", "-", 1), ("2025-01", "web", 2)] == by_project
 
 
-def test_an_unknown_tenant_is_said(store: LedgerStore) -> None:
+def test_an_unknown_tenant_is_said(store):
     with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
         report(store, Query(tenant="nobody"), Unit.DAY)
     with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
@@ -173,7 +171,7 @@ def call(data_dir: Path, *arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_the_command_takes_spans_zones_and_splits(data_dir: Path) -> None:
+def test_the_command_takes_spans_zones_and_splits(data_dir):
     flags = ("--since", "2025-01-01", "--until", "2025-01-31", "--timezone", "Asia/Shanghai")
     days = json.loads(call(data_dir, "--by", "day", *flags, "--json"))
     assert [("2025-01-01", 1), ("2025-01-02", 2)] == [(d["period"], d["requests"]) for d in days]
@@ -196,7 +194,7 @@ def test_the_command_takes_spans_zones_and_splits(data_dir: Path) -> None:
         (("--timezone", "Europe"), "is not a time zone"),
     ],
 )
-def test_a_span_that_is_none_is_said(data_dir: Path, flags: tuple[str, ...], words: str) -> None:
+def test_a_span_that_is_none_is_said(data_dir, flags, words):
     said = " ".join(call(data_dir, "--by", "day", *flags, code=2).replace("│", " ").split())
     assert words in said
 
@@ -216,7 +214,7 @@ def parts(house: TestLedger, split: str) -> dict[str, int]:
     return {period.part: period.requests for period in found}
 
 
-def test_users_sessions_and_tags_partition_what_was_charged(house: TestLedger) -> None:
+def test_users_sessions_and_tags_partition_what_was_charged(house):
     asked = [
         {"user": "ann", "session": "s1", "tags": {"team": "x", "env": "prod"}},
         {"user": "ann", "session": "s2", "tags": {"team": "y"}},
@@ -241,14 +239,12 @@ def test_users_sessions_and_tags_partition_what_was_charged(house: TestLedger) -
 
 
 @pytest.mark.parametrize("wrong", ["", "tag:", "users", "tag:" + "x" * 100, "tag:a\nb"])
-def test_an_invalid_split_is_refused(wrong: str) -> None:
+def test_an_invalid_split_is_refused(wrong):
     with pytest.raises(InvalidName):
         parse_query(split=wrong)
 
 
-def test_a_new_user_in_every_request_makes_no_longer_report(
-    house: TestLedger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_user_in_every_request_makes_no_longer_report(house, monkeypatch):
     monkeypatch.setattr(attribution, "LISTED", 5)
     monkeypatch.setattr(HeavyParts.dearest, "__defaults__", (5,))
     for number in range(60):
@@ -265,7 +261,7 @@ def test_a_new_user_in_every_request_makes_no_longer_report(
 
 
 @given(st.integers(0, 10**6), st.integers(2, 20))
-def test_who_costs_more_than_a_share_is_always_among_those_listed(seed: int, most: int) -> None:
+def test_who_costs_more_than_a_share_is_always_among_those_listed(seed, most):
     dice = random.Random(seed)
     heavy, costs = HeavyParts(most), dict[str, int]()
     for number in range(500):
@@ -278,7 +274,7 @@ def test_who_costs_more_than_a_share_is_always_among_those_listed(seed: int, mos
     assert {p for p, cost in costs.items() if cost * most > whole} <= heavy.dearest(10**6)
 
 
-def test_the_command_sums_by_user_and_tag(house: TestLedger, tmp_path: Path) -> None:
+def test_the_command_sums_by_user_and_tag(house, tmp_path):
     house.charge("r1", Usage(miss=100), user="ann", tags={"team": "x"})
 
     def said_by(*arguments: str, code: int = 0) -> str:

@@ -35,12 +35,12 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         return archive.namelist()
 
 
-def test_the_top_level_is_exactly_the_five_packages(names: list[str]) -> None:
+def test_the_top_level_is_exactly_the_five_packages(names):
     top = {name.split("/")[0] for name in names}
     assert PACKAGES == {name for name in top if not name.endswith(".dist-info")}
 
 
-def test_the_files_that_packages_read_are_in_it(names: list[str]) -> None:
+def test_the_files_that_packages_read_are_in_it(names):
     skipped = {".py", ".pyc", ".md"}
     needed = {
         str(path.relative_to(ROOT))
@@ -51,5 +51,5 @@ def test_the_files_that_packages_read_are_in_it(names: list[str]) -> None:
     assert set() == needed - set(names)
 
 
-def test_the_licence_goes_with_it(names: list[str]) -> None:
+def test_the_licence_goes_with_it(names):
     assert [name for name in names if name.endswith("licenses/LICENSE")]
