@@ -80,13 +80,6 @@ async def test_a_session_changes_things_only_with_its_csrf_token(parts, client):
     assert {"ended": 0} == by_header.json() == by_form.json()
 
 
-async def test_a_reader_looks_and_changes_nothing(parts, client):
-    headers = {"X-CSRF-Token": log_in(parts, client, Role.READER)}
-    assert {"name": "ada", "role": "reader"} == (await client.get(LOOK)).json()
-    for path in (CHANGE, "/admin/api/links"):
-        assert (403, "insufficient_scope") == error_of(await client.post(path, headers=headers))
-
-
 @pytest.mark.parametrize(
     "path",
     [

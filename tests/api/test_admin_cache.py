@@ -20,8 +20,8 @@ from billing.reports.receipts import ReceiptSigner, verify_receipt
 from billing.store.opening import database_url
 from cachesvc.config.places import disk_path
 from cachesvc.operator.operator import CacheOperator
-from cachesvc.operator.purge import RECEIPTS, purge_stopped
-from cachesvc.operator.scopes import DAMAGED, ScopeKind, note_scopes, roots_of
+from cachesvc.operator.purge import RECEIPTS
+from cachesvc.operator.scopes import DAMAGED, note_scopes
 from cachesvc.operator.secret import read_secret
 from engine.engine import Engine
 from engine.request import Request, SamplingParams, StepOutput
@@ -259,17 +259,6 @@ async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
             assert "no tenant is named 'amce'" in answer.json()["error"]["message"]
             right = {key: "acme" if value == "amce" else value for key, value in body.items()}
             assert (await client.post(f"api/cache/{route}", json=right)).is_success
-
-
-def test_a_stopped_server_is_purged_from_its_directory_alone(running):
-    running.serve("r1", list(range(18)))
-    theirs = running.serve("r2", list(range(20, 38)), tenant="bolt")
-    running.engine.close()
-    running.cache.close()
-    roots = roots_of(running.data_dir, "acme", ScopeKind.TENANT)
-    done = purge_stopped(running.data_dir, roots)
-    assert (done.removed["disk"].num_blocks, done.num_left) == (4, 0)
-    assert purge_stopped(running.data_dir, [theirs.root]).removed["disk"].num_blocks == 4
 
 
 async def test_a_number_that_no_machine_counts_to_is_refused(client):

@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 from fastapi import APIRouter
-from starlette.routing import Match
 
 from api.admin import router
-from api.admin.later import LaterAdmin
 from api.admin.parts import AdminParts
 from api.app import create_app
 from tests.support.admin import admin_client, fake_parts
@@ -44,19 +42,6 @@ async def test_they_are_made_once_by_the_first_requests_for_them_alone(client, m
     assert [401, 401, 404, 401] == [each.status_code for each in answers]
     assert 200 == (await client.get("/admin/login")).status_code
     assert 1 == len(made)
-
-
-async def test_every_route_is_made_by_the_first_request_for_it(house):
-    app = create_app(house.wire, admin=fake_parts())
-    [later] = [route for route in app.router.routes if isinstance(route, LaterAdmin)]
-    paths = {getattr(route, "path", "") for area in router.AREAS for route in area.routes}
-    assert {"/", "/admin", "/admin/api/requests"} <= paths
-    assert [] == [path for path in paths if later.matches({"path": path})[0] is not Match.FULL]
-    async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://localhost"
-    ) as client:
-        await client.get("/admin/login")
-    assert later not in app.router.routes, "the stand-in is gone once they are there"
 
 
 async def test_the_document_of_all_routes_has_them(client, house):

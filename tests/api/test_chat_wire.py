@@ -98,15 +98,6 @@ async def test_a_stop_string_ends_the_answer_and_is_not_in_it(client, house):
     assert answer["usage"]["completion_tokens"] == len("one two"), "of the same step"
 
 
-async def test_one_choice_may_stop_while_the_others_go_on(client, house):
-    house.engine.script = Script(answer="abc", step_s=0.001)
-    answer = (await client.post(CHAT, json=HELLO | {"n": 3})).json()
-    assert ["abc"] * 3 == [choice["message"]["content"] for choice in answer["choices"]]
-    assert [0, 1, 2] == [choice["index"] for choice in answer["choices"]]
-    assert answer["usage"]["completion_tokens"] == 3 * 4
-    assert answer["usage"]["prompt_tokens"] == PROMPT_TOKENS
-
-
 async def test_max_completion_tokens_ends_with_length(client, house):
     house.engine.script = Script(answer="abcdef")
     answer = (await client.post(CHAT, json=HELLO | {"max_completion_tokens": 3})).json()

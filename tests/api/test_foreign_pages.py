@@ -53,14 +53,6 @@ async def test_a_local_client_is_answered(client, headers):
     assert 200 == (await client.post("/v1/completions", json=HELLO, headers=headers)).status_code
 
 
-async def test_with_a_key_the_key_decides():
-    house = fake_house(gatekeeper=OpenGate(Principal("acme", key_id="key_1")))
-    headers = {"Host": "api.example.com", "Origin": "https://app.example.com"}
-    async with running(house) as (_, client):
-        answer = await client.post("/v1/completions", json=HELLO, headers=headers)
-        assert 200 == answer.status_code
-
-
 APP, EVIL = "https://app.example", "https://evil.example"
 KEYED, OPEN = OpenGate(Principal("acme", key_id="key_1")), OpenGate()
 ALLOWED = "access-control-allow-origin"

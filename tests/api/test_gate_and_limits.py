@@ -213,6 +213,14 @@ async def test_hits_do_not_count_against_miss_tokens():
         assert "cache-miss tokens" in refused.json()["error"]["message"]
 
 
+async def test_output_tokens_run_out():
+    house = limited(output_tokens=5)
+    house.engine.script = Script(answer="12345")
+    async with running(house) as (_, client):
+        assert 200 == (await client.post(CHAT, json=HELLO)).status_code
+        assert 429 == (await client.post(CHAT, json=HELLO)).status_code
+
+
 async def test_concurrency_is_given_back_on_every_way_out():
     house = limited(concurrency=2)
     house.engine.script = Script(answer="abc", step_s=0.01)

@@ -11,7 +11,7 @@ from api.access.concurrency import Holder, LocalPlaces, Places, RedisPlaces
 from api.access.rate_limits import LimitSettings, Quota, WindowLimits, open_limits
 from api.errors import RateLimited
 from billing.keys import Principal
-from billing.usage import EMPTY, Usage
+from billing.usage import Usage
 from tests.api.conftest import running
 from tests.redis_server import redis_server
 from tests.support.wire import Script, fake_house
@@ -82,15 +82,6 @@ async def test_a_place_is_taken_of_every_holder_or_of_none(url, store):
         await kept.leave("a")
         assert await kept.enter("e", {ACME: 2, KEY: 1}) is None
         await kept.leave("unknown")
-
-
-async def test_two_servers_share_the_places_of_a_tenant(url):
-    async with servers(url, 2, concurrency=3) as (one, two):
-        permits = [await server.admit(PRINCIPAL) for server in (one, two, one)]
-        with pytest.raises(RateLimited, match="3 requests running"):
-            await two.admit(PRINCIPAL)
-        await permits[0].close(EMPTY)
-        await two.admit(PRINCIPAL)
 
 
 async def test_at_the_same_time_no_more_than_the_limit_come_in(url):

@@ -101,9 +101,7 @@ async def text(client: httpx.AsyncClient, path: str) -> str:
     return shown(answer.text)
 
 
-async def test_both_currencies_stand_on_a_page_and_no_sum_without_one(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_both_currencies_stand_on_a_page_and_no_sum_without_one(client):
     for path in ("", "/money", "/requests", "/explorer", "/tenants", "/money?since=2026-09-01"):
         page = await text(client, path)
         assert "CNY" in page and "USD" in page, path
@@ -111,9 +109,7 @@ async def test_both_currencies_stand_on_a_page_and_no_sum_without_one(
 
 
 @pytest.mark.parametrize(("name", "currency"), CURRENCIES.items())
-async def test_what_is_of_one_tenant_is_in_its_currency_alone(
-    client: httpx.AsyncClient, name: str, currency: str
-) -> None:
+async def test_what_is_of_one_tenant_is_in_its_currency_alone(client, name, currency):
     (row,) = (await client.get(f"/admin/api/requests?tenant={name}")).json()
     for path in (f"/tenants/{name}", f"/requests/{row['id']}", f"/explorer?tenant={name}"):
         page = await text(client, path)
@@ -124,9 +120,7 @@ async def test_what_is_of_one_tenant_is_in_its_currency_alone(
         assert not re.search(rf"\d {other}", page), page
 
 
-async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(client):
     for name, price in (("acme", "1"), ("bolt", "4")):
         body = {"tenant": name, "request": HELLO}
         quote = (await client.post("/admin/api/cache/quote", json=body)).json()
@@ -136,9 +130,7 @@ async def test_prompts_and_prefixes_are_priced_by_the_tenants_own_card(
     assert "0.9000 CNY" in (page := await text(client, "/explorer")) and "3.0000 USD" in page
 
 
-async def test_models_are_listed_with_the_prices_of_whoever_asks(
-    client: httpx.AsyncClient, bank: Bank
-) -> None:
+async def test_models_are_listed_with_the_prices_of_whoever_asks(client, bank):
     bank.accounts.apply_card(parse_card(TIERED), by="test")
     prices = {}
     for name in CURRENCIES:
@@ -170,9 +162,7 @@ async def test_models_are_listed_with_the_prices_of_whoever_asks(
     } == prices["bolt"]
 
 
-async def test_one_query_filters_the_pages_and_the_csv(
-    client: httpx.AsyncClient, bank: Bank
-) -> None:
+async def test_one_query_filters_the_pages_and_the_csv(client, bank):
     (key,) = bank.accounts.keys("bolt")
     today = datetime.now(UTC).date()
     for query, names in (
@@ -198,7 +188,7 @@ async def test_one_query_filters_the_pages_and_the_csv(
             assert names == set(found), (query, path)
 
 
-async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client: httpx.AsyncClient) -> None:
+async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client):
     for path, query in (
         ("requests", "since=yesterday"),
         ("requests", "until=2026-13-01"),
@@ -211,9 +201,7 @@ async def test_a_time_that_a_page_cannot_use_is_refused_by_name(client: httpx.As
         assert query.partition("=")[0] in (answer.json()["error"]["param"] or "since"), path
 
 
-async def test_requests_are_listed_by_arrival_though_another_ended_later(
-    client: httpx.AsyncClient, bank: Bank
-) -> None:
+async def test_requests_are_listed_by_arrival_though_another_ended_later(client, bank):
     journal = bank.house.wire.records.journal
     last, first = journal.newest()
     journal.restore([replace(first, request_id="f" * 32, arrived_s=last.arrived_s + 1)])
@@ -224,9 +212,7 @@ async def test_requests_are_listed_by_arrival_though_another_ended_later(
     )
 
 
-async def test_a_tenant_without_entries_changes_its_currency_and_is_charged_in_it(
-    client: httpx.AsyncClient, bank: Bank
-) -> None:
+async def test_a_tenant_without_entries_changes_its_currency_and_is_charged_in_it(client, bank):
     key = bank.customer(0, "later")
     body = {"currency": "USD", "why": "it pays in dollars"}
     made = await client.post("/admin/api/tenants/later/currency", json=body)
@@ -242,9 +228,7 @@ async def test_a_tenant_without_entries_changes_its_currency_and_is_charged_in_i
     assert [] == Prover(bank.store).prove().proof.problems
 
 
-async def test_a_card_names_the_models_that_it_leaves_without_a_price(
-    client: httpx.AsyncClient,
-) -> None:
+async def test_a_card_names_the_models_that_it_leaves_without_a_price(client):
     narrow = CARD.replace("dollars", "narrow").replace("2025-01", "2025-02").replace('"*"', '"b*"')
     body = {"card": {"toml": narrow}, "why": "some models"}
     answer = (await client.post("/admin/api/prices/apply", json=body)).json()
@@ -256,9 +240,7 @@ async def test_a_card_names_the_models_that_it_leaves_without_a_price(
     assert {"tenant": "bolt", "currency": "USD", "models": ["bytes"]} == left
 
 
-async def test_who_is_refused_for_want_of_money_is_not_served(
-    client: httpx.AsyncClient, bank: Bank
-) -> None:
+async def test_who_is_refused_for_want_of_money_is_not_served(client, bank):
     key = bank.customer(1, "poor")  # something is there, and too little for any request
     assert " poor served " in await text(client, "/tenants")
     assert 402 == (await client.post(CHAT, json=HELLO, headers=key)).status_code
@@ -268,7 +250,7 @@ async def test_who_is_refused_for_want_of_money_is_not_served(
     assert "acme served" in await text(client, "/tenants")
 
 
-async def test_a_key_shows_the_day_of_its_last_use(client: httpx.AsyncClient, bank: Bank) -> None:
+async def test_a_key_shows_the_day_of_its_last_use(client, bank):
     bank.customer(0, "idle")
     keys = (await client.get("/admin/api/keys")).json()
     today = str(datetime.now(UTC).date())

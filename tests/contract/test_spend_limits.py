@@ -130,15 +130,6 @@ def test_a_limit_counts_its_own_key_user_or_tag_alone(house, of, value, mine, ot
     assert {f"2025-01/{value}": (2, 0)} == spent(house)
 
 
-def test_each_user_has_a_limit_of_its_own_and_requests_without_one_share_theirs(house):
-    limit(house, 2, Of.USER, "*")
-    for user in ("anna", "ben", ""):
-        spend(house, f"r-{user}", 2, user=user)
-        with pytest.raises(SpendLimitReached):
-            house.reserve(f"s-{user}", 1, user=user)
-    assert dict.fromkeys(["2025-01/anna", "2025-01/ben", "2025-01/"], (2, 0)) == spent(house)
-
-
 def test_a_request_meets_every_limit_that_counts_it(house):
     limit(house, 9)
     limit(house, 5, Of.USER, "*", name="users")

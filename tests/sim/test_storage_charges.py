@@ -220,14 +220,6 @@ async def test_a_pin_changes_between_hours_and_minutes_as_an_hour_begins(
         assert {12 * RATE} == set(charges(money).values())
 
 
-async def test_a_card_without_storage_charges_nothing(tmp_path, url):
-    with running_ledger(url) as money:
-        life = Life(tmp_path, money)
-        await life.pin("system", 3, hours=9)
-        await life.wait(2 * HOUR_S)
-        assert charges(money) == {} and life.names() == ["system"]
-
-
 async def test_a_groups_pin_is_charged_to_no_tenant(tmp_path, url):
     with running_ledger(url) as money:
         apply(money)

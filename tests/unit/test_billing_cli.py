@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ def use(shell: Shell) -> None:
         house.charge("r1", Usage(hit_disk=900, miss=100, output=7), session="chat")
 
 
-def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
+def test_a_tenant_is_made_funded_used_and_proved(shell):
     made = shell.json("tenants", "create", "acme")
     assert (made["currency"], made["prepaid"]) == ("CNY", True)
     assert shell.json("balance", "topup", "acme", "12.5")["available"] == "12.50"
@@ -111,9 +111,7 @@ def test_a_tenant_is_made_funded_used_and_proved(shell: Shell) -> None:
     assert shell.json("prices", "plan", "--days", "3660")["rows"][0]["requests"] == 1
 
 
-def test_the_ledger_of_the_environment_is_opened_as_a_server_does(
-    closed: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_of_the_environment_is_opened_as_a_server_does(closed, tmp_path, monkeypatch):
     """Beside a stopped server on PostgreSQL, a command made and proved an empty SQLite ledger."""
     url = f"sqlite:///{tmp_path / 'elsewhere.sqlite3'}"
     monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
@@ -123,7 +121,7 @@ def test_the_ledger_of_the_environment_is_opened_as_a_server_does(
     assert "acme" in closed("tenants", "show", "--database-url", url)
 
 
-def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
+def test_a_key_is_printed_once_and_listed_by_its_prefix(shell):
     shell("tenants", "create", "acme")
     shell("keys", "create", "--tenant", "acme", "--scope", "admin", "--scope", "inference,usage")
     assert ["inference", "usage", "admin"] == shell.json("keys", "list")[0]["scopes"]
@@ -134,7 +132,7 @@ def test_a_key_is_printed_once_and_listed_by_its_prefix(shell: Shell) -> None:
     assert shell.json("keys", "revoke", made["id"])["state"] == "revoked"
 
 
-def test_an_statement_a_receipt_and_an_export_are_printed(shell: Shell, tmp_path: Path) -> None:
+def test_an_statement_a_receipt_and_an_export_are_printed(shell, tmp_path):
     shell("tenants", "create", "acme")
     use(shell)
     statement = ("usage", "--statement", f"{datetime.now(UTC):%Y-%m}", "--tenant", "acme")
@@ -147,7 +145,7 @@ def test_an_statement_a_receipt_and_an_export_are_printed(shell: Shell, tmp_path
     assert len(out.read_text().splitlines()) == 4  # a header and three lines of one charge
 
 
-def test_a_card_is_exported_as_litellms_price_map(tmp_path: Path) -> None:
+def test_a_card_is_exported_as_litellms_price_map(tmp_path):
     """LiteLLM itself adds these up as we do: `tests/clients/test_prices.py`."""
     runner, card = CliRunner(), tmp_path / "usd.toml"
     card.write_text(USD_CARD)
@@ -169,7 +167,7 @@ def test_a_card_is_exported_as_litellms_price_map(tmp_path: Path) -> None:
     assert "LiteLLM counts in USD" in export("deepseek-launch", "--model", "m").stderr
 
 
-def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> None:
+def test_a_card_is_linted_planned_and_applied(shell, tmp_path):
     shell("tenants", "create", "acme")
     use(shell)
     good, bad = tmp_path / "good.toml", tmp_path / "bad.toml"
@@ -214,9 +212,7 @@ def test_a_card_is_linted_planned_and_applied(shell: Shell, tmp_path: Path) -> N
         ),
     ],
 )
-def test_what_cannot_be_done_is_said_in_one_sentence(
-    shell: Shell, args: Sequence[str], message: str
-) -> None:
+def test_what_cannot_be_done_is_said_in_one_sentence(shell, args, message):
     shell("tenants", "create", "acme")
     assert message in " ".join(shell(*args, code=1).split())
 
@@ -234,16 +230,12 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
         (("usage", "--statement", "May", "--tenant", "acme"), "2026-11"),
     ],
 )
-def test_a_value_that_is_none_is_a_wrong_command_line(
-    shell: Shell, args: tuple[str, ...], message: str
-) -> None:
+def test_a_value_that_is_none_is_a_wrong_command_line(shell, args, message):
     shell("tenants", "create", "acme")
     assert message in " ".join(shell(*args, code=2).split())
 
 
-def test_everything_fits_80_columns_and_the_fields_of_json_stay(
-    shell: Shell, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_fits_80_columns_and_the_fields_of_json_stay(shell, monkeypatch):
     """What has no room is left out and named; no number is broken."""
     shell("tenants", "create", "acme", "--reason", "signed up")
     shell("keys", "create", "--tenant", "acme", "--name", "laptop")
@@ -263,7 +255,7 @@ def test_everything_fits_80_columns_and_the_fields_of_json_stay(
     assert "not shown here" in usage[2] and "device" in usage[2] and "cost" not in usage[2]
 
 
-def test_a_grant_that_expires_is_given_and_shown(shell: Shell) -> None:
+def test_a_grant_that_expires_is_given_and_shown(shell):
     shell("tenants", "create", "acme")
     shell("balance", "grant", "acme", "5", "--reference", "welcome", "--expires", "90d")
     shell("balance", "grant", "acme", "1", "--reference", "sorry")
@@ -274,7 +266,7 @@ def test_a_grant_that_expires_is_given_and_shown(shell: Shell) -> None:
     assert "2020-01-01 is not from today" in said
 
 
-def test_a_currency_needs_a_card_and_stays_once_something_is_booked(shell: Shell) -> None:
+def test_a_currency_needs_a_card_and_stays_once_something_is_booked(shell):
     said = shell("tenants", "create", "acme", "--currency", "USD", code=2)
     assert "no rate card in USD prices requests of 'acme'" in said and "or take CNY" in said
     assert "it is charged in CNY, as the newest rate card" in shell("tenants", "create", "acme")
@@ -288,9 +280,7 @@ def test_a_currency_needs_a_card_and_stays_once_something_is_booked(shell: Shell
     shell("ledger", "verify")
 
 
-def test_a_card_names_the_tenants_that_it_leaves_without_a_price(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_a_card_names_the_tenants_that_it_leaves_without_a_price(shell, tmp_path):
     shell("tenants", "create", "acme")
     card = tmp_path / "dollars.toml"
     card.write_text(
@@ -322,7 +312,7 @@ def assert_fields(shell: Shell) -> None:
         assert set() == set(fields.split()) - found, command
 
 
-def test_limits_of_a_tenant_are_set_and_given_back(shell: Shell) -> None:
+def test_limits_of_a_tenant_are_set_and_given_back(shell):
     shell("tenants", "create", "acme")
     shell("tenants", "set", "acme", "--limit", "requests=60", "--limit", "concurrency=0")
     limits = shell.json("tenants", "show", "acme")["rate_limits"]
@@ -338,12 +328,12 @@ def test_limits_of_a_tenant_are_set_and_given_back(shell: Shell) -> None:
     assert ("tenant.rates", "acme") == (newest["action"], newest["subject"])
 
 
-def test_reading_where_nothing_is_says_so(closed: Shell) -> None:
+def test_reading_where_nothing_is_says_so(closed):
     assert "there is no ledger" in closed("usage", code=1)
     assert not closed.data_dir.exists()
 
 
-def test_every_operation_has_the_route_that_commands_call() -> None:
+def test_every_operation_has_the_route_that_commands_call():
     """Each argument is in the path, a query parameter of the GET, or a field of the POST's body."""
     document = create_app(fake_house().wire, routers=(admin_router(fake_parts()),)).openapi()
     for row in TABLE:
@@ -359,9 +349,7 @@ def test_every_operation_has_the_route_that_commands_call() -> None:
         )
 
 
-def test_a_database_that_is_named_is_opened_beside_the_server(
-    closed: Shell, tmp_path: Path
-) -> None:
+def test_a_database_that_is_named_is_opened_beside_the_server(closed, tmp_path):
     """No server is asked about a database that it may not serve."""
     url = f"sqlite:///{tmp_path / 'other.sqlite3'}"
     closed.data_dir.mkdir()
@@ -371,7 +359,7 @@ def test_a_database_that_is_named_is_opened_beside_the_server(
         assert "does not exist" in closed("tenants", "show", "acme", "--database-url", url, code=1)
 
 
-def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell: Shell) -> None:
+def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell):
     shell("tenants", "create", "acme")
     use(shell)
     heads = shell.data_dir / "heads.json"
@@ -401,9 +389,7 @@ def person(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return types
 
 
-def test_a_person_is_shown_and_asked_before_money_moves(
-    shell: Shell, person: Callable[..., str], tmp_path: Path
-) -> None:
+def test_a_person_is_shown_and_asked_before_money_moves(shell, person, tmp_path):
     shell("tenants", "create", "acme")
     topup = ("balance", "topup", "acme", "10")
     said = person("n", *topup, code=1)

@@ -61,15 +61,6 @@ def test_every_column_adds_up(house, zone):
     assert exact == found.exact - found.corrected
 
 
-def test_a_month_begins_where_the_zone_says(house):
-    """r2 is of January in UTC and of February in Shanghai; an hour of a pin is no request."""
-    assert [3, 2] == [of(house, month).requests for month in ("2025-01", "2025-02")]
-    shanghai = [of(house, month, SHANGHAI) for month in ("2025-01", "2025-02")]
-    assert [2, 3] == [each.requests for each in shanghai]
-    assert ["Asia/Shanghai"] * 2 == [statement_json(each)["timezone"] for each in shanghai]
-    assert "storage_token_hours" in {line.name for line in shanghai[1].lines}
-
-
 @pytest.mark.parametrize("zone", [UTC, SHANGHAI, ZoneInfo("America/New_York")])
 def test_a_month_ends_where_the_next_begins(house, zone):
     months = [of(house, f"2025-{number:02}", zone) for number in range(1, 5)]

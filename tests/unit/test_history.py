@@ -40,7 +40,7 @@ class Clocked:
         return self.history.read(series, window_s=window_s, since_s=since_s)["series"]
 
 
-def test_counters_grow_gauges_stand_and_shares_divide() -> None:
+def test_counters_grow_gauges_stand_and_shares_divide():
     server = Clocked()
     for second in range(4):
         server.tick(hits={"host": second * 3, "disk": second}, asked=second * 8, running=second)
@@ -56,7 +56,7 @@ def test_counters_grow_gauges_stand_and_shares_divide() -> None:
     }
 
 
-def test_a_clock_that_is_set_moves_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_is_set_moves_no_sample(monkeypatch):
     """A page whose newest sample is of tomorrow would ask for nothing older until then."""
     now_s, ahead_s = time.time(), [0]
     monkeypatch.setattr("cachesvc.observability.history.time.time", lambda: now_s + ahead_s[0])
@@ -69,7 +69,7 @@ def test_a_clock_that_is_set_moves_no_sample(monkeypatch: pytest.MonkeyPatch) ->
     assert sorted(times) == times
 
 
-def test_what_never_happened_is_zero_and_a_share_of_nothing_is_null() -> None:
+def test_what_never_happened_is_zero_and_a_share_of_nothing_is_null():
     server = Clocked()
     server.tick(asked=1)
     server.tick(asked=1, late=5)
@@ -80,7 +80,7 @@ def test_what_never_happened_is_zero_and_a_share_of_nothing_is_null() -> None:
     }
 
 
-def test_a_percentile_is_of_what_was_observed_between_two_times() -> None:
+def test_a_percentile_is_of_what_was_observed_between_two_times():
     server = Clocked()
     server.tick()
     for _ in range(100):
@@ -95,7 +95,7 @@ def test_a_percentile_is_of_what_was_observed_between_two_times() -> None:
     assert third is None
 
 
-def test_the_next_answer_goes_on_where_the_last_ended() -> None:
+def test_the_next_answer_goes_on_where_the_last_ended():
     server = Clocked()
     for second in range(950):
         server.tick(done=second * 2)
@@ -121,9 +121,7 @@ def test_the_next_answer_goes_on_where_the_last_ended() -> None:
         (2000, 7 * 86_400, 20),
     ],
 )
-def test_a_long_window_shows_all_that_a_young_server_has(
-    age_s: int, window_s: int, step_s: int
-) -> None:
+def test_a_long_window_shows_all_that_a_young_server_has(age_s, window_s, step_s):
     """A week's own points are an hour and a half apart, and a server of twelve minutes has none."""
     server = Clocked()
     for second in range(age_s):
@@ -135,7 +133,7 @@ def test_a_long_window_shows_all_that_a_young_server_has(
     assert min(age_s, window_s) == pytest.approx(shown_s, abs=3 * step_s)
 
 
-def test_one_number_over_a_window() -> None:
+def test_one_number_over_a_window():
     server = Clocked()
     for second in range(100):
         server.tick(done=second if second < 50 else 50, running=second)
@@ -151,12 +149,12 @@ def test_one_number_over_a_window() -> None:
 @pytest.mark.parametrize(
     "series", ["done", "sum:done", "p999:latency.ttft", "p50:latency.nothing", "rate:"]
 )
-def test_a_series_that_cannot_be_read_is_refused_with_what_would_do(series: str) -> None:
+def test_a_series_that_cannot_be_read_is_refused_with_what_would_do(series):
     with pytest.raises(InvalidRequest, match=r"traffic\.generation_tokens|latency\.ttft"):
         Clocked().read(series)
 
 
-def test_the_rings_reach_from_seconds_to_a_week() -> None:
+def test_the_rings_reach_from_seconds_to_a_week():
     assert 7 * 86_400 == RINGS[-1][0] * RINGS[-1][1]
     assert all(
         lower[0] * lower[1] < upper[0] * upper[1] for lower, upper in itertools.pairwise(RINGS)
@@ -164,7 +162,7 @@ def test_the_rings_reach_from_seconds_to_a_week() -> None:
 
 
 @given(st.lists(st.floats(0.001, 500), min_size=1), st.sampled_from([0.5, 0.95, 0.99]))
-def test_a_percentile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
+def test_a_percentile_lies_in_the_bucket_of_the_true_one(values, share):
     histogram = Histogram(BOUNDS_S)
     for value in values:
         histogram.observe(value)
@@ -174,7 +172,7 @@ def test_a_percentile_lies_in_the_bucket_of_the_true_one(values: list[float], sh
     assert found <= true * 2**0.25 * (1 + 1e-9)
 
 
-def test_snapshots_become_json_and_paths() -> None:
+def test_snapshots_become_json_and_paths():
     tier = TierStats(TierName.DISK, num_blocks=2, faults={MissReason.CHECKSUM: 3})
     told = plain({("a", TierName.HOST): 1, ("a", "b"): b"\x01", "tier": tier})
     assert {"host": 1, "b": "01"} == told["a"]
@@ -183,7 +181,7 @@ def test_snapshots_become_json_and_paths() -> None:
     assert "tier.name" not in found
 
 
-def test_a_ring_that_is_behind_with_its_names_is_read_all_the_same() -> None:
+def test_a_ring_that_is_behind_with_its_names_is_read_all_the_same():
     """Names come up by the second, and a coarser ring hears of them later."""
     server = Clocked()
     for _ in range(901):

@@ -370,15 +370,6 @@ def test_rows_that_the_database_refuses_do_not_close_the_ledger(house):
     assert "" == house.ledger.refuses
 
 
-def test_a_damaged_database_cannot_be_read(house):
-    """A typed error, not the driver's: readers would get a 500."""
-    with (
-        pytest.raises(LedgerUnavailable, match=r"cannot be read: .*malformed"),
-        house.ledger.store.reading(),
-    ):
-        raise sqlite3.DatabaseError("database disk image is malformed")
-
-
 def test_a_store_without_its_log_is_durable_already(tmp_path):
     store = open_store(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     store.close()  # the last connection copies the log into the database

@@ -1,10 +1,8 @@
 """What the settings of billing and limits make of the money half."""
 
 import json
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,10 @@ from billing.gate.outcomes import Outcome
 from billing.ledger import Ledger
 from billing.money import UNITS
 from billing.prices.cards import shipped_cards
-from billing.usage import EMPTY, HIT_CLASSES, Usage
+from billing.usage import HIT_CLASSES, Usage
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sources import load_settings
 from cachesvc.server.money import LEASE_S, Money, open_money
-from tests.support.billing import running_ledger
 
 
 @contextmanager
@@ -118,32 +115,6 @@ def reserved(ledger: Ledger, name: str, usage: Usage) -> None:
     pinned = ledger.book.at("m", 10**18 * 2, "CNY")
     hold = ledger.reserve("default", name, 0, pinned).result()
     ledger.settle(hold, usage, Outcome.FINISHED).result()
-
-
-def test_a_command_whose_waiter_gave_up_before_it_began_is_not_applied(tmp_path):
-    with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
-        house.fund(100)
-        entered, go = threading.Event(), threading.Event()
-        apply = house.ledger.store.apply
-
-        def slow(*arguments: Any, **options: Any) -> Any:
-            entered.set()
-            go.wait()
-            return apply(*arguments, **options)
-
-        house.ledger.store.apply = slow  # type: ignore[method-assign]
-        pinned = house.ledger.book.at("m", house.clock(), "CNY")
-        first = house.ledger.reserve("acme", "r1", 10, pinned)
-        entered.wait()
-        given_up = house.ledger.reserve("acme", "r2", 10, pinned)
-        third = house.ledger.reserve("acme", "r3", 10, pinned)
-        assert given_up.cancel()
-        assert not first.cancel(), "a command under way cannot be taken back"
-        go.set()
-        assert ("r1", "r3") == (first.result().request_id, third.result().request_id)
-        assert {"r1", "r3"} == {hold.request_id for hold in house.ledger.store.all_holds()}
-        done: Future[Any] = house.ledger.settle(first.result(), EMPTY, Outcome.FAILED)
-        assert not done.result().repeated
 
 
 def test_heads_are_kept(tmp_path):

@@ -3,7 +3,6 @@
 import os
 import pickle
 import sqlite3
-import threading
 import zlib
 from array import array
 from contextlib import closing
@@ -18,9 +17,9 @@ from api.job import Bill, Served
 from api.journal.journal import Journal, JournalSettings, RequestRecord, State
 from billing.gate.outcomes import Outcome
 from billing.usage import Usage
-from cachesvc.server.state_file import FILE_NAME, QUEUE_BYTES
+from cachesvc.server.state_file import FILE_NAME
 from engine.request import FinishReason, Timeline
-from tests.support.state import FiledRemembered, numbers
+from tests.support.state import FiledRemembered
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import MissReason
 
@@ -63,7 +62,7 @@ def kept(path: Path, *records: RequestRecord, max_records: int = 100) -> list[Re
     return list(FiledRemembered(path, max_records=max_records).records())
 
 
-def test_requests_are_there_after_a_restart_the_newest_of_them(tmp_path: Path) -> None:
+def test_requests_are_there_after_a_restart_the_newest_of_them(tmp_path):
     path = tmp_path / FILE_NAME
     assert [record(1), record(2)] == kept(path, record(1), record(2))
     assert [record(2), record(3)] == kept(path, record(3), max_records=2)
@@ -74,9 +73,7 @@ def test_requests_are_there_after_a_restart_the_newest_of_them(tmp_path: Path) -
     assert record(2) == journal.find("r2", tenant="acme")
 
 
-def test_a_record_of_a_version_that_knew_fewer_fields_is_omitted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_of_a_version_that_knew_fewer_fields_is_omitted(tmp_path, monkeypatch):
     known = [field.name for field in fields(RequestRecord)][:-1]
     monkeypatch.setattr(
         RequestRecord, "__getstate__", lambda self: [getattr(self, name) for name in known]
@@ -84,7 +81,7 @@ def test_a_record_of_a_version_that_knew_fewer_fields_is_omitted(
     assert [] == kept(tmp_path / FILE_NAME, record(1))
 
 
-def test_prompts_are_never_written(tmp_path: Path) -> None:
+def test_prompts_are_never_written(tmp_path):
     from dataclasses import replace
 
     (found,) = kept(tmp_path / FILE_NAME, replace(record(1), prompts=(array("i", [1, 2]),)))
@@ -92,7 +89,7 @@ def test_prompts_are_never_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("held", [b"", b"no database at all" * 500])
-def test_a_damaged_file_is_begun_anew(tmp_path: Path, held: bytes) -> None:
+def test_a_damaged_file_is_begun_anew(tmp_path, held):
     path = tmp_path / FILE_NAME
     path.write_bytes(held)
     copy = path.with_name(f"{FILE_NAME}.monday")
@@ -101,7 +98,7 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path, held: bytes) -> None:
     assert copy.exists(), "what an operator has kept beside it stays"
 
 
-def test_another_versions_file_is_begun_anew(tmp_path: Path) -> None:
+def test_another_versions_file_is_begun_anew(tmp_path):
     path = tmp_path / FILE_NAME
     kept(path, record(1))
     with sqlite3.connect(path) as connection:
@@ -116,9 +113,7 @@ class _Evil:
 
 
 @pytest.mark.parametrize("body", [pickle.dumps(_Evil()), pickle.dumps([1]), b"\x80", b""])
-def test_what_is_no_record_is_left_out_and_runs_nothing(
-    tmp_path: Path, body: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_record_is_left_out_and_runs_nothing(tmp_path, body, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / FILE_NAME
     kept(path, record(1))
@@ -130,17 +125,13 @@ def test_what_is_no_record_is_left_out_and_runs_nothing(
     assert not (tmp_path / "owned").exists()
 
 
-def test_a_file_that_cannot_be_written_costs_the_memory_only(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_cannot_be_written_costs_the_memory_only(tmp_path, caplog):
     path = tmp_path / "nowhere" / FILE_NAME
     assert [] == kept(path, record(1), record(2))
     assert 2 == caplog.text.count("will not be remembered over a restart"), "once a start"
 
 
-def test_a_file_that_cannot_be_opened_is_left_as_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_opened_is_left_as_it_is(tmp_path, caplog, monkeypatch):
     path = tmp_path / FILE_NAME
     assert [record(1)] == kept(path, record(1))
     connect = sqlite3.connect
@@ -157,7 +148,7 @@ def test_a_file_that_cannot_be_opened_is_left_as_it_is(
     assert path.is_dir()
 
 
-def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None:
+def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path):
     first = FiledRemembered(tmp_path / FILE_NAME, max_records=9)
     assert first.read("sessions") is None
     first.start()
@@ -167,7 +158,7 @@ def test_states_are_kept_by_name_and_the_last_one_counts(tmp_path: Path) -> None
     assert b"two" == FiledRemembered(tmp_path / FILE_NAME, max_records=9).read("sessions")
 
 
-def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have() -> None:
+def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have():
     before = Sessions(lifetime_s=100, idle_s=30, clock_s=lambda: 5_000.0)
     token, session = before.open(Admin("ada", Role.READER, key_id="k1"))
     now = [7.0]  # a clock that began anew
@@ -186,50 +177,3 @@ def test_a_login_outlives_a_restart_and_no_longer_than_it_would_have() -> None:
     with pytest.raises(ValueError, match="no sessions"):
         set_back.restore(b'[{"name": "eve"}]', 1_000.0)
     assert token.encode() not in before.dump(1_000.0)
-
-
-def test_a_full_disk_costs_what_was_written_meanwhile(tmp_path: Path) -> None:
-    file = numbers(tmp_path / "f.sqlite3")
-    file.start()
-    full, freed = threading.Event(), threading.Event()
-
-    def fail(connection: sqlite3.Connection) -> None:
-        full.set()
-        freed.wait(60)
-        raise sqlite3.OperationalError("database or disk is full")
-
-    file.hand_over(fail)
-    assert full.wait(60)
-    file.hand_over(lambda connection: connection.execute("INSERT INTO t VALUES (7)"))
-    freed.set()
-    file.close()
-    assert [(7,)] == file.rows("SELECT n FROM t")
-
-
-def test_what_waits_for_a_slow_disk_is_bounded_by_its_bytes(tmp_path: Path) -> None:
-    """Ten thousand turns of 32,000 tokens would be 1.3 GB."""
-    file = numbers(tmp_path / "f.sqlite3")
-    file.start()
-    slow, freed = threading.Event(), threading.Event()
-
-    def wait(connection: sqlite3.Connection) -> None:
-        slow.set()
-        freed.wait(60)
-
-    def add(number: int, nbytes: int) -> None:
-        file.hand_over(lambda db: db.execute("INSERT INTO t VALUES (?)", (number,)), nbytes)
-
-    file.hand_over(wait)
-    assert slow.wait(60)
-    half = QUEUE_BYTES // 2
-    for number in range(4):
-        add(number, half)
-    add(4, 0)  # a deletion, say
-    freed.set()
-    file.close()
-    assert [(2,), (3,), (4,)] == file.rows("SELECT n FROM t")
-    file.start()
-    add(5, QUEUE_BYTES)  # what is written waits no more
-    add(6, QUEUE_BYTES + 1)
-    file.close()
-    assert [(2,), (3,), (4,), (5,)] == file.rows("SELECT n FROM t")

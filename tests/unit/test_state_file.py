@@ -88,6 +88,7 @@ def test_who_floods_a_slow_disk_loses_its_own_writes_only(tmp_path):
     for number in range(20):
         file.hand_over(insert(100 + number), QUEUE_BYTES // 10, owner="flood")
     file.hand_over(insert(2), QUEUE_BYTES // 3, owner="polite")
+    file.hand_over(insert(3), QUEUE_BYTES + 1, owner="huge")
     freed.set()
     file.close()
     kept = [number for (number,) in file.rows("SELECT n FROM t ORDER BY n")]

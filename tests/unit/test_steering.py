@@ -50,7 +50,7 @@ def placed(name: str, *messages: Mapping[str, Any], hoisted: bool = True) -> lis
 
 
 @pytest.mark.parametrize("name", ["smollm2", "chatml", "llama3"])
-def test_a_template_that_renders_them_where_they_are_is_left_alone(name: str) -> None:
+def test_a_template_that_renders_them_where_they_are_is_left_alone(name):
     chat = [RULES, ASK, REPLY, STEER, ASK]
     assert chat == placed(name, *chat)
 
@@ -60,12 +60,12 @@ def test_a_template_that_renders_them_where_they_are_is_left_alone(name: str) ->
 @pytest.mark.parametrize(
     "chat", [[ASK, REPLY], [ASK, REPLY, ASK, REPLY]], ids=["one turn", "two turns"]
 )
-def test_a_chat_without_one_is_left_alone(name: str, lead: list[Any], chat: list[Any]) -> None:
+def test_a_chat_without_one_is_left_alone(name, lead, chat):
     assert [*lead, *chat, ASK] == placed(name, *lead, *chat, ASK)
 
 
 @pytest.mark.parametrize("name", ["deepseek", "joined"])
-def test_only_with_the_setting_a_hoisted_one_stays_where_it_is(name: str) -> None:
+def test_only_with_the_setting_a_hoisted_one_stays_where_it_is(name):
     chat = [RULES, ASK, REPLY, STEER, ASK]
     assert chat == placed(name, *chat, hoisted=False)
     said = {"role": "user", "content": f"{SHOWN}\n\nWhat?"}
@@ -73,7 +73,7 @@ def test_only_with_the_setting_a_hoisted_one_stays_where_it_is(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["gemma", "mistral", "strict", "silent"])
-def test_one_that_would_be_lost_is_rendered_without_the_setting(name: str) -> None:
+def test_one_that_would_be_lost_is_rendered_without_the_setting(name):
     chat = [RULES, ASK, REPLY, STEER, ASK]
     said = {"role": "user", "content": f"{SHOWN}\n\nWhat?"}
     assert [RULES, ASK, REPLY, said] == placed(name, *chat, hoisted=False)
@@ -92,7 +92,7 @@ def test_one_that_would_be_lost_is_rendered_without_the_setting(name: str) -> No
     ],
     ids=["user after", "last", "after a user", "two", "two turns"],
 )
-def test_no_template_changes_what_stands_before_it(name: str, chat: list[Any]) -> None:
+def test_no_template_changes_what_stands_before_it(name, chat):
     """What was rendered of the chat up to the message is the beginning of all later prompts."""
     render = render_of(name)
     first = next(n for n, each in enumerate(chat) if each is STEER)
@@ -106,6 +106,6 @@ def test_no_template_changes_what_stands_before_it(name: str, chat: list[Any]) -
     assert render(placed(name, *more)).startswith(shown)
 
 
-def test_after_a_tools_result_it_is_a_turn_of_its_own() -> None:
+def test_after_a_tools_result_it_is_a_turn_of_its_own():
     chat = [RULES, ASK, CALLED, RESULT, STEER]
     assert [*chat[:-1], {"role": "user", "content": SHOWN}] == placed("deepseek", *chat)

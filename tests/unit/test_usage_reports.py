@@ -76,13 +76,6 @@ def test_days_and_months_in_utc(store):
     assert [("2025-01", "", 3), ("2025-02", "", 1)] == told(store, Unit.MONTH)
 
 
-def test_days_begin_where_the_zone_says(store):
-    """23:00 UTC is the next morning in Shanghai, and 01:00 UTC the evening before in New York."""
-    shanghai = told(store, zone=ZoneInfo("Asia/Shanghai"))
-    assert [("2025-01-01", "", 1), ("2025-01-02", "", 2), ("2025-02-10", "", 1)] == shanghai
-    assert ("2024-12-31", "", 1) == told(store, zone=ZoneInfo("America/New_York"))[0]
-
-
 @pytest.mark.parametrize("unit", Unit)
 def test_rollups_and_entries_say_the_same(store, unit):
     """No charge lies in the minute by which the second zone is off: its days are cut, not other."""
@@ -150,14 +143,6 @@ def test_a_span_has_both_its_ends(store, zone):
         assert FIRST_DAY == parse_query(since=endless, zone=zone).since
 
 
-def test_periods_are_split_by_part(store):
-    january = {"until": date(2025, 1, 31)}
-    by_key = told(store, Unit.MONTH, split="key", **january)
-    assert [("2025-01", "k1", 2), ("2025-01", "k2", 1)] == by_key
-    by_project = told(store, Unit.MONTH, split="project", **january)
-    assert [("2025-01", "-", 1), ("2025-01", "web", 2)] == by_project
-
-
 def test_an_unknown_tenant_is_said(store):
     with pytest.raises(UnknownTenant, match="cachesvc tenants show"):
         report(store, Query(tenant="nobody"), Unit.DAY)
@@ -197,9 +182,6 @@ def test_the_command_takes_spans_zones_and_splits(data_dir):
 def test_a_span_that_is_none_is_said(data_dir, flags, words):
     said = " ".join(call(data_dir, "--by", "day", *flags, code=2).replace("│", " ").split())
     assert words in said
-
-
-SPAN = {"since": date(2025, 1, 1), "until": date(2025, 1, 31)}
 
 
 @pytest.fixture
