@@ -5,6 +5,7 @@ HTTP is a stand-in here that has what the engine uses of it.
 
 import asyncio
 import queue
+import threading
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import closing
@@ -24,6 +25,7 @@ from tiers.errors import MissReason
 
 WAIT_S = 30.0
 Event = dict[str, Any]
+LET = threading.Event()
 Script = Callable[[str], AsyncGenerator[Event]]
 
 
@@ -76,6 +78,12 @@ async def nothing_yet(name: str) -> AsyncGenerator[Event]:
     yield made([1], "stop")
 
 
+async def when_let(name: str) -> AsyncGenerator[Event]:
+    while not LET.is_set():
+        await asyncio.sleep(0.01)
+    yield made([1], "stop")
+
+
 async def faulty(name: str) -> AsyncGenerator[Event]:
     yield made([1])
     raise ValueError("a bug")
@@ -97,7 +105,7 @@ class House:
         self.engine = RemoteEngine(
             upstreams, self._hear, max_waiting=4, check_params=lambda params: None
         )
-        self.engine.use(cast(Any, None), lambda: cast(Any, None))
+        self.engine.use(cast(Any, object()), lambda: cast(Any, None))
         self.engine.start()
 
     def _hear(self, outputs: Any) -> None:
@@ -182,6 +190,18 @@ def test_a_request_that_was_ended_before_it_began_costs_nothing(house, n):
     [last] = house.until_last()
     assert (FinishReason.ABORT, 0) == (last.finish, last.counts.prompt)
     assert 0.0 == house.engine.predicted_wait_s("a", 10)
+
+
+@pytest.mark.parametrize("house", [when_let], indirect=True)
+def test_a_sequence_that_was_ended_before_it_began_is_never_asked_for(house: House) -> None:
+    """It waits for the first one to fill the cache."""
+    LET.clear()
+    house.engine.submit(asked(n=3))
+    house.engine.abort("r", FinishReason.STOP, 1)
+    house.engine.call(lambda operations: None).result(WAIT_S)  # the abort has come
+    LET.set()
+    assert [0, 2] == sorted(output.index for output in house.until_last())
+    assert ["r:0", "r:2"] == [name for name, _ in house.http.asked]
 
 
 @pytest.mark.parametrize("house", [faulty], indirect=True)
