@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, SecretStr
 
 from cachesvc.cli.render import AsJson, print_json, print_table
 from cachesvc.config.quantities import format_duration, format_size, parse_duration, parse_size
@@ -83,6 +83,8 @@ def _as_json(row: Setting) -> dict[str, Any]:
     value = without_passwords(row.value) if isinstance(row.value, str) else row.value
     if isinstance(value, BaseModel):
         value = value.model_dump()
+    if isinstance(value, SecretStr):
+        value = shown(row.name, value)
     return {
         "name": row.name,
         "value": value,

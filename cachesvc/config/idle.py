@@ -12,7 +12,7 @@ _UNREAD: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm": {
         "model": ("device", "kv_dtype"),
         "cache": _OF_TIERS,
-        "engine": ("chunk_tokens",),
+        "engine": ("key", "chunk_tokens"),
     },
     "url": {
         "model": ("device", "dtype", "kv_dtype"),

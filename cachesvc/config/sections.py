@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationInfo,
     field_validator,
 )
@@ -66,6 +67,13 @@ def _an_engine(name: str) -> str:
     if name not in ENGINES and not (at_url and parts.username is None):
         raise ValueError(f"{name!r} is no engine; it is {', '.join(ENGINES)} or http://HOST:PORT")
     return name
+
+
+def fit_for_a_header(key: SecretStr) -> SecretStr:
+    """Raises ValueError for a key that no header can carry."""
+    if not re.fullmatch("[!-~]*", key.get_secret_value()):
+        raise ValueError("a key has no spaces, and none but ASCII characters")
+    return key
 
 
 TierSize = Annotated[Size, AfterValidator(with_its_unit)]
@@ -218,6 +226,10 @@ class EngineSection(Section):
         "embedded",
         description="Engine: embedded, vllm with a cachesvc node below it, or the URL of a vLLM or "
         "SGLang that runs, such as http://10.0.0.5:8000; or several URLs of one model",
+    )
+    key: Annotated[SecretStr, AfterValidator(fit_for_a_header)] = Field(
+        SecretStr(""),
+        description="Key that engines at URLs ask for. Better in the environment than in the file",
     )
     vllm: dict[str, str | int | float | bool] = Field(
         default_factory=dict,

@@ -23,6 +23,7 @@ from cachesvc.config.settings import Settings, env_name, known_settings
 
 FLAG = "flag"  # the origin of an option of the command line
 ENV_CONFIG = "CACHESVC_CONFIG"  # names the file, as --config does
+SECRETS = frozenset({"engine.key"})  # shown nowhere
 _PASSWORD = re.compile(r"(:/{1,2}[^:/@]*:)[^\n]*@")  # also where a slash of the URL is forgotten
 
 
@@ -216,6 +217,8 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     inside = "".join(f"{part}: " for part in first["loc"][2:])  # the path inside a table
     message = inside + plain(first["msg"])
     value, message = without_passwords(repr(first["input"])), without_passwords(message)
+    if name in SECRETS:
+        value = "***"
     return f"{name} = {value} (from {origins.get(name, 'default')}): {message}"
 
 

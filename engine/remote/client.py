@@ -9,6 +9,7 @@ import io
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -32,20 +33,74 @@ UNREADABLE = "The engine's answer cannot be read."
 TOO_LONG = "The engine's answer is too long."
 
 
+@dataclass(frozen=True, slots=True)
+class EngineCall:
+    """What was asked of an engine, so that its faults can be told. `key` is never logged."""
+
+    url: str
+    key: str = field(default="", repr=False)
+
+    def fault(self, why: str, what: str, kind: type[RemoteFault] = RemoteFault) -> RemoteFault:
+        """A fault with the reason in the log, and `what` for the client."""
+        if self.key:  # an engine may repeat it
+            why = why.replace(self.key, "***")
+        logger.warning(f"the engine at {self.url} failed in a request: {why}")
+        return kind(what)
+
+    def refusal(self, answer: "HttpAnswer", said: bytes) -> RemoteFault:
+        """The fault of an answer that is an error, and what it `said`."""
+        kind, what = RemoteFault, f"The engine answered {answer.status}."
+        if answer.status == 429:
+            kind, what = RemoteBusy, "The engine is overloaded; try again later."
+        elif answer.status == 503:
+            kind, what = RemoteAway, "The engine cannot serve now; try again later."
+        found = self.fault(f"{answer.status}: {_words(said)}", what, kind)
+        wait = answer.headers.get("retry-after", "")
+        if wait.isascii() and wait.isdigit():
+            found.retry_after_s = min(max(1, int(wait[:9])), MAX_RETRY_S)
+        return found
+
+    def event(self, data: bytes) -> dict[str, Any]:
+        """An event of an answer. Raises RemoteFault for one that is none, or is an error."""
+        try:
+            event = orjson.loads(data)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise self.fault(f"no JSON object: {_words(data)}", UNREADABLE)
+        if event.get("error"):
+            raise self.fault(_words(data), ENDED_IN_ERROR)
+        return event
+
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        """aiohttp's errors as ours. Their names alone are safe: some show a request's headers."""
+        try:
+            yield
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise self.fault(why, "The engine cannot be reached.", RemoteAway) from None
+        except TimeoutError:
+            why = f"silent for {SILENCE_S:g} s"
+            raise self.fault(why, "The engine timed out.", RemoteSilent) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self.fault(f"{type(error).__name__}: {error}", BROKE_OFF) from None
+
+
 class HttpAnswer:
     """A response with its headers, whose names are case-insensitive. Reading it raises
     RemoteFault."""
 
-    def __init__(self, where: str, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, asked: EngineCall, response: aiohttp.ClientResponse) -> None:
         self.status = response.status
         self.headers: Mapping[str, str] = response.headers
-        self._where = where
+        self.asked = asked
         self._content = response.content
         self._rest = b""
 
     async def read(self) -> bytes:
         """What comes next. Nothing at the end."""
-        with _faults(self._where):
+        with self.asked.faults():
             return await self._content.readany()
 
     async def lines(self) -> list[bytes]:
@@ -55,11 +110,11 @@ class HttpAnswer:
         while not lines:
             if not (data := await self.read()):
                 if self._rest:
-                    raise fault(self._where, "it ended within a line", BROKE_OFF)
+                    raise self.asked.fault("it ended within a line", BROKE_OFF)
                 break
             *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > MAX_LINE_BYTES:
-                raise fault(self._where, "a line is too long", TOO_LONG)
+                raise self.asked.fault("a line is too long", TOO_LONG)
         return lines
 
     async def whole(self, most_bytes: int | None = None) -> bytes:
@@ -69,7 +124,7 @@ class HttpAnswer:
         while data := await self.read():
             size += len(data)
             if size > most_bytes:
-                raise fault(self._where, f"more than {most_bytes} bytes", TOO_LONG)
+                raise self.asked.fault(f"more than {most_bytes} bytes", TOO_LONG)
             parts.append(data)
         return b"".join(parts)
 
@@ -78,9 +133,11 @@ class EngineHttp:
     """The engine at `url`: http://10.0.0.5:8000, https://..., or unix:/run/vllm.sock. All calls
     raise RemoteFault. `close` ends what is in flight."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str = "") -> None:
+        """`key` goes with each request as a bearer token."""
         parts = urlsplit(url)
         self.url = url
+        self._key = key
         self._socket = parts.path if parts.scheme == "unix" else None
         self._base = "http://localhost" if self._socket else url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
@@ -99,8 +156,8 @@ class EngineHttp:
     ) -> AsyncIterator[HttpAnswer]:
         """A response with its headers, whatever its status. Its connection is closed at the end of
         the block."""
-        where = f"{self.url}{path}"
-        with _faults(where):
+        asked = EngineCall(f"{self.url}{path}", self._key)
+        with asked.faults():
             response = await self._opened().request(
                 method,
                 f"{self._base}{path}",
@@ -110,18 +167,18 @@ class EngineHttp:
                 timeout=aiohttp.ClientTimeout(None, CONNECT_S, SILENCE_S, CONNECT_S),
             )
         try:
-            yield HttpAnswer(where, response)
+            yield HttpAnswer(asked, response)
         finally:
             response.close()
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """The events of a stream, up to its `[DONE]`, or the answer that comes whole."""
         async with self.request("POST", path, orjson.dumps(body)) as answer:
-            where = f"{self.url}{path}"
+            asked = answer.asked
             if answer.status != 200:
-                raise refused(where, answer, await answer.whole(MAX_ERROR_BYTES))
+                raise asked.refusal(answer, await answer.whole(MAX_ERROR_BYTES))
             if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-                yield _read(where, await answer.whole())
+                yield asked.event(await answer.whole())
                 return
             while lines := await answer.lines():
                 for line in lines:
@@ -130,8 +187,8 @@ class EngineHttp:
                     data = line[5:].strip()
                     if data == b"[DONE]":
                         return
-                    yield _read(where, data)
-            raise fault(where, "its stream ended early", BROKE_OFF)
+                    yield asked.event(data)
+            raise asked.fault("its stream ended early", BROKE_OFF)
 
     async def ask(
         self, method: str, path: str, body: Mapping[str, Any] | None = None
@@ -152,58 +209,16 @@ class EngineHttp:
                 if self._socket is None
                 else aiohttp.UnixConnector(self._socket, limit=0, force_close=True)
             )
+            key = {"authorization": f"Bearer {self._key}"} if self._key else {}
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,  # a few bytes would become many
-                headers={"accept-encoding": "identity", "user-agent": "cachesvc"},
+                headers={"accept-encoding": "identity", "user-agent": "cachesvc", **key},
             )
         return self._session
 
 
-def fault(where: str, why: str, what: str, kind: type[RemoteFault] = RemoteFault) -> RemoteFault:
-    """A fault with the reason in the log, and `what` for the client."""
-    logger.warning(f"the engine at {where} failed in a request: {why}")
-    return kind(what)
-
-
-def refused(where: str, answer: HttpAnswer, said: bytes) -> RemoteFault:
-    """The fault of an answer that is an error, and what it `said`."""
-    kind, what = RemoteFault, f"The engine answered {answer.status}."
-    if answer.status == 429:
-        kind, what = RemoteBusy, "The engine is overloaded; try again later."
-    elif answer.status == 503:
-        kind, what = RemoteAway, "The engine cannot serve now; try again later."
-    words = said[:_ERROR_CHARS].decode(errors="replace")
-    found = fault(where, f"{answer.status}: {words}", what, kind)
-    wait = answer.headers.get("retry-after", "")
-    if wait.isascii() and wait.isdigit():
-        found.retry_after_s = min(max(1, int(wait[:9])), MAX_RETRY_S)
-    return found
-
-
-@contextmanager
-def _faults(where: str) -> Iterator[None]:
-    """aiohttp's errors as ours."""
-    try:
-        yield
-    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-        raise fault(where, repr(error), "The engine cannot be reached.", RemoteAway) from None
-    except TimeoutError:
-        why = f"silent for {SILENCE_S:g} s"
-        raise fault(where, why, "The engine timed out.", RemoteSilent) from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise fault(where, repr(error), BROKE_OFF) from None
-
-
-def _read(where: str, data: bytes) -> dict[str, Any]:
-    try:
-        event = orjson.loads(data)
-    except ValueError:
-        event = None
-    if not isinstance(event, dict):
-        said = data[:_ERROR_CHARS].decode(errors="replace")
-        raise fault(where, f"no JSON object: {said}", UNREADABLE)
-    if error := event.get("error"):
-        raise fault(where, str(error)[:_ERROR_CHARS], ENDED_IN_ERROR)
-    return event
+def _words(said: bytes) -> str:
+    """An engine's words, for our log."""
+    return said[:_ERROR_CHARS].decode(errors="replace")

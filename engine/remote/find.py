@@ -53,17 +53,17 @@ class FoundEngine:
     num_blocks: int
 
 
-async def find_all(urls: Sequence[str], meant: Meant) -> list[FoundEngine]:
+async def find_all(urls: Sequence[str], meant: Meant, key: str = "") -> list[FoundEngine]:
     """The engines at these URLs, all with one context length."""
     found: list[FoundEngine] = []
     for url in urls:
-        found.append(await find(url, meant))
+        found.append(await find(url, meant, key))
         meant = replace(meant, max_tokens=found[0].remote.max_tokens)
     return found
 
 
-async def find(url: str, meant: Meant) -> FoundEngine:
-    http = EngineHttp(url)
+async def find(url: str, meant: Meant, key: str) -> FoundEngine:
+    http = EngineHttp(url, key)
     try:
         found = await _found(http, meant)
     except RemoteFault as fault:
@@ -84,6 +84,7 @@ async def _found(http: EngineHttp, meant: Meant) -> FoundEngine:
         if status == 200 and isinstance(about, dict) and "tokenizer_path" in about:
             return await _sglang(http, meant, about)
     status, about = await http.ask("GET", "/version")
+    _check_key(http, status)
     if status != 200 or not isinstance(about, dict) or "version" not in about:
         raise ModelError(
             f"what answers at {http.url} is neither vLLM nor SGLang: GET /version gives {status}"
@@ -156,9 +157,11 @@ def _remote(
 async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int, Collection[str]]:
     """The engine's name of the model, and its context length."""
     status, answer = await http.ask("GET", "/v1/models")
+    _check_key(http, status)
     if status != 200:
-        why = "it wants a key" if status in (401, 403) else f"GET /v1/models gives {status}"
-        raise ModelError(f"the engine at {http.url} does not say what it serves: {why}")
+        raise ModelError(
+            f"the engine at {http.url} does not say what it serves: GET /v1/models gives {status}"
+        )
     served = answer["data"]
     bases = [each for each in served if not each.get("parent")]
     wanted = {PurePath(name).name for name in meant.names}
@@ -181,6 +184,11 @@ async def _served(http: EngineHttp, meant: Meant) -> tuple[str, int, Collection[
             f"{meant.max_tokens} as asked for or as another engine of this model has"
         )
     return str(model["id"]), max_tokens, meant.adapters
+
+
+def _check_key(http: EngineHttp, status: int) -> None:
+    if status in (401, 403):
+        raise ModelError(f"the engine at {http.url} wants another engine.key")
 
 
 def _names(model: Mapping[str, Any]) -> set[str]:

@@ -367,7 +367,8 @@ async def test_sglang_tells_its_hits_with_each_event(
     ("change", "told"),
     [
         ({"/v1/models": {"data": [{"id": "other", "root": "/m/other"}]}}, "does not serve tiny"),
-        ({"/v1/models": (401, {})}, "wants a key"),
+        ({"/v1/models": (401, {})}, r"wants another engine\.key"),
+        ({"/version": (401, {})}, r"wants another engine\.key"),
         ({"/tokenize": {"tokens": [1, 2, 3]}}, "another tokenizer"),
         ({"/tokenize": None}, "how it tokenizes"),
         ({"/version": None}, "neither vLLM nor SGLang"),
@@ -380,6 +381,29 @@ async def test_another_engine_than_meant_is_refused_at_the_start(
     engine.about |= change
     with pytest.raises(ModelError, match=told):
         async with serving(tmp_path, model, engine_backend=engine.url):
+            pass
+
+
+async def test_the_engines_key_goes_with_each_request_and_no_header_of_the_tenants_does(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has no key, even if the engine repeats it."""
+    caplog.set_level("DEBUG")
+    engine.key, engine.script = "sk-for-the-engine", ANSWER
+    at_engine = {"engine_backend": engine.url, "engine_key": engine.key}
+    headers = {"cookie": "a=b", "x-of-mine": "c"}
+    async with serving(tmp_path, model, **at_engine) as (_, client):
+        answer = await client.post("/v1/completions", json=body(), headers=headers)
+        assert 200 == answer.status_code
+        assert {"authorization", "user-agent"} < set(engine.asked_headers[-1])
+        assert not {"cookie", "x-of-mine"} & set(engine.asked_headers[-1])
+        engine.status, engine.error = 500, f"what is {engine.key}?"
+        assert 502 == (await client.post("/v1/completions", json=body())).status_code
+        engine.status, engine.script = 200, [event({"error": engine.error})]
+        assert 502 == (await client.post("/v1/completions", json=body())).status_code
+    assert "what is ***?" in caplog.text and engine.key not in caplog.text
+    with pytest.raises(ModelError, match=r"wants another engine\.key"):
+        async with serving(tmp_path / "other", model, engine_backend=engine.url):
             pass
 
 

@@ -27,6 +27,9 @@ class RemoteEngineServer(ThreadingHTTPServer):
         self.tokens_at = tokens_at
         self.status = 200
         self.sent_headers: dict[str, str] = {}  # with an error
+        self.error = "secret words"
+        self.key = ""  # asked for, if there is one
+        self.asked_headers: list[dict[str, str]] = []
         self.script: Sequence[bytes | float | str] = ()
         self.asked: list[dict[str, Any]] = []
         self.left = threading.Event()  # somebody closed the connection before the end
@@ -43,18 +46,33 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: RemoteEngineServer
 
+    def _is_known(self) -> bool:
+        """vLLM asks for its key below /v1."""
+        self.server.asked_headers.append(
+            {each.lower(): self.headers[each] for each in self.headers}
+        )
+        given = self.headers.get("authorization", "").removeprefix("Bearer ")
+        if self.server.key in ("", given) or not self.path.startswith("/v1"):
+            return True
+        self._say((401, {}))
+        return False
+
     def do_GET(self) -> None:
+        if not self._is_known():
+            return
         self._say(self.server.about.get(self.path))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if not self._is_known():
+            return
         if self.path != self.server.tokens_at or not asked.get("stream"):
             found = self.server.about.get(self.path)
             self._say(found(asked) if callable(found) else found)
             return
         self.server.asked.append(asked)
         if self.server.status != 200:
-            self._say({"error": "secret words"}, self.server.status, self.server.sent_headers)
+            self._say({"error": self.server.error}, self.server.status, self.server.sent_headers)
             return
         sent = False
         for step in self.server.script:

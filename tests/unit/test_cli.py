@@ -192,7 +192,9 @@ def test_a_misspelt_variable_stops_a_command_that_would_use_the_default_director
 def test_config_show_prints_every_setting_and_masks_passwords(monkeypatch):
     url = "postgresql://ledger:hunter2@db/ledger"
     monkeypatch.setenv("CACHESVC_BILLING__DATABASE_URL", url)
+    monkeypatch.setenv("CACHESVC_ENGINE__KEY", "sk-hunter2")
     told = {row["name"]: row for row in json.loads(call("config", "show", "--json").stdout)}
+    assert "**********" == told["engine.key"]["value"]
     assert known_settings().keys() == told.keys()
     row = told["billing.database_url"]
     assert "env CACHESVC_BILLING__DATABASE_URL" == row["origin"]

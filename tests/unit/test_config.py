@@ -198,9 +198,10 @@ def test_where_events_go_is_an_address_or_a_table(tmp_path, monkeypatch):
         ("[cache]\nremote_url = ['redis://me:ge@heim@host']\n", r"redis://me:\*\*\*@host"),
         ("[server]\nport = 'redis:/:ge/heim@host'\n", r"redis:/:\*\*\*@host"),
         ("[cache]\nwrite_policy = 'redis://me:geheim@host/0'\n", r"redis://me:\*\*\*@host/0"),
+        ("[engine]\nkey = 'geheim und lang'\n", r"engine.key = \*\*\* .*: a key has no spaces"),
     ],
 )
-def test_an_error_masks_the_password_of_a_url(tmp_path, text, shown):
+def test_an_error_masks_a_password_or_key(tmp_path, text, shown):
     with pytest.raises(ConfigError, match=shown) as raised:
         load_settings(config_file=write(tmp_path, text))
     assert "heim" not in str(raised.value)
@@ -223,6 +224,6 @@ def test_settings_that_the_chosen_engine_does_not_read_are_named():
     assert [] == named("embedded", everything)
     read = {f"{section}.{name}" for section, table in everything.items() for name in table}
     by_url = {"model.name", "model.exact", "model.adapters", "engine.backend", "engine.vllm"}
-    assert by_url | {"engine.max_waiting", "engine.max_wait"} == read - set(
+    assert by_url | {"engine.key", "engine.max_waiting", "engine.max_wait"} == read - set(
         named("url", everything)
     )

@@ -127,6 +127,18 @@ async def test_an_answer_that_is_cut_off_or_is_none_is_a_fault(answer: bytes, to
             await events(http)
 
 
+async def test_a_key_is_not_logged_with_an_answer_that_is_no_http(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """aiohttp shows the request's headers in some of its errors."""
+    async with talking(Peer(b"sk-secret is no HTTP\r\n\r\n")) as http:
+        asking = EngineHttp(http.url, "sk-secret")
+        with pytest.raises(RemoteFault):
+            await ask(asking)
+        await asking.close()
+    assert "failed" in caplog.text and "secret" not in caplog.text
+
+
 async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path: Path) -> None:
     async with talking(Peer(b"")) as http:
         pass

@@ -150,11 +150,12 @@ def build(
             max_tokens=place.asked_context,
             tagged=place.reports is not None,
         )
-        all_found = run_apart(lambda: asyncio.run(find_all(place.urls, meant)))
+        key = settings.engine.key.get_secret_value() if settings.engine.urls else ""
+        all_found = run_apart(lambda: asyncio.run(find_all(place.urls, meant, key)))
         found, num_blocks = all_found[0], sum(each.num_blocks for each in all_found)
         engine = RemoteEngine(
             [
-                Upstream(EngineHttp(url), each.remote)
+                Upstream(EngineHttp(url, key), each.remote)
                 for url, each in zip(place.urls, all_found, strict=True)
             ],
             on_outputs,
