@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from engine.answers import STEP_FAILED, Answers
 from engine.batch import Batch, Sampled, Span
@@ -52,7 +52,8 @@ class Runner(StateRunner, Protocol):
         ...
 
 
-class EngineUse(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class EngineUse:
     """How an engine at a URL does. Tokens are of prompts that it completed; `errors` are
     requests."""
 

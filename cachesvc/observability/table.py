@@ -138,6 +138,14 @@ ENGINE = (
     ),
     counter("jumped_tokens", "jumped_tokens", "Generated tokens that a grammar forced"),
 )
+# Of an engine at a URL, which is the first label of each.
+ENGINES = (
+    gauge("engine_up", "is_up", "1 while an engine at a URL answers", "engine"),
+    gauge("engine_requests", "num_in_flight", "Requests in flight at the engine", "engine"),
+    counter("engine_prompt_tokens", "prompt_tokens", "Prompt tokens of answers begun", "engine"),
+    counter("engine_hit_tokens", "hit_tokens", "Those of them that it had cached", "engine"),
+    counter("engine_errors", "errors", "Requests that met a fault of the engine", "engine"),
+)
 # Of a tier, which is the first label of each.
 TIER = (
     gauge("cache_blocks", "num_blocks", "Blocks held", "tier"),
@@ -303,7 +311,19 @@ LEDGER = (
 )
 METRICS: Mapping[str, Metric] = {
     row.name: row
-    for rows in (OBSERVED, SERVER, ENGINE, TIER, DISK, CHECKPOINTS, CACHE, SHARED, MONEY, LEDGER)
+    for rows in (
+        OBSERVED,
+        SERVER,
+        ENGINE,
+        ENGINES,
+        TIER,
+        DISK,
+        CHECKPOINTS,
+        CACHE,
+        SHARED,
+        MONEY,
+        LEDGER,
+    )
     for row in rows
 }
 
@@ -313,6 +333,8 @@ def samples(now: Sources) -> Iterator[MetricSample]:
     cache = engine.cache
     yield from _samples(SERVER, now)
     yield from _samples(ENGINE, engine)
+    for each in engine.engines:
+        yield from _samples(ENGINES, each, each.url)
     for tier in _tiers(cache):
         yield from _samples(TIER, tier, tier.name)
         yield from _samples(DISK, tier)

@@ -73,10 +73,23 @@ def summary(reading: Reading, width: int = 200) -> list[str]:
         f"{name} " + "/".join(_ms(recent.get(f"{key}_{p}_s")) for p in ("p50", "p95", "p99"))
         for name, key in (("ttft", "ttft"), ("token", "inter_token"), ("request", "request"))
     ]
+    load_lines = _folded(load, width)
+    for each in engine.get("engines", ()):
+        load_lines += _folded(_engine(each), width)
     whole = "ms at p50/p95/p99: " + "  ".join(times)
     if len(whole) <= width:
-        return [*_folded(load, width), whole]
-    return [*_folded(load, width), "ms at p50/p95/p99:", *(f"  {each}" for each in times)]
+        return [*load_lines, whole]
+    return [*load_lines, "ms at p50/p95/p99:", *(f"  {each}" for each in times)]
+
+
+def _engine(use: Mapping[str, Any]) -> str:
+    """A line of an engine at a URL."""
+    tokens = use["prompt_tokens"]
+    hits = f"{use['hit_tokens'] / tokens:.0%}" if tokens else "-"
+    return (
+        f"{use['url']}  {'up' if use['is_up'] else 'DOWN'}  in flight {use['num_in_flight']}  "
+        f"hits {hits}  errors {use['errors']}"
+    )
 
 
 def _folded(text: str, width: int) -> list[str]:
@@ -96,6 +109,9 @@ def alarms(reading: Reading) -> list[str]:
     problems = []
     if stats["engine"].get("failed"):
         problems.append(f"the engine has failed: {stats['engine']['failed']}")
+    engines = stats["engine"].get("engines", ())
+    if engines and not any(each["is_up"] for each in engines):
+        problems.append("no engine of the model answers: see ops/runbooks/engine-down.md")
     if stats["money"]["drift_units"]:
         problems.append("balances do not sum to the ledger: see ops/runbooks/ledger-drift.md")
     for name, count in stats["violations"].items():

@@ -96,7 +96,14 @@ BROKEN = 'cachesvc_invariant_violations_total{instance="a", invariant="blocks"}'
 FAULTS = 'cachesvc_tier_faults_total{instance="a", tier="disk", reason="checksum"}'
 SHARDS = 'cachesvc_disk_shards{instance="a", state="checking"}'
 HELD, WAITING = 'cachesvc_hold_age_seconds{instance="a"}', 'cachesvc_waiting_requests{instance="a"}'
+ERRORS = 'cachesvc_engine_errors_total{instance="a", engine="http://a"}'
+UP = 'cachesvc_engine_up{instance="a", engine="http://a"}'
 CASES = [
+    Case({"EngineDown"}, {UP: steps(SHORT, 3, 1, 0)}, "engine-down"),
+    Case(set(), {UP: steps(SHORT, 9, 0, 1)}, "engine-up-again"),
+    gauge(ERRORS, 10, 6, "EngineFails"),
+    gauge(ERRORS, 10, 4),
+    gauge(ERRORS, 20, 6),
     gauge('cachesvc_ledger_drift_units{instance="a"}', 5, -3, "LedgerDrift"),
     gauge(FAILED, 3, 9, "LedgerFails"),
     gauge(FAILED, 3, 2),

@@ -10,7 +10,7 @@ from cachesvc.observability.metrics import Metrics, hit_class
 from cachesvc.observability.names import VLLM_ALIASES
 from cachesvc.observability.snapshot import MoneyStats, Sources, TenantMoney, cache_state
 from cachesvc.observability.table import METRICS
-from engine.engine import EngineStats
+from engine.engine import EngineStats, EngineUse
 from engine.request import FinishReason, Lookup, StepOutput, Timeline, TokenCounts
 from tiers.errors import MissReason
 from tiers.operations.operations import GroupUse
@@ -69,6 +69,7 @@ def stats() -> EngineStats:
         prompt_tokens_computed=100,
         jumped_tokens=3,
         cache=cache,
+        engines=(EngineUse("http://a:1", True, 3, 40, 30, 2),),
     )
 
 
