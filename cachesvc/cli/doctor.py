@@ -7,11 +7,8 @@ themselves, so that `--help` does not wait for it.
 import importlib.metadata
 import importlib.util
 import os
-import resource
 import shutil
 import sys
-import sysconfig
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -25,10 +22,9 @@ from api.format import size
 from billing.store.wal import ROOM_BYTES
 from cachesvc.cli.options import DataDir, data_dir_of
 from cachesvc.cli.render import AsJson, print_json
-from cachesvc.config.places import NETWORK_FILE_SYSTEMS, c_compiler, disk_path, file_system
+from cachesvc.config.places import NETWORK_FILE_SYSTEMS, disk_path, file_system
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.sources import load_settings
-from cachesvc.operator.scopes import find_damage
 from cachesvc.server.server_file import LiveError, find_server
 from cachesvc.server.spare_memory import available_bytes
 from engine.cgroups import memory_limit
@@ -40,8 +36,6 @@ if TYPE_CHECKING:
     from engine.hardware import Hardware
 
 PACKAGES = ("cachesvc", "api", "engine", "billing", "tiers")
-LEAST_FILES = 1024
-EARLIEST_S = 1_767_225_600  # 2026-01-01: a clock before this was never set
 
 
 class Level(StrEnum):
@@ -94,10 +88,6 @@ def examine(data_dir: Path) -> Iterator[Finding]:
     yield from check_disk(data_dir)
     yield check_lock(data_dir)
     yield from check_server(data_dir)
-    yield from check_scopes(data_dir)
-    yield check_privacy(data_dir)
-    yield check_clock(time.time())
-    yield from check_limits(*resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def check_layout(folders: Mapping[str, Path | None]) -> Finding:
@@ -129,24 +119,11 @@ def check_versions() -> Iterator[Finding]:
 
 
 def check_compute(hardware: "Hardware") -> Iterator[Finding]:
-    from engine.operators.library import find_compiler
-
     if hardware.gpu:
         yield ok("gpu", f"{hardware.gpu}, {size(hardware.gpu_bytes)}")
-        yield check_compiler(c_compiler(), Path(sysconfig.get_paths()["include"]) / "Python.h")
     else:
         yield ok("gpu", "none; the CPU stands in for it")
-    yield check_operators(find_compiler(), hardware.instructions, on_gpu=bool(hardware.gpu))
-    cores = len(os.sched_getaffinity(0))
-    message = f"{cores} cores, {hardware.threads} threads of arithmetic ({hardware.instructions})"
-    if hardware.threads > cores:
-        message = f"{message}: more threads than cores wait for each other"
-        yield warning("threads", message, f"set OMP_NUM_THREADS to {cores} or less")
-    else:
-        yield ok("threads", message)
-    cache = load_settings().settings.cache
-    yield from check_memory(cache, on_gpu=bool(hardware.gpu))
-    yield from check_host_tier(cache, hardware.gpu_bytes)
+    yield from check_memory(load_settings().settings.cache, on_gpu=bool(hardware.gpu))
 
 
 def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
@@ -163,58 +140,6 @@ def check_memory(cache: CacheSection, *, on_gpu: bool) -> Iterator[Finding]:
         yield warning("memory", f"{takes}, and {size(available)} are available", fix)
     elif available is not None:
         yield ok("memory", f"{size(available)} available, {takes}")
-
-
-def check_host_tier(cache: CacheSection, gpu_bytes: int) -> Iterator[Finding]:
-    """Beside a GPU, the default of the host tier is small for what leaves the device."""
-    available, limit = available_bytes() or 0, memory_limit()
-    roomy = (available if limit is None else min(available, limit)) // 2 >> 30 << 30
-    device_bytes = min(gpu_bytes, cache.device_bytes or gpu_bytes)
-    if 0 < 4 * cache.host_bytes < min(device_bytes, roomy):
-        yield warning(
-            "host tier",
-            f"it has {size(cache.host_bytes)}, and the GPU {size(gpu_bytes)}: most of what leaves "
-            "the GPU is read back from disk",
-            f"--host-cache {roomy >> 30}GiB, half of the memory available",
-        )
-
-
-def check_operators(compiler: str | None, instructions: str, *, on_gpu: bool) -> Finding:
-    """Operators of a CPU, and the disk's for any device, are compiled with a C++ compiler, for
-    processors with AVX2 or more."""
-    from engine.operators.library import COMPILERS, compiles_for
-
-    compiles = compiles_for(instructions)
-    if compiler is not None and compiles:
-        return ok("C++ compiler", compiler)
-    lacks = "records of the disk are expanded at three quarters of the speed"
-    if not on_gpu:
-        lacks = (
-            "a token of a model from a GGUF file or in bfloat16 takes three times as long, "
-            f"of others up to a quarter more, and {lacks}"
-        )
-    if compiles:
-        message = f"no C++ compiler ({', '.join(COMPILERS)}) on PATH: {lacks}"
-        return warning("C++ compiler", message, "install one, on Debian `apt-get install g++`")
-    message = f"no operators are compiled for torch's {instructions} instructions: {lacks}"
-    fix = "use a processor with AVX2, or let a virtual machine see that its host has it"
-    return warning("C++ compiler", message, fix)
-
-
-def check_compiler(compiler: str | None, header: Path) -> Finding:
-    """Triton builds its launcher with a C compiler when it first runs a kernel."""
-    lacks = [] if compiler is not None else ["no C compiler (CC, gcc or clang on PATH)"]
-    if not header.exists():
-        lacks.append(f"no {header}")
-    if compiler is not None and not lacks:
-        return ok("compiler", compiler)
-    return warning(
-        "compiler",
-        f"{' and '.join(lacks)}: Triton cannot build its launcher, so attention on the GPU gathers "
-        "its blocks and decode steps are slow",
-        "install a C compiler and Python's headers, on Debian `apt-get install gcc libc6-dev "
-        "python3-dev`",
-    )
 
 
 def check_disk(data_dir: Path) -> Iterator[Finding]:
@@ -281,42 +206,6 @@ def check_server(data_dir: Path) -> Iterator[Finding]:
         yield warning("server", f"degraded: {'; '.join(degraded)}", fix)
     else:
         yield ok("server", f"ready at {server.url}")
-
-
-def check_scopes(data_dir: Path) -> Iterator[Finding]:
-    if damage := find_damage(data_dir):
-        yield warning("served models", *damage)
-
-
-def check_privacy(data_dir: Path) -> Finding:
-    """Checks that other users cannot read prompts, the ledger or signing keys."""
-    if not data_dir.exists():
-        return ok("privacy", f"a start makes {data_dir} for its owner alone")
-    if not data_dir.stat().st_mode & 0o077:
-        return ok("privacy", f"{data_dir} is its owner's alone")
-    shown = [each for each in data_dir.rglob("*") if each.is_file() and each.stat().st_mode & 0o077]
-    if not shown:
-        return ok("privacy", f"the files in {data_dir} are their owner's alone")
-    read = f"{len(shown)} files in {data_dir}, such as {shown[0].name}"
-    message = f"other users of this machine may read {read}"
-    return warning("privacy", message, f"chmod -R go= {data_dir}")
-
-
-def check_clock(now_s: float) -> Finding:
-    today = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s))
-    if now_s < EARLIEST_S:
-        fix = "set it: rate cards and ledger entries are dated by it"
-        return error("clock", f"the clock says {today}", fix)
-    return ok("clock", today)
-
-
-def check_limits(soft: int, hard: int) -> Iterator[Finding]:
-    message = f"a process may open {soft} files"
-    if 0 <= soft < LEAST_FILES:
-        fix = f"raise it: ulimit -n {max(LEAST_FILES, hard) if hard > 0 else LEAST_FILES}"
-        yield warning("limits", f"{message}; each connection takes one", fix)
-    else:
-        yield ok("limits", message)
 
 
 def _folder(package: str) -> Path | None:

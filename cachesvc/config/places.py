@@ -1,7 +1,6 @@
 """Paths of a server's files: the data directory and what it contains."""
 
 import os
-import shutil
 from pathlib import Path
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
@@ -90,8 +89,3 @@ def file_system(path: Path) -> str | None:
         if whole == place or whole.startswith(place.rstrip("/") + "/")
     ]
     return max(inside)[1] if inside else None
-
-
-def c_compiler() -> str | None:
-    """The C compiler that Triton would find, or None."""
-    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")

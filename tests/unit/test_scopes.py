@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from cachesvc.cli.doctor import Level, check_scopes
 from cachesvc.operator.purge import roots_to_purge
-from cachesvc.operator.scopes import DAMAGED, FILE_NAME, ScopeKind, note_scopes, roots_of
+from cachesvc.operator.scopes import (
+    DAMAGED,
+    FILE_NAME,
+    ScopeKind,
+    find_damage,
+    note_scopes,
+    roots_of,
+)
 from cachesvc.operator.secret import read_secret
 from tests.support.wire import fake_house
 from tiers.errors import PurgeFailed
@@ -40,25 +46,29 @@ def set_aside(data_dir: Path) -> list[str]:
 )
 def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(tmp_path, caplog, written, says):
     start(tmp_path)
-    assert not caplog.messages and not list(check_scopes(tmp_path))
+    assert not caplog.messages and find_damage(tmp_path) is None
     path = tmp_path / FILE_NAME
     path.write_text(written)
-    (found,) = check_scopes(tmp_path)
-    assert (Level.WARNING, True) == (found.level, f"{path} is damaged ({says}" in found.message)
+    found = find_damage(tmp_path)
+    assert found is not None and f"{path} is damaged ({says}" in found.message
     for _ in range(2):
         caplog.clear()
         start(tmp_path)
         assert [logging.ERROR] == [each.levelno for each in caplog.records]
         assert f"{DAMAGED}-" in caplog.text and "restore" in caplog.text
     assert [written] == set_aside(tmp_path)
-    (found,) = check_scopes(tmp_path)
-    assert "was damaged" in found.message and "cachesvc cache purge --scope" in found.fix
+    found = find_damage(tmp_path)
+    assert (
+        found is not None
+        and "was damaged" in found.message
+        and "cachesvc cache purge --scope" in found.fix
+    )
     assert roots_of(tmp_path, "acme"), "the served model is known"
     with pytest.raises(PurgeFailed, match="no tenant is purged"):
         roots_to_purge(tmp_path, "acme", ScopeKind.TENANT)
     next(tmp_path.glob(f"{DAMAGED}-*")).unlink()
     assert roots_to_purge(tmp_path, "acme", ScopeKind.TENANT)
-    assert not list(check_scopes(tmp_path))
+    assert find_damage(tmp_path) is None
 
 
 def test_what_can_be_read_of_a_damaged_list_stays_in_use(tmp_path):
