@@ -9,22 +9,16 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.reactive import reactive
 from textual.screen import ModalScreen
-from textual.widgets import DataTable, Footer, Input, Static
+from textual.widgets import DataTable, Footer, Static
 
 from cachesvc.server.server_file import LiveError
 from cachesvc.top import model
 from cachesvc.top.source import LiveSource, Reading
 
-STEPS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-
 HELP = """\
 [b]cachesvc top[/b]
 
 [b]p[/b], [b]space[/b]   hold the screen still, and go on
-[b]s[/b], [b]S[/b]       sort tenants by the next column, or the one before
-[b]r[/b]          the other way round
-[b]/[/b]          show only tenants whose name has these letters; [b]escape[/b] shows all
-[b]+[/b], [b]-[/b]       read the server more often, or less
 [b]q[/b]          leave
 
 hit         share of the prompt's tokens that the cache served
@@ -59,7 +53,6 @@ class TopApp(App[None]):
     #sparks { height: 4; padding: 0 1; color: $accent; }
     #tiers { height: auto; max-height: 6; }
     #tenants { height: 1fr; overflow-x: hidden; }
-    #filter { dock: bottom; display: none; height: 3; }
     HelpScreen { align: center middle; }
     #help { width: 78; max-width: 100%; height: auto; max-height: 100%; padding: 1 2;
             background: $panel; border: round $primary; overflow-y: auto; }
@@ -67,13 +60,6 @@ class TopApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "quit"),
         Binding("p,space", "pause", "pause"),
-        Binding("s", "sort(1)", "sort"),
-        Binding("S", "sort(-1)", show=False),
-        Binding("r", "turn", "reverse"),
-        Binding("slash", "filter", "filter"),
-        Binding("escape", "unfilter", show=False),
-        Binding("plus,equals_sign", "pace(-1)", show=False),
-        Binding("minus", "pace(1)", show=False),
         Binding("question_mark", "help", "help"),
     ]
 
@@ -87,9 +73,6 @@ class TopApp(App[None]):
         self._reading: Reading | None = None
         self._trouble = ""
         self._asked = False  # a reading is in progress
-        self._sort = "requests"
-        self._down = True
-        self._wanted = ""
 
     def compose(self) -> ComposeResult:
         yield Static("reading the server ...", id="headline", markup=False)
@@ -101,12 +84,11 @@ class TopApp(App[None]):
             tiers.can_focus = False
             yield tiers
             yield DataTable(id="tenants", cursor_type="row")
-        yield Input(placeholder="letters of a tenant's name", id="filter")
         yield Footer()
 
     def on_mount(self) -> None:
         self.query_one("#tenants").focus()
-        self._timer = self.set_interval(self._interval_s, self._read)
+        self.set_interval(self._interval_s, self._read)
         self._read()
 
     # Reading.
@@ -153,27 +135,18 @@ class TopApp(App[None]):
             self.query_one("#sparks", Static).update("\n".join(sparks))
             alarms += model.alarms(reading)
             self._fill("#tiers", model.TIER_COLUMNS, model.tier_rows(reading, self._before))
-            self._draw_tenants(reading)
+            tenants = model.tenant_rows(reading, self._before)
+            self._fill("#tenants", model.TENANT_COLUMNS, tenants)
         alarm = self.query_one("#alarm", Static)
         alarm.display = bool(alarms)
         alarm.update("\n".join(alarms))
 
-    def _draw_tenants(self, reading: Reading) -> None:
-        cells = model.tenant_rows(
-            reading, self._before, wanted=self._wanted, by=self._sort, down=self._down
-        )
-        rows = [[cell.text for cell in row] for row in cells]
-        self._fill("#tenants", model.TENANT_COLUMNS, rows, sort=self._sort)
-
-    def _fill(
-        self, place: str, columns: tuple[model.Column, ...], rows: list[list[str]], sort: str = ""
-    ) -> None:
+    def _fill(self, place: str, columns: tuple[model.Column, ...], rows: list[list[str]]) -> None:
         """Shows the columns that fit the window, and keeps the cursor's position."""
-        arrow = "▼" if self._down else "▲"
-        labels = [_cell(each.name + (arrow if each.name == sort else ""), each) for each in columns]
+        labels = [_cell(each.name, each) for each in columns]
         names = [column.name for column in columns]
         widths = [max(map(len, cells)) for cells in zip(map(str, labels), *rows, strict=True)]
-        kept = model.fitting(names, widths, self.size.width - SCROLLBAR, by=sort)
+        kept = model.fitting(names, widths, self.size.width - SCROLLBAR)
         table = self.query_one(place, DataTable)
         row = table.cursor_row
         table.clear(columns=True)
@@ -191,55 +164,8 @@ class TopApp(App[None]):
         self.paused = not self.paused
         self._draw()
 
-    def action_sort(self, step: int) -> None:
-        names = [column.name for column in model.TENANT_COLUMNS]
-        self._sort = names[(names.index(self._sort) + step) % len(names)]
-        self._down = self._sort != "tenant"
-        self._draw()
-
-    def action_turn(self) -> None:
-        self._down = not self._down
-        self._draw()
-
-    def action_filter(self) -> None:
-        box = self.query_one("#filter", Input)
-        box.display = True
-        box.focus()
-
-    def action_unfilter(self) -> None:
-        self.query_one("#filter", Input).value = ""
-        self._close_filter()
-
-    def action_pace(self, step: int) -> None:
-        slower = [each for each in STEPS_S if each > self._interval_s]
-        faster = [each for each in STEPS_S if each < self._interval_s]
-        found = slower[:1] if step > 0 else faster[-1:]
-        if found:
-            self._interval_s = found[0]
-            self._timer.stop()
-            self._timer = self.set_interval(self._interval_s, self._read)
-            self.notify(f"the server is read every {self._interval_s:g} s", timeout=2)
-
     def action_help(self) -> None:
         self.push_screen(HelpScreen())
-
-    def on_input_changed(self, changed: Input.Changed) -> None:
-        self._wanted = changed.value
-        self._draw()
-
-    def on_input_submitted(self) -> None:
-        self._close_filter()
-
-    def on_data_table_header_selected(self, selected: DataTable.HeaderSelected) -> None:
-        if selected.data_table.id == "tenants":
-            name = selected.label.plain.rstrip("▼▲")
-            self._down = not self._down if name == self._sort else name != "tenant"
-            self._sort = name
-            self._draw()
-
-    def _close_filter(self) -> None:
-        self.query_one("#filter", Input).display = False
-        self.query_one("#tenants").focus()
 
 
 def _cell(text: str, column: model.Column) -> Text:

@@ -19,11 +19,6 @@ class Column(NamedTuple):
     right: bool = True
 
 
-class Cell(NamedTuple):
-    text: str
-    rank: float | str
-
-
 TIER_COLUMNS = (
     Column("tier", right=False),
     *map(Column, ("blocks", "used", "of", "fill", "hits/s", "in/s", "out/s", "idle p50")),
@@ -38,13 +33,13 @@ PADDING = 2  # of a cell
 SPARE = ("currency", "output", "saved", "prompt", "req/s", "idle p50", "out/s", "in/s", "blocks")
 
 
-def fitting(names: Sequence[str], widths: Sequence[int], width: int, *, by: str = "") -> list[int]:
-    """The columns that are shown in `width` characters: not the spare ones, but the sorted one."""
+def fitting(names: Sequence[str], widths: Sequence[int], width: int) -> list[int]:
+    """The columns that are shown in `width` characters, without spare ones that do not fit."""
     kept = list(range(len(names)))
     for name in SPARE:
         if sum(widths[number] + PADDING for number in kept) <= width:
             break
-        kept = [number for number in kept if names[number] != name or name == by]
+        kept = [number for number in kept if names[number] != name]
     return kept
 
 
@@ -166,22 +161,18 @@ def tier_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
     return rows
 
 
-def tenant_rows(
-    reading: Reading, before: Reading | None, *, wanted: str = "", by: str = "requests", down: bool
-) -> list[list[Cell]]:
-    """One row for each tenant whose name contains `wanted`, sorted by a column."""
+def tenant_rows(reading: Reading, before: Reading | None) -> list[list[str]]:
+    """One row for each tenant, those with the most requests first."""
     old = {row["tenant"]: row for row in before.usage} if before is not None else {}
     elapsed_s = reading.at_s - before.at_s if before is not None else 0.0
     balances = {row["tenant"]: row for row in reading.tenants}
     used = {row["tenant"]: row for row in reading.usage}
-    rows = [
+    names = sorted({**balances, **used})
+    names.sort(key=lambda name: -used.get(name, {}).get("requests", 0))
+    return [
         _tenant(name, used.get(name, {}), old.get(name), balances.get(name), elapsed_s)
-        for name in {**balances, **used}
-        if wanted.lower() in name.lower()
+        for name in names
     ]
-    place = [column.name for column in TENANT_COLUMNS].index(by)
-    rows.sort(key=lambda row: str(row[0].rank))
-    return sorted(rows, key=lambda row: row[place].rank, reverse=down)
 
 
 def _tenant(
@@ -190,24 +181,21 @@ def _tenant(
     old: Mapping[str, Any] | None,
     balance: Mapping[str, Any] | None,
     elapsed_s: float,
-) -> list[Cell]:
+) -> list[str]:
     requests, prompt = used.get("requests", 0), used.get("prompt_tokens", 0)
-    hit, currency = used.get("hit_tokens", 0), used.get("currency", "")
     grown = requests - old["requests"] if old is not None else 0
     rate = grown / elapsed_s if elapsed_s > 0 else 0.0
-    has = balance["balance"] if balance is not None else "0"
-    cost, saved = used.get("amount", "0"), used.get("saved", "0")
     return [
-        Cell(_clipped(name), name),
-        Cell(f"{rate:.1f}", rate),
-        Cell(str(requests), requests),
-        Cell(_count(prompt), prompt),
-        Cell(percent(hit, prompt), hit / prompt if prompt else 0.0),
-        Cell(_count(used.get("output_tokens", 0)), used.get("output_tokens", 0)),
-        Cell(_money(cost), float(cost)),
-        Cell(_money(saved), float(saved)),
-        Cell(_money(has), float(has)),
-        Cell(currency, currency),
+        _clipped(name),
+        f"{rate:.1f}",
+        str(requests),
+        _count(prompt),
+        percent(used.get("hit_tokens", 0), prompt),
+        _count(used.get("output_tokens", 0)),
+        _money(used.get("amount", "0")),
+        _money(used.get("saved", "0")),
+        _money(balance["balance"] if balance is not None else "0"),
+        used.get("currency", ""),
     ]
 
 
