@@ -68,6 +68,8 @@ REMOVED = {
 _BOOK_IT = "a tenant has one currency: convert the payment, then book it in that"
 REMOVED_OPTIONS = {
     "bench ttft --output": "redirect the output of --json",
+    "cache ls --by": "`--tier device` lists by hits, and `cachesvc cache tree` draws prefixes with "
+    "their sizes",
     "cache ls --oldest": "`cachesvc cache evict --bytes` takes the least recently used first",
     **dict.fromkeys(
         ("prices plan --out", "ledger correct --batch", "ledger correct --approve"),

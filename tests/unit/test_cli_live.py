@@ -191,8 +191,8 @@ def test_stats_of_a_running_server_tell_who_takes_the_room(server, world):
     ]
 
 
-def test_hot_tells_the_blocks_with_the_most_hits(server, world):
-    flags = ("cache", "ls", "--by", "hits", "--data-dir", str(server.data_dir))
+def test_blocks_in_memory_are_listed_by_their_hits(server, world):
+    flags = ("cache", "ls", "--tier", "device", "--data-dir", str(server.data_dir))
     told = json.loads(call(*flags, "--json", "-n", "2").stdout)
     first = world.cache.index.children(CacheScope(tenant=b"acme").root())[0]
     assert [(first.key.hex() if first.key else "", 2)] == [
@@ -200,22 +200,6 @@ def test_hot_tells_the_blocks_with_the_most_hits(server, world):
     ]
     assert told[0]["tiers"] == ["device"]
     assert told[0]["key"][:16] in call(*flags).stdout
-
-
-def test_hot_without_a_server_tells_what_was_used_last(data_dir):
-    shown = call("cache", "ls", "--by", "hits", "-n", "3", "--json", "--data-dir", str(data_dir))
-    assert 3 == len(json.loads(shown.stdout))
-    assert "hits are not kept on disk" in shown.stderr
-
-
-def test_big_tells_the_prefixes_that_take_the_most_room(data_dir):
-    flags = ("cache", "ls", "--by", "room", "--data-dir", str(data_dir))
-    told = json.loads(call(*flags, "--json").stdout)
-    assert [(5, 5 * 64, 1), (2, 2 * 64, 1)] == [
-        (each["num_blocks"], each["num_tokens"], each["num_leaves"]) for each in told
-    ]
-    assert 1 == len(json.loads(call(*flags, "--json", "--tenant", "globex").stdout))
-    assert "1 of 2 prefixes" in call(*flags, "-n", "1").stderr
 
 
 def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir):
@@ -234,8 +218,6 @@ def test_ls_finds_a_tenants_blocks_on_disk_without_a_server(data_dir):
     [
         ("ls",),
         ("ls", "--tier", "device"),
-        ("ls", "--by", "hits"),
-        ("ls", "--by", "room"),
         ("tree", "--live"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `cachesvc cache ls|hot|show` and `cachesvc explain` ask: blocks above the disk, tokens as
+"""What `cachesvc cache ls|show` and `cachesvc explain` ask: blocks above the disk, tokens as
 text, what a request would hit, and where two prompts diverge.
 
 The command line has a request in a file and asks before sending it. Quotes and divergences are for

@@ -21,10 +21,10 @@ COMMANDS = {
 }
 
 REMOVED = {
-    "big": "`cachesvc cache ls --by room`",
+    "big": "`cachesvc cache tree` draws the prefixes with their sizes",
     "export": "copy the data directory's disk folder while its server is stopped",
     "import": "copy the data directory's disk folder while its server is stopped",
-    "hot": "`cachesvc cache ls --by hits`",
+    "hot": "`cachesvc cache ls --tier device`, which lists the most used first",
     "pins": "`cachesvc cache pin`, without a name",
     "unpin": "`cachesvc cache pin NAME --end`",
 }

@@ -6,7 +6,6 @@ shows only the disk.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from api.format import ago, seconds, size
-from cachesvc.cli.cache.prefixes import list_by_room
 from cachesvc.cli.cache.select import Tenant, find_block, scope_filter
 from cachesvc.cli.options import DataDir, duration, existing_data_dir
 from cachesvc.cli.render import (
@@ -37,11 +35,6 @@ from tiers.tier import TierName
 MOST = 100_000  # blocks that a server returns at once
 
 
-class By(StrEnum):
-    HITS = "hits"
-    ROOM = "room"
-
-
 def list_blocks(
     data_dir: DataDir = None,
     tier: Annotated[
@@ -59,30 +52,17 @@ def list_blocks(
             help="Only blocks unused for this long, such as 2h or 7d",
         ),
     ] = None,
-    by: Annotated[
-        By | None,
-        typer.Option(
-            help="hits: the most used blocks in memory. room: the largest prefixes on disk"
-        ),
-    ] = None,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, help="At most this many; 0 for all")
     ] = 100,
     json: AsJson = False,
 ) -> None:
-    """List blocks of a tier: key, parent, tokens, size and age.
-
-    Without a server, --by hits lists the blocks on disk that were used last.
-    """
+    """List blocks of a tier: key, parent, tokens, size and age; those in memory by their hits."""
     path = existing_data_dir(data_dir)
-    if by is By.HITS:
-        _list_by_hits(path, tenant, limit or MOST, json)
-    elif by is By.ROOM:
-        list_by_room(path, tenant, limit or MOST, json)
-    elif tier is TierName.DISK:
-        _list_disk(path, scope_filter(path, tenant, scope), older_than or 0.0, limit, json)
+    wanted = scope_filter(path, tenant, scope)
+    if tier is TierName.DISK:
+        _list_disk(path, wanted, older_than or 0.0, limit, json)
     else:
-        wanted = scope_filter(path, tenant, scope)
         _list_memory(path, wanted, tier, older_than or 0.0, limit, json)
 
 
@@ -111,22 +91,6 @@ def show(
         print_json(fields)
         return
     print_pairs({name: _readable(name, value) for name, value in fields.items()})
-
-
-def _list_by_hits(path: Path, tenant: str | None, limit: int, json: bool) -> None:
-    """The blocks in memory with the most hits; without a server, the most recently used on disk."""
-    server = find_server(path)
-    if server is not None:
-        _print_memory(_in_memory(server, limit=limit, tenant=tenant or None), json)
-        return
-    note("no server runs: hits are not kept on disk, so these are the blocks that were used last")
-    wanted = scope_filter(path, tenant, None)
-    with open_view(found_disk(path)) as view:
-        blocks = sorted(
-            (block for block in view.blocks() if wanted(block.scope)),
-            key=lambda block: (-block.used_s, -block.sequence),
-        )[:limit]
-    _print_disk(blocks, json)
 
 
 def _readable(name: str, value: Any) -> Any:
