@@ -35,7 +35,7 @@ RECEIPTS = "receipts"  # folder of the data directory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    kind: str  # tenant, group or scope
+    kind: str  # tenant or group
     name: str
     by: str
     why: str

@@ -99,7 +99,7 @@ def find_damage(data_dir: Path) -> Damage | None:
         return Damage(
             f"the list of served models was damaged ({names}): {lost}, and no tenant is purged",
             f"stop the server, restore {path} from a backup and start it, or remove what is of no "
-            "tenant in `cachesvc cache tree` with `cachesvc cache purge --scope`; then remove "
+            "tenant in `cachesvc cache tree` with `cachesvc cache evict --scope`; then remove "
             f"{names}",
         )
     return None

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -58,9 +60,9 @@ def called_apart(command: str, data_dir: Path, *arguments: str) -> subprocess.Co
     )
 
 
-def told(result: Result) -> dict[str, object]:
+def told(result: Result) -> dict[str, Any]:
     assert 0 == result.exit_code, result.output
-    answer: dict[str, object] = json.loads(result.stdout)
+    answer: dict[str, Any] = json.loads(result.stdout)
     return answer
 
 
@@ -141,34 +143,38 @@ def test_evict_leaves_what_is_pinned_unless_told(data_dir):
     assert set() == keys(data_dir)
 
 
-def test_a_confirmed_purge_takes_the_whole_scope_and_only_it(data_dir):
-    flags = ("--scope", THEIRS[0].scope.hex()[:8], "--reason", "left")
-    purged = call("purge", data_dir, *flags, answer="y\n")
-    assert 0 == purged.exit_code
-    assert f"{len(THEIRS)} blocks" in purged.stdout
-    assert key_set(MINE, BRANCH) == keys(data_dir)
-    (kept,) = (data_dir / RECEIPTS).iterdir()
-    signed = json.loads(kept.read_text())
-    assert verify_receipt(signed, ReceiptSigner.open(data_dir).public_key)
-    assert (OTHER.root().hex(), "left", 0) == (
-        signed["scope"],
-        signed["why"],
-        signed["blocks_left"],
-    )
-    assert len(THEIRS) == signed["tiers"]["disk"]["blocks"]
-
-
-def test_a_purge_says_why_and_leaves_a_trail_where_there_is_a_ledger(data_dir):
-    scope = ("--scope", OTHER.root().hex(), "--yes")
-    unknown = call("purge", data_dir, "--scope", "0" * 32, "--yes", "--reason", "w")
+def test_evict_by_scope_takes_the_whole_scope_and_only_it(data_dir):
+    unknown = call("evict", data_dir, "--scope", "0" * 32, "--yes")
     assert (1, True) == (unknown.exit_code, "no scope's root begins with" in unknown.stderr)
-    unsaid = call("purge", data_dir, *scope)
-    assert (2, True) == (unsaid.exit_code, "say why with --reason" in unsaid.stderr)
-    with running_ledger(database_url(data_dir)) as house:
-        signed = told(call("purge", data_dir, *scope, "--reason", "left", "--json"))
+    told(call("evict", data_dir, "--scope", THEIRS[0].scope.hex()[:8], "--yes", "--json"))
+    assert key_set(MINE, BRANCH) == keys(data_dir)
+
+
+def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir: Path) -> None:
+    salts = Salts(read_secret(data_dir))
+    served = replace(OTHER, tenant=salts.of_tenant("acme"))
+    (data_dir / FILE_NAME).write_text(
+        json.dumps([{"model": "m", "scope": {"weights": b"tiny".hex()}}])
+    )
+    ours = chain(4, block_size=LAYOUT.block_size, scope=served)
+    tier = opened(data_dir)
+    store(tier, ours)
+    tier.close()
+    with running_ledger(database_url(data_dir)) as house:  # makes the tenant acme
+        unsaid = call("purge", data_dir, "--tenant", "acme")
+        assert (2, True) == (unsaid.exit_code, "say why with --reason" in unsaid.stderr)
+        flags = ("--tenant", "acme", "--reason", "left", "--json")
+        assert 1 == call("purge", data_dir, *flags, answer="n\n").exit_code
+        assert key_set(EVERY, ours) == keys(data_dir)
+        signed = told(call("purge", data_dir, *flags, "--yes"))
         (entry,) = house.accounts.trail.newest(1)
-        assert ("cache.purge", "left") == (entry["action"], entry["reason"])
-        assert signed == json.loads(entry["after"])
+    assert key_set(EVERY) == keys(data_dir), "only the tenant's"
+    (kept,) = (data_dir / RECEIPTS).iterdir()
+    assert signed == json.loads(kept.read_text()) == json.loads(entry["after"])
+    assert verify_receipt(signed, ReceiptSigner.open(data_dir).public_key)
+    assert ("acme", "left", 0) == (signed["tenant"], signed["why"], signed["blocks_left"])
+    assert signed["tiers"] == {"disk": {"blocks": 4, "bytes": signed["tiers"]["disk"]["bytes"]}}
+    assert ("cache.purge", "left") == (entry["action"], entry["reason"])
 
 
 def test_a_tenant_that_does_not_exist_is_not_purged(data_dir):
@@ -222,23 +228,6 @@ def test_a_pin_that_is_not_clear_is_asked_for_by_options(data_dir, flags, messag
     assert (2, True) == (failed.exit_code, message in failed.stderr)
 
 
-def test_a_purge_beside_a_server_says_what_it_cannot_reach(data_dir):
-    tier = opened(data_dir)
-    try:
-        scope = THEIRS[0].scope.hex()
-        purged = called_apart(
-            "purge", data_dir, "--scope", scope, "--yes", "--json", "--reason", "w"
-        )
-        assert 0 == purged.returncode, purged.stderr
-        assert "pid" in json.loads(purged.stdout)["server"]
-        assert "in its memory" in purged.stderr
-        assert not (data_dir / RECEIPTS).exists(), "a receipt must not prove what memory holds"
-        assert 0 == tier.probe(THEIRS)
-        assert len(MINE) == tier.probe(MINE)
-    finally:
-        tier.close()
-
-
 @pytest.mark.parametrize("served", [False, True])
 def test_evicted_and_free_space_returns_to_the_file_system(data_dir, served):
     file = next(disk_path(data_dir).glob("shard-*/data.mdb"))
@@ -252,6 +241,7 @@ def test_evicted_and_free_space_returns_to_the_file_system(data_dir, served):
     assert {"file_bytes_before": before, "file_bytes": held} == json.loads(done.stdout)
     gone = called_apart("evict", data_dir, "--all", "--yes", "--json")
     assert 0 == gone.returncode, gone.stderr
+    assert served is ("in its memory" in gone.stderr)
     left = file.stat().st_blocks * 512
     assert held - left == json.loads(gone.stdout)["returned_bytes"] > 0
     assert left < held / 2
@@ -275,7 +265,7 @@ def test_a_pipe_that_closes_early_is_no_damage(data_dir):
 
 
 def test_a_directory_without_a_disk_tier_is_named_without_a_traceback(tmp_path):
-    for command in (("evict", "--all"), ("purge", "--scope", "00", "--reason", "w"), ("compact",)):
+    for command in (("evict", "--all"), ("compact",)):
         failed = called_apart(command[0], tmp_path, *command[1:])
         assert 1 == failed.returncode
         assert "error:" in failed.stderr

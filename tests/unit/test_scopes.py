@@ -61,7 +61,7 @@ def test_a_damaged_list_is_kept_and_said_until_somebody_removes_it(tmp_path, cap
     assert (
         found is not None
         and "was damaged" in found.message
-        and "cachesvc cache purge --scope" in found.fix
+        and "cachesvc cache evict --scope" in found.fix
     )
     assert roots_of(tmp_path, "acme"), "the served model is known"
     with pytest.raises(PurgeFailed, match="no tenant is purged"):
