@@ -12,7 +12,6 @@ import cachesvc
 from api.format import seconds, size
 from cachesvc.cli.config import settings_by_name
 from cachesvc.cli.exits import leave
-from cachesvc.cli.startup_bar import StartupBar
 from cachesvc.config.errors import WrongOption
 from cachesvc.config.sections import CacheSection
 from cachesvc.config.settings import Settings, known_settings
@@ -87,16 +86,14 @@ def serve(
     settings = loaded.settings
     configure(settings.log)
     console = Console(stderr=True, highlight=False)
-    with StartupBar(console) as bar:
-        startup = Startup(bar.show)
+    startup = Startup()
 
-        def ready(served: Settings, url: str, link: str) -> None:
-            bar.stop()
-            effective = settings_by_name(replace(loaded, settings=served).rows())
-            note_settings(served.server.data_dir, effective)
-            _announce(settings.cache, served, startup, console, url, link)
+    def ready(served: Settings, url: str, link: str) -> None:
+        effective = settings_by_name(replace(loaded, settings=served).rows())
+        note_settings(served.server.data_dir, effective)
+        _announce(settings.cache, served, startup, console, url, link)
 
-        run(settings, startup=startup, on_ready=ready)
+    run(settings, startup=startup, on_ready=ready)
     leave(0)  # all is closed and written
 
 

@@ -8,6 +8,7 @@ thread starts the server. A separate thread answers until `answering` ends.
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -18,7 +19,9 @@ import uvicorn
 
 from cachesvc.server.connection import http_config
 
-Show = Callable[[str, float | None], None]  # the current work, and its done part if known
+logger = logging.getLogger(__name__)
+
+SAY_EVERY_S = 10.0  # how far work within a phase is
 RETRY_AFTER_S = 2
 LOOKS, LOOK_S = 20, 0.05  # for the ends of its last connections
 
@@ -26,12 +29,11 @@ _Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class Startup:
-    """The current phase and the time of each. `show` is called at every change. Any thread may
-    read."""
+    """The current phase and the time of each; logs what is done. Any thread may read."""
 
-    def __init__(self, show: Show = lambda what, part: None) -> None:
+    def __init__(self) -> None:
         self.phase = "starting"
-        self._show = show
+        self._said, self._said_s = "", 0.0
         self._began_s = time.monotonic()
         self.took_s: dict[str, float] = {}  # of each finished phase, in order
 
@@ -40,13 +42,16 @@ class Startup:
         """Counts the block as `phase`."""
         began_s = time.monotonic()
         self.phase = phase
-        self._show(phase, None)
+        logger.info(phase)
         yield
         self.took_s[phase] = time.monotonic() - began_s
 
     def progress(self, what: str, part: float) -> None:
-        """Reports work within a phase; `part` is the done share, from 0 to 1."""
-        self._show(*((what, part) if part < 1 else (self.phase, None)))
+        """Logs work within a phase, now and then; `part` is the done share, from 0 to 1."""
+        now_s = time.monotonic()
+        if part < 1 and (what != self._said or now_s - self._said_s >= SAY_EVERY_S):
+            self._said, self._said_s = what, now_s
+            logger.info(f"{what}: {part:.0%}" if part else what)
 
     @property
     def total_s(self) -> float:

@@ -150,7 +150,7 @@ def test_evict_by_scope_takes_the_whole_scope_and_only_it(data_dir):
     assert key_set(MINE, BRANCH) == keys(data_dir)
 
 
-def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir: Path) -> None:
+def test_a_purge_says_why_asks_and_leaves_a_signed_receipt_and_a_trail(data_dir):
     salts = Salts(read_secret(data_dir))
     served = replace(OTHER, tenant=salts.of_tenant("acme"))
     (data_dir / FILE_NAME).write_text(

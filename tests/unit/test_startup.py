@@ -43,6 +43,16 @@ def test_it_answers_what_it_waits_for(listener):
             assert "the server is starting: loading" == reason(listener)
 
 
+def test_its_log_names_each_phase_and_work_once(caplog):
+    startup = Startup()
+    with caplog.at_level("INFO"), startup.during("loading"):
+        for part in (0.0, 0.1, 0.2, 1.0):
+            startup.progress("reading the file", part)
+        startup.progress("writing", 0.5)
+    assert ["loading", "reading the file", "writing: 50%"] == caplog.messages
+    assert ["loading"] == list(startup.took_s)
+
+
 def test_connections_after_its_end_wait_for_the_next_server(listener):
     with answering(listener, Startup()):
         reason(listener)
