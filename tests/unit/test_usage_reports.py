@@ -41,6 +41,7 @@ from tests.support.billing import START_NS, ManualClock, TestLedger, running_led
 HOUR = 3600
 SPLITS = ("model", "project", "key", "session", "user", "tag:team")
 FIRST = date(2025, 1, 1)
+SHANGHAI = ZoneInfo("Asia/Shanghai")
 # (hours after 2025-01-01T00:00Z, project, key)
 CHARGES = [(1, "web", "k1"), (23, "web", "k2"), (25, "", "k1"), (24 * 40, "batch", "k1")]
 
@@ -86,6 +87,11 @@ def test_rollups_and_entries_say_the_same(store, unit):
         assert sum(p.amount for p in whole) == sum(p.amount for p in expected)
         assert sum(p.saved for p in whole) == sum(p.saved for p in expected)
         assert expected == report(store, Query(split=split, zone=a_minute_off), unit)
+    in_shanghai = (
+        report(store, Query(split=split, zone=SHANGHAI), unit) for split in (None, "user")
+    )
+    told_in = [[(each.period, each.requests) for each in found] for found in in_shanghai]
+    assert told_in[0] == told_in[1]
 
 
 def test_only_the_days_that_a_border_cuts_are_read_from_their_charges(store, monkeypatch):
@@ -133,11 +139,11 @@ def test_the_local_zone_knows_summer_and_winter(monkeypatch):
         time.tzset()
 
 
-@pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=9))])
-def test_a_span_has_both_its_ends(store, zone):
+@pytest.mark.parametrize(("zone", "requests"), [(UTC, 1), (timezone(timedelta(hours=9)), 2)])
+def test_a_span_has_both_its_ends(store, zone, requests):
     second = FIRST + timedelta(days=1)
-    inside = [day for day, _, _ in told(store, since=second, until=second, zone=zone)]
-    assert [second.isoformat()] == inside
+    inside = told(store, since=second, until=second, zone=zone)
+    assert [(second.isoformat(), "", requests)] == inside
     assert [] == told(store, since=date(2025, 3, 1), zone=zone)
     for endless in ("9" * 400 + "d", "999999d"):
         assert FIRST_DAY == parse_query(since=endless, zone=zone).since
