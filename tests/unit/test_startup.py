@@ -53,17 +53,6 @@ def test_its_log_names_each_phase_and_work_once(caplog):
     assert ["loading"] == list(startup.took_s)
 
 
-def test_connections_after_its_end_wait_for_the_next_server(listener):
-    with answering(listener, Startup()):
-        reason(listener)
-    with socket.create_connection(listener.getsockname(), timeout=TIMEOUT_S) as client:
-        client.sendall(b"GET /health HTTP/1.1\r\n\r\n")
-        listener.settimeout(TIMEOUT_S)
-        accepted, _ = listener.accept()
-        with accepted:
-            assert accepted.recv(1 << 10).startswith(b"GET /health ")
-
-
 def test_it_leaves_also_when_it_ends_at_once(listener):
     with answering(listener, Startup()):
         pass
