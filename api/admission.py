@@ -7,6 +7,7 @@ delivery has ended. A cleanup does nothing if nothing is left to clean up: a set
 voided, a stored answer keeps its claim, and a finished generation is not aborted.
 """
 
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,12 +20,13 @@ from api.collaborators import Collaborators
 from api.context import Arrival, RequestLog
 from api.job import Asked, Delivered, Job, Served
 from api.journal.journal import RequestTrail
-from api.requests.delivery import Delivery, DeliveryResponse, WireFormat
+from api.requests.delivery import Delivery, DeliveryResponse, Producer, WireFormat
 from api.requests.generation import Generation
 from api.requests.idempotency import claim, replayed
+from api.requests.metering import LedgerCharge
 from api.requests.publishing import check_publishable
 from api.requests.turns import assistant_message
-from api.shapes.schemas import GenerationBody
+from api.shapes.schemas import Extension
 from api.shapes.usage import timings_ms
 from billing.gate.outcomes import Outcome
 from billing.idempotency import FirstAnswer
@@ -37,10 +39,9 @@ def trail_of(request: Request) -> RequestTrail:
     return RequestTrail(request.url.path, request.headers.get("traceparent", "")[:256])
 
 
-def asked_for(request: Request, body: GenerationBody) -> Asked:
+def asked_for(request: Request, extension: Extension) -> Asked:
     """The requested vendor parts, from the body's `cachesvc` or the header X-Cachesvc."""
     words = {word.strip() for word in request.headers.get("x-cachesvc", "").lower().split(",")}
-    extension = body.extension
     return Asked(
         details=bool(extension.details) or "details" in words,
         receipt=bool(extension.receipt) or "receipt" in words,
@@ -48,20 +49,26 @@ def asked_for(request: Request, body: GenerationBody) -> Asked:
 
 
 async def deliver(
-    arrival: Arrival, job: Job, body: GenerationBody, wire_format: WireFormat
+    arrival: Arrival,
+    job: Job,
+    extension: Extension,
+    wire_format: WireFormat,
+    produce: Callable[[Job, LedgerCharge], Producer] | None = None,
 ) -> Response:
     """Admits the job and returns the response that will carry its answer, or a stored answer.
+
+    `produce` makes the answer; None: the engine here does.
 
     All that the request acquires is pushed on one stack. A refusal unwinds it here. After
     admission, `_Ending` unwinds it after the last byte.
     """
     check_params(job.params, job.model.vocab_size)
     request, principal, wire, log = arrival.request, arrival.principal, arrival.wire, arrival.log
-    publisher, stream = None, bool(body.stream)
-    if body.extension.publish:
+    publisher, stream = None, job.stream
+    if extension.publish:
         publisher = check_publishable(job, wire.cache.publisher)
     fingerprint = job.context.fingerprint
-    await wire.cache.quotes.check(principal, job, body.extension)
+    await wire.cache.quotes.check(principal, job, extension)
     claimed = await claim(
         wire.books.replays, request, principal, arrival.raw, job.request_id, fingerprint
     )
@@ -90,13 +97,11 @@ async def deliver(
         held.push_async_callback(charge.void)
         if wire.records.purges.reach(job.scope.tenant, job.arrival_ns):
             job = replace(job, cache=False)
-        generation = Generation(
-            job, engine=wire.inference.engine, bridge=wire.inference.bridge, coverage=charge
-        )
+        generation = (produce or partial(_generation, wire))(job, charge)
         held.callback(generation.close)
         generation.submit()
         ending.begin(generation, held)
-    asked = asked_for(request, body)
+    asked = asked_for(request, extension)
     delivery = Delivery(
         generation=generation,
         charge=charge,
@@ -111,6 +116,11 @@ async def deliver(
         publisher=publisher,
     )
     return DeliveryResponse(delivery, request.app.state.deliveries)
+
+
+def _generation(wire: Collaborators, job: Job, charge: LedgerCharge) -> Producer:
+    parts = wire.inference
+    return Generation(job, engine=parts.engine, bridge=parts.bridge, coverage=charge)
 
 
 class _Ending:
@@ -148,7 +158,7 @@ class _Ending:
     async def leave(self, permit: Permit) -> None:
         await permit.close(self._usage)
 
-    def begin(self, generation: Generation, held: AsyncExitStack) -> None:
+    def begin(self, generation: Producer, held: AsyncExitStack) -> None:
         """The engine has the request. From now on the delivery releases what it holds."""
         self._wire.records.journal.begin(self._record, generation)
         self._held = held.pop_all()

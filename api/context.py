@@ -19,7 +19,7 @@ from api.collaborators import Collaborators
 from api.errors import InvalidRequest
 from api.headers import FIT_NAME, ClientNames, single_header
 from api.shapes.body import BodyType, parse
-from api.shapes.schemas import GenerationBody
+from api.shapes.schemas import LabelledBody
 from billing.gate.holds import RequestContext
 from billing.keys import Principal, Scope
 
@@ -65,18 +65,24 @@ class Arrival:
 async def arrive(
     request: Request, kind: type[BodyType], *, queues: bool = False
 ) -> tuple[Arrival, BodyType]:
-    """Authorises, reads and parses a request. With `queues` it is refused before it is read if it
-    would wait too long for the engine. Raises like `authorised` and `parse`, and QueueTooLong."""
+    """Authorises, reads and parses a request. Raises like `received` and `parse`."""
+    arrival = await received(request, queues=queues)
+    return arrival, parse(arrival.raw, kind)
+
+
+async def received(request: Request, *, queues: bool = False) -> Arrival:
+    """Authorises and reads a request. With `queues` it is refused before it is read if it would
+    wait too long for the engine. Raises like `authorised`, and QueueTooLong."""
     wire, log = wire_of(request), request_log_of(request)
     principal = await authorised(request)
     if queues:
         wire.access.queue.check_wait(principal.tenant)
     # `Request.body` would keep it in memory until the answer has ended.
     raw = b"".join([part async for part in request.stream()])
-    return Arrival(request, wire, log, principal, raw), parse(raw, kind)
+    return Arrival(request, wire, log, principal, raw)
 
 
-def request_context(arrival: Arrival, body: GenerationBody, names: ClientNames) -> RequestContext:
+def request_context(arrival: Arrival, body: LabelledBody, names: ClientNames) -> RequestContext:
     """The caller and the request's labels, as the ledger stores them.
 
     The fingerprint distinguishes a retry from a new request. A retry has the same body, API key and

@@ -195,6 +195,9 @@ class Job:
     divergence: Divergence | None = None  # from the tokens of the chat's earlier turn
     message_of: Callable[[str], Mapping[str, Any]] | None = None  # an answer as chats resend it
     replayed_tokens: int = 0  # of the prompt, reused from the earlier turn
+    # Tokens at most of a prompt that only an engine elsewhere counts. Then there are no `prompts`.
+    prompt_most: int = 0
+    held_whole: bool = False  # all of its output is held at once, as nobody counts it meanwhile
     cache: bool = True
     keeps: tuple[Keep, ...] = ()  # of its one prompt
     session: Session | None = None
@@ -239,11 +242,15 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+        return sum(map(len, self.prompts)) + self.prompt_most
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.prompts), default=self.prompt_most)
 
     @property
     def num_choices(self) -> int:
-        return len(self.prompts) * self.params.n
+        return max(1, len(self.prompts)) * self.params.n
 
     @property
     def engine_ids(self) -> tuple[str, ...]:
@@ -263,6 +270,7 @@ class Delta:
     finish: FinishReason | None = None
     stop: str | None = None  # the stop string that ended it
     refusal: GateError | None = None  # why the rest is not paid for
+    raw: bytes = b""  # as an engine elsewhere wrote it, in its client's protocol
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,18 @@
 """A model as the wire sees it, and the protocols of the engine and tokenizers behind it."""
 
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from api.errors import ContextLengthExceeded, ModelNotFound
 from engine.promise import Promise
-from engine.request import FinishReason, Request
+from engine.request import FinishReason, Request, StepOutput
 from engine.text.detokenizer import IncrementalDetokenizer
 from tiers.blocks.keys import CacheScope
+
+if TYPE_CHECKING:
+    from engine.remote.upstreams import Upstreams
 
 
 class EngineClient(Protocol):
@@ -73,6 +76,24 @@ class NewDetokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where a model's requests pass to as they are: `sites` that speak the clients' protocols.
+
+    `model` is their name of the model. `key` is ours there. `is_salted`: they keep prompts of
+    different `cache_salt` apart. `began` and `ended` are told of each request that passes. `watch`
+    asks sites that fail whether they are back; it runs while the app does.
+    """
+
+    sites: "Upstreams"
+    model: str
+    key: str = field(default="", repr=False)
+    is_salted: bool = False
+    began: Callable[[], None]
+    ended: Callable[[StepOutput], None]
+    watch: Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """A model name for clients: the base model, or an adapter on it.
 
@@ -92,6 +113,7 @@ class ServedModel:
     owned_by: str = "cachesvc"
     exactness: Mapping[str, Any] | None = None  # what serves it, for clients
     promise: Promise | None = None  # what a hit leaves equal; None: unknown
+    endpoint: Endpoint | None = None  # where its requests pass to; None: the engine here
 
     @property
     def max_chars(self) -> int:

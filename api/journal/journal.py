@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from api.errors import answer_to
 from api.job import Bill, Job, Served
-from api.requests.generation import Generation
+from api.requests.delivery import Producer
 from billing.keys import Principal
 from billing.names import bare_id
 from engine.promise import Promise
@@ -117,7 +117,7 @@ class Journal:
     ) -> None:
         self.on_end = on_end  # called with each request that finished or was refused
         self.settings = settings or JournalSettings()
-        self._running: dict[str, tuple[RequestRecord, Generation]] = {}
+        self._running: dict[str, tuple[RequestRecord, Producer]] = {}
         self._ended: dict[str, RequestRecord] = {}  # ordered by end
         self.nbytes = 0
 
@@ -153,7 +153,7 @@ class Journal:
             promise=job.model.promise,
         )
 
-    def begin(self, record: RequestRecord, generation: Generation) -> None:
+    def begin(self, record: RequestRecord, generation: Producer) -> None:
         """Records that the engine took the request."""
         self._running[record.request_id] = record, generation
 
@@ -213,7 +213,7 @@ class Journal:
             self.nbytes -= oldest.nbytes
 
 
-def _live(record: RequestRecord, generation: Generation) -> RequestRecord:
+def _live(record: RequestRecord, generation: Producer) -> RequestRecord:
     return replace(record, served=_without_content(generation.served()))
 
 

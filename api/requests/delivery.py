@@ -13,7 +13,7 @@ an answer with its own status; after it, an event.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,8 +30,7 @@ from api.errors import (
     log_untold,
 )
 from api.headers import EVENT_STREAM
-from api.job import Asked, Bill, Delivered, Delta, Served
-from api.requests.generation import Generation
+from api.job import Asked, Bill, Delivered, Delta, Job, Served
 from api.requests.metering import LedgerCharge
 from api.requests.publishing import PUBLISHED, Publisher
 from billing.gate.outcomes import Outcome
@@ -40,6 +39,38 @@ from engine.errors import RemoteFault
 from engine.request import FinishReason
 
 KEEPALIVE = b": keep-alive\n\n"
+
+
+class Producer(Protocol):
+    """What makes an answer: a `Generation`, or a passage through an engine elsewhere."""
+
+    @property
+    def job(self) -> Job: ...
+
+    @property
+    def answered(self) -> bool:
+        """What comes from now on is the end, which waits for the settlement."""
+        ...
+
+    def submit(self) -> None: ...
+
+    def deltas(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
+        """What is new as it comes, up to the end, and an empty list after `idle_s` of silence."""
+        ...
+
+    def usage(self) -> Usage:
+        """What has been served so far."""
+        ...
+
+    def served(self) -> Served: ...
+
+    def cancel(self) -> None:
+        """The client disconnected."""
+        ...
+
+    def fail(self, reason: str) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class WireFormat(Protocol):
@@ -78,7 +109,7 @@ class WireFormat(Protocol):
 class Delivery:
     """The delivery of one answer. `ended` is called once, after settlement and the last byte."""
 
-    generation: Generation
+    generation: Producer
     charge: LedgerCharge
     wire: WireFormat
     stream: bool
@@ -156,9 +187,11 @@ class Delivery:
         held: list[Delta] = []
         async for deltas in self.generation.deltas(self.keepalive_s):
             held += deltas
-            if not deltas or not self.generation.answered:
+            if not self.generation.answered:
                 await self._send_events(send, held)
                 held = []
+            elif not deltas:
+                await self._send_events(send, [])
         return held
 
     def _chunks(self, deltas: Sequence[Delta]) -> bytes:

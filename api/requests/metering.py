@@ -67,7 +67,9 @@ class LedgerMeter:
         """
         now_ns = self._clock_ns()  # one instant, so the proof finds the same window as the price
         pinned = self._pinned(principal, job, now_ns)
-        slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
+        slice_tokens = job.max_output
+        if not job.held_whole:
+            slice_tokens = min(self._slice_tokens * job.num_choices, job.max_output)
         amount = hold_amount(pinned, prompt_tokens=job.prompt_tokens, output_tokens=slice_tokens)
         reserved = self._ledger.reserve(
             principal.tenant,
@@ -90,6 +92,9 @@ class LedgerMeter:
             most=job.max_output,
             lease_s=self._lease_s,
             receipts=self._receipts,
+            repin=partial(self._repinned, principal, job, now_ns, pinned)
+            if job.prompt_most
+            else None,
         )
 
     def price(self, principal: Principal, job: Job, usage: Usage) -> Priced:
@@ -104,15 +109,18 @@ class LedgerMeter:
         return self._at(principal, model, self._clock_ns(), Terms(tenant=principal.tenant))
 
     def _pinned(self, principal: Principal, job: Job, now_ns: int) -> PinnedRate:
-        terms = Terms(
-            tenant=principal.tenant,
-            prompt_tokens=max(map(len, job.prompts)),
-            service=job.context.service_tier,
-        )
+        terms = _terms(principal, job, job.longest_prompt)
         return self._at(principal, job.model.name, now_ns, terms)
 
     def _at(self, principal: Principal, model: str, now_ns: int, terms: Terms) -> PinnedRate:
         return self._ledger.book.at(model, now_ns, principal.currency or None, terms)
+
+    def _repinned(
+        self, principal: Principal, job: Job, now_ns: int, was: PinnedRate, prompt: int
+    ) -> PinnedRate:
+        """The price on the same card for a prompt whose length is known by now."""
+        card = self._ledger.book.card(was.ref.card, was.ref.version)
+        return card.at(job.model.name, now_ns, _terms(principal, job, prompt))
 
     def _let_go(self, reserved: "Future[Hold]") -> None:
         """Releases a hold taken for a request that has already ended. Ledger thread."""
@@ -135,9 +143,12 @@ class LedgerCharge:
         most: int,
         lease_s: int,
         receipts: Receipts | None,
+        repin: Callable[[int], PinnedRate] | None = None,
     ) -> None:
+        """`repin` gives the price by a prompt's length, which was only bounded at admission."""
         self._ledger = ledger
         self._hold = hold
+        self._repin = repin
         self._slice = covered
         self._covered = covered
         self._most = most
@@ -162,6 +173,12 @@ class LedgerCharge:
                 return min(output_tokens, self._covered)
             await asyncio.wait([self._asked])
 
+    @property
+    def service_tier(self) -> str:
+        """The requested service tier, if its price is the request's; else empty."""
+        tier = self._hold.context.service_tier
+        return tier if tier in self._hold.pinned.ref.terms else ""
+
     async def settle(self, served: Served, *, delivered: bool) -> Bill:
         """Posts the cost of `served` and releases the rest of the hold; durable on return.
 
@@ -169,6 +186,9 @@ class LedgerCharge:
         """
         self._ended = True
         await self._let_slice_end()
+        if self._repin is not None and served.usage.prompt:
+            pinned = self._repin(served.usage.prompt)
+            self._hold = replace(self._hold, pinned=pinned)
         settling = self._ledger.settle(
             self._hold, served.usage, served.outcome, delivered=delivered
         )
@@ -180,7 +200,7 @@ class LedgerCharge:
             cost=format_units(charge.amount),
             saved=format_units(charge.saved),
             price_version=f"{ref.card} {ref.version}",
-            service_tier=tier if (tier := self._hold.context.service_tier) in ref.terms else "",
+            service_tier=self.service_tier,
             rate=ref,
             lines=charge.lines,
             note=short_hits(settled.usage, self._hold.pinned),
@@ -249,6 +269,12 @@ class LedgerCharge:
             await asyncio.wait([self._asked])
             self._asked.exception()
             self._asked = None
+
+
+def _terms(principal: Principal, job: Job, prompt_tokens: int) -> Terms:
+    return Terms(
+        tenant=principal.tenant, prompt_tokens=prompt_tokens, service=job.context.service_tier
+    )
 
 
 async def durable(future: "Future[Made]") -> Made:

@@ -40,7 +40,7 @@ async def make_cache(request: Request) -> Response:
     kept = await _keep(retention, job, name, body.ttl)
     try:
         wire_format = CacheFormat(cache_document(kept, job.model.name))
-        return await deliver(arrival, job, asked, wire_format)
+        return await deliver(arrival, job, asked.extension, wire_format)
     except BaseException:
         retention.pins.release(kept.pin.name)
         raise

@@ -4,8 +4,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.admission import deliver
-from api.context import arrive
+from api.context import received
+from api.relay.protocol import CHAT
 from api.routes.conversation import chat_of
+from api.routes.relayed import relayed
+from api.shapes.body import parse
 from api.shapes.chat import ChatFormat
 from api.shapes.schemas import ChatBody
 
@@ -16,7 +19,10 @@ router = APIRouter(tags=["chat"])
 @router.post("/chat/completions", include_in_schema=False)
 async def chat_completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
-    arrival, body = await arrive(request, ChatBody, queues=True)
+    arrival = await received(request, queues=True)
+    if (passed := await relayed(arrival, CHAT)) is not None:
+        return passed
+    body = parse(arrival.raw, ChatBody)
     chat = await chat_of(arrival, body)
     wire_format = ChatFormat(
         chat.job,
@@ -24,4 +30,4 @@ async def chat_completions(request: Request) -> Response:
         logprobs=body.logprobs_asked is not None,
         usage_follows=body.wants_usage_chunk,
     )
-    return await deliver(arrival, chat.job, body, wire_format)
+    return await deliver(arrival, chat.job, body.extension, wire_format)

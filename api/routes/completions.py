@@ -10,12 +10,15 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import Arrival, arrive, request_context
+from api.context import Arrival, received, request_context
 from api.errors import ErrorAnswer, ended_by
 from api.headers import DONE, event, names_of
 from api.job import Asked, Bill, Delta, Job, Served
+from api.relay.protocol import COMPLETIONS
 from api.routes.prompts import encode_prompt
+from api.routes.relayed import relayed
 from api.served_model import ServedModel, find_model
+from api.shapes.body import parse
 from api.shapes.contents import contents_of
 from api.shapes.logprobs import prompt_logprobs, text_decoder, text_logprobs, text_of
 from api.shapes.schemas import CompletionBody
@@ -31,13 +34,16 @@ router = APIRouter(tags=["completions"])
 @router.post("/completions", include_in_schema=False)
 async def completions(request: Request) -> Response:
     """Answers as JSON, or as server-sent events with `stream`."""
-    arrival, body = await arrive(request, CompletionBody, queues=True)
+    arrival = await received(request, queues=True)
+    if (passed := await relayed(arrival, COMPLETIONS)) is not None:
+        return passed
+    body = parse(arrival.raw, CompletionBody)
     job = await completion_job(arrival, body)
     echoes = _echoes(job, body)
     wire_format = CompletionFormat(
         job, echoes, body.wants_usage_chunk, prompt_logprobs=body.prompt_logprobs is not None
     )
-    return await deliver(arrival, job, body, wire_format)
+    return await deliver(arrival, job, body.extension, wire_format)
 
 
 async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:

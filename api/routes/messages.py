@@ -7,10 +7,13 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import arrive
+from api.context import arrive, received
+from api.relay.protocol import MESSAGES
 from api.routes.conversation import Chat, Mark, chat_of, compared
 from api.routes.prompts import encoded_chat
+from api.routes.relayed import relayed
 from api.served_model import ServedModel, find_model
+from api.shapes.body import parse
 from api.shapes.breakpoints import TTL_S
 from api.shapes.messages import CountBody, Diagnostics, MarkedPlace, MessagesBody
 from api.shapes.messages_format import MessagesFormat, anthropic_diagnostics
@@ -21,13 +24,16 @@ router = APIRouter(tags=["messages"])
 @router.post("/v1/messages")
 async def messages(request: Request) -> Response:
     """A message as JSON, or as Anthropic's events with `stream`."""
-    arrival, body = await arrive(request, MessagesBody, queues=True)
+    arrival = await received(request, queues=True)
+    if (passed := await relayed(arrival, MESSAGES)) is not None:
+        return passed
+    body = parse(arrival.raw, MessagesBody)
     arrival.log.add(ignored_fields=body.ignored or None)
     model = find_model(arrival.wire.inference.models, body.model)
     asked = body.as_chat(model)
     chat = await chat_of(arrival, asked, marks=_marks(body, model))
     wire_format = await _format(arrival.wire, arrival.principal.tenant, chat, body.diagnostics)
-    return await deliver(arrival, chat.job, asked, wire_format)
+    return await deliver(arrival, chat.job, asked.extension, wire_format)
 
 
 async def _format(

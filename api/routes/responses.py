@@ -8,12 +8,15 @@ from starlette.responses import Response
 
 from api.admission import deliver
 from api.collaborators import Collaborators
-from api.context import arrive, authorised, wire_of
+from api.context import arrive, authorised, received, wire_of
 from api.errors import ResponseNotFound
+from api.relay.protocol import RESPONSES
 from api.requests.responses import KeptResponse
 from api.routes.conversation import Chat, chat_of, compared
 from api.routes.prompts import encoded_chat
+from api.routes.relayed import relayed
 from api.served_model import find_model
+from api.shapes.body import parse
 from api.shapes.breakpoints import CacheOptions
 from api.shapes.fields import ignored_names
 from api.shapes.responses import InputBody, ResponsesBody
@@ -30,7 +33,10 @@ async def responses(request: Request) -> Response:
 
     It is stored for later turns unless `store` is false.
     """
-    arrival, body = await arrive(request, ResponsesBody, queues=True)
+    arrival = await received(request, queues=True)
+    if (passed := await relayed(arrival, RESPONSES)) is not None:
+        return passed
+    body = parse(arrival.raw, ResponsesBody)
     wire, tenant = arrival.wire, arrival.principal.tenant
     arrival.log.add(ignored_fields=ignored_names(body) or None)
     history = await _history(wire, tenant, body)
@@ -41,7 +47,7 @@ async def responses(request: Request) -> Response:
     options = body.prompt_cache_options or CacheOptions()
     found = await compared(wire, tenant, chat, options.comparison_response_id)
     wire_format = ResponsesFormat(chat.job, chat.new_reply, body, keep, found)
-    return await deliver(arrival, chat.job, asked, wire_format)
+    return await deliver(arrival, chat.job, asked.extension, wire_format)
 
 
 @router.post("/v1/responses/input_tokens")

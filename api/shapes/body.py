@@ -39,6 +39,11 @@ BodyType = TypeVar("BodyType", bound=Body)
 
 def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
     """`raw` as a `kind`. Raises NotJson or InvalidRequest, without text from the request."""
+    return checked(document_in(raw), kind)
+
+
+def document_in(raw: bytes) -> dict[str, Any]:
+    """The JSON object in `raw`. Raises NotJson."""
     try:
         document = _loaded(raw)
     except orjson.JSONDecodeError as error:
@@ -48,6 +53,11 @@ def parse(raw: bytes, kind: type[BodyType]) -> BodyType:
         ) from None
     if not isinstance(document, dict):
         raise NotJson(f"The body is a JSON {_json_name(document)}; send one JSON object.")
+    return document
+
+
+def checked(document: Mapping[str, Any], kind: type[BodyType]) -> BodyType:
+    """Raises InvalidRequest, by field."""
     try:
         return kind.model_validate(document)
     except ValidationError as error:

@@ -93,7 +93,17 @@ class Extension(Body):
     publish: bool | None = None  # answer once the prompt's blocks are in the shared tier
 
 
-class GenerationBody(Body):
+class LabelledBody(Body):
+    """The fields by which a client labels a request for its bill."""
+
+    user: str | None = None
+    user_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9\-_]{1,512}$")] | None = None
+    safety_identifier: str | None = None
+    metadata: Any = None
+    service_tier: str | None = None
+
+
+class GenerationBody(LabelledBody):
     """The fields common to chat and completions. None means the default."""
 
     model_config = ConfigDict(extra="allow")  # kept, so that some can be refused by name
@@ -130,12 +140,7 @@ class GenerationBody(Body):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
-    user: str | None = None
-    user_id: Annotated[str, Field(pattern=r"^[a-zA-Z0-9\-_]{1,512}$")] | None = None
-    safety_identifier: str | None = None
     cache_salt: Annotated[str, Field(max_length=SALT_CHARS)] | None = None
-    metadata: Any = None
-    service_tier: str | None = None
     cachesvc: Extension | None = None
 
     @field_validator("stop")

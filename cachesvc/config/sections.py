@@ -50,6 +50,7 @@ def as_sent(origin: str) -> str:
 
 
 ENGINES = ("embedded", "vllm")
+RELAY = "openai+"  # before the URL of an endpoint to which requests pass as they are
 
 
 def engines(given: str | list[str]) -> str | list[str]:
@@ -58,14 +59,19 @@ def engines(given: str | list[str]) -> str | list[str]:
         return _an_engine(given)
     if not given or len(set(given)) < len(given) or (len(given) > 1 and set(ENGINES) & set(given)):
         raise ValueError(f"{given!r} are no engines; give each URL once, or one of {ENGINES}")
+    if len({each.startswith(RELAY) for each in given}) > 1:
+        raise ValueError(f"{given!r}: requests pass to all engines of a model, or to none")
     return [_an_engine(each) for each in given] if len(given) > 1 else _an_engine(given[0])
 
 
 def _an_engine(name: str) -> str:
-    parts = urlsplit(name)
+    parts = urlsplit(name.removeprefix(RELAY))
     at_url = parts.scheme in ("http", "https") and parts.hostname and not parts.query
     if name not in ENGINES and not (at_url and parts.username is None):
-        raise ValueError(f"{name!r} is no engine; it is {', '.join(ENGINES)} or http://HOST:PORT")
+        raise ValueError(
+            f"{name!r} is no engine; it is {', '.join(ENGINES)}, http://HOST:PORT or "
+            f"{RELAY}http://HOST:PORT"
+        )
     return name
 
 
@@ -225,7 +231,9 @@ class EngineSection(Section):
     backend: Annotated[str | list[str], AfterValidator(engines)] = Field(
         "embedded",
         description="Engine: embedded, vllm with a cachesvc node below it, or the URL of a vLLM or "
-        "SGLang that runs, such as http://10.0.0.5:8000; or several URLs of one model",
+        "SGLang that runs, such as http://10.0.0.5:8000; openai+http://10.0.0.5:8000 passes "
+        "requests on as they are, to any endpoint that speaks their protocol; or several URLs of "
+        "one model",
     )
     key: Annotated[SecretStr, AfterValidator(fit_for_a_header)] = Field(
         SecretStr(""),
@@ -262,8 +270,15 @@ class EngineSection(Section):
     @property
     def urls(self) -> list[str]:
         """Of engines that run already; empty for the others."""
-        named = [self.backend] if isinstance(self.backend, str) else self.backend
-        return [each for each in named if each not in ENGINES]
+        return [each.removeprefix(RELAY) for each in self._named if each not in ENGINES]
+
+    @property
+    def is_relay(self) -> bool:
+        return self._named[0].startswith(RELAY)
+
+    @property
+    def _named(self) -> list[str]:
+        return [self.backend] if isinstance(self.backend, str) else self.backend
 
 
 class BillingSection(Section):

@@ -56,6 +56,7 @@ def prepare(
     `taken` by then, or gives it back. Raises ModelError or ConfigError, with the reason.
     """
     if settings.engine.backend != "embedded":
+        from cachesvc.server.relay.core import build as build_relay
         from cachesvc.server.vllm.elsewhere import build as build_elsewhere
 
         elsewhere = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
@@ -66,6 +67,8 @@ def prepare(
         def make_elsewhere(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
             if taken is not None:
                 taken.give_back()
+            if settings.engine.is_relay:
+                return build_relay(elsewhere, on_outputs, stream)
             return build_elsewhere(elsewhere, on_outputs, stream, progress)
 
         return elsewhere, make_elsewhere

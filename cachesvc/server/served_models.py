@@ -23,6 +23,7 @@ def served_models(core: Backend, exact: str) -> Mapping[str, ServedModel]:
         vocab_size=loaded.vocab_size,
         created=int(time.time()),
         promise=core.promise,
+        endpoint=getattr(core, "endpoint", None),  # only a `RelayCore` has one
     )
     adapted = [
         replace(

@@ -52,7 +52,7 @@ class EngineCall:
         kind, what = RemoteFault, f"The engine answered {answer.status}."
         if answer.status == 429:
             kind, what = RemoteBusy, "The engine is overloaded; try again later."
-        elif answer.status == 503:
+        elif answer.status in (503, 529):  # 529 is Anthropic's
             kind, what = RemoteAway, "The engine cannot serve now; try again later."
         found = self.fault(f"{answer.status}: {_words(said)}", what, kind)
         wait = answer.headers.get("retry-after", "")

@@ -36,16 +36,22 @@ class Remote:
 
 
 class Upstream:
-    """One of the engines. `counters` are of its own metrics."""
+    """One of the engines. `counters` are of its own metrics. It has no `remote` if requests pass to
+    it as they are."""
 
-    def __init__(self, http: EngineHttp, remote: Remote) -> None:
+    def __init__(self, http: EngineHttp, remote: Remote | None = None) -> None:
         self.http = http
-        self.remote = remote
+        self._remote = remote
         self.counters: dict[str, float] = {}
         self.num_in_flight = 0
         self._breaker = StoreBreaker()
         self._missed_probe = False
         self._prompt_tokens = self._hit_tokens = self._errors = 0
+
+    @property
+    def remote(self) -> Remote:
+        assert self._remote is not None, f"requests pass to {self.http.url}"
+        return self._remote
 
     @property
     def is_up(self) -> bool:

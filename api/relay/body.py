@@ -1,0 +1,161 @@
+"""The body that goes up to an endpoint: the client's, but for what is the server's or the tenant's.
+
+The model's name becomes the endpoint's. Names by which the endpoint would know the tenant's users
+become digests, salted by tenant, so that two tenants cannot meet in one. What the endpoint would
+keep for the account, which all tenants share, is refused by name.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import orjson
+import xxhash
+from pydantic import ConfigDict, Field
+
+from api.errors import InvalidRequest, Unsupported
+from api.relay.protocol import ClientProtocol
+from api.served_model import Endpoint
+from api.shapes.schemas import LabelledBody, StreamOptions
+from engine.bounds import MAX_COUNT
+
+TEMPLATE_TOKENS: Final = 1024  # that a template may add to a prompt beside what the body has
+VERSION: Final = "2023-06-01"  # of Anthropic's protocol
+_HEADER_VALUE = re.compile(r"[A-Za-z0-9._,\- ]{1,256}")
+_PROTOCOL_HEADERS = ("anthropic-version", "anthropic-beta")  # they say what a body means
+_USER_NAMES = ("user", "user_id", "safety_identifier", "prompt_cache_key")
+_ACCOUNTS = ("previous_response_id", "conversation", "background", "container", "cachesvc")
+_OWN_TOOLS = ("function", "custom", None)
+# Parts whose tokens have nothing to do with their bytes.
+_MEDIA = re.compile(
+    rb'"(?:[a-z_]*image[a-z_]*|[a-z_]*(?:audio|video)_?(?:url|data)?|input_(?:audio|file)'
+    rb'|file_(?:id|url|data)|prompt_embeds)":[\["{]'
+    rb'|"type":"[a-z_]*(?:image|audio|video|file|document|upload)[a-z_]*"'
+)
+
+Tokens = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
+class PassedBody(LabelledBody):
+    """What the server needs to know of a body that passes."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    max_output_tokens: Tokens | None = None
+    prompt: Any = None
+
+    @property
+    def num_prompts(self) -> int:
+        """A list of texts or of lists has several; a list of token ids is one."""
+        several = isinstance(self.prompt, list) and not all(type(i) is int for i in self.prompt)
+        return len(self.prompt) if several else 1
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_prompts * max(self.n or 1, self.best_of or 1)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def max_output(self, context: int) -> int:
+        """The tokens at most of one choice."""
+        given = (self.max_tokens, self.max_completion_tokens, self.max_output_tokens)
+        return min(max((each for each in given if each), default=context), context)
+
+    def check(self, max_choices: int) -> None:
+        """Raises InvalidRequest or Unsupported, by field."""
+        if self.num_choices > max_choices:
+            raise InvalidRequest(
+                f"{self.num_choices} choices (prompts times n) are more than the {max_choices} "
+                "that this server answers in one request.",
+                param="n",
+            )
+        for name in _ACCOUNTS:
+            if (self.model_extra or {}).get(name):
+                raise Unsupported(
+                    f"{name} is not served with this model: its requests pass to an endpoint that "
+                    "is shared by all tenants. Leave it out, and send the whole conversation.",
+                    param=name,
+                )
+
+
+def labels_of(document: Mapping[str, Any], protocol: ClientProtocol) -> Mapping[str, Any]:
+    """The body as `PassedBody` reads it. Anthropic's user stands in its metadata."""
+    metadata = document.get("metadata")
+    if protocol.is_messages and isinstance(metadata, Mapping):
+        return {**document, "user": metadata.get("user_id"), "metadata": None}
+    return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ascent:
+    """A body that goes up. `salt` is the tenant's."""
+
+    protocol: ClientProtocol
+    document: Mapping[str, Any]
+    endpoint: Endpoint
+    salt: bytes
+    headers: Mapping[str, str]  # of the protocol, from the client's
+
+    def encoded(self, service_tier: str) -> bytes:
+        """The bytes to send. A service tier goes up only if our price is that of the tier."""
+        body = {**self.document, "model": self.endpoint.model}
+        for name in _USER_NAMES:
+            if isinstance(body.get(name), str):
+                body[name] = self._digest(name, body[name])
+        metadata = body.pop("metadata", None)
+        if self.protocol.is_messages and isinstance(metadata, Mapping) and metadata.get("user_id"):
+            body["metadata"] = {"user_id": self._digest("user_id", str(metadata["user_id"]))}
+        given = body.pop("cache_salt", None)
+        if self.endpoint.is_salted or given:
+            body["cache_salt"] = self._digest("cache_salt", str(given or ""))
+        if service_tier:
+            body["service_tier"] = service_tier
+        else:
+            body.pop("service_tier", None)
+        if self.protocol.keeps_answers or body.get("store"):
+            body["store"] = False
+        if body.get("stream") and self.protocol.asks_for_usage:
+            options = body.get("stream_options") or {}
+            body["stream_options"] = {**options, "include_usage": True}
+        return orjson.dumps(body)
+
+    def all_headers(self) -> dict[str, str]:
+        """The protocol's, beside those that the client of the endpoint sends with each request."""
+        key = self.endpoint.key
+        if self.protocol.is_messages:
+            ours = {"anthropic-version": VERSION, **self.headers}
+            return ours | ({"x-api-key": key} if key else {})
+        return {}
+
+    def most_tokens(self, context: int, num_prompts: int) -> int:
+        """Tokens that the prompts have at most: a token has a byte or more, and a template adds
+        some. Images and what the endpoint's own tools read may be as long as the context."""
+        tools = self.document.get("tools")
+        offered = tools if isinstance(tools, list) else []
+        kinds = {each.get("type") for each in offered if isinstance(each, Mapping)}
+        data = orjson.dumps(self.document)
+        if kinds - set(_OWN_TOOLS) or _MEDIA.search(data):
+            return context * num_prompts
+        return min(len(data) + TEMPLATE_TOKENS * num_prompts, context * num_prompts)
+
+    def _digest(self, name: str, value: str) -> str:
+        return xxhash.xxh3_128_hexdigest(b"\0".join((self.salt, name.encode(), value.encode())))
+
+
+def protocol_headers(given: Mapping[str, str]) -> dict[str, str]:
+    """The client's headers that are a part of what it asks. No other goes up."""
+    return {
+        name: value
+        for name in _PROTOCOL_HEADERS
+        if (value := given.get(name)) and _HEADER_VALUE.fullmatch(value)
+    }

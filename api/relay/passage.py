@@ -1,0 +1,311 @@
+"""One request's passage through an endpoint: its bytes as they come, its usage in our classes.
+
+Takes the place of a `Generation`: see `api.requests.delivery.Producer`. The bytes of a stream go on
+event by event. Text is covered before it is sent: a token has a byte at least, so as many tokens
+as the text has bytes are held. What the endpoint itself counted is charged. Event loop only.
+"""
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Final
+
+from api.job import Delta, Job, Served
+from api.relay.body import Ascent
+from api.relay.protocol import answer_bytes, note_of
+from api.relay.refusal import MAX_REFUSAL_BYTES, refusal_of
+from api.relay.usage import UsageReader, billed
+from api.requests.metering import LedgerCharge
+from billing.gate.outcomes import Outcome
+from billing.usage import EMPTY, HIT_CLASSES, Usage
+from engine.errors import RemoteAway, RemoteFault
+from engine.remote.client import (
+    BROKE_OFF,
+    ENDED_IN_ERROR,
+    TOO_LONG,
+    UNREADABLE,
+    EngineCall,
+    HttpAnswer,
+)
+from engine.remote.upstreams import Upstream
+from engine.request import BlockRun, FinishReason, Lookup, StepOutput, Timeline, TokenCounts
+from tiers.errors import MissReason
+
+MAX_EVENT_BYTES: Final = 4 << 20  # of one event, and of those that wait for the settlement
+MAX_ANSWER_BYTES: Final = 64 << 20  # of an answer that comes whole
+NO_ID: Final = -1  # of a token that only its endpoint knows
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_STREAM = "text/event-stream"
+_FINISHES = {
+    Outcome.FINISHED: FinishReason.STOP,
+    Outcome.BUDGET: FinishReason.LENGTH,
+    Outcome.CLIENT_GONE: FinishReason.ABORT,
+}
+
+
+class Passage:
+    """Invariant: the endpoint's connection is closed when `deltas` ends, whyever it does."""
+
+    def __init__(self, job: Job, ascent: Ascent, *, wants_usage: bool, charge: LedgerCharge):
+        self.job = job
+        self._ascent = ascent
+        self._wants_usage = wants_usage
+        self._charge = charge
+        self._reader = UsageReader(is_partial=ascent.protocol.is_messages)
+        self._reading: asyncio.Future[list[bytes] | None] | None = None
+        self._site: Upstream | None = None
+        self._asked = EngineCall("")
+        self._outcome = Outcome.FINISHED
+        self._error: str | None = None
+        self._is_over = False  # nothing more is read
+        self._has_begun = False  # a part of the answer came
+        self._is_ending = False  # the events of its end came
+        self._is_answered = False  # and no other is to be sent
+        self._is_complete = False  # its last event came, or all of it
+        self._finished: set[int] = set()
+        self._num_sent = 0  # tokens at least
+        self._most_sent = 0  # tokens at most
+        self._end_bytes = 0
+        self._covered = job.max_output
+        self._when = Timeline(arrival_ns=job.arrival_ns)
+        self._is_told = False
+
+    @property
+    def answered(self) -> bool:
+        return self._is_answered
+
+    def submit(self) -> None:
+        now = time.monotonic_ns()
+        self._when = self._when._replace(admitted_ns=now, loaded_ns=now)
+        self._ascent.endpoint.began()
+
+    def close(self) -> None:
+        """Ends what is left, and tells who watches the endpoint."""
+        self._stop()
+        if not self._is_told:
+            self._is_told = True
+            output = self._output()
+            if self._site is not None:
+                self._site.served(output.counts)
+            self._ascent.endpoint.ended(output)
+
+    def cancel(self) -> None:
+        if self._outcome is Outcome.FINISHED and not self._is_over:
+            self._outcome = Outcome.CLIENT_GONE
+            self._stop()
+
+    def fail(self, reason: str) -> None:
+        if self._outcome is Outcome.FINISHED:
+            self._outcome, self._error = Outcome.FAILED, reason
+        self._stop()
+
+    def usage(self) -> Usage:
+        return self._billed()[0]
+
+    def served(self) -> Served:
+        usage, unreported = self._billed()
+        stop = MissReason.UNREPORTED if unreported else MissReason.ABSENT
+        computed = BlockRun(None, usage.hit, usage.miss, 1)
+        return Served(
+            self._outcome,
+            usage,
+            {stop: usage.miss} if usage.miss else {},
+            self._when,
+            self._error,
+            refusal=self._charge.refusal if self._outcome is Outcome.BUDGET else None,
+            lookups=(Lookup((computed,), stop, 1),) if unreported else (),
+        )
+
+    async def deltas(self, idle_s: float | None = None) -> AsyncIterator[list[Delta]]:
+        """Raises ApiError if the endpoint refuses the body, RemoteFault if it fails, and GateError
+        if the rest of the answer is not paid for."""
+        events = self._events()
+        try:
+            while not self._is_over:
+                self._reading = asyncio.ensure_future(anext(events, None))
+                while not (await asyncio.wait({self._reading}, timeout=idle_s))[0]:
+                    await self._cover(
+                        min(self._most_sent, self.job.max_output)
+                    )  # a long silence: renew the hold
+                    yield []
+                if self._reading.cancelled() or (batch := self._reading.result()) is None:
+                    break
+                async for deltas in self._take(batch):
+                    yield deltas
+            if self._outcome is Outcome.FINISHED:
+                await self._end()
+            elif self._outcome is Outcome.BUDGET and self._charge.refusal is not None:
+                raise self._charge.refusal
+        finally:
+            self._is_over = True
+            if self._reading is not None and not self._reading.done():
+                self._reading.cancel()
+                await asyncio.wait({self._reading})
+            await events.aclose()
+
+    async def _events(self) -> AsyncGenerator[list[bytes]]:
+        """The events of the answer as they come, or its body."""
+        sites, failed = self._ascent.endpoint.sites, None
+        while (site := sites.pick(but=failed)) is not None:
+            try:
+                async for events in self._events_of(site):
+                    yield events
+                return
+            except RemoteFault:
+                if self._has_begun or failed is not None or len(sites.each) == 1:
+                    raise
+                failed = site  # before the first byte another is tried, once
+        raise RemoteAway("No engine of the model answers.")
+
+    async def _events_of(self, site: Upstream) -> AsyncGenerator[list[bytes]]:
+        self._site = site
+        up, path = self._ascent, self._ascent.protocol.path
+        data, headers = up.encoded(self._charge.service_tier), up.all_headers()
+        with site.serving():
+            async with site.http.request("POST", path, data, headers) as answer:
+                self._asked = answer.asked
+                if answer.status < 500:  # a body that it refuses is no fault of its own
+                    site.answered()
+                if answer.status != 200:
+                    said = await answer.whole(MAX_REFUSAL_BYTES)
+                    raise refusal_of(answer, said)
+                is_stream = answer.headers.get("content-type", "").startswith(_STREAM)
+                if is_stream != self.job.stream:
+                    raise answer.asked.fault(f"a stream: {is_stream}", UNREADABLE)
+                async for events in self._parts(answer):
+                    yield events
+
+    async def _parts(self, answer: HttpAnswer) -> AsyncGenerator[list[bytes]]:
+        if not self.job.stream:
+            yield [await answer.whole(MAX_ANSWER_BYTES)]
+            return
+        rest = b""
+        try:
+            while chunk := await answer.read():
+                *events, rest = _split(rest + chunk)
+                if len(rest) > MAX_EVENT_BYTES:
+                    raise answer.asked.fault("an event is too long", TOO_LONG)
+                if events:
+                    yield events
+        except RemoteFault:
+            if not (self._is_ending and self._reader.counted.prompt):
+                raise  # else all is known: the answer, and what it cost
+        if rest.strip():
+            yield [rest]
+
+    async def _take(self, batch: Sequence[bytes]) -> AsyncIterator[list[Delta]]:
+        """Reads what came and covers it. The answer ends before the first event that is not
+        covered. What comes before its end does not wait for it."""
+        passing = list[bytes]()
+        for part in batch:
+            num_sent = self._num_sent
+            passes = self._passes(part)
+            if self._is_ending and not self._is_answered:
+                if passing and self.job.stream:
+                    yield [Delta(0, "", raw=b"".join(passing))]
+                    passing = []
+                self._is_answered = True
+            most = min(self._most_sent, self.job.max_output)
+            if await self._cover(most) < most:
+                self._num_sent, self._outcome, self._is_over = num_sent, Outcome.BUDGET, True
+            elif passes:
+                passing.append(part)
+                self._end_bytes += len(part) if self._is_ending and self.job.stream else 0
+            if self._is_over:
+                break
+        now = time.monotonic_ns()
+        first_ns = self._when.first_token_ns or (now if self._num_sent else 0)
+        self._when = self._when._replace(first_token_ns=first_ns, last_token_ns=now)
+        if self._end_bytes > MAX_EVENT_BYTES:
+            raise self._asked.fault("its end is too long", TOO_LONG)
+        if passing:
+            yield [Delta(0, "", raw=b"".join(passing))]
+
+    def _passes(self, part: bytes) -> bool:
+        """Takes in an event or the body. Returns whether the client gets it."""
+        if not self.job.stream:
+            self._take_body(part)
+            return True
+        data = b"\n".join(
+            line[5:].strip() for line in part.splitlines() if line.startswith(b"data:")
+        )
+        if not data:
+            return True  # a comment
+        self._has_begun = True
+        if data == b"[DONE]":
+            self._is_ending = self._is_complete = self._is_over = True
+            return True
+        document = self._asked.event(data)
+        told, note = self._reader.read(document), note_of(document)
+        if note.is_error:
+            raise self._asked.fault("an error in its answer", ENDED_IN_ERROR)
+        self._num_sent += note.num_texts
+        self._most_sent += note.num_bytes
+        self._finished |= note.finished
+        is_bare = told and note.is_bare_usage
+        all_finished = len(self._finished) >= self.job.num_choices
+        self._is_ending |= note.is_ending or is_bare or all_finished
+        self._is_complete |= note.is_last
+        self._is_over |= note.is_last
+        return self._wants_usage or not is_bare
+
+    def _take_body(self, data: bytes) -> None:
+        document = self._asked.event(data)
+        self._reader.read(document)
+        self._has_begun = self._is_ending = self._is_complete = self._is_over = True
+        self._num_sent = answer_bytes(document)  # nobody tells how many tokens it came in
+
+    async def _end(self) -> None:
+        """Raises RemoteFault for an answer that broke off. Covers output that was not seen."""
+        if not (self._is_complete or self._is_ending):
+            raise self._asked.fault("its answer has no end", BROKE_OFF)
+        most = min(self._billed()[0].output, self.job.max_output)
+        self._covered = await self._cover(most)
+
+    async def _cover(self, num_tokens: int) -> int:
+        return await self._charge.cover(num_tokens, self._sent)
+
+    def _sent(self) -> Usage:
+        return self.usage() if self.job.stream else EMPTY
+
+    def _billed(self) -> tuple[Usage, bool]:
+        if not self._has_begun:
+            return EMPTY, False
+        return billed(
+            self._reader.counted,
+            most_prompt=self.job.prompt_most,
+            sent=self._num_sent,
+            most_output=self._covered,
+        )
+
+    def _stop(self) -> None:
+        self._is_over = True
+        if self._reading is not None:
+            self._reading.cancel()
+
+    def _output(self) -> StepOutput:
+        """The request as the engine's observers know others."""
+        served = self.served()
+        usage = served.usage
+        hits = {name: getattr(usage, name) for name in HIT_CLASSES}
+        return StepOutput(
+            request_id=self.job.request_id,
+            index=0,
+            tokens=(NO_ID,) * usage.output,
+            counts=TokenCounts(prompt=usage.prompt, output=usage.output, **hits),
+            finish=_FINISHES.get(self._outcome, FinishReason.ERROR),
+            miss_reasons=served.miss_reasons,
+            timeline=self._when,
+            error=self._error,
+            last=True,
+        )
+
+
+def _split(data: bytes) -> list[bytes]:
+    """The events in `data`, each with its end, and what is left."""
+    parts, start = list[bytes](), 0
+    for found in _EVENT_END.finditer(data):
+        parts.append(data[start : found.end()])
+        start = found.end()
+    return [*parts, data[start:]]

@@ -1,0 +1,135 @@
+"""The protocols of clients as they pass: where a request goes, and what an event of the answer is.
+
+An event or a body goes on as it came. Only its counts, its end and its errors are read.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+
+from api.errors import ErrorAnswer
+from api.headers import DONE, event
+from api.job import Asked, Bill, Delta, Served
+from api.shapes.messages_format import anthropic_error
+from billing.usage import Usage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientProtocol:
+    """One protocol. `error` writes the events that end a stream which fails."""
+
+    path: str
+    error: Callable[[ErrorAnswer], bytes]
+    refusal: Callable[[ErrorAnswer], Mapping[str, Any]] = ErrorAnswer.body
+    is_messages: bool = False
+    keeps_answers: bool = False  # for later requests, unless it is told not to
+    asks_for_usage: bool = False  # a stream has none unless it is asked for
+
+
+def _openai_error(answer: ErrorAnswer) -> bytes:
+    return event(answer.body()) + DONE
+
+
+def _messages_error(answer: ErrorAnswer) -> bytes:
+    return event(anthropic_error(answer), "error")
+
+
+def _responses_error(answer: ErrorAnswer) -> bytes:
+    said = {"type": "error", "code": answer.code, "message": answer.message, "param": answer.param}
+    return event(said, "error")
+
+
+CHAT: Final = ClientProtocol(path="/v1/chat/completions", error=_openai_error, asks_for_usage=True)
+COMPLETIONS: Final = ClientProtocol(
+    path="/v1/completions", error=_openai_error, asks_for_usage=True
+)
+MESSAGES: Final = ClientProtocol(
+    path="/v1/messages", error=_messages_error, refusal=anthropic_error, is_messages=True
+)
+RESPONSES: Final = ClientProtocol(path="/v1/responses", error=_responses_error, keeps_answers=True)
+
+_ENDINGS = ("message_delta", "message_stop", "response.completed", "response.incomplete")
+_LAST = ("message_stop", "response.completed", "response.incomplete")
+
+
+@dataclass(frozen=True, slots=True)
+class EventNote:
+    """What an event tells. `num_bytes` of text are as many tokens at most."""
+
+    num_bytes: int = 0
+    num_texts: int = 0  # tokens at least: the choices with new text
+    finished: frozenset[int] = frozenset()  # choices
+    is_ending: bool = False  # it belongs to the end of the answer
+    is_last: bool = False
+    is_error: bool = False
+    is_bare_usage: bool = False  # it has a usage and nothing else
+
+
+def note_of(document: Mapping[str, Any]) -> EventNote:
+    kind, choices = document.get("type"), document.get("choices")
+    if document.get("error") or kind in ("error", "response.failed"):
+        return EventNote(is_error=True)
+    if not isinstance(choices, list):
+        delta = document.get("delta")
+        size = text_bytes(delta) if kind != "message_delta" else 0
+        return EventNote(size, int(size > 0), is_ending=kind in _ENDINGS, is_last=kind in _LAST)
+    each = [choice for choice in choices if isinstance(choice, dict)]
+    sizes = [text_bytes(one.get("delta")) + text_bytes(one.get("text")) for one in each]
+    return EventNote(
+        sum(sizes),
+        sum(size > 0 for size in sizes),
+        frozenset(one.get("index", 0) for one in each if one.get("finish_reason")),
+        is_bare_usage=not choices and isinstance(document.get("usage"), dict),
+    )
+
+
+# Of a delta or an answer: no tokens.
+_NAMES = frozenset({"role", "type", "id", "index", "call_id", "status", "object", "finish_reason"})
+
+
+def text_bytes(value: object) -> int:
+    """The bytes of all text in a delta or an answer."""
+    match value:
+        case str():
+            return len(value.encode(errors="replace"))
+        case Mapping():
+            return sum(text_bytes(each) for name, each in value.items() if name not in _NAMES)
+        case list():
+            return sum(map(text_bytes, value))
+    return 0
+
+
+def answer_bytes(document: Mapping[str, Any]) -> int:
+    """The bytes of text in an answer that came whole."""
+    return sum(text_bytes(document.get(name)) for name in ("choices", "content", "output"))
+
+
+class PassedFormat:
+    """An answer as it came; see `api.requests.delivery.WireFormat`."""
+
+    def __init__(self, protocol: ClientProtocol) -> None:
+        self._protocol = protocol
+        self._body = b""
+
+    def opening(self, usage: Usage) -> bytes:
+        return b""
+
+    def chunk(self, delta: Delta) -> bytes:
+        return delta.raw
+
+    def closing(self, served: Served, bill: Bill, asked: Asked) -> bytes:
+        return b""
+
+    def error(self, answer: ErrorAnswer) -> bytes:
+        return self._protocol.error(answer)
+
+    def absorb(self, delta: Delta) -> None:
+        self._body = delta.raw
+
+    def body(self, served: Served, bill: Bill, asked: Asked) -> Any:
+        return orjson.Fragment(self._body)
+
+    def refusal(self, answer: ErrorAnswer) -> Mapping[str, Any]:
+        return self._protocol.refusal(answer)

@@ -1,0 +1,303 @@
+"""Finds the endpoint that requests pass to, and what it serves; the counterpart of a model here."""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
+
+import orjson
+
+from api.errors import Unsupported
+from api.relay.body import VERSION
+from api.served_model import Endpoint
+from cachesvc.config.errors import ConfigError
+from cachesvc.config.settings import Settings
+from cachesvc.server.vllm.tiers import OperationsElsewhere, cache_stats
+from engine.engine import EngineStats
+from engine.errors import ModelError, RemoteFault
+from engine.hardware import run_apart
+from engine.promise import Equal, Promise
+from engine.remote.client import EngineHttp
+from engine.remote.upstreams import Upstream, Upstreams
+from engine.request import FinishReason, Request, StepOutput
+from engine.text.detokenizer import IncrementalDetokenizer
+from tiers.blocks.keys import CacheScope, PrefixKey
+from tiers.blocks.layout import BlockLayout
+from tiers.node.messages import engine_layout
+from tiers.operations.face import CacheOperations
+from tiers.stats import CacheStats
+from tiers.telemetry.events import EventStream
+
+logger = logging.getLogger(__name__)
+
+PROMISE = Promise(Equal.NONE, "an endpoint elsewhere computes it")
+CONTEXT = "max-model-len"  # of vLLM's arguments, the one that holds for any engine
+_CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
+_SALTED = frozenset({"vllm", "sglang", "cachesvc"})  # `owned_by` of engines that have cache_salt
+LOOK_S = 1.0  # between questions to a site that fails
+T = TypeVar("T")
+
+
+class NoTokens:
+    """Takes the place of a tokenizer and of a compiler of grammars. Everything is refused."""
+
+    vocab_size = 1 << 31
+    max_token_bytes = 1
+    has_chat_template = True
+    chat_template = None
+    special_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> NoReturn:
+        self._refuse()
+
+    def decode(self, ids: Sequence[int]) -> NoReturn:
+        self._refuse()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> NoReturn:
+        self._refuse()
+
+    def token_bytes(self, token: int) -> NoReturn:
+        self._refuse()
+
+    def compile(self, source: object) -> NoReturn:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise Unsupported(
+            "This model's requests pass to an endpoint that gives no tokens, so nothing can be "
+            "tokenized, counted, quoted or kept here."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _NoAdapters:
+    digests: Mapping[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RelayedModel:
+    """The part of the served model that the wire needs."""
+
+    name: str
+    max_context: int
+    tokenizer: Any = field(default_factory=NoTokens)
+    adapters: _NoAdapters = field(default_factory=_NoAdapters)
+    vocab_size: int = NoTokens.vocab_size
+
+
+class RelayEngine:
+    """Counts what passes. It computes nothing: requests go from the event loop to the endpoint."""
+
+    failure: BaseException | None = None
+
+    def __init__(
+        self,
+        operations: CacheOperations,
+        stats: Callable[[], CacheStats],
+        on_outputs: Callable[[Sequence[StepOutput]], None],
+        sites: Upstreams,
+        max_tokens: int,
+    ) -> None:
+        self._sites = sites
+        self._operations = operations
+        self._read_cache = stats
+        self._on_outputs = on_outputs
+        self._lock = threading.Lock()  # of the operations, which several threads ask for
+        self._num_running = self._num_passed = self._num_prompt = 0
+        self.max_tokens = max_tokens
+
+    def began(self) -> None:
+        self._num_running += 1
+
+    def ended(self, output: StepOutput) -> None:
+        self._num_running -= 1
+        self._num_passed += 1
+        self._num_prompt += output.counts.miss
+        self._on_outputs([output])
+
+    def submit(self, request: Request) -> None:
+        raise AssertionError("a relay takes no tokens")
+
+    def abort(
+        self,
+        request_id: str,
+        reason: FinishReason = FinishReason.ABORT,
+        index: int | None = None,
+    ) -> None:
+        """Does nothing: no request is here."""
+
+    def predicted_wait_s(self, share: str, num_tokens: int) -> float:
+        return 0.0
+
+    def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
+        future: Future[T] = Future()
+        try:
+            with self._lock:
+                future.set_result(function(self._operations))
+        except Exception as error:  # noqa: BLE001 - handed to who asked
+            future.set_exception(error)
+        return future
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=self._num_running,
+            num_waiting=0,
+            num_loading=0,
+            num_preemptions=0,
+            num_steps=self._num_passed,
+            prompt_tokens_computed=self._num_prompt,
+            jumped_tokens=0,
+            cache=self._read_cache(),
+            engines=tuple(each.use() for each in self._sites.each),
+        )
+
+    async def watch(self) -> None:
+        """Asks the sites that fail whether they are back, without an end."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for each in self._sites.each:
+                if not each.is_up:
+                    await each.probe(counting=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RelayCore:
+    """Takes the place of `engine.composition.Core`."""
+
+    loaded: RelayedModel
+    layout: BlockLayout
+    scope: CacheScope
+    operations: OperationsElsewhere
+    engine: RelayEngine
+    endpoint: Endpoint
+    grammars: NoTokens = field(default_factory=NoTokens)
+    promise: Promise = PROMISE
+    facts: Mapping[str, str] = field(default_factory=dict)
+    disk_view: None = None
+    is_shared: bool = False
+
+    def start(self, warm_up_tokens: int = 0) -> None:
+        """Does nothing."""
+
+    def tell_owners(self, owners: Mapping[PrefixKey, str]) -> None:
+        """Does nothing: no block is here."""
+
+    def close(self) -> int:
+        return 0
+
+    def detokenizer(
+        self, stop: Sequence[str], *, shown: Sequence[str] = ()
+    ) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(self.loaded.tokenizer, stop, shown=shown)
+
+
+def build(
+    settings: Settings,
+    on_outputs: Callable[[Sequence[StepOutput]], None],
+    stream: EventStream,
+) -> RelayCore:
+    """Asks the endpoint for its models. Raises ConfigError and ModelError."""
+    engine, name = settings.engine, settings.model.name
+    if settings.model.exact == "always":
+        raise ModelError("model.exact is always, but nothing is promised of an engine at a URL")
+    if settings.model.adapters:
+        raise ConfigError("a relay has no adapters: serve one as a model of its own, with --model")
+    key = engine.key.get_secret_value()
+    found = run_apart(lambda: asyncio.run(_found_all(engine.urls, key, name)))
+    model = found[0].model
+    if others := {each.model for each in found} - {model}:
+        raise ModelError(f"the endpoints have {model} and {others.pop()}, not one model")
+    asked = next((n for n in engine.vllm if n.replace("_", "-") == CONTEXT), None)
+    max_context = int(engine.vllm[asked]) if asked else min(each.max_context for each in found)
+    if not max_context:
+        raise ConfigError(
+            f"{engine.urls[0]} does not say how long the context of {model} is, which bounds what "
+            f"is held for a prompt: give it as --vllm.{CONTEXT} TOKENS"
+        )
+    logger.info(
+        f"requests pass to {', '.join(engine.urls)}, for the model {model} there, "
+        f"{max_context} tokens of context"
+    )
+    layout = engine_layout(1, 1, 16, "float32")
+    operations = OperationsElsewhere(None)
+    sites = Upstreams([Upstream(EngineHttp(url, key)) for url in engine.urls])
+
+    def stats() -> CacheStats:
+        return cache_stats(layout, stream, _NoCache(), None, 0)
+
+    relay = RelayEngine(operations, stats, on_outputs, sites, max_context)
+    return RelayCore(
+        loaded=RelayedModel(name, max_context),
+        layout=layout,
+        scope=CacheScope(weights=f"{engine.urls[0]} {model}".encode(), tokenizer=b"elsewhere"),
+        operations=operations,
+        engine=relay,
+        endpoint=Endpoint(
+            sites=sites,
+            model=model,
+            key=key,
+            is_salted=all(each.is_salted for each in found),
+            began=relay.began,
+            ended=relay.ended,
+            watch=relay.watch,
+        ),
+    )
+
+
+class _NoCache:
+    kv_usage = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    model: str
+    max_context: int = 0  # 0: it does not say
+    is_salted: bool = False
+
+
+async def _found_all(urls: Sequence[str], key: str, name: str) -> list[_Found]:
+    return [await _found(url, key, name) for url in urls]
+
+
+async def _found(url: str, key: str, name: str) -> _Found:
+    """The endpoint's model of this name, or the only one that it has."""
+    http = EngineHttp(url, key)
+    headers = {"anthropic-version": VERSION}  # for an endpoint that is Anthropic's
+    headers |= {"x-api-key": key} if key else {}
+    try:
+        async with http.request("GET", "/v1/models", headers=headers) as said:
+            status, data = said.status, await said.whole()
+    except RemoteFault as fault:
+        raise ModelError(f"the endpoint at {url} cannot be used: {fault}") from None
+    finally:
+        await http.close()
+    return _picked(url, status, data, name)
+
+
+def _picked(url: str, status: int, said: bytes, name: str) -> _Found:
+    try:
+        answer = orjson.loads(said)
+    except orjson.JSONDecodeError:
+        answer = None
+    if status in (401, 403):
+        raise ModelError(f"the endpoint at {url} wants another engine.key")
+    data = answer.get("data") if isinstance(answer, dict) else None
+    cards = [each for each in data if isinstance(each, dict)] if isinstance(data, list) else []
+    if status == 404:
+        logger.warning(f"the endpoint at {url} lists no models; {name} is taken to be one")
+        return _Found(name)
+    card = next((each for each in cards if each.get("id") == name), None)
+    if card is None and len(cards) == 1:
+        card = cards[0]
+    if status != 200 or card is None or not isinstance(card.get("id"), str):
+        has = ", ".join(str(each.get("id")) for each in cards[:10]) or f"{status}"
+        raise ModelError(
+            f"the endpoint at {url} has no model {name}: GET /v1/models gives {has}. Name one "
+            "of them with --model"
+        )
+    lengths = (card.get(each) for each in _CONTEXTS)
+    length = next((each for each in lengths if type(each) is int and each > 0), 0)
+    return _Found(card["id"], length, str(card.get("owned_by")).lower() in _SALTED)

@@ -1,0 +1,303 @@
+"""A server before an endpoint of its clients' own protocol: what passes, and what it costs."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from api.relay.body import TEMPLATE_TOKENS
+from billing.gate.commands import Deposit
+from billing.gate.entries import Entry, Kind
+from billing.money import UNITS
+from billing.prices.cards import parse_card
+from billing.store import reports
+from cachesvc.service import Service
+from tests.api.real_service import served as serving
+from tests.support.remote_engine import served
+from tests.support.upstream import (
+    CACHED,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    OUTPUT,
+    PATHS,
+    PROMPT,
+    RESPONSES,
+    USAGE_CHUNK,
+    WHOLE,
+    UpstreamServer,
+    body,
+    compact,
+    joined,
+    stream_of,
+)
+
+pytestmark = pytest.mark.anyio
+ALL = {"hit_device": CACHED, "miss": PROMPT - CACHED, "output": OUTPUT}
+CONTEXT = 4000
+
+
+@pytest.fixture
+def up() -> Iterator[UpstreamServer]:
+    with served(UpstreamServer()) as server:
+        assert isinstance(server, UpstreamServer)
+        server.script = {path: stream_of(path) for path in PATHS}
+        server.whole = {path: compact(WHOLE[path]) for path in PATHS}
+        yield server
+
+
+@asynccontextmanager
+async def relaying(
+    folder: Path, up: UpstreamServer, **more: Any
+) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    async with serving(folder, Path("up"), engine_backend=f"openai+{up.url}", **more) as pair:
+        yield pair
+
+
+def charges(service: Service) -> list[Entry]:
+    with service._money.books.store.reading() as connection:
+        entries = reports.stream_entries(connection, "default")
+        return [entry for entry in entries if entry.kind is Kind.CHARGE]
+
+
+def usages(service: Service) -> list[dict[str, int]]:
+    """Of what was charged, after a check that nothing is held any more."""
+    assert 0 == service._money.accounts.tenant("default").held
+    return [
+        {name: n for name, n in entry.details["usage"].items() if n} for entry in charges(service)
+    ]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(
+    up: UpstreamServer, tmp_path: Path, path: str
+) -> None:
+    async with relaying(tmp_path, up) as (service, client):
+        whole = await client.post(path, json=body(path))
+        assert (200, compact(WHOLE[path])) == (whole.status_code, whole.content)
+        options = {"stream_options": {"include_usage": True}}
+        streamed = await client.post(path, json=body(path, stream=True, **options))
+        assert joined(stream_of(path)) == streamed.content
+        assert "text/event-stream; charset=utf-8" == streamed.headers["content-type"]
+        assert [ALL, ALL] == usages(service)
+        first, second = charges(service)
+        assert first.amount == second.amount != 0
+        assert path == up.asked[-1][0]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(
+    up: UpstreamServer, tmp_path: Path, path: str
+) -> None:
+    async with relaying(tmp_path, up) as (service, client):
+        streamed = await client.post(path, json=body(path, stream=True))
+        expected = [each for each in stream_of(path) if each != USAGE_CHUNK]
+        assert joined(expected) == streamed.content
+        assert {"include_usage": True} == up.asked[0][2]["stream_options"]
+        await client.post(path, json=body(path, stream=True, stream_options={"x": 1}))
+        assert {"x": 1, "include_usage": True} == up.asked[1][2]["stream_options"]
+        assert [ALL, ALL] == usages(service)
+
+
+async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    up.cards = [{"id": "inner-name", "max_model_len": CONTEXT}]
+    odd = {"seed": 12345678901234567, "anything": {"deep": [1, 2.5, None]}, "temperature": 0.7}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    async with relaying(tmp_path, up) as (_, client):
+        asked = body(CHAT, **odd, user="alice", metadata={"a": "b"}, service_tier="priority")
+        asked["messages"] = [{"role": "user", "content": [image, {"type": "text", "text": "?"}]}]
+        assert 200 == (await client.post(CHAT, json=asked)).status_code
+        went = up.asked[-1][2]
+        assert "inner-name" == went.pop("model")
+        user = went.pop("user")
+        assert user != "alice" and len(user) == 32
+        kept = {k: v for k, v in asked.items() if k not in ("model", "user", "metadata")}
+        kept.pop("service_tier")
+        assert kept == went
+        await client.post(CHAT, json=asked)
+        assert user == up.asked[-1][2]["user"], "the endpoint can tell users apart"
+        named = body(MESSAGES, metadata={"user_id": "alice"}, cache_salt="mine")
+        await client.post(MESSAGES, json=named)
+        assert "alice" not in json.dumps(up.asked[-1][2])
+        assert up.asked[-1][2]["cache_salt"] not in ("mine", "")
+        await client.post(RESPONSES, json=body(RESPONSES, store=True))
+        assert up.asked[-1][2]["store"] is False, "the account is shared by all tenants"
+
+
+async def test_an_engine_with_salts_keeps_tenants_apart(tmp_path: Path) -> None:
+    with served(UpstreamServer(owned_by="vllm")) as up:
+        assert isinstance(up, UpstreamServer)
+        up.whole = {CHAT: compact(WHOLE[CHAT])}
+        async with relaying(tmp_path, up) as (service, client):
+            money = service._money
+            salts = []
+            for name in ("acme", "bolt"):
+                money.accounts.create_tenant(name, "CNY", by="test")
+                paid = Deposit(name, Kind.TOPUP, amount=UNITS, reference="first", by="test")
+                money.books.ledger.post(paid).result()
+                key, _ = money.accounts.create_key(name, by="test")
+                for more in ({}, {"cache_salt": "x"}):
+                    headers = {"authorization": f"Bearer {key}"}
+                    answer = await client.post(CHAT, json=body(CHAT, **more), headers=headers)
+                    assert 200 == answer.status_code, answer.text
+                    salts.append(up.asked[-1][2]["cache_salt"])
+            assert 4 == len(set(salts)), "by tenant, and within one by its own salts"
+
+
+async def test_no_header_of_the_tenant_goes_up_and_none_of_the_endpoint_comes_down(
+    up: UpstreamServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = {
+        "authorization": "Bearer mine",
+        "cookie": "a=b",
+        "x-forwarded-for": "10.1.1.1",
+        "forwarded": "for=10.1.1.1",
+        "user-agent": "me",
+        "anthropic-beta": "one-2025-01-01,two",
+        "x-api-key": "mine",
+        "traceparent": "00-" + 32 * "a" + "-" + 16 * "b" + "-01",
+    }
+    async with relaying(tmp_path / "data", up, engine_key="sk-inside") as (_, client):
+        for path in PATHS:
+            answer = await client.post(path, json=body(path), headers=mine)
+            assert 200 == answer.status_code, answer.text
+            went = dict(up.asked[-1][1])
+            assert {"x-inside", "set-cookie", "server", "date"}.isdisjoint(answer.headers)
+            assert "Bearer sk-inside" == went.pop("authorization")
+            went = {k: v for k, v in went.items() if k not in ("host", "connection")}
+            assert "cachesvc" == went.pop("user-agent")
+            went = {k: v for k, v in went.items() if not k.startswith(("content-", "accept"))}
+            if path == MESSAGES:
+                told = {"anthropic-version": "2023-06-01", "anthropic-beta": "one-2025-01-01,two"}
+                assert told | {"x-api-key": "sk-inside"} == went
+            else:
+                assert {} == went
+            assert "sk-inside" not in answer.text + str(answer.headers)
+        stats = (await client.get("/metrics")).text
+        assert "sk-inside" not in stats + caplog.text
+
+
+async def test_the_journal_and_metrics_say_what_passed(up: UpstreamServer, tmp_path: Path) -> None:
+    bare = {**WHOLE[CHAT], "usage": {"prompt_tokens": PROMPT, "completion_tokens": OUTPUT}}
+    async with relaying(tmp_path, up) as (service, client):
+        told = await client.post(CHAT, json=body(CHAT, stream=True))
+        up.whole[CHAT] = compact(bare)
+        untold = await client.post(CHAT, json=body(CHAT))
+        assert [ALL, {"miss": PROMPT, "output": OUTPUT}] == usages(service)
+        metrics = (await client.get("/metrics")).text
+        assert f'cachesvc_miss_tokens_total{{reason="unreported"}} {PROMPT}.0' in metrics
+        assert f'cachesvc_prompt_tokens_total{{source="device"}} {CACHED}.0' in metrics
+        assert f"cachesvc_generation_tokens_total {2 * OUTPUT}.0" in metrics
+        assert 'cachesvc_requests_total{finish="stop"} 2.0' in metrics
+        for answer, is_unreported in ((told, False), (untold, True)):
+            name = answer.headers["x-request-id"]
+            shown = (await client.get(f"/v1/cache/requests/{name}")).text
+            assert is_unreported == ("did not say" in shown), shown
+        assert 0 == service.core.engine.stats().num_running
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_without_usage_costs_what_the_body_could_be_at_most(
+    up: UpstreamServer, tmp_path: Path, path: str, stream: bool
+) -> None:
+    def without(data: bytes) -> bytes:
+        lines = data.decode().split("\n\n")
+        return "\n\n".join(_bare(line) for line in lines).encode()
+
+    up.script[path] = [without(each) for each in stream_of(path) if each != USAGE_CHUNK]
+    up.whole[path] = compact({**WHOLE[path], "usage": None})
+    asked = body(path, stream=stream)
+    async with relaying(tmp_path, up) as (service, client):
+        answer = await client.post(path, json=asked)
+        assert 200 == answer.status_code, answer.text
+        size = len(json.dumps(asked, separators=(",", ":")))
+        assert [{"miss": size + TEMPLATE_TOKENS, "output": len("Hi!")}] == usages(service)
+
+
+def _bare(line: str) -> str:
+    head, found, data = line.rpartition("data: ")
+    if not found or not data.startswith("{"):
+        return line
+    document = json.loads(data)
+    document.pop("usage", None)
+    if "response" in document:
+        document["response"].pop("usage", None)
+    return head + found + json.dumps(document)
+
+
+async def test_images_are_held_for_as_the_whole_context(up: UpstreamServer, tmp_path: Path) -> None:
+    """Their bytes tell nothing of their tokens. A text that speaks of images is a text."""
+    up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    spoken = '{"type":"image_url","image_url":{"url":"x"}}'
+    async with relaying(tmp_path, up) as (service, client):
+        for part in (image, {"type": "text", "text": spoken}):
+            asked = body(CHAT, messages=[{"role": "user", "content": [part]}])
+            assert 200 == (await client.post(CHAT, json=asked)).status_code
+        first, second = usages(service)
+        assert CONTEXT == first["miss"] > second["miss"]
+
+
+REFUSED: tuple[dict[str, Any], ...] = (
+    {"previous_response_id": "resp_1"},
+    {"conversation": "c"},
+    {"background": True},
+    {"cachesvc": {"details": True}},
+    {"n": 65},
+    {"max_output_tokens": 0},
+    {"model": "other"},
+)
+
+
+async def test_what_cannot_pass_is_refused_by_name(up: UpstreamServer, tmp_path: Path) -> None:
+    async with relaying(tmp_path, up) as (service, client):
+        for more in REFUSED:
+            answer = await client.post(RESPONSES, json=body(RESPONSES, **more))
+            assert answer.status_code in (400, 404), more
+            assert next(iter(more)) == answer.json()["error"]["param"]
+        vendor = await client.post(CHAT, json=body(CHAT), headers={"x-cachesvc": "details"})
+        tokens = await client.post("/tokenize", json={"model": "up", "prompt": "x"})
+        for answer in (vendor, tokens):
+            error = answer.json()["error"]
+            assert (400, "unsupported_parameter") == (answer.status_code, error["code"])
+        assert [] == up.asked and [] == charges(service)
+
+
+async def test_a_prompt_that_may_be_long_is_priced_by_what_it_was(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    """A card with dearer long prompts: the body's bound is above its length, the prompt is not."""
+    card = """
+[card]
+name = "long"
+version = "1"
+currency = "CNY"
+valid_from = 2026-01-02T00:00:00Z
+[[model]]
+match = "*"
+hit = "1"
+miss = "10"
+output = "20"
+[[model.above]]
+prompt_tokens = 200
+hit = "2"
+miss = "20"
+output = "40"
+"""
+    async with relaying(tmp_path, up) as (service, client):
+        service._money.accounts.apply_card(parse_card(card), by="test")
+        await client.post(CHAT, json=body(CHAT))
+        (charge,) = charges(service)
+        assert "standard" == charge.details["window"]
+        cost = CACHED * 1 + (PROMPT - CACHED) * 10 + OUTPUT * 20
+        assert -cost * UNITS // 10**6 == charge.amount
+        up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
+        await client.post(CHAT, json=body(CHAT))
+        assert "above 200" == charges(service)[1].details["window"], "as it may have been"

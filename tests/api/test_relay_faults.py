@@ -1,0 +1,451 @@
+"""A server before an endpoint that fails: what the client sees, and that it settles once.
+
+After each test every request that was admitted has one entry, nothing is held, and the books can
+be proved.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from api.relay import passage
+from api.relay.body import TEMPLATE_TOKENS
+from billing.gate.commands import Deposit
+from billing.gate.entries import Entry, Kind
+from billing.proof import audit
+from billing.store import reports
+from cachesvc.service import Service
+from tests.api.driver import Visit
+from tests.api.real_service import served as serving
+from tests.support.remote_engine import DONE, RESET, event, served
+from tests.support.upstream import (
+    CACHED,
+    CHAT,
+    MESSAGES,
+    OUTPUT,
+    PATHS,
+    PROMPT,
+    RESPONSES,
+    STREAMS,
+    WAIT,
+    WHOLE,
+    Script,
+    UpstreamServer,
+    body,
+    compact,
+    joined,
+    stream_of,
+)
+from tiers.remote.breaker import StoreBreaker
+
+pytestmark = pytest.mark.anyio
+ALL = {"hit_device": CACHED, "miss": PROMPT - CACHED, "output": OUTPUT}
+CONTEXT = 4000
+MISS = 1_000_000  # units, of the launch card
+
+
+@pytest.fixture
+def up() -> Iterator[UpstreamServer]:
+    with served(UpstreamServer(max_model_len=CONTEXT)) as server:
+        assert isinstance(server, UpstreamServer)
+        server.script = {path: stream_of(path) for path in PATHS}
+        server.whole = {path: compact(WHOLE[path]) for path in PATHS}
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A site that fails is asked again at once, except where that is the subject."""
+    monkeypatch.setattr(StoreBreaker, "failed", lambda self: None)
+
+
+@asynccontextmanager
+async def relaying(
+    folder: Path, *ups: UpstreamServer
+) -> AsyncIterator[tuple[Service, httpx.AsyncClient]]:
+    urls = [f"openai+{up.url}" for up in ups]
+    async with serving(folder, Path("up"), engine_backend=urls) as (service, client):
+        yield service, client
+        await _quiet(service)
+        books = service._money.books
+        assert [] == audit.verify(books.store).problems
+        for tenant in service._money.accounts.tenants():
+            assert 0 == tenant.held
+        assert service.core.engine.failure is None
+
+
+async def _quiet(service: Service) -> None:
+    async with asyncio.timeout(30):
+        while service.core.engine.stats().num_running:
+            await asyncio.sleep(0.005)
+
+
+def charges(service: Service, tenant: str = "default") -> list[Entry]:
+    with service._money.books.store.reading() as connection:
+        entries = reports.stream_entries(connection, tenant)
+        return [entry for entry in entries if entry.kind is Kind.CHARGE]
+
+
+def usage_of(entry: Entry) -> dict[str, int]:
+    return {name: n for name, n in entry.details.get("usage", {}).items() if n}
+
+
+def bound(**asked: Any) -> int:
+    """The prompt's tokens at most."""
+    return len(orjson.dumps(asked)) + TEMPLATE_TOKENS
+
+
+def code_at_the_end(path: str, content: bytes) -> str | None:
+    """Of the error event that ends a stream."""
+    lines = [line for line in content.split(b"\n") if line.startswith(b"data: {")]
+    last = orjson.loads(lines[-1][6:])
+    if path == RESPONSES:
+        return last["code"] if last["type"] == "error" else None
+    if path == MESSAGES:
+        return last["error"]["code"] if last["type"] == "error" else None
+    assert content.endswith(DONE)
+    return (last.get("error") or {}).get("code")
+
+
+# Where the endpoint is killed: what it says before, how many tokens of text the client has, and
+# what the answer is.
+BEFORE, CUT, WHOLE_ANSWER = "before", "cut", "whole"
+
+
+def killed_at(path: str, point: str, rng: random.Random) -> tuple[Script, int, str]:
+    head, text, end, usage, _ = STREAMS[path]
+    num = rng.randint(1, len(text))
+    said = [*head, *text[:num]]
+    match point:
+        case "before headers":
+            return [RESET], 0, BEFORE
+        case "after headers":
+            return [b"", RESET], 0, BEFORE
+        case "before the text":
+            return [*head, RESET], 0, CUT if head else BEFORE
+        case "between two events":
+            return [*said, RESET], num, CUT
+        case "in the middle of an event":
+            data = text[num - 1]
+            return [*said[:-1], data[: rng.randrange(1, len(data) - 1)], RESET], num - 1, CUT
+        case "before usage":
+            return [*head, *text, *end, RESET], len(text), CUT
+        case "after usage":
+            return [*head, *text, *end, *usage, RESET], len(text), WHOLE_ANSWER
+    raise AssertionError(point)
+
+
+POINTS = (
+    "before headers",
+    "after headers",
+    "before the text",
+    "between two events",
+    "in the middle of an event",
+    "before usage",
+    "after usage",
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_killed_endpoint_is_settled_once_wherever_it_was(
+    up: UpstreamServer, tmp_path: Path, path: str
+) -> None:
+    seed = random.randrange(1 << 32)
+    rng = random.Random(seed)
+    points = [*POINTS, *rng.choices(POINTS, k=5)]
+    rng.shuffle(points)
+    asked = body(path, stream=True, stream_options={"include_usage": True})
+    async with relaying(tmp_path, up) as (service, client):
+        for number, point in enumerate(points):
+            up.script[path], num_sent, kind = killed_at(path, point, rng)
+            answer = await client.post(path, json=asked)
+            why = f"seed {seed}: {point} -> {answer.content!r}"
+            entries = charges(service)
+            assert number + 1 == len(entries), why
+            usage = usage_of(entries[-1])
+            if kind == BEFORE or (num_sent == 0 and not answer.content.strip()):
+                assert 502 == answer.status_code, why
+                assert {} == usage and 0 == entries[-1].amount, why
+                continue
+            if kind == WHOLE_ANSWER:
+                assert ALL == usage, why
+                sent = [each for each in up.script[path] if isinstance(each, bytes)]
+                assert joined(sent) == answer.content, why
+                continue
+            expected = {"miss": bound(**asked), "output": num_sent} if num_sent else {}
+            assert expected == usage, why
+            if answer.status_code == 200:
+                assert "engine_fault" == code_at_the_end(path, answer.content), why
+
+
+REFUSALS: dict[int, tuple[int, str, str]] = {
+    400: (400, "invalid_value", "secret words"),
+    404: (502, "engine_fault", "The engine answered 404"),
+    401: (502, "engine_fault", "The engine answered 401"),
+    413: (413, "request_too_large", "larger than the engine takes"),
+    422: (400, "invalid_value", "secret words"),
+    429: (429, "engine_overloaded", "is overloaded"),
+    500: (502, "engine_fault", "The engine answered 500"),
+    503: (503, "engine_unavailable", "cannot serve now"),
+    529: (503, "engine_unavailable", "cannot serve now"),
+    302: (502, "engine_fault", "The engine answered 302"),
+}
+
+
+async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    up.headers = {"retry-after": "7", "location": "http://127.0.0.1:1/"}
+    up.refusal = orjson.dumps({"error": {"message": "secret words", "type": "x"}})
+    async with relaying(tmp_path, up) as (service, client):
+        for number, (status, (shown, code, words)) in enumerate(REFUSALS.items()):
+            up.status = status
+            for path in PATHS:
+                answer = await client.post(path, json=body(path, stream=number % 2 == 0))
+                error = answer.json()["error"]
+                assert (shown, code) == (answer.status_code, error["code"]), (path, status)
+                assert words in error["message"], (path, status)
+                assert ("secret" in answer.text) == ("secret" in words)
+                assert (path == MESSAGES) == ("error" == answer.json().get("type"))
+                wait = "7" if code.startswith("engine_") else None
+                assert wait == answer.headers.get("retry-after")
+        assert {0} == {entry.amount for entry in charges(service)}
+        assert 4 * len(REFUSALS) == len(charges(service))
+
+
+async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    said = "This model's maximum context length is 4000 tokens."
+    up.status, up.refusal = 400, orjson.dumps({"error": {"message": said}})
+    async with relaying(tmp_path, up) as (_, client):
+        answer = await client.post(CHAT, json=body(CHAT))
+        assert "context_length_exceeded" == answer.json()["error"]["code"]
+        up.refusal = b"<html>"
+        answer = await client.post(CHAT, json=body(CHAT))
+        assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
+
+
+async def test_another_site_is_tried_once_before_the_first_byte(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    with served(UpstreamServer(max_model_len=CONTEXT)) as other:
+        assert isinstance(other, UpstreamServer)
+        other.script, other.whole = up.script, up.whole
+        async with relaying(tmp_path, up, other) as (service, client):
+            for stream in (False, True):
+                for status in (429, 500, 503):
+                    up.status = status
+                    other.asked.clear()
+                    answer = await client.post(CHAT, json=body(CHAT, stream=stream))
+                    assert 200 == answer.status_code, answer.text
+                    assert 1 == len(other.asked)
+            other.status = 503
+            up.asked.clear()
+            answer = await client.post(CHAT, json=body(CHAT))
+            assert 503 == answer.status_code and 1 == len(up.asked)
+            up.status, up.refusal = 400, b"{}"
+            other.asked.clear()
+            assert 400 == (await client.post(CHAT, json=body(CHAT))).status_code
+            assert [] == other.asked, "a body that one refuses is not sent to the next"
+            up.status = other.status = 200
+            up.script[CHAT] = [*STREAMS[CHAT][0], *STREAMS[CHAT][1], RESET]
+            other.asked.clear()
+            answer = await client.post(CHAT, json=body(CHAT, stream=True))
+            assert "engine_fault" == code_at_the_end(CHAT, answer.content)
+            assert [] == other.asked, "nor is a stream that has begun"
+            assert 9 == len(charges(service))
+
+
+async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(
+    up: UpstreamServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # with its breaker
+    async with relaying(tmp_path, up) as (service, client):
+        assert 200 == (await client.get("/health/ready")).status_code
+        up.status = 500
+        for _ in range(3):
+            assert 502 == (await client.post(CHAT, json=body(CHAT))).status_code
+        assert 503 == (await client.get("/health/ready")).status_code
+        (use,) = service.core.engine.stats().engines
+        assert (up.url, False, 0, 3) == (use.url, use.is_up, use.num_in_flight, use.errors)
+        up.status = 200
+        async with asyncio.timeout(30):
+            while (await client.get("/health/ready")).status_code != 200:
+                await asyncio.sleep(0.05)
+        assert 200 == (await client.post(CHAT, json=body(CHAT))).status_code
+        (use,) = service.core.engine.stats().engines
+        assert (PROMPT, CACHED) == (use.prompt_tokens, use.hit_tokens)
+
+
+NO_ANSWERS: dict[str, bytes] = {
+    "no JSON": b"{secret words",
+    "no object": b"[1]",
+    "an error": b'{"error": {"message": "secret words"}}',
+    "too long": b"{" + b" " * 4096 + b"}",
+}
+NO_EVENTS: dict[str, bytes] = {
+    "no JSON": b"data: {secret words\n\n",
+    "no object": b"data: [1]\n\n",
+    "an error": event({"error": {"message": "secret words"}}),
+    "an error of Anthropic's": b'event: error\ndata: {"type": "error", "error": {}}\n\n',
+    "a failed response": event({"type": "response.failed", "response": {"error": "secret"}}),
+    "too long": b"data: " + b"x" * 4096,
+}
+
+
+async def test_what_is_no_answer_is_an_error_without_its_words(
+    up: UpstreamServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passage, "MAX_ANSWER_BYTES", 2048)
+    monkeypatch.setattr(passage, "MAX_EVENT_BYTES", 2048)
+    async with relaying(tmp_path, up) as (service, client):
+        for case, said in NO_ANSWERS.items():
+            up.whole[CHAT] = said
+            answer = await client.post(CHAT, json=body(CHAT))
+            assert (502, "engine_fault") == _seen(answer), case
+        for case, said in NO_EVENTS.items():
+            for begun in ([], STREAMS[CHAT][0] + STREAMS[CHAT][1][:1]):
+                up.script[CHAT] = [*begun, said, *STREAMS[CHAT][4]]
+                answer = await client.post(CHAT, json=body(CHAT, stream=True))
+                assert "secret" not in answer.text, case
+                if begun and answer.status_code == 200:
+                    assert "engine_fault" == code_at_the_end(CHAT, answer.content), case
+                else:
+                    assert (502, "engine_fault") == _seen(answer), case
+        up.headers = {"content-type": "text/event-stream"}
+        up.whole[CHAT] = joined(stream_of(CHAT))
+        assert (502, "engine_fault") == _seen(await client.post(CHAT, json=body(CHAT)))
+        assert all(usage_of(entry).get("output", 0) <= 1 for entry in charges(service))
+
+
+def _seen(answer: httpx.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_client_that_leaves_ends_the_work_and_pays_what_came(
+    up: UpstreamServer, tmp_path: Path, path: str
+) -> None:
+    head, text, *_ = STREAMS[path]
+    up.script[path] = [*head, *text[:2], WAIT, *text * 5000]
+    asked = body(path, stream=True)
+    async with relaying(tmp_path, up) as (service, client):
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        visit = Visit(app, path, asked, host="localhost").start()
+        async with asyncio.timeout(30):
+            while '"i"' not in visit.text:
+                visit.arrived.clear()
+                await visit.arrived.wait()
+        visit.leave()
+        await visit.task
+        up.go.set()
+        assert await asyncio.to_thread(up.left.wait, 30), "the connection was closed"
+        await _quiet(service)
+        (entry,) = charges(service)
+        assert "client_gone" == entry.details["outcome"]
+        assert {"miss": bound(**asked), "output": 2} == usage_of(entry)
+
+
+async def test_a_client_that_leaves_before_the_answer_pays_nothing(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    up.script[CHAT] = [b"", WAIT]
+    async with relaying(tmp_path, up) as (service, client):
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        visit = Visit(app, CHAT, body(CHAT, stream=True), host="localhost").start()
+        async with asyncio.timeout(30):
+            while not up.asked:
+                await asyncio.sleep(0.005)
+        visit.leave()
+        await visit.task
+        up.go.set()
+        await _quiet(service)
+        (entry,) = charges(service)
+        assert ({}, 0) == (usage_of(entry), entry.amount)
+
+
+async def test_the_server_stops_while_a_stream_passes(up: UpstreamServer, tmp_path: Path) -> None:
+    head, text, *_ = STREAMS[CHAT]
+    up.script[CHAT] = [*head, *text[:1], WAIT]
+    async with relaying(tmp_path, up) as (service, client):
+        app: Any = client._transport.app  # type: ignore[attr-defined]
+        visit = Visit(app, CHAT, body(CHAT, stream=True), host="localhost").start()
+        await visit.first_text()
+        visit.task.cancel()
+        await visit.task
+        up.go.set()
+        assert "generation_failed" in visit.text and visit.text.endswith(DONE.decode())
+        (entry,) = charges(service)
+        assert "failed" == entry.details["outcome"]
+
+
+def paying(service: Service, units: int) -> dict[str, str]:
+    """A prepaid tenant with this much; the headers of its key."""
+    accounts = service._money.accounts
+    accounts.create_tenant("acme", "CNY", by="test")
+    paid = Deposit("acme", Kind.TOPUP, amount=units, reference="first", by="test")
+    service._money.books.ledger.post(paid).result()
+    return {"authorization": f"Bearer {accounts.create_key('acme', by='test')[0]}"}
+
+
+async def test_a_stream_ends_when_its_balance_is_used_up(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    """What is held for 256 tokens of output and a part of the next slice is all there is."""
+    head, text, *rest = STREAMS[CHAT]
+    up.script[CHAT] = [*head, *text * 400, *(each for part in rest for each in part)]
+    asked = body(CHAT, stream=True, max_tokens=2000)
+    units = bound(**asked) * MISS + 300 * 2 * MISS
+    async with relaying(tmp_path, up) as (service, client):
+        headers = paying(service, units)
+        answer = await client.post(CHAT, json=asked, headers=headers)
+        assert "insufficient_balance" == code_at_the_end(CHAT, answer.content)
+        (entry,) = charges(service, "acme")
+        assert "budget" == entry.details["outcome"]
+        assert 200 <= usage_of(entry)["output"] <= 256
+        assert 0 <= service._money.accounts.tenant("acme").balance
+        refused = await client.post(CHAT, json=asked | {"stream": False}, headers=headers)
+        assert (402, "insufficient_balance") == _seen(refused), "2,000 tokens are held at once"
+
+
+async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    told = {"prompt_tokens": PROMPT, "prompt_tokens_details": {"cached_tokens": CACHED}}
+    usage = event({"choices": [], "usage": {**told, "completion_tokens": 1500}})
+    head, text, end, _, done = STREAMS[CHAT]
+    up.script[CHAT] = [*head, *text, *end, usage, *done]
+    asked = body(CHAT, stream=True, max_tokens=2000)
+    async with relaying(tmp_path, up) as (service, client):
+        answer = await client.post(CHAT, json=asked)
+        assert joined([*head, *text, *end, *done]) == answer.content
+        assert 1500 == usage_of(charges(service)[0])["output"]
+        headers = paying(service, bound(**asked) * MISS + 300 * 2 * MISS)
+        await client.post(CHAT, json=asked, headers=headers)
+        (entry,) = charges(service, "acme")
+        assert 256 == usage_of(entry)["output"], "what was held"
+        assert 0 <= service._money.accounts.tenant("acme").balance
+
+
+async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(
+    up: UpstreamServer, tmp_path: Path
+) -> None:
+    async with relaying(tmp_path, up) as (service, client):
+        for number, path in enumerate(PATHS):
+            for stream in (False, True):
+                key = {"idempotency-key": f"{number}-{stream}"}
+                asked = body(path, stream=stream)
+                first = await client.post(path, json=asked, headers=key)
+                up.status = 500
+                again = await client.post(path, json=asked, headers=key)
+                up.status = 200
+                assert (200, first.content) == (again.status_code, again.content)
+        assert 8 == len(charges(service))

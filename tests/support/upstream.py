@@ -1,0 +1,262 @@
+"""A stand-in for an endpoint that a server passes requests to: real HTTP on 127.0.0.1.
+
+It answers with what a test wrote: bytes as they are, cut wherever the test wants.
+"""
+
+import json
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.support.remote_engine import DONE, RESET, event
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+WAIT = "wait"  # until the test says `go`
+PROMPT, CACHED, OUTPUT = 100, 64, 3  # what the answers below count
+
+Script = Sequence[bytes | str]
+
+
+class UpstreamServer(ThreadingHTTPServer):
+    """`script` is a stream's answer by path, `whole` one that comes at once. `status` refuses."""
+
+    daemon_threads = True
+
+    def __init__(self, name: str = "up", **card: Any) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.cards: list[dict[str, Any]] = [{"id": name, "max_model_len": 4000, **card}]
+        self.status, self.headers, self.refusal = 200, dict[str, str](), b"{}"
+        self.script: dict[str, Script] = {}
+        self.whole: dict[str, bytes] = {}
+        self.asked: list[tuple[str, Mapping[str, str], dict[str, Any]]] = []
+        self.go, self.left = threading.Event(), threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that leaves is no news."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: UpstreamServer
+
+    def do_GET(self) -> None:
+        found = {"object": "list", "data": self.server.cards}
+        self._say(200 if self.path == "/v1/models" else 404, json.dumps(found).encode())
+
+    def do_POST(self) -> None:
+        server = self.server
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        server.asked.append((self.path, headers, body))
+        if server.status != 200:
+            self._say(server.status, server.refusal)
+        elif body.get("stream"):
+            self._stream(server.script[self.path])
+        else:
+            self._say(200, server.whole[self.path])
+
+    def _stream(self, script: Script) -> None:
+        if not script or script[0] != RESET:
+            self.send_response(200)
+            self.send_header("content-type", "text/event-stream")
+            self.send_header("transfer-encoding", "chunked")
+            self._send_headers()
+        try:
+            for step in script:
+                if step == RESET:
+                    self.close_connection = True
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    return
+                if step == WAIT:
+                    assert self.server.go.wait(30)
+                    continue
+                assert isinstance(step, bytes)
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(step), step))
+                self.wfile.flush()
+            self.wfile.write(b"0\r\n\r\n")
+        except OSError:
+            self.server.left.set()
+
+    def _say(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self._send_headers()
+        self.wfile.write(data)
+
+    def _send_headers(self) -> None:
+        for name, value in {
+            "x-inside": "rack 7",
+            "set-cookie": "a=b",
+            **self.server.headers,
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+        """Says nothing."""
+
+
+def named(document: Mapping[str, Any]) -> bytes:
+    """An event with its type as its name."""
+    return b"event: %s\n" % document["type"].encode() + event(document)
+
+
+def _chat(delta: Mapping[str, Any], finish: str | None = None) -> bytes:
+    return event({"id": "c-1", "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+def _text(text: str, finish: str | None = None) -> bytes:
+    return event({"id": "t-1", "choices": [{"index": 0, "text": text, "finish_reason": finish}]})
+
+
+OPENAI_USAGE = {
+    "prompt_tokens": PROMPT,
+    "completion_tokens": OUTPUT,
+    "total_tokens": PROMPT + OUTPUT,
+    "prompt_tokens_details": {"cached_tokens": CACHED},
+}
+RESPONSES_USAGE = {
+    "input_tokens": PROMPT,
+    "input_tokens_details": {"cached_tokens": CACHED},
+    "output_tokens": OUTPUT,
+    "total_tokens": PROMPT + OUTPUT,
+}
+MESSAGES_USAGE = {
+    "input_tokens": PROMPT - CACHED,
+    "cache_read_input_tokens": CACHED,
+    "cache_creation_input_tokens": 0,
+    "output_tokens": OUTPUT,
+}
+_MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "up"}
+_RESPONSE = {"id": "resp_1", "object": "response", "model": "up", "output": []}
+_SAID = {
+    "type": "message",
+    "role": "assistant",
+    "content": [{"type": "output_text", "text": "Hi!"}],
+}
+USAGE_CHUNK = event({"id": "c-1", "choices": [], "usage": OPENAI_USAGE})
+
+# What comes before the text, the text in three events, the end without and with the usage, a close.
+STREAMS: Mapping[str, tuple[list[bytes], list[bytes], list[bytes], list[bytes], list[bytes]]] = {
+    CHAT: (
+        [_chat({"role": "assistant", "content": ""})],
+        [_chat({"content": text}) for text in ("H", "i", "!")],
+        [_chat({}, "stop")],
+        [USAGE_CHUNK],
+        [DONE],
+    ),
+    COMPLETIONS: (
+        [],
+        [_text(text) for text in ("H", "i", "!")],
+        [_text("", "stop")],
+        [USAGE_CHUNK],
+        [DONE],
+    ),
+    MESSAGES: (
+        [
+            named({"type": "message_start", "message": {**_MESSAGE, "content": [], "usage": None}}),
+            named(
+                {
+                    "type": "content_block_start",
+                    "index": 0,
+                    "content_block": {"type": "text", "text": ""},
+                }
+            ),
+        ],
+        [
+            named(
+                {
+                    "type": "content_block_delta",
+                    "index": 0,
+                    "delta": {"type": "text_delta", "text": text},
+                }
+            )
+            for text in ("H", "i", "!")
+        ],
+        [named({"type": "content_block_stop", "index": 0})],
+        [
+            named(
+                {
+                    "type": "message_delta",
+                    "delta": {"stop_reason": "end_turn", "stop_sequence": None},
+                    "usage": MESSAGES_USAGE,
+                }
+            )
+        ],
+        [named({"type": "message_stop"})],
+    ),
+    RESPONSES: (
+        [named({"type": "response.created", "response": {**_RESPONSE, "usage": None}})],
+        [
+            named({"type": "response.output_text.delta", "output_index": 0, "delta": text})
+            for text in ("H", "i", "!")
+        ],
+        [named({"type": "response.output_text.done", "output_index": 0, "text": "Hi!"})],
+        [
+            named(
+                {
+                    "type": "response.completed",
+                    "response": {**_RESPONSE, "output": [_SAID], "usage": RESPONSES_USAGE},
+                }
+            )
+        ],
+        [],
+    ),
+}
+WHOLE: Mapping[str, dict[str, Any]] = {
+    CHAT: {
+        "id": "c-1",
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": "Hi!"},
+                "finish_reason": "stop",
+            }
+        ],
+        "usage": OPENAI_USAGE,
+    },
+    COMPLETIONS: {
+        "id": "t-1",
+        "choices": [{"index": 0, "text": "Hi!", "finish_reason": "stop"}],
+        "usage": OPENAI_USAGE,
+    },
+    MESSAGES: {
+        **_MESSAGE,
+        "content": [{"type": "text", "text": "Hi!"}],
+        "stop_reason": "end_turn",
+        "usage": MESSAGES_USAGE,
+    },
+    RESPONSES: {**_RESPONSE, "output": [_SAID], "status": "completed", "usage": RESPONSES_USAGE},
+}
+BODIES: Mapping[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+    COMPLETIONS: {"prompt": "Hello", "max_tokens": 8},
+    MESSAGES: {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
+    RESPONSES: {"input": "Hello", "max_output_tokens": 8},
+}
+PATHS = tuple(BODIES)
+
+
+def stream_of(path: str) -> list[bytes]:
+    return [each for part in STREAMS[path] for each in part]
+
+
+def compact(document: Mapping[str, Any]) -> bytes:
+    """As no encoder of ours would write it: with odd spaces, which must pass."""
+    return json.dumps(document, indent=1, separators=(" , ", " :  ")).encode()
+
+
+def body(path: str, **more: Any) -> dict[str, Any]:
+    return {"model": "up", **BODIES[path], **more}
+
+
+def joined(events: Iterable[bytes]) -> bytes:
+    return b"".join(events)
