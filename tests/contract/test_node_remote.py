@@ -78,18 +78,6 @@ def test_by_default_a_block_is_sent_at_its_second_hit(tmp_path, url):
         until(lambda: sent(client) == 2)
 
 
-def test_a_store_that_is_away_is_a_miss(tmp_path):
-    path, ids = tmp_path / "node.sock", prompt(3)
-    with (
-        serving(path, **below(tmp_path / "disk", "redis://127.0.0.1:1/0?socket_timeout=0.2")),
-        joined(path) as client,
-    ):
-        assert [] == client.probe(ids)
-        write(client, ids)
-        assert [TierName.HOST] * 3 == client.probe(ids)
-        assert client.stats()["pools"][0]["remote"]["faults"]
-
-
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_prefix_is_published_as_far_as_every_group_and_rank_can_resume(tmp_path, url, num_ranks):
     path = tmp_path / "node.sock"

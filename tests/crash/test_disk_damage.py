@@ -1,18 +1,14 @@
 """Damage to any page of a shard: no crash, no refused start, no tier that stores no more.
 
 A folder is filled, copied and damaged from a seed. A child process then opens it, reads, writes,
-and opens it once more, because LMDB answers some damage with a signal. Run 300 by hand:
-`python -m tests.crash.test_disk_damage 300`.
+and opens it once more, because LMDB answers some damage with a signal.
 """
 
 import random
 import shutil
-import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -236,19 +232,3 @@ def test_a_power_cut_at_any_moment_on_a_shard_too_large_to_walk(template, tmp_pa
         cut_power(root, seed)
         assert in_child(serve_while_checked, root) == 0, f"seed {seed}"
         shutil.rmtree(root)
-
-
-def main() -> None:
-    with TemporaryDirectory() as folder:
-        template = filled(Path(folder) / "template")
-        count: Counter[str] = Counter()
-        for seed in range(int(sys.argv[1])):
-            why = trial(template, Path(folder) / str(seed), seed)
-            count["sound" if why is None else why.rpartition(": ")[2]] += 1
-            if why is not None:
-                print(why)
-        print(dict(count))
-
-
-if __name__ == "__main__":
-    main()

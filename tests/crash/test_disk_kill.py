@@ -184,26 +184,3 @@ def test_after_a_power_cut_a_whole_shard_is_kept(tmp_path):
     assert num_served(tier, 0) == 8
     assert not tier.stats().faults
     tier.close()
-
-
-@pytest.mark.parametrize("torn", ["all", 0, 1, 2, 3, -1])
-def test_after_a_power_cut_torn_pages_cost_the_shard_only(tmp_path, torn):
-    """LMDB's own pages are walked by a child, which may die of them; the server does not."""
-    tier = opened(tmp_path)
-    store(tier, 0)
-    store(tier, 1)
-    tier.close()
-    after_power_cut(tmp_path)
-    path = tmp_path / "shard-000" / "data.mdb"
-    data = bytearray(path.read_bytes())
-    roots = [at for at in range(8192, len(data), 4096) if data[at + 10] in (0x01, 0x02)]
-    for start in roots if isinstance(torn, str) else [roots[torn]]:
-        data[start : start + 4096] = os.urandom(4096)
-    path.write_bytes(data)
-    tier = opened(tmp_path)
-    if torn == "all":
-        assert tier.stats().faults == {MissReason.TORN: 8}
-    assert num_served(tier, 0) in (0, 8)
-    store(tier, 2)
-    assert num_served(tier, 2) == 8
-    tier.close()

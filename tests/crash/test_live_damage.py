@@ -1,19 +1,15 @@
 """Damage to the pages of a shard that a server has open: no answer is wrong, the process lives on,
 and the shard takes blocks again.
 
-Each seed is a child process, which damages its own shard between reads and writes. Run many by
-hand: `python -m tests.crash.test_live_damage 350`.
+Each seed is a child process, which damages its own shard between reads and writes.
 """
 
 import os
 import random
 import shutil
-import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -167,16 +163,3 @@ def test_what_happened_to_a_shard_is_said_now_and_at_the_next_start(
         open_disk(root, LAYOUT, CAPACITY).close()
         assert said == caplog.text.count(f"since the last start, {shard.repaired}"), "once"
         caplog.clear()
-
-
-def main() -> None:
-    with TemporaryDirectory() as folder:
-        template = filled(Path(folder) / "template")
-        ended = Counter(
-            trial(template, Path(folder) / str(seed), seed) for seed in range(int(sys.argv[1]))
-        )
-        print(dict(ended))
-
-
-if __name__ == "__main__":
-    main()

@@ -81,22 +81,3 @@ def test_the_second_servers_first_request_hits_remotely(model, server):
     assert counts.hit_disk == len(prompt) // BLOCK * BLOCK
     assert counts.hit_remote == 0
     assert not drained(two).stats().faults
-
-
-def test_by_default_blocks_hit_twice_are_shared(server):
-    """One use shares nothing; the second hit does, from whichever tier it comes."""
-    one, two = server("one", RemoteWrites.REUSED), server("two", RemoteWrites.REUSED)
-    prompt, other = prompts_over(tiny_model("llama"), 2)
-    [(tokens, _)] = one.ask([prompt])
-    one.sink(to_disk=True)
-    assert drained(one).stats().stored == 0
-    for _ in range(2):
-        one.ask([prompt])
-    one.sink(to_disk=True)
-    num_shared = drained(one).stats().stored
-    assert num_shared == len(prompt) // BLOCK
-    [(again, counts)] = two.ask([prompt])
-    assert again == tokens
-    assert counts.hit_remote == num_shared * BLOCK
-    [(_, counts)] = two.ask([other])
-    assert counts.hit_remote == 0

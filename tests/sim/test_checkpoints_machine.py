@@ -10,13 +10,9 @@ from array import array
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.attention.recurrent import Piece, RecurrentStates, StateCache, StateName, state_views
 from engine.batch import Batch, Sampled
@@ -190,6 +186,20 @@ class World:
     def purge(self) -> "Future[Purged]":
         return self.cache.operations.purge([CacheScope(layout=LAYOUT.digest()).root()])
 
+    def purge_all(self) -> None:
+        """While requests run, which end exactly and leave nothing in either group."""
+        self.turn()
+        purged = self.purge()
+        for _ in range(200):
+            if purged.done():
+                break
+            self.turn()
+        assert 0 == purged.result(0).num_left
+        self.finish()
+        assert not self.cache.operations.blocked
+        assert [0, 0] == [len(group.index) for group in self.groups]
+        assert [0, 0] == [tier.stats().num_blocks for tier in self.tiers]
+
     def _take(self, outputs: Seq[StepOutput]) -> None:
         for output in outputs:
             self.answers[output.request_id][output.index] += output.tokens
@@ -349,122 +359,42 @@ def test_served_and_replayed_hits_agree():
 TRUNKS = [[(7 * i * i + 5 * t + i) % 50 for i in range(60)] for t in range(3)]
 
 
-class Parts(RuleBasedStateMachine):
-    window: int | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {"device_blocks": 26, "slots": 5}
-        self.world = World(seed=3, **sizes, fault_rate=0.05, window=self.window)
-
-    @rule(
-        trunk=st.integers(0, 2),
-        length=st.integers(0, 45),
-        own=st.lists(st.integers(0, 49), min_size=1, max_size=9),
-        max_tokens=st.integers(1, 9),
-        n=st.sampled_from([1, 1, 1, 3]),
-    )
-    def ask(self, trunk: int, length: int, own: list[int], max_tokens: int, n: int) -> None:
-        self.world.submit(TRUNKS[trunk][:length] + own, max_tokens, n)
-
-    @rule(number=st.integers(0, 100))
-    def go_on(self, number: int) -> None:
-        """The next turn of an answered request, or the same prompt again."""
-        ended = [n for n, why in self.world.ended.items() if why is FinishReason.LENGTH]
-        if ended:
-            name = ended[number % len(ended)]
-            prompt, max_tokens, _ = self.world.asked[name]
-            if len(prompt) < 70:
-                more = self.world.answers[name][0] + [number % 50] if number % 3 else []
-                self.world.submit(prompt + more, max_tokens, 1)
-
-    @rule(count=st.integers(1, 12))
-    def turns(self, count: int) -> None:
-        for _ in range(count):
-            self.world.turn()
-
-    @rule(
-        group=st.integers(0, 1),
-        tier=st.sampled_from(["device", "host", "disk"]),
-        number=st.integers(0, 1000),
-        count=st.integers(1, 12),
-    )
-    def evict(self, group: int, tier: str, number: int, count: int) -> None:
-        for each in range(count):
-            self.world.evict(group, tier, number + 7 * each)
-
-    @rule(number=st.integers(0, 100))
-    def abort(self, number: int) -> None:
-        going = [name for name in self.world.asked if name not in self.world.ended]
-        if going:
-            self.world.abort(going[number % len(going)])
-
-    @rule()
-    def purge(self) -> None:
-        """Of everything while requests run, which end exactly and leave nothing in either group."""
-        self.world.turn()
-        purged = self.world.purge()
-        for _ in range(200):
-            if purged.done():
-                break
-            self.world.turn()
-        assert 0 == purged.result(0).num_left
-        self.world.finish()
-        assert not self.world.cache.operations.blocked
-        assert [0, 0] == [len(group.index) for group in self.world.groups]
-        assert [0, 0] == [tier.stats().num_blocks for tier in self.world.tiers]
-
-    @rule()
-    def fail_a_step(self) -> None:
-        self.world.runner.failing = 1
-
-    @rule()
-    def settle(self) -> None:
-        self.world.finish()
-
-    @rule()
-    def restart(self) -> None:
-        self.world.restart()
-
-    @invariant()
-    def slots_are_conserved(self) -> None:
-        for group in self.world.groups:
-            assert group.pool.num_free <= group.pool.num_blocks
-
-    def teardown(self) -> None:
-        self.world.finish()
-
-
-class WindowedParts(Parts):
-    window = WINDOW
-
-
-Parts.TestCase.settings = WindowedParts.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)
-TestParts: Any = Parts.TestCase
-TestWindowedParts: Any = WindowedParts.TestCase
+def ask_on(world: World, chance: random.Random) -> None:
+    """A prompt that begins as others do, or the next turn of an answered one, or that one again."""
+    ended = [name for name, why in world.ended.items() if why is FinishReason.LENGTH]
+    if ended and chance.random() < 0.4:
+        name = chance.choice(ended)
+        prompt, max_tokens, _ = world.asked[name]
+        if len(prompt) < 70:
+            more = world.answers[name][0] + [chance.randrange(50)] if chance.random() < 0.7 else []
+            return world.submit(prompt + more, max_tokens, 1)
+    trunk = TRUNKS[chance.randrange(3)][: chance.randrange(46)]
+    own = [chance.randrange(50) for _ in range(chance.randint(1, 9))]
+    return world.submit(trunk + own, chance.randint(1, 9), chance.choice((1, 1, 1, 3)))
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(16))
 def test_a_long_life_of_evictions_hits_and_is_exact(seed, window):
+    """Beside cancels, steps that fail, purges of everything, and restarts."""
     chance = random.Random(seed)
     sizes = chance.choice((26, 60)), chance.choice((4, 12))
-    world = World(seed, *sizes, (0.0, 0.2)[seed % 2], window=window)
+    world = World(seed, *sizes, (0.0, 0.05, 0.2)[seed % 3], window=window)
     for step in range(150):
-        trunk = TRUNKS[chance.randrange(3)][: chance.randrange(46)]
-        world.submit([*trunk, chance.randrange(50)], 1 + chance.randrange(8), 1 + seed % 2)
+        ask_on(world, chance)
         for _ in range(chance.randrange(6)):
             world.turn()
+            assert all(each.pool.num_free <= each.pool.num_blocks for each in world.groups)
         for _ in range(chance.randrange(5)):
             tier = chance.choice(("device", "host", "disk"))
             world.evict(chance.randrange(2), tier, chance.randrange(1000))
+        going = [name for name in world.asked if name not in world.ended]
+        if going and chance.random() < 0.1:
+            world.abort(chance.choice(going))
+        world.runner.failing |= chance.random() < 0.05
         if step % 40 == 39:
             world.restart()
+        if step % 70 == 69:
+            world.purge_all()
     world.finish()
     assert world.hits > 300

@@ -1,16 +1,11 @@
 """Seeded lives of a disk tier: random work, faults, crashes and restarts, against a plain model.
 
 Each step stores, loads, discards, flushes, purges, restarts, or arms a fault. Always: what is
-loaded is byte for byte what was stored; the folder never exceeds its capacity; nothing raises. A
-failure prints its seed. `python tests/sim/test_disk_soak.py SEEDS` runs on until SEEDS lives are
-over and writes more than ten capacities in each; the suite runs a few short ones.
+loaded is byte for byte what was stored; the folder never exceeds its capacity; nothing raises. The
+suite runs a few short lives, and `pytest -m slow` long ones.
 """
 
-import os
 import random
-import shutil
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -150,23 +145,25 @@ class Life:
         self.tier.close()
 
 
-def live(seed: int, root: Path, num_steps: int) -> Life:
-    life = Life(seed, root)
-    try:
-        for _ in range(num_steps):
-            life.step()
-        life.end()
-    except BaseException:
-        print(f"seed {seed}", file=sys.stderr)
-        raise
-    return life
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_a_short_life(seed, tmp_path):
     """A few hundred steps with faults and restarts."""
-    life = live(seed, tmp_path / "disk", 400)
+    life = Life(seed, tmp_path / "disk")
+    for _ in range(400):
+        life.step()
+    life.end()
     assert life.num_hits > 50
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", range(6, 60))
+def test_a_long_life(seed, tmp_path):
+    """Twelve capacities are written."""
+    life = Life(seed, tmp_path / "disk")
+    while life.written_bytes < 12 * life.tier.capacity_bytes:
+        life.step()
+    life.end()
 
 
 def test_ten_capacities(tmp_path):
@@ -176,24 +173,3 @@ def test_ten_capacities(tmp_path):
         life.store()
         assert disk_usage(life.root) <= life.tier.capacity_bytes
     life.end()
-
-
-def soak(num_lives: int) -> None:
-    for seed in range(num_lives):
-        folder = Path(tempfile.mkdtemp())
-        life = Life(seed, folder / "disk")
-        print(f"life {seed}: ", end="", flush=True)
-        steps = 0
-        try:
-            while life.written_bytes < 12 * life.tier.capacity_bytes:
-                life.step()
-                steps += 1
-            life.end()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        print(f"{steps} steps, {life.num_hits} hits, {dict(life.tier.stats().faults)}")
-
-
-if __name__ == "__main__":
-    os.chdir(Path(__file__).parents[2])
-    soak(int(sys.argv[1]) if len(sys.argv) > 1 else 10)

@@ -73,19 +73,6 @@ def test_forced_tokens_change_no_answer_and_save_a_step_each():
     assert steps[0] < steps[1]
 
 
-def test_each_forced_token_saves_a_decode_step():
-    """Of one sequence alone, steps and jumped tokens make up the answer."""
-    steps = {}
-    for jump_forward in (True, False):
-        world = World(device_blocks=60, step_tokens=64, jump_forward=jump_forward)
-        world.ask("alone", [1, 2, 3], max_tokens=40, grammar=RandomGrammar(3))
-        world.check()
-        stats = world.engine.stats()
-        steps[jump_forward] = stats.num_steps
-        assert stats.num_steps + stats.jumped_tokens == len(world.tokens("alone"))
-    assert steps[True] < steps[False]
-
-
 def test_a_grammar_that_allows_nothing_ends_its_request_alone():
     class Dead(RandomGrammar):
         def begin(self, min_tokens: int) -> RandomState:
@@ -101,30 +88,6 @@ def test_a_grammar_that_allows_nothing_ends_its_request_alone():
     world.check()
 
 
-def test_requests_that_arrive_together_compute_a_shared_prefix_once():
-    """The computed tokens are the unique tokens, whichever request came first."""
-    world = World(device_blocks=100)
-    prefix = list(range(30))
-    for number in range(8):
-        world.submit(f"r{number}", [*prefix, 40 + number, 3], max_tokens=1)
-    world.check()
-    assert world.runner.computed == len(prefix) + 8 * 2
-    assert world.engine.stats().prompt_tokens_computed == len(prefix) + 8 * 2
-
-
-def test_a_waiter_takes_over_when_the_producer_is_cancelled():
-    world = World(device_blocks=100, step_tokens=8)
-    prompt = list(range(40))
-    world.submit("first", prompt)
-    world.step()
-    world.step()
-    world.submit("second", prompt)
-    world.step()
-    world.engine.abort("first")
-    world.check()
-    assert world.counts("second").hit_device >= 8
-
-
 def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
     for length in (16, 18):
         world = World(device_blocks=100)
@@ -135,14 +98,6 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
         world.check()
         assert world.runner.computed == computed
         assert world.counts("warm").miss == 1 and world.counts("warm").hit_device == length - 1
-
-
-def test_a_pool_too_small_for_all_serves_all():
-    world = World(device_blocks=14, host_blocks=16, max_running=6)
-    for number in range(12):
-        world.submit(f"r{number}", [number] * 20, max_tokens=10)
-    world.check()
-    assert world.engine.stats().num_preemptions > 0
 
 
 def test_hits_come_from_each_tier_and_are_counted_there():

@@ -91,20 +91,6 @@ def test_a_storm_of_samples_takes_no_more_places_than_there_are():
     world.check()
 
 
-def test_shares_get_equal_parts_of_the_work():
-    world = World(device_blocks=1500, max_running=4, step_tokens=16)
-    for number in range(20):
-        for share in "abc":
-            name = f"{share}{number}"
-            world.submit(name, [number, ord(share) % 40, *range(20)], max_tokens=2, share=share)
-    while len(world.live()) > 30:
-        world.step()
-    ended = [name for name in world.outputs if name not in world.live()]
-    counts = [sum(name.startswith(share) for name in ended) for share in "abc"]
-    assert max(counts) - min(counts) <= 3
-    world.check()
-
-
 def test_the_predicted_wait_is_close_to_the_actual_wait():
     """By the storm's own backlog. A newcomer gets a small part of that wait."""
     world = World(device_blocks=1500, max_running=4, step_tokens=16)

@@ -99,20 +99,6 @@ def test_a_request_that_breaks_every_step_ends_alone_however_often_it_comes(hous
     assert house.engine.failure is None
 
 
-def test_those_who_run_beside_a_fault_never_notice():
-    world = World(device_blocks=100)
-    for number in range(4):
-        world.submit(f"r{number}", [number] * 9, max_tokens=6)
-    world.runner.poisoned.add("r1")
-    world.runner.mad.add("r2")
-    world.run()
-    world.check()
-    world.check_idle()
-    ends = [world.outputs[f"r{number}"][-1].finish for number in range(4)]
-    good, bad = FinishReason.LENGTH, FinishReason.ERROR
-    assert [good, bad, bad, good] == ends
-
-
 def test_what_was_computed_without_a_number_is_not_kept():
     """Nor what stood before the logits told: of five chunks, four were committed by then."""
     world = World(device_blocks=100, step_tokens=8)

@@ -269,13 +269,3 @@ def test_a_damaged_converted_model_names_the_folder_to_remove(tmp_path, file, le
 @pytest.mark.parametrize("name", ["gguf-mine", "gguf-v3-mine", "gguf-v2-0a"])
 def test_nobody_is_told_to_remove_a_folder_of_their_own(name):
     assert "" == convert_again(Path(name))
-
-
-def test_a_converted_model_that_lacks_weights_names_its_folder_too(tmp_path):
-    write_tiny(tmp_path / "tiny.gguf")
-    folder, _ = find(str(tmp_path / "tiny.gguf"), tmp_path, lambda *_: None)
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.0.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=f"up_proj.weight the first; remove the folder {folder}"):
-        load_model(str(tmp_path / "tiny.gguf"), device="cpu", dtype="auto", cache_dir=tmp_path)

@@ -7,16 +7,13 @@ import pytest
 from cachesvc.cli import doctor
 from cachesvc.cli.doctor import Level
 from cachesvc.config.errors import ConfigError
-from cachesvc.config.sections import CacheSection, EventsSection, ModelSection, ServerSection
+from cachesvc.config.sections import CacheSection, ModelSection, ServerSection
 from cachesvc.config.settings import Settings
 from cachesvc.server.compute import load, over
 from cachesvc.server.memory_limit import of_node, of_server, of_vllm, warn_of_limit
-from cachesvc.server.node import run_node
 from engine import cgroups
 from engine.cgroups import memory_limit
 from tests.support.models import save_tiny_model
-from tiers.node.node import NodeServer
-from tiers.node.settings import NodeSettings
 from tiers.telemetry.events import EventStream
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -110,17 +107,6 @@ def test_of_vllm_the_nodes_memory_counts_and_on_a_cpu_its_own_cache(
     warn_of_limit(of_vllm(cache, node_bytes, on_gpu=on_gpu))
     [said] = caplog.messages
     assert f"lower {named}, or" in said
-
-
-def test_a_node_that_starts_says_so_too(machine, tmp_path, monkeypatch, caplog):
-    machine.groups.write_text("0::/\n")
-    machine.put("memory.max", str(GIB))
-    monkeypatch.setattr(NodeServer, "run", lambda serving: None)
-    monkeypatch.setattr("signal.signal", lambda number, handler: None)
-    settings = NodeSettings(socket=tmp_path / "node.sock", host_bytes=GIB)
-    run_node(settings, events=EventsSection(), metrics="", on_ready=lambda: None)
-    [said] = caplog.messages
-    assert "control group is 1 GiB" in said and "lower --host-cache (1 GiB)" in said
 
 
 def test_caches_that_the_system_refuses_name_the_option(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from transformers import (
     AutoModelForImageTextToText,
     BloomConfig,
     LlamaConfig,
-    MptConfig,
 )
 
 from engine.batch import Batch, Span
@@ -227,21 +226,6 @@ def test_states_that_blocks_cannot_keep_are_refused_in_a_sentence(
     with pytest.raises(ModelError, match=said) as refused:
         load(folder, tmp_path)
     assert len(str(refused.value)) < 200
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        BloomConfig(vocab_size=258, hidden_size=32, n_layer=1, n_head=2),
-        MptConfig(vocab_size=258, d_model=32, n_layers=1, n_heads=2),
-    ],
-    ids=["bloom", "mpt"],
-)
-def test_a_model_without_position_embeddings_is_refused(folder, tmp_path, config):
-    """Its config names no longest context, and it computes attention by itself."""
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    with pytest.raises(ModelError, match="attention interface"):
-        load(folder, tmp_path)
 
 
 @pytest.mark.parametrize(("installed", "says"), [("5.17.0", True), ("5.24.1", False)])

@@ -170,16 +170,6 @@ def test_a_pin_holds_until_it_expires():
     assert (pins.num_blocks, pins.pins()) == (0, [])
 
 
-def test_a_block_under_two_pins_is_held_once_and_released_with_the_last():
-    pins = Pins[str](max_blocks=4)
-    put(pins, "p", ["a", "b"], 10.0)
-    assert put(pins, "q", ["a", "c"], 20.0) == []
-    assert pins.unpin("p") == ["b"]
-    assert "a" in pins
-    assert sorted(pins.unpin("q")) == ["a", "c"]
-    assert pins.unpin("q") == []
-
-
 def test_a_pin_beyond_the_bound_is_refused_and_changes_nothing():
     pins = Pins[str](max_blocks=3)
     put(pins, "p", ["a", "b"], 10.0)

@@ -58,16 +58,6 @@ def test_a_branch_between_the_tiers_splits_the_run():
     assert (0, [(2, [(2, []), (2, [])])]) == shape(forest.tree(TreeQuery()).roots[0])
 
 
-def test_ages_and_hits_are_told():
-    index = BlockIndex()
-    for block in add(index, [1, 2, 3, 4]):
-        block.hits = 3
-    (node,) = TierForest(index, DiskBlocks()).tree(TreeQuery()).roots[0].children
-    assert (3, 12) == (node.hits, node.hit_tokens)
-    (below,) = TierForest(BlockIndex(), on_disk([1, 2])).tree(TreeQuery()).roots[0].children
-    assert 59 < below.idle_s < 65 and 119 < below.age_s < 125
-
-
 def test_a_block_is_found_by_how_its_key_begins_and_told_whole():
     forest = TierForest(index_of([1, 2]), on_disk([1, 2, 3, 4]))
     first, second = Chain(ROOT, [1, 2, 3, 4], BLOCK).keys
