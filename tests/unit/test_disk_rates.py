@@ -84,7 +84,7 @@ class ManualTime:
         return self.now_s
 
 
-def test_reads_at_the_same_time_share_their_seconds(monkeypatch):
+def test_rates_are_of_all_bytes_and_reads_at_the_same_time_share_their_seconds(monkeypatch):
     clock = ManualTime()
     monkeypatch.setattr(rates, "time", clock)
     monkeypatch.setattr(rates, "MEASURED_BYTES", 400)
@@ -96,7 +96,8 @@ def test_reads_at_the_same_time_share_their_seconds(monkeypatch):
                 clock.now_s += 2
             clock.now_s += 1
         clock.now_s += 50  # nothing is read
-    assert DiskRates(read_s=8 / 400) == meter._rates
+    meter.expanded(400, 100, 4.0)
+    assert DiskRates(read_s=8 / 400, expand_s=4 / 400, saved=100 / 400) == meter._rates
 
 
 @pytest.fixture

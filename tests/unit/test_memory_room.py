@@ -7,8 +7,9 @@ from tiers.blocks.chain import Chain
 from tiers.blocks.keys import CacheScope
 from tiers.blocks.part import Part
 from tiers.cache import CacheSettings, TieredCache
-from tiers.memory.block import Below, Block, BlockState
+from tiers.memory.block import Below, Block, BlockState, HostState
 from tiers.memory.residency import Residency
+from tiers.memory.write_queue import WriteQueue
 from tiers.policy.policy import Use
 from tiers.telemetry.events import CacheEvent
 from tiers.tier import TierName
@@ -112,3 +113,14 @@ def test_a_pinned_block_that_is_lost_is_never_said_to_be_skipped(residency):
     assert [pinned] == lost
     assert 1 == events[TierName.HOST, CacheEvent.LOST]
     assert 1 == events[TierName.HOST, CacheEvent.SKIPPED]
+
+
+@pytest.mark.parametrize(("worth", "host"), [(False, "EVICTABLE"), (True, "IN_USE")])
+def test_a_block_that_is_not_worth_it_or_not_idle_no_longer_waits_to_be_written(worth, host):
+    queue, block = WriteQueue(), Block(0.0)
+    for queue.worth, block.host, waits in (
+        (lambda _: True, HostState.EVICTABLE, True),
+        (lambda _: worth, HostState[host], False),
+    ):
+        queue.sync(block)
+        assert waits == (block in queue) == (block.below is Below.WAITING)

@@ -2,7 +2,7 @@
 
 import time
 
-from tests.unit.test_tree import BLOCK, OTHER, ROOT, add, index_of, shape
+from tests.unit.test_tree import BLOCK, OTHER, ROOT, index_of, shape
 from tiers.blocks.chain import Chain
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.tree import TreeQuery
