@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from billing.gate.entries import Kind
-from engine.remote.engine import counters_in
+from engine.remote.metrics import counters_in
 from tests.e2e.test_two_machines import Machine
 from tests.patience import free_port
 from tests.postgres_server import fresh_database
