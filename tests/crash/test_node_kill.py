@@ -149,15 +149,3 @@ def test_a_corrupt_record_is_a_miss_with_its_reason(tmp_path):
         assert 1 == len(client.lease(ids))
         assert {"checksum": 1} == client.stats()["pools"][0]["disk"]["faults"]
         assert 2 == len(client.reserve(ids)), "the rest is computed and stored anew"
-
-
-def test_a_client_can_join_again_after_the_node_came_back(tmp_path):
-    path = tmp_path / "node.sock"
-    with closing(NodeClient(path, LAYOUT)) as client:
-        for _ in range(2):
-            with child(run_node, path, tmp_path / "disk"):
-                client.connect()
-                write(client, prompt(1))
-                assert 3 == len(client.probe(prompt(1)))
-            with pytest.raises(NodeGone):
-                client.stats()

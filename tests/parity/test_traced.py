@@ -409,23 +409,6 @@ def test_operators_take_the_place_of_every_norm_rotation_and_activation(operator
     assert not kinds["aten::pow"] + kinds["aten::silu"] + kinds["aten::neg"]
 
 
-@pytest.mark.parametrize(
-    ("architecture", "name", "by_torch"),
-    [("gemma3_text", "gelu_mul", "aten::gelu"), ("phi3", "silu_mul", "aten::silu")],
-)
-def test_gates_of_other_models_are_taken_too(architecture, name, by_torch, operators):
-    """GELU's approximation; and gates that lie apart, by which their factors are multiplied."""
-    kinds = _kinds(TracedForward(architectures.served(architecture).model, fused=True))
-    assert (2, 0) == (kinds[f"cachesvc::{name}"], kinds[by_torch])
-
-
-def test_gelu_itself_is_left_to_torch(operators):
-    traced = TracedForward(narrow_model(operators, hidden_act="gelu").model, fused=True)
-    kinds = _kinds(traced)
-    assert (3, 7) == (kinds["aten::gelu"], kinds["cachesvc::norm"])
-    assert not traced.activates_by_row
-
-
 def _kinds(traced: TracedForward) -> Counter[str]:
     """The calls of a recorded forward."""
     return Counter(node.kind() for node in traced._graph.graph.nodes())

@@ -138,15 +138,6 @@ def test_rows_of_a_failed_step_are_not_served():
     pool.check_step([span(2, [0, 1, 2], 36)])
 
 
-def test_a_short_prompt_leaves_a_long_ones_copy_alone():
-    """A system prompt that both begin with is filled for 32 tokens, not lost for 160."""
-    pool = Pool(MODELS["plain"])
-    pool.check_step([span(1, [*range(12)], 160)])
-    pool.fast.forget(1)
-    pool.check_step([span(2, [0, 1, 20], 33)])
-    assert [copy.length for copy in pool.copies._ended] == [161]
-
-
 @pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("budget", [1 << 24, 1 << 18, 1 << 17], ids=["ample", "scarce", "one"])
 def test_attention_always_sees_the_pools_contents(layers, budget):

@@ -3,8 +3,6 @@
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -301,22 +299,6 @@ def test_a_compiler_ends_with_its_children_when_nobody_waits(closed, tmp_path, m
         del compiling
     _until(lambda: not psutil.pid_exists(child))
     assert not list(folder.iterdir())
-
-
-def test_a_compiler_ends_with_a_process_that_is_killed(tmp_path, monkeypatch):
-    _models(tmp_path, monkeypatch, f"sleep 600 & echo $! > {tmp_path}/child; wait")
-    code = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from engine.operators import library\n"
-        f"library.COMPILERS = ({str(tmp_path / 'c++')!r},)\n"
-        f"compiling = library.Operators(Path({str(tmp_path / 'models')!r}))\n"
-        "time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as process:
-        child = _child_of(tmp_path)
-        process.kill()
-    _until(lambda: not psutil.pid_exists(child))
 
 
 def test_what_a_killed_start_was_compiling_is_removed_by_the_next(operators, tmp_path, monkeypatch):
