@@ -204,20 +204,16 @@ class Job:
     stream: bool = False  # send text as it comes, else the whole answer at once
     arrival_ns: int = 0
     context: RequestContext = field(default_factory=RequestContext)  # for the ledger
-    contents: tuple[tuple[Content, ...], ...] = ()  # of each prompt; empty: no contents
+    contents: tuple[Content, ...] = ()  # of every prompt: what keeps its blocks apart
 
     def only_prompt(self) -> "Job":
         """The same prompt without an answer and without a turn to remember."""
         params = replace(self.params, max_tokens=0, min_tokens=0)
         return replace(self, params=params, source=None, turn=None)
 
-    def block_contents(self, number: int, block_size: int) -> list[bytes]:
-        """The contents of each block of a prompt."""
-        return block_contents(self.contents[number] if self.contents else (), block_size)
-
     def chain(self, number: int, block_size: int) -> Chain:
         """The blocks of a prompt."""
-        contents = self.block_contents(number, block_size)
+        contents = block_contents(self.contents, block_size)
         return Chain(self.scope.root(), self.prompts[number], block_size, contents)
 
     @property

@@ -16,6 +16,7 @@ import xxhash
 from api.job import COMPARED_TOKENS, Comparison, Job, PromptPart
 from api.requests.kept import NOTHING, KeptAnswers, KeptBodies
 from api.shapes.message import SYSTEM_ROLES
+from tiers.blocks.contents import block_contents
 from tiers.blocks.keys import TOKEN_BYTES, block_ids, child_key, prefix_keys, token_bytes
 
 MAX_BYTES: Final = 4 << 20
@@ -83,7 +84,7 @@ def _made(*fields: Any) -> Fingerprint:
 def _blocks(job: Job, num_tokens: int | None = None) -> list[str]:
     """Digests of the beginnings of a job's one prompt, cut after `num_tokens`."""
     tokens = job.prompts[0][:num_tokens]
-    packed, pieces = token_bytes(tokens), job.block_contents(0, COMPARED_TOKENS)
+    packed, pieces = token_bytes(tokens), block_contents(job.contents, COMPARED_TOKENS)
     root, step = job.scope.root(), COMPARED_TOKENS
     if pieces:
         keys = [each.key for each in block_ids(root, packed, step, pieces)]

@@ -319,7 +319,7 @@ class Generation:
             scope=job.scope,
             adapter=job.model.adapter,
             grammar=job.grammar,
-            contents=job.contents[number] if job.contents else (),
+            contents=job.contents,
             cache=job.cache,
             arrival_ns=job.arrival_ns,
             share=job.share,

@@ -18,8 +18,8 @@ from api.relay.protocol import COMPLETIONS
 from api.routes.prompts import encode_prompt
 from api.routes.relayed import relayed
 from api.served_model import ServedModel, find_model
+from api.shapes.apart import contents_of
 from api.shapes.body import parse
-from api.shapes.contents import contents_of
 from api.shapes.logprobs import prompt_logprobs, text_decoder, text_logprobs, text_of
 from api.shapes.schemas import CompletionBody
 from api.shapes.structured import source_asked
@@ -66,7 +66,7 @@ async def completion_job(arrival: Arrival, body: CompletionBody) -> Job:
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(arrival, body, names_of(arrival.request)),
-        contents=contents_of(body.extension, prompts, body.apart),
+        contents=contents_of(body.apart),
     )
 
 

@@ -15,8 +15,8 @@ from api.requests.fingerprints import Fingerprint, compare, fingerprint_of
 from api.requests.turns import TurnReplay, common_length, turn_of
 from api.routes.prompts import ChatPrompt, chat_prompt, encode_chat, ends_thinking
 from api.served_model import ServedModel, find_model
+from api.shapes.apart import contents_of
 from api.shapes.chat import message_of
-from api.shapes.contents import contents_of
 from api.shapes.reply import Reply
 from api.shapes.schemas import ChatBody
 from api.shapes.structured import chat_answer
@@ -80,7 +80,7 @@ async def chat_of(
         tools, goes_on = prompt.offered_tools, prompt.continue_final_message
         turn = turn_of(scope, prompt.messages, tools, prompt.arguments, goes_on=goes_on)
         await wire.records.conversations.recall(turn)
-        replay = _replay(wire, prompt, turn) if replays and not asked.is_named else None
+        replay = _replay(wire, prompt, turn) if replays else None
     tokens = await encode_chat(wire, model, prompt, tenant=tenant, replay=replay)
     opened, markers = ends_thinking(model, prompt, tokens), prompt.markers
 
@@ -89,8 +89,8 @@ async def chat_of(
     )
     new_reply = partial(_new_reply, prompt, answer.source, opened=opened)
 
-    # Pins of requests find blocks by tokens alone, so chats with contents get none.
-    mine = not (asked.is_named or asked.share)
+    # Pins of requests find blocks by tokens alone, so chats kept apart get none.
+    mine = not (asked.apart or asked.share)
     if asked.points:
         marks = [*marks, *(Mark(each.for_s, body.until(each)) for each in asked.points)]
     keeps = await _keeps(wire, model, marks, tokens, tenant=tenant) if marks and mine else ()
@@ -111,7 +111,7 @@ async def chat_of(
         stream=bool(body.stream),
         arrival_ns=log.arrival_ns,
         context=request_context(arrival, body, names),
-        contents=contents_of(body.extension, (tokens,), asked.apart) if asked.is_named else (),
+        contents=contents_of(asked.apart),
         markers=markers,
         keeps=keeps,
         session=_session(session, names, body) if session and mine and asked.on else None,

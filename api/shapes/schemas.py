@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from api.errors import InvalidRequest, Unsupported
 from api.shapes.body import MESSAGES_MAX, Body, Items
@@ -64,16 +64,6 @@ class ResponseFormat(Body):
     json_schema: JsonSchemaFormat | None = None
 
 
-class ContentSpan(Body):
-    """Placeholder tokens of a prompt for an image, a sound or other content."""
-
-    start: Annotated[int, Field(ge=0, lt=1 << 31)]
-    length: Annotated[int, Field(ge=1, lt=1 << 31)]
-    digest: Annotated[str, Field(pattern=r"^([0-9a-fA-F]{2}){1,64}$")]
-    kind: Literal["exact"] = "exact"
-    prompt: Annotated[int, Field(ge=0)] = 0  # its number, if a request has several
-
-
 MAX_PAUSE_S = 3600  # a session keeps its blocks no longer; a cache can
 
 
@@ -86,11 +76,20 @@ class Extension(Body):
     receipt: bool | None = None  # a signed receipt in the answer
     cache: bool | None = None  # False: neither read nor written
     share: str | None = None  # name of a sharing group that the tenant belongs to
-    contents: Items[ContentSpan] | None = None  # the contents behind placeholder tokens
     require_hit: Probability | None = None  # of the prompt, else 409 with a quote
     max_price: Annotated[str, Field(max_length=40)] | None = None  # a decimal, else the same
     pause_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S)] | None = None  # of the session; 0 ends
     publish: bool | None = None  # answer once the prompt's blocks are in the shared tier
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_contents(cls, given: object) -> object:
+        if isinstance(given, dict) and "contents" in given:
+            raise ValueError(
+                "contents are not served: no placeholder of an image or a sound is read here; send "
+                "it to an engine at a URL that reads it"
+            )
+        return given
 
 
 class LabelledBody(Body):
@@ -253,7 +252,6 @@ class CacheAsked:
     on: bool
     share: str | None  # the sharing group whose blocks it uses
     apart: tuple[str, ...]  # what keeps its blocks apart; see `GenerationBody.apart`
-    is_named: bool  # the prompt's tokens alone do not tell whose blocks it may use
     points: list[Breakpoint]  # up to which it is kept
 
 
@@ -311,8 +309,7 @@ class ChatBody(GenerationBody):
         extension, apart = self.extension, self.apart
         options, points = self.prompt_cache_options or CacheOptions(), self._breakpoints()
         off = extension.cache is False or (options.mode == "explicit" and not points)
-        named = bool(extension.contents or apart)
-        return CacheAsked(not off, extension.share, apart, named, points)
+        return CacheAsked(not off, extension.share, apart, points)
 
     def _breakpoints(self) -> "list[Breakpoint]":
         """The points up to which to keep the prompt: the latest four, the whole prompt included."""

@@ -28,7 +28,7 @@ class SGLang:
     def check(self, request: Request) -> None:
         params = request.params
         refused = {
-            "contents": bool(request.contents),
+            "cache_salt": bool(request.contents),
             "structured_outputs": request.grammar is not None,
             "prompt_logprobs": params.prompt_logprobs is not None,
             "seed": params.seed is not None and not self._deterministic,

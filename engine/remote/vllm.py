@@ -35,9 +35,9 @@ class Completions:
     def check(self, request: Request) -> None:
         if request.contents:
             raise InvalidParameter(
-                "contents, cache_salt and user_id are not served by this engine; leave them out, "
+                "cache_salt and user_id are not served by this engine; leave them out, "
                 "or use the embedded engine (engine.backend = embedded)",
-                param="contents",
+                param="cache_salt",
             )
         if request.grammar is not None and not self._grammars:
             raise InvalidParameter(

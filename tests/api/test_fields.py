@@ -212,8 +212,9 @@ async def test_a_salt_or_an_end_user_keeps_blocks_apart(client, house):
 
 async def test_a_salt_that_cannot_be_honoured_is_refused(client):
     contents = {"contents": [{"start": 0, "length": 1, "digest": "00" * 16}]}
-    answer = await client.post(CHAT, json=HELLO | {"cache_salt": "a", "cachesvc": contents})
-    assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
+    answer = await client.post(CHAT, json=HELLO | {"cachesvc": contents})
+    assert (400, "cachesvc") == (answer.status_code, answer.json()["error"]["param"])
+    assert "an engine at a URL that reads it" in answer.json()["error"]["message"]
     for path in ("/v1/responses", "/v1/messages"):
         answer = await client.post(path, json=BODIES[path] | {"cache_salt": "a"})
         assert 400 == answer.status_code

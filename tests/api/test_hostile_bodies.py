@@ -90,7 +90,6 @@ WRONG = [
     (ChatBody, "stop", [1]),
     (ChatBody, "stop_token_ids", [""]),
     (ChatBody, "guided_choice", [1]),
-    (ChatBody, "cachesvc", {"contents": [1] * 1000}),
     (CompletionBody, "prompt", ["a", 1]),
     (DetokenizeBody, "tokens", [""]),
 ]

@@ -75,7 +75,7 @@ def test_a_tenants_salt_is_the_same_in_vllm_and_in_our_scopes():
     assert [b"theirs", b"hex:zz"] == [tenant_of("theirs"), tenant_of("hex:zz")]
 
 
-def test_contents_are_refused_by_name():
+def test_what_keeps_blocks_apart_is_refused_by_name():
     asked = Request(
         request_id="r",
         tokens=array("i", [1, 2, 3]),
@@ -86,7 +86,7 @@ def test_contents_are_refused_by_name():
     for protocol in (COMPLETIONS, SGLang(deterministic=True)):
         with pytest.raises(InvalidParameter) as refused:
             protocol.check(asked)
-        assert "contents" == refused.value.param
+        assert "cache_salt" == refused.value.param
 
 
 def test_logprobs_are_the_tokens_own_and_the_likely_ones_in_order():
