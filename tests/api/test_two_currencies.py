@@ -1,9 +1,7 @@
 """Two tenants in two currencies, side by side on every page that shows money."""
 
 import contextlib
-import csv
 import html
-import io
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace

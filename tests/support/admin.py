@@ -106,7 +106,7 @@ def fake_parts(**overrides: Any) -> AdminParts:
         ),
         "operator_token": OPERATOR_TOKEN,
         "record": RecordingTrail(),
-        "stats": lambda: {"time_s": 0.0},
+        "stats": lambda: {"time_s": 0.0, "engine": {"engines": ()}},
         "history": FlatHistory(),
         "journal": Journal(),
         "limits": LimitSettings(),
