@@ -4,8 +4,6 @@ An area declares its page in `PAGES` and calls `render`. Templates escape everyt
 no script or style, which the content security policy would block.
 """
 
-import io
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +18,6 @@ from api.admin.login.sessions import Admin, Role
 from api.admin.pages import assets
 from api.admin.pages.format import FILTERS
 from api.errors import ErrorAnswer
-from billing.reports.csv import safe_writer
 from billing.usage import TOKEN_CLASSES
 
 THEMES: Final = ("light", "dark")
@@ -76,17 +73,6 @@ def render(request: Request, template: str, admin: Admin | None, **values: Any) 
             **values,
         )
     )
-
-
-def csv_answer(name: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Response:
-    """A table to download, safe to open in a spreadsheet."""
-    out = io.StringIO()
-    write = safe_writer(out)
-    write(columns)
-    for row in rows:
-        write(row)
-    headers = {"Content-Disposition": f'attachment; filename="{name}"'}
-    return Response(out.getvalue(), media_type="text/csv", headers=headers)
 
 
 def refusal_page(request: Request, answer: ErrorAnswer) -> Response | None:

@@ -1,6 +1,6 @@
 """What a page of requests or of money is asked for: a tenant, a key, a model and a span of time.
 
-One form (`data.filters` in the templates) and one query, for pages and CSV alike.
+One form (`data.filters` in the templates) and one query, for pages and JSON alike.
 """
 
 from collections.abc import Iterable, Iterator

@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from api.admin.access import MayChange, MayRead
 from api.admin.login.sessions import Admin
-from api.admin.pages.base import csv_answer, render
+from api.admin.pages.base import render
 from api.admin.pages.filters import Asked, Filter, choices_of
 from api.admin.parts import add_audit_entry, parts_of
 from api.errors import RequestNotFound, Unsupported
@@ -19,12 +19,6 @@ router = APIRouter(tags=["admin: requests"])
 
 PAGE = 50
 MAX_SKIP = 1 << 31
-COLUMNS = (
-    *("arrived", "id", "client_id", "tenant", "project", "key_id", "session", "model", "state"),
-    *("outcome", "status", "code", "prompt_tokens", "prompt_cache_hit_tokens"),
-    *("completion_tokens", "cost", "saved", "currency"),
-    *("queue_ms", "load_ms", "prefill_ms", "decode_ms", "ttft_ms", "total_ms"),
-)
 
 
 @router.get("/admin/api/requests")
@@ -78,22 +72,6 @@ async def page(
         page_size=PAGE,
         more=len(rows) > PAGE,
     )
-
-
-@router.get("/admin/requests.csv", include_in_schema=False)
-async def table(
-    request: Request, _: MayRead, chosen: Asked, q: Filter = "", state: Filter = ""
-) -> Response:
-    """Every request that is remembered and fits; amounts are decimals of the currency."""
-    found = chosen.requests(parts_of(request).journal, state=state, text=q.strip())
-    return csv_answer("requests.csv", COLUMNS, map(_cells, found))
-
-
-def _cells(record: RequestRecord) -> list[Any]:
-    told = summary(record)
-    took = {f"{name}_ms": value for name, value in told["timings_ms"].items()}
-    flat = {**took, **(told["usage"] or {}), **(told["error"] or {}), **told}
-    return ["" if flat.get(name) is None else flat[name] for name in COLUMNS]
 
 
 @router.get("/admin/requests/{request_id}", include_in_schema=False)
