@@ -82,9 +82,9 @@ def spare_bytes(device: str) -> int:
     """The default size of the device tier in bytes. Call it once the model is loaded.
 
     On a GPU: nine tenths of its free memory, with at least 2 GiB left for steps. They need graphs,
-    logits, and a gathered prefix of 128k tokens if torch reads none in place (2 GB for 8 heads of
-    128 in bfloat16). On a CPU: 1 GiB, since other processes share the memory. Raises ModelError if
-    the model leaves a GPU no room.
+    logits, and a gathered prefix of 128k tokens (2 GB for 8 heads of 128 in bfloat16). On a CPU: 1
+    GiB, since other processes share the memory. Raises ModelError if the model leaves a GPU no
+    room.
     """
     if device != "cuda":
         return CPU_CACHE_BYTES

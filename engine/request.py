@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from engine.errors import RemoteFault
-from engine.structure import Grammar, StructuredOutputs
+from engine.structure import Grammar
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey
 from tiers.errors import MissReason
@@ -57,7 +57,6 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class Request:
     params: SamplingParams
     scope: CacheScope
     adapter: str | None = None
-    grammar: Grammar | None = None  # compiled from `params.structured_outputs`
+    grammar: Grammar | None = None  # the required form of the answer, compiled
     contents: tuple[Content, ...] = ()  # what placeholder tokens stand for, in order
     cache: bool = True  # False: neither read nor write the cache
     arrival_ns: int = 0  # time.monotonic_ns() when the server received it

@@ -67,11 +67,6 @@ class KvPool:
         self.windows: list[int | None] = []
         self.runs = self._runs(layers)
 
-    @property
-    def paired(self) -> bool:
-        """Whether keys and values have one shape everywhere, as torch's own kernels require."""
-        return self.tensor.ndim == 6 and self.tensor.shape[2] == 2
-
     def _runs(self, layers: Sequence[LayerLayout]) -> list[torch.Tensor]:
         flat = self.tensor.flatten(1)
         paged = [n for n in self.order if not layers[n].rows]  # paged layers come first

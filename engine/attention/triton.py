@@ -3,9 +3,8 @@
 Same contract as `attention.ReferenceAttention`. The kernels are in `attention.kernels`. A step's
 single-token spans share one launch per layer. So do its spans of up to 64 tokens. These are tails
 of cached prompts, which would otherwise gather and widen a prefix of any length. Longer spans
-gather their prefix and use SDPA, or read it in place (`attention.varlen`) if torch can. Nothing
-here waits for the device. Imported only with a CUDA device, or under Triton's interpreter in tests.
-Engine thread only.
+gather their prefix and use SDPA. Nothing here waits for the device. Imported only with a CUDA
+device, or under Triton's interpreter in tests. Engine thread only.
 """
 
 import logging
@@ -32,7 +31,6 @@ from engine.attention.base import (
 from engine.attention.kernels import attend_paged
 from engine.attention.kv_pool import KvPool
 from engine.attention.pieces import PagedKeys
-from engine.attention.varlen import attend_varlen, can_varlen, varlen_works
 from engine.batch import Span
 from engine.hardware import upload
 from tiers.blocks.layout import LayerLayout
@@ -76,7 +74,6 @@ class TritonAttention(PagedAttention):
         self._kv = KvPool(pool, layers)
         # Whether the kernel reads the pool.
         self.in_place = all(layer in self._kv.pages for layer in self._kv.attended)
-        self._varlen = self._kv.paired and varlen_works(pool)
         self._step: _Step | None = None
 
     def begin(self, spans: Sequence[Span]) -> None:
@@ -189,9 +186,6 @@ class TritonAttention(PagedAttention):
     def _attend_long(self, span: Span, table: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         """Attention of one span of several tokens, whose rows `call` has. Returns [T, Hq, Dv]."""
         query, options = call.query, call.options
-        if self._varlen and can_varlen(query, self._pool, options):
-            pages = self._kv.pages[call.layer]
-            return attend_varlen(query, pages, table, span.start, options)
         kept = self._kv.layers[call.layer]
         first = first_seen(span.start, options.window) // self._kv.block_size
         before = first * self._kv.block_size

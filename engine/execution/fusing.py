@@ -3,15 +3,13 @@
 The operators (`engine.operators`) compute the bits of the calls that they replace. The rest stays.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from engine.attention.base import AttentionOptions
 
-# By kind of device. torch's own norms are one call on a GPU (`engine.models.norms`).
-OPERATORS = {"cpu": ("norm", "silu_mul", "gelu_mul", "rotate"), "cuda": ("rotate", "silu_mul")}
 # Calls of which each number has the same bits wherever it stands among others: they move numbers,
 # add, multiply, divide or look them up, or they are sines or tanh, which torch computes by one
 # function. Nobody drops any out while serving. A greatest position chooses between rotary tables.
@@ -114,8 +112,8 @@ def _insert(graph: Any, kind: str, inputs: list[Any], name: str, output: Any) ->
     return node.output()
 
 
-def fuse(graph: Any, names: Container[str]) -> None:
-    """Replace the calls of a flat graph by the operators `names`."""
+def fuse(graph: Any) -> None:
+    """Replace calls of a flat graph by compiled operators."""
     for node in graph.findAllNodes("aten::to"):
         if _is_float(node.inputsAt(0)) and _is_float(node.output()):
             node.output().replaceAllUsesWith(node.inputsAt(0))
@@ -124,7 +122,7 @@ def fuse(graph: Any, names: Container[str]) -> None:
     rewrite = torch._C._jit_pass_custom_pattern_based_rewrite_graph
     for name, (pattern, replacement) in _PATTERNS.items():
         activations = graph.findAllNodes(_ACTIVATIONS[name]) if name in _ACTIVATIONS else ()
-        if name in names and all(map(_is_activated, activations)):
+        if all(map(_is_activated, activations)):
             rewrite(pattern, replacement, graph)
             rewrite(pattern.replace(_PRODUCT, _TURNED), replacement, graph)
     torch._C._jit_pass_dce(graph)
@@ -149,14 +147,13 @@ def computes_one_row(graph: Any) -> bool:
 
 
 def _is_activated(node: Any) -> bool:
-    """Whether an operator computes this activation: of GELU's the approximation, and on a CPU rows
-    that end where torch's vectors do. It computes the last numbers of others by another function,
+    """Whether an operator computes this activation: of GELU's the approximation, and rows that end
+    where torch's vectors do. It computes the last numbers of others by another function,
     which no check of a few rows would show."""
     if node.kind() == "aten::gelu" and node.inputsAt(1).toIValue() != "tanh":
         return False
-    kind = node.output().type()
-    sizes, device = kind.sizes(), kind.device()
-    return device.type == "cuda" or (sizes is not None and sizes[-1] % _VECTORS == 0)
+    sizes = node.output().type().sizes()
+    return sizes is not None and sizes[-1] % _VECTORS == 0
 
 
 def _is_float(value: Any) -> bool:

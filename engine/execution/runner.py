@@ -115,7 +115,7 @@ class ModelRunner:
         self._team = ThreadTeam(waiting=Waiting()) if self._device.type == "cpu" else None
         self._traced: TracedForward | None = None
         self._is_recorded = False
-        self._captured: TracedForward | None = None  # what graphs are of; None: the model's own
+        self._captures = True  # whether graphs are of the recorded forward
         self._graphs: StepGraphs | None = None
         if scratch is not None and cuda_graphs(self._attention, self._device):
             max_blocks = -(-loaded.max_context // kv.block_size)
@@ -183,11 +183,7 @@ class ModelRunner:
             for each in self._on_cpu:
                 each.fuse()
         if (self._on_cpu or self._device.type == "cuda") and self._recurrent is None:
-            # Python launches Triton's operators: 0.3 ms each, which a graph spends once.
-            on_cpu = self._device.type == "cpu"
-            self._traced = trace(self._model, fused=self._fuses and on_cpu)
-            if self._graphs is not None and self._traced is not None:
-                self._captured = trace(self._model, fused=self._fuses)
+            self._traced = trace(self._model, fused=self._fuses)
 
     @property
     def activates_by_row(self) -> bool:
@@ -205,9 +201,9 @@ class ModelRunner:
         self._try_kernels()
         if self._graphs is not None:
             self._graphs.warm_up()
-            if self._captured is not None and not self._graphs.works:
+            if self._traced is not None and not self._graphs.works:
                 logger.warning("the recorded forward cannot be captured: graphs do without it")
-                self._captured = None
+                self._captures = False
                 self._graphs.forget()
                 self._graphs.warm_up()
 
@@ -370,13 +366,13 @@ class ModelRunner:
     def _decode_logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary] in float32 after each row. `attention` knows their sequences."""
         self._adapters.begin((), tokens.shape[1])
-        if self._captured is None or self._adapters.in_use:
+        if self._traced is None or not self._captures or self._adapters.in_use:
             logits = self._model(
                 input_ids=tokens, position_ids=positions, use_cache=False, paged=self._attention
             ).logits
         else:
             keep = torch.arange(tokens.shape[1], device=tokens.device)
-            logits, _ = self._captured(self._attention, positions, keep, tokens=tokens)
+            logits, _ = self._traced(self._attention, positions, keep, tokens=tokens)
         self._adapters.finish()
         rows: torch.Tensor = logits[0].float()
         return rows

@@ -13,7 +13,7 @@ branches on a tensor's contents or that keeps states. Engine thread only.
 
 import logging
 import threading
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -26,14 +26,12 @@ from engine.attention.base import AttentionCall, AttentionOptions, PagedAttentio
 from engine.attention.cpu import CpuAttention
 from engine.attention.inside import InsideAttention
 from engine.execution.fusing import (
-    OPERATORS,
     activates_by_row,
     computes_one_row,
     flatten,
     fuse,
     num_fused,
 )
-from engine.operators.agreement import disagreements
 from engine.torchscript import undeprecated, unoptimized
 
 logger = logging.getLogger(__name__)
@@ -159,22 +157,21 @@ class _Forward(nn.Module):
 
 class TracedForward:
     """A recorded forward. Raises Untraceable if it cannot be recorded or gives different bits.
-    `fused` says whether compiled operators, but those `without`, take the place of torch's calls.
+    `fused` says whether compiled operators take the place of torch's calls.
     """
 
-    def __init__(self, model: Any, *, fused: bool = False, without: Container[str] = ()) -> None:
+    def __init__(self, model: Any, *, fused: bool = False) -> None:
         self._embed = model.get_input_embeddings()
         self._device = self._embed.weight.device
         self.num_operators = 0  # of calls of compiled operators, beside attention's
         self.activates_by_row = False  # whether it calls none of torch's activations
         self.computes_one_row = False  # whether a row alone has the bits that it has among others
-        there = OPERATORS.get(self._device.type, ())
         try:
             with torch.inference_mode():
                 self._graph = self._record(model)
                 flatten(self._graph.graph, self._graph.inside, self._handed.options)
                 if fused:
-                    fuse(self._graph.graph, [name for name in there if name not in without])
+                    fuse(self._graph.graph)
                 self._verify(model, fused=fused)
         except Untraceable:
             raise
@@ -314,36 +311,15 @@ def _muted(name: str) -> Iterator[None]:
 
 def trace(model: Any, *, fused: bool = False) -> TracedForward | None:
     """Record the model's forward. None if that fails, with the reason in the log."""
-    for without in _attempts(model) if fused else ():
+    if fused:
         try:
-            traced = TracedForward(model, fused=True, without=without)
+            traced = TracedForward(model, fused=True)
             logger.info("the forward calls compiled operators %d times", traced.num_operators)
             return traced
         except Untraceable as reason:
-            left_out = f" even without {', '.join(sorted(without))}" if without else ""
-            logger.info("the compiled operators are not used%s: %s", left_out, reason)
-            if not isinstance(reason, OtherBits):
-                break
+            logger.info("the compiled operators are not used: %s", reason)
     try:
         return TracedForward(model)
     except Untraceable as reason:
         logger.info("the forward is not recorded, and runs call by call: %s", reason)
         return None
-
-
-def _attempts(model: Any) -> list[frozenset[str]]:
-    """The operators to do without, until a graph with the others gives the model's bits."""
-    weight = model.get_input_embeddings().weight
-    if weight.device.type != "cuda":
-        return [frozenset()]
-    return _choices(disagreements(weight.dtype, weight.device))
-
-
-def _choices(refused: Mapping[str, str]) -> list[frozenset[str]]:
-    """The same on a GPU, without those refused there, whose reasons go to the log."""
-    for name, reason in refused.items():
-        logger.warning("the operator %s is not used, which is slower: %s", name, reason)
-    names = [name for name in OPERATORS["cuda"] if name not in refused]
-    # A model may call one of several otherwise than usual.
-    single = names if len(names) > 1 else []
-    return [frozenset((*refused, *each)) for each in ((), *zip(single)) if names]

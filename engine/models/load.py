@@ -112,10 +112,7 @@ class LoadedModel:
 
     @property
     def fuses(self) -> bool:
-        """Whether its forward calls compiled operators: on a GPU those of Triton, if they can be
-        used there."""
-        if torch.device(self.device).type == "cuda":
-            return True
+        """Whether its forward calls compiled operators."""
         there = self.operators is not None and self.operators.loaded is not None
         return there and _may_fuse(self.device, self.dtype)
 

@@ -1,7 +1,5 @@
 """The kernels fit every generation of GPU, for every model's shape; compiled without any."""
 
-import re
-
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -9,8 +7,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from cachesvc.vllm.kernel import move_slabs
 from engine.attention.kernels import _merge_kernel, merge_constants
 from engine.attention.tiling import tiling
-from engine.operators.kernels import rotate_kernel, silu_mul_kernel
-from tests.kernels.compile import assembled, compiled
+from tests.kernels.compile import compiled
 from tests.kernels.shapes import CAPABILITIES, HEADS, LATENTS, SHARED, all_shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION:UserWarning")
@@ -44,27 +41,6 @@ def test_the_merging_kernel_fits(capability: int) -> None:
 def test_the_kernel_under_vllm_fits(capability: int, gather: bool) -> None:
     taken = compiled(move_slabs, {"GATHER": gather, "TILE": 1024}, "fp16", capability)
     assert (0, 0) == (taken.shared, taken.spilled), taken
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
-@pytest.mark.parametrize("capability", [75, 80, 90, 100])
-def test_the_operators_fit_and_round_each_step(capability: int, dtype: str) -> None:
-    """No product is added unrounded, and division is exact. Where the assembler has no bfloat16
-    product or difference, it adds minus zero, or multiplies by one: a constant is in each."""
-    if capability < 80 and dtype == "bf16":
-        pytest.skip("Turing has no bfloat16")
-    chosen = {"DIM": 128, "PADDED": 64, "HEADS": 16, "enable_fp_fusion": False}
-    rotation = assembled(rotate_kernel, chosen, dtype, capability)
-    chosen = {"EXACT": True, "TILE": 1024, "enable_fp_fusion": False}
-    activation = assembled(silu_mul_kernel, chosen, dtype, capability)
-    constants = set(re.findall(r"mov\.b\d+ \s*(%\w+), -?\d", rotation.text))
-    for operands in re.findall(r"fma\.\S+ \s*(.*);", rotation.text):
-        assert dtype == "bf16" and constants & set(operands.split(", ")), operands
-    assert "div.rn.f32" in activation.text
-    for made in (rotation, activation):
-        assert (0, 0) == (made.taken.shared, made.taken.spilled), made.taken
-        assert re.search(r"ld\.global\S*\.v[24]\.", made.text), "loads are of 16 bytes"
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (12, 0)])

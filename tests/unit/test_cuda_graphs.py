@@ -169,12 +169,11 @@ def _attend_in_torch(
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(captured, monkeypatch, caplog):
-    """In that are operators, unlike in the model's own layers."""
     monkeypatch.setattr(triton, "attend_paged", _attend_in_torch)
     runner = triton_runner("qwen3")
 
     def record(work: Work) -> Work:
-        if runner._captured is not None and not captured:
+        if runner._traced is not None and runner._captures and not captured:
             raise RuntimeError("operation not permitted when stream is capturing")
         return work
 
@@ -182,7 +181,7 @@ def test_a_graph_runs_the_recorded_forward_if_it_can_be_captured(captured, monke
     params = SamplingParams(temperature=0)
     spans = [Span(n, np.array([40], np.int32), 20, [n, 3 + n], True, params) for n in (1, 2)]
     own = graphs.run(spans)
-    runner._captured = trace(runner._model)
+    runner._traced = trace(runner._model)
     graphs.forget()
     runner._graphs = graphs
     runner.warm_up()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.attention.varlen import has_block_tables
 from engine.models.load import LoadedModel, describe
 from engine.request import SamplingParams
 from tests.bench.report import commit
@@ -87,6 +86,5 @@ def machine(device: str) -> dict[str, Any]:
     return {
         "device": name,
         "torch": torch.__version__,
-        "varlen_block_tables": has_block_tables(),
         "commit": commit(),
     }

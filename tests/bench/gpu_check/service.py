@@ -162,12 +162,7 @@ def _num_compiled() -> int:
     """Forms of the kernels that stand compiled; 0 where there are none."""
     try:
         from engine.attention.kernels import _paged_kernel
-        from engine.operators.kernels import rotate_kernel, silu_mul_kernel
     except ImportError:
         return 0
-    kernels: list[Any] = [_paged_kernel, rotate_kernel, silu_mul_kernel]
-    return sum(
-        len(cache[0])
-        for kernel in kernels
-        for cache in getattr(kernel, "device_caches", {}).values()
-    )
+    caches: dict[Any, Any] = getattr(_paged_kernel, "device_caches", {})
+    return sum(len(cache[0]) for cache in caches.values())
