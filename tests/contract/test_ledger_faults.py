@@ -19,6 +19,7 @@ from billing.gate.outcomes import Outcome
 from billing.gate.work import Settled
 from billing.money import UNITS
 from billing.prices.book import NS
+from billing.proof import audit
 from billing.store.opening import open_store
 from billing.usage import Usage
 from tests.support.billing import running_ledger
@@ -112,6 +113,7 @@ def test_a_batch_moves_every_account_that_it_touches(house):
     house.ledger.store.apply(settling, house.ledger.book, house.clock)
     accounts = [house.account(name) for name in ("acme", "other")]
     assert [(0, UNITS - PRICE), (0, -PRICE)] == [(it.held, it.balance) for it in accounts]
+    assert audit.verify(house.ledger.store).revenue == {"CNY": 2 * PRICE}
 
 
 def test_a_queue_that_is_full_refuses_at_once(house, monkeypatch):

@@ -84,6 +84,7 @@ def test_bare_decimals_are_read_exactly():
         ({"valid_from": '"soon"'}, "soon"),
         ({"valid_from": "="}, "not TOML"),
         ({"version": ""}, "needs 'version'"),
+        ({"more": "valid_until = 2024-01-01T00:00:00Z"}, "line 8: valid_until is not after"),
         ({"more": "minimum_cached = 1"}, "did you mean 'minimum_cached_tokens'"),
         ({"rates": "hit_dsk = 1"}, "did you mean 'hit_disk'"),
         ({"rates": "storage = -1"}, "line 14: .* from zero"),
