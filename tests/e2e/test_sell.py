@@ -39,9 +39,7 @@ def served(tmp_path: Path) -> Iterator[dict[str, str]]:
         process.wait()
 
 
-def test_a_customer_pays_in_euros_what_the_card_says(
-    served: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_customer_pays_in_euros_what_the_card_says(served, tmp_path):
     blocks = re.findall(r"```console\n(.*?)```", PAGE, re.S)
     assert SERVE in "".join(blocks)
     script = "".join(blocks).replace(SERVE, "").replace("http://127.0.0.1:8000", served["URL"])
