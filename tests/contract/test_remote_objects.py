@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.redis_server import redis_cluster, redis_server
-from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tests.support.faulty_storage import SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -25,9 +25,7 @@ from tiers.tier import Loaded, TierName
 
 pytestmark = pytest.mark.redis
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
+LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
 TIMEOUT_S = 10.0  # beside busy processes
 
@@ -73,19 +71,11 @@ def blocks(seed: int) -> list[BlockId]:
 
 
 def store(tier: StackedTier, seed: int) -> None:
-    ids = blocks(seed)
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    assert tier.store(ids, FRAMES[:8]) == []
+    assert put(tier, blocks(seed), FRAMES) == []
 
 
 def load(tier: StackedTier, seed: int) -> Loaded:
-    ids = blocks(seed)
-    wipe(FRAMES)
-    loaded = tier.load(ids, FRAMES[:8])
-    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
-        assert holds(frame, block, FRAMES[8])
-    return loaded
+    return fetched(tier, blocks(seed), FRAMES)
 
 
 def test_objects_are_put_found_listed_and_deleted(url):

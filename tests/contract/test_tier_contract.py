@@ -6,19 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fill, holds, put, take, wipe
 from tests.support.memory_tier import MemoryTier
 from tiers.blocks.frames import Frame, FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
 from tiers.disk.settings import DiskSettings
 from tiers.errors import MissReason, TierClosed
 from tiers.tier import Loaded, ManagedTier
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
 CAPACITY = 2 << 20
 NUM_FRAMES = 24
 
@@ -49,9 +45,7 @@ def blocks(count: int, seed: int = 0, scope: CacheScope = SCOPE) -> list[BlockId
 def stored(tier: ManagedTier, frames: list[Frame], count: int, seed: int = 0) -> list[BlockId]:
     """Store a chain and wipe the frames it came from."""
     ids = blocks(count, seed)
-    for frame, block in zip(frames, ids, strict=False):
-        fill(frame, block)
-    tier.store(ids, frames[:count])
+    put(tier, ids, frames)
     wipe(frames)
     return ids
 

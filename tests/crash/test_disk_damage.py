@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import in_child
-from tests.support.faulty_storage import chain, fill, holds, take, wipe
+from tests.support.faulty_storage import chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
@@ -22,9 +22,7 @@ from tiers.disk.inspection.verify import verify_all
 from tiers.disk.open import open_disk
 from tiers.disk.tier import DiskTier
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
+LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
 CAPACITY = 2 << 20
 PAGE = 4096
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
@@ -38,20 +36,12 @@ def blocks(seed: int) -> list[BlockId]:
 
 
 def store(tier: DiskTier, seed: int) -> None:
-    ids = blocks(seed)
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    tier.store(ids, FRAMES[:8])
+    put(tier, blocks(seed), FRAMES)
 
 
 def num_served(tier: DiskTier, seed: int) -> int:
     """Blocks of a chain that are served; one with wrong bytes ends the child."""
-    ids = blocks(seed)
-    wipe(FRAMES)
-    loaded = tier.load(ids, FRAMES[:8])
-    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
-        assert holds(frame, block, FRAMES[8]), "wrong bytes"
-    return loaded.num_blocks
+    return fetched(tier, blocks(seed), FRAMES).num_blocks
 
 
 def filled(root: Path) -> Path:

@@ -19,19 +19,22 @@ import pytest
 from billing.errors import StoreError
 from billing.store.opening import open_store
 from tests.children import FORKS, in_child, start_child
-from tests.support.faulty_storage import KillingStorage, chain, fill, holds, take, wipe
+from tests.support.faulty_storage import (
+    LAYOUT,
+    KillingStorage,
+    chain,
+    fetched,
+    put,
+    take,
+)
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
-from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import DirectoryLock, Meta, is_locked, read_meta, write_meta
 from tiers.disk.open import open_disk
 from tiers.disk.storage import Storage
 from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
 CAPACITY = 1 << 20
 POINTS = ["begin_write", "delete", "put", "view", "commit", "committed", "sync"]
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
@@ -47,10 +50,7 @@ def blocks(seed: int) -> list[BlockId]:
 
 
 def store(tier: DiskTier, seed: int) -> None:
-    ids = blocks(seed)
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    tier.store(ids, FRAMES[:8])
+    put(tier, blocks(seed), FRAMES)
 
 
 def write_until_killed(root: Path, point: str, number: int) -> None:
@@ -79,12 +79,8 @@ def hold_the_folder(root: Path, parent: Connection) -> None:
 
 def num_served(tier: DiskTier, seed: int) -> int:
     """Blocks of a chain that are served, each checked."""
-    ids = blocks(seed)
-    wipe(FRAMES)
-    loaded = tier.load(ids, FRAMES[:8])
+    loaded = fetched(tier, blocks(seed), FRAMES)
     assert loaded.reason in (None, MissReason.ABSENT), f"a crash corrupted a block: {loaded}"
-    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
-        assert holds(frame, block, FRAMES[8])
     return loaded.num_blocks
 
 

@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from tiers.blocks.frames import Frame, FrameArena
-from tiers.blocks.keys import BlockId, CacheScope, block_ids, token_bytes
+from tiers.blocks.keys import BlockId, CacheScope, PrefixKey, block_ids, token_bytes
+from tiers.blocks.layout import BlockLayout
 from tiers.disk.storage import DataFile, MapFull, Storage
 from tiers.disk.transaction import PAGE_HEADER
+from tiers.tier import Loaded, Tier
 
 SCOPE = CacheScope(weights=b"tiny", tenant=b"tester")
+LAYOUT = BlockLayout.uniform(2, 16, 2, 16, "float32")  # blocks of 4 KiB
 
 
 def chain(
@@ -55,6 +58,25 @@ def take(arena: FrameArena, count: int) -> list[Frame]:
     frames = [frame for frame in (arena.take() for _ in range(count)) if frame is not None]
     assert len(frames) == count, f"the arena has {len(frames)} free frames, not {count}"
     return frames
+
+
+def put(tier: Tier, ids: Sequence[BlockId], frames: Sequence[Frame]) -> list[PrefixKey]:
+    """Store blocks from these frames; returns the keys that were refused or evicted for them."""
+    for frame, block in zip(frames, ids, strict=False):
+        fill(frame, block)
+    return list(tier.store(ids, frames[: len(ids)]))
+
+
+def fetched(tier: Tier, ids: Sequence[BlockId], frames: Sequence[Frame]) -> Loaded:
+    """Load blocks, and compare every byte of those that are said to be loaded. The last frame is
+    for comparing."""
+    into, spare = frames[: len(ids)], frames[-1]
+    wipe(into)
+    loaded = tier.load(ids, into)
+    for frame, block in zip(into[: loaded.num_blocks], ids, strict=False):
+        assert holds(frame, block, spare), f"wrong bytes served for {block.key.hex()}"
+    assert (loaded.reason is None) == (loaded.num_blocks == len(ids)), loaded
+    return loaded
 
 
 def io_error() -> Exception:

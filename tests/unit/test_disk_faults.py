@@ -18,18 +18,18 @@ from cachesvc.config.quantities import parse_size
 from tests.children import in_child
 from tests.support.disks import closed_later
 from tests.support.faulty_storage import (
+    LAYOUT,
     FaultyStorage,
     LyingStorage,
     chain,
     disk_full,
-    fill,
-    holds,
+    fetched,
     io_error,
     map_full,
+    put,
     take,
-    wipe,
 )
-from tiers.blocks.frames import Frame, FrameArena
+from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.directory import (
@@ -46,12 +46,8 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, DirectoryLocked, MissReason
 from tiers.tier import Loaded
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
 CAPACITY = 2 << 20
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
-SPARE = FRAMES[8]
 
 
 def opened(root: Path, storage: Storage | None = None, layout: BlockLayout = LAYOUT) -> DiskTier:
@@ -63,20 +59,11 @@ def blocks(count: int = 4, seed: int = 0) -> list[BlockId]:
 
 
 def store(tier: DiskTier, ids: list[BlockId]) -> None:
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    tier.store(ids, FRAMES[: len(ids)])
+    put(tier, ids, FRAMES)
 
 
 def load(tier: DiskTier, ids: list[BlockId]) -> Loaded:
-    """Load, and check every block that is said to be loaded."""
-    frames: list[Frame] = FRAMES[: len(ids)]
-    wipe(frames)
-    loaded = tier.load(ids, frames)
-    for frame, block in zip(frames[: loaded.num_blocks], ids, strict=False):
-        assert holds(frame, block, SPARE), f"wrong bytes served for {block.key.hex()}"
-    assert (loaded.reason is None) == (loaded.num_blocks == len(ids))
-    return loaded
+    return fetched(tier, ids, FRAMES)
 
 
 def flip(path: Path, offset: int, bit: int = 0) -> None:

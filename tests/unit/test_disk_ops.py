@@ -11,16 +11,15 @@ import pytest
 
 from tests.support.disks import closed_later
 from tests.support.faulty_storage import (
+    LAYOUT,
     SCOPE,
     chain,
-    fill,
-    holds,
+    fetched,
+    put,
     take,
-    wipe,
 )
 from tiers.blocks.frames import FrameArena
-from tiers.blocks.keys import BlockId, CacheScope
-from tiers.blocks.layout import BlockLayout
+from tiers.blocks.keys import BlockId, CacheScope, PrefixKey
 from tiers.disk.format.rows import DAY_S
 from tiers.disk.inspection.maintenance import remove
 from tiers.disk.inspection.opening import open_shards
@@ -33,9 +32,6 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Loaded
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=2, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
 CAPACITY = 2 << 20
 FRAMES = take(FrameArena(LAYOUT, 17), 17)
 OTHER = CacheScope(weights=b"tiny", tenant=b"other")
@@ -76,19 +72,12 @@ def blocks(seed: int = 0, count: int = 4, scope: CacheScope = SCOPE) -> list[Blo
     return chain(count, block_size=LAYOUT.block_size, seed=seed, scope=scope)
 
 
-def store(tier: DiskTier, ids: list[BlockId]) -> list[bytes]:
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    return list(tier.store(ids, FRAMES[: len(ids)]))
+def store(tier: DiskTier, ids: list[BlockId]) -> list[PrefixKey]:
+    return put(tier, ids, FRAMES)
 
 
 def load(tier: DiskTier, ids: list[BlockId]) -> int:
-    """How many blocks are served; each is checked."""
-    wipe(FRAMES)
-    num_loaded = tier.load(ids, FRAMES[: len(ids)]).num_blocks
-    for frame, block in zip(FRAMES[:num_loaded], ids, strict=False):
-        assert holds(frame, block, FRAMES[16])
-    return num_loaded
+    return fetched(tier, ids, FRAMES).num_blocks
 
 
 @pytest.fixture

@@ -9,7 +9,14 @@ import lmdb
 import pytest
 
 from tests.support.disks import closed_later
-from tests.support.faulty_storage import FaultyStorage, chain, fill, holds, map_full, take, wipe
+from tests.support.faulty_storage import (
+    FaultyStorage,
+    chain,
+    fetched,
+    map_full,
+    put,
+    take,
+)
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout
@@ -27,9 +34,7 @@ from tiers.disk.tier import DiskTier
 from tiers.errors import ConfigurationError, MissReason
 from tiers.tier import Loaded
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
+LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
 CAPACITY = 2 << 20
 PAGE = 4096
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
@@ -43,21 +48,12 @@ def blocks(seed: int) -> list[BlockId]:
     return chain(8, block_size=LAYOUT.block_size, seed=seed)
 
 
-def store(tier: DiskTier, seed: int) -> list[bytes]:
-    """Store a chain; returns the keys that were refused or evicted."""
-    ids = blocks(seed)
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    return list(tier.store(ids, FRAMES[:8]))
+def store(tier: DiskTier, seed: int) -> list[PrefixKey]:
+    return put(tier, blocks(seed), FRAMES)
 
 
 def load(tier: DiskTier, seed: int) -> Loaded:
-    ids = blocks(seed)
-    wipe(FRAMES)
-    loaded = tier.load(ids, FRAMES[:8])
-    for frame, block in zip(FRAMES[: loaded.num_blocks], ids, strict=False):
-        assert holds(frame, block, FRAMES[8])
-    return loaded
+    return fetched(tier, blocks(seed), FRAMES)
 
 
 def wait_for_check(tier: DiskTier) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.sim import world as sim
-from tests.support.faulty_storage import SCOPE, chain, fill, holds, take, wipe
+from tests.support.faulty_storage import SCOPE, chain, fetched, fill, put, take
 from tests.support.memory_tier import MemoryTier
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope
@@ -24,9 +24,7 @@ from tiers.remote.stacked import StackedTier
 from tiers.remote.tier import RemoteTier, object_name
 from tiers.tier import Loaded, TierName
 
-LAYOUT = BlockLayout.uniform(
-    num_layers=1, block_size=16, num_kv_heads=2, head_dim=16, dtype="float32"
-)
+LAYOUT = BlockLayout.uniform(1, 16, 2, 16, "float32")
 CAPACITY = 2 << 20
 FRAMES = take(FrameArena(LAYOUT, 9), 9)
 DISK, REMOTE = TierName.DISK, TierName.REMOTE
@@ -114,20 +112,12 @@ def blocks(seed: int = 0, count: int = 4) -> list[BlockId]:
 
 
 def store(tier: StackedTier, ids: list[BlockId]) -> None:
-    for frame, block in zip(FRAMES, ids, strict=False):
-        fill(frame, block)
-    assert tier.store(ids, FRAMES[: len(ids)]) == []
+    assert put(tier, ids, FRAMES) == []
     assert tier.remote.drain(10)
 
 
 def load(tier: StackedTier, ids: list[BlockId]) -> Loaded:
-    """Load, and check every byte of what is said to be loaded."""
-    frames = FRAMES[: len(ids)]
-    wipe(frames)
-    loaded = tier.load(ids, frames)
-    for frame, block in zip(frames[: loaded.num_blocks], ids, strict=False):
-        assert holds(frame, block, FRAMES[8])
-    return loaded
+    return fetched(tier, ids, FRAMES)
 
 
 def test_a_prefix_may_lie_in_parts_on_disk_and_remotely(server, objects):
