@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 import xxhash
 from numpy.typing import NDArray
 
@@ -86,19 +85,6 @@ def runner(loaded: LoadedModel, attention: type[ReferenceAttention] | None = Non
     pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
     chosen: PagedAttention | None = attention(pool) if attention else None
     return ModelRunner(loaded, pool, chosen)
-
-
-def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing(loaded):
-    tokens = prompt(4 * BLOCK)
-    pool = new_pool(loaded, NUM_BLOCKS, BLOCK)
-    model = ModelRunner(loaded, pool)
-    table = list(range(10))
-    (first,) = model.step(Batch([Span(1, tokens, 0, table, True, GREEDY)]))
-    before = pool.clone()
-    again = Span(2, tokens[-1:], len(tokens) - 1, table, True, GREEDY, write_kv=False)
-    (second,) = model.step(Batch([again]))
-    assert second.token == first.token
-    assert torch.equal(pool.nan_to_num(), before.nan_to_num())
 
 
 def test_warming_up_writes_nothing(loaded):

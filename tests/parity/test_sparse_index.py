@@ -20,10 +20,8 @@ from engine.attention.base import (
 from engine.attention.cpu import CpuAttention
 from engine.attention.sparse import IndexRows, SparseAttention, picked
 from engine.batch import Span
-from engine.errors import ModelError
 from engine.execution import runner
 from engine.models.load import LoadedModel
-from engine.models.probe import prepare
 from engine.request import SamplingParams
 from tests.parity import architectures
 from tests.parity.test_architectures import prompt, stock_tokens
@@ -182,27 +180,6 @@ def test_any_cut_into_steps_attends_to_what_was_picked(kind):
 
 
 # What is refused.
-
-
-class PoolingIndex(torch.nn.Module):
-    """An index that picks pools of tokens, as one of another family might."""
-
-    index_topk = 4
-
-    def forward(
-        self, hidden_states: torch.Tensor, q_resid: torch.Tensor, attention_mask: torch.Tensor
-    ) -> torch.Tensor:
-        raise AssertionError
-
-
-def test_an_index_of_another_kind_is_refused_by_name():
-    model = architectures.stock("deepseek_v32")
-    layer = model.model.layers[0].self_attn
-    whole = layer.indexer.forward
-    layer.indexer = PoolingIndex()
-    layer.indexer.forward = whole
-    with pytest.raises(ModelError, match="PoolingIndex does not pick single latents"):
-        prepare(model)
 
 
 class Unfitting(ReferenceAttention):

@@ -100,24 +100,6 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_nothing():
         assert world.counts("warm").miss == 1 and world.counts("warm").hit_device == length - 1
 
 
-def test_hits_come_from_each_tier_and_are_counted_there():
-    """The same prompt from the device, then from the host, then from the disk."""
-    world = World(device_blocks=12, host_blocks=16, disk_blocks=500)
-    prompt = [*range(20), 7]
-    world.ask("cold", prompt)
-    world.ask("device", prompt)
-    assert world.counts("device").hit_device == 20
-    world.ask("flood0", [45] * 40)
-    world.ask("host", prompt)
-    assert world.counts("host").hit_host >= 16
-    for number in range(1, 6):
-        world.ask(f"flood{number}", [number] * 40)
-        world.mover.run(10)
-    world.ask("disk", prompt)
-    assert world.counts("disk").hit_disk == 20
-    world.check()
-
-
 def test_prompts_that_part_are_all_served_from_the_disk_when_they_come_together():
     """One brings the shared block up; the others wait for it, and still load what follows it."""
     write_through = WritePolicy.WRITE_THROUGH

@@ -42,22 +42,6 @@ def refusal(path: Path) -> str:
     return said
 
 
-def test_its_weights_arrive_and_progress_is_told(tmp_path):
-    given = write_tiny(tmp_path / "tiny.gguf")
-    shares: list[float] = []
-    out = tmp_path / "out"
-    convert([tmp_path / "tiny.gguf"], out, lambda what, part: shares.append(part))
-    assert (sorted(shares), 1.0) == (shares, shares[-1])
-    found = load_file(out / "model.safetensors")
-    for name, mine in (
-        ("model.embed_tokens.weight", "token_embd.weight"),
-        ("model.norm.weight", "output_norm.weight"),
-        ("model.layers.0.mlp.gate_proj.weight", "blk.0.ffn_gate.weight"),
-        ("model.layers.0.self_attn.v_proj.weight", "blk.0.attn_v.weight"),
-    ):
-        np.testing.assert_array_equal(given[mine], found[name])
-
-
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_what_is_unknown_is_refused_by_name(kind, tmp_path):
     fields, tensors = tiny(kind)

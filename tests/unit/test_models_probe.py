@@ -11,8 +11,6 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    NemotronConfig,
-    NemotronForCausalLM,
 )
 
 from engine.attention import base as attention
@@ -113,20 +111,6 @@ def test_a_model_that_fails_in_its_own_code_is_refused_with_what_it_said():
     wrapped(model.model.layers[1].mlp, failing)
     with pytest.raises(ModelError, match=r"cannot be run .*\(IndexError: no such expert\)"):
         prepare(model)
-
-
-def test_nemotron_whose_layers_pass_nothing_on_is_refused():
-    config = NemotronConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    with pytest.raises(ModelError, match="NemotronAttention is not handed the arguments"):
-        prepare(NemotronForCausalLM(config).eval())
 
 
 def test_tables_of_longrope_are_refused_unless_fixed():
