@@ -116,7 +116,7 @@ class Ascent:
         if self.protocol.is_messages and isinstance(metadata, Mapping) and metadata.get("user_id"):
             body["metadata"] = {"user_id": self._digest("user_id", str(metadata["user_id"]))}
         given = body.pop("cache_salt", None)
-        if self.endpoint.is_salted or given:
+        if self.protocol.path in self.endpoint.salted or given:
             body["cache_salt"] = self._digest("cache_salt", str(given or ""))
         if service_tier:
             body["service_tier"] = service_tier

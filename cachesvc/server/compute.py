@@ -3,6 +3,7 @@
 Used by the server and by `cachesvc bench`. `engine.composition` joins the parts.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,6 +60,7 @@ def prepare(
         from cachesvc.server.relay.core import build as build_relay
         from cachesvc.server.vllm.elsewhere import build as build_elsewhere
 
+        passes = _passes(settings.engine)
         elsewhere = _sized(settings, "cpu")  # on a GPU vLLM sizes its own cache
         if settings.engine.urls:
             none = settings.cache.model_copy(update=dict.fromkeys(TIER_SIZES, 0))
@@ -67,7 +69,7 @@ def prepare(
         def make_elsewhere(on_outputs: Deliver, stream: EventStream, _: object) -> Backend:
             if taken is not None:
                 taken.give_back()
-            if settings.engine.is_relay:
+            if passes:
                 return build_relay(elsewhere, on_outputs, stream)
             return build_elsewhere(elsewhere, on_outputs, stream, progress)
 
@@ -76,6 +78,17 @@ def prepare(
     sized = _sized(settings, loaded.device)
     warn_of_limit(of_server(sized.cache, on_gpu=loaded.device != "cpu"))
     return sized, over(loaded, sized, taken)
+
+
+def _passes(engine: EngineSection) -> bool:
+    """Whether requests pass to the engine as they are: if its user says so, or if it takes no
+    tokens."""
+    if engine.is_relay or not engine.urls:
+        return engine.is_relay
+    from engine.remote.find import is_no_token_engine
+
+    url, key = engine.urls[0], engine.key.get_secret_value()
+    return run_apart(lambda: asyncio.run(is_no_token_engine(url, key)))
 
 
 def _sized(settings: Settings, device: str) -> Settings:

@@ -7,6 +7,7 @@ another model, tokenizer or context length.
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
@@ -78,18 +79,49 @@ async def find(url: str, meant: Meant, key: str) -> FoundEngine:
     return found
 
 
+async def is_no_token_engine(url: str, key: str = "") -> bool:
+    """Whether what answers at a URL lists models and is neither vLLM nor SGLang."""
+    http = EngineHttp(url, key)
+    try:
+        if (await _told(http))[0] != EngineKind.NEITHER:
+            return False
+        status, answer = await http.ask("GET", "/v1/models")
+        return status == 200 and isinstance(answer, dict) and "data" in answer
+    except RemoteFault:
+        return False  # `find` says what is wrong
+    finally:
+        await http.close()
+
+
 async def _found(http: EngineHttp, meant: Meant) -> FoundEngine:
+    kind, status, about = await _told(http)
+    if kind is EngineKind.SGLANG:
+        return await _sglang(http, meant, about)
+    _check_key(http, status)
+    if kind is EngineKind.NEITHER:
+        raise ModelError(
+            f"what answers at {http.url} is neither vLLM nor SGLang: GET /version gives {status}. "
+            f"To pass requests on as they are, name it as openai+{http.url}"
+        )
+    return await _vllm(http, meant, str(about["version"]))
+
+
+class EngineKind(Enum):
+    VLLM = auto()
+    SGLANG = auto()
+    NEITHER = auto()
+
+
+async def _told(http: EngineHttp) -> tuple[EngineKind, int, Mapping[str, Any]]:
+    """What an engine says that it is, with the status and the answer that tell it."""
     for path in ("/server_info", "/get_server_info"):
         status, about = await http.ask("GET", path)
         if status == 200 and isinstance(about, dict) and "tokenizer_path" in about:
-            return await _sglang(http, meant, about)
+            return EngineKind.SGLANG, status, about
     status, about = await http.ask("GET", "/version")
-    _check_key(http, status)
-    if status != 200 or not isinstance(about, dict) or "version" not in about:
-        raise ModelError(
-            f"what answers at {http.url} is neither vLLM nor SGLang: GET /version gives {status}"
-        )
-    return await _vllm(http, meant, str(about["version"]))
+    if status == 200 and isinstance(about, dict) and "version" in about:
+        return EngineKind.VLLM, status, about
+    return EngineKind.NEITHER, status, {}
 
 
 async def _vllm(http: EngineHttp, meant: Meant, version: str) -> FoundEngine:

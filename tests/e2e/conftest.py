@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -42,12 +43,10 @@ class Server:
 
 
 @contextmanager
-def on_a_socket(house: FakeHouse) -> Iterator[Server]:
-    """uvicorn as `cachesvc serve` runs it, in a thread of its own."""
+def listening(app: Any) -> Iterator[str]:
+    """uvicorn as `cachesvc serve` runs it, in a thread of its own. Gives the URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        create_app(house.wire), log_config=None, lifespan="on", http="httptools"
-    )
+    config = uvicorn.Config(app, log_config=None, lifespan="on", http="httptools")
     http = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(http.serve(sockets=[listener])))
     thread.start()
@@ -55,13 +54,22 @@ def on_a_socket(house: FakeHouse) -> Iterator[Server]:
     while not http.started and time.monotonic() < give_up:
         time.sleep(0.005)
     try:
-        yield Server(house, f"http://127.0.0.1:{listener.getsockname()[1]}/v1")
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         http.should_exit = True
         thread.join(10)
         listener.close()
-        house.close()
     assert not thread.is_alive()
+
+
+@contextmanager
+def on_a_socket(house: FakeHouse) -> Iterator[Server]:
+    """A server over the scripted engine."""
+    try:
+        with listening(create_app(house.wire)) as url:
+            yield Server(house, f"{url}/v1")
+    finally:
+        house.close()
     assert all(charge.num_settled + charge.num_voided == 1 for charge in house.meter.charges)
 
 

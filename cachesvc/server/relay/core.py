@@ -12,6 +12,7 @@ import orjson
 
 from api.errors import Unsupported
 from api.relay.body import VERSION
+from api.relay.protocol import CHAT, COMPLETIONS, RESPONSES
 from api.served_model import Endpoint
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.settings import Settings
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 PROMISE = Promise(Equal.NONE, "an endpoint elsewhere computes it")
 CONTEXT = "max-model-len"  # of vLLM's arguments, the one that holds for any engine
 _CONTEXTS = ("max_model_len", "context_length", "max_context_length", "context_window")
-_SALTED = frozenset({"vllm", "sglang", "cachesvc"})  # `owned_by` of engines that have cache_salt
+# Where engines have cache_salt, by the `owned_by` of their models.
+_CHATS = frozenset({CHAT.path, COMPLETIONS.path})
+_SALTED = {"vllm": _CHATS | {RESPONSES.path}, "sglang": _CHATS, "cachesvc": _CHATS}
 LOOK_S = 1.0  # between questions to a site that fails
 T = TypeVar("T")
 
@@ -239,7 +242,7 @@ def build(
             sites=sites,
             model=model,
             key=key,
-            is_salted=all(each.is_salted for each in found),
+            salted=frozenset.intersection(*(each.salted for each in found)),
             began=relay.began,
             ended=relay.ended,
             watch=relay.watch,
@@ -255,7 +258,7 @@ class _NoCache:
 class _Found:
     model: str
     max_context: int = 0  # 0: it does not say
-    is_salted: bool = False
+    salted: frozenset[str] = frozenset()
 
 
 async def _found_all(urls: Sequence[str], key: str, name: str) -> list[_Found]:
@@ -300,4 +303,4 @@ def _picked(url: str, status: int, said: bytes, name: str) -> _Found:
         )
     lengths = (card.get(each) for each in _CONTEXTS)
     length = next((each for each in lengths if type(each) is int and each > 0), 0)
-    return _Found(card["id"], length, str(card.get("owned_by")).lower() in _SALTED)
+    return _Found(card["id"], length, _SALTED.get(str(card.get("owned_by")), frozenset()))

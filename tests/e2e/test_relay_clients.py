@@ -1,0 +1,103 @@
+"""The official clients through a server that passes their requests to another server of ours.
+
+All of it speaks real HTTP on 127.0.0.1. What the outer server charges is what the inner one did.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from api.admission import Served
+from billing.gate.entries import Kind
+from billing.store import reports
+from billing.usage import Usage
+from cachesvc.service import Service
+from tests.api.real_service import real_service
+from tests.e2e.conftest import Server, listening
+from tests.support.wire import Script
+
+SAID: list[Any] = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(params=["openai+", ""], ids=["named", "found by asking"])
+def relay(
+    server: Server, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[tuple[Service, str]]:
+    """A server before `server`, which the second time finds by itself that no tokens are taken."""
+    inner = request.param + server.url.removesuffix("/v1")
+    made = real_service(tmp_path, Path("bytes"), engine_backend=inner)
+    with made as (service, app, _), listening(app) as url:
+        yield service, url
+
+
+def charged(service: Service) -> list[Usage]:
+    with service._money.books.store.reading() as connection:
+        entries = list(reports.stream_entries(connection, "default"))
+    return [Usage.from_record(e.details.get("usage", {})) for e in entries if e.kind is Kind.CHARGE]
+
+
+def served(server: Server) -> list[Usage]:
+    found: list[Served | None] = [charge.served for charge in server.house.meter.charges]
+    return [each.usage for each in found if each is not None]
+
+
+def test_openais_client(server: Server, relay: tuple[Service, str]) -> None:
+    service, url = relay
+    server.house.engine.script = Script(answer="one two", hits={"hit_disk": 8, "hit_host": 3})
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="sk-any", max_retries=0) as client:
+        assert ["bytes"] == [model.id for model in client.models.list()]
+        asked: dict[str, Any] = {"model": "bytes", "messages": SAID}
+        answer = client.chat.completions.create(**asked)
+        assert "one two" == answer.choices[0].message.content
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        assert "one two" == "".join(c.choices[0].delta.content or "" for c in chunks)
+        assert not any(chunk.usage for chunk in chunks), "it was not asked for"
+        with client.chat.completions.stream(**asked) as helped:
+            assert "one two" == helped.get_final_completion().choices[0].message.content
+        texts = client.completions.create(model="bytes", prompt=["x" * 20, "y" * 30], max_tokens=7)
+        assert ["one two"] * 2 == [choice.text for choice in texts.choices]
+        response = client.responses.create(model="bytes", input="hi")
+        assert "one two" == response.output_text
+        with client.responses.stream(model="bytes", input="hi") as stream:
+            assert "one two" == stream.get_final_response().output_text
+        with pytest.raises(openai.BadRequestError, match="tempe"):
+            client.chat.completions.create(**asked, temperature=3)
+    assert served(server) == charged(service)[:6], "by tier, as one of ours tells"
+    assert 6 == len(served(server)) and (8, 3) == (served(server)[0].hit_disk, 3)
+
+
+def test_anthropics_client(server: Server, relay: tuple[Service, str]) -> None:
+    service, url = relay
+    server.house.engine.script = Script(answer="one two", hits={"hit_host": 3})
+    with anthropic.Anthropic(base_url=url, api_key="sk-any", max_retries=0) as client:
+        asked: dict[str, Any] = {"model": "bytes", "max_tokens": 50, "messages": SAID}
+        message = client.messages.create(**asked)
+        assert ("one two", 3) == (message.content[0].text, message.usage.cache_read_input_tokens)
+        with client.messages.stream(**asked) as stream:
+            assert message.usage.input_tokens == stream.get_final_message().usage.input_tokens
+        with pytest.raises(anthropic.BadRequestError, match="tempe"):
+            client.messages.create(**asked, extra_body={"temperature": 3})
+    assert served(server) == charged(service)[:2]
+
+
+def test_a_failure_of_the_inner_server_is_raised_by_the_client(
+    server: Server, relay: tuple[Service, str]
+) -> None:
+    service, url = relay
+    server.house.engine.script = Script(answer="one two three", fail_after=4)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="sk-any", max_retries=0) as client:
+        with pytest.raises(openai.APIError, match="engine"):
+            list(client.chat.completions.create(model="bytes", messages=SAID, stream=True))
+        with pytest.raises(openai.InternalServerError, match="engine"):
+            client.chat.completions.create(model="bytes", messages=SAID)
+    with (
+        anthropic.Anthropic(base_url=url, api_key="sk-any", max_retries=0) as client,
+        pytest.raises(anthropic.APIStatusError, match="engine"),
+        client.messages.stream(model="bytes", max_tokens=50, messages=SAID) as stream,
+    ):
+        stream.get_final_message()
+    assert 0 == service._money.accounts.tenant("default").held
