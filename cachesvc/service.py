@@ -75,6 +75,7 @@ class Service:
         self._storage = self._storage_meter()
         self._operator = CacheOperator(
             self.core.engine.call,
+            self.core.blocks,
             self.core.layout.block_size,
             settings.server.data_dir,
             money.books.signer,
@@ -117,7 +118,9 @@ class Service:
             records=self._memory.records,
             cache=CacheParts(
                 retention=Retention(self._operator),
-                quotes=Quotes(engine, meter, CacheSurvey(engine.call, core.operations, block_size)),
+                quotes=Quotes(
+                    engine, meter, CacheSurvey(core.blocks, block_size) if core.blocks else None
+                ),
                 publisher=BlockPublisher(engine.call, block_size) if core.is_shared else None,
             ),
             settings=WireSettings(

@@ -4,10 +4,12 @@ Nothing starts before `start`. `close` undoes it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,13 +33,16 @@ from tiers.blocks.lazy_memory import LazyMemory
 from tiers.cache import CacheSettings, TieredCache
 from tiers.disk.format.planes import use_library
 from tiers.disk.inspection.view import DiskView
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations
 from tiers.policy.quota import QuotaShares
 from tiers.telemetry.events import EventStream
 from tiers.tier import ManagedTier
 
 WARM_UP_ID = -1  # the id of a sequence outside any scheduler
 CPU_WARM_TOKENS = 64  # of the first prompt on a CPU, where more gained nothing (docs/measurements)
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,12 @@ class Core:
     disk_view: Callable[[], AbstractContextManager[DiskView]] | None = None  # None: no disk here
 
     @property
-    def operations(self) -> CacheOperations:
+    def operations(self) -> BlockOperations:
         return self.cache.operations
+
+    def blocks(self, function: Callable[[BlockOperations], T]) -> "Future[T]":
+        """As `Engine.call`."""
+        return self.engine.call(function)
 
     @property
     def is_shared(self) -> bool:

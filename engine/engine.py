@@ -28,7 +28,7 @@ from engine.scheduling.sequence import SequenceState
 from engine.scheduling.states import StateRunner
 from engine.settings import EngineSettings
 from tiers.cache import TieredCache
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations
 from tiers.stats import CacheStats
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class Engine:
         """
         self._post(lambda: self._abort(request_id, reason, index=index))
 
-    def call(self, function: Callable[[CacheOperations], T]) -> "Future[T]":
+    def call(self, function: Callable[[BlockOperations], T]) -> "Future[T]":
         """Run `function` on the engine thread between two steps, to read or change the cache."""
         future: Future[T] = Future()
         if self.failure is not None:

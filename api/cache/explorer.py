@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from api.cache.owners import Owner, Owners
-from api.errors import BlockNotFound
+from api.errors import BlockNotFound, NotServed
 from api.journal.journal import RequestRecord
 from api.journal.why import MissFinding
 from tiers.blocks.keys import PrefixKey
@@ -23,7 +23,7 @@ from tiers.blocks.tree import Tree, TreeQuery
 from tiers.blocks.view import BlockView
 from tiers.disk.inspection.view import DiskView
 from tiers.explore import BlockDetail, DiskBlocks, TierForest, read_disk, same_start
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations, CacheOperations
 from tiers.tier import TierName
 
 DISK_FRESH_S = 5.0  # how long a snapshot of the disk is reused
@@ -36,6 +36,22 @@ class Caller(Protocol):
     """`Engine.call`."""
 
     def __call__(self, function: Callable[[CacheOperations], T]) -> "Future[T]": ...
+
+
+class BlockCaller(Protocol):
+    """`Engine.call` of an engine whose blocks are in this process."""
+
+    def __call__(self, function: Callable[[BlockOperations], T]) -> "Future[T]": ...
+
+
+def in_process(call: BlockCaller | None) -> BlockCaller:
+    """Raises NotServed for the blocks of an engine elsewhere."""
+    if call is None:
+        raise NotServed(
+            "The engine has its blocks in another process, where this server cannot look at them. "
+            "What it does there by prompt, tenant or scope still works."
+        )
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +73,12 @@ class Room:
 
 
 class Explorer:
-    """Reads the cache for admins. Raises BlockNotFound for a key that no tier holds."""
+    """Reads the cache for admins. Raises BlockNotFound for a key that no tier holds, and NotServed
+    where `call` is None: the blocks are in another process."""
 
     def __init__(
         self,
-        call: Caller,
+        call: BlockCaller | None,
         owners: Owners,
         disk_view: Callable[[], AbstractContextManager[DiskView]] | None,
         *,
@@ -75,13 +92,18 @@ class Explorer:
         self._reading = asyncio.Lock()
         self.block_bytes = block_bytes
 
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the blocks are in this process."""
+        return self._call is not None
+
     async def tree(self, query: TreeQuery, tenant: str = "") -> Grown:
         """The tree below the query's roots, or of all scopes, or of one tenant's or group's
         scopes."""
         disk = await self.fresh_disk()
         owners = await asyncio.to_thread(self.owners.by_root)
 
-        def grow(cache: CacheOperations) -> Tree:
+        def grow(cache: BlockOperations) -> Tree:
             forest = TierForest(cache.index, disk)
             if not tenant:
                 return forest.tree(query)
@@ -125,7 +147,7 @@ class Explorer:
         """More on why prompt `number` of a request missed; for admins only."""
         lookup = record.served.lookups[number] if record.served is not None else None
         absence = lookup.absence if lookup is not None else None
-        if absence is None:
+        if absence is None or self._call is None:
             return MissFinding()
         disk = await self.fresh_disk()
         seed, roots = await self.on_engine(
@@ -159,9 +181,9 @@ class Explorer:
         found = [Room(name, model, row) for (name, model), row in rows.items()]
         return sorted(found, key=lambda each: -sum(each.num_bytes.values()))
 
-    async def on_engine(self, function: Callable[[CacheOperations], T]) -> T:
+    async def on_engine(self, function: Callable[[BlockOperations], T]) -> T:
         """The result of `function`, run between two steps of the engine."""
-        return await asyncio.wrap_future(self._call(function))
+        return await asyncio.wrap_future(in_process(self._call)(function))
 
     async def fresh_disk(self, max_age_s: float = DISK_FRESH_S) -> DiskBlocks:
         """A snapshot of the disk, at most `max_age_s` old. One is taken at a time."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from api.errors import InvalidRequest, QuoteRefused
+from api.errors import InvalidRequest, QuoteRefused, Unsupported
 from api.job import Job, Priced, Served
 from api.requests.metering import LedgerMeter
 from api.served_model import EngineClient
@@ -112,9 +112,12 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 class Quotes:
-    """Quotes of one server, from its queue, its tiers, its prices and how long requests took."""
+    """Quotes of one server, from its queue, its tiers, its prices and how long requests took.
 
-    def __init__(self, engine: EngineClient, meter: LedgerMeter, survey: Survey) -> None:
+    Without a `survey` nobody knows the hits of an engine elsewhere: a quote is then at most.
+    """
+
+    def __init__(self, engine: EngineClient, meter: LedgerMeter, survey: Survey | None) -> None:
         self._engine = engine
         self._meter = meter
         self._survey = survey
@@ -122,7 +125,7 @@ class Quotes:
 
     async def of(self, principal: Principal, job: Job) -> Quote:
         """The quote of a job. Raises NoPrice if the model has no price."""
-        found = await self._survey(job) if job.cache else []
+        found = await self._survey(job) if job.cache and self._survey is not None else []
         hits = {tier: sum(one.get(tier, 0) for one in found) for tier in TierName}
         miss = job.prompt_tokens - sum(hits.values())
         usage = Usage(**{f"hit_{tier}": tokens for tier, tokens in hits.items()}, miss=miss)
@@ -141,6 +144,11 @@ class Quotes:
         """Raises QuoteRefused if the job would miss the request's own limits on hits or price."""
         if extension.require_hit is None and extension.max_price is None:
             return
+        if extension.require_hit is not None and self._survey is None:
+            raise Unsupported(
+                "What the engine has cached is not known before it answers; leave require_hit out.",
+                param="cachesvc.require_hit",
+            )
         most = _units(extension.max_price)
         quote = await self.of(principal, job)
         if extension.require_hit is not None and quote.hit_rate < extension.require_hit:

@@ -1,27 +1,27 @@
 """Reads the live index for the event loop, a few milliseconds of the engine thread at a time."""
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from typing import Any
 
+from api.cache.explorer import BlockCaller, in_process
 from tiers.blocks.keys import PrefixKey
 from tiers.blocks.view import BlockView
 from tiers.memory.block import Block
 from tiers.memory.view import live_blocks
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations
 
 AT_ONCE = 2_000  # blocks in one turn: about 2 ms
 
-Call = Callable[[Callable[[CacheOperations], Any]], "Future[Any]"]
 
-
-async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[BlockView]:
-    """Every block above the disk, partly filled ones as well, or those of the given scopes.
+async def read_blocks(
+    call: BlockCaller | None, scopes: frozenset[PrefixKey] | None
+) -> list[BlockView]:
+    """Every block above the disk, partly filled ones as well, or those of the given scopes. Raises
+    NotServed without `call`: the blocks are in another process.
 
     Blocks that come or go meanwhile may or may not be included.
     """
+    call = in_process(call)
     blocks: list[Block] = await asyncio.wrap_future(
         call(lambda cache: [*cache.index, *cache.index.iter_partials()])
     )
@@ -36,5 +36,5 @@ async def read_blocks(call: Call, scopes: frozenset[PrefixKey] | None) -> list[B
     return found
 
 
-def _read(blocks: list[Block], _: CacheOperations) -> list[BlockView]:
+def _read(blocks: list[Block], _: BlockOperations) -> list[BlockView]:
     return live_blocks(blocks)

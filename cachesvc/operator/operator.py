@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-from api.cache.explorer import Caller
+from api.cache.explorer import BlockCaller, Caller, in_process
 from api.errors import CacheNotKept, CacheNotPaid
 from api.job import Kept
 from billing.reports.receipts import ReceiptSigner
@@ -32,7 +32,7 @@ from cachesvc.operator.storage_meter import StorageMeter
 from tiers.blocks.chain import Chain, KeyedPrefix
 from tiers.blocks.keys import PrefixKey
 from tiers.errors import NotSaved
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations, CacheOperations
 from tiers.policy.retention import Pin, PinError, PinKind
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class CacheOperator:
     def __init__(
         self,
         call: Caller,
+        blocks: BlockCaller | None,
         block_size: int,
         data_dir: Path,
         signer: ReceiptSigner,
@@ -58,9 +59,11 @@ class CacheOperator:
         *,
         forget: Callable[[ScopeKind, str], Awaitable[None]] | None = None,
     ) -> None:
-        """`forget` removes everything else that is stored for a purged tenant or group, or raises
-        PurgeFailed."""
+        """`blocks` calls an engine whose blocks are in this process; else it is None, and nothing
+        is retained in passing. `forget` removes everything else that is stored for a purged tenant
+        or group, or raises PurgeFailed."""
         self._call_engine = call
+        self._blocks = blocks
         self.block_size = block_size
         self._data_dir = data_dir
         self._signer = signer
@@ -106,8 +109,11 @@ class CacheOperator:
         return await self._call(lambda cache: cache.pins())
 
     async def prefix_of(self, key: PrefixKey) -> KeyedPrefix:
-        """The prefix that ends with this block; no keys if a block is missing."""
-        return await self._done(lambda cache: cache.prefix_of(key))
+        """The prefix that ends with this block; no keys if a block is missing. Raises NotServed
+        where the blocks are in another process."""
+        find = in_process(self._blocks)
+        found = await asyncio.wrap_future(find(lambda cache: cache.prefix_of(key)))
+        return await asyncio.wrap_future(found)
 
     async def evict(self, keys: Sequence[PrefixKey]) -> dict[str, int]:
         """Blocks removed, by tier."""
@@ -145,17 +151,20 @@ class CacheOperator:
         owner: str,
         kind: PinKind,
     ) -> None:
-        def set_pin(cache: CacheOperations) -> object:
+        def set_pin(cache: BlockOperations) -> object:
             chain = Chain(root, tokens, self.block_size)
             return cache.retain(name, chain, cache.now_s + for_s, owner=owner, kind=kind)
 
-        self._in_passing(set_pin)
+        if self._blocks is not None:
+            self._blocks(set_pin).add_done_callback(_log_failure)
 
     def renew(self, name: str, for_s: float) -> None:
-        self._in_passing(lambda cache: cache.renew(name, cache.now_s + for_s))
+        if self._blocks is not None:
+            renewed = self._blocks(lambda cache: cache.renew(name, cache.now_s + for_s))
+            renewed.add_done_callback(_log_failure)
 
     def release(self, name: str) -> None:
-        self._in_passing(lambda cache: cache.unpin(name))
+        self._call_engine(lambda cache: cache.unpin(name)).add_done_callback(_log_failure)
 
     async def keep(
         self, name: str, prefix: Chain | KeyedPrefix, for_s: float, *, owner: str
@@ -180,9 +189,6 @@ class CacheOperator:
         now_s, pins = await self._call(lambda cache: (cache.now_s, cache.pins()))
         wall_s = time.time()
         return [_kept(pin, wall_s + pin.until_s - now_s) for pin in pins if pin.owner == owner]
-
-    def _in_passing(self, work: Callable[[CacheOperations], object]) -> None:
-        self._call_engine(work).add_done_callback(_log_failure)
 
     async def _purge(self, roots: Collection[PrefixKey]) -> Done:
         await self._settle_storage()
@@ -226,6 +232,6 @@ def _kept(pin: Pin[PrefixKey], expires_s: float) -> Kept:
     return Kept(pin, pin.name.removeprefix(f"{pin.owner}:"), expires_s)
 
 
-def _log_failure(done: "Future[object]") -> None:
+def _log_failure(done: "Future[Any]") -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
         logger.error("a prefix is not kept", exc_info=error)

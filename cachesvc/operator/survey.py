@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from api.cache.explorer import Caller
+from api.cache.explorer import BlockCaller
 from api.job import Job
 from tiers.blocks.keys import BlockId
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations
 from tiers.tier import TierName
 
 AT_ONCE = 2  # concurrent probes of the disk
@@ -20,9 +20,8 @@ AT_ONCE = 2  # concurrent probes of the disk
 class CacheSurvey:
     """A `Survey` of one engine's tiers."""
 
-    def __init__(self, call: Caller, cache: CacheOperations, block_size: int) -> None:
+    def __init__(self, call: BlockCaller, block_size: int) -> None:
         self._call = call
-        self._cache = cache
         self._block_size = block_size
         self._looks = asyncio.Semaphore(AT_ONCE)
 
@@ -30,15 +29,15 @@ class CacheSurvey:
         return [await self._found(job, number) for number in range(len(job.prompts))]
 
     async def _found(self, job: Job, number: int) -> Mapping[str, int]:
-        def look(cache: CacheOperations) -> tuple[list[TierName], list[BlockId]]:
+        def look(cache: BlockOperations) -> tuple[BlockOperations, list[TierName], list[BlockId]]:
             chain = job.chain(number, self._block_size)
             sources = cache.sources(chain)
-            return sources, chain.block_ids(len(sources), len(chain.keys))
+            return cache, sources, chain.block_ids(len(sources), len(chain.keys))
 
-        sources, rest = await asyncio.wrap_future(self._call(look))
+        cache, sources, rest = await asyncio.wrap_future(self._call(look))
         if rest:
             async with self._looks:
-                sources += await asyncio.to_thread(self._cache.places_below, rest)
+                sources += await asyncio.to_thread(cache.places_below, rest)
         tokens: Counter[Any] = Counter()
         for tier in sources:
             tokens[str(tier)] += self._block_size

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
+from api.cache.explorer import BlockCaller
 from api.served_model import EngineClient, NewDetokenizer
 from engine.engine import EngineStats
 from engine.promise import Promise
@@ -86,6 +87,10 @@ class Backend(Protocol):
 
     @property
     def operations(self) -> CacheOperations: ...
+
+    @property
+    def blocks(self) -> BlockCaller | None:
+        """Calls the engine for what only a cache in this process can tell; None without one."""
 
     @property
     def disk_view(self) -> Callable[[], AbstractContextManager[DiskView]] | None:

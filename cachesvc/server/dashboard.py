@@ -68,7 +68,7 @@ class Dashboard:
         self._remembered = memory.remembered
         self._snapshot = partial(_snapshot, watch)
         self.history = History(self._snapshot, watch.latencies.spreads)
-        books, call, tokenizer = money.books, core.engine.call, core.loaded.tokenizer
+        books, tokenizer = money.books, core.loaded.tokenizer
         alerts = Alerts(settings.server.prometheus_url, watch.readiness, watch.sources.violations)
 
         def cards() -> Sequence[RateCard]:
@@ -90,7 +90,7 @@ class Dashboard:
             books=books,
             journal=memory.records.journal,
             explorer=Explorer(
-                call,
+                core.blocks,
                 Owners(models, money.salts, currencies),
                 core.disk_view,
                 block_bytes=core.layout.nbytes,
@@ -98,7 +98,7 @@ class Dashboard:
             decode=tokenizer.decode,
             outline=Outline(tokenizer),
             limits=limit_settings(settings.limits),
-            blocks=partial(read_blocks, call),
+            blocks=partial(read_blocks, core.blocks),
             cache=operator,
         )
         self._restore()

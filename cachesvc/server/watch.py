@@ -65,16 +65,18 @@ class ServerWatch:
         http.should_exit = True
 
     async def blocks(self) -> None:
-        """While the engine is idle: returns spare memory, checks the tiers' invariants, and counts
-        violations."""
+        """While the engine is idle: returns spare memory, checks the invariants of tiers in this
+        process, and counts violations."""
         while True:
             await asyncio.sleep(CHECK_S)
             stats = self._core.engine.stats()
             if stats.num_running or stats.num_waiting or stats.num_loading:
                 continue
             await asyncio.to_thread(self._spare_memory.give_back)
+            if self._core.blocks is None:
+                continue
             try:
-                checked = self._core.engine.call(lambda cache: cache.check())
+                checked = self._core.blocks(lambda cache: cache.check())
                 await asyncio.wrap_future(checked)
             except AssertionError as error:
                 self._violations["blocks"] += 1

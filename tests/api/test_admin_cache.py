@@ -97,7 +97,7 @@ def running(tmp_path: Path) -> Iterator[Running]:
     engine = Engine(ChainRunner(cache.pool.tensor), cache, EngineSettings(), take)
     engine.start()
     signer = ReceiptSigner.open(tmp_path)
-    cache_admin = CacheOperator(engine.call, BLOCK, tmp_path, signer)
+    cache_admin = CacheOperator(engine.call, engine.call, BLOCK, tmp_path, signer)
     try:
         yield Running(tmp_path, house, engine, cache, cache_admin, signer, ended)
     finally:

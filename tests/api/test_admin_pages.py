@@ -33,7 +33,7 @@ from tests.support.wire import ByteTokenizer, byte_model
 from tests.unit.test_tree import BLOCK, add
 from tiers.blocks.keys import PrefixKey
 from tiers.cache import CacheSettings, TieredCache
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations
 
 books_of_acme = test_money_routes.house  # the fixture
 SALTS = Salts(b"secret of the tests")
@@ -53,7 +53,7 @@ class Cache:
         self.owners = Owners({"bytes": byte_model()}, SALTS, lambda: tenants)
         self.explorer = Explorer(self.call, self.owners, None, block_bytes=layout.nbytes)
 
-    def call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
+    def call(self, function: Callable[[BlockOperations], Any]) -> "Future[Any]":
         return called(function, self.tiers.operations)
 
     def fill(self) -> PrefixKey:
@@ -82,7 +82,7 @@ async def client(
         books=books_of_acme.books,
         explorer=cache.explorer,
         blocks=partial(read_blocks, cache.call),
-        cache=CacheOperator(cache.call, BLOCK, tmp_path, ReceiptSigner.open(tmp_path)),
+        cache=CacheOperator(cache.call, cache.call, BLOCK, tmp_path, ReceiptSigner.open(tmp_path)),
         decode=ByteTokenizer().decode,
         record=trail,
     )

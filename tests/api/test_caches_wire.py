@@ -22,7 +22,7 @@ from tests.support.chain_runner import chain_layout
 from tests.support.wire import FakeHouse, Script, fake_house
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations
 from tiers.policy.retention import Pin
 
 CACHES = "/v1/caches"
@@ -58,11 +58,11 @@ class Kitchen:
         size = num_blocks * LAYOUT.nbytes
         settings = CacheSettings(device_bytes=size, host_bytes=size)
         self.cache = TieredCache(LAYOUT, settings, wall_clock=self.clock)
-        operator = CacheOperator(self._call, BLOCK, folder, ReceiptSigner.open(folder))
+        operator = CacheOperator(self._call, self._call, BLOCK, folder, ReceiptSigner.open(folder))
         self.retention = Retention(operator, clock=self.clock)
         self.house = fake_house(gatekeeper=Gate(), retention=self.retention)
 
-    def _call(self, function: Callable[[CacheOperations], Any]) -> "Future[Any]":
+    def _call(self, function: Callable[[BlockOperations], Any]) -> "Future[Any]":
         return called(function, self.cache.operations)
 
     def pins(self, kind: str = "") -> list[Pin[Any]]:

@@ -415,6 +415,38 @@ async def test_the_engines_key_goes_with_each_request_and_no_header_of_the_tenan
             pass
 
 
+async def test_what_needs_blocks_in_this_process_says_so_by_name(
+    engine: RemoteEngineServer, model: Path, tmp_path: Path
+) -> None:
+    engine.script = ANSWER
+    async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
+        client.headers["authorization"] = f"Bearer {service.dashboard.parts.operator_token}"
+        cached = body(cache_control={"type": "ephemeral"})
+        answer = await client.post("/v1/completions", json=cached)
+        assert 200 == answer.status_code, answer.text
+        for path in ("/admin/api/blocks", "/admin/api/cache/tree", "/admin/api/cache/owners"):
+            refused = await client.get(path)
+            assert (404, "not_served") == (refused.status_code, refused.json()["error"]["code"])
+            assert "in another process" in refused.text
+        pinned = {"name": "a", "key": "00" * 16, "for_s": 60, "why": "a test"}
+        assert "another process" in (await client.post("/admin/api/cache/pin", json=pinned)).text
+        page = await client.get("/admin/explorer")
+        assert (200, True) == (page.status_code, "The engine has the blocks" in page.text)
+        quote = await client.post("/v1/cache/quote", json=body())
+        assert (200, 40, 0) == (
+            quote.status_code,
+            quote.json()["miss_tokens"],
+            quote.json()["hit_tokens"],
+        )
+        refused = await client.post("/v1/completions", json=body(cachesvc={"require_hit": 0.5}))
+        assert "cachesvc.require_hit" == refused.json()["error"]["param"]
+        assert (400, 1) == (refused.status_code, len(engine.asked))
+        requests = await client.get("/admin/requests")
+        assert 200 == requests.status_code
+        number = answer.headers["x-request-id"]
+        assert 200 == (await client.get(f"/admin/requests/{number}")).status_code
+
+
 async def test_another_context_than_asked_for_is_refused_at_the_start(
     engine: RemoteEngineServer, model: Path, tmp_path: Path
 ) -> None:

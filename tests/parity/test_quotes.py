@@ -45,7 +45,7 @@ def quoted(house: House, prompt: list[int]) -> Any:
         params=SamplingParams(),
         scope=CacheScope(layout=house.cache.layout.digest(), adapter=b""),
     )
-    return asyncio.run(CacheSurvey(house.engine.call, house.cache.operations, BLOCK)(job))
+    return asyncio.run(CacheSurvey(house.engine.call, BLOCK)(job))
 
 
 def test_a_quote_finds_a_block_in_each_tier_and_the_request_hits_it_there(house):

@@ -74,7 +74,9 @@ class Life:
             clock=self.now_s,
         )
         signer: Any = None
-        self.hands = CacheOperator(self.call, BLOCK, folder, signer, self.meter, self.now_s)
+        self.hands = CacheOperator(
+            self.call, self.call, BLOCK, folder, signer, self.meter, self.now_s
+        )
 
     def now_s(self) -> float:
         return self.clock() / NS

@@ -4,14 +4,15 @@ import inspect
 
 import pytest
 
-from tiers.operations.face import CacheOperations
+from tiers.operations.face import BlockOperations, CacheOperations
 
 
 def test_a_method_of_the_face_itself_answers_for_no_cache():
     """It type-checks as a function of a cache, and without a body it would return None."""
     methods = [
         each
-        for name, each in vars(CacheOperations).items()
+        for face in (CacheOperations, BlockOperations)
+        for name, each in vars(face).items()
         if inspect.isfunction(each) and not name.startswith("_")
     ]
     assert len(methods) > 10

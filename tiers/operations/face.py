@@ -1,8 +1,10 @@
-"""What operators and the server ask of the cache, wherever its blocks are.
+"""What operators and the server ask of the cache, wherever its blocks are, and what only a cache in
+this process can tell.
 
 `tiers.operations.operations.TierOperations` has the tiers in this process. A server over vLLM has
-them elsewhere. `Engine.call` runs a function with it on the engine's thread, and only there may it
-be used, except for `places_below`. A call with a future waits for a disk or for another process.
+them elsewhere, and its face is `CacheOperations` alone. `Engine.call` runs a function with it on
+the engine's thread, and only there may it be used, except for `places_below`. A call with a future
+waits for a disk or for another process.
 
 Methods raise here: `CacheOperations.pins` type-checks where a function of the cache is asked for,
 and would answer None for every cache.
@@ -21,35 +23,7 @@ from tiers.tier import TierName
 
 
 class CacheOperations(Protocol):
-    """The operators' face of a cache. `index` holds the blocks in this process's memory."""
-
-    @property
-    def index(self) -> BlockIndex: ...
-
-    @property
-    def mark_seed(self) -> int:
-        """The seed of `tiers.telemetry.misses.marks_of` in this cache's findings."""
-        raise NotImplementedError
-
-    # Looking.
-
-    def sources(self, chain: Chain) -> list[TierName]:
-        """The memory tiers of its leading blocks. Those being computed count as the device's."""
-        raise NotImplementedError
-
-    def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
-        """The lower tier of each block of the leading run there. Waits. Any thread."""
-        raise NotImplementedError
-
-    def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
-        """The prefix that ends with block `key`. It has no keys if a block is missing."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Assert that blocks are conserved. Call it while nothing runs."""
-        raise NotImplementedError
-
-    # Pins.
+    """What operators ask of every cache."""
 
     @property
     def now_s(self) -> float:
@@ -71,14 +45,6 @@ class CacheOperations(Protocol):
         A pin of the same name is replaced. The pin is in force at once. It survives a restart once
         `saved` is done. Raises PinError.
         """
-        raise NotImplementedError
-
-    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
-        """Pin as many blocks of a prefix as its owner may, at once. Returns how many."""
-        raise NotImplementedError
-
-    def renew(self, name: str, until_s: float) -> None:
-        """Extend a pin of that name to at least `until_s`, if there is one."""
         raise NotImplementedError
 
     def unpin(self, name: str) -> bool:
@@ -109,4 +75,40 @@ class CacheOperations(Protocol):
 
     def purge(self, roots: Collection[PrefixKey]) -> "Future[Purged]":
         """Remove every block of these scopes from every tier; see `tiers.operations.purge`."""
+        raise NotImplementedError
+
+
+class BlockOperations(CacheOperations, Protocol):
+    """Of a cache in this process. `index` holds the blocks in memory."""
+
+    @property
+    def index(self) -> BlockIndex: ...
+
+    @property
+    def mark_seed(self) -> int:
+        """The seed of `tiers.telemetry.misses.marks_of` in this cache's findings."""
+        raise NotImplementedError
+
+    def sources(self, chain: Chain) -> list[TierName]:
+        """The memory tiers of its leading blocks. Those being computed count as the device's."""
+        raise NotImplementedError
+
+    def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
+        """The lower tier of each block of the leading run there. Waits. Any thread."""
+        raise NotImplementedError
+
+    def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
+        """The prefix that ends with block `key`. It has no keys if a block is missing."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Assert that blocks are conserved. Call it while nothing runs."""
+        raise NotImplementedError
+
+    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
+        """Pin as many blocks of a prefix as its owner may, at once. Returns how many."""
+        raise NotImplementedError
+
+    def renew(self, name: str, until_s: float) -> None:
+        """Extend a pin of that name to at least `until_s`, if there is one."""
         raise NotImplementedError

@@ -36,7 +36,7 @@ class GroupUse:
 
 
 class TierOperations:
-    """A `CacheOperations`. `blocked` holds the scopes being purged."""
+    """A `BlockOperations`. `blocked` holds the scopes being purged."""
 
     def __init__(
         self,

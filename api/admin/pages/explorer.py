@@ -5,6 +5,7 @@ Forms work without a script. Each asks for a reason and leaves an audit entry. T
 only when an admin asks, and that leaves an audit entry too.
 """
 
+import asyncio
 import json
 import time
 from array import array
@@ -25,7 +26,7 @@ from api.admin.parts import add_audit_entry, parts_of
 from api.cache.explorer import Grown, Room
 from api.errors import ApiError, InvalidRequest, RecordNotFound
 from tiers.blocks.keys import PrefixKey
-from tiers.blocks.tree import TreeNode, TreeQuery, tree_json
+from tiers.blocks.tree import Tree, TreeNode, TreeQuery, tree_json
 from tiers.tier import TierName
 
 router = APIRouter(tags=["admin: cache"])
@@ -94,7 +95,11 @@ async def page(
         if len(found) == 1:
             return RedirectResponse(f"/admin/explorer/{found[0].hex()}", 303)
     roots = (key_of(below),) if below else ()
-    grown, scopes = await _grown(request, admin, replace(PAGE, roots=roots), tenant, idle, sort)
+    if explorer.has_blocks:
+        grown, scopes = await _grown(request, admin, replace(PAGE, roots=roots), tenant, idle, sort)
+    else:
+        named = await asyncio.to_thread(explorer.owners.by_root)
+        grown, scopes = Grown(Tree([], 0, 0), named, cut=False), []
     return render(
         request,
         "explorer.html",
@@ -107,7 +112,8 @@ async def page(
         num_seen=grown.tree.num_seen,
         cut=grown.cut,
         pins=await parts_of(request).cache.pins(),
-        room=[] if q or below else await room_of(request),
+        room=[] if q or below or not explorer.has_blocks else await room_of(request),
+        elsewhere=not explorer.has_blocks,
         tiers=TierName,
         now_s=time.time(),
         q=q,

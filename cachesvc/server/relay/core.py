@@ -180,6 +180,7 @@ class RelayCore:
     promise: Promise = PROMISE
     facts: Mapping[str, str] = field(default_factory=dict)
     disk_view: None = None
+    blocks: None = None
     is_shared: bool = False
 
     def start(self, warm_up_tokens: int = 0) -> None:

@@ -96,6 +96,7 @@ class CoreElsewhere:
     node: NodeWatch | None = None
     node_operations: NodeOperations | None = None
     disk_view: None = None  # the node has the disk
+    blocks: None = None  # they are in vLLM and in the node
 
     @property
     def is_shared(self) -> bool:

@@ -11,13 +11,12 @@ from typing import Protocol
 from cachesvc.server.vllm.node import NodeWatch
 from cachesvc.server.vllm.node_operations import ElsewhereError, NodeOperations
 from tiers.blocks.chain import Chain, KeyedPrefix
-from tiers.blocks.keys import BlockId, PrefixKey
+from tiers.blocks.keys import PrefixKey
 from tiers.blocks.layout import BlockLayout
-from tiers.memory.index import BlockIndex
 from tiers.node.counters import NodeCounters
 from tiers.operations.below import done
 from tiers.operations.purge import Purged
-from tiers.policy.retention import Pin, PinError, PinKind
+from tiers.policy.retention import Pin, PinError
 from tiers.stats import CacheStats
 from tiers.steady_clock import SteadyClock
 from tiers.telemetry.events import EventStream
@@ -32,29 +31,11 @@ class KvUsage(Protocol):
 
 
 class OperationsElsewhere:
-    """A `CacheOperations` of the node below vLLM; `node` is None if there is none.
-
-    Nothing is retained in passing: the node keeps the pins of operators and tenants only.
-    """
-
-    mark_seed = 0  # nothing here explains a miss
+    """A `CacheOperations` of the node below vLLM; `node` is None if there is none."""
 
     def __init__(self, node: NodeOperations | None) -> None:
         self._node = node
         self._clock = SteadyClock()
-        self.index = BlockIndex()
-
-    def sources(self, chain: Chain) -> list[TierName]:
-        return []
-
-    def places_below(self, ids: Sequence[BlockId]) -> list[TierName]:
-        return []
-
-    def prefix_of(self, key: PrefixKey) -> "Future[KeyedPrefix]":
-        return done(KeyedPrefix(PrefixKey(b""), []))
-
-    def check(self) -> None:
-        pass
 
     @property
     def now_s(self) -> float:
@@ -72,12 +53,6 @@ class OperationsElsewhere:
         if self._node is None:
             raise PinError("pins need a node below vLLM; set cache.host_bytes")
         return self._node.pins.pin(name, prefix, until_s - self.now_s, why, owner)
-
-    def retain(self, name: str, chain: Chain, until_s: float, *, owner: str, kind: PinKind) -> int:
-        return 0
-
-    def renew(self, name: str, until_s: float) -> None:
-        pass
 
     def unpin(self, name: str) -> bool:
         return self._node.pins.unpin(name) if self._node is not None else False
