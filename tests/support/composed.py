@@ -26,9 +26,8 @@ class Composed:
         device_bytes: int = 4 << 20,
         host_bytes: int = 4 << 20,
         disk_bytes: int = 0,
-        block_size: int | None = None,
     ) -> None:
-        layout = loaded.layout(block_size)
+        layout = loaded.layout()
         self._outputs: SimpleQueue[Sequence[StepOutput]] = SimpleQueue()
         self.core = compose(
             loaded,
