@@ -19,14 +19,7 @@ import pytest
 from billing.errors import StoreError
 from billing.store.opening import open_store
 from tests.children import FORKS, in_child, start_child
-from tests.support.faulty_storage import (
-    LAYOUT,
-    KillingStorage,
-    chain,
-    fetched,
-    put,
-    take,
-)
+from tests.support.faulty_storage import LAYOUT, KillingStorage, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.disk.directory import DirectoryLock, Meta, is_locked, read_meta, write_meta

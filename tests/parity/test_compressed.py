@@ -15,12 +15,7 @@ import pytest
 import torch
 
 from engine.attention.base import AttentionCall, AttentionOptions
-from engine.attention.compressed import (
-    CompressedAttention,
-    Compressor,
-    EntryIndex,
-    EntryRows,
-)
+from engine.attention.compressed import CompressedAttention, Compressor, EntryIndex, EntryRows
 from engine.attention.kv_pool import KvPool
 from engine.batch import Span
 from engine.errors import AdapterError, ModelError

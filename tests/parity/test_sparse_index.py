@@ -12,11 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.base import (
-    AttentionCall,
-    AttentionOptions,
-    ReferenceAttention,
-)
+from engine.attention.base import AttentionCall, AttentionOptions, ReferenceAttention
 from engine.attention.cpu import CpuAttention
 from engine.attention.sparse import IndexRows, SparseAttention, picked
 from engine.batch import Span

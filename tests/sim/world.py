@@ -22,13 +22,7 @@ from engine.scheduling.settings import SchedulerSettings
 from engine.settings import EngineSettings
 from tests.sim.random_grammar import EOS, RandomGrammar
 from tests.sim.watched import ADAPTERS, BLOCK, VOCAB_SIZE, LateCopies, Watched
-from tests.support.chain_runner import (
-    advance,
-    before,
-    chain_layout,
-    content_at,
-    replay,
-)
+from tests.support.chain_runner import advance, before, chain_layout, content_at, replay
 from tests.support.memory_tier import MemoryTier, SteppedMover
 from tiers.blocks.contents import Content
 from tiers.blocks.keys import CacheScope, PrefixKey

@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tiers.policy.admission import (
-    KEEP_SHARE,
-    Demotion,
-    WritePolicy,
-    keeps_copies,
-)
+from tiers.policy.admission import KEEP_SHARE, Demotion, WritePolicy, keeps_copies
 from tiers.policy.checkpoints import STRIDE, keeps_stop, positions, prompt_end, worth_blocks
 
 

@@ -32,14 +32,7 @@ from tests.support.faulty_storage import (
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId
 from tiers.blocks.layout import BlockLayout
-from tiers.disk.directory import (
-    FORMAT,
-    LOCK_NAME,
-    DirectoryLock,
-    is_locked,
-    read_meta,
-    write_meta,
-)
+from tiers.disk.directory import FORMAT, LOCK_NAME, DirectoryLock, is_locked, read_meta, write_meta
 from tiers.disk.open import open_disk
 from tiers.disk.storage import DataFile, Panic, Storage
 from tiers.disk.tier import DiskTier

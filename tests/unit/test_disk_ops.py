@@ -10,14 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.disks import closed_later
-from tests.support.faulty_storage import (
-    LAYOUT,
-    SCOPE,
-    chain,
-    fetched,
-    put,
-    take,
-)
+from tests.support.faulty_storage import LAYOUT, SCOPE, chain, fetched, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, CacheScope, PrefixKey
 from tiers.disk.format.rows import DAY_S

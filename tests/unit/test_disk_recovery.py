@@ -9,14 +9,7 @@ import lmdb
 import pytest
 
 from tests.support.disks import closed_later
-from tests.support.faulty_storage import (
-    FaultyStorage,
-    chain,
-    fetched,
-    map_full,
-    put,
-    take,
-)
+from tests.support.faulty_storage import FaultyStorage, chain, fetched, map_full, put, take
 from tiers.blocks.frames import FrameArena
 from tiers.blocks.keys import BlockId, PrefixKey
 from tiers.blocks.layout import BlockLayout

@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BloomConfig,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, BloomConfig, LlamaConfig
 
 from engine.batch import Batch, Span
 from engine.errors import ModelError

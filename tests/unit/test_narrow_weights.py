@@ -7,13 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Quantization
 from torch import nn
 
-from engine.models.packing import (
-    CannotNarrow,
-    NarrowLinear,
-    PackedLinear,
-    Packing,
-    PaddedLinear,
-)
+from engine.models.packing import CannotNarrow, NarrowLinear, PackedLinear, Packing, PaddedLinear
 
 pytestmark = pytest.mark.usefixtures("operators")
 
