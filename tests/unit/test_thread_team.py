@@ -61,6 +61,11 @@ def test_one_thread_computes_where_two_wait_for_each_other():
     assert machine.steps(1000)[1] > 990, "a trial that is hopeless ends soon"
 
 
+def test_a_trial_of_a_size_that_is_somewhat_slower_takes_two_steps():
+    machine = Machine(lambda rows, threads: rows / (1 if threads == 1 else 1.35))
+    assert 2 == machine.steps(FIRST_REST + 16)[1]
+
+
 @pytest.mark.parametrize(("best", "most"), [(1, 16), (2, 16), (3, 12), (8, 16), (16, 16)])
 def test_the_best_size_is_found_on_a_large_machine(best, most):
     machine = Machine(lambda rows, threads: 1 + abs(threads - best) / 4, most)
@@ -142,28 +147,6 @@ def test_steps_of_any_length_are_no_reason_for_endless_trials(longest):
     lengths = random.Random(3)
     machine = Machine(lambda rows, threads: lengths.uniform(1, longest) / threads)
     assert machine.steps(5000)[1] < 5000 / 8
-
-
-def test_in_a_crowd_steps_over_contexts_of_any_length_get_one_thread():
-    """Each length is a kind of its own, and a new one begins as the latest."""
-    machine, lengths = Machine(crowded), random.Random(0)
-    machine.keys = lambda: 4 * lengths.randrange(8000)
-    machine.steps(20 * FIRST_REST)
-    assert machine.steps(1000)[1] > 950
-    machine.keys = lambda: 4 * lengths.randrange(20_000, 30_000)
-    assert machine.steps(20)[1] == 20
-
-
-def test_kernels_made_anew_end_no_trial():
-    """A small model's step takes several times as long the first time with another size."""
-    before = 2
-
-    def seconds(rows: int, threads: int) -> float:
-        nonlocal before
-        anew, before = 5.0 * (threads != before), threads
-        return anew + crowded(1, threads) / 4
-
-    assert Machine(seconds).steps(FIRST_REST + 100)[1] > 80
 
 
 @given(

@@ -68,6 +68,11 @@ def test_who_brings_a_request_is_no_neighbour():
     assert not machine.step(2.0)
 
 
+def test_a_team_that_leaves_processors_free_spins_beside_others():
+    machine = Machine()
+    assert machine.step(0.9, size=TEAM - 1)
+
+
 def test_the_second_team_ends_with_what_it_serves():
     before = set(threading.enumerate())
     machine = Machine()
