@@ -179,6 +179,9 @@ async def test_a_killed_endpoint_is_settled_once_wherever_it_was(
                 sent = [each for each in up.script[path] if isinstance(each, bytes)]
                 assert joined(sent) == answer.content, why
                 continue
+            assert not any(each in answer.content for each in STREAMS[path][3]), why
+            if path == CHAT:
+                assert STREAMS[path][2][0] not in answer.content, f"{why}: before it was settled"
             expected = {"miss": bound(**asked), "output": num_sent} if num_sent else {}
             assert expected == usage, why
             if answer.status_code == 200:

@@ -306,6 +306,75 @@ def test_counts_that_cannot_be_are_not_guessed(case: str) -> None:
     assert (0, seen.prompt or 4000) == (usage.hit, usage.miss), "a miss of what it could be at most"
 
 
+# vLLM 0.32 (CPU) with --enable-prompt-tokens-details, asked through a relay: the same prompt of 331
+# tokens, the first time and later.
+VLLM_COLD = {
+    "prompt_tokens": 331,
+    "total_tokens": 335,
+    "completion_tokens": 4,
+    "prompt_tokens_details": {
+        "cached_tokens": 0,
+        "created_cache_tokens": 256,
+        "multimodal_tokens": None,
+    },
+    "completion_tokens_details": None,
+}
+VLLM_STREAM = {
+    "prompt_tokens": 331,
+    "total_tokens": 335,
+    "completion_tokens": 4,
+    "prompt_tokens_details": {"cached_tokens": 256, "created_cache_tokens": 0},
+}
+VLLM_RESPONSE = {
+    "input_tokens": 331,
+    "input_tokens_details": {
+        "cached_tokens": 256,
+        "cache_write_tokens": 0,
+        "input_tokens_per_turn": [],
+        "cached_tokens_per_turn": [],
+    },
+    "output_tokens": 4,
+    "output_tokens_details": {
+        "reasoning_tokens": 0,
+        "tool_output_tokens": 0,
+        "output_tokens_per_turn": [],
+        "tool_output_tokens_per_turn": [],
+    },
+    "total_tokens": 335,
+}
+VLLM_MESSAGE = {
+    "input_tokens": 75,
+    "output_tokens": 4,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 256,
+}
+COLD = Usage(miss=331, cache_write=256, output=4)
+HIT = Usage(hit_device=256, miss=75, output=4)
+RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
+    "chat, cold": ([{"usage": VLLM_COLD}], False, COLD),
+    "chat, streamed": ([{"choices": [], "usage": VLLM_STREAM}], False, HIT),
+    "Responses": ([{"usage": VLLM_RESPONSE}], False, HIT),
+    "Messages": ([{"usage": VLLM_MESSAGE}], True, HIT),
+    "Messages, streamed: its start counts all as input": (
+        [
+            {
+                "type": "message_start",
+                "message": {"usage": {"input_tokens": 331, "output_tokens": 0}},
+            },
+            {"type": "message_delta", "usage": VLLM_MESSAGE},
+        ],
+        True,
+        HIT,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_real_vllm_is_billed_as_it_counts(case: str) -> None:
+    said, is_partial, expected = RECORDED[case]
+    assert (expected, False) == bill(read(*said, is_partial=is_partial))
+
+
 def test_messages_never_count_reads_as_part_of_their_input() -> None:
     """Also where no read is told: Anthropic's `input_tokens` is the rest of the prompt."""
     seen = read({"usage": {"input_tokens": 7, "output_tokens": 2}}, is_partial=True)
