@@ -27,6 +27,7 @@ class Peer:
         self.endless = endless
         self.asked: list[bytes] = []
         self.left = asyncio.Event()
+        self.num_sent = 0
         self.url = ""
 
     async def __call__(self, reader: Reader, writer: Writer) -> None:
@@ -39,6 +40,7 @@ class Peer:
             writer.write(self.answer)
             while self.endless:
                 writer.write(self.endless)
+                self.num_sent += len(self.endless)
                 await writer.drain()
             if self.stays:
                 assert not await reader.read(), "the client says nothing more"
@@ -107,6 +109,7 @@ async def test_what_the_other_side_grows_has_a_bound(
         with pytest.raises(RemoteFault, match=told):
             await call(http)
         await asyncio.wait_for(peer.left.wait(), 30)
+    assert peer.num_sent < 20_000_000, "with what the sockets between hold"
 
 
 @pytest.mark.parametrize(
