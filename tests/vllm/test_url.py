@@ -1,0 +1,107 @@
+"""A server before a `vllm serve` with LoRA adapters: each answers, and hits, as itself."""
+
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.api.real_service import served
+from tests.support.models import save_adapter
+from tests.vllm.processes import PYTHON, ROOT, environment
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800), pytest.mark.anyio]
+
+PATIENCE_S = 900.0
+ADAPTERS = {"sql": 1, "poem": 2}  # by their seeds
+PROMPT = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(20))
+
+
+@pytest.fixture(scope="module")
+def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder, plain = (
+        tmp_path_factory.mktemp("adapters"),
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+    )
+    for name, seed in ADAPTERS.items():
+        save_adapter(folder / name, plain, seed=seed, r=8)
+    return {name: str(folder / name) for name in ADAPTERS}
+
+
+@pytest.fixture(scope="module")
+def engine(
+    model: Path, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """The URL of vLLM as an operator starts it."""
+    with closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("vllm") / "log"
+    flags = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-lora"]
+    options = {"model": model, "served-model-name": model.name, "port": port, "dtype": "float32"}
+    options |= {"host": "127.0.0.1", "max-model-len": 2048, "max-num-seqs": 4, "max-lora-rank": 8}
+    named = [part for name, each in options.items() for part in (f"--{name}", str(each))]
+    loras = [f"{name}={folder}" for name, folder in adapters.items()]
+    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *named, *flags]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--lora-modules", *loras],
+            cwd=ROOT,
+            env=environment(1, core_apart=True) | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        give_up = time.monotonic() + PATIENCE_S
+        while not _answers(url := f"http://127.0.0.1:{port}"):
+            assert process.poll() is None and time.monotonic() < give_up, log.read_text()
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def test_each_adapter_answers_as_itself_and_hits_what_itself_computed(
+    engine: str, model: Path, adapters: dict[str, str], tmp_path: Path
+) -> None:
+    names = [model.name, *adapters]
+    asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6}
+    settings = {"engine_backend": engine, "model_adapters": adapters}
+    async with served(tmp_path, model, **settings) as (_, client):
+        client.timeout = httpx.Timeout(PATIENCE_S)
+        models = (await client.get("/v1/models")).json()["data"]
+        served_as = {each["id"] for each in models}
+        assert set(adapters) < served_as
+        texts, hits = {}, {}
+        for turn in range(2):
+            for name in names:
+                given = str(model) if name == model.name else name
+                answer = await client.post("/v1/completions", json={**asked, "model": given})
+                assert 200 == answer.status_code, answer.text
+                usage = answer.json()["usage"]
+                texts[turn, name] = answer.json()["choices"][0]["text"]
+                hits[turn, name] = usage["prompt_tokens_details"]["cached_tokens"]
+        direct = httpx.Client(timeout=PATIENCE_S)
+        theirs = {
+            name: direct.post(f"{engine}/v1/completions", json={**asked, "model": name}).json()
+            for name in names
+        }
+    assert {name: texts[0, name] for name in names} == {
+        name: each["choices"][0]["text"] for name, each in theirs.items()
+    }
+    assert [0, 0, 0] == [hits[0, name] for name in names]
+    assert all(hits[1, name] >= 128 for name in names), hits
