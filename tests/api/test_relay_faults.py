@@ -415,8 +415,18 @@ async def test_a_stream_ends_when_its_balance_is_used_up(
         assert "budget" == entry.details["outcome"]
         assert 200 <= usage_of(entry)["output"] <= 256
         assert 0 <= service._money.accounts.tenant("acme").balance
-        refused = await client.post(CHAT, json=asked | {"stream": False}, headers=headers)
-        assert (402, "insufficient_balance") == _seen(refused), "2,000 tokens are held at once"
+
+
+async def test_an_answer_that_comes_whole_is_held_whole(up: UpstreamServer, tmp_path: Path) -> None:
+    """Nobody can end it when its balance is used up."""
+    async with relaying(tmp_path, up) as (service, client):
+        asked = body(CHAT, max_tokens=2000)
+        headers = paying(service, bound(**asked) * MISS + 300 * 2 * MISS)
+        refused = await client.post(CHAT, json=asked, headers=headers)
+        assert (402, "insufficient_balance") == _seen(refused)
+        assert [] == up.asked
+        answer = await client.post(CHAT, json=asked | {"max_tokens": 300}, headers=headers)
+        assert 200 == answer.status_code, answer.text
 
 
 async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(
