@@ -199,6 +199,10 @@ def test_blocks_in_memory_are_listed_by_their_hits(server, world):
         (block["key"], block["hits"]) for block in told if block["depth"] == 0
     ]
     assert told[0]["tiers"] == ["device"]
+    last = json.loads(call(*flags, "--json").stdout)[-1]
+    (block,) = (each for each in world.cache.index if each.key and each.key.hex() == last["key"])
+    block.hits += 1
+    assert last["key"] == json.loads(call(*flags, "--json").stdout)[0]["key"]
     assert told[0]["key"][:16] in call(*flags).stdout
 
 
