@@ -376,10 +376,10 @@ async def test_sglang_tells_its_hits_with_each_event(
     [
         ({"/v1/models": {"data": [{"id": "other", "root": "/m/other"}]}}, "does not serve tiny"),
         ({"/v1/models": (401, {})}, r"wants another engine\.key"),
-        ({"/version": (401, {})}, r"wants another engine\.key"),
+        ({"/version": (401, {}), "/v1/models": (401, {})}, r"wants another engine\.key"),
         ({"/tokenize": {"tokens": [1, 2, 3]}}, "another tokenizer"),
         ({"/tokenize": None}, "how it tokenizes"),
-        ({"/version": None}, "neither vLLM nor SGLang"),
+        ({"/version": None, "/v1/models": (500, {})}, "neither vLLM nor SGLang"),
         ({"/v1/completions": {"choices": [{}]}}, "gives no token ids"),
     ],
 )
