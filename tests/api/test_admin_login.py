@@ -29,6 +29,7 @@ async def client(parts: AdminParts) -> AsyncIterator[httpx.AsyncClient]:
 
 
 STATS: dict[str, Any] = {
+    "engine": {"engines": ()},
     "model": "m",
     "version": "1",
     "cache": {"tiers": {"device": {}}},

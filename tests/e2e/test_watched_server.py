@@ -32,7 +32,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 OPS = Path(__file__).parents[2] / "ops"
 WINDOW = "10s"  # in place of Grafana's $__rate_interval
 # What a healthy server with these requests and no quota does not have: these panels show nothing.
-EMPTY = {"Checkpoints of recurrent states", "Faults", "Invariant violations", "Quotas"}
+EMPTY = {
+    *("Checkpoints of recurrent states", "Engines at URLs"),
+    *("Faults", "Invariant violations", "Quotas"),
+}
 SIZES = ["--device-cache", "2MiB", "--host-cache", "2MiB", "--disk-cache", "8MiB"]
 
 

@@ -165,13 +165,13 @@ def greedy_tokens(model: Any, tokens: Sequence[int], count: int) -> list[int]:
     return found
 
 
-def _bytes_tokenizer() -> PreTrainedTokenizerFast:
+def _bytes_tokenizer(more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     alphabet = _byte_characters()
     vocabulary = {character: byte for byte, character in enumerate(alphabet)}
     fast = FastTokenizer(models.BPE(vocab=vocabulary, merges=[]))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     fast.decoder = decoders.ByteLevel()
-    for token in ("<|im_end|>", "<|im_start|>"):
+    for token in ("<|im_end|>", "<|im_start|>", *more):
         fast.add_tokens([AddedToken(token, special=True, normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=fast,
