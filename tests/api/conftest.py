@@ -7,7 +7,6 @@ engine runs nothing.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -21,7 +20,7 @@ from tests.support.wire import FakeHouse, fake_house
 
 
 @pytest.fixture
-def anyio_backend() -> str:
+def anyio_backend():
     return "asyncio"
 
 
@@ -87,28 +86,28 @@ async def begun(house: FakeHouse, *, requests: int = 0, tokens: int = 0) -> None
 
 
 @pytest.fixture
-def house() -> FakeHouse:
+def house():
     return fake_house()
 
 
 @pytest.fixture
-async def bank(tmp_path: Path) -> AsyncIterator[Bank]:
+async def bank(tmp_path):
     bank = Bank(tmp_path)
     with contextlib.closing(bank):
         yield bank
 
 
 @pytest.fixture
-async def app_and_client(house: FakeHouse) -> AsyncIterator[tuple[FastAPI, httpx.AsyncClient]]:
+async def app_and_client(house):
     async with running(house) as pair:
         yield pair
 
 
 @pytest.fixture
-def client(app_and_client: tuple[FastAPI, httpx.AsyncClient]) -> httpx.AsyncClient:
+def client(app_and_client):
     return app_and_client[1]
 
 
 @pytest.fixture
-def app(app_and_client: tuple[FastAPI, httpx.AsyncClient]) -> FastAPI:
+def app(app_and_client):
     return app_and_client[0]

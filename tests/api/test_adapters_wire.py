@@ -1,7 +1,6 @@
 """Adapters as clients see them: the real service over a tiny model, in process, with a ledger."""
 
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +20,7 @@ HELLO = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     save_tiny_model(folder / "model")
     for number in range(2):

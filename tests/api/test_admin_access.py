@@ -1,7 +1,5 @@
 """Who may come into `/admin`: cookies, keys, the operator's token, roles, CSRF."""
 
-from collections.abc import AsyncIterator
-
 import httpx
 import pytest
 
@@ -14,12 +12,12 @@ LOOK, CHANGE = "/admin/api/whoami", "/admin/api/sessions/end?name=nobody"
 
 
 @pytest.fixture
-def parts() -> AdminParts:
+def parts():
     return fake_parts()
 
 
 @pytest.fixture
-async def client(parts: AdminParts) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts):
     async with admin_client(parts) as client:
         yield client
 
@@ -50,8 +48,8 @@ async def test_without_a_login_nothing_is_shown(parts, client):
     ],
 )
 async def test_a_bearer_may_look_and_change_without_a_csrf_token(
-    parts: AdminParts, client: httpx.AsyncClient, bearer: str, actor: str, name: str
-) -> None:
+    parts, client, bearer, actor, name
+):
     headers = {"Authorization": f"Bearer {bearer}", "X-Cachesvc-Actor": actor}
     told = (await client.get(LOOK, headers=headers)).json()
     assert {"name": name, "role": "admin"} == told

@@ -3,12 +3,10 @@
 import re
 import time
 from array import array
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from api.access.auth import Salts
@@ -78,7 +76,7 @@ class Running:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
+def running(tmp_path):
     house = fake_house(salts=Salts(read_secret(tmp_path)))
     note_scopes(tmp_path, house.wire.inference.models.values())
     ended: set[str] = set()
@@ -107,12 +105,12 @@ def running(tmp_path: Path) -> Iterator[Running]:
 
 
 @pytest.fixture
-def trail() -> RecordingTrail:
+def trail():
     return RecordingTrail()
 
 
 @pytest.fixture
-async def client(running: Running, trail: RecordingTrail) -> AsyncIterator[httpx.AsyncClient]:
+async def client(running, trail):
     wire = running.house.wire
     owners = Owners(
         wire.inference.models, wire.access.salts, lambda: {"acme": "CNY", "bolt": "CNY"}
@@ -131,8 +129,8 @@ def pin_names(running: Running) -> list[str]:
 
 
 async def test_a_prefix_is_pinned_by_its_prompt_by_its_last_block_and_on_its_page(
-    client: httpx.AsyncClient, running: Running, trail: RecordingTrail
-) -> None:
+    client, running, trail
+):
     prompt = list(range(18))
     chain = running.serve("r1", prompt)
     key = chain.keys[3].hex()
@@ -246,8 +244,8 @@ async def test_evicted_blocks_leave_every_tier(client, running, trail, by_page):
     ],
 )
 async def test_a_tenant_that_does_not_exist_is_neither_purged_nor_pinned_for(
-    running: Running, trail: RecordingTrail, route: str, body: dict[str, Any]
-) -> None:
+    running, trail, route, body
+):
     """A name mistyped must not get a receipt that says that nothing of it is left."""
     with running_ledger(database_url(running.data_dir)) as ledger:
         store = ledger.accounts.store

@@ -1,9 +1,7 @@
 """The admin routes are made when somebody asks for them, and then are there as ever."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 
-import httpx
 import pytest
 from fastapi import APIRouter
 
@@ -11,18 +9,18 @@ from api.admin import router
 from api.admin.parts import AdminParts
 from api.app import create_app
 from tests.support.admin import admin_client, fake_parts
-from tests.support.wire import FakeHouse, fake_house
+from tests.support.wire import fake_house
 
 
 @pytest.fixture
-def house() -> Iterator[FakeHouse]:
+def house():
     house = fake_house()
     yield house
     house.close()
 
 
 @pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+async def client(house):
     async with admin_client(fake_parts(), house, host="localhost") as client:
         yield client
 

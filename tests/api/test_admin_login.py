@@ -1,7 +1,6 @@
 """Logging in to the dashboard: passwords, keys, links, and what stands against abuse of them."""
 
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -18,12 +17,12 @@ PERSON = {"Accept": "text/html"}
 
 
 @pytest.fixture
-def parts() -> AdminParts:
+def parts():
     return fake_parts(stats=lambda: STATS)
 
 
 @pytest.fixture
-async def client(parts: AdminParts) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts):
     async with admin_client(parts) as client:
         yield client
 

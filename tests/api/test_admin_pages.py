@@ -2,10 +2,9 @@
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,7 +25,6 @@ from billing.reports.receipts import ReceiptSigner
 from cachesvc.operator.block_reader import read_blocks
 from cachesvc.operator.operator import CacheOperator
 from tests.api import test_money_routes
-from tests.api.test_money_routes import House
 from tests.support.admin import OPERATOR_TOKEN, RecordingTrail, admin_client, called, fake_parts
 from tests.support.chain_runner import chain_layout
 from tests.support.wire import ByteTokenizer, byte_model
@@ -65,19 +63,17 @@ class Cache:
 
 
 @pytest.fixture
-def cache() -> Cache:
+def cache():
     return Cache()
 
 
 @pytest.fixture
-def trail() -> RecordingTrail:
+def trail():
     return RecordingTrail()
 
 
 @pytest.fixture
-async def client(
-    books_of_acme: House, cache: Cache, trail: RecordingTrail, tmp_path: Path
-) -> AsyncIterator[httpx.AsyncClient]:
+async def client(books_of_acme, cache, trail, tmp_path):
     parts = fake_parts(
         books=books_of_acme.books,
         explorer=cache.explorer,
@@ -205,8 +201,8 @@ def outline(tokens: Sequence[int]) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_a_row_shows_first_words_where_prompts_are_kept_and_else_roles_and_sizes(
-    cache: Cache, keeps: bool
-) -> None:
+    cache, keeps
+):
     """A row that begins within a message continues its role."""
     cache.fill()
     (root,) = cache.owners.roots_of("acme")

@@ -1,8 +1,7 @@
 """Every route under /admin, as the application has them: none forgets to ask who comes."""
 
 import re
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from api.admin.access import Admin, Role
-from api.admin.parts import AdminParts
 from api.admin.router import admin_router
 from api.admin.routes.operation_table import REMOVED
 from api.app import create_app
@@ -55,7 +53,7 @@ def routes(app: FastAPI) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Iterator[AdminParts]:
+def parts(tmp_path):
     store = open_store(database_url(tmp_path))
     books = SimpleNamespace(accounts=Accounts(store), prover=Prover(store))
     yield fake_parts(books=books)
@@ -63,7 +61,7 @@ def parts(tmp_path: Path) -> Iterator[AdminParts]:
 
 
 @pytest.fixture
-async def app(parts: AdminParts) -> AsyncIterator[FastAPI]:
+async def app(parts):
     house = fake_house()
     app = create_app(house.wire, routers=(admin_router(parts),))
     async with app.router.lifespan_context(app):
@@ -72,7 +70,7 @@ async def app(parts: AdminParts) -> AsyncIterator[FastAPI]:
 
 
 @pytest.fixture
-async def client(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+async def client(app):
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test:8000") as client:
         yield client

@@ -1,7 +1,7 @@
 """What tenants keep: caches by name, breakpoints and sessions, as pins in real tiers."""
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from engine.request import BlockRun, Lookup
 from tests.api.conftest import running
 from tests.support.admin import called, error_of
 from tests.support.chain_runner import chain_layout
-from tests.support.wire import FakeHouse, Script, fake_house
+from tests.support.wire import Script, fake_house
 from tiers.cache import CacheSettings, TieredCache
 from tiers.errors import MissReason
 from tiers.operations.face import BlockOperations
@@ -74,17 +74,17 @@ class Kitchen:
 
 
 @pytest.fixture
-def kitchen(tmp_path: Path) -> Kitchen:
+def kitchen(tmp_path):
     return Kitchen(tmp_path)
 
 
 @pytest.fixture
-def house(kitchen: Kitchen) -> FakeHouse:
+def house(kitchen):
     return kitchen.house
 
 
 @pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+async def client(house):
     """Acme's, unless a header says otherwise."""
     async with running(house) as (_, client):
         client.headers["authorization"] = "Bearer a"
@@ -167,8 +167,8 @@ async def test_an_invalid_cache_request_names_the_field(client, kitchen, fields,
 
 
 async def test_a_tenant_keeps_no_more_than_its_part_and_pays_nothing_for_what_is_refused(
-    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
-) -> None:
+    client, house, kitchen
+):
     """100 of 400 blocks may be pinned, and one tenant leaves as many free as it keeps."""
     for name in ("one", "two"):
         told(await keep(client, name * (BLOCK * 5), name=name))
@@ -216,8 +216,8 @@ async def test_breakpoints_pin_what_lies_before_them(client, house, kitchen):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
-    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen, path: str
-) -> None:
+    client, house, kitchen, path
+):
     field = "messages" if "chat" in path else "input"
     body = {"model": "bytes", field: [SYSTEM, USER], "prompt_cache_retention": "24h"}
     told(await client.post(path, json=body))
@@ -231,8 +231,8 @@ async def test_prompt_cache_retention_keeps_the_whole_prompt_for_a_day(
 
 
 async def test_a_session_is_kept_from_turn_to_turn_for_as_long_as_its_tenant_pauses(
-    client: httpx.AsyncClient, house: FakeHouse, kitchen: Kitchen
-) -> None:
+    client, house, kitchen
+):
     await turn(client, "one", "s1")
     [pin] = kitchen.pins("session")
     assert kitchen.clock.now_s + 60 == pin.until_s  # nothing is learned yet

@@ -3,7 +3,7 @@
 The engine is a stand-in that speaks real HTTP, as vLLM 0.32 and SGLang's documentation do.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,27 +43,27 @@ Script = Sequence[bytes | float | str]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     save_tiny_model(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def probe(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[int]:
+def probe(folder, tmp_path_factory):
     spoken = describe_folder(str(folder), tmp_path_factory.mktemp("cache"))
     return spoken.tokenizer.encode(PROBE).tolist()
 
 
 @pytest.fixture
-def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def model(folder, monkeypatch):
     """As an operator names it who stands beside it."""
     monkeypatch.chdir(folder.parent)
     return Path(folder.name)
 
 
 @pytest.fixture
-def engine(probe: list[int]) -> Iterator[RemoteEngineServer]:
+def engine(probe):
     with served(RemoteEngineServer(vllm_about(probe, "tiny"), "/v1/completions")) as server:
         yield server
 
@@ -114,9 +114,7 @@ UNREPORTED: dict[str, Script] = {
 }
 
 
-async def test_a_request_is_served_and_billed_by_what_the_engine_had(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+async def test_a_request_is_served_and_billed_by_what_the_engine_had(engine, model, tmp_path):
     engine.script = ANSWER
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
         answer = await client.post("/v1/completions", json=body())
@@ -136,13 +134,8 @@ async def test_a_request_is_served_and_billed_by_what_the_engine_had(
 @pytest.mark.parametrize("fault", BEFORE)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
-    engine: RemoteEngineServer,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    stream: bool,
-) -> None:
+    engine, model, tmp_path, monkeypatch, fault, stream
+):
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
         engine.status, engine.script, (status, code, why) = BEFORE[fault]
         engine.sent_headers = {"retry-after": "7"}
@@ -167,7 +160,7 @@ async def test_before_the_first_token_the_client_gets_an_error_and_pays_nothing(
 
 
 @pytest.fixture
-def other(probe: list[int]) -> Iterator[RemoteEngineServer]:
+def other(probe):
     with served(RemoteEngineServer(vllm_about(probe, "tiny"), "/v1/completions")) as server:
         server.script = ANSWER
         yield server
@@ -175,13 +168,8 @@ def other(probe: list[int]) -> Iterator[RemoteEngineServer]:
 
 @pytest.mark.parametrize("fault", [*BEFORE, "refused"])
 async def test_what_fails_before_its_first_token_is_tried_once_on_another_engine(
-    engine: RemoteEngineServer,
-    other: RemoteEngineServer,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-) -> None:
+    engine, other, model, tmp_path, monkeypatch, fault
+):
     urls = [engine.url, other.url]
     async with serving(tmp_path, model, engine_backend=urls) as (service, client):
         monkeypatch.setattr(client_module, "SILENCE_S", 0.5)
@@ -209,8 +197,8 @@ async def test_what_fails_before_its_first_token_is_tried_once_on_another_engine
 
 
 async def test_what_fails_after_its_first_token_is_tried_nowhere_else(
-    engine: RemoteEngineServer, other: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+    engine, other, model, tmp_path
+):
     engine.script = [*BEGUN, RESET]
     urls = [engine.url, other.url]
     async with serving(tmp_path, model, engine_backend=urls) as (_, client):
@@ -219,12 +207,8 @@ async def test_what_fails_after_its_first_token_is_tried_nowhere_else(
 
 
 async def test_a_server_is_ready_while_one_of_its_engines_answers(
-    engine: RemoteEngineServer,
-    other: RemoteEngineServer,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    engine, other, model, tmp_path, monkeypatch
+):
     """Nobody has to send a request for that."""
     monkeypatch.setattr(engine_module, "LOOK_S", 0.02)
     monkeypatch.setattr(breaker_module, "FIRST_PAUSE_S", 0.05)
@@ -252,9 +236,7 @@ async def test_a_server_is_ready_while_one_of_its_engines_answers(
         assert (200, 1) == (answer.status_code, len(other.asked))
 
 
-async def test_another_engine_must_be_of_the_same_model_too(
-    engine: RemoteEngineServer, other: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+async def test_another_engine_must_be_of_the_same_model_too(engine, other, model, tmp_path):
     card = {"id": "tiny", "root": "/m/tiny", "parent": None, "max_model_len": 64}
     for told, models in {"does not serve tiny": "x", "64 tokens, not 100": "tiny"}.items():
         other.about["/v1/models"] = {"data": [{**card, "id": models, "root": f"/m/{models}"}]}
@@ -263,9 +245,7 @@ async def test_another_engine_must_be_of_the_same_model_too(
                 pass
 
 
-async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(
-    probe: list[int], model: Path, tmp_path: Path
-) -> None:
+async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(probe, model, tmp_path):
     about = vllm_about(probe, "tiny")
     with served(RemoteEngineServer(about, "/v1/completions")) as engine:
         url = engine.url
@@ -279,12 +259,8 @@ async def test_an_engine_that_went_away_fails_its_requests_until_it_is_back(
 
 @pytest.mark.parametrize("fault", AFTER)
 async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_was_sent(
-    engine: RemoteEngineServer,
-    model: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-) -> None:
+    engine, model, tmp_path, monkeypatch, fault
+):
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
         engine.script, code = AFTER[fault]
         monkeypatch.setattr(client_module, "SILENCE_S", 2.0)
@@ -299,8 +275,8 @@ async def test_after_the_first_token_a_stream_ends_with_an_error_and_pays_what_w
 
 @pytest.mark.parametrize("case", UNREPORTED)
 async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path, case: str
-) -> None:
+    engine, model, tmp_path, case
+):
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
         engine.script = UNREPORTED[case]
         answer = await client.post("/v1/completions", json=body())
@@ -311,8 +287,8 @@ async def test_a_count_that_cannot_be_is_not_guessed_and_the_prompt_is_a_miss(
 
 
 async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+    engine, model, tmp_path
+):
     engine.script = [
         vllm_chunk([72]),
         vllm_chunk([105], "stop", stop_reason="i"),
@@ -328,9 +304,7 @@ async def test_a_stop_string_is_ended_by_the_engine_so_that_its_usage_comes(
         assert [{"hit_device": 32, "miss": 8, "output": 2}] == charges(service)
 
 
-async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(
-    probe: list[int], model: Path, tmp_path: Path
-) -> None:
+async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(probe, model, tmp_path):
     about = vllm_about(probe, "tiny", scale_out=True)
     with served(RemoteEngineServer(about, "/inference/v1/generate")) as engine:
         engine.script = ANSWER
@@ -342,9 +316,7 @@ async def test_a_vllm_that_was_started_for_token_ids_is_asked_by_that_route(
             assert (40, 5) == (len(asked["token_ids"]), asked["sampling_params"]["seed"])
 
 
-async def test_sglang_tells_its_hits_with_each_event(
-    probe: list[int], model: Path, tmp_path: Path
-) -> None:
+async def test_sglang_tells_its_hits_with_each_event(probe, model, tmp_path):
     """Also where its events repeat the tokens before."""
     with served(RemoteEngineServer(sglang_about(probe, "tiny"), "/generate")) as engine:
         prompt = {"prompt_tokens": 40}
@@ -384,8 +356,8 @@ async def test_sglang_tells_its_hits_with_each_event(
     ],
 )
 async def test_another_engine_than_meant_is_refused_at_the_start(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path, change: dict[str, Any], told: str
-) -> None:
+    engine, model, tmp_path, change, told
+):
     engine.about |= change
     with pytest.raises(ModelError, match=told):
         async with serving(tmp_path, model, engine_backend=engine.url):
@@ -393,8 +365,8 @@ async def test_another_engine_than_meant_is_refused_at_the_start(
 
 
 async def test_the_engines_key_goes_with_each_request_and_no_header_of_the_tenants_does(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    engine, model, tmp_path, caplog
+):
     """The log has no key, even if the engine repeats it."""
     caplog.set_level("DEBUG")
     engine.key, engine.script = "sk-for-the-engine", ANSWER
@@ -415,9 +387,7 @@ async def test_the_engines_key_goes_with_each_request_and_no_header_of_the_tenan
             pass
 
 
-async def test_what_needs_blocks_in_this_process_says_so_by_name(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+async def test_what_needs_blocks_in_this_process_says_so_by_name(engine, model, tmp_path):
     engine.script = ANSWER
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):
         client.headers["authorization"] = f"Bearer {service.dashboard.parts.operator_token}"
@@ -447,18 +417,14 @@ async def test_what_needs_blocks_in_this_process_says_so_by_name(
         assert 200 == (await client.get(f"/admin/requests/{number}")).status_code
 
 
-async def test_another_context_than_asked_for_is_refused_at_the_start(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+async def test_another_context_than_asked_for_is_refused_at_the_start(engine, model, tmp_path):
     asked = {"max-model-len": 64}
     with pytest.raises(ModelError, match="a context of 100 tokens, not 64"):
         async with serving(tmp_path, model, engine_backend=engine.url, engine_vllm=asked):
             pass
 
 
-async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(
-    engine: RemoteEngineServer, model: Path, tmp_path: Path
-) -> None:
+async def test_what_ends_here_is_ended_in_the_engine_and_billed_as_a_miss(engine, model, tmp_path):
     """Nothing tells what it had cached when its answer is cut off."""
     engine.script = [vllm_chunk([72]), *[vllm_chunk([105]), 0.02] * 2000]
     async with serving(tmp_path, model, engine_backend=engine.url) as (service, client):

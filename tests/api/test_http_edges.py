@@ -14,7 +14,7 @@ from api.collaborators import WireSettings
 from tests.api.conftest import GateOf, begun, refusal, running
 from tests.api.driver import Visit
 from tests.support.admin import OPERATOR_TOKEN, fake_parts
-from tests.support.wire import FakeHouse, Script, fake_house
+from tests.support.wire import Script, fake_house
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -22,12 +22,12 @@ BOUND = 1000
 
 
 @pytest.fixture
-def house() -> FakeHouse:
+def house():
     return fake_house(settings=WireSettings(max_body_bytes=BOUND))
 
 
 @pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+async def client(house):
     app = create_app(house.wire, admin=fake_parts())
     transport = httpx.ASGITransport(app)
     async with (
@@ -129,8 +129,8 @@ async def test_nor_does_an_admin_route_choose_among_two_tokens(client):
     + [(count, False) for count in ("0", "00", "", "-1", "1.5", "\xb2", "1 2")],
 )
 async def test_what_a_client_says_of_its_retries_never_fails_a_request(
-    house: FakeHouse, client: httpx.AsyncClient, count: str, is_retry: bool
-) -> None:
+    house, client, count, is_retry
+):
     headers = {b"x-stainless-retry-count": count.encode("latin-1")}
     answer = await client.post(CHAT, json=HELLO, headers=headers)
     assert 200 == answer.status_code

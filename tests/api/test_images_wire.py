@@ -4,10 +4,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
-
-from tests.support.wire import FakeHouse
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 COUNTS = ["/tokenize", "/v1/messages/count_tokens", "/v1/responses/input_tokens"]
@@ -91,9 +88,7 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "place"), PLACES)
-async def test_an_image_is_refused_by_its_place_with_what_to_do(
-    client: httpx.AsyncClient, house: FakeHouse, path: str, body: dict[str, Any], place: str
-) -> None:
+async def test_an_image_is_refused_by_its_place_with_what_to_do(client, house, path, body, place):
     counted = COUNTS[[CHAT, MESSAGES, RESPONSES].index(path)]
     more = {"max_tokens": 9} if path == MESSAGES else {}
     for at, asked in ((path, body | more), (counted, body)):
@@ -106,9 +101,7 @@ async def test_an_image_is_refused_by_its_place_with_what_to_do(
     assert not house.engine.requests
 
 
-async def test_a_completions_prompt_is_text_or_token_ids(
-    client: httpx.AsyncClient, house: FakeHouse
-) -> None:
+async def test_a_completions_prompt_is_text_or_token_ids(client, house):
     for prompt in ([OF_CHAT], OF_CHAT):
         refused = await client.post("/v1/completions", json={"model": "bytes", "prompt": prompt})
         assert (400, "prompt") == (refused.status_code, refused.json()["error"]["param"])
@@ -153,9 +146,7 @@ def _bodies_with(address: str) -> Iterator[tuple[str, dict[str, Any]]]:
         *("localhost", "169.254.169.254", "rebound.example"),
     ],
 )
-async def test_no_address_in_a_request_is_looked_up_or_opened(
-    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, host: str
-) -> None:
+async def test_no_address_in_a_request_is_looked_up_or_opened(client, monkeypatch, host):
     """So it matters to nobody how an address is written, redirected or resolved."""
     asked: list[Any] = []
 

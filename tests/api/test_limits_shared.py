@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 from redis.asyncio import ConnectionPool, Redis
@@ -25,19 +25,19 @@ HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def redis_url(tmp_path_factory):
     with redis_server(tmp_path_factory.mktemp("redis")) as url:
         yield url
 
 
 @pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _patient(monkeypatch):
     """Limits are counted here, and a store that is late on a busy machine is not one that fails."""
     monkeypatch.setattr("api.access.rate_limits.STORE_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture
-async def url(redis_url: str) -> str:
+async def url(redis_url):
     """The same server, emptied."""
     await said_to_redis(redis_url, "FLUSHALL")
     return redis_url

@@ -187,8 +187,8 @@ async def test_a_block_of_a_tools_result(client, house, block, text):
     ],
 )
 async def test_a_block_that_is_not_known_there_is_refused_by_type_and_place(
-    client: httpx.AsyncClient, role: str, block: dict[str, Any], place: str
-) -> None:
+    client, role, block, place
+):
     """In the oldest turn as in the newest."""
     turn = {"role": role, "content": [{"type": "text", "text": "a"}, block]}
     answer = await client.post(MESSAGES, json=body(messages=[HI, turn, GO_ON]))

@@ -13,7 +13,7 @@ from billing.gate.commands import Deposit
 from billing.gate.entries import Kind
 from billing.money import UNITS
 from engine.errors import QueueFull
-from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS, Bank
+from tests.api.bank import CHAT, HELLO, MISS, OUTPUT, PROMPT_TOKENS
 from tests.api.conftest import begun, quiet, refusal, serving
 from tests.api.driver import Visit
 from tests.support.wire import Script
@@ -39,8 +39,8 @@ async def test_a_silent_retry_of_an_undelivered_answer_pays_once(bank):
 
 
 async def test_an_answer_lost_while_its_settlement_is_waited_for_is_not_paid_twice(
-    bank: Bank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    bank, monkeypatch
+):
     """Another process holds the database; the client gives up meanwhile, and asks again."""
     locked, sync = threading.Event(), bank.store.sync
 

@@ -3,7 +3,6 @@ says the same.
 """
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ class House:
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
+def house(tmp_path):
     store = open_store(database_url(tmp_path))
     accounts = Accounts(store)
     ledger = Ledger(store, accounts, first_card=default_card())
@@ -108,13 +107,13 @@ def refusal_of(answer: httpx.Response) -> tuple[int, str, str | None]:
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[httpx.AsyncClient]:
+async def client(house):
     async with admin_client(fake_parts(books=house.books), path="/admin/api", **EVE) as client:
         yield client
 
 
 @pytest.fixture
-def ask(client: httpx.AsyncClient) -> Asking:
+def ask(client):
     return Asking(client)
 
 

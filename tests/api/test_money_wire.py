@@ -238,8 +238,8 @@ async def cut_answer(bank: Bank, path: str, body: dict[str, Any], headers: Any) 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("limited", [False, True])
 async def test_an_answer_ends_where_the_money_or_the_limit_does(
-    bank: Bank, path: str, body: dict[str, Any], reason: str, stream: bool, limited: bool
-) -> None:
+    bank, path, body, reason, stream, limited
+):
     """The hold covers the prompt and three slices of four tokens; not one token more goes out. The
     answer says which limit ended it and until when, as the refusal of a new request does."""
     paid = PROMPT_TOKENS * MISS + 12 * OUTPUT

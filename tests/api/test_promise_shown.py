@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cachesvc.cli.explain import _request_lines
 from engine.errors import ModelError
 from engine.models import load
-from engine.operators.library import Operators
 from engine.promise import BITS, Equal
 from tests.api.real_service import served
 from tests.support.models import save_model, save_tiny_model, stock_model
@@ -38,8 +37,8 @@ async def test_a_request_is_shown_with_the_promise_under_which_it_was_served(tmp
 
 @pytest.mark.parametrize("compiled", [True, False])
 async def test_bits_are_promised_to_many_threads_where_operators_are_compiled(
-    tmp_path: Path, operators: Operators, monkeypatch: pytest.MonkeyPatch, compiled: bool
-) -> None:
+    tmp_path, operators, monkeypatch, compiled
+):
     """torch cuts 511 rows of 160 numbers into three shares, whose ends are not its vectors'."""
     model = LlamaForCausalLM(
         LlamaConfig(**stock_model().config.to_dict() | {"intermediate_size": 160})

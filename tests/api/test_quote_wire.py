@@ -1,9 +1,7 @@
 """Quotes: what a request would hit and cost, and requests that refuse to cost more."""
 
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from api.job import Job, Served
@@ -12,7 +10,7 @@ from billing.gate.outcomes import Outcome
 from billing.usage import Usage
 from engine.request import Timeline
 from tests.api.conftest import running
-from tests.support.wire import FakeHouse, Script, fake_house
+from tests.support.wire import Script, fake_house
 
 QUOTE = "/v1/cache/quote"
 MESSAGES = [{"role": "user", "content": "Where is it warm in March?"}]
@@ -24,12 +22,12 @@ async def survey(job: Job) -> list[dict[str, int]]:
 
 
 @pytest.fixture
-def house() -> FakeHouse:
+def house():
     return fake_house(survey=survey)
 
 
 @pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+async def client(house):
     async with running(house) as (_, client):
         yield client
 

@@ -25,7 +25,7 @@ END = 144  # the last block's end before the prompt's
 
 
 @pytest.fixture
-def hybrid(tmp_path: Path) -> Path:
+def hybrid(tmp_path):
     """A tiny Qwen3-Next as users have it on disk."""
     logging.getLogger("transformers").setLevel(logging.ERROR)  # of kernels that are not installed
     folder = tmp_path / "hybrid"

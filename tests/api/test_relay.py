@@ -1,7 +1,7 @@
 """A server before an endpoint of its clients' own protocol: what passes, and what it costs."""
 
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ CONTEXT = 4000
 
 
 @pytest.fixture
-def up() -> Iterator[UpstreamServer]:
+def up():
     with served(UpstreamServer()) as server:
         assert isinstance(server, UpstreamServer)
         server.script = {path: stream_of(path) for path in PATHS}
@@ -73,9 +73,7 @@ def usages(service: Service) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(
-    up: UpstreamServer, tmp_path: Path, path: str
-) -> None:
+async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(up, tmp_path, path):
     async with relaying(tmp_path, up) as (service, client):
         whole = await client.post(path, json=body(path))
         assert (200, compact(WHOLE[path])) == (whole.status_code, whole.content)
@@ -90,9 +88,7 @@ async def test_an_answer_passes_byte_for_byte_and_costs_the_same_streamed(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(
-    up: UpstreamServer, tmp_path: Path, path: str
-) -> None:
+async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(up, tmp_path, path):
     async with relaying(tmp_path, up) as (service, client):
         streamed = await client.post(path, json=body(path, stream=True))
         expected = [each for each in stream_of(path) if each != USAGE_CHUNK]
@@ -103,9 +99,7 @@ async def test_usage_is_asked_for_and_not_shown_to_who_did_not_ask(
         assert [ALL, ALL] == usages(service)
 
 
-async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(up, tmp_path):
     up.cards = [{"id": "inner-name", "max_model_len": CONTEXT}]
     odd = {"seed": 12345678901234567, "anything": {"deep": [1, 2.5, None]}, "temperature": 0.7}
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -130,7 +124,7 @@ async def test_a_body_passes_unchanged_but_for_what_is_the_tenants(
         assert up.asked[-1][2]["store"] is False, "the account is shared by all tenants"
 
 
-async def test_an_engine_with_salts_keeps_tenants_apart(tmp_path: Path) -> None:
+async def test_an_engine_with_salts_keeps_tenants_apart(tmp_path):
     with served(UpstreamServer(owned_by="vllm")) as up:
         assert isinstance(up, UpstreamServer)
         up.whole = {CHAT: compact(WHOLE[CHAT])}
@@ -151,8 +145,8 @@ async def test_an_engine_with_salts_keeps_tenants_apart(tmp_path: Path) -> None:
 
 
 async def test_no_header_of_the_tenant_goes_up_and_none_of_the_endpoint_comes_down(
-    up: UpstreamServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    up, tmp_path, caplog
+):
     mine = {
         "authorization": "Bearer mine",
         "cookie": "a=b",
@@ -183,7 +177,7 @@ async def test_no_header_of_the_tenant_goes_up_and_none_of_the_endpoint_comes_do
         assert "sk-inside" not in stats + caplog.text
 
 
-async def test_the_journal_and_metrics_say_what_passed(up: UpstreamServer, tmp_path: Path) -> None:
+async def test_the_journal_and_metrics_say_what_passed(up, tmp_path):
     bare = {**WHOLE[CHAT], "usage": {"prompt_tokens": PROMPT, "completion_tokens": OUTPUT}}
     async with relaying(tmp_path, up) as (service, client):
         told = await client.post(CHAT, json=body(CHAT, stream=True))
@@ -205,8 +199,8 @@ async def test_the_journal_and_metrics_say_what_passed(up: UpstreamServer, tmp_p
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_without_usage_costs_what_the_body_could_be_at_most(
-    up: UpstreamServer, tmp_path: Path, path: str, stream: bool
-) -> None:
+    up, tmp_path, path, stream
+):
     def without(data: bytes) -> bytes:
         lines = data.decode().split("\n\n")
         return "\n\n".join(_bare(line) for line in lines).encode()
@@ -232,7 +226,7 @@ def _bare(line: str) -> str:
     return head + found + json.dumps(document)
 
 
-async def test_images_are_held_for_as_the_whole_context(up: UpstreamServer, tmp_path: Path) -> None:
+async def test_images_are_held_for_as_the_whole_context(up, tmp_path):
     """Their bytes tell nothing of their tokens. A text that speaks of images is a text."""
     up.whole[CHAT] = compact({**WHOLE[CHAT], "usage": None})
     image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
@@ -256,7 +250,7 @@ REFUSED: tuple[dict[str, Any], ...] = (
 )
 
 
-async def test_what_cannot_pass_is_refused_by_name(up: UpstreamServer, tmp_path: Path) -> None:
+async def test_what_cannot_pass_is_refused_by_name(up, tmp_path):
     async with relaying(tmp_path, up) as (service, client):
         for more in REFUSED:
             answer = await client.post(RESPONSES, json=body(RESPONSES, **more))
@@ -270,9 +264,7 @@ async def test_what_cannot_pass_is_refused_by_name(up: UpstreamServer, tmp_path:
         assert [] == up.asked and [] == charges(service)
 
 
-async def test_a_prompt_that_may_be_long_is_priced_by_what_it_was(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_prompt_that_may_be_long_is_priced_by_what_it_was(up, tmp_path):
     """A card with dearer long prompts: the body's bound is above its length, the prompt is not."""
     card = """
 [card]

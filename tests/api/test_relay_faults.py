@@ -6,7 +6,7 @@ be proved.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ MISS = 1_000_000  # units, of the launch card
 
 
 @pytest.fixture
-def up() -> Iterator[UpstreamServer]:
+def up():
     with served(UpstreamServer(max_model_len=CONTEXT)) as server:
         assert isinstance(server, UpstreamServer)
         server.script = {path: stream_of(path) for path in PATHS}
@@ -61,7 +61,7 @@ def up() -> Iterator[UpstreamServer]:
 
 
 @pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch):
     """A site that fails is asked again at once, except where that is the subject."""
     monkeypatch.setattr(StoreBreaker, "failed", lambda self: None)
 
@@ -154,9 +154,7 @@ POINTS = (
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_killed_endpoint_is_settled_once_wherever_it_was(
-    up: UpstreamServer, tmp_path: Path, path: str
-) -> None:
+async def test_a_killed_endpoint_is_settled_once_wherever_it_was(up, tmp_path, path):
     seed = random.randrange(1 << 32)
     rng = random.Random(seed)
     points = [*POINTS, *rng.choices(POINTS, k=5)]
@@ -202,9 +200,7 @@ REFUSALS: dict[int, tuple[int, str, str]] = {
 }
 
 
-async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(up, tmp_path):
     up.headers = {"retry-after": "7", "location": "http://127.0.0.1:1/"}
     up.refusal = orjson.dumps({"error": {"message": "secret words", "type": "x"}})
     async with relaying(tmp_path, up) as (service, client):
@@ -223,9 +219,7 @@ async def test_a_refusal_reaches_the_client_in_its_protocol_and_costs_nothing(
         assert 4 * len(REFUSALS) == len(charges(service))
 
 
-async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(up, tmp_path):
     said = "This model's maximum context length is 4000 tokens."
     up.status, up.refusal = 400, orjson.dumps({"error": {"message": said}})
     async with relaying(tmp_path, up) as (_, client):
@@ -236,9 +230,7 @@ async def test_a_prompt_that_is_too_long_is_told_as_clients_know_it(
         assert (400, "invalid_value") == (answer.status_code, answer.json()["error"]["code"])
 
 
-async def test_another_site_is_tried_once_before_the_first_byte(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_another_site_is_tried_once_before_the_first_byte(up, tmp_path):
     with served(UpstreamServer(max_model_len=CONTEXT)) as other:
         assert isinstance(other, UpstreamServer)
         other.script, other.whole = up.script, up.whole
@@ -267,9 +259,7 @@ async def test_another_site_is_tried_once_before_the_first_byte(
             assert 9 == len(charges(service))
 
 
-async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(
-    up: UpstreamServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_readiness_tells_when_no_site_answers_and_when_one_is_back(up, tmp_path, monkeypatch):
     monkeypatch.undo()  # with its breaker
     async with relaying(tmp_path, up) as (service, client):
         assert 200 == (await client.get("/health/ready")).status_code
@@ -304,9 +294,7 @@ NO_EVENTS: dict[str, bytes] = {
 }
 
 
-async def test_what_is_no_answer_is_an_error_without_its_words(
-    up: UpstreamServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_is_no_answer_is_an_error_without_its_words(up, tmp_path, monkeypatch):
     monkeypatch.setattr(passage, "MAX_ANSWER_BYTES", 2048)
     monkeypatch.setattr(passage, "MAX_EVENT_BYTES", 2048)
     async with relaying(tmp_path, up) as (service, client):
@@ -334,9 +322,7 @@ def _seen(answer: httpx.Response) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-async def test_a_client_that_leaves_ends_the_work_and_pays_what_came(
-    up: UpstreamServer, tmp_path: Path, path: str
-) -> None:
+async def test_a_client_that_leaves_ends_the_work_and_pays_what_came(up, tmp_path, path):
     head, text, *_ = STREAMS[path]
     up.script[path] = [*head, *text[:2], WAIT, *text * 5000]
     asked = body(path, stream=True)
@@ -357,9 +343,7 @@ async def test_a_client_that_leaves_ends_the_work_and_pays_what_came(
         assert {"miss": bound(**asked), "output": 2} == usage_of(entry)
 
 
-async def test_a_client_that_leaves_before_the_answer_pays_nothing(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_client_that_leaves_before_the_answer_pays_nothing(up, tmp_path):
     up.script[CHAT] = [b"", WAIT]
     async with relaying(tmp_path, up) as (service, client):
         app: Any = client._transport.app  # type: ignore[attr-defined]
@@ -375,7 +359,7 @@ async def test_a_client_that_leaves_before_the_answer_pays_nothing(
         assert ({}, 0) == (usage_of(entry), entry.amount)
 
 
-async def test_the_server_stops_while_a_stream_passes(up: UpstreamServer, tmp_path: Path) -> None:
+async def test_the_server_stops_while_a_stream_passes(up, tmp_path):
     head, text, *_ = STREAMS[CHAT]
     up.script[CHAT] = [*head, *text[:1], WAIT]
     async with relaying(tmp_path, up) as (service, client):
@@ -399,9 +383,7 @@ def paying(service: Service, units: int) -> dict[str, str]:
     return {"authorization": f"Bearer {accounts.create_key('acme', by='test')[0]}"}
 
 
-async def test_a_stream_ends_when_its_balance_is_used_up(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_stream_ends_when_its_balance_is_used_up(up, tmp_path):
     """What is held for 256 tokens of output and a part of the next slice is all there is."""
     head, text, *rest = STREAMS[CHAT]
     up.script[CHAT] = [*head, *text * 400, *(each for part in rest for each in part)]
@@ -417,7 +399,7 @@ async def test_a_stream_ends_when_its_balance_is_used_up(
         assert 0 <= service._money.accounts.tenant("acme").balance
 
 
-async def test_an_answer_that_comes_whole_is_held_whole(up: UpstreamServer, tmp_path: Path) -> None:
+async def test_an_answer_that_comes_whole_is_held_whole(up, tmp_path):
     """Nobody can end it when its balance is used up."""
     async with relaying(tmp_path, up) as (service, client):
         asked = body(CHAT, max_tokens=2000)
@@ -429,9 +411,7 @@ async def test_an_answer_that_comes_whole_is_held_whole(up: UpstreamServer, tmp_
         assert 200 == answer.status_code, answer.text
 
 
-async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(up, tmp_path):
     told = {"prompt_tokens": PROMPT, "prompt_tokens_details": {"cached_tokens": CACHED}}
     usage = event({"choices": [], "usage": {**told, "completion_tokens": 1500}})
     head, text, end, _, done = STREAMS[CHAT]
@@ -448,9 +428,7 @@ async def test_thoughts_that_nobody_sees_are_held_before_they_are_charged(
         assert 0 <= service._money.accounts.tenant("acme").balance
 
 
-async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(
-    up: UpstreamServer, tmp_path: Path
-) -> None:
+async def test_a_retry_with_its_key_gets_the_first_answer_and_pays_once(up, tmp_path):
     async with relaying(tmp_path, up) as (service, client):
         for number, path in enumerate(PATHS):
             for stream in (False, True):

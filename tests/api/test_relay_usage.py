@@ -270,13 +270,13 @@ def bill(seen: Counted, most: int = 4000) -> tuple[Usage, bool]:
 
 
 @pytest.mark.parametrize("shape", WRITES)
-def test_a_request_that_wrote_costs_the_same_in_every_shape(shape: str) -> None:
+def test_a_request_that_wrote_costs_the_same_in_every_shape(shape):
     expected = Usage(hit_device=640, miss=360, cache_write=300, output=50)
     assert (expected, False) == bill(read(WRITES[shape]))
 
 
 @pytest.mark.parametrize("shape", READS)
-def test_a_request_that_hit_costs_the_same_in_every_shape(shape: str) -> None:
+def test_a_request_that_hit_costs_the_same_in_every_shape(shape):
     expected = Usage(hit_device=640, miss=360, output=50)
     assert (expected, False) == bill(read(READS[shape]))
     pinned = default_card().at("any", default_card().valid_from_ns)
@@ -285,18 +285,18 @@ def test_a_request_that_hit_costs_the_same_in_every_shape(shape: str) -> None:
 
 
 @pytest.mark.parametrize("case", IN_STREAMS)
-def test_a_stream_costs_what_the_whole_answer_does(case: str) -> None:
+def test_a_stream_costs_what_the_whole_answer_does(case):
     assert (Usage(hit_device=640, miss=360, output=50), False) == bill(read(*IN_STREAMS[case]))
 
 
 @pytest.mark.parametrize("case", MESSAGES)
-def test_a_stream_of_messages_costs_what_the_whole_message_does(case: str) -> None:
+def test_a_stream_of_messages_costs_what_the_whole_message_does(case):
     seen = read(*MESSAGES[case], is_partial=True)
     assert (Usage(hit_device=640, miss=360, output=50), False) == bill(seen)
 
 
 @pytest.mark.parametrize("case", CANNOT_BE)
-def test_counts_that_cannot_be_are_not_guessed(case: str) -> None:
+def test_counts_that_cannot_be_are_not_guessed(case):
     said, expected = CANNOT_BE[case]
     seen = read(*said)
     assert expected == seen
@@ -370,18 +370,18 @@ RECORDED: Mapping[str, tuple[list[Said], bool, Usage]] = {
 
 
 @pytest.mark.parametrize("case", RECORDED)
-def test_a_real_vllm_is_billed_as_it_counts(case: str) -> None:
+def test_a_real_vllm_is_billed_as_it_counts(case):
     said, is_partial, expected = RECORDED[case]
     assert (expected, False) == bill(read(*said, is_partial=is_partial))
 
 
-def test_messages_never_count_reads_as_part_of_their_input() -> None:
+def test_messages_never_count_reads_as_part_of_their_input():
     """Also where no read is told: Anthropic's `input_tokens` is the rest of the prompt."""
     seen = read({"usage": {"input_tokens": 7, "output_tokens": 2}}, is_partial=True)
     assert Counted(7, None, 0, 0, 2) == seen
 
 
-def test_an_hour_of_keeping_is_told_apart() -> None:
+def test_an_hour_of_keeping_is_told_apart():
     split = {"ephemeral_5m_input_tokens": 10, "ephemeral_1h_input_tokens": 20}
     said = {"input_tokens": 5, "cache_read_input_tokens": 0, "output_tokens": 1}
     writes = {"cache_creation_input_tokens": 30, "cache_creation": split}
@@ -389,7 +389,7 @@ def test_an_hour_of_keeping_is_told_apart() -> None:
     assert Usage(miss=35, cache_write=10, cache_write_1h=20, output=1) == usage
 
 
-def test_a_server_of_ours_tells_its_hits_by_tier() -> None:
+def test_a_server_of_ours_tells_its_hits_by_tier():
     tiers = {"device": 100, "host": 200, "disk": 40, "remote": 300}
     told = details(cached_tokens=640, cached_tokens_details=tiers)
     expected = {TierName(name): tokens for name, tokens in tiers.items()}
@@ -399,14 +399,14 @@ def test_a_server_of_ours_tells_its_hits_by_tier() -> None:
 
 
 @pytest.mark.parametrize("prompt", [0, 4001])
-def test_a_prompt_that_the_body_cannot_have_is_unreported(prompt: int) -> None:
+def test_a_prompt_that_the_body_cannot_have_is_unreported(prompt):
     assert (Usage(miss=4000, output=50), True) == bill(read(usage(prompt, 50, cached_tokens=0)))
 
 
-def test_no_more_output_is_billed_than_is_held() -> None:
+def test_no_more_output_is_billed_than_is_held():
     assert 100 == bill(read(usage(1000, 101, cached_tokens=0)))[0].output
 
 
-def test_what_is_no_answer_says_nothing() -> None:
+def test_what_is_no_answer_says_nothing():
     for document in ({"usage": 5}, {"choices": "x"}, {"usage": [1]}, {"message": None}):
         assert NOTHING == read(document)

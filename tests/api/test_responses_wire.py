@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import httpx
 import pytest
 
 from api.requests.responses import KeptResponse, StoredResponses
@@ -182,8 +181,8 @@ async def test_reasoning_is_an_item_of_its_own():
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 1000])
 @pytest.mark.parametrize("fail_after", [None, 3])
 async def test_events_are_numbered_in_the_order_of_the_wire(
-    client: httpx.AsyncClient, house: FakeHouse, tokens_per_step: int, fail_after: int | None
-) -> None:
+    client, house, tokens_per_step, fail_after
+):
     """However many tokens a write carries, and in a stream that fails."""
     house.engine.script = Script(
         answer="one two", fail_after=fail_after, tokens_per_step=tokens_per_step, step_s=0.01

@@ -1,7 +1,6 @@
 """Traces of requests as a collector receives them: over OTLP/HTTP, decoded from protobuf."""
 
 import threading
-from collections.abc import AsyncIterator, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -16,10 +15,10 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from api.journal.journal import Journal
 from cachesvc.config.errors import ConfigError
 from cachesvc.config.sections import TracingSection
-from cachesvc.observability.tracing import RequestTracer, open_tracer
+from cachesvc.observability.tracing import open_tracer
 from engine.errors import QueueFull
 from tests.api.conftest import running
-from tests.support.wire import FakeHouse, Script, fake_house
+from tests.support.wire import Script, fake_house
 from tiers.errors import MissReason
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -69,7 +68,7 @@ def told(attributes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector():
     collector = Collector()
     thread = threading.Thread(target=collector.server.serve_forever)
     thread.start()
@@ -80,7 +79,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture
-def tracer(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestTracer]:
+def tracer(collector, monkeypatch):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "shop")
     tracer = open_tracer(TracingSection(endpoint=collector.url))
     assert tracer is not None
@@ -89,12 +88,12 @@ def tracer(collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
 
 
 @pytest.fixture
-async def house(tracer: RequestTracer) -> FakeHouse:
+async def house(tracer):
     return fake_house(journal=Journal(on_end=tracer.trace))
 
 
 @pytest.fixture
-async def client(house: FakeHouse) -> AsyncIterator[httpx.AsyncClient]:
+async def client(house):
     async with running(house) as (_, client):
         yield client
 

@@ -165,8 +165,8 @@ async def two_responses(
     ids=["a template that drops reasoning", "a tokenizer that re-cuts text", "calls"],
 )
 async def test_previous_response_id_begins_with_all_that_the_last_left(
-    tokenizer: type[ByteTokenizer], template: str, answer: str, fields: dict[str, Any]
-) -> None:
+    tokenizer, template, answer, fields
+):
     made = tokenizer()
     made.chat_template = template
     details, left, tokens = await two_responses(made, answer, **fields)

@@ -3,11 +3,9 @@
 import contextlib
 import html
 import re
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
@@ -65,7 +63,7 @@ def shown(page: str) -> str:
 
 
 @pytest.fixture
-async def bank(tmp_path: Path) -> AsyncIterator[Bank]:
+async def bank(tmp_path):
     bank = Bank(tmp_path)
     with contextlib.closing(bank):
         bank.accounts.apply_card(parse_card(CARD), by="test")
@@ -73,7 +71,7 @@ async def bank(tmp_path: Path) -> AsyncIterator[Bank]:
 
 
 @pytest.fixture
-async def client(bank: Bank) -> AsyncIterator[httpx.AsyncClient]:
+async def client(bank):
     """An admin's, after a request of each tenant. Of each, a million tokens were hit."""
     cache = Cache(CURRENCIES)
     for name in CURRENCIES:

@@ -3,7 +3,6 @@
 import asyncio
 import random
 
-import httpx
 import pytest
 from limits.aio.storage import MemoryStorage
 
@@ -14,7 +13,7 @@ from billing.gate.outcomes import Outcome
 from engine.request import FinishReason
 from tests.api.conftest import begun, quiet, refusal, running
 from tests.api.driver import Visit
-from tests.support.wire import FakeHouse, Script, fake_house
+from tests.support.wire import Script, fake_house
 
 CHAT = "/v1/chat/completions"
 HELLO = {"model": "bytes", "messages": [{"role": "user", "content": "hi"}]}
@@ -93,12 +92,8 @@ async def test_an_answer_that_the_server_ends_says_so_and_settles(app, house):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_bug_in_an_answer_is_logged_but_not_shown_to_the_client(
-    client: httpx.AsyncClient,
-    house: FakeHouse,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    stream: bool,
-) -> None:
+    client, house, caplog, monkeypatch, stream
+):
     def broken(*_: object) -> None:
         raise ZeroDivisionError("inside")
 

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clients")
     running = DefaultServer(folder, folder / "unused", OMP_NUM_THREADS="1")
     try:
@@ -52,7 +52,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def ran(server: str, pytestconfig: pytest.Config) -> Iterator[Ran]:
+def ran(server, pytestconfig):
     """What a program told of its cells; each runs once."""
     told: dict[str, dict[str, Any]] = {}
 

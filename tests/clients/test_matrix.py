@@ -1,8 +1,5 @@
 """Each cell of the matrix of clients: the real client does it against the default model."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from tests.clients.matrix import PROGRAMS
@@ -14,7 +11,7 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(1800)]
     ("name", "cell"),
     [(name, cell) for name, program in PROGRAMS.items() for cell in program.cells()],
 )
-def test_a_client_does(ran: Callable[[str], dict[str, Any]], name: str, cell: str) -> None:
+def test_a_client_does(ran, name, cell):
     told = ran(name)["cells"]
     assert set(PROGRAMS[name].cells()) == set(told)
     assert "seen" in told[cell], told[cell].get("error")

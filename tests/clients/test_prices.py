@@ -1,7 +1,6 @@
 """LiteLLM reads the price map that we print, and adds up an answer as our ledger does."""
 
 import subprocess
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -27,7 +26,7 @@ print(litellm.completion_cost(answer, model="openai/qwen3-8b"))
 """
 
 
-def test_litellm_adds_up_what_our_ledger_would(tmp_path: Path) -> None:
+def test_litellm_adds_up_what_our_ledger_would(tmp_path):
     card = tmp_path / "usd.toml"
     card.write_text(USD_CARD)
     told = CliRunner().invoke(app, ["prices", "export", str(card), "--model", "qwen3-8b"])

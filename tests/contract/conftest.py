@@ -1,18 +1,16 @@
 """A ledger on each kind of database, for the suites that both must pass."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from billing.gate.entries import Entry
 from billing.proof import audit
 from billing.store import reports as store_reports
 from billing.store.store import LedgerStore
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 
 @pytest.fixture
-def house(url: str) -> Iterator[TestLedger]:
+def house(url):
     """A running ledger; whatever a test did to it, it proves afterwards."""
     with running_ledger(url) as house:
         yield house

@@ -27,7 +27,7 @@ output = 4
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     """Entries 1: a top-up, 2 and 3: charges, 4: a correction of 2, 5: a withdrawal."""
     path = tmp_path_factory.mktemp("ledger") / "original"
     with running_ledger(f"sqlite:///{path}") as house:
@@ -42,7 +42,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def forged(original: Path, tmp_path: Path) -> Path:
+def forged(original, tmp_path):
     return copy(original, tmp_path / "forged")
 
 

@@ -47,12 +47,12 @@ CHANGED = {
 
 
 @pytest.fixture(scope="module")
-def heads() -> dict[str, Head]:
+def heads():
     return {}
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -> Path:
+def original(tmp_path_factory, heads):
     """A ledger with a row in every table that can be proved."""
     folder = tmp_path_factory.mktemp("ledger")
     with running_ledger(f"sqlite:///{folder / 'running'}") as house:
@@ -86,7 +86,7 @@ def original(tmp_path_factory: pytest.TempPathFactory, heads: dict[str, Head]) -
 
 
 @pytest.fixture(scope="module")
-def prove(original: Path) -> Iterator[Prove]:
+def prove(original):
     """What verify says after somebody wrote a statement into the database."""
     changed = original.with_name("changed")
     shutil.copy(original, changed)

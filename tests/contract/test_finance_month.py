@@ -10,7 +10,6 @@ import csv
 import io
 import random
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_EVEN, Decimal
@@ -108,9 +107,7 @@ def traffic(draw: random.Random) -> Usage:
 
 
 @pytest.fixture(scope="module")
-def month(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[TestLedger, dict[str, Sheet]]]:
+def month(tmp_path_factory):
     long_prompts = shipped_cards()["long-prompts"].replace("2025-06-01", "2024-12-31")
     texts = {"acme": [PLAN, LIST], "bolt": [long_prompts], "cato": [LIST]}
     path = tmp_path_factory.mktemp("month") / "ledger"

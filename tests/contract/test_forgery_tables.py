@@ -65,7 +65,7 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+def house(tmp_path_factory):
     return House(tmp_path_factory.mktemp("ledger"))
 
 
@@ -206,7 +206,7 @@ def hold(house: TestLedger, name: str, amount: int = 0) -> Hold:
 
 
 @pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def original(tmp_path_factory):
     """Entries 1: a top-up, 2 to 5: charges of January (4: a pin), 6: a correction of 5, 7 and 8:
     charges of February, 9: a grant that ends."""
     path = tmp_path_factory.mktemp("ledger") / "original"

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -51,7 +50,7 @@ def receiver() -> Iterator[str]:
 
 
 @pytest.fixture(params=["file", "receiver", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def place(request, tmp_path):
     if request.param == "file":
         yield str(tmp_path / "heads.jsonl")
     elif request.param == "receiver":

@@ -1,7 +1,7 @@
 """Two nodes on one Redis: what the first machine's engine computed is a hit on the second's."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -24,7 +24,7 @@ PATIENT = "?socket_timeout=60&socket_connect_timeout=60"
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(tmp_path_factory):
     with redis_server(tmp_path_factory.mktemp("redis")) as url:
         yield url + PATIENT
 

@@ -69,7 +69,7 @@ class Meter:
 
 
 @pytest.fixture
-def meter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Meter]:
+def meter(monkeypatch):
     monkeypatch.setattr(push, "FIRST_WAIT_S", 0.001)
     monkeypatch.setattr(push, "BATCH", 3)
     seed = random.randrange(10**6)

@@ -47,7 +47,7 @@ def s3_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module", params=["redis", "redis cluster", "s3"])
-def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     if request.param == "redis":
         with redis_server(folder) as url:

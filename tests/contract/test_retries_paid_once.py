@@ -38,7 +38,7 @@ def run(house: TestLedger, *batches: list[Command]) -> int:
 
 
 @pytest.fixture
-def requests(house: TestLedger) -> tuple[Hold, Hold]:
+def requests(house):
     """A request and the silent retry of it, both running."""
     house.fund(UNITS)
     first = house.reserve("r1", UNITS // 4, fingerprint="f")

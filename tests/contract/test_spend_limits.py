@@ -32,7 +32,7 @@ DAY_S = 86_400
 
 
 @pytest.fixture
-def house(house: TestLedger) -> TestLedger:
+def house(house):
     house.fund(UNITS)
     return house
 

@@ -1,7 +1,7 @@
 """What every tier off the device promises. A tier joins by one line in `TIERS`."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,14 +27,14 @@ TIERS: dict[str, Callable[[Path], ManagedTier]] = {
 
 
 @pytest.fixture(params=TIERS)
-def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ManagedTier]:
+def tier(request, tmp_path):
     tier = TIERS[request.param](tmp_path / "tier")
     yield tier
     tier.close()
 
 
 @pytest.fixture
-def frames() -> list[Frame]:
+def frames():
     return take(FrameArena(LAYOUT, NUM_FRAMES), NUM_FRAMES)
 
 

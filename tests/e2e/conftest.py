@@ -15,10 +15,9 @@ from typing import Any
 
 import pytest
 import uvicorn
-from playwright.sync_api import Browser
 
 from api.app import create_app
-from tests.dashboard_server import Served, Visitor, chromium, serving
+from tests.dashboard_server import Visitor, chromium, serving
 from tests.patience import PATIENCE_S
 from tests.support.wire import FakeHouse, fake_house
 
@@ -27,7 +26,7 @@ READY = re.compile(r"serves \S+ on (http://[^\s\"]+)")
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     """A server that has answered three requests: a cold one, a hit, and another prefix."""
     with serving(tmp_path_factory.mktemp("dashboard")) as running:
         for question in ("Where does person 3 live?", "Which badge has person 5?"):
@@ -74,14 +73,14 @@ def on_a_socket(house: FakeHouse) -> Iterator[Server]:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     """A server over the scripted engine."""
     with on_a_socket(fake_house()) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def default_server(tmp_path_factory):
     """The URL of `cachesvc serve` on the default model, for the tests of client libraries."""
     folder = tmp_path_factory.mktemp("clients")
     log = folder / "serve.log"
@@ -103,14 +102,14 @@ def default_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     """Playwright runs an event loop in this thread: no other module may run meanwhile."""
     with chromium() as opened:
         yield opened
 
 
 @pytest.fixture
-def visitor(browser: Browser, served: Served) -> Iterator[Visitor]:
+def visitor(browser, served):
     """Not logged in yet; `visitor.log_in()` opens the overview."""
     visit = Visitor(browser, served)
     yield visit

@@ -1,13 +1,11 @@
 """The official anthropic client against a server on a socket: what it reads and what it raises."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import pytest
 
 from billing.errors import InsufficientBalance
-from tests.e2e.conftest import Server
 from tests.support.wire import Script
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Is it warm in Rome?"}]
@@ -21,7 +19,7 @@ CALL = 'Let me look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Ro
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[anthropic.Anthropic]:
+def client(server):
     with anthropic.Anthropic(
         base_url=server.url.removesuffix("/v1"), api_key="sk-any", max_retries=0
     ) as client:

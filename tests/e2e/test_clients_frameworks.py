@@ -5,7 +5,6 @@ read; that forced calls are valid is tested on the default model.
 """
 
 import asyncio
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -37,7 +36,7 @@ def called(name: str) -> str:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server():
     with on_a_socket(fake_house(grammars=RecordingCompiler())) as running:
         yield running
 

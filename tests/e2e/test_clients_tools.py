@@ -2,7 +2,6 @@
 of an agent's conversation hit what the turns before left, by each protocol."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -32,7 +31,7 @@ MESSAGES: list[Any] = [{"role": "user", "content": "A table for four on Friday, 
 
 
 @pytest.fixture
-def client(default_server: str) -> Iterator[openai.OpenAI]:
+def client(default_server):
     with openai.OpenAI(base_url=f"{default_server}/v1", api_key="any", max_retries=0) as client:
         yield client
 

@@ -3,7 +3,6 @@
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ LETTERS = {  # what a model of random bytes says is seldom text
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedServer]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("restart")
     save_tiny_model(folder / "tiny")
     server = ForkedServer(folder, folder / "tiny")

@@ -15,7 +15,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from api.admin.login.passwords import Passwords
 from api.admin.login.sessions import Role
-from tests.dashboard_server import TEXT, Served, Visitor
+from tests.dashboard_server import TEXT, Visitor
 
 pytestmark = [pytest.mark.browser, pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -49,7 +49,7 @@ NUM_PROMPTS = 12  # more than the memory tiers hold, so that some lie on disk
 
 
 @pytest.fixture(scope="module")
-def used(served: Served) -> Served:
+def used(served):
     """The server after a day: prompts on disk, and at last one that parts from its twin."""
     for number in range(NUM_PROMPTS):
         served.ask("Who is that?", system=f"{number} {TEXT}")

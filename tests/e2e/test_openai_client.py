@@ -4,7 +4,6 @@ The server is uvicorn as `cachesvc serve` runs it, over the scripted engine, in 
 once it is the real program with the default model.
 """
 
-from collections.abc import Iterator
 from typing import Literal
 
 import openai
@@ -12,7 +11,6 @@ import pytest
 from pydantic import BaseModel, Field
 
 from billing.gate.work import insufficient_balance
-from tests.e2e.conftest import Server
 from tests.support.wire import Script
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -20,7 +18,7 @@ PROMPT_TOKENS = len("user: hi\nassistant: ")
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server):
     with openai.OpenAI(base_url=server.url, api_key="sk-any", max_retries=0) as client:
         yield client
 

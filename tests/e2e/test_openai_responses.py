@@ -1,6 +1,5 @@
 """OpenAI's client with Responses, against a server on a socket."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -20,7 +19,7 @@ CALL = 'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server):
     with openai.OpenAI(base_url=server.url, api_key="sk-any", max_retries=0) as client:
         yield client
 

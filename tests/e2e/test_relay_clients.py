@@ -3,7 +3,6 @@
 All of it speaks real HTTP on 127.0.0.1. What the outer server charges is what the inner one did.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ SAID: list[Any] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(params=["openai+", ""], ids=["named", "found by asking"])
-def relay(
-    server: Server, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[tuple[Service, str]]:
+def relay(server, tmp_path, request):
     """A server before `server`, which the second time finds by itself that no tokens are taken."""
     inner = request.param + server.url.removesuffix("/v1")
     made = real_service(tmp_path, Path("bytes"), engine_backend=inner)
@@ -45,7 +42,7 @@ def served(server: Server) -> list[Usage]:
     return [each.usage for each in found if each is not None]
 
 
-def test_openais_client(server: Server, relay: tuple[Service, str]) -> None:
+def test_openais_client(server, relay):
     service, url = relay
     server.house.engine.script = Script(answer="one two", hits={"hit_disk": 8, "hit_host": 3})
     with openai.OpenAI(base_url=f"{url}/v1", api_key="sk-any", max_retries=0) as client:
@@ -70,7 +67,7 @@ def test_openais_client(server: Server, relay: tuple[Service, str]) -> None:
     assert 6 == len(served(server)) and (8, 3) == (served(server)[0].hit_disk, 3)
 
 
-def test_anthropics_client(server: Server, relay: tuple[Service, str]) -> None:
+def test_anthropics_client(server, relay):
     service, url = relay
     server.house.engine.script = Script(answer="one two", hits={"hit_host": 3})
     with anthropic.Anthropic(base_url=url, api_key="sk-any", max_retries=0) as client:
@@ -84,9 +81,7 @@ def test_anthropics_client(server: Server, relay: tuple[Service, str]) -> None:
     assert served(server) == charged(service)[:2]
 
 
-def test_a_failure_of_the_inner_server_is_raised_by_the_client(
-    server: Server, relay: tuple[Service, str]
-) -> None:
+def test_a_failure_of_the_inner_server_is_raised_by_the_client(server, relay):
     service, url = relay
     server.house.engine.script = Script(answer="one two three", fail_after=4)
     with openai.OpenAI(base_url=f"{url}/v1", api_key="sk-any", max_retries=0) as client:

@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 PAGE = (Path(__file__).parents[2] / "docs/relay.md").read_text()
 
 
-def test_what_the_inner_server_had_cached_is_billed_as_a_hit(
-    default_server: str, tmp_path: Path
-) -> None:
+def test_what_the_inner_server_had_cached_is_billed_as_a_hit(default_server, tmp_path):
     [serve] = re.findall(r"\$ cachesvc (serve --engine \S+ --model \S+)", PAGE)
     [question] = re.findall(r"chat/completions -d '(\{.*?\})'", PAGE, re.DOTALL)
     command = shlex.split(serve.replace("http://127.0.0.1:8100", default_server))

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
 
@@ -21,7 +20,7 @@ SERVE = "$ cachesvc serve &"
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[dict[str, str]]:
+def served(tmp_path):
     """The environment of the shell, and the server that the page starts in it."""
     path = f"{SCRIPT.parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "CACHESVC_SERVER__DATA_DIR": str(tmp_path / "data")}

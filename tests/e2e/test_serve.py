@@ -29,7 +29,7 @@ DOCUMENT = " ".join(
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 

@@ -25,7 +25,7 @@ SIZES = ("--device-cache", "8MiB", "--host-cache", "8MiB", "--disk-cache", "16Mi
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "tiny"
     save_tiny_model(folder)
     return folder

@@ -1,7 +1,6 @@
 """Each tier off, as small as it can be, and ample: served, hit after a restart, and told truly."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -46,7 +45,7 @@ class Sized(ForkedServer):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "wide"
     save_tiny_model(folder, **LARGE_KV)
     return folder

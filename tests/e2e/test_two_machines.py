@@ -3,7 +3,7 @@
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Documented:
 
 
 @pytest.fixture
-def servers(tmp_path: Path, postgres: str) -> Iterator[tuple[Machine, Machine, Mapping[str, str]]]:
+def servers(tmp_path, postgres):
     """Both, and the key of a tenant that both know."""
     save_tiny_model(tmp_path / "demo")
     docs = Documented()

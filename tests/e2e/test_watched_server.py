@@ -81,12 +81,12 @@ def chosen(expr: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("watched")
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[str]:
+def server(folder):
     """A real server of a tiny model, whose tiers are so small that they evict."""
     program()
     save_tiny_model(folder / "model")
@@ -128,7 +128,7 @@ def program() -> str:
 
 
 @pytest.fixture(scope="module")
-def prometheus(folder: Path, server: str) -> Iterator[Prometheus]:
+def prometheus(folder, server):
     """One that scrapes the server every half second, with the rules that are shipped."""
     config = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "500ms"}
@@ -161,7 +161,7 @@ def running(config: Path, folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def watched(server: str, prometheus: Prometheus) -> Prometheus:
+def watched(server, prometheus):
     """After requests that hit, miss and evict, and some scrapes."""
     wait(lambda: prometheus.values("up") == [1.0])
     for number in range(60):

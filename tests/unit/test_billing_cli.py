@@ -5,7 +5,6 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -57,13 +56,13 @@ class Shell:
 
 
 @pytest.fixture
-def closed(tmp_path: Path) -> Shell:
+def closed(tmp_path):
     """A data directory that no server runs on."""
     return Shell(tmp_path / "data")
 
 
 @pytest.fixture(params=["closed", "served"])
-def shell(request: pytest.FixtureRequest, closed: Shell) -> Iterator[Shell]:
+def shell(request, closed):
     """The same directory without a server and with one: commands must not tell the difference."""
     if request.param == "closed":
         yield closed
@@ -375,7 +374,7 @@ def test_a_broken_ledger_ends_with_1_and_names_the_entry(shell):
 
 
 @pytest.fixture
-def person(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def person(shell, monkeypatch):
     """A person at a terminal, who answers; returns what the terminal shows."""
 
     def types(answers: str, *args: str, code: int = 0) -> str:

@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
@@ -31,7 +30,7 @@ DAY_S = 86_400
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[TestLedger]:
+def house(tmp_path):
     """A deposit, a charge, an hour of a pin, and corrections within the month and after it."""
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)

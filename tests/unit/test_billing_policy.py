@@ -1,7 +1,6 @@
 """Each line of the written policy in docs/billing.md, in its order."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from billing.money import UNITS
 from billing.prices.book import NS
 from billing.proof import audit
 from billing.usage import EMPTY, Usage
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 WHOLE = Usage(hit_disk=900, miss=100, output=7)
 PROMPT_ONLY = Usage(hit_disk=900, miss=100)
@@ -29,7 +28,7 @@ LINES = {
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[TestLedger]:
+def house(tmp_path):
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)
         yield house

@@ -125,7 +125,7 @@ def test_a_usage_survives_its_record(usage):
 
 @pytest.mark.parametrize("pinned", PINNED, ids=lambda pinned: "-".join(pinned.ref))
 @given(usage=USAGES)
-def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage: Usage) -> None:  # type: ignore[no-untyped-def]
+def test_a_charge_is_the_sum_of_its_lines_and_covered_by_its_hold(pinned, usage):  # type: ignore[no-untyped-def]
     charge = rate(usage, pinned)
     assert charge.amount == sum(line.tokens * line.per_token for line in charge.lines)
     uncached = usage.prompt * pinned.rates.miss + usage.output * pinned.rates.output

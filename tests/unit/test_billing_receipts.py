@@ -4,7 +4,6 @@ import json
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -24,13 +23,13 @@ from billing.reports.receipts import (
 )
 from billing.usage import Usage
 from cachesvc.cli import app
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 USAGE = Usage(hit_device=100, hit_disk=900, miss=100, output=7)
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[TestLedger]:
+def house(tmp_path):
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)
         house.charge("r1", USAGE, project="web")

@@ -2,10 +2,8 @@
 
 import csv
 import io
-from collections.abc import Iterator
 from datetime import UTC
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -25,7 +23,7 @@ EVIL = '=HYPERLINK("http://e.vil","<b>x</b>")'
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[TestLedger]:
+def house(tmp_path):
     """Charges around the beginning of February 2025, in UTC and in Shanghai."""
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)

@@ -177,8 +177,8 @@ def test_a_file_that_cannot_be_used_is_named_without_a_traceback(tmp_path, monke
     [["keys", "create", "--tenant", "acme"], ["tenants", "create", "acme"], ["cache", "stats"]],
 )
 def test_a_misspelt_variable_stops_a_command_that_would_use_the_default_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str]
-) -> None:
+    monkeypatch, tmp_path, command
+):
     home = tmp_path / "home"
     monkeypatch.setenv("XDG_DATA_HOME", str(home))
     monkeypatch.setenv("CACHESVC_DATA_DIR", str(tmp_path / "meant"))

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import lmdb
 import pytest
@@ -41,12 +39,12 @@ def store(tier: DiskTier, ids: list[BlockId]) -> None:
 
 
 @pytest.fixture
-def ids() -> list[BlockId]:
+def ids():
     return chain(NUM_BLOCKS, block_size=LAYOUT.block_size)
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path, ids: list[BlockId]) -> Iterator[Path]:
+def data_dir(tmp_path, ids):
     tier = open_disk(disk_path(tmp_path), LAYOUT, 64 << 20)
     store(tier, ids)
     tier.close()

@@ -80,7 +80,7 @@ def key_set(*chains: list[BlockId]) -> set[bytes]:
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
+def data_dir(tmp_path):
     """MINE was used three hours ago, the rest now."""
     path = tmp_path / "here"
     path.mkdir()

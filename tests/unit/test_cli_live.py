@@ -3,9 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +74,7 @@ class Growing:
 
 
 @pytest.fixture
-def data_dir(tmp_path: Path) -> Path:
+def data_dir(tmp_path):
     """A directory with blocks of two tenants on disk, which it knows the scopes of."""
     salts = Salts(read_secret(tmp_path))
     house = fake_house()
@@ -92,7 +90,7 @@ def data_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def world() -> World:
+def world():
     """A small engine that has served a prompt three times."""
     world = World(device_blocks=40)
     for number in range(3):
@@ -102,7 +100,7 @@ def world() -> World:
 
 
 @pytest.fixture
-def books(data_dir: Path) -> Iterator[OpenBooks]:
+def books(data_dir):
     """The accounts of the tenant acme alone."""
     with running_ledger(database_url(data_dir)) as house:
         store = house.accounts.store
@@ -111,7 +109,7 @@ def books(data_dir: Path) -> Iterator[OpenBooks]:
 
 
 @pytest.fixture
-def server(data_dir: Path, world: World, books: OpenBooks) -> Iterator[Running]:
+def server(data_dir, world, books):
     def run(function: Any) -> Any:
         future = world.engine.call(function)
         world.engine.turn()

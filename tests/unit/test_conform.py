@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,7 @@ def _common(a: list[int], b: list[int]) -> int:
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve():
     servers: list[Server] = []
 
     def start(*given: Any, **options: Any) -> Server:

@@ -43,13 +43,13 @@ def kubernetes() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def pod() -> dict[str, Any]:
+def pod():
     spec: dict[str, Any] = kubernetes()["StatefulSet"]["spec"]["template"]["spec"]
     return spec
 
 
 @pytest.fixture(scope="module")
-def compose() -> dict[str, Any]:
+def compose():
     document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
     return document
 
@@ -293,7 +293,7 @@ def test_compose_mounts_what_there_is(compose):
 
 
 @pytest.fixture(scope="module")
-def fleet() -> dict[str, Any]:
+def fleet():
     document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.fleet.yaml").read_text())
     return document
 
@@ -321,7 +321,7 @@ def test_the_fleets_servers_ask_its_router_and_the_router_its_engines(fleet):
 
 
 @pytest.fixture(scope="module")
-def pair() -> dict[str, Any]:
+def pair():
     document: dict[str, Any] = yaml.safe_load((DOCKER / "compose.pair.yaml").read_text())
     return document
 
@@ -344,8 +344,8 @@ def test_two_servers_share_a_ledger_limits_and_blocks_and_nothing_else(pair):
 
 
 def test_ports_are_open_to_this_machine_alone_and_the_pair_mounts_what_it_names(
-    compose: dict[str, Any], pair: dict[str, Any], fleet: dict[str, Any]
-) -> None:
+    compose, pair, fleet
+):
     for document in (compose, fleet, pair):
         services = document["services"].values()
         ports = [port for service in services for port in service.get("ports", ())]

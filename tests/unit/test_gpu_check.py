@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(600)
-def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
+def test_the_check_runs_whole_on_a_cpu(tmp_path):
     path = tmp_path / "made" / "figures.json"
     gpu_check.main(["--device", "cpu", "--small", "--json", str(path)])
     figures = json.loads(path.read_text())
@@ -37,9 +37,7 @@ def test_the_check_runs_whole_on_a_cpu(tmp_path: Path) -> None:
     assert figures["service"]["arrivals"]["gaps_ms"]["quiet_median"] > 0
 
 
-def test_what_is_not_ok_fails_the_check_and_keeps_the_other_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_ok_fails_the_check_and_keeps_the_other_figures(tmp_path, monkeypatch):
     def broken(device: str, small: bool) -> None:
         raise RuntimeError("no such kernel")
 
@@ -54,7 +52,7 @@ def test_what_is_not_ok_fails_the_check_and_keeps_the_other_figures(
     assert json.loads(path.read_text())["speed"] == {"models": 1}
 
 
-def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack() -> None:
+def test_it_asks_for_nothing_that_a_bare_machine_with_torch_may_lack():
     """The server's own dependencies are not there."""
     code = (
         "import sys\n"

@@ -3,7 +3,6 @@
 import random
 import re
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def greedy(text: str) -> list[int]:
 
 
 @pytest.fixture
-def compiler() -> Iterator[GrammarCompiler]:
+def compiler():
     made = GrammarCompiler(lambda: TOKENS, frozenset({END}), greedy)
     yield made
     made.close()

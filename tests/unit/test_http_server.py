@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
@@ -19,14 +19,14 @@ from billing.gate.outcomes import Outcome
 from cachesvc.server.connection import http_config
 from cachesvc.server.http import HttpServer
 from tests.api.bank import HELLO
-from tests.support.wire import FakeHouse, Script, fake_house
+from tests.support.wire import Script, fake_house
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 Handler = Callable[[int, FrameType | None], object] | int | None
 
 
 @pytest.fixture
-def handlers() -> Iterator[None]:
+def handlers():
     """The handlers of before are in force after the test."""
     before: dict[signal.Signals, Handler] = {each: signal.getsignal(each) for each in SIGNALS}
     yield
@@ -35,7 +35,7 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def house() -> Iterator[FakeHouse]:
+def house():
     house = fake_house()
     yield house
     house.close()
@@ -78,8 +78,8 @@ def test_any_number_of_signals_ends_the_server_without_a_traceback(times, house,
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("ignored", "ends"), [(False, True), (True, False)])
 def test_a_closed_terminal_ends_the_server_unless_nohup_said_otherwise(
-    ignored: bool, ends: bool, house: FakeHouse, caplog: pytest.LogCaptureFixture
-) -> None:
+    ignored, ends, house, caplog
+):
     caplog.set_level(logging.INFO)
     signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
 

@@ -29,7 +29,7 @@ ANSWERED = [*TURN, {"role": "assistant", "content": "yes"}, {"role": "user", "co
 
 
 @pytest.fixture
-def anyio_backend() -> str:
+def anyio_backend():
     return "asyncio"
 
 

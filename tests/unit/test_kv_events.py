@@ -3,7 +3,7 @@
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -116,7 +116,7 @@ def named(event: list[Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def route() -> Iterator[Route]:
+def route():
     opened: list[Router] = []
 
     def open_one(publisher: KvEventPublisher, topic: bytes = b"kv-events") -> Router:
@@ -129,7 +129,7 @@ def route() -> Iterator[Route]:
 
 
 @pytest.fixture
-def publish() -> Iterator[Publish]:
+def publish():
     opened: list[KvEventPublisher] = []
 
     def open_one(stream: EventStream, **settings: Any) -> KvEventPublisher:

@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,13 +24,13 @@ from billing.proof import audit
 from billing.store.opening import open_store
 from billing.store.wal import RESERVE_BYTES, WAL_BYTES
 from billing.usage import Usage
-from tests.support.billing import TestLedger, running_ledger
+from tests.support.billing import running_ledger
 
 USED = Usage(miss=3, output=1)
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[TestLedger]:
+def house(tmp_path):
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)
         yield house

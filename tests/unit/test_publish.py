@@ -10,7 +10,7 @@ class SharedTier(MemoryTier):
     is_shared = True
 
 
-def test_a_block_that_the_shared_tier_refused_is_not_waited_for() -> None:
+def test_a_block_that_the_shared_tier_refused_is_not_waited_for():
     tier = SharedTier(60, block_bytes=LAYOUT.nbytes)
     bench = Bench(tier=tier)
     tier.fault_rate = 1.0

@@ -96,9 +96,7 @@ BOUNDS: dict[str, tuple[Call, Peer, str]] = {
 
 
 @pytest.mark.parametrize("case", BOUNDS)
-async def test_what_the_other_side_grows_has_a_bound(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_the_other_side_grows_has_a_bound(case, monkeypatch):
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 200_000)
     monkeypatch.setattr(module, "MAX_ERROR_BYTES", 200_000)
     monkeypatch.setattr(module, "MAX_WHOLE_BYTES", 200_000)
@@ -124,15 +122,13 @@ async def test_what_the_other_side_grows_has_a_bound(
         (STREAM + b"data: {\n\n", "cannot be read"),
     ],
 )
-async def test_an_answer_that_is_cut_off_or_is_none_is_a_fault(answer: bytes, told: str) -> None:
+async def test_an_answer_that_is_cut_off_or_is_none_is_a_fault(answer, told):
     async with talking(Peer(answer)) as http:
         with pytest.raises(RemoteFault, match=told):
             await events(http)
 
 
-async def test_a_key_is_not_logged_with_an_answer_that_is_no_http(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_key_is_not_logged_with_an_answer_that_is_no_http(caplog):
     """aiohttp shows the request's headers in some of its errors."""
     async with talking(Peer(b"sk-secret is no HTTP\r\n\r\n")) as http:
         asking = EngineHttp(http.url, "sk-secret")
@@ -142,7 +138,7 @@ async def test_a_key_is_not_logged_with_an_answer_that_is_no_http(
     assert "failed" in caplog.text and "secret" not in caplog.text
 
 
-async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path: Path) -> None:
+async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path):
     async with talking(Peer(b"")) as http:
         pass
     for url in (http.url, f"unix:{tmp_path}/none", "http://no.such.host.invalid:1"):
@@ -152,7 +148,7 @@ async def test_an_engine_that_is_not_there_cannot_be_reached(tmp_path: Path) -> 
         await gone.close()
 
 
-async def test_events_come_by_lines_of_either_end_and_comments_are_none() -> None:
+async def test_events_come_by_lines_of_either_end_and_comments_are_none():
     stream = b': hi\r\n\r\ndata: {"a": 1}\r\n\r\ndata:{"b": 2}\n\ndata: [DONE]\n\n'
     peer = Peer(STREAM + stream, stays=True)
     async with talking(peer) as http:
@@ -160,7 +156,7 @@ async def test_events_come_by_lines_of_either_end_and_comments_are_none() -> Non
         await asyncio.wait_for(peer.left.wait(), 30)
 
 
-async def test_a_request_that_is_left_ends_its_connection() -> None:
+async def test_a_request_that_is_left_ends_its_connection():
     peer = Peer(STREAM + b'data: {"a": 1}\n\n', stays=True)
     async with talking(peer) as http:
         async with http.request("POST", "/x", b"{}") as answer:
@@ -168,9 +164,7 @@ async def test_a_request_that_is_left_ends_its_connection() -> None:
         await asyncio.wait_for(peer.left.wait(), 30)
 
 
-async def test_nothing_is_followed_kept_expanded_or_taken_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_nothing_is_followed_kept_expanded_or_taken_from_the_environment(monkeypatch):
     """Redirects, cookies, compression and proxies."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
@@ -186,7 +180,7 @@ async def test_nothing_is_followed_kept_expanded_or_taken_from_the_environment(
     assert not any(b"cookie" in each or b"gzip" in each for each in peer.asked)
 
 
-async def test_a_long_prompt_goes_over_a_unix_socket_too(tmp_path: Path) -> None:
+async def test_a_long_prompt_goes_over_a_unix_socket_too(tmp_path):
     peer = Peer(HEAD + b"content-length: 8\r\n\r\n" + b'{"a": 1}')
     async with talking(peer, tmp_path / "s") as http:
         found = [each async for each in http.events("/x", {"prompt": [1] * 1_000_000})]

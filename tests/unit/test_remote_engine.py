@@ -7,7 +7,7 @@ import asyncio
 import queue
 import threading
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import closing
 from typing import Any, cast
 
@@ -123,7 +123,7 @@ class House:
 
 
 @pytest.fixture
-def house(request: pytest.FixtureRequest) -> Iterator[House]:
+def house(request):
     with closing(House(request.param)) as running:
         yield running
 
@@ -193,7 +193,7 @@ def test_a_request_that_was_ended_before_it_began_costs_nothing(house, n):
 
 
 @pytest.mark.parametrize("house", [when_let], indirect=True)
-def test_a_sequence_that_was_ended_before_it_began_is_never_asked_for(house: House) -> None:
+def test_a_sequence_that_was_ended_before_it_began_is_never_asked_for(house):
     """It waits for the first one to fill the cache."""
     LET.clear()
     house.engine.submit(asked(n=3))
@@ -250,7 +250,7 @@ def test_who_asks_much_waits_behind_who_asks_little(house):
     assert priorities["r4:0"] < priorities["r2:0"]
 
 
-def test_the_engine_with_the_fewest_requests_gets_the_next_and_all_of_its_sequences() -> None:
+def test_the_engine_with_the_fewest_requests_gets_the_next_and_all_of_its_sequences():
     with closing(House(for_ever, num_engines=2)) as house:
         for name, n in {"a": 2, "b": 1, "c": 1}.items():
             house.engine.submit(asked(name, n=n))

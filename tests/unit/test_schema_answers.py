@@ -171,7 +171,7 @@ class Schemas:
 
 
 @pytest.fixture
-def compiler() -> Any:
+def compiler():
     made = GrammarCompiler(lambda: TOKENS, frozenset({256}), lambda text: text.encode())
     yield made
     made.close()

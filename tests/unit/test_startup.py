@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def listener() -> Iterator[socket.socket]:
+def listener():
     listening = socket.create_server(("127.0.0.1", 0))
     yield listening
     listening.close()

@@ -3,7 +3,6 @@
 import json
 import random
 import time
-from collections.abc import Iterator
 from datetime import UTC, date, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ CHARGES = [(1, "web", "k1"), (23, "web", "k2"), (25, "", "k1"), (24 * 40, "batch
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data_dir(tmp_path_factory):
     """A ledger with four requests of 100 tokens each, over two months."""
     path = tmp_path_factory.mktemp("data")
     clock = ManualClock()
@@ -61,7 +60,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def store(data_dir: Path) -> Any:
+def store(data_dir):
     opened = open_store(f"sqlite:///{data_dir / 'ledger.sqlite3'}")
     yield opened
     opened.close()
@@ -191,7 +190,7 @@ def test_a_span_that_is_none_is_said(data_dir, flags, words):
 
 
 @pytest.fixture
-def house(tmp_path: Path) -> Iterator[TestLedger]:
+def house(tmp_path):
     with running_ledger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}") as house:
         house.fund(UNITS)
         yield house

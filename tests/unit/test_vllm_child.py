@@ -30,7 +30,7 @@ time.sleep(600)
 
 
 @pytest.fixture(autouse=True)
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_in(monkeypatch):
     monkeypatch.setattr(module, "_SERVER", SERVER)
 
 

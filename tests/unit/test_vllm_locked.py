@@ -38,12 +38,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "node.sock"
 
 
 @pytest.fixture(autouse=True)
-def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+def cudart(monkeypatch):
     made = Cudart()
     monkeypatch.setattr(arena, "PIECE_BYTES", PIECE * STRIDE)
     monkeypatch.setattr("torch.cuda.cudart", lambda: made)
@@ -51,7 +51,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
 
 
 @pytest.fixture(autouse=True)
-def pages_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def pages_stay(monkeypatch):
     """No page goes back that a client may have registered."""
     give_back = SharedMemory.give_back
 

@@ -40,12 +40,12 @@ class Vllm:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "node.sock"
 
 
 @pytest.fixture
-def engine(path: Path, tmp_path: Path) -> Iterator[NodeClient]:
+def engine(path, tmp_path):
     below = {"disk_dir": tmp_path / "disk", "disk_bytes": 64 << 20}
     with serving(path, **below), joined(path) as client:
         yield client
@@ -152,7 +152,7 @@ class Parts:
 
 
 @pytest.fixture(params=[1, 2])
-def parts(request: pytest.FixtureRequest, engine: NodeClient, path: Path) -> Iterator[Parts]:
+def parts(request, engine, path):
     with closing(Parts(path, request.param)) as made:
         yield made
 

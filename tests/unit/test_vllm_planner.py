@@ -1,7 +1,7 @@
 """What a step of vLLM loads: a node that is slow to answer holds up nobody, and ranks agree."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +47,12 @@ class Link:
 
 
 @pytest.fixture
-def link() -> Link:
+def link():
     return Link([TierName.HOST, TierName.DISK, TierName.REMOTE])
 
 
 @pytest.fixture
-def planner(link: Link) -> Iterator[Planner]:
+def planner(link):
     made = Planner(EngineIdentity(SCOPE, (WHOLE,), 1), {LAYOUT: link}, wait_s=0)
     yield made
     link.close()
@@ -154,7 +154,7 @@ def test_a_failed_load_is_not_tried_again_for_its_request(planner, link, bad, hi
 
 
 @pytest.fixture
-def stepping(link: Link) -> Iterator[Planner]:
+def stepping(link):
     """A planner of an engine whose loop knows a step's end before it plans the next."""
     link.tiers = [TierName.HOST, TierName.DISK]
     link.may_answer.set()

@@ -1,8 +1,6 @@
 """Reports from vLLM's engine core to the server: what arrives, and what is lost without harm."""
 
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,7 @@ from tiers.node.messages import engine_layout
 
 
 @pytest.fixture
-def ends(tmp_path: Path) -> Iterator[tuple[Reporter, Reports]]:
+def ends(tmp_path):
     reports = Reports(tmp_path / "reports.sock")
     reporter = Reporter(reports.path)
     yield reporter, reports

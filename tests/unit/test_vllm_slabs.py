@@ -49,7 +49,7 @@ def block_of(slabs: list[torch.Tensor], number: int) -> torch.Tensor:
     return torch.cat([slab[number] for slab in slabs])
 
 
-def test_slabs_are_views_in_the_order_of_memory() -> None:
+def test_slabs_are_views_in_the_order_of_memory():
     assert [(9, 384), (9, 320), (9, 320), (9, 576), (9, 168)] == [
         tuple(s.shape) for s in slabs_like_vllm()
     ]
@@ -70,17 +70,13 @@ def test_slabs_are_views_in_the_order_of_memory() -> None:
         ([7, 8, 2, 3], 8, [(0, 1), (1, 2), (2, 4)]),
     ],
 )
-def test_a_run_is_of_successive_frames_of_one_registration(
-    frames: list[int], piece: int, runs: list[tuple[int, int]]
-) -> None:
+def test_a_run_is_of_successive_frames_of_one_registration(frames, piece, runs):
     assert runs == list(runs_of(frames, piece))
 
 
 @copiers
 @pytest.mark.parametrize("stage_rows", [2, 3, 100])
-def test_every_byte_of_a_block_goes_to_its_place_and_none_beside(
-    kind: str, stage_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_byte_of_a_block_goes_to_its_place_and_none_beside(kind, stage_rows, monkeypatch):
     monkeypatch.setattr(slabs_module, "STAGE_BYTES", stage_rows * STRIDE)
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
     before = [slab.clone() for slab in slabs]
@@ -102,7 +98,7 @@ def test_every_byte_of_a_block_goes_to_its_place_and_none_beside(
 
 
 @copiers
-def test_nothing_to_copy_is_no_copy(kind: str) -> None:
+def test_nothing_to_copy_is_no_copy(kind):
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
     copier = copier_of_kind(kind, slabs)
     before = rows.clone(), [slab.clone() for slab in slabs]
@@ -114,9 +110,7 @@ def test_nothing_to_copy_is_no_copy(kind: str) -> None:
 
 @copiers
 @pytest.mark.parametrize(("frames", "blocks"), [([NUM_FRAMES], [0]), ([0], [NUM_BLOCKS])])
-def test_a_number_outside_is_refused_before_a_byte_moves(
-    kind: str, frames: list[int], blocks: list[int]
-) -> None:
+def test_a_number_outside_is_refused_before_a_byte_moves(kind, frames, blocks):
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
     copier = copier_of_kind(kind, slabs)
     for copy in (copier.load, copier.save):
@@ -124,9 +118,7 @@ def test_a_number_outside_is_refused_before_a_byte_moves(
             copy(rows, frames, blocks, 100)
 
 
-def test_on_a_cpu_each_piece_is_copied_once_and_by_no_other_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_cpu_each_piece_is_copied_once_and_by_no_other_thread(monkeypatch):
     """torch shares a copy of 98 kB among its threads, which belong to vLLM's model."""
     slabs, rows, copied = slabs_like_vllm(), rows_like_a_nodes(), []
     monkeypatch.setattr(slabs_module, "_memcpy", lambda to, source, size: copied.append(size))
@@ -137,9 +129,7 @@ def test_on_a_cpu_each_piece_is_copied_once_and_by_no_other_thread(
 
 
 @in_child
-def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_blocks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_blocks(monkeypatch):
     """128 blocks of 5 slabs: 640 copies one by one."""
     from cachesvc.vllm import kernel
 
@@ -163,9 +153,7 @@ def test_on_a_gpu_copies_and_launches_follow_the_runs_and_not_layers_times_block
 
 @in_child
 @pytest.mark.parametrize("way", ["load", "save"])
-def test_after_a_refused_copy_those_before_it_have_ended(
-    way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_refused_copy_those_before_it_have_ended(way, monkeypatch):
     """The node gives the frames to others at once, and vLLM the blocks."""
     slabs, rows = slabs_like_vllm(), rows_like_a_nodes()
     copier, events = DeviceCopier(slabs, STRIDE), []
@@ -184,7 +172,7 @@ def test_after_a_refused_copy_those_before_it_have_ended(
 
 @in_child
 @pytest.mark.parametrize("odd", [2, 4, 6, 7])
-def test_slabs_of_odd_sizes_are_moved_in_narrower_words(odd: int) -> None:
+def test_slabs_of_odd_sizes_are_moved_in_narrower_words(odd):
     random = torch.Generator().manual_seed(odd)
     shapes = [(NUM_BLOCKS, odd * 11), (NUM_BLOCKS, 8 * odd)]
     slabs = [torch.randint(0, 256, s, dtype=torch.uint8, generator=random) for s in shapes]
@@ -196,6 +184,6 @@ def test_slabs_of_odd_sizes_are_moved_in_narrower_words(odd: int) -> None:
 
 @in_parent
 @pytest.mark.timeout(TIMEOUT_S)
-def test_the_kernel_under_the_interpreter() -> None:
+def test_the_kernel_under_the_interpreter():
     told = run_in_child(__file__, loops=True)
     assert "skipped" in told and "27 passed" in told, told

@@ -13,7 +13,7 @@ PACKAGES = {"cachesvc", "api", "engine", "billing", "tiers"}
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def names(tmp_path_factory):
     """The wheel's files, built from a copy so that the tree stays as it is."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):

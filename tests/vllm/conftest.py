@@ -16,14 +16,14 @@ Started = Callable[..., AbstractContextManager[Engine]]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     if not PYTHON.exists():
         pytest.fail("there is no .venv-vllm; run make test-vllm")
     return find(DEFAULT_MODEL, tmp_path_factory.mktemp("models"), lambda what, part: None)[0]
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[RunningNode]:
+def node(tmp_path):
     running = RunningNode(tmp_path)
     running.start()
     try:
@@ -33,7 +33,7 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 @pytest.fixture(scope="session")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def started(tmp_path_factory):
     """Starts an engine that ends with the block, over a node or alone."""
     if not PYTHON.exists():
         pytest.fail("there is no .venv-vllm; run make test-vllm")

@@ -12,7 +12,6 @@ import pytest
 
 from tests.crash.test_node_kill import record_offset
 from tests.unit.test_disk_faults import flip
-from tests.vllm.conftest import Started
 from tests.vllm.processes import Engine
 from tiers.blocks.layout import BlockLayout
 from tiers.disk.open import open_disk
@@ -32,9 +31,7 @@ WHOLE = {name: (len(prompt) - 1) // BLOCK * BLOCK for name, prompt in PROMPTS.it
 
 
 @pytest.fixture(scope="module")
-def alone(
-    model: Path, started: Started, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[int]]:
+def alone(model, started, tmp_path_factory):
     """What vLLM answers without us."""
     with started(model, None, tmp_path_factory.mktemp("alone")) as engine:
         answers = engine.generate(*PROMPTS.values())

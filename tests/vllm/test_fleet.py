@@ -202,9 +202,7 @@ def charged(server: Server) -> dict[str, Counter[str]]:
     return found
 
 
-def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(
-    model: Path, tmp_path: Path, postgres: str
-) -> None:
+def test_a_fleet_bills_each_answer_once_while_an_engine_is_killed(model, tmp_path, postgres):
     with ExitStack() as stack:
         database = stack.enter_context(fresh_database(postgres))
         store = stack.enter_context(redis_server(tmp_path))

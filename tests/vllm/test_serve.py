@@ -10,7 +10,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class Client:
 
 
 @pytest.fixture
-def server(model: Path, tmp_path: Path) -> Iterator[VllmServer]:
+def server(model, tmp_path):
     with redis_server(tmp_path) as url:
         running = VllmServer(
             tmp_path,

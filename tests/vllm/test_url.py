@@ -3,9 +3,7 @@
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +22,7 @@ PROMPT = " ".join(f"Person {n} lives in town {n * 7 % 97}." for n in range(20))
 
 
 @pytest.fixture(scope="module")
-def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def adapters(model, tmp_path_factory):
     folder, plain = (
         tmp_path_factory.mktemp("adapters"),
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
@@ -35,9 +33,7 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture(scope="module")
-def engine(
-    model: Path, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[str]:
+def engine(model, adapters, tmp_path_factory):
     """The URL of vLLM as an operator starts it."""
     with closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
@@ -76,8 +72,8 @@ def _answers(url: str) -> bool:
 
 
 async def test_each_adapter_answers_as_itself_and_hits_what_itself_computed(
-    engine: str, model: Path, adapters: dict[str, str], tmp_path: Path
-) -> None:
+    engine, model, adapters, tmp_path
+):
     names = [model.name, *adapters]
     asked = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6}
     settings = {"engine_backend": engine, "model_adapters": adapters}
