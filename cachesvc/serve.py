@@ -1,8 +1,8 @@
 """`serve`: runs a server from settings until a signal stops it. Main thread.
 
 First it rejects what cannot work: a data directory in use, a full disk, a missing GPU, vLLM or
-model, tiers larger than memory, a foreign address, a remote tier that cannot be opened. Then the
-port answers. Slow imports and loading come last.
+model, tiers larger than memory, a port in use, a foreign address, a remote tier that cannot be
+opened. Slow imports and loading come last. Until all is ready, the port refuses connections.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from cachesvc.config.settings import Settings
 from cachesvc.importing import importing
 from cachesvc.observability.kv_events import published
 from cachesvc.server.early_memory import taken_early
-from cachesvc.server.listen import bind, check_address, check_memory, make_data_dir, url_of
+from cachesvc.server.listen import bind, check_address, check_memory, make_data_dir
 from cachesvc.server.money import open_money
 from cachesvc.server.remote import check_remote
-from cachesvc.server.startup import Startup, answering
+from cachesvc.server.startup import Startup
 from cachesvc.server.supervisor import notify
 from cachesvc.server.vllm.arguments import check_installed
 from engine.driver import check_device, may_have_gpu
@@ -71,11 +71,7 @@ def serve(
             published(settings.events, stream),
             contextlib.ExitStack() as service_open,
         ):
-            with answering(listener, startup), contextlib.ExitStack() as lean:
-                logger.info(
-                    f"{url_of(listener)} answers 503 until {settings.model.name} is loaded; "
-                    "/health/ready says when"
-                )
+            with contextlib.ExitStack() as lean:
                 with taken_early(0 if at_url else _first_bytes(settings.cache)) as taken:
                     with startup.during("importing torch"), _importing():
                         if not (over_vllm or at_url):

@@ -41,7 +41,7 @@ from cachesvc.server.backend import Backend, MakeBackend
 from cachesvc.server.connection import http_config
 from cachesvc.server.dashboard import Dashboard
 from cachesvc.server.http import Asgi, HttpServer, Timed
-from cachesvc.server.listen import url_of
+from cachesvc.server.listen import listen, url_of
 from cachesvc.server.money import Money
 from cachesvc.server.request_memory import RequestMemory
 from cachesvc.server.served_models import served_models
@@ -145,7 +145,9 @@ class Service:
         self.core.start(self._settings.engine.chunk_tokens)
 
     def run(self, listener: socket.socket, on_ready: Callable[[str, str], None]) -> None:
-        """Serves on `listener` until a signal comes. Call after `start`."""
+        """Serves on `listener` until a signal comes. Call after `start`. Raises ConfigError if
+        another server has its port, EngineFailed if the engine has ended."""
+        listen(listener)
         server, config, url = self._settings.server, self._config, url_of(listener)
         http = HttpServer(
             config, lambda: on_ready(url, self.dashboard.first_link(url)), self._begin_drain

@@ -42,7 +42,7 @@ def connection_bound() -> int:
 
 
 def http_config(app: Callable[..., Any], **options: Any) -> uvicorn.Config:
-    """The configuration shared by all servers here: bounded connections and our own logs."""
+    """Bounded connections and our own logs."""
     return uvicorn.Config(
         app,
         http=BoundedConnection,

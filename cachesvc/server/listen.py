@@ -132,7 +132,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket. Connections wait in its queue until a server accepts them.
+    """A socket that has this address and refuses connections until `listen`.
 
     Raises ConfigError for a port in use or an invalid host.
     """
@@ -146,14 +146,27 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
-        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; "
-            f"another server may be running there: choose another --port, or 0 for a free one"
-        ) from None
+        raise _port_in_use(host, port, error) from None
     return listener
+
+
+def listen(listener: socket.socket) -> None:
+    """Takes connections, which wait until a server accepts them. Raises ConfigError if another
+    server that was starting meanwhile has the port."""
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        host, port = listener.getsockname()[:2]
+        raise _port_in_use(host, port, error) from None
+
+
+def _port_in_use(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {host}:{port}: {error.strerror}; "
+        f"another server may be running there: choose another --port, or 0 for a free one"
+    )
 
 
 def url_of(listener: socket.socket) -> str:

@@ -1,6 +1,7 @@
 """The composition root's own decisions: addresses, secrets, signals, counted responses."""
 
 import asyncio
+import errno
 import socket
 import stat
 import subprocess
@@ -16,7 +17,7 @@ from cachesvc.config.places import disk_path
 from cachesvc.config.sections import ServerSection
 from cachesvc.operator.secret import read_secret
 from cachesvc.server.http import Timed
-from cachesvc.server.listen import bind, check_address, is_loopback, make_data_dir
+from cachesvc.server.listen import bind, check_address, is_loopback, listen, make_data_dir
 from cachesvc.server.watch import ServerWatch
 from tiers.disk.directory import DirectoryLock
 from tiers.errors import DirectoryLocked
@@ -43,9 +44,20 @@ def test_a_port_in_use_is_said_at_once():
             bind("127.0.0.1", taken.getsockname()[1])
 
 
-def test_a_bound_port_takes_connections_before_anybody_serves_on_it():
-    with bind("127.0.0.1", 0) as listener, socket.socket() as client:
-        assert 0 == client.connect_ex(listener.getsockname())
+def test_a_bound_port_refuses_connections_until_it_is_opened():
+    with bind("127.0.0.1", 0) as listener:
+        with socket.socket() as client:
+            assert errno.ECONNREFUSED == client.connect_ex(listener.getsockname())
+        listen(listener)
+        with socket.socket() as client:
+            assert 0 == client.connect_ex(listener.getsockname())
+
+
+def test_of_two_servers_that_start_on_one_port_the_second_is_told():
+    with bind("127.0.0.1", 0) as one, bind("127.0.0.1", one.getsockname()[1]) as other:
+        listen(one)
+        with pytest.raises(ConfigError, match="choose another --port"):
+            listen(other)
 
 
 def refused_without_torch(data_dir: Path, *flags: str) -> str:
