@@ -88,7 +88,6 @@ RESPONSES: Final[Mapping[str, Unserved]] = {
     "background_options": Unserved(
         "leave it out, and stream instead", (*_EMPTY, {"completion_window": "soonest"})
     ),
-    "cache_salt": Unserved("use /v1/chat/completions, or a tenant for each customer", ("",)),
     "context_management": Unserved("shorten the conversation yourself", _EMPTY),
     "conversation": Unserved("use previous_response_id", ("",)),
     "image": Unserved("this model reads text only", _EMPTY),
@@ -101,7 +100,6 @@ RESPONSES: Final[Mapping[str, Unserved]] = {
     "truncation": Unserved("shorten the input yourself", ("disabled",)),
 }
 MESSAGES: Final[Mapping[str, Unserved]] = {
-    "cache_salt": Unserved("use /v1/chat/completions, or a tenant for each customer", ("",)),
     "compaction": Unserved("shorten the conversation yourself", _EMPTY),
     "container": Unserved("leave it out", ({}, "")),
     "fallbacks": Unserved("name one model; a gateway can try others", _EMPTY),

@@ -13,12 +13,15 @@ from api.shapes.body import MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import NAME_MAX, CacheControl
 from api.shapes.fields import MESSAGES, ignored_names, refuse_unserved
 from api.shapes.images import text_only
-from api.shapes.schemas import ChatBody, Extension
+from api.shapes.schemas import ChatBody, Extension, Salt
 from api.shapes.template_arguments import fitting_thinking
 from api.shapes.translation import Plain, chat_body, going_on, merged_systems
 from api.shapes.turns import ContentBlock, TurnMessage, texts_of, turn_messages
 from engine.bounds import MAX_COUNT
 
+_SAME_FIELDS = (  # of a message and a chat
+    *("max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier", "cache_salt"),
+)
 EMPTY_MESSAGE = TurnMessage(role="user", content="")
 
 
@@ -229,11 +232,11 @@ class MessagesBody(CountBody):
     metadata: Metadata | None = None
     service_tier: str | None = None
     diagnostics: Diagnostics | None = None
+    cache_salt: Salt | None = None
     cachesvc: Extension | None = None
 
     def _answer(self) -> Plain:
-        names = ("max_tokens", "stream", "temperature", "top_p", "top_k", "service_tier")
-        return {name: getattr(self, name) for name in names} | {
+        return {name: getattr(self, name) for name in _SAME_FIELDS} | {
             "stop": self.stop_sequences or None,
             "user": self.metadata.user_id if self.metadata else None,
             "cachesvc": self.cachesvc.model_dump() if self.cachesvc else None,

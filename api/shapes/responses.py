@@ -10,7 +10,7 @@ from api.shapes.body import ITEMS_MAX, MESSAGES_MAX, Body, Items
 from api.shapes.breakpoints import CacheOptions, mark_of
 from api.shapes.fields import RESPONSES, refuse_unserved
 from api.shapes.images import text_only
-from api.shapes.schemas import ChatBody, Extension
+from api.shapes.schemas import ChatBody, Extension, Salt
 from api.shapes.translation import (
     Plain,
     call_message,
@@ -26,7 +26,7 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "refusal", "reasoning_t
 
 _SAME_FIELDS = (  # of a response and a chat
     *("stream", "temperature", "top_p", "metadata", "user", "service_tier", "safety_identifier"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
 )
 # What is stored and shown again: other fields cost no tokens, so they would be free storage.
 _SHORT_FIELDS = ("id", "type", "status", "role", "call_id", "name", "namespace")  # of an item
@@ -156,6 +156,7 @@ class ResponsesBody(InputBody):
     safety_identifier: Label | None = None
     service_tier: Label | None = None
     user: Label | None = None
+    cache_salt: Salt | None = None
     cachesvc: Extension | None = None
 
     def _answer(self) -> Plain:

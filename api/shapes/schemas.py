@@ -34,7 +34,6 @@ TOP_LOGPROBS_MAX = 20  # OpenAI's bound for chat; served for completions too
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 512  # of one stop string; searching takes time in its length at each token
 BIASES_MAX = 10_000
-SALT_CHARS = 1_024
 IDS_MAX = 1 << 20  # token ids in a body
 
 _SAMPLING = (  # fields that a body and the engine's parameters share
@@ -45,6 +44,7 @@ _SAMPLING = (  # fields that a body and the engine's parameters share
 Probability = Annotated[float, Field(gt=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Salt = Annotated[str, Field(max_length=1_024)]
 
 
 class StreamOptions(Body):
@@ -139,7 +139,7 @@ class GenerationBody(LabelledBody):
     regex: str | None = None
     ebnf: str | None = None
     json_schema: dict[str, Any] | str | None = None
-    cache_salt: Annotated[str, Field(max_length=SALT_CHARS)] | None = None
+    cache_salt: Salt | None = None
     cachesvc: Extension | None = None
 
     @field_validator("stop")

@@ -12,6 +12,7 @@ from engine.errors import InvalidParameter
 from engine.remote.protocol import SequenceAsk, Told, finish_of
 from engine.request import Request, TokenLogprob
 
+MAX_SALT_BYTES = 62  # in hexadecimal after its mark, within the 128 characters of a `cache_salt`
 TAG = "cachesvc"  # of our connector in `kv_transfer_params`
 _SAME_NAME = (
     *("temperature", "top_p", "top_k", "min_p", "ignore_eos", "logprobs"),
@@ -37,6 +38,12 @@ class Completions:
             raise InvalidParameter(
                 "cache_salt and user_id are not served by this engine; leave them out, "
                 "or use the embedded engine (engine.backend = embedded)",
+                param="cache_salt",
+            )
+        if len(request.scope.tenant) > MAX_SALT_BYTES:
+            raise InvalidParameter(
+                f"the tenant's salt has {len(request.scope.tenant)} bytes; vLLM's cache_salt takes "
+                f"{MAX_SALT_BYTES} at most",
                 param="cache_salt",
             )
         if request.grammar is not None and not self._grammars:

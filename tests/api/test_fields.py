@@ -195,13 +195,17 @@ async def test_a_salt_or_an_end_user_keeps_blocks_apart(client, house):
         assert all((0, 1) == (each.start, each.length) for each in request.contents)
         return request.scope, tuple(each.digest for each in request.contents)
 
-    for path in (CHAT, "/v1/completions"):
+    for path in BODIES:
         plain = await named(path)
         salted = await named(path, cache_salt="a")
         assert salted == await named(path, cache_salt="a")
+        assert plain == await named(path, cache_salt="")
+        assert 3 == len({plain, salted, await named(path, cache_salt="b")})
+    for path in (CHAT, "/v1/completions"):
+        plain = await named(path)
         different = {
             plain,
-            salted,
+            await named(path, cache_salt="a"),
             await named(path, cache_salt="b"),
             await named(path, user_id="a"),
             await named(path, user_id="a", cache_salt="b"),
@@ -215,9 +219,9 @@ async def test_a_salt_that_cannot_be_honoured_is_refused(client):
     answer = await client.post(CHAT, json=HELLO | {"cachesvc": contents})
     assert (400, "cachesvc") == (answer.status_code, answer.json()["error"]["param"])
     assert "an engine at a URL that reads it" in answer.json()["error"]["message"]
-    for path in ("/v1/responses", "/v1/messages"):
-        answer = await client.post(path, json=BODIES[path] | {"cache_salt": "a"})
-        assert 400 == answer.status_code
+    for path in BODIES:
+        answer = await client.post(path, json=BODIES[path] | {"cache_salt": "a" * 1025})
+        assert (400, "cache_salt") == (answer.status_code, answer.json()["error"]["param"])
     answer = await client.post(CHAT, json=HELLO | {"user_id": "a b"})
     assert (400, "user_id") == (answer.status_code, answer.json()["error"]["param"])
 

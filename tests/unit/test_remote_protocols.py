@@ -1,6 +1,7 @@
 """A request in the words of engines elsewhere, and their answers in ours."""
 
 from array import array
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -73,6 +74,16 @@ def test_a_request_without_the_cache_is_neither_read_nor_stored():
 def test_a_tenants_salt_is_the_same_in_vllm_and_in_our_scopes():
     assert b"\x00\xffsalt" == tenant_of(salt_of(b"\x00\xffsalt"))
     assert [b"theirs", b"hex:zz"] == [tenant_of("theirs"), tenant_of("hex:zz")]
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(62, True), (63, False)])
+def test_a_salt_that_vllm_cannot_take_is_refused_by_name(num_bytes, fits):
+    scope = CacheScope(tenant=bytes(num_bytes))
+    asked = Request(request_id="r", tokens=array("i", [1]), params=SamplingParams(), scope=scope)
+    assert fits == (len(salt_of(scope.tenant)) <= 128)
+    expected = nullcontext() if fits else pytest.raises(InvalidParameter, match="has 63 bytes")
+    with expected:
+        COMPLETIONS.check(asked)
 
 
 def test_what_keeps_blocks_apart_is_refused_by_name():
